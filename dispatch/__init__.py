@@ -1,0 +1,23 @@
+"""One way to every op on every device: `dispatch.nsa(...)`, routed by `resolve` and laid open by `explain`.
+
+`python -m dispatch` prints what runs on this machine. Importing this package needs torch alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from dispatch.registry import BackendError, Call, Impl, Verdict, explain, resolve
+
+OPS = {"nsa": "nsa.api:nsa"}
+"""Public functions by op; imported on first use, since their modules import this one."""
+
+__all__ = ["BackendError", "Call", "Impl", "Verdict", "explain", "resolve", *OPS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in OPS:
+        raise AttributeError(f"module 'dispatch' has no attribute {name!r}")
+    module, _, attribute = OPS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,30 @@
+"""Native Sparse Attention (arXiv 2502.11089). Importing this package needs torch alone."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def _check_siblings() -> None:
+    """The distribution's other packages have plain names; another project's `dispatch` could stand in front of ours."""
+    home = Path(__file__).resolve().parent.parent
+    for name in ("dispatch", "cute_kernels", "ascend_kernels"):
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ImportError(f"nsa-kernels is incomplete: its package {name!r} is missing beside {home / 'nsa'}")
+        if Path(spec.origin).resolve().parent.parent != home:
+            raise ImportError(
+                f"nsa-kernels needs its own package {name!r} from {home}, but Python finds another one first: "
+                f"{spec.origin}. Rename or remove that one, or put {home} before it on sys.path."
+            )
+
+
+_check_siblings()
+
+from nsa.api import nsa, nsa_forward, nsa_forward_aux  # noqa: E402
+from nsa.config import NSAConfig  # noqa: E402
+from nsa.module import NSAttention  # noqa: E402
+from nsa.tensors import NSAAux  # noqa: E402
+
+__all__ = ["NSAAux", "NSAConfig", "NSAttention", "nsa", "nsa_forward", "nsa_forward_aux"]

@@ -1,0 +1,174 @@
+"""The public functions: validate, route, run. `nsa`, `nsa_forward` and `nsa_forward_aux` take the same arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import dispatch
+from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions
+from nsa.tensors import NSAAux, NSAInputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class NSAKeywords(NSAOptions, total=False):
+    """All keywords of a call, for type checkers (tests hold it and `_run` together)."""
+
+    w_k_compress: Tensor | None
+    w_v_compress: Tensor | None
+    k_cmp: Tensor | None
+    v_cmp: Tensor | None
+    k_slc: Tensor | None
+    v_slc: Tensor | None
+    k_win: Tensor | None
+    v_win: Tensor | None
+    gate_proj_weight: Tensor | None
+    gates: Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    deterministic: bool
+    recompute: bool
+    config: NSAConfig | None
+    backend: str | None
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    w_k_compress: Tensor | None = None,
+    w_v_compress: Tensor | None = None,
+    k_cmp: Tensor | None = None,
+    v_cmp: Tensor | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    gate_proj_weight: Tensor | None = None,
+    gates: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    deterministic: bool = False,
+    recompute: bool = False,
+    config: NSAConfig | None = None,
+    backend: str | None = None,
+    **options: Unpack[NSAOptions],
+) -> tuple[Tensor, NSAAux]:
+    """Resolve the options, check everything, and hand the call to the backend that takes it."""
+    config = _one_config(config, options)
+    for name, flag in (("deterministic", deterministic), ("recompute", recompute)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
+    inputs = NSAInputs(
+        q,
+        k,
+        v,
+        w_k_compress=w_k_compress,
+        w_v_compress=w_v_compress,
+        k_cmp=k_cmp,
+        v_cmp=v_cmp,
+        k_slc=k_slc,
+        v_slc=v_slc,
+        k_win=k_win,
+        v_win=v_win,
+        gate_proj_weight=gate_proj_weight,
+        gates=gates,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+    )
+    inputs.check(config)
+    call = dispatch.Call(
+        "nsa",
+        q.device,
+        q.dtype,
+        backward=inputs.needs_grad,
+        options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
+    )
+    run = dispatch.resolve(call, backend).load()
+    result: tuple[Tensor, NSAAux] = run(inputs, config)
+    return result
+
+
+def _one_config(config: NSAConfig | None, options: NSAOptions) -> NSAConfig:
+    if config is None:
+        unknown = options.keys() - OPTION_NAMES
+        if unknown:
+            raise TypeError(f"unknown keyword argument {', '.join(sorted(unknown))}")
+        return NSAConfig(**options)
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an NSAConfig or None, got {type(config).__name__}")
+    if options:
+        raise TypeError(f"config stands for all options, got {', '.join(sorted(options))} beside it")
+    return config
+
+
+def _with_signature(function: F) -> F:
+    """Show the keywords of `_run` and the options of NSAConfig, with their defaults, in help() and in editors."""
+    own = inspect.signature(function)
+    run = inspect.signature(_run).parameters
+    options = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(NSAConfig).parameters.values()
+    ]
+    rest = [p for p in run.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    positional = [p for p in run.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    function.__signature__ = own.replace(parameters=[*positional, *options, *rest])  # type: ignore[attr-defined]
+    return function
+
+
+@_with_signature
+def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
+    """Native Sparse Attention (arXiv 2502.11089), differentiable.
+
+    Each query attends to compressed blocks of the past, to the tokens of a few selected blocks and to a sliding
+    window; gates weigh the three outputs. See NSAConfig for what each option means and docs/semantics.md for the
+    exact definition.
+
+    Args:
+        q: `[B,N,H,D]`; bf16 or fp16 on a GPU, on the CPU also fp32 and fp64. Packed: `[T,H,D]` with `cu_seqlens`.
+        k: `[B,N,H_kv,D]`, q's dtype; H a multiple of H_kv. Packed: `[T,H_kv,D]`.
+        v: `[B,N,H_kv,D_v]`. Packed: `[T,H_kv,D_v]`.
+        compress_block_size ... debug: the fields of NSAConfig, or all of them in one `config`.
+        w_k_compress, w_v_compress: `[H_kv,D,D]` and `[H_kv,D_v,D_v]`, applied to each pooled block (x @ w).
+        k_cmp, v_cmp: ready compressed entries `[B,N_cmp,H_kv,D]` and `[...,D_v]`, instead of pooling k and v.
+            Packed: document after document, `[entries,H_kv,...]`.
+        k_slc, v_slc, k_win, v_win: keys and values of the selected and the window branch. Default: k, v.
+        gate_proj_weight: `[H,3,D]`; gates are sigmoid(q . w). q's dtype or fp32.
+        gates: `[B,N,H,3]` (compressed, selected, window), used as they are. q's dtype or fp32. With neither: 1/3 each.
+        cu_seqlens: int32 `[B+1]`, bounds of packed documents, on q's device. Rows past the last bound give 0.
+        max_seqlen: longest document, a hint that never changes the result.
+        deterministic: refuse any backend whose backward is not bitwise repeatable.
+        recompute: keep less for backward and compute it again. The reference always does.
+        backend: "reference", ...; None reads NSA_KERNELS_BACKEND, then takes the first that can run.
+
+    Returns:
+        `[B,N,H,D_v]` in q's dtype; packed `[T,H,D_v]`. Rows that see no key in a branch get 0 from it.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed.
+        dispatch.BackendError: when no backend can run the call, with the reason of each.
+    """
+    return _run(q, k, v, **keywords)[0]
+
+
+@_with_signature
+def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
+    """`nsa` without a graph: same arguments, same result, nothing kept for backward."""
+    with torch.no_grad():
+        return _run(q, k, v, **keywords)[0]
+
+
+@_with_signature
+def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> tuple[Tensor, NSAAux]:
+    """`nsa_forward` with everything computed on the way: `(out, NSAAux)`."""
+    with torch.no_grad():
+        return _run(q, k, v, **keywords)

@@ -1,0 +1,219 @@
+"""NSAConfig: every option that changes the result of NSA, validated once."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+BlockPooling = Callable[[Tensor], Tensor]
+"""Maps blocks `[..., l, D]` to one entry each, `[..., D]`."""
+
+Compress = str | BlockPooling | tuple[BlockPooling, BlockPooling]
+
+
+class NSAOptions(TypedDict, total=False):
+    """NSAConfig's fields as keywords, for type checkers (tests hold the two together)."""
+
+    compress_block_size: int
+    compress_stride: int | None
+    select_block_size: int | None
+    num_selected_blocks: int
+    window_size: int
+    q_tile_size: int
+    share_heads_in_group: bool
+    num_init_blocks: int
+    num_local_blocks: int
+    num_cmp_selected_blocks: int | None
+    n_block_size: int
+    compress: Compress
+    causal: bool
+    softmax_scale: float | None
+    debug: bool
+
+
+@dataclass(frozen=True)
+class NSAConfig:
+    """What NSA computes. Immutable and hashable, so one object can serve a whole model.
+
+    Blocks, tiles and windows are counted in tokens from the start of each document.
+
+    Args:
+        compress_block_size: l, tokens pooled into one compressed entry.
+        compress_stride: d, tokens from one compressed block to the next, d <= l. None: l.
+        select_block_size: l', tokens of one selectable block. None: l.
+        num_selected_blocks: blocks each query tile selects, forced ones included. 0: the branch has no keys.
+        window_size: w, keys of the sliding window, the token itself included. 0: the branch has no keys.
+            With `causal=False` the window is |i-j| <= w//2.
+        q_tile_size: T, consecutive queries that select together. 1 is the paper's per-token selection.
+        share_heads_in_group: select once for all query heads of a key/value head. Implied by `q_tile_size=1`.
+        num_init_blocks: always select this many blocks at the start of the document.
+        num_local_blocks: always select this many blocks ending with the block of the tile's last token
+            (with `causal=False`: as many around the tile).
+        num_cmp_selected_blocks: c, blocks of `n_block_size` compressed entries that each query tile and head
+            attends to in the compressed branch. None: all visible entries. Needs `q_tile_size > 1`.
+        n_block_size: compressed entries in one such block; changes nothing else.
+        compress: "mean", or a callable (a pair: for K and for V) from blocks `[..., l, D]` to `[..., D]`.
+        causal: no output depends on later tokens (in tile mode, on tokens after its tile).
+        softmax_scale: scales the logits of scoring and of all branches. None: 1/sqrt(D).
+        debug: also check the values of input tensors (finite, `cu_seqlens` consistent); waits for the device.
+
+    Raises:
+        TypeError, ValueError: naming the option and its value.
+    """
+
+    compress_block_size: int = 64
+    compress_stride: int | None = None
+    select_block_size: int | None = None
+    num_selected_blocks: int = 16
+    window_size: int = 512
+    q_tile_size: int = 256
+    share_heads_in_group: bool = False
+    num_init_blocks: int = 0
+    num_local_blocks: int = 0
+    num_cmp_selected_blocks: int | None = None
+    n_block_size: int = 128
+    compress: Compress = "mean"
+    causal: bool = True
+    softmax_scale: float | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("compress_block_size", "q_tile_size", "n_block_size"):
+            self._integer(name, 1)
+        for name in ("num_selected_blocks", "window_size", "num_init_blocks", "num_local_blocks"):
+            self._integer(name, 0)
+        for name in ("compress_stride", "select_block_size", "num_cmp_selected_blocks"):
+            if getattr(self, name) is not None:
+                self._integer(name, 1)
+        for name in ("share_heads_in_group", "causal", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_scale()
+        self._check_compress()
+        self._check_relations()
+
+    @classmethod
+    def seed(cls, **changes: Unpack[NSAOptions]) -> NSAConfig:
+        """Per-tile, per-head selection with l = d = l' = 64: the defaults."""
+        return replace(cls(), **changes)
+
+    @classmethod
+    def paper(cls, **changes: Unpack[NSAOptions]) -> NSAConfig:
+        """Per-token selection shared in the group, overlapping compression (arXiv 2502.11089, section 4.1)."""
+        paper = cls(
+            compress_block_size=32,
+            compress_stride=16,
+            select_block_size=64,
+            q_tile_size=1,
+            share_heads_in_group=True,
+            num_init_blocks=1,
+            num_local_blocks=2,
+        )
+        return replace(paper, **changes)
+
+    @property
+    def stride(self) -> int:
+        """d with its default resolved."""
+        return self.compress_block_size if self.compress_stride is None else self.compress_stride
+
+    @property
+    def select_size(self) -> int:
+        """l' with its default resolved."""
+        return self.compress_block_size if self.select_block_size is None else self.select_block_size
+
+    @property
+    def token_mode(self) -> bool:
+        """Selection per token, by softmax importance; otherwise per tile, by mean logits."""
+        return self.q_tile_size == 1
+
+    @property
+    def shares_heads(self) -> bool:
+        """One selection for all query heads of a key/value head."""
+        return self.share_heads_in_group or self.token_mode
+
+    def scale(self, head_dim: int) -> float:
+        """softmax_scale with its default resolved."""
+        return 1.0 / math.sqrt(max(head_dim, 1)) if self.softmax_scale is None else self.softmax_scale
+
+    def num_compressed(self, num_tokens: int) -> int:
+        """Compressed entries of a document; a ragged tail is not compressed."""
+        return max(0, (num_tokens - self.compress_block_size) // self.stride + 1)
+
+    def _integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        if operator.index(value) < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+        object.__setattr__(self, name, operator.index(value))
+
+    def _check_scale(self) -> None:
+        scale: Any = self.softmax_scale
+        if scale is None:
+            return
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"softmax_scale must be finite and greater than 0, got {scale}")
+
+    def _check_compress(self) -> None:
+        compress: Any = self.compress
+        if isinstance(compress, str):
+            if compress != "mean":
+                raise ValueError(f"compress must be 'mean' or a callable, got {compress!r}")
+        elif isinstance(compress, tuple):
+            if len(compress) != 2 or not all(callable(c) for c in compress):
+                raise TypeError(f"compress as a tuple must be two callables, for K and for V, got {compress!r}")
+        elif not callable(compress):
+            raise TypeError(f"compress must be 'mean', a callable or a pair of callables, got {compress!r}")
+
+    def _check_relations(self) -> None:
+        if self.stride > self.compress_block_size:
+            raise ValueError(
+                f"compress_stride must be at most compress_block_size={self.compress_block_size}, "
+                f"got {self.compress_stride}: tokens between blocks would be dropped"
+            )
+        forced = self.num_init_blocks + self.num_local_blocks
+        if forced > self.num_selected_blocks:
+            raise ValueError(
+                f"num_init_blocks + num_local_blocks must fit in num_selected_blocks={self.num_selected_blocks}, "
+                f"got {self.num_init_blocks} + {self.num_local_blocks}"
+            )
+        if self.num_cmp_selected_blocks is not None:
+            if self.token_mode:
+                raise ValueError(
+                    f"num_cmp_selected_blocks needs q_tile_size > 1, got num_cmp_selected_blocks="
+                    f"{self.num_cmp_selected_blocks} with q_tile_size=1"
+                )
+            if self.num_cmp_selected_blocks < self._forced_cmp_blocks():
+                raise ValueError(
+                    f"num_cmp_selected_blocks must be at least {self._forced_cmp_blocks()}, the blocks of "
+                    f"n_block_size={self.n_block_size} entries that can become visible inside one tile of "
+                    f"q_tile_size={self.q_tile_size}, got {self.num_cmp_selected_blocks}"
+                )
+
+    def _forced_cmp_blocks(self) -> int:
+        """The most blocks of compressed entries that become visible inside one tile, over all tiles."""
+        if not self.causal:
+            return 0
+        length, stride, tile = self.compress_block_size, self.stride, self.q_tile_size
+        period = math.lcm(tile, stride * self.n_block_size) // tile
+        most = 0
+        # The count repeats after `period` tiles; the first tiles, before any block ends, have fewer.
+        for t in range(length // tile + 1, length // tile + 1 + period):
+            first = -((length - 1 - t * tile) // stride)
+            last = (t * tile + tile - length) // stride
+            if last >= first:
+                most = max(most, last // self.n_block_size - first // self.n_block_size + 1)
+        return most
+
+
+OPTION_NAMES = frozenset(field.name for field in fields(NSAConfig))

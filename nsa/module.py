@@ -1,0 +1,153 @@
+"""NSAttention: an attention layer of a transformer block, with projections and gates around `nsa`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nsa.api import nsa
+from nsa.config import NSAConfig
+
+RotaryHook = Callable[[Tensor, Any], Tensor]
+"""Rotates queries or keys `[...,heads,D]` by whatever `position_embeddings` holds."""
+
+
+class NSAttention(nn.Module):
+    """Self-attention by NSA, in the place of `nn.MultiheadAttention` or of a Llama attention block.
+
+    Projections are named as in Llama (q_proj, k_proj, v_proj, o_proj), so such a layer's weights load with
+    `strict=False`. Always causal unless `config` says otherwise; there is no attention mask, pack documents instead.
+
+    Args:
+        hidden_size: width of the input and output.
+        num_heads: H. num_kv_heads: H_kv, a divisor of H; None: H.
+        head_dim: D; None: hidden_size // num_heads. v_head_dim: D_v; None: D.
+        config: what NSA computes; None: `NSAConfig()`.
+        gate: "x": sigmoid(linear(x)), as in the paper. "q": sigmoid(q . w) per head, on the rotated q.
+            None: a third each.
+        compress_proj: a learned projection of compressed keys and values per head, the identity at first.
+        separate_kv: own key and value projections for each branch, as in the paper.
+        bias: whether q, k and v projections have one.
+        rope: hook `(tensor [...,heads,D], position_embeddings) -> tensor`, applied to queries and each branch's keys.
+        backend: as in `nsa`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        config: NSAConfig | None = None,
+        gate: Literal["x", "q"] | None = "x",
+        compress_proj: bool = False,
+        separate_kv: bool = False,
+        bias: bool = False,
+        rope: RotaryHook | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        if head_dim is None:
+            if hidden_size % num_heads != 0:
+                raise ValueError(
+                    f"head_dim must be given: hidden_size={hidden_size} is no multiple of {num_heads} heads"
+                )
+            head_dim = hidden_size // num_heads
+        if gate not in ("x", "q", None):
+            raise ValueError(f"gate must be 'x', 'q' or None, got {gate!r}")
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
+        self.config = NSAConfig() if config is None else config
+        self.gate, self.rope, self.backend = gate, rope, backend
+
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias, **place)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=bias, **place)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.v_head_dim, bias=bias, **place)
+        self.o_proj = nn.Linear(num_heads * self.v_head_dim, hidden_size, bias=False, **place)
+        self.branch_proj = nn.ModuleDict()
+        if separate_kv:
+            for branch in ("slc", "win"):
+                self.branch_proj[f"k_{branch}"] = nn.Linear(hidden_size, self.k_proj.out_features, bias=bias, **place)
+                self.branch_proj[f"v_{branch}"] = nn.Linear(hidden_size, self.v_proj.out_features, bias=bias, **place)
+        self.gate_proj = nn.Linear(hidden_size, num_heads * 3, bias=True, **place) if gate == "x" else None
+        self.gate_proj_weight: nn.Parameter | None = None
+        self.w_k_compress: nn.Parameter | None = None
+        self.w_v_compress: nn.Parameter | None = None
+        if gate == "q":
+            self.gate_proj_weight = nn.Parameter(torch.zeros(num_heads, 3, self.head_dim, **place))
+        if compress_proj:
+            self.w_k_compress = nn.Parameter(torch.eye(self.head_dim, **place).repeat(num_kv_heads, 1, 1))
+            self.w_v_compress = nn.Parameter(torch.eye(self.v_head_dim, **place).repeat(num_kv_heads, 1, 1))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Attend within each sequence, or within each packed document.
+
+        Args:
+            hidden_states: `[B,N,hidden_size]`; packed `[T,hidden_size]` with `cu_seqlens` int32 `[B+1]`.
+            position_embeddings: handed to the `rope` hook as it is.
+
+        Returns:
+            Same shape and dtype as `hidden_states`.
+
+        Raises:
+            TypeError: `position_embeddings` without a `rope` hook to use them.
+        """
+        if position_embeddings is not None and self.rope is None:
+            raise TypeError("position_embeddings would be ignored: NSAttention was built without a rope hook")
+        q = self._rotate(self._heads(self.q_proj(hidden_states), self.num_heads), position_embeddings)
+        k = self._rotate(self._heads(self.k_proj(hidden_states), self.num_kv_heads), position_embeddings)
+        v = self._heads(self.v_proj(hidden_states), self.num_kv_heads)
+        branches = {}
+        for name, project in self.branch_proj.items():
+            branch = self._heads(project(hidden_states), self.num_kv_heads)
+            branches[name] = self._rotate(branch, position_embeddings) if name.startswith("k") else branch
+        gates = None
+        if self.gate_proj is not None:
+            gates = torch.sigmoid(self.gate_proj(hidden_states)).unflatten(-1, (self.num_heads, 3))
+        out = nsa(
+            q,
+            k,
+            v,
+            k_slc=branches.get("k_slc"),
+            v_slc=branches.get("v_slc"),
+            k_win=branches.get("k_win"),
+            v_win=branches.get("v_win"),
+            w_k_compress=self.w_k_compress,
+            w_v_compress=self.w_v_compress,
+            gate_proj_weight=self.gate_proj_weight,
+            gates=gates,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            config=self.config,
+            backend=self.backend,
+        )
+        projected: Tensor = self.o_proj(out.flatten(-2))
+        return projected
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, gate={self.gate!r}, config={self.config}"
+
+    def _heads(self, projected: Tensor, heads: int) -> Tensor:
+        split: Tensor = projected.unflatten(-1, (heads, projected.shape[-1] // heads))
+        return split
+
+    def _rotate(self, tensor: Tensor, position_embeddings: Any) -> Tensor:
+        return tensor if self.rope is None else self.rope(tensor, position_embeddings)

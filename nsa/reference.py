@@ -1,0 +1,555 @@
+"""NSA in eager PyTorch: what every option means, and the oracle that every kernel is held against.
+
+Any dtype from bf16 to fp64, any device, any block and tile size; differentiable by autograd. Scores, softmax and
+sums run in fp32 (fp64 for fp64 inputs). Queries are processed in chunks of tiles and each chunk is recomputed in
+backward, so memory stays far below O(N^2); keys of the selected and window branches are gathered, so the time of
+those is O(N). Packed inputs are a loop over documents, for which the values of `cu_seqlens` are read on the host.
+
+Shapes inside: documents of one length as `[B, heads, N, D]`; a chunk of n query tiles of T rows as `[B, H, n, T, D]`.
+"Select heads" (S) are the heads that select on their own: H, or H_kv when the selection is shared in the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+from nsa.config import NSAConfig
+from nsa.tensors import NSAAux, NSAInputs
+
+CHUNK_BYTES = {"cpu": 32 << 20}
+"""Rough size of one chunk's temporaries by device; a chunk has at least one tile. Measured on a CPU, per-token
+selection: 8 times faster than with 256 MiB, whose allocations come from the system anew each time."""
+CHUNK_BYTES_ELSEWHERE = 512 << 20
+
+
+def check(call: Any) -> str | None:
+    """Why the dispatcher must not pick the reference for this call, or None."""
+    if call.device.type == "cpu":
+        return None
+    if not call.named:
+        return f"runs on {call.device.type} only when named: backend='reference' (correct everywhere, fast nowhere)"
+    if call.options.get("deterministic") and call.backward:
+        return f"its backward on {call.device.type} sums with atomics, so deterministic=True cannot be kept"
+    return None
+
+
+def nsa(
+    inputs: NSAInputs,
+    config: NSAConfig,
+    *,
+    indices: Tensor | None = None,
+    cmp_indices: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, NSAAux]:
+    """All of NSA for checked inputs.
+
+    Args:
+        indices, cmp_indices: use these selections, as in NSAAux, instead of computing them (fixed-length inputs only).
+        compute_dtype: dtype of all arithmetic, instead of fp32 or fp64. The inputs' own low precision gives the
+            "same math in low-precision PyTorch" of the error budget.
+
+    Returns:
+        out `[B,N,H,D_v]` (packed `[T,H,D_v]`) in q's dtype, and NSAAux.
+    """
+    dtype = compute_dtype or (torch.float64 if inputs.q.dtype == torch.float64 else torch.float32)
+    if inputs.cu_seqlens is None:
+        tiles = torch.arange(-(-inputs.q.shape[1] // config.q_tile_size), device=inputs.q.device)
+        return _documents(inputs, config, tiles, indices, cmp_indices, dtype)
+    if indices is not None or cmp_indices is not None:
+        raise ValueError("indices and cmp_indices can be given for fixed-length inputs only, got cu_seqlens too")
+    return _packed(inputs, inputs.cu_seqlens, config, dtype)
+
+
+def nsa_tiles(
+    inputs: NSAInputs,
+    config: NSAConfig,
+    tiles: Tensor,
+    *,
+    indices: Tensor | None = None,
+    cmp_indices: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output of some query tiles only, for checking samples of sequences too long to do whole.
+
+    Args:
+        tiles: int64 `[n]`, ascending. `indices` and `cmp_indices` then hold these tiles only.
+
+    Returns:
+        out `[B, rows, H, D_v]` and the positions of its rows, int64 `[rows]`.
+    """
+    if inputs.cu_seqlens is not None:
+        raise ValueError("nsa_tiles takes fixed-length inputs only, got cu_seqlens")
+    dtype = compute_dtype or (torch.float64 if inputs.q.dtype == torch.float64 else torch.float32)
+    out, _ = _documents(inputs, config, tiles, indices, cmp_indices, dtype)
+    rows = _rows(tiles, config.q_tile_size).flatten()
+    return out, rows[rows < inputs.q.shape[1]]
+
+
+# Packed documents
+
+
+def _packed(inputs: NSAInputs, cu_seqlens: Tensor, config: NSAConfig, dtype: torch.dtype) -> tuple[Tensor, NSAAux]:
+    bounds = cu_seqlens.tolist()
+    num_tokens, num_docs = inputs.q.shape[0], len(bounds) - 1
+    max_tiles = (num_tokens + num_docs * (config.q_tile_size - 1)) // config.q_tile_size
+    max_entries = num_tokens // config.stride
+    results = []
+    first_entry = 0
+    for start, stop in pairwise(bounds):
+        entries = slice(first_entry, first_entry := first_entry + config.num_compressed(stop - start))
+        results.append(nsa(_slice_document(inputs, slice(start, stop), entries), config, compute_dtype=dtype))
+    # Nothing is attended to past the last document; an empty document gives the tails their shapes.
+    empty = nsa(_slice_document(inputs, slice(0, 0), slice(0, 0)), config, compute_dtype=dtype)
+    outs = [out for out, _ in results]
+    auxes = [aux for _, aux in results]
+
+    def join(name: str, dim: int, length: int, fill: float) -> Tensor:
+        """Each document's tensor without its batch dim, one after the other along `dim`, filled up to `length`."""
+        parts = [getattr(aux, name)[0] for aux in (empty[1], *auxes)]
+        whole = torch.cat(parts, dim)
+        behind = [0, 0] * (whole.dim() - 1 - dim) + [0, length - whole.shape[dim]]
+        return pad(whole, behind, value=fill)
+
+    tails = {"o": (0, num_tokens, 0.0), "lse": (1, num_tokens, -math.inf)}
+    joined = {
+        f"{kind}_{branch}": join(f"{kind}_{branch}", *tails[kind]) for kind in tails for branch in ("cmp", "slc", "win")
+    }
+    out = torch.cat([empty[0][0], *(out[0] for out in outs)])
+    aux = NSAAux(
+        **joined,
+        k_cmp=join("k_cmp", 0, max_entries, 0.0),
+        v_cmp=join("v_cmp", 0, max_entries, 0.0),
+        gates=join("gates", 0, num_tokens, 0.0),
+        indices=join("indices", 1, max_tiles, -1),
+        cmp_indices=None if config.num_cmp_selected_blocks is None else join("cmp_indices", 1, max_tiles, -1),
+    )
+    return pad(out, [0, 0, 0, 0, 0, num_tokens - out.shape[0]]), aux
+
+
+def _slice_document(inputs: NSAInputs, tokens: slice, entries: slice) -> NSAInputs:
+    per_token = {
+        name: tensor[tokens][None]
+        for name, tensor in inputs.tensors().items()
+        if name in ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "gates")
+    }
+    per_entry = {name: tensor[entries][None] for name, tensor in inputs.tensors().items() if name in ("k_cmp", "v_cmp")}
+    return replace(inputs, **per_token, **per_entry, cu_seqlens=None, max_seqlen=None)
+
+
+# Documents of one length
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Keys and values of one branch, `[B, H_kv, entries, D or D_v]` in the compute dtype."""
+
+    k: Tensor
+    v: Tensor
+    finite: bool
+    """No NaN or inf in either; what is not visible then needs no special care."""
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor, dtype: torch.dtype) -> _Keys:
+        finite = bool(torch.isfinite(k).all()) and bool(torch.isfinite(v).all())
+        return _Keys(k.to(dtype).transpose(1, 2), v.to(dtype).transpose(1, 2), finite)
+
+    def at(self, positions: Tensor) -> _Keys:
+        """Entries at positions `[B,S,n,m]`, as `[B,S,n,m,D]`; zeros where a position is outside `[0, entries)`."""
+        return _Keys(_gather(self.k, positions), _gather(self.v, positions), self.finite)
+
+
+def _documents(
+    inputs: NSAInputs,
+    config: NSAConfig,
+    tiles: Tensor,
+    indices: Tensor | None,
+    cmp_indices: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, NSAAux]:
+    q = inputs.q
+    k_cmp, v_cmp = _compress(inputs, config, dtype)
+    branches = (
+        _Keys.of(k_cmp, v_cmp, dtype),
+        _Keys.of(*_first_pair((inputs.k_slc, inputs.v_slc), (inputs.k, inputs.v)), dtype),
+        _Keys.of(*_first_pair((inputs.k_win, inputs.v_win), (inputs.k, inputs.v)), dtype),
+    )
+    rows = _rows(tiles, config.q_tile_size).flatten()
+    rows = rows[rows < q.shape[1]]
+    gates = _gates(inputs, dtype)
+    parts = []
+    for chunk in _chunks(tiles, inputs, config, dtype):
+        part = slice(chunk.start, chunk.stop)
+        arguments = (
+            q,
+            *branches,
+            tiles[part],
+            None if indices is None else indices[:, :, part].long(),
+            None if cmp_indices is None else cmp_indices[:, :, part].long(),
+            config,
+        )
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *(t for b in branches for t in (b.k, b.v)))):
+            parts.append(checkpoint(_tiles, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(_tiles(*arguments))
+    whole = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
+    o_cmp, o_slc, o_win = (o[:, :, : len(rows)].transpose(1, 2) for o in whole[:3])
+    lse_cmp, lse_slc, lse_win = (lse[:, :, : len(rows)] for lse in whole[3:6])
+    g = gates[:, rows].to(dtype)[..., None]
+    out = g[..., 0, :] * o_cmp + g[..., 1, :] * o_slc + g[..., 2, :] * o_win
+    aux = NSAAux(
+        o_cmp=o_cmp.to(q.dtype),
+        o_slc=o_slc.to(q.dtype),
+        o_win=o_win.to(q.dtype),
+        lse_cmp=lse_cmp,
+        lse_slc=lse_slc,
+        lse_win=lse_win,
+        k_cmp=k_cmp,
+        v_cmp=v_cmp,
+        gates=gates[:, rows],
+        indices=whole[6].int(),
+        cmp_indices=None if config.num_cmp_selected_blocks is None else whole[7].int(),
+    )
+    return out.to(q.dtype), aux
+
+
+def _chunks(tiles: Tensor, inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> Iterable[range]:
+    """Consecutive tiles whose temporaries fit CHUNK_BYTES; one empty chunk when there are no tiles."""
+    batch, num_tokens, heads, dim = inputs.q.shape
+    entries = config.num_compressed(num_tokens)
+    chosen = min(config.num_selected_blocks * config.select_size, num_tokens + config.select_size)
+    blocks = -(-num_tokens // config.select_size)
+    gathered = chosen + config.window_size + config.q_tile_size
+    select_heads = inputs.k.shape[2] if config.shares_heads else heads
+    # About three live copies of the logits (logits, mask, probabilities); scores and overlap of all blocks.
+    per_tile = 3 * heads * config.q_tile_size * (max(entries, gathered) + dim)
+    per_tile += select_heads * gathered * (dim + inputs.v.shape[-1]) + heads * (entries + 4 * blocks)
+    budget = CHUNK_BYTES.get(inputs.q.device.type, CHUNK_BYTES_ELSEWHERE)
+    size = max(1, budget // max(1, batch * per_tile * dtype.itemsize))
+    return (range(start, min(start + size, len(tiles))) for start in range(0, max(1, len(tiles)), size))
+
+
+def _rows(tiles: Tensor, tile_size: int) -> Tensor:
+    """Token positions of the tiles' rows, `[n, T]`; the last tile's may lie past the document."""
+    return tiles[:, None] * tile_size + torch.arange(tile_size, device=tiles.device)
+
+
+def _first_pair(given: tuple[Tensor | None, Tensor | None], default: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    k, v = given
+    return default if k is None or v is None else (k, v)
+
+
+# Step 1: compression
+
+
+def _compress(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K_cmp, V_cmp `[B, N_cmp, H_kv, D or D_v]`, rounded once to the input dtype."""
+    if inputs.k_cmp is not None and inputs.v_cmp is not None:
+        return inputs.k_cmp, inputs.v_cmp
+    pool = config.compress if isinstance(config.compress, tuple) else (config.compress, config.compress)
+    pooled = []
+    for name, tensor, weight, how in (
+        ("k", inputs.k, inputs.w_k_compress, pool[0]),
+        ("v", inputs.v, inputs.w_v_compress, pool[1]),
+    ):
+        batch, num_tokens, heads, dim = tensor.shape
+        entries = config.num_compressed(num_tokens)
+        if entries == 0:
+            pooled.append(tensor[:, :0])
+            continue
+        blocks = tensor.unfold(1, config.compress_block_size, config.stride).transpose(-1, -2)  # [B,N_cmp,H_kv,l,D]
+        if callable(how):
+            mean = how(blocks)
+            if mean.shape != (batch, entries, heads, dim):
+                raise ValueError(
+                    f"compress must map blocks of {name} {list(blocks.shape)} to {[batch, entries, heads, dim]}, "
+                    f"got {list(mean.shape)}"
+                )
+        else:
+            mean = blocks.to(dtype).mean(-2)
+        if weight is not None:
+            mean = torch.einsum("bnhd,hde->bnhe", mean.to(dtype), weight.to(dtype))
+        pooled.append(mean.to(tensor.dtype))
+    return pooled[0], pooled[1]
+
+
+# Steps 3 to 5, for a chunk of query tiles
+
+
+def _tiles(
+    q_all: Tensor,
+    compressed: _Keys,
+    selected: _Keys,
+    window: _Keys,
+    tiles: Tensor,
+    indices: Tensor | None,
+    cmp_indices: Tensor | None,
+    config: NSAConfig,
+) -> tuple[Tensor, ...]:
+    """o and lse of the three branches, `[B,H,n*T,D_v]` and `[B,H,n*T]`; then the selections, int64."""
+    num_tokens = q_all.shape[1]
+    scale = config.scale(q_all.shape[-1])
+    rows = _rows(tiles, config.q_tile_size)
+    q = q_all[:, rows.clamp(max=num_tokens - 1)].to(compressed.k.dtype).movedim(3, 1)  # [B,H,n,T,D]
+
+    with torch.no_grad():
+        count = config.num_cmp_selected_blocks
+        if indices is None or (count is not None and cmp_indices is None):
+            scores, scored = _score(q, compressed.k, rows, num_tokens, config)
+            if count is not None and cmp_indices is None:
+                cmp_indices = _choose_cmp_blocks(scores, scored, rows, count, config)
+            if indices is None:
+                indices = _select(scores, scored, rows, num_tokens, compressed.k.shape[1], config)
+        if cmp_indices is None:
+            cmp_indices = rows.new_empty((*q.shape[:3], 0))
+
+    results = (
+        _compressed(q, compressed, rows, cmp_indices, scale, config),
+        _selected(q, selected, rows, indices, scale, config),
+        _window(q, window, rows, scale, config),
+    )
+    outputs = [o.flatten(2, 3) for o, _ in results]
+    lses = [lse.flatten(2, 3) for _, lse in results]
+    return (*outputs, *lses, indices, cmp_indices)
+
+
+def _block_end(entries: Tensor, config: NSAConfig) -> Tensor:
+    """Last token of compressed blocks: from there on they are visible."""
+    return entries * config.stride + config.compress_block_size - 1
+
+
+def _last_token(rows: Tensor, num_tokens: int) -> Tensor:
+    """e of each tile, `[n]`."""
+    return rows[:, -1].clamp(max=num_tokens - 1)
+
+
+def _score(q: Tensor, k_cmp: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Scores of compressed entries per tile and query head `[B,H,n,N_cmp]`, and which entries count, `[n,N_cmp]`.
+
+    Tile mode: mean logits. Token mode: probabilities (0 for entries that do not count).
+    """
+    batch, heads, n, _, dim = q.shape
+    kv_heads, num_entries = k_cmp.shape[1:3]
+    present = (rows < num_tokens).to(q.dtype)[..., None]
+    mean_q = (q * present).sum(-2) / present.sum(-2)
+    logits = mean_q.reshape(batch, kv_heads, heads // kv_heads * n, dim) @ k_cmp.transpose(-1, -2) * config.scale(dim)
+    logits = logits.reshape(batch, heads, n, num_entries)
+    entries = torch.arange(num_entries, device=rows.device)
+    if config.causal:
+        scored = _block_end(entries, config) <= _last_token(rows, num_tokens)[:, None]
+    else:
+        scored = torch.ones((n, num_entries), dtype=torch.bool, device=rows.device)
+    if config.token_mode and num_entries > 0:
+        logits = _softmax(logits, scored)
+    return logits, scored
+
+
+def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax over the allowed entries of the last dim; all zeros where none is allowed."""
+    masked = torch.where(allowed, logits, -math.inf)
+    top = masked.amax(-1, keepdim=True)
+    weights = torch.exp(masked - torch.where(top == -math.inf, 0.0, top))
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total == 0, 1.0, total)
+
+
+def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_heads: int, config: NSAConfig) -> Tensor:
+    """Selected blocks `[B,S,n,num_selected_blocks]`, ascending, padded with -1 (steps 3 and 4)."""
+    batch, heads, n, num_entries = scores.shape
+    if config.shares_heads:
+        scores = scores.reshape(batch, kv_heads, heads // kv_heads, n, num_entries).sum(2)
+    size, length, stride = config.select_size, config.compress_block_size, config.stride
+    num_blocks = -(-num_tokens // size)
+    blocks = torch.arange(num_blocks, device=rows.device)
+
+    # Entries that overlap block b: j = first(b) ... first(b) + most - 1, some of them outside [0, N_cmp).
+    most = -(-(size + length - 1) // stride)
+    entries = -((length - 1 - blocks * size) // stride)[:, None] + torch.arange(most, device=rows.device)
+    starts = entries * stride
+    overlap = torch.minimum(starts + length, (blocks[:, None] + 1) * size) - torch.maximum(
+        starts, blocks[:, None] * size
+    )
+    overlap = torch.where((entries >= 0) & (entries < num_entries), overlap.clamp(min=0), 0).to(scores.dtype)
+    if num_entries > 0:
+        inside = entries.clamp(0, num_entries - 1)
+        weights = torch.where(scored[:, inside], overlap, 0.0)  # [n, blocks, most]
+        values = torch.where(weights > 0, scores[..., inside], 0.0)
+        total = weights.sum(-1)
+        eligible = total > 0
+        divisor = length if config.token_mode else torch.where(eligible, total, 1.0)[..., None]
+        block_scores = (values * (weights / divisor)).sum(-1)
+    else:
+        eligible = torch.zeros((n, num_blocks), dtype=torch.bool, device=rows.device)
+        block_scores = scores.new_zeros((*scores.shape[:-1], num_blocks))
+
+    forced = _forced_blocks(blocks, rows, num_tokens, config)
+    block_scores = torch.where(eligible, block_scores, -math.inf)
+    block_scores = torch.where(forced, math.inf, block_scores)
+    return _top_blocks(block_scores, eligible | forced, config.num_selected_blocks)
+
+
+def _forced_blocks(blocks: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
+    """Which blocks each tile must select, `[n, blocks]`."""
+    size, count = config.select_size, config.num_local_blocks
+    last_token = _last_token(rows, num_tokens)[:, None]
+    last = last_token // size
+    if config.causal:
+        exists = blocks * size <= last_token
+        first_local = last - count + 1
+    else:
+        exists = torch.ones_like(blocks, dtype=torch.bool)
+        first_local = (rows[:, :1] // size + last + 1 - count) // 2  # as many before the tile as behind it
+    local = (blocks >= first_local) & (blocks < first_local + count)
+    return ((blocks < config.num_init_blocks) | local) & exists
+
+
+def _choose_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int, config: NSAConfig) -> Tensor:
+    """Blocks of compressed entries for each tile and query head, `[B,H,n,c]`, ascending, padded with -1."""
+    num_entries, width = scores.shape[-1], config.n_block_size
+    num_blocks = -(-num_entries // width)
+    behind = num_blocks * width - num_entries
+    weights = pad(scored.to(scores.dtype), [0, behind]).unflatten(-1, (num_blocks, width))
+    values = torch.where(weights > 0, pad(scores, [0, behind]).unflatten(-1, (num_blocks, width)), 0.0)
+    total = weights.sum(-1)
+    block_scores = torch.where(total > 0, values.sum(-1) / total.clamp(min=1), -math.inf)
+    eligible = total > 0
+    if config.causal:
+        ends = _block_end(torch.arange(num_entries, device=rows.device), config)
+        inside = scored & (ends >= rows[:, :1])
+        forced = pad(inside, [0, behind]).unflatten(-1, (num_blocks, width)).any(-1)
+        block_scores = torch.where(forced, math.inf, block_scores)
+    if count >= num_blocks:
+        eligible = torch.ones_like(eligible)
+    return _top_blocks(block_scores, eligible, count)
+
+
+def _top_blocks(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
+    """The `count` highest-scoring eligible blocks, the lower index first among equals; ascending, padded with -1."""
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+    chosen = torch.where(eligible.expand_as(scores).gather(-1, order), order, scores.shape[-1])
+    chosen = pad(chosen.sort(dim=-1).values, [0, count - order.shape[-1]], value=scores.shape[-1])
+    return torch.where(chosen < scores.shape[-1], chosen, -1)
+
+
+def _compressed(
+    q: Tensor, keys: _Keys, rows: Tensor, cmp_indices: Tensor, scale: float, config: NSAConfig
+) -> tuple[Tensor, Tensor]:
+    num_entries = keys.k.shape[2]
+    if config.num_cmp_selected_blocks is None:
+        # All rows of the chunk share one list of entries: what its last row sees.
+        if config.causal and rows.numel() > 0:
+            num_entries = min(num_entries, config.num_compressed(int(rows.max()) + 1))
+        entries = torch.arange(num_entries, device=rows.device)
+        visible = (
+            _block_end(entries, config) <= rows.reshape(1, -1, 1) if config.causal else torch.ones_like(entries) > 0
+        )
+        shared = q.flatten(2, 3)[:, :, None]  # all rows as one tile
+        common = _Keys(keys.k[:, :, None, :num_entries], keys.v[:, :, None, :num_entries], keys.finite)
+        o, lse = _attend(shared, common, visible, scale)
+        return o.reshape(*q.shape[:-1], keys.v.shape[-1]), lse.reshape(q.shape[:-1])
+    width = config.n_block_size
+    positions = cmp_indices[..., None] * width + torch.arange(width, device=rows.device)
+    exists = ((cmp_indices >= 0)[..., None] & (positions < num_entries)).flatten(-2)
+    positions = positions.flatten(-2)
+    visible = exists[..., None, :]
+    if config.causal:
+        visible = visible & (_block_end(positions, config)[..., None, :] <= rows[..., None])
+    return _attend(q, keys.at(positions), visible, scale)
+
+
+def _selected(
+    q: Tensor, keys: _Keys, rows: Tensor, indices: Tensor, scale: float, config: NSAConfig
+) -> tuple[Tensor, Tensor]:
+    size = config.select_size
+    positions = indices[..., None] * size + torch.arange(size, device=rows.device)
+    exists = ((indices >= 0)[..., None] & (positions < keys.k.shape[2])).flatten(-2)
+    positions = positions.flatten(-2)  # [B,S,n,k*l']
+    visible = exists[..., None, :]
+    if config.causal:
+        visible = visible & (positions[..., None, :] <= rows[..., None])
+    return _attend(q, keys.at(positions), visible, scale)
+
+
+def _window(q: Tensor, keys: _Keys, rows: Tensor, scale: float, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    before, behind = (config.window_size - 1, 0) if config.causal else (config.window_size // 2,) * 2
+    span = rows.shape[1] + before + behind if config.window_size > 0 else 0
+    positions = rows[:, :1] - before + torch.arange(span, device=rows.device)  # [n, T + w - 1]
+    distance = positions[:, None, :] - rows[..., None]
+    visible = (distance >= -before) & (distance <= behind)
+    visible = visible & ((positions >= 0) & (positions < keys.k.shape[2]))[:, None, :]
+    positions = positions.expand(*keys.k.shape[:2], *positions.shape)
+    return _attend(q, keys.at(positions), visible, scale)
+
+
+def _gather(entries: Tensor, positions: Tensor) -> Tensor:
+    """Rows of entries `[B,H_kv,N,D]` at positions `[B,S,n,m]` (select heads share key/value heads in order).
+
+    Positions outside `[0, N)` give zeros, so that what an absent row holds can reach no result.
+    """
+    batch, kv_heads, num, dim = entries.shape
+    select_heads = positions.shape[1]
+    padded = pad(entries, [0, 0, 0, 1])  # one more row, of zeros, for absent positions
+    base = torch.arange(batch * kv_heads, device=entries.device).reshape(batch, kv_heads) * (num + 1)
+    base = base.repeat_interleave(select_heads // kv_heads, dim=1)[:, :, None, None]
+    inside = torch.where((positions >= 0) & (positions < num), positions, num)
+    flat = (base + inside).flatten()
+    return padded.flatten(0, 2).index_select(0, flat).reshape(*positions.shape, dim)
+
+
+def _attend(q: Tensor, keys: _Keys, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention of each tile's rows over the tile's own keys.
+
+    q `[B,H,n,T,D]`, keys `[B,S,n,m,D]` and `[B,S,n,m,D_v]`; visible broadcasts to `[B,S,n,T,m]`.
+    Returns o `[B,H,n,T,D_v]` (0 without keys) and lse `[B,H,n,T]` (-inf without keys); NaN where a visible key or
+    value is not finite. Invisible ones reach no result and no gradient, whatever they hold.
+    """
+    k, v = keys.k, keys.v
+    batch, heads, n, tile, dim = q.shape
+    select_heads, num_keys = k.shape[1], k.shape[3]
+    group = heads // select_heads
+    if num_keys == 0:
+        # Zero times q keeps the result in the graph, with zero gradients.
+        return (q[..., :1] * 0).expand(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
+    while visible.dim() < 5:
+        visible = visible[None]
+    if not keys.finite:  # a weight of 0 does not silence a NaN: take it out, and mark the rows that see it
+        finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
+        k, v = (torch.where(finite[..., None], entries, 0.0) for entries in (k, v))
+    grouped = q.reshape(batch, select_heads, group, n, tile, dim).movedim(2, 3).flatten(3, 4)
+    logits = (grouped @ k.transpose(-1, -2) * scale).reshape(batch, select_heads, n, group, tile, num_keys)
+    logits = logits.masked_fill(~visible.unsqueeze(3), -math.inf)
+    if not keys.finite:
+        logits = logits.masked_fill((visible & ~finite[..., None, :]).unsqueeze(3), math.nan)
+    top = logits.detach().amax(-1, keepdim=True)
+    top = torch.where(top == -math.inf, 0.0, top)
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1, keepdim=True)
+    some = torch.where(total == 0, 1.0, total)
+    o = (weights / some).flatten(3, 4) @ v
+    o = (
+        o.reshape(batch, select_heads, n, group, tile, v.shape[-1])
+        .movedim(3, 2)
+        .reshape(batch, heads, n, tile, v.shape[-1])
+    )
+    lse = (top + torch.log(total)).detach()[..., 0].movedim(3, 2).reshape(batch, heads, n, tile)
+    return o, lse
+
+
+# Step 6: gates
+
+
+def _gates(inputs: NSAInputs, dtype: torch.dtype) -> Tensor:
+    """Weights of the three branches, `[B,N,H,3]`."""
+    if inputs.gates is not None:
+        return inputs.gates
+    if inputs.gate_proj_weight is None:
+        return inputs.q.new_full((1, 1, 1, 1), 1.0 / 3.0, dtype=dtype).expand(*inputs.q.shape[:-1], 3)
+    return torch.sigmoid(torch.einsum("bnhd,hgd->bnhg", inputs.q.to(dtype), inputs.gate_proj_weight.to(dtype)))

@@ -1,0 +1,255 @@
+"""What goes into one NSA call (NSAInputs, checked against its NSAConfig) and what comes out beside `out` (NSAAux)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class NSAAux(NamedTuple):
+    """Everything `nsa_forward_aux` returns beside `out`.
+
+    Packed inputs: no B, and N and tiles run over the pack (tiles and compressed entries document after document,
+    in buffers as large as T tokens can need: `(T + B*(q_tile_size-1)) // q_tile_size` tiles, `T // d` entries;
+    unused tiles hold -1, unused entries 0).
+    """
+
+    o_cmp: Tensor
+    """Output of the compressed branch, `[B,N,H,D_v]` in q's dtype; zeros in rows without keys."""
+    o_slc: Tensor
+    """Output of the selected branch."""
+    o_win: Tensor
+    """Output of the window branch."""
+    lse_cmp: Tensor
+    """log-sum-exp of the scaled logits, natural log: `[B,H,N]`, fp32 (fp64 for fp64 inputs); -inf without keys."""
+    lse_slc: Tensor
+    lse_win: Tensor
+    k_cmp: Tensor
+    """Compressed keys `[B,N_cmp,H_kv,D]`, as scored and attended to."""
+    v_cmp: Tensor
+    """Compressed values `[B,N_cmp,H_kv,D_v]`."""
+    gates: Tensor
+    """Weights of the branches, `[B,N,H,3]`: compressed, selected, window."""
+    indices: Tensor
+    """Selected blocks, int32 `[B,H,tiles,num_selected_blocks]` (H_kv when shared), ascending, padded with -1."""
+    cmp_indices: Tensor | None
+    """Chosen blocks of compressed entries, int32 `[B,H,tiles,c]`, ascending, padded with -1; None when all are used."""
+
+
+@dataclass(frozen=True)
+class NSAInputs:
+    """The tensors of one call. `check` raises on anything a backend would misread; backends then trust them.
+
+    q `[B,N,H,D]`, k `[B,N,H_kv,D]`, v `[B,N,H_kv,D_v]`; packed: `[T,...]` with `cu_seqlens` int32 `[B+1]`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w_k_compress: Tensor | None = None
+    w_v_compress: Tensor | None = None
+    k_cmp: Tensor | None = None
+    v_cmp: Tensor | None = None
+    k_slc: Tensor | None = None
+    v_slc: Tensor | None = None
+    k_win: Tensor | None = None
+    v_win: Tensor | None = None
+    gate_proj_weight: Tensor | None = None
+    gates: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    @property
+    def group_size(self) -> int:
+        """G, query heads per key/value head."""
+        return self.q.shape[-2] // max(self.k.shape[-2], 1)
+
+    @property
+    def needs_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are present, by name."""
+        present = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in present.items() if isinstance(value, Tensor)}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> NSAInputs:
+        """These inputs with every floating-point tensor changed."""
+        changed = {
+            name: change(tensor) if tensor.is_floating_point() else tensor for name, tensor in self.tensors().items()
+        }
+        return NSAInputs(**changed, max_seqlen=self.max_seqlen)
+
+    def check(self, config: NSAConfig) -> None:
+        """Raise TypeError or ValueError, naming the argument and the value, unless these tensors fit `config`."""
+        self._check_types()
+        self._check_sizes()
+        self._check_layout_of_documents()
+        self._check_options(config)
+        self._check_optional_shapes(config)
+        if self.cu_seqlens is not None and _values_readable(self.cu_seqlens, config):
+            self._check_documents(self.cu_seqlens, config)
+        if config.debug:
+            self._check_finite()
+
+    # Structure: dtype, device, dimensions
+
+    def _check_types(self) -> None:
+        for name in ("q", "k", "v"):
+            if not isinstance(getattr(self, name), Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(getattr(self, name)).__name__}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "max_seqlen" and not (value is None or isinstance(value, Tensor)):
+                raise TypeError(f"{field.name} must be a torch.Tensor or None, got {type(value).__name__}")
+        if self.q.dtype not in DTYPES:
+            raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(self.q.dtype)}")
+        for name, tensor in self.tensors().items():
+            allowed = {
+                "cu_seqlens": (torch.int32,),
+                "gates": (self.q.dtype, torch.float32),
+                "gate_proj_weight": (self.q.dtype, torch.float32),
+            }.get(name, (self.q.dtype,))
+            if tensor.dtype not in allowed:
+                wanted = " or ".join(dict.fromkeys(map(_short, allowed)))
+                because = "" if name == "cu_seqlens" else f" (q is {_short(self.q.dtype)})"
+                raise TypeError(f"{name} must be {wanted}{because}, got {_short(tensor.dtype)}")
+            if tensor.device != self.q.device:
+                raise ValueError(f"{name} must be on q's device {self.q.device}, got {tensor.device}")
+
+    def _check_sizes(self) -> None:
+        dims = 3 if self.packed else 4
+        layout = "[T,heads,D] with cu_seqlens" if self.packed else "[B,N,heads,D] (or [T,heads,D] with cu_seqlens)"
+        for name in ("q", "k", "v"):
+            tensor = getattr(self, name)
+            if tensor.dim() != dims:
+                raise ValueError(f"{name} must have the layout {layout}, got shape {_shape(tensor)}")
+        for name in ("k", "v"):
+            tensor = getattr(self, name)
+            if tensor.shape[:-2] != self.q.shape[:-2]:
+                raise ValueError(
+                    f"{name} must have q's leading sizes {_shape(self.q)[:-2]}, got shape {_shape(tensor)}"
+                )
+        if self.k.shape[-1] != self.q.shape[-1]:
+            raise ValueError(f"k must have q's head dim D={self.q.shape[-1]}, got shape {_shape(self.k)}")
+        if self.v.shape[-2] != self.k.shape[-2]:
+            raise ValueError(f"v must have k's H_kv={self.k.shape[-2]} heads, got shape {_shape(self.v)}")
+        for name, size in (("q", self.q.shape[-1]), ("v", self.v.shape[-1]), ("k", self.k.shape[-2])):
+            if size == 0:
+                raise ValueError(
+                    f"{name} must have at least one head and D >= 1, got shape {_shape(getattr(self, name))}"
+                )
+        if self.q.shape[-2] == 0 or self.q.shape[-2] % self.k.shape[-2] != 0:
+            raise ValueError(
+                f"q must have a multiple of k's H_kv={self.k.shape[-2]} heads (at least one), got H={self.q.shape[-2]}"
+            )
+
+    def _check_layout_of_documents(self) -> None:
+        if self.cu_seqlens is not None and (self.cu_seqlens.dim() != 1 or self.cu_seqlens.numel() == 0):
+            raise ValueError(f"cu_seqlens must have the shape [B+1], got shape {_shape(self.cu_seqlens)}")
+        longest = self.max_seqlen
+        if longest is None:
+            return
+        if isinstance(longest, bool) or not isinstance(longest, int):
+            raise TypeError(f"max_seqlen must be an integer or None, got {longest!r}")
+        if not self.packed:
+            raise ValueError(f"max_seqlen goes with cu_seqlens, got max_seqlen={longest} without cu_seqlens")
+        if longest < 0:
+            raise ValueError(f"max_seqlen must be at least 0, got {longest}")
+
+    # Options that exclude or need each other
+
+    def _check_options(self, config: NSAConfig) -> None:
+        for one, other in (("k_cmp", "v_cmp"), ("k_slc", "v_slc"), ("k_win", "v_win")):
+            given = [name for name in (one, other) if getattr(self, name) is not None]
+            if len(given) == 1:
+                raise ValueError(f"{one} and {other} go together, got only {given[0]}")
+        if self.k_cmp is not None:
+            for name in ("w_k_compress", "w_v_compress"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} would be ignored: k_cmp and v_cmp replace compression, got both")
+            if config.compress != "mean":
+                raise ValueError(
+                    f"compress would be ignored: k_cmp and v_cmp replace it, got both and {config.compress!r}"
+                )
+        if self.gates is not None and self.gate_proj_weight is not None:
+            raise ValueError("gates and gate_proj_weight exclude each other, got both")
+
+    def _check_optional_shapes(self, config: NSAConfig) -> None:
+        *lead, heads, dim = self.q.shape
+        kv_heads, v_dim = self.v.shape[-2:]
+        wanted: dict[str, tuple[int, ...]] = {
+            "w_k_compress": (kv_heads, dim, dim),
+            "w_v_compress": (kv_heads, v_dim, v_dim),
+            "k_slc": tuple(self.k.shape),
+            "v_slc": tuple(self.v.shape),
+            "k_win": tuple(self.k.shape),
+            "v_win": tuple(self.v.shape),
+            "gate_proj_weight": (heads, 3, dim),
+            "gates": (*lead, heads, 3),
+        }
+        if self.k_cmp is not None and self.v_cmp is not None:
+            if self.packed:  # documents' entries, then any number of unused rows
+                entries: tuple[int, ...] = (self.k_cmp.shape[0],) if self.k_cmp.dim() == 3 else (0,)
+            else:
+                entries = (lead[0], config.num_compressed(lead[1]))
+            wanted["k_cmp"] = (*entries, kv_heads, dim)
+            wanted["v_cmp"] = (*entries, kv_heads, v_dim)
+        for name, shape in wanted.items():
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} must have the shape {list(shape)}, got {_shape(tensor)}")
+
+    # Values: free to read on the host, only with debug=True on a device
+
+    def _check_documents(self, cu_seqlens: Tensor, config: NSAConfig) -> None:
+        bounds = cu_seqlens.tolist()
+        tokens = self.q.shape[0]
+        if bounds[0] != 0:
+            raise ValueError(f"cu_seqlens must start at 0, got {bounds[0]}")
+        for i, (start, stop) in enumerate(pairwise(bounds)):
+            if stop < start:
+                raise ValueError(f"cu_seqlens must not decrease, got {start} then {stop} at position {i + 1}")
+        if bounds[-1] > tokens:
+            raise ValueError(f"cu_seqlens must end at most at T={tokens}, got {bounds[-1]}")
+        lengths = [stop - start for start, stop in pairwise(bounds)]
+        if self.max_seqlen is not None and self.max_seqlen < max(lengths, default=0):
+            raise ValueError(f"max_seqlen must be at least the longest document, {max(lengths)}, got {self.max_seqlen}")
+        if self.k_cmp is not None:
+            needed = sum(config.num_compressed(length) for length in lengths)
+            if self.k_cmp.shape[0] < needed:
+                raise ValueError(
+                    f"k_cmp must hold the {needed} compressed entries of all documents, got shape {_shape(self.k_cmp)}"
+                )
+
+    def _check_finite(self) -> None:
+        for name, tensor in self.tensors().items():
+            if not bool(torch.isfinite(tensor).all()):
+                bad = int((~torch.isfinite(tensor)).sum())
+                raise ValueError(f"{name} must be finite (debug=True), got {bad} NaN or inf of {tensor.numel()} values")
+
+
+def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
+    """Reading must neither wait for a device (unless asked to) nor break tracing."""
+    return (tensor.device.type == "cpu" or config.debug) and not torch.compiler.is_compiling()
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

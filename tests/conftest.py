@@ -1,0 +1,47 @@
+"""Every test: fixed seeds, uninitialised memory filled with NaN, and no skip but for hardware that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("default")
+
+HARDWARE = {"cuda": torch.cuda.is_available}
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_poisoned() -> Iterator[None]:
+    torch.manual_seed(20502)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, present in HARDWARE.items():
+            if item.get_closest_marker(marker) and not present():
+                item.add_marker(pytest.mark.skip(reason=f"needs {marker} hardware, this machine has none"))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A skip for any other reason than absent hardware is a failure: a check that looks green must have run."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.skipped and not any(item.get_closest_marker(marker) for marker in HARDWARE):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} was skipped, but only tests marked {sorted(HARDWARE)} may skip: {report.longrepr}"
+        )

@@ -1,0 +1,73 @@
+"""Inputs and error budgets that all tests share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig
+from nsa.tensors import NSAInputs
+
+
+def make_qkv(
+    tokens: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    v_dim: int | None = None,
+    *,
+    batch: int | None = 1,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    seed: int = 0,
+    requires_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal q, k, v `[B,N,heads,D]`, or packed `[T,heads,D]` with `batch=None`; made on the CPU, so equal everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    lead = (tokens,) if batch is None else (batch, tokens)
+    shapes = ((*lead, heads, dim), (*lead, kv_heads, dim), (*lead, kv_heads, v_dim or dim))
+    q, k, v = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_(requires_grad)
+        for shape in shapes
+    )
+    return q, k, v
+
+
+def make_inputs(tokens: int, **keywords: object) -> NSAInputs:
+    return NSAInputs(*make_qkv(tokens, **keywords))  # type: ignore[arg-type]
+
+
+SMALL = {
+    "seed": NSAConfig.seed(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16),
+    "paper": NSAConfig.paper(
+        compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=12
+    ),
+    "seed, sparse compressed": NSAConfig.seed(
+        compress_block_size=8,
+        num_selected_blocks=3,
+        window_size=12,
+        q_tile_size=16,
+        num_cmp_selected_blocks=3,
+        n_block_size=2,
+    ),
+}
+"""Both presets at sizes where a hundred tokens already make the selection select."""
+
+
+def assert_within_budget(got: Tensor, oracle: Tensor, low_precision: Tensor, name: str = "output") -> None:
+    """err <= 2 * (error of the same math in low-precision PyTorch) + eps * max|oracle|, by the largest deviation.
+
+    Args:
+        got: the tensor under test. oracle: fp64. low_precision: the same math, done in `got`'s dtype.
+    """
+    assert not torch.isnan(got).any(), f"{name} holds NaN"
+    error = (got.double() - oracle).abs().max().item() if got.numel() else 0.0
+    allowed = error_budget(oracle, low_precision, got.dtype)
+    assert error <= allowed, f"{name}: error {error:.3e} is above the budget {allowed:.3e}"
+
+
+def error_budget(oracle: Tensor, low_precision: Tensor, dtype: torch.dtype) -> float:
+    if oracle.numel() == 0:
+        return 0.0
+    theirs = (low_precision.double() - oracle).abs().max().item()
+    return 2 * theirs + torch.finfo(dtype).eps * oracle.abs().max().item()

@@ -1,0 +1,397 @@
+"""nsa.reference against the loop oracle, and the properties that agreement alone does not show."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import nsa.reference as reference
+from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
+from nsa.tensors import NSAInputs
+from tests.helpers import SMALL, assert_within_budget, make_inputs, make_qkv
+from tests.loop_oracle import LoopResult, nsa_document, nsa_packed
+
+# Agreement of two independent implementations
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> NSAConfig:
+    length = draw(st.integers(1, 9))
+    tile = draw(st.sampled_from([1, 1, 2, 5, 8, 16, 100]))
+    selected = draw(st.integers(0, 8))
+    init = draw(st.integers(0, selected))
+    options: dict[str, Any] = {
+        "compress_block_size": length,
+        "compress_stride": draw(st.none() | st.integers(1, length)),
+        "select_block_size": draw(st.none() | st.integers(1, 12)),
+        "num_selected_blocks": selected,
+        "window_size": draw(st.sampled_from([0, 1, 2, 7, 30, 1000])),
+        "q_tile_size": tile,
+        "share_heads_in_group": draw(st.booleans()),
+        "num_init_blocks": init,
+        "num_local_blocks": draw(st.integers(0, selected - init)),
+        "causal": draw(st.booleans()),
+        "softmax_scale": draw(st.none() | st.sampled_from([0.1, 2.0])),
+        "n_block_size": draw(st.integers(1, 4)),
+    }
+    config = NSAConfig(**options)
+    if tile > 1 and draw(st.booleans()):
+        fewest = max(1, config._forced_cmp_blocks())
+        config = replace(config, num_cmp_selected_blocks=fewest + draw(st.integers(0, 3)))
+    return config
+
+
+@st.composite
+def cases(draw: st.DrawFn, packed: bool) -> tuple[NSAInputs, NSAConfig]:
+    config = draw(configs())
+    kv_heads, group = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 8]))
+    dim, v_dim = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 5, 17, 30]), min_size=0, max_size=4)) if packed else []
+    tail = draw(st.integers(0, 3)) if packed else 0
+    tokens = sum(lengths) + tail if packed else draw(st.integers(0, 60))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    lead = (tokens,) if packed else (1, tokens)
+    tensors = {
+        "q": normal(*lead, kv_heads * group, dim),
+        "k": normal(*lead, kv_heads, dim),
+        "v": normal(*lead, kv_heads, v_dim),
+    }
+    compression = draw(st.sampled_from(["mean", "mean", "projected", "given", "callable", "pair"]))
+    if compression == "projected":
+        tensors |= {"w_k_compress": normal(kv_heads, dim, dim), "w_v_compress": normal(kv_heads, v_dim, v_dim)}
+    elif compression == "given":
+        entries = sum(map(config.num_compressed, lengths)) if packed else config.num_compressed(tokens)
+        cmp_lead = (entries,) if packed else (1, entries)
+        tensors |= {"k_cmp": normal(*cmp_lead, kv_heads, dim), "v_cmp": normal(*cmp_lead, kv_heads, v_dim)}
+    elif compression == "callable":
+        config = replace(config, compress=last_of_block)
+    elif compression == "pair":
+        config = replace(config, compress=(last_of_block, largest_of_block))
+    for branch in ("slc", "win"):
+        if draw(st.booleans()):
+            tensors |= {f"k_{branch}": normal(*lead, kv_heads, dim), f"v_{branch}": normal(*lead, kv_heads, v_dim)}
+    gate = draw(st.sampled_from(["third", "given", "projected"]))
+    if gate == "given":
+        tensors["gates"] = normal(*lead, kv_heads * group, 3)
+    elif gate == "projected":
+        tensors["gate_proj_weight"] = normal(kv_heads * group, 3, dim)
+    if packed:
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        tensors["cu_seqlens"] = bounds
+    return NSAInputs(**tensors), config
+
+
+def last_of_block(blocks: Tensor) -> Tensor:
+    return blocks[..., -1, :]
+
+
+def largest_of_block(blocks: Tensor) -> Tensor:
+    return blocks.amax(-2)
+
+
+def assert_agrees(out: Tensor, aux: Any, loop: LoopResult, config: NSAConfig) -> None:
+    """One document's results, without batch dim, against the loops' to 1e-12."""
+    for name in ("o_cmp", "o_slc", "o_win", "lse_cmp", "lse_slc", "lse_win", "k_cmp", "v_cmp", "gates"):
+        torch.testing.assert_close(
+            aux[name], getattr(loop, name), rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    torch.testing.assert_close(out, loop.out, rtol=1e-12, atol=1e-12)
+    assert_same_blocks(aux["indices"], loop.indices, config.num_selected_blocks)
+    if loop.cmp_indices is None:
+        assert aux["cmp_indices"] is None
+    else:
+        assert_same_blocks(aux["cmp_indices"], loop.cmp_indices, config.num_cmp_selected_blocks)
+
+
+def assert_same_blocks(indices: Tensor, expected: list[list[set[int]]], width: int | None) -> None:
+    assert indices.dtype == torch.int32
+    assert indices.shape[-1] == width
+    for head, tiles in zip(indices.tolist(), expected, strict=True):
+        for row, blocks in zip(head, tiles, strict=True):
+            assert row == [*sorted(blocks), *[-1] * (len(row) - len(blocks))]
+
+
+@settings(max_examples=150)
+@given(cases(packed=False))
+def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None:
+    inputs, config = case
+    out, aux = reference.nsa(inputs, config)
+    tensors = {n: t[0] if t.dim() == 4 else t for n, t in inputs.tensors().items()}
+    loop = nsa_document(config=config, **tensors)
+    one = {name: None if value is None else value[0] for name, value in aux._asdict().items()}
+    assert_agrees(out[0], one, loop, config)
+
+
+@settings(max_examples=100)
+@given(cases(packed=True))
+def test_packed_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None:
+    inputs, config = case
+    inputs.check(config)
+    out, aux = reference.nsa(inputs, config)
+    loops = nsa_packed(config=config, **inputs.tensors())
+    token = entry = tile = 0
+    for loop in loops:
+        length = loop.out.shape[0]
+        tiles, entries = -(-length // config.q_tile_size), config.num_compressed(length)
+        rows, cols = slice(token, token + length), slice(tile, tile + tiles)
+        one = {name: getattr(aux, name)[rows] for name in ("o_cmp", "o_slc", "o_win", "gates")}
+        one |= {name: getattr(aux, name)[:, rows] for name in ("lse_cmp", "lse_slc", "lse_win")}
+        one |= {name: getattr(aux, name)[entry : entry + entries] for name in ("k_cmp", "v_cmp")}
+        one["indices"] = aux.indices[:, cols]
+        one["cmp_indices"] = None if aux.cmp_indices is None else aux.cmp_indices[:, cols]
+        assert_agrees(out[rows], one, loop, config)
+        token, entry, tile = token + length, entry + entries, tile + tiles
+    total, docs = inputs.q.shape[0], len(loops)
+    assert out.shape[0] == total
+    assert aux.indices.shape[1] == (total + docs * (config.q_tile_size - 1)) // config.q_tile_size
+    assert not out[token:].any(), "rows past the last document"
+    assert (aux.lse_cmp[:, token:] == -math.inf).all()
+    assert (aux.indices[:, tile:] == -1).all()
+    assert not aux.k_cmp[entry:].any()
+
+
+# Rules that random inputs rarely reach
+
+
+def test_ties_go_to_the_lower_block() -> None:
+    q, k, v = make_qkv(64, heads=2, kv_heads=1)
+    k = k[:, :1].expand_as(k).contiguous()  # every block scores the same
+    for config in (SMALL["seed"], SMALL["paper"]):
+        config = replace(config, num_init_blocks=0, num_local_blocks=0)
+        _, aux = nsa_forward_aux(q, k, v, config=config)
+        assert aux.indices[0, 0, -1].tolist() == list(range(config.num_selected_blocks))
+
+
+def test_forced_blocks_count_inside_the_selected_ones() -> None:
+    q, k, v = make_qkv(160, heads=2, kv_heads=1)
+    config = NSAConfig.paper(
+        compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=3, window_size=4
+    )
+    _, aux = nsa_forward_aux(q, k, v, config=config)
+    for token in range(160):
+        block = token // 16
+        assert set(aux.indices[0, 0, token].tolist()) >= {0, block, max(block - 1, 0)} - {-1}
+        assert (aux.indices[0, 0, token] >= 0).sum() == min(3, block + 1)
+
+
+def test_block_still_incomplete_at_the_tile_end_is_never_chosen() -> None:
+    q, k, v = make_qkv(50, heads=1, kv_heads=1)
+    _, aux = nsa_forward_aux(q, k, v, config=NSAConfig(compress_block_size=16, q_tile_size=10, num_selected_blocks=9))
+    assert [row[row >= 0].tolist() for row in aux.indices[0, 0]] == [[], [0], [0], [0, 1], [0, 1, 2]]
+
+
+def test_rows_without_keys_give_zero_and_no_nan_in_backward() -> None:
+    q, k, v = make_qkv(40, requires_grad=True)
+    config = NSAConfig(compress_block_size=16, q_tile_size=8, num_selected_blocks=2, window_size=0)
+    _, aux = nsa_forward_aux(q, k, v, config=config)
+    assert not aux.o_cmp[:, :15].any()
+    assert (aux.lse_cmp[..., :15] == -math.inf).all()
+    assert (aux.lse_win == -math.inf).all()
+    nsa(q, k, v, config=config).sum().backward()
+    for tensor in (q, k, v):
+        assert tensor.grad is not None
+        assert torch.isfinite(tensor.grad).all()
+    assert not q.grad[:, :8].any()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_chunks_do_not_change_the_result(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(SMALL[name], causal=causal)
+    inputs = make_inputs(130, requires_grad=True)
+    out, aux = reference.nsa(inputs, config)
+    grads = torch.autograd.grad(out.square().sum(), (inputs.q, inputs.k, inputs.v))
+    monkeypatch.setitem(reference.CHUNK_BYTES, "cpu", 0)  # one tile at a time
+    chunked, chunked_aux = reference.nsa(inputs, config)
+    chunked_grads = torch.autograd.grad(chunked.square().sum(), (inputs.q, inputs.k, inputs.v))
+    torch.testing.assert_close(chunked, out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(chunked_grads, grads, rtol=1e-12, atol=1e-12)
+    assert torch.equal(chunked_aux.indices, aux.indices)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_given_selection_is_used(name: str) -> None:
+    config = SMALL[name]
+    inputs = make_inputs(100)
+    out, aux = reference.nsa(inputs, config)
+    again, aux_again = reference.nsa(inputs, config, indices=aux.indices, cmp_indices=aux.cmp_indices)
+    assert torch.equal(again, out)
+    assert torch.equal(aux_again.indices, aux.indices)
+    other = torch.where(aux.indices > 0, aux.indices - 1, aux.indices)  # one block to the left: another result
+    assert not torch.equal(reference.nsa(inputs, config, indices=other)[1].o_slc, aux.o_slc)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_sampled_tiles_equal_the_whole(name: str) -> None:
+    config = SMALL[name]
+    inputs = make_inputs(100)
+    out, aux = reference.nsa(inputs, config)
+    last = -(-100 // config.q_tile_size) - 1
+    tiles = torch.tensor([0, 2, last])
+    chosen = {"indices": aux.indices[:, :, tiles]}
+    if aux.cmp_indices is not None:
+        chosen["cmp_indices"] = aux.cmp_indices[:, :, tiles]
+    for fixed in ({}, chosen):
+        sample, rows = reference.nsa_tiles(inputs, config, tiles, **fixed)
+        assert len(rows) < 100
+        torch.testing.assert_close(sample, out[:, rows], rtol=1e-13, atol=1e-13)
+
+
+def test_selection_and_samples_are_for_fixed_length_inputs() -> None:
+    inputs = replace(make_inputs(20, batch=None), cu_seqlens=torch.tensor([0, 20], dtype=torch.int32))
+    with pytest.raises(ValueError, match="fixed-length"):
+        reference.nsa(inputs, SMALL["seed"], indices=torch.zeros(1, 4, 2, 3))
+    with pytest.raises(ValueError, match="fixed-length"):
+        reference.nsa_tiles(inputs, SMALL["seed"], torch.tensor([0]))
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("gate", ["given", "projected"])
+def test_gradcheck(name: str, gate: str) -> None:
+    """Everything differentiable, with the selection fixed (it is not differentiated, and must not jump under eps)."""
+    cmp_blocks = None if SMALL[name].num_cmp_selected_blocks is None else 5
+    small = {"compress_block_size": 4, "compress_stride": 2, "select_block_size": 4}
+    config = replace(SMALL[name], **small, num_cmp_selected_blocks=cmp_blocks)
+    tokens, heads, kv_heads, dim, v_dim = 21, 2, 1, 3, 2
+    q, k, v = make_qkv(tokens, heads, kv_heads, dim, v_dim)
+    shapes = {
+        "w_k_compress": (kv_heads, dim, dim),
+        "w_v_compress": (kv_heads, v_dim, v_dim),
+        "k_slc": k.shape,
+        "v_slc": v.shape,
+        "k_win": k.shape,
+        "v_win": v.shape,
+    }
+    shapes["gates" if gate == "given" else "gate_proj_weight"] = (
+        (1, tokens, heads, 3) if gate == "given" else (heads, 3, dim)
+    )
+    tensors = {"q": q, "k": k, "v": v} | {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    _, aux = reference.nsa(NSAInputs(**tensors), config)
+
+    def run(*values: Tensor) -> Tensor:
+        inputs = NSAInputs(**dict(zip(tensors, values, strict=True)))
+        return reference.nsa(inputs, config, indices=aux.indices, cmp_indices=aux.cmp_indices)[0]
+
+    assert torch.autograd.gradcheck(run, tuple(tensors.values()))
+
+
+def test_gradcheck_of_given_compressed_entries() -> None:
+    config = SMALL["seed"]
+    q, k, v = make_qkv(20, 2, 1, 3)
+    k_cmp, v_cmp = (torch.randn(1, 2, 1, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def run(k_cmp: Tensor, v_cmp: Tensor) -> Tensor:
+        return nsa(q, k, v, k_cmp=k_cmp, v_cmp=v_cmp, config=config)
+
+    assert torch.autograd.gradcheck(run, (k_cmp, v_cmp))
+
+
+def test_packed_gradients_equal_each_document_alone() -> None:
+    lengths = [0, 37, 1, 20]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    q, k, v = make_qkv(sum(lengths) + 3, batch=None, requires_grad=True)
+    nsa(q, k, v, cu_seqlens=bounds, config=SMALL["seed"]).square().sum().backward()
+    packed = [t.grad.clone() for t in (q, k, v)]  # type: ignore[union-attr]
+    for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        alone = [t.detach()[None, start:stop].requires_grad_() for t in (q, k, v)]
+        nsa(*alone, config=SMALL["seed"]).square().sum().backward()
+        for whole, part in zip(packed, alone, strict=True):
+            assert torch.equal(whole[start:stop], part.grad[0])  # type: ignore[index]
+    assert not any(grad[-3:].any() for grad in packed)
+
+
+# Precision, isolation, memory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_low_precision_is_within_the_budget(name: str, dtype: torch.dtype) -> None:
+    config = SMALL[name]
+    inputs = make_inputs(200, dtype=dtype)
+    out, aux = reference.nsa(inputs, config)
+    fixed = {"indices": aux.indices, "cmp_indices": aux.cmp_indices}
+    oracle, oracle_aux = reference.nsa(inputs.map(Tensor.double), config, **fixed)
+    naive, naive_aux = reference.nsa(inputs, config, compute_dtype=dtype, **fixed)
+    assert out.dtype == dtype
+    assert aux.lse_cmp.dtype == torch.float32
+    assert_within_budget(out, oracle, naive)
+    for branch in ("o_cmp", "o_slc", "o_win", "lse_cmp", "lse_slc", "lse_win"):
+        got, want, low = (getattr(a, branch) for a in (aux, oracle_aux, naive_aux))
+        keyless = want == -math.inf
+        assert torch.equal(got == -math.inf, keyless)
+        assert_within_budget(*(t.masked_fill(keyless, 0) for t in (got.to(dtype), want, low)), name=branch)
+
+
+def test_batch_elements_do_not_meet() -> None:
+    q, k, v = make_qkv(70, batch=3)
+    whole = nsa_forward(q, k, v, config=SMALL["seed"])
+    for b in range(3):
+        one = nsa_forward(*(t[b : b + 1] for t in (q, k, v)), config=SMALL["seed"])
+        torch.testing.assert_close(whole[b : b + 1], one, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+def test_a_nan_reaches_no_earlier_tile_head_group_or_document(name: str, bad: float, which: int) -> None:
+    config = SMALL[name]
+    q, k, v = make_qkv(120, batch=None, requires_grad=True)
+    bounds = torch.tensor([0, 96, 120], dtype=torch.int32)
+    clean = nsa_forward(q, k, v, cu_seqlens=bounds, config=config)
+    tensors = [t.detach().clone() for t in (q, k, v)]
+    at, head = 70, 0
+    tensors[which][at, head] = bad
+    for tensor in tensors:
+        tensor.requires_grad_()
+    out = nsa(*tensors, cu_seqlens=bounds, config=config)
+    first_tile = at // 16 * 16  # tiles and blocks of these configs divide 16
+    touched = torch.zeros_like(out, dtype=torch.bool)
+    heads = slice(0, 1) if which == 0 and not config.shares_heads else slice(0, 2)
+    touched[first_tile:96, heads] = True
+    assert torch.isnan(out[at, 0]).any()
+    assert torch.equal(out.detach()[~touched], clean[~touched])
+    # Backward: the bad row writes into the keys and values it saw, all of its document and head group, nothing else.
+    out.sum().backward()
+    for i, tensor in enumerate(tensors):
+        grad = tensor.grad.clone()  # type: ignore[union-attr]
+        group_heads, first = (slice(0, 2), first_tile) if i == 0 else (slice(0, 1), 0)
+        grad[first:96, group_heads] = 0
+        assert torch.isfinite(grad).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["seed", "paper"])
+def test_16k_tokens_run_in_under_4_gib(preset: str) -> None:
+    """In a process of its own, whose peak resident memory counts the interpreter and torch as well."""
+    script = f"""
+import json, resource, torch
+from nsa import NSAConfig, nsa_forward
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 16384, 4, 64) for _ in range(3))
+out = nsa_forward(q, k, v, config=NSAConfig.{preset}())
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print(json.dumps([peak, bool(torch.isfinite(out).all())]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    peak_gib, finite = json.loads(done.stdout)
+    assert finite
+    assert peak_gib < 4
