@@ -6,30 +6,30 @@ import platform
 
 import torch
 
-from dispatch.device import describe_device, device_types, package_states
+from dispatch.device import DEVICE_TYPES, absence, describe_device, package_states
 from dispatch.registry import Call, explain
 from dispatch.table import ROWS
 
 
 def main() -> None:
     print(f"nsa-kernels dispatch on Python {platform.python_version()}, torch {torch.__version__}\n")
-    devices = device_types()
+    packages = package_states()  # first: importing torch_npu is what makes its devices known
     print("devices")
-    for device in devices:
-        print(f"  {device:<6}{describe_device(device)}")
+    for device_type in DEVICE_TYPES:
+        missing = absence(device_type)
+        print(f"  {device_type:<6}{describe_device(device_type) if missing is None else f'none: {missing}'}")
 
     print("\npackages")
-    for package in package_states():
-        state = package.problem or f"{package.version or 'present'}"
-        print(f"  {package.module:<17}{state}  [{package.purpose}]")
+    for package in packages:
+        print(f"  {package.module:<17}{package.problem or package.version}  [{package.purpose}]")
 
-    print("\nops")
+    print("\nops on tensors of each device")
     for op in dict.fromkeys(impl.op for impl in ROWS):
-        for device in devices:
-            dtype = torch.float32 if device == "cpu" else torch.bfloat16
-            for verdict in explain(Call(op, torch.device(device), dtype)):
+        for device_type in DEVICE_TYPES:
+            dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
+            for verdict in explain(Call(op, device_type, dtype)):
                 state = "runs" if verdict.reason is None else f"no: {verdict.reason}"
-                print(f"  {op:<24}{device:<6}{verdict.impl.backend:<11}{state}")
+                print(f"  {op:<24}{device_type:<6}{verdict.impl.backend:<11}{state}")
 
 
 if __name__ == "__main__":

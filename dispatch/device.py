@@ -10,7 +10,6 @@ import platform
 import sys
 from dataclasses import dataclass, replace
 from importlib import metadata
-from importlib.util import find_spec
 
 import torch
 
@@ -49,12 +48,14 @@ def _try_import(package: Package) -> Package:
     version = _version(package.distribution)
     if package.module == "triton" and version is None:
         version = _version("triton-ascend")
-    if find_spec(package.module.partition(".")[0]) is None:
-        return replace(package, version=version, problem=f"not installed: {_install_line(package)}")
+    problem: str | None
     try:
         importlib.import_module(package.module)
+    except ModuleNotFoundError as error:
+        itself = (error.name or "").partition(".")[0] == package.module.partition(".")[0]
+        problem = f"not installed: {_install_line(package)}" if itself else f"broken: {error}"
     except Exception as error:  # a broken package can raise anything; that is its state
-        problem: str | None = f"broken: {type(error).__name__}: {_first_line(error)}"
+        problem = f"broken: {type(error).__name__}: {_first_line(error)}"
     else:
         problem = triton_clash() if package.module == "triton" else None
     return replace(package, version=version, problem=problem)
@@ -72,15 +73,25 @@ def triton_clash() -> str | None:
     )
 
 
+DEVICE_TYPES = ("cuda", "npu", "cpu")
+"""Device types that ops are written for, the fastest first."""
+
+
 def device_types() -> list[str]:
-    """Device types this process can use, the best first; "cpu" is always the last."""
-    found = []
-    if torch.cuda.is_available():
-        found.append("cuda")
-    npu = getattr(torch, "npu", None)  # there once torch_npu is imported
-    if npu is not None and npu.is_available():
-        found.append("npu")
-    return [*found, "cpu"]
+    """Device types this process can use, the fastest first; "cpu" is always the last."""
+    return [device_type for device_type in DEVICE_TYPES if absence(device_type) is None]
+
+
+def absence(device_type: str) -> str | None:
+    """Why this process cannot use a device type, or None when it can."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return "this torch is built without CUDA" if torch.version.cuda is None else "no NVIDIA GPU is visible"
+    if device_type == "npu":
+        npu = getattr(torch, "npu", None)  # there once torch_npu is imported
+        if npu is None:
+            return "torch_npu is not imported"
+        return None if npu.is_available() else "no Ascend NPU is visible"
+    return None
 
 
 def describe_device(device_type: str) -> str:

@@ -56,12 +56,17 @@ class Call:
     """
 
     op: str
-    device: torch.device
+    device: torch.device | str
+    """As a string where torch may not know the type, as "npu" without torch_npu."""
     dtype: torch.dtype
     backward: bool = False
     named: bool = False
     """The user asked for this backend by name."""
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def device_type(self) -> str:
+        return str(self.device).partition(":")[0]
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ CHUNK_BYTES_ELSEWHERE = 512 << 20
 
 def check(call: Any) -> str | None:
     """Why the dispatcher must not pick the reference for this call, or None."""
-    if call.device.type == "cpu":
+    if call.device_type == "cpu":
         return None
     if not call.named:
-        return f"runs on {call.device.type} only when named: backend='reference' (correct everywhere, fast nowhere)"
+        return f"runs on {call.device_type} only when named: backend='reference' (correct everywhere, fast nowhere)"
     if call.options.get("deterministic") and call.backward:
-        return f"its backward on {call.device.type} sums with atomics, so deterministic=True cannot be kept"
+        return f"its backward on {call.device_type} sums with atomics, so deterministic=True cannot be kept"
     return None
 
 
@@ -370,9 +370,11 @@ def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_he
     num_blocks = -(-num_tokens // size)
     blocks = torch.arange(num_blocks, device=rows.device)
 
-    # Entries that overlap block b: j = first(b) ... first(b) + most - 1, some of them outside [0, N_cmp).
+    # Entries that overlap block b: j = first(b) ... first(b) + most - 1, some of them outside [0, N_cmp). Entry j goes
+    # to slot j % most, so that blocks made of the same entries are summed in the same order and tie exactly.
     most = -(-(size + length - 1) // stride)
-    entries = -((length - 1 - blocks * size) // stride)[:, None] + torch.arange(most, device=rows.device)
+    first = -((length - 1 - blocks * size) // stride)[:, None]
+    entries = first + (torch.arange(most, device=rows.device) - first) % most
     starts = entries * stride
     overlap = torch.minimum(starts + length, (blocks[:, None] + 1) * size) - torch.maximum(
         starts, blocks[:, None] * size

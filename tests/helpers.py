@@ -22,7 +22,7 @@ def make_qkv(
     seed: int = 0,
     requires_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normal q, k, v `[B,N,heads,D]`, or packed `[T,heads,D]` with `batch=None`; made on the CPU, so equal everywhere."""
+    """Normal q, k, v `[B,N,heads,D]`, or packed `[T,heads,D]` with `batch=None`; made on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     lead = (tokens,) if batch is None else (batch, tokens)
     shapes = ((*lead, heads, dim), (*lead, kv_heads, dim), (*lead, kv_heads, v_dim or dim))

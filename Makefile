@@ -1,0 +1,51 @@
+# `make demo` and `make test` set up .venv by themselves; PYTHON names the Python it is made from.
+PYTHON_GIVEN := $(filter-out undefined,$(origin PYTHON))
+PYTHON ?= python3
+VENV := .venv
+VENV_PYTHON := $(VENV)/bin/python
+ARGS ?=
+
+bootstrap = @command -v $(PYTHON) >/dev/null || \
+	{ echo "No $(PYTHON) here: name a Python >= 3.10, as in make PYTHON=python3.11" >&2; exit 1; }; \
+	$(PYTHON) tools/bootstrap.py --venv $(VENV)
+
+.PHONY: help demo test lint format test-gpu clean distclean
+# Two targets at once (make -j) would set up the same .venv twice.
+.NOTPARALLEL:
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: ## set up and run the short benchmark demo, on this machine's device
+	$(bootstrap) --extras bench
+	$(VENV_PYTHON) bench/bench_sparse_attn_e2e.py --demo
+
+test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
+	$(bootstrap) --extras dev,bench
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda" --cov=nsa --cov=dispatch --cov-fail-under=95 $(ARGS)
+
+test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
+ifeq ($(PYTHON_GIVEN),)
+	$(bootstrap) --extras dev,bench
+	$(VENV_PYTHON) -m pytest -m cuda $(ARGS)
+else
+	$(PYTHON) -m pytest -m cuda $(ARGS)
+endif
+
+lint: ## check format, lint rules and types
+	$(bootstrap) --extras dev,bench
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m mypy
+
+format: ## rewrite the sources to the house format
+	$(bootstrap) --extras dev,bench
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+
+clean: ## remove caches and build outputs
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	find . \( -path ./$(VENV) -o -path ./.git \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv
+	rm -rf $(VENV)

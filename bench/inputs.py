@@ -1,0 +1,127 @@
+"""Inputs of the benchmarks: random numbers, or the tokens of a real text that every machine has.
+
+Made on the CPU from fixed seeds and in float32, so that every device and dtype starts from the same values.
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+EMBEDDING = 256
+"""Width of the text's embeddings."""
+CONTEXT = 4
+"""Bytes mixed into one token's embedding: itself and those before it, so that a token says more than one letter."""
+ROPE_BASE = 10_000.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one attention problem; see NSA's tensor layout `[B,N,heads,D]`."""
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors of one benchmark call. gate_proj_weight is None when the benchmark runs ungated."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate_proj_weight: Tensor | None
+
+
+KINDS = ("random", "text")
+
+
+def make_problem(
+    kind: str,
+    sizes: Sizes,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    gated: bool = True,
+    requires_grad: bool = False,
+    seed: int = 0,
+) -> Problem:
+    """q, k, v and the gate's weights for `kind`, one of KINDS.
+
+    Raises:
+        ValueError: for another kind.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "random":
+        q, k, v = (_normal(generator, *shape) for shape in _shapes(sizes))
+    elif kind == "text":
+        q, k, v = _project_text(sizes, generator)
+    else:
+        raise ValueError(f"inputs must be one of {', '.join(KINDS)}, got {kind!r}")
+    gate = _normal(generator, sizes.heads, 3, sizes.dim) / math.sqrt(sizes.dim) if gated else None
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype).requires_grad_(requires_grad)
+
+    return Problem(place(q), place(k), place(v), None if gate is None else place(gate))
+
+
+def _shapes(sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+    query = (sizes.batch, sizes.tokens, sizes.heads, sizes.dim)
+    key = (sizes.batch, sizes.tokens, sizes.kv_heads, sizes.dim)
+    return query, key, key
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+# Text
+
+
+@cache
+def standard_library_text() -> bytes:
+    """The sources of Python's standard library, module after module: some 10 MB of real text."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(path for path in folder.glob("*.py") if path.is_file())
+    paths += sorted(path for path in folder.glob("*/*.py") if "site-packages" not in path.parts)
+    return b"\n".join(path.read_bytes() for path in paths)
+
+
+def _project_text(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Bytes of the text, embedded with the few bytes before them, normalised, projected, rotated by position."""
+    text = standard_library_text()
+    wanted = sizes.batch * sizes.tokens
+    text *= -(-wanted // len(text))
+    tokens = torch.frombuffer(bytearray(text[:wanted]), dtype=torch.uint8).long().reshape(sizes.batch, sizes.tokens)
+    tables = _normal(generator, CONTEXT, 256, EMBEDDING)
+    embedded = tables[0][tokens]
+    for back in range(1, min(CONTEXT, sizes.tokens)):
+        embedded[:, back:] += tables[back][tokens[:, :-back]] / (back + 1)
+    embedded *= embedded.square().mean(-1, keepdim=True).rsqrt()
+
+    def project(heads: int) -> Tensor:
+        weight = _normal(generator, EMBEDDING, heads * sizes.dim) / math.sqrt(EMBEDDING)
+        return (embedded @ weight).reshape(sizes.batch, sizes.tokens, heads, sizes.dim)
+
+    q, k, v = project(sizes.heads), project(sizes.kv_heads), project(sizes.kv_heads)
+    return _rotate(q), _rotate(k), v
+
+
+def _rotate(tensor: Tensor) -> Tensor:
+    """Rotary position embedding of `[B,N,heads,D]`, on the first even number of dims."""
+    half = tensor.shape[-1] // 2
+    positions = torch.arange(tensor.shape[1], dtype=torch.float64)[:, None, None]
+    angles = positions * ROPE_BASE ** (-torch.arange(half, dtype=torch.float64) / max(half, 1))
+    cos, sin = angles.cos().float(), angles.sin().float()
+    a, b, rest = tensor.split((half, half, tensor.shape[-1] - 2 * half), dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)

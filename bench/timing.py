@@ -1,0 +1,91 @@
+"""Time and peak memory of one call, on whatever device it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call (20th, 50th and 80th percentile) and the memory beyond what was in use before, in GiB.
+
+    peak_gib is None where the platform cannot tell.
+    """
+
+    ms_p20: float
+    ms_p50: float
+    ms_p80: float
+    peak_gib: float | None
+    repeats: int
+
+
+def measure(call: Callable[[], Any], device: torch.device, *, seconds: float = 2.0, most: int = 100) -> Timing:
+    """Run `call` once to warm up and to see its memory, then for about `seconds`, and at least three times."""
+    peak_gib = peak_memory(call, device)
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < seconds * 1e3 and len(times) < most):
+        times.append(_milliseconds(call, device))
+    p20, p50, p80 = (_percentile(times, share) for share in (0.2, 0.5, 0.8))
+    return Timing(p20, p50, p80, peak_gib, len(times))
+
+
+def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop))
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _percentile(values: list[float], share: float) -> float:
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=10, method="inclusive")[round(share * 10) - 1]
+
+
+def peak_memory(call: Callable[[], Any], device: torch.device) -> float | None:
+    """GiB that one call holds at its peak, its result included, beyond what was in use before it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - before) / GIB
+    if device.type != "cpu" or not sys.platform.startswith("linux"):
+        call()
+        return None
+    # Give back what earlier calls freed, or reusing it would look free. Then let Linux count the peak from here.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    call()
+    return max(0, _resident("VmHWM") - before) / GIB
+
+
+def _resident(field: str) -> int:
+    """Bytes of a size in /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")

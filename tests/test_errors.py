@@ -1,0 +1,222 @@
+"""Bad input: each has its exact error class and a message that names the argument and the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dispatch
+from nsa import NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux
+
+B, N, H, H_KV, D, D_V = 2, 32, 4, 2, 8, 6
+DOUBLE = torch.float64
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def good() -> dict[str, Any]:
+    return {"q": ones(B, N, H, D), "k": ones(B, N, H_KV, D), "v": ones(B, N, H_KV, D_V), "compress_block_size": 8}
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    base = {"q": ones(N, H, D), "k": ones(N, H_KV, D), "v": ones(N, H_KV, D_V), "compress_block_size": 8}
+    return base | {"cu_seqlens": bounds(0, 10, N)} | changes
+
+
+def bounds(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# id: (keywords that replace the good ones, error class, pieces of the message)
+BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    # options: type
+    "l float": ({"compress_block_size": 8.0}, TypeError, ("compress_block_size", "integer", "8.0")),
+    "l bool": ({"compress_block_size": True}, TypeError, ("compress_block_size", "True")),
+    "k string": ({"num_selected_blocks": "16"}, TypeError, ("num_selected_blocks", "'16'")),
+    "w none": ({"window_size": None}, TypeError, ("window_size", "None")),
+    "share int": ({"share_heads_in_group": 1}, TypeError, ("share_heads_in_group", "True or False", "1")),
+    "causal string": ({"causal": "yes"}, TypeError, ("causal", "'yes'")),
+    "debug none": ({"debug": None}, TypeError, ("debug", "None")),
+    "scale string": ({"softmax_scale": "1"}, TypeError, ("softmax_scale", "'1'")),
+    "scale bool": ({"softmax_scale": True}, TypeError, ("softmax_scale", "True")),
+    "compress int": ({"compress": 3}, TypeError, ("compress", "3")),
+    "compress one of two": ({"compress": (len,)}, TypeError, ("compress", "two callables", "len")),
+    "deterministic int": ({"deterministic": 1}, TypeError, ("deterministic", "1")),
+    "recompute none": ({"recompute": None}, TypeError, ("recompute", "None")),
+    # options: value
+    "l zero": ({"compress_block_size": 0}, ValueError, ("compress_block_size", "at least 1", "0")),
+    "d zero": ({"compress_stride": 0}, ValueError, ("compress_stride", "at least 1", "0")),
+    "d above l": ({"compress_stride": 9}, ValueError, ("compress_stride", "compress_block_size=8", "9")),
+    "l' zero": ({"select_block_size": 0}, ValueError, ("select_block_size", "0")),
+    "k negative": ({"num_selected_blocks": -1}, ValueError, ("num_selected_blocks", "at least 0", "-1")),
+    "w negative": ({"window_size": -512}, ValueError, ("window_size", "-512")),
+    "T zero": ({"q_tile_size": 0}, ValueError, ("q_tile_size", "0")),
+    "n block zero": ({"n_block_size": 0}, ValueError, ("n_block_size", "0")),
+    "init negative": ({"num_init_blocks": -1}, ValueError, ("num_init_blocks", "-1")),
+    "forced above k": (
+        {"num_init_blocks": 1, "num_local_blocks": 2, "num_selected_blocks": 2},
+        ValueError,
+        ("num_init_blocks", "num_local_blocks", "num_selected_blocks=2", "1 + 2"),
+    ),
+    "c zero": ({"num_cmp_selected_blocks": 0}, ValueError, ("num_cmp_selected_blocks", "0")),
+    "c per token": (
+        {"num_cmp_selected_blocks": 4, "q_tile_size": 1},
+        ValueError,
+        ("num_cmp_selected_blocks", "q_tile_size=1"),
+    ),
+    "c below forced": (
+        {"num_cmp_selected_blocks": 3, "n_block_size": 1, "q_tile_size": 32},
+        ValueError,
+        ("num_cmp_selected_blocks", "at least 4", "3"),
+    ),
+    "scale zero": ({"softmax_scale": 0.0}, ValueError, ("softmax_scale", "greater than 0", "0.0")),
+    "scale nan": ({"softmax_scale": float("nan")}, ValueError, ("softmax_scale", "finite", "nan")),
+    "compress word": ({"compress": "max"}, ValueError, ("compress", "'mean'", "'max'")),
+    # how options are given
+    "unknown keyword": ({"block_size": 64}, TypeError, ("block_size",)),
+    "config and option": ({"config": NSAConfig()}, TypeError, ("config", "compress_block_size")),
+    "config dict": ({"config": {"window_size": 1}}, TypeError, ("config", "NSAConfig", "dict")),
+    # tensors: type, dtype, device
+    "q list": ({"q": [1.0]}, TypeError, ("q", "torch.Tensor", "list")),
+    "k none": ({"k": None}, TypeError, ("k", "torch.Tensor", "NoneType")),
+    "gates number": ({"gates": 0.5}, TypeError, ("gates", "torch.Tensor", "float")),
+    "q int": ({"q": ones(B, N, H, D, dtype=torch.int64)}, TypeError, ("q", "bfloat16", "int64")),
+    "k other dtype": ({"k": ones(B, N, H_KV, D, dtype=DOUBLE)}, TypeError, ("k", "float32", "float64")),
+    "v other device": ({"v": ones(B, N, H_KV, D_V, device="meta")}, ValueError, ("v", "cpu", "meta")),
+    "gates dtype": ({"gates": ones(B, N, H, 3, dtype=torch.bfloat16)}, TypeError, ("gates", "float32", "bfloat16")),
+    # tensors: shape
+    "q 3 dims": ({"q": ones(N, H, D)}, ValueError, ("q", "[B,N,heads,D]", f"[{N}, {H}, {D}]")),
+    "k other N": ({"k": ones(B, 31, H_KV, D)}, ValueError, ("k", f"[{B}, {N}]", "31")),
+    "v other B": ({"v": ones(1, N, H_KV, D_V)}, ValueError, ("v", f"[{B}, {N}]", "[1, ")),
+    "k other D": ({"k": ones(B, N, H_KV, 7)}, ValueError, ("k", "D=8", "7")),
+    "v other heads": ({"v": ones(B, N, 1, D_V)}, ValueError, ("v", "H_kv=2", "1")),
+    "H not a multiple": ({"q": ones(B, N, 3, D)}, ValueError, ("q", "multiple", "H_kv=2", "H=3")),
+    "no q heads": ({"q": ones(B, N, 0, D)}, ValueError, ("q", "H=0")),
+    "no kv heads": ({"k": ones(B, N, 0, D), "v": ones(B, N, 0, D_V)}, ValueError, ("k", "at least one head")),
+    "D zero": ({"q": ones(B, N, H, 0), "k": ones(B, N, H_KV, 0)}, ValueError, ("q", "D >= 1")),
+    "w_k shape": ({"w_k_compress": ones(H_KV, D, D_V)}, ValueError, ("w_k_compress", "[2, 8, 8]", "[2, 8, 6]")),
+    "w_v shape": ({"w_v_compress": ones(1, D_V, D_V)}, ValueError, ("w_v_compress", "[2, 6, 6]", "[1, 6, 6]")),
+    "gate weight shape": (
+        {"gate_proj_weight": ones(H, D, 3)},
+        ValueError,
+        ("gate_proj_weight", "[4, 3, 8]", "[4, 8, 3]"),
+    ),
+    "gates shape": ({"gates": ones(B, N, 3, H)}, ValueError, ("gates", "[2, 32, 4, 3]", "[2, 32, 3, 4]")),
+    "k_slc shape": (
+        {"k_slc": ones(B, N, H_KV, 7), "v_slc": ones(B, N, H_KV, D_V)},
+        ValueError,
+        ("k_slc", "[2, 32, 2, 8]", "7"),
+    ),
+    "k_cmp shape": (
+        {"k_cmp": ones(B, 5, H_KV, D), "v_cmp": ones(B, 5, H_KV, D_V)},
+        ValueError,
+        ("k_cmp", "[2, 4, 2, 8]", "[2, 5, 2, 8]"),
+    ),
+    "packed k_cmp dims": (
+        packed(k_cmp=ones(1, 4, H_KV, D), v_cmp=ones(1, 4, H_KV, D_V)),
+        ValueError,
+        ("k_cmp", "[1, 4, 2, 8]"),
+    ),
+    # arguments that need or exclude each other
+    "k_cmp alone": ({"k_cmp": ones(B, 4, H_KV, D)}, ValueError, ("k_cmp and v_cmp", "only k_cmp")),
+    "v_slc alone": ({"v_slc": ones(B, N, H_KV, D_V)}, ValueError, ("k_slc and v_slc", "only v_slc")),
+    "k_win alone": ({"k_win": ones(B, N, H_KV, D)}, ValueError, ("k_win and v_win", "only k_win")),
+    "k_cmp and projection": (
+        {"k_cmp": ones(B, 4, H_KV, D), "v_cmp": ones(B, 4, H_KV, D_V), "w_v_compress": ones(H_KV, D_V, D_V)},
+        ValueError,
+        ("w_v_compress", "k_cmp"),
+    ),
+    "k_cmp and compress": (
+        {"k_cmp": ones(B, 4, H_KV, D), "v_cmp": ones(B, 4, H_KV, D_V), "compress": torch.sum},
+        ValueError,
+        ("compress", "k_cmp", "sum"),
+    ),
+    "two gates": (
+        {"gates": ones(B, N, H, 3), "gate_proj_weight": ones(H, 3, D)},
+        ValueError,
+        ("gates", "gate_proj_weight"),
+    ),
+    "compress result": (
+        {"compress": lambda blocks: blocks},
+        ValueError,
+        ("compress", "[2, 4, 2, 8]", "[2, 4, 2, 8, 8]"),
+    ),
+    # documents
+    "q 4 dims packed": (packed(q=ones(1, N, H, D)), ValueError, ("q", "[T,heads,D]", "[1, 32, 4, 8]")),
+    "cu_seqlens list": (packed(cu_seqlens=[0, N]), TypeError, ("cu_seqlens", "list")),
+    "cu_seqlens int64": (packed(cu_seqlens=torch.tensor([0, N])), TypeError, ("cu_seqlens", "int32", "int64")),
+    "cu_seqlens 2 dims": (packed(cu_seqlens=bounds(0, N)[None]), ValueError, ("cu_seqlens", "[B+1]", "[1, 2]")),
+    "cu_seqlens empty": (packed(cu_seqlens=bounds()), ValueError, ("cu_seqlens", "[B+1]", "[0]")),
+    "cu_seqlens start": (packed(cu_seqlens=bounds(1, N)), ValueError, ("cu_seqlens", "start at 0", "1")),
+    "cu_seqlens falls": (packed(cu_seqlens=bounds(0, 20, 10)), ValueError, ("cu_seqlens", "20 then 10", "position 2")),
+    "cu_seqlens past T": (packed(cu_seqlens=bounds(0, 33)), ValueError, ("cu_seqlens", "T=32", "33")),
+    "max_seqlen short": (packed(max_seqlen=21), ValueError, ("max_seqlen", "22", "21")),
+    "max_seqlen float": (packed(max_seqlen=32.0), TypeError, ("max_seqlen", "32.0")),
+    "max_seqlen negative": (packed(max_seqlen=-1), ValueError, ("max_seqlen", "-1")),
+    "max_seqlen alone": ({"max_seqlen": 32}, ValueError, ("max_seqlen", "cu_seqlens", "32")),
+    "packed k_cmp short": (
+        packed(k_cmp=ones(2, H_KV, D), v_cmp=ones(2, H_KV, D_V)),
+        ValueError,
+        ("k_cmp", "3 compressed entries", "[2, 2, 8]"),
+    ),
+    # routing
+    "backend unknown": ({"backend": "cudnn"}, ValueError, ("backend", "reference", "'cudnn'")),
+    "backend int": ({"backend": 3}, TypeError, ("backend", "3")),
+    # values, on request
+    "q nan": (
+        {"q": torch.full((B, N, H, D), float("nan")), "debug": True},
+        ValueError,
+        ("q", "debug=True", "2048 NaN"),
+    ),
+}
+
+
+@pytest.mark.parametrize("function", [nsa, nsa_forward, nsa_forward_aux], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str, function: Any) -> None:
+    changes, error, pieces = BAD[case]
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (the class is compared below, exactly)
+        function(**good() | changes)
+    assert type(caught.value) is error
+    for piece in pieces:
+        assert piece in str(caught.value)
+
+
+def test_the_good_input_is_good() -> None:
+    assert nsa(**good()).shape == (B, N, H, D_V)
+    assert nsa(**packed(max_seqlen=22)).shape == (N, H, D_V)
+
+
+def test_environment_names_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_KERNELS_BACKEND", "cudnn")
+    with pytest.raises(ValueError, match="NSA_KERNELS_BACKEND must be one of reference for nsa, got 'cudnn'"):
+        nsa(**good())
+
+
+def test_no_backend_on_a_device_without_kernels() -> None:
+    on_meta = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in good().items()}
+    with pytest.raises(dispatch.BackendError, match="reference: runs on meta only when named: backend='reference'"):
+        nsa(**on_meta)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+        ({"num_heads": 0}, "num_heads"),
+        ({"num_heads": 3}, "head_dim must be given: hidden_size=32"),
+        ({"num_heads": 4, "gate": "k"}, "gate must be 'x', 'q' or None, got 'k'"),
+    ],
+)
+def test_bad_modules(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NSAttention(32, **keywords)
+
+
+def test_module_refuses_positions_it_would_ignore() -> None:
+    with pytest.raises(TypeError, match="position_embeddings would be ignored"):
+        NSAttention(32, 4)(torch.ones(1, 8, 32), torch.ones(8))

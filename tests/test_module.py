@@ -1,0 +1,151 @@
+"""NSAttention in the places it is made for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa import NSAConfig, NSAttention, nsa
+from tests.helpers import SMALL
+
+WIDTH, HEADS, KV_HEADS = 32, 4, 2
+
+
+def rotate(tensor: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding as Llama does it, for `[...,N,heads,D]` and cos, sin `[N,D]`."""
+    cos, sin = (t.unsqueeze(-2) for t in position_embeddings)
+    first, second = tensor.chunk(2, dim=-1)
+    return tensor * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def rotary_table(tokens: int, dim: int) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(tokens)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("gate", ["x", "q", None])
+@pytest.mark.parametrize("separate_kv", [False, True], ids=["shared", "separate"])
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_learns(name: str, gate: Any, separate_kv: bool) -> None:
+    layer = NSAttention(
+        WIDTH,
+        HEADS,
+        KV_HEADS,
+        v_head_dim=6,
+        config=SMALL[name],
+        gate=gate,
+        separate_kv=separate_kv,
+        compress_proj=True,
+        bias=True,
+        rope=rotate,
+    )
+    x = torch.randn(2, 50, WIDTH, requires_grad=True)
+    out = layer(x, rotary_table(50, layer.head_dim))
+    assert out.shape == x.shape
+    out.square().sum().backward()
+    for parameter_name, parameter in [("x", x), *layer.named_parameters()]:
+        assert parameter.grad is not None, parameter_name
+        assert parameter.grad.abs().sum() > 0, parameter_name
+
+
+def test_is_the_function_between_projections() -> None:
+    layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=SMALL["seed"], gate="x")
+    x = torch.randn(2, 40, WIDTH)
+    q, k, v = (
+        project(x).unflatten(-1, (heads, -1))
+        for project, heads in ((layer.q_proj, HEADS), (layer.k_proj, KV_HEADS), (layer.v_proj, KV_HEADS))
+    )
+    gates = torch.sigmoid(layer.gate_proj(x)).unflatten(-1, (HEADS, 3))
+    expected = layer.o_proj(nsa(q, k, v, gates=gates, config=SMALL["seed"]).flatten(-2))
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_packed_documents_equal_documents_alone() -> None:
+    layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=SMALL["paper"])
+    x = torch.randn(60, WIDTH)
+    packed = layer(x, cu_seqlens=torch.tensor([0, 25, 60], dtype=torch.int32), max_seqlen=35)
+    for rows in (slice(0, 25), slice(25, 60)):
+        torch.testing.assert_close(packed[rows], layer(x[None, rows])[0])
+
+
+class LlamaBlock(nn.Module):
+    """A decoder block as Llama has it; `self_attn` is what gets replaced."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(WIDTH)
+        self.self_attn = attention
+        self.post_attention_layernorm = nn.RMSNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.SiLU(), nn.Linear(64, WIDTH))
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(hidden_states=normed, position_embeddings=position_embeddings)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def test_fits_a_llama_block_and_loads_its_weights() -> None:
+    attention = NSAttention(WIDTH, HEADS, KV_HEADS, config=SMALL["seed"], rope=rotate)
+    head = WIDTH // HEADS
+    llama = {
+        "q_proj.weight": torch.randn(WIDTH, WIDTH),
+        "k_proj.weight": torch.randn(KV_HEADS * head, WIDTH),
+        "v_proj.weight": torch.randn(KV_HEADS * head, WIDTH),
+        "o_proj.weight": torch.randn(WIDTH, WIDTH),
+    }
+    result = attention.load_state_dict(llama, strict=False)
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) == {"gate_proj.weight", "gate_proj.bias"}
+    block = LlamaBlock(attention)
+    assert block(torch.randn(1, 40, WIDTH), rotary_table(40, head)).shape == (1, 40, WIDTH)
+
+
+class AsMultihead(NSAttention):
+    """The adapter that docs show for code written against nn.MultiheadAttention (self-attention, batch first)."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(query), None
+
+
+def test_stands_in_for_multihead_attention() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True, dropout=0.0)
+    layer.self_attn = AsMultihead(WIDTH, HEADS, config=SMALL["seed"])
+    out = layer(torch.randn(2, 40, WIDTH))
+    assert out.shape == (2, 40, WIDTH)
+
+
+def test_learns_to_copy_over_a_distance() -> None:
+    """A task that a window of 4 cannot do: repeat the token seen 24 places before."""
+    torch.manual_seed(0)
+    config = NSAConfig.paper(
+        compress_block_size=4, compress_stride=2, select_block_size=4, num_selected_blocks=8, window_size=4
+    )
+    vocabulary, distance, tokens = 8, 24, 48
+    embed = nn.Embedding(vocabulary, WIDTH)
+    layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=config, rope=rotate)
+    head = nn.Linear(WIDTH, vocabulary)
+    parameters = [*embed.parameters(), *layer.parameters(), *head.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1e-2)
+    table = rotary_table(tokens, layer.head_dim)
+    losses = []
+    for _ in range(60):
+        half = torch.randint(vocabulary, (16, distance))
+        text = torch.cat([half, half], dim=1)
+        logits = head(layer(embed(text), table))[:, distance:]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, :distance].roll(-1, 1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def test_dtype_and_representation() -> None:
+    layer = NSAttention(WIDTH, HEADS, config=NSAConfig.paper(), dtype=torch.bfloat16)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert layer(torch.randn(1, 8, WIDTH, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert "num_heads=4, num_kv_heads=4, gate='x'" in repr(layer)

@@ -1,0 +1,298 @@
+#!/usr/bin/env python3
+"""Makes .venv and installs nsa-kernels into it; `make demo` and `make test` begin with it.
+
+    preflight (what is missing, what to do about it) -> .venv -> torch -> this package with its extras -> stamp
+
+A call that finds a fitting stamp in .venv does nothing. Standard library only, and free of syntax newer than
+Python 3.8, so that an old Python gets a message instead of a SyntaxError.
+
+Environment:
+    TORCH_INDEX    address of a package index for the torch step alone, such as one that has CPU-only builds
+    TORCH_VERSION  another torch, as `2.9.1` or as `>=2.8,<2.10`
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+OLDEST_PYTHON = (3, 10)
+STAMP_NAME = ".nsa-bootstrap.json"
+PIP_LINES_SHOWN = 25
+
+
+class SetUpError(Exception):
+    """A set-up that cannot go on; the message says why and what to do."""
+
+
+# ---------------------------------------------------------------- what this machine needs
+
+
+class Device(NamedTuple):
+    label: str
+    torch: str
+    extras: tuple[str, ...]
+    disk_gb: int
+
+
+# Without a GPU torch is pinned: the newest build of a plain index may bring several GB of CUDA libraries.
+CPU = Device("CPU only", "torch==2.13.0", (), 3)
+GPU = Device("NVIDIA GPU", "torch>=2.6", ("cuda",), 12)
+# The torch of the `npu` extra: torch_npu pairs with exactly one version.
+NPU = Device("Ascend NPU", "torch==2.7.1", ("npu",), 3)
+NPU_NODE = Path("/dev/davinci0")
+
+
+def find_device() -> Device:
+    if nvidia_gpu_listed():
+        return GPU
+    if NPU_NODE.exists() or shutil.which("npu-smi"):
+        return NPU
+    return CPU
+
+
+def nvidia_gpu_listed() -> bool:
+    nvidia_smi = shutil.which("nvidia-smi")
+    if not nvidia_smi:
+        return False
+    try:
+        listing = subprocess.run([nvidia_smi, "-L"], check=False, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listing.returncode == 0 and "GPU" in listing.stdout
+
+
+def torch_requirement(device: Device, environ: Mapping[str, str]) -> str:
+    version = environ.get("TORCH_VERSION", "").strip()
+    if not version:
+        return device.torch
+    if version.startswith("torch"):
+        return version
+    return f"torch=={version}" if version[0].isdigit() else f"torch{version}"
+
+
+# ---------------------------------------------------------------- preflight
+
+
+def python_problem(version: Sequence[int]) -> str:
+    if tuple(version[:2]) >= OLDEST_PYTHON:
+        return ""
+    found, oldest = ".".join(map(str, version[:3])), ".".join(map(str, OLDEST_PYTHON))
+    return (
+        f"Python too old: found {found}, need >= {oldest}.\n"
+        f"    Name a newer one: make PYTHON=python{oldest} (your system's packages, conda and uv all offer one)."
+    )
+
+
+def preflight(venv: Path, device: Device, *, make_venv: bool, install_torch: bool) -> list[str]:
+    """What stands in the way of the set-up, one message each; empty when it can go on."""
+    problems = []
+    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    if make_venv and missing:
+        problems.append(
+            f"{sys.executable} lacks the standard module {' and '.join(missing)}.\n"
+            "    On Debian or Ubuntu: apt install python3-venv. Without root: a Python from conda or uv, given as\n"
+            "    make PYTHON=path/to/python."
+        )
+    if make_venv and os.path.lexists(venv) and not is_venv_or_empty(venv):
+        problems.append(f"{venv} is in the way and is not a virtual environment.\n    Move it elsewhere.")
+    free_gb = free_disk_gb(venv)
+    if install_torch and free_gb < device.disk_gb:
+        problems.append(
+            f"Too little disk: {free_gb:.1f} GB free for {venv}, the set-up ({device.label}) needs about "
+            f"{device.disk_gb} GB.\n    Free some, or make .venv a symbolic link to a folder on a larger disk."
+        )
+    return problems
+
+
+def is_venv_or_empty(path: Path) -> bool:
+    return path.is_dir() and ((path / "pyvenv.cfg").exists() or not any(path.iterdir()))
+
+
+def free_disk_gb(path: Path) -> float:
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    return shutil.disk_usage(existing).free / 1e9
+
+
+# ---------------------------------------------------------------- stamp: what .venv was made for and holds
+
+
+def wanted_stamp(root: Path, device: Device, torch: str, extras: Iterable[str]) -> dict[str, Any]:
+    return {
+        "checkout": str(root),
+        "device": device.label,
+        "pyproject": hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest(),
+        "torch": torch,
+        "python": "{}.{}".format(*sys.version_info[:2]),
+        "extras": sorted({*extras, *device.extras}),
+    }
+
+
+def read_stamp(venv: Path) -> dict[str, Any]:
+    try:
+        stamp = json.loads((venv / STAMP_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def write_stamp(venv: Path, stamp: dict[str, Any]) -> None:
+    (venv / STAMP_NAME).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+
+
+def same_but_extras(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return all(found.get(key) == value for key, value in wanted.items() if key != "extras")
+
+
+def is_up_to_date(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return same_but_extras(found, wanted) and set(wanted["extras"]) <= set(found.get("extras", ()))
+
+
+def reason_to_remake(venv: Path, found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Why the .venv that is there cannot be used; empty when it can."""
+    probe = "import sys, pip; print('%d.%d' % sys.version_info[:2])"
+    try:
+        answer = subprocess.run(
+            [str(venv_python(venv)), "-I", "-c", probe], check=False, capture_output=True, text=True
+        )
+    except OSError:
+        return "its Python is gone"
+    if answer.returncode != 0:
+        return "its Python is broken or has no pip"
+    if answer.stdout.strip() != wanted["python"]:
+        return f"it has Python {answer.stdout.strip()}, this is Python {wanted['python']}"
+    for key in ("checkout", "device"):
+        if found.get(key, wanted[key]) != wanted[key]:
+            return f"it was made for another {key}: {found[key]}"
+    return ""
+
+
+# ---------------------------------------------------------------- steps
+
+
+def venv_python(venv: Path) -> Path:
+    return venv / "bin" / "python"
+
+
+def pip_steps(venv: Path, torch: str, extras: Sequence[str], torch_index: str) -> list[tuple[str, list[str]]]:
+    """(title, command) of each pip call. torch comes first, so that it never arrives as another package's dependency,
+    and is named again in the second, so that no extra replaces it.
+    """
+    pip_install = [str(venv_python(venv)), "-I", "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
+    package = f".[{','.join(extras)}]" if extras else "."
+    return [
+        (torch, [*pip_install, *(["--index-url", torch_index] if torch_index else []), torch]),
+        (f"nsa-kernels [{', '.join(extras)}]", [*pip_install, "-e", package, torch]),
+    ]
+
+
+def run_step(title: str, command: Sequence[str], root: Path, advice: str) -> None:
+    print(f"  {title} ... ", end="", flush=True)
+    start = time.monotonic()
+    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0"}
+    step = subprocess.run(
+        command,
+        cwd=root,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    if step.returncode == 0:
+        print(f"{time.monotonic() - start:.0f} s", flush=True)
+        return
+    print("failed", flush=True)
+    shown_command = re.sub(r"//[^/@\s]+@", "//****@", shlex.join(command).replace(f"{root}{os.sep}", ""))
+    last_lines = "\n".join(f"    {line}" for line in step.stdout.splitlines()[-PIP_LINES_SHOWN:])
+    raise SetUpError(
+        f"this command failed (exit status {step.returncode}):\n\n    {shown_command}\n\n"
+        f"Its last lines:\n\n{last_lines}\n\n{advice}"
+    )
+
+
+def pip_advice(venv: Path) -> str:
+    return (
+        "What to try before running make again:\n"
+        "    network  Behind a proxy, set HTTPS_PROXY. pip's own settings (`pip config list`) are used as they are.\n"
+        "    torch    TORCH_INDEX=<address of a package index> takes torch, and only torch, from there\n"
+        "             (a CPU-only build is smaller by several GB); TORCH_VERSION=<version> takes another version.\n"
+        "    Python   A very new Python may have no torch build yet: make PYTHON=<an older one, from 3.10>.\n"
+        f"    disk     {free_disk_gb(venv):.1f} GB are free for {venv.name}; pip also fills TMPDIR and its cache "
+        "(PIP_NO_CACHE_DIR=1: no cache)."
+    )
+
+
+def set_up(root: Path, venv: Path, extras: Sequence[str], *, check_only: bool = False) -> None:
+    too_old = python_problem(sys.version_info[:3])
+    if too_old:
+        raise SetUpError(too_old)
+    found = read_stamp(venv)
+    device = find_device()
+    if device is CPU and found.get("device") == GPU.label:
+        device = GPU  # what was set up for a GPU works without one too: a cluster's login node keeps it
+    torch = torch_requirement(device, os.environ)
+    wanted = wanted_stamp(root, device, torch, extras)
+
+    have_venv = os.path.lexists(venv)
+    remake = reason_to_remake(venv, found, wanted) if have_venv else ""
+    make_venv = not have_venv or bool(remake)
+    if not make_venv and is_up_to_date(found, wanted):
+        print(f"{venv.name} is up to date ({device.label}; {', '.join(found['extras']) or 'no extras'})")
+        return
+    problems = preflight(venv, device, make_venv=make_venv, install_torch=make_venv or "torch" not in found)
+    if problems:
+        raise SetUpError("\n".join(["cannot begin.", *(f"  - {problem}" for problem in problems)]))
+    venv_title = f"{venv.name} (made again: {remake})" if remake else venv.name
+    if check_only:
+        print(f"Ready to set up {venv_title}: Python {wanted['python']}, {device.label}, {torch}")
+        return
+
+    print(f"Setting up {venv.name}: Python {wanted['python']}, {device.label} (this takes minutes, once)", flush=True)
+    if make_venv:
+        # Resolved, because venv refuses a symbolic link; --clear keeps the folder that the link points to.
+        make_command = [sys.executable, "-m", "venv", "--clear", str(venv.resolve())]
+        run_step(venv_title, make_command, root, "Is the folder writable?")
+    # Until pip is done, the stamp only says what .venv was made for.
+    write_stamp(venv, {key: wanted[key] for key in ("checkout", "device")})
+    for title, command in pip_steps(venv, torch, wanted["extras"], os.environ.get("TORCH_INDEX", "").strip()):
+        run_step(title, command, root, pip_advice(venv))
+    kept_extras = found.get("extras", ()) if not make_venv and same_but_extras(found, wanted) else ()
+    write_stamp(venv, {**wanted, "extras": sorted({*wanted["extras"], *kept_extras})})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make a virtual environment and install nsa-kernels into it.")
+    parser.add_argument("--extras", default="", help="extras of pyproject.toml, such as dev,bench (default: none)")
+    parser.add_argument("--venv", default=".venv", help="folder, relative to the checkout (default: .venv)")
+    parser.add_argument("--check", action="store_true", help="only say whether the set-up can work here")
+    args = parser.parse_args(argv)
+    extras = [extra.strip() for extra in args.extras.split(",") if extra.strip()]
+    try:
+        set_up(ROOT, ROOT / args.venv, extras, check_only=args.check)
+    except SetUpError as error:
+        print(f"Set-up: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nSet-up: interrupted; the next call goes on from here.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
