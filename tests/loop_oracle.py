@@ -1,7 +1,7 @@
-"""The second oracle of NSA: one Python loop per sentence of the definition (docs/design.md, section 3), in fp64.
+"""The second oracle of NSA: one Python loop per sentence of the definition (docs/semantics.md), in fp64.
 
 It shares no code with `nsa/` and is never optimised, so that agreement with `nsa.reference` means something. Steps
-cited below are those of section 3: compress, visibility, score, select, attend, gate. l, d, l', w, T, G as named there.
+cited below are those of that page: compress, visibility, score, select, attend, gate. l, d, l', w, T, G as named there.
 Block scores are exact fractions of the fp64 scores, so that rounding neither makes nor breaks a tie; inputs are finite.
 """
 
