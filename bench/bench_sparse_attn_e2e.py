@@ -21,9 +21,9 @@ if __package__ in (None, ""):
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
+from bench.common import DTYPES, PRESETS, add_sizes, choose_backend, dense_attention, positive, resolve_sizes
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, ROOT, command_line, environment, write_csv, write_json
 from bench.timing import Timing, measure
@@ -40,8 +40,6 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "nsa-kernels[bench]"') from error
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PRESETS: dict[str, Callable[[], NSAConfig]] = {"seed": NSAConfig.seed, "paper": NSAConfig.paper}
 SAMPLED_ROWS = 256
 console = Console()
 
@@ -88,27 +86,52 @@ class Row:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    device, dtype = torch.device(args.device), DTYPES[args.dtype]
-    config = PRESETS[args.preset]()
-    backend, backend_note = choose_backend(args.backend, device, dtype)
-    backward = args.backward
+    config, device = PRESETS[args.preset](), torch.device(args.device)
+    call = dispatch.Call("nsa", device, DTYPES[args.dtype], backward=args.backward, options={"config": config})
+    try:
+        backend, backend_note = choose_backend(call, args.backend)
+    except (ValueError, dispatch.BackendError) as refusal:
+        raise SystemExit(str(refusal)) from refusal
     console.print(
         f"[bold]Sparse (NSA) against dense attention[/bold] on {args.input} input: "
-        f"{'forward + backward' if backward else 'forward'}, {args.dtype}, {args.heads} heads of {args.dim} "
+        f"{'forward + backward' if args.backward else 'forward'}, {args.dtype}, {args.heads} heads of {args.dim} "
         f"({args.kv_heads} for keys), on {describe_device(device.type)}",
         soft_wrap=True,
     )
     if backend_note:
         console.print(f"[yellow]{backend_note}[/yellow]")
+    rows, red = run(args, config, backend, device)
 
+    out = Path(args.out)
+    content = {**environment(device), "gate": "red" if red else "green", "red": red, "rows": []}
+    if red:
+        write_json(out.with_suffix(".json"), content)
+        console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
+        return 1
+    content["rows"] = [row.as_json() for row in rows]
+    write_json(out.with_suffix(".json"), content)
+    write_csv(out.with_suffix(".csv"), content["rows"])
+    plot(rows, out.with_suffix(".png"), content["device"])
+    show(rows, out)
+    return 0
+
+
+def run(args: argparse.Namespace, config: NSAConfig, backend: str, device: torch.device) -> tuple[list[Row], list[str]]:
+    """A row for each length, and what to say of each length whose error is above its budget."""
     rows: list[Row] = []
     red: list[str] = []
     with Progress(console=console, transient=True) as progress:
         steps = progress.add_task("starting", total=3 * len(args.seqlens))
         for n in args.seqlens:
             sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
-            make = {"device": device, "dtype": dtype, "gated": not args.ungated, "requires_grad": backward}
-            problem = make_problem(args.input, sizes, **make)
+            problem = make_problem(
+                args.input,
+                sizes,
+                device=device,
+                dtype=DTYPES[args.dtype],
+                gated=not args.ungated,
+                requires_grad=args.backward,
+            )
             progress.update(steps, description=f"N={n}: error against fp64")
             error, budget = sampled_error(problem, config, backend)
             progress.advance(steps)
@@ -117,24 +140,13 @@ def main(argv: list[str] | None = None) -> int:
                 progress.advance(steps, 2)
                 continue
             progress.update(steps, description=f"N={n}: NSA")
-            sparse = measure(nsa_call(problem, config, backend, backward), device, seconds=args.seconds)
+            sparse = measure(nsa_call(problem, config, backend, args.backward), device, seconds=args.seconds)
             progress.advance(steps)
             progress.update(steps, description=f"N={n}: dense attention")
-            dense = measure(dense_call(problem, backward), device, seconds=args.seconds)
+            dense = measure(dense_call(problem, args.backward), device, seconds=args.seconds)
             progress.advance(steps)
             rows.append(make_row(args, config, sizes, backend, sparse, dense, error, budget))
-
-    gate = "red" if red else "green"
-    out = Path(args.out)
-    content = {**environment(device), "gate": gate, "red": red, "rows": [] if red else [row.as_json() for row in rows]}
-    write_json(out.with_suffix(".json"), content)
-    if red:
-        console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
-        return 1
-    write_csv(out.with_suffix(".csv"), [row.as_json() for row in rows])
-    plot(rows, out.with_suffix(".png"), content["device"])
-    show(rows, out)
-    return 0
+    return rows, red
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -142,13 +154,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
-    add("--dtype", choices=DTYPES, help="default: fp32 on a CPU, else bf16")
     add("--preset", choices=PRESETS, default="seed", help="NSAConfig.seed() or .paper(); default: %(default)s")
     add("--seqlens", type=_lengths, metavar="N,N,...", help="tokens per sequence, such as 4096,8192 or 4K,8K,1M")
-    add("--batch", type=_positive, default=1)
-    add("--heads", type=_positive, help="query heads; default: 8 (CPU demo: 4)")
-    add("--kv-heads", type=_positive, help="key/value heads; default: a quarter of the query heads")
-    add("--dim", type=_positive, help="head dim; default: 128 (CPU: 64)")
+    add_sizes(parser)
     add("--input", choices=KINDS, help="default: random; the demo: text")
     add("--backward", action="store_true", help="time forward + backward")
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")
@@ -156,43 +164,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=1.0, help="about how long to repeat each measurement; default: %(default)s")
     add("--out", default=str(LOCAL_RESULTS / "e2e"), help="results, without suffix; default: %(default)s")
     args = parser.parse_args(argv)
-    on_cpu = args.device == "cpu"
-    args.dtype = args.dtype or ("fp32" if on_cpu else "bf16")
-    args.dim = args.dim or (64 if on_cpu else 128)
-    args.heads = args.heads or (4 if on_cpu else 8)
-    args.kv_heads = args.kv_heads or max(1, args.heads // 4)
+    resolve_sizes(parser, args)
     args.input = args.input or ("text" if args.demo else "random")
     cpu_lengths, gpu_lengths = [1024, 2048, 4096, 8192, 16384, 32768], [8192, 32768, 131072]
-    args.seqlens = args.seqlens or (cpu_lengths if on_cpu else gpu_lengths)
-    if args.heads % args.kv_heads:
-        parser.error(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
+    args.seqlens = args.seqlens or (cpu_lengths if args.device == "cpu" else gpu_lengths)
     return args
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
-
-
 def _lengths(text: str) -> list[int]:
-    """Comma-separated lengths with the suffixes K (1024) and M (1024 K)."""
-    units = {"K": 1024, "M": 1024**2}
-    lengths = []
-    for part in text.upper().split(","):
-        number, unit = (part[:-1], units[part[-1]]) if part[-1:] in units else (part, 1)
-        lengths.append(_positive(number.strip()) * unit)
-    return lengths
-
-
-def choose_backend(named: str | None, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """The backend to time, and a note when that is the reference for want of a kernel."""
-    try:
-        return dispatch.resolve(dispatch.Call("nsa", device, dtype), named).backend, ""
-    except dispatch.BackendError as error:
-        if named is not None:
-            raise SystemExit(str(error)) from error
-        return "reference", f"Timing the reference implementation: {error}"
+    return [positive(part.strip()) for part in text.split(",")]
 
 
 # What is timed
@@ -208,18 +188,16 @@ def nsa_call(problem: Problem, config: NSAConfig, backend: str, backward: bool) 
 
 
 def dense_call(problem: Problem, backward: bool) -> Callable[[], Any]:
-    def dense() -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (problem.q, problem.k, problem.v))
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    q, k, v = problem.q, problem.k, problem.v
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return dense()
+            return dense_attention(q, k, v)
 
     if not backward:
         return forward
-    grad = torch.randn_like(problem.q)
-    return lambda: torch.autograd.grad(dense(), (problem.q, problem.k, problem.v), grad)
+    grad = torch.randn_like(q)
+    return lambda: torch.autograd.grad(dense_attention(q, k, v), (q, k, v), grad)
 
 
 def sampled_error(problem: Problem, config: NSAConfig, backend: str) -> tuple[float, float]:

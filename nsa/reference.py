@@ -90,7 +90,7 @@ def nsa_tiles(
         raise ValueError("nsa_tiles takes fixed-length inputs only, got cu_seqlens")
     dtype = compute_dtype or (torch.float64 if inputs.q.dtype == torch.float64 else torch.float32)
     out, _ = _documents(inputs, config, tiles, indices, cmp_indices, dtype)
-    rows = _rows(tiles, config.q_tile_size).flatten()
+    rows = _rows(tiles, inputs.q.shape[1], config).flatten()
     return out, rows[rows < inputs.q.shape[1]]
 
 
@@ -182,7 +182,7 @@ def _documents(
         _Keys.of(*_first_pair((inputs.k_slc, inputs.v_slc), (inputs.k, inputs.v)), dtype),
         _Keys.of(*_first_pair((inputs.k_win, inputs.v_win), (inputs.k, inputs.v)), dtype),
     )
-    rows = _rows(tiles, config.q_tile_size).flatten()
+    rows = _rows(tiles, q.shape[1], config).flatten()
     rows = rows[rows < q.shape[1]]
     gates = _gates(inputs, dtype)
     parts = []
@@ -227,18 +227,20 @@ def _chunks(tiles: Tensor, inputs: NSAInputs, config: NSAConfig, dtype: torch.dt
     entries = config.num_compressed(num_tokens)
     chosen = min(config.num_selected_blocks * config.select_size, num_tokens + config.select_size)
     blocks = -(-num_tokens // config.select_size)
-    gathered = chosen + config.window_size + config.q_tile_size
+    tile_size = min(config.q_tile_size, max(num_tokens, 1))
+    gathered = chosen + config.window_size + tile_size
     select_heads = inputs.k.shape[2] if config.shares_heads else heads
     # About three live copies of the logits (logits, mask, probabilities); scores and overlap of all blocks.
-    per_tile = 3 * heads * config.q_tile_size * (max(entries, gathered) + dim)
+    per_tile = 3 * heads * tile_size * (max(entries, gathered) + dim)
     per_tile += select_heads * gathered * (dim + inputs.v.shape[-1]) + heads * (entries + 4 * blocks)
     budget = CHUNK_BYTES.get(inputs.q.device.type, CHUNK_BYTES_ELSEWHERE)
     size = max(1, budget // max(1, batch * per_tile * dtype.itemsize))
     return (range(start, min(start + size, len(tiles))) for start in range(0, max(1, len(tiles)), size))
 
 
-def _rows(tiles: Tensor, tile_size: int) -> Tensor:
+def _rows(tiles: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
     """Token positions of the tiles' rows, `[n, T]`; the last tile's may lie past the document."""
+    tile_size = min(config.q_tile_size, max(num_tokens, 1))  # a short document's only tile is no longer than itself
     return tiles[:, None] * tile_size + torch.arange(tile_size, device=tiles.device)
 
 
@@ -297,7 +299,7 @@ def _tiles(
     """o and lse of the three branches, `[B,H,n*T,D_v]` and `[B,H,n*T]`; then the selections, int64."""
     num_tokens = q_all.shape[1]
     scale = config.scale(q_all.shape[-1])
-    rows = _rows(tiles, config.q_tile_size)
+    rows = _rows(tiles, num_tokens, config)
     q = q_all[:, rows.clamp(max=num_tokens - 1)].to(compressed.k.dtype).movedim(3, 1)  # [B,H,n,T,D]
 
     with torch.no_grad():

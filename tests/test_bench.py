@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from bench import bench_sparse_attn_e2e as e2e
+from bench.common import choose_backend
 from bench.inputs import Sizes, make_problem, standard_library_text
 from bench.timing import measure, peak_memory
+from dispatch import Call
 
 CPU = torch.device("cpu")
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
@@ -76,8 +78,8 @@ def test_no_speed_on_a_red_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--seqlens", "4K,x"], "must be a positive integer, got 'X'"),
-        (["--heads", "0"], "must be a positive integer, got '0'"),
+        (["--seqlens", "4K,x"], "must be a positive integer such as 4096 or 4K, got 'x'"),
+        (["--heads", "0"], "must be a positive integer such as 4096 or 4K, got '0'"),
         (["--heads", "4", "--kv-heads", "3"], "--heads must be a multiple of --kv-heads, got 4 and 3"),
         (["--preset", "large"], "invalid choice: 'large'"),
     ],
@@ -94,10 +96,13 @@ def test_lengths_have_suffixes() -> None:
 
 
 def test_backends() -> None:
-    assert e2e.choose_backend(None, CPU, torch.float32) == ("reference", "")
-    backend, note = e2e.choose_backend(None, torch.device("meta"), torch.float32)
+    assert choose_backend(Call("nsa", CPU, torch.float32), None) == ("reference", "")
+    on_meta = Call("nsa", "meta", torch.float32)
+    backend, note = choose_backend(on_meta, None)
     assert backend == "reference"
     assert "runs on meta only when named" in note
+    with pytest.raises(SystemExit, match="backend must be one of reference"):
+        e2e.main([*SMALL, "--seqlens", "64", "--backend", "cute"])
 
 
 def test_text_is_real_and_inputs_are_repeatable() -> None:

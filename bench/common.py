@@ -1,0 +1,67 @@
+"""What the benchmarks share: names on the command line, the dense baseline, and which backend to time."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import dispatch
+from dispatch.registry import ENVIRONMENT_VARIABLE
+from nsa import NSAConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRESETS: dict[str, Callable[..., NSAConfig]] = {"seed": NSAConfig.seed, "paper": NSAConfig.paper}
+
+
+def positive(text: str) -> int:
+    """Argument type: an integer above 0, with the suffixes K (1024) and M (1024 K)."""
+    units = {"K": 1024, "M": 1024**2}
+    number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
+    if not number.strip().isdigit() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"must be a positive integer such as 4096 or 4K, got {text!r}")
+    return int(number) * unit
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """--batch, --heads, --kv-heads and --dim; `resolve_sizes` fills in what is not given."""
+    parser.add_argument("--batch", type=positive, default=1, help="default: %(default)s")
+    parser.add_argument("--heads", type=positive, help="query heads; default: 8 (CPU: 4)")
+    parser.add_argument("--kv-heads", type=positive, help="key/value heads; default: a quarter of the query heads")
+    parser.add_argument("--dim", type=positive, help="head dim; default: 128 (CPU: 64)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 on a CPU, else bf16")
+
+
+def resolve_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Defaults that depend on the device; an error when the heads do not divide."""
+    on_cpu = args.device == "cpu"
+    args.dtype = args.dtype or ("fp32" if on_cpu else "bf16")
+    args.dim = args.dim or (64 if on_cpu else 128)
+    args.heads = args.heads or (4 if on_cpu else 8)
+    args.kv_heads = args.kv_heads or max(1, args.heads // 4)
+    if args.heads % args.kv_heads:
+        parser.error(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
+
+
+def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
+    """The backend to run, and a note when that is the reference for want of a kernel.
+
+    Raises:
+        ValueError, dispatch.BackendError: when a backend asked for by name is unknown or cannot run the call.
+    """
+    try:
+        return dispatch.resolve(call, named).backend, ""
+    except dispatch.BackendError as error:
+        if named is not None or os.environ.get(ENVIRONMENT_VARIABLE):
+            raise
+        return "reference", f"Running the reference implementation: {error}"
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's causal attention on `[B,N,heads,D]`, the baseline."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)

@@ -1,0 +1,617 @@
+"""The longest sequence whose NSA forward (or forward + backward) fits one device.
+
+Lengths double from --start until one does not fit; then a binary search narrows the gap to --granularity tokens.
+Each trial runs once, cold, in its own process, so that a failure cannot spoil the next one. On a GPU a trial fails when
+the device's memory runs out. On a CPU a trial may take --memory-limit beyond what its interpreter holds after the
+imports; it is a resource limit of the trial's own process, so nothing else on the machine is in danger.
+
+Every trial goes to the --out file at once: the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import mmap
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+import dispatch
+from bench.common import DTYPES, PRESETS, add_sizes, choose_backend, dense_attention, positive, resolve_sizes
+from bench.inputs import KINDS, Problem, Sizes, make_problem
+from bench.report import LOCAL_RESULTS, command_line, environment, write_json
+from dispatch.device import device_types
+from nsa import NSAConfig, nsa, nsa_forward
+from nsa.tensors import NSAInputs
+
+try:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is missing: pip install "nsa-kernels[bench]"') from error
+
+CONFIG_OPTIONS = (
+    "compress_block_size",
+    "compress_stride",
+    "select_block_size",
+    "num_selected_blocks",
+    "window_size",
+    "q_tile_size",
+    "num_cmp_selected_blocks",
+)
+"""Options of NSAConfig that can be given one by one, on top of the preset."""
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SAMPLED_TOKENS = 256
+EXACT_HEAP = "MALLOC_MMAP_THRESHOLD_=131072"
+"""Has glibc give every tensor of 128 KiB or more pages of its own. Otherwise it keeps freed pieces that it often cannot
+use again, and the peak of one length was seen to vary threefold between runs. Takes up to twice the time."""
+console = Console(markup=False, highlight=False)
+
+# The search
+
+Failure = Literal["oom", "timeout"]
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """Where the longest length lies: at least `fits` (None: nothing tried fits), below `fails` (None: no end found)."""
+
+    fits: int | None
+    fails: int | None
+    why: Failure | Literal["max-seqlen"]
+    """Why `fails` fails, or that the search reached its maximum."""
+
+
+def search(try_length: Callable[[int], Failure | None], start: int, granularity: int, maximum: int | None) -> Bracket:
+    """Double from `start` to the first length that fails, then halve the gap until it is at most `granularity`.
+
+    Args:
+        try_length: why this many tokens fail, or None when they fit. A timeout ends the search.
+        maximum: the longest length to try, or None.
+    """
+    fits, length = 0, start if maximum is None else min(start, maximum)
+    while (why := try_length(length)) is None:
+        fits = length
+        if length == maximum:
+            return Bracket(fits, None, "max-seqlen")
+        length = 2 * length if maximum is None else min(2 * length, maximum)
+    fails = length
+    while why == "oom" and fails - fits > granularity:
+        length = fits + ((fails - fits) // granularity + 1) // 2 * granularity
+        failure = try_length(length)
+        if failure is None:
+            fits = length
+        else:
+            fails, why = length, failure
+    return Bracket(fits or None, fails, why)
+
+
+# What is probed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides whether a length fits, but for the machine and the code."""
+
+    op: str
+    device: str
+    dtype: str
+    backward: bool
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    input: str
+    preset: str | None
+    options: dict[str, int]
+    """Changes to the preset."""
+    backend: str | None
+    memory_limit: int | None
+    """Bytes; None: half of what was available at the first trial (CPU), or the device's memory."""
+
+    @property
+    def direction(self) -> str:
+        return "fwd+bwd" if self.backward else "fwd"
+
+    @property
+    def config(self) -> NSAConfig:
+        return PRESETS[self.preset or "seed"](**self.options)
+
+    def sizes(self, tokens: int) -> Sizes:
+        return Sizes(self.batch, tokens, self.heads, self.kv_heads, self.dim)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments, settings, backend_note = parse(argv)
+    if arguments.trial is not None:
+        print(json.dumps(asdict(run_trial(settings, arguments.trial))))
+        return 0
+
+    facts = environment(torch.device(settings.device))
+    try:
+        state, start_note = open_state(Path(arguments.out), facts, settings, restart=arguments.restart)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    announce(settings, state.memory_limit, facts["device"], [backend_note, start_note])
+    command = trial_command(sys.argv[1:] if argv is None else argv, settings, state.memory_limit)
+    probe = partial(probe_length, state=state, command=command, timeout=arguments.timeout)
+    try:
+        bracket = search(probe, arguments.start, arguments.granularity, arguments.max_seqlen)
+    except TrialError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        state.save()
+        say(f"\nInterrupted. {state.path} keeps the trials so far; the same command goes on from there.")
+        return 130
+    state.save(bracket)
+    show(state, bracket, arguments.granularity)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    usable = [name for name in device_types() if name in ("cuda", "cpu")]
+    add("--device", choices=usable, default=usable[0], help="default: %(default)s")
+    add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal scaled_dot_product_attention")
+    add("--backward", action="store_true", help="probe forward + backward")
+    add("--preset", choices=PRESETS, help="NSAConfig.seed() or .paper(); default: seed")
+    for option in CONFIG_OPTIONS:
+        add(f"--{option.replace('_', '-')}", type=int, metavar="N", help="as in NSAConfig; default: the preset's")
+    add_sizes(parser)
+    add(
+        "--input",
+        choices=KINDS,
+        default="random",
+        help="default: %(default)s; making the text's embeddings takes memory too, which on a CPU counts",
+    )
+    add("--backend", metavar="NAME", help="as in nsa_forward; default: the first that can run")
+    add("--start", type=positive, metavar="N", default=1024, help="first length to try; default: %(default)s")
+    add(
+        "--granularity",
+        type=positive,
+        metavar="N",
+        default=1024,
+        help="tokens between fits and fails; default: %(default)s",
+    )
+    add("--max-seqlen", type=positive, metavar="N", help="longest length to try; default: no end")
+    add(
+        "--timeout",
+        type=duration,
+        default=600.0,
+        metavar="SECONDS",
+        help="for one trial; a longer one ends the search; default: %(default)g",
+    )
+    add(
+        "--memory-limit",
+        type=memory_size,
+        metavar="SIZE",
+        help="CPU only, such as 2GiB; default: half of what is available",
+    )
+    add("--out", metavar="FILE", help="results; default: bench/results/local/probe-<device>-<op>-<fwd|fwd+bwd>.json")
+    add("--restart", action="store_true", help="ignore the trials in the --out file")
+    add("--trial", type=positive, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
+    """The arguments, the settings they amount to, and a note when the backend is not one that dispatch would pick."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    on_cpu = arguments.device == "cpu"
+    if on_cpu and not Path("/proc/self/status").exists():
+        parser.error("--device cpu measures memory through Linux's /proc/self/status, which is missing here")
+    if not on_cpu and arguments.memory_limit is not None:
+        parser.error("--memory-limit is for --device cpu; on a GPU the device's memory is the limit")
+    options = {name: getattr(arguments, name) for name in CONFIG_OPTIONS if getattr(arguments, name) is not None}
+    if arguments.op == "dense" and (options or arguments.preset or arguments.backend):
+        parser.error("--preset, --backend and the options of NSAConfig go with --op nsa, got --op dense")
+    resolve_sizes(parser, arguments)
+    settings = Settings(
+        op=arguments.op,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        backward=arguments.backward,
+        batch=arguments.batch,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+        dim=arguments.dim,
+        input=arguments.input,
+        preset=(arguments.preset or "seed") if arguments.op == "nsa" else None,
+        options=options,
+        backend=arguments.backend,
+        memory_limit=arguments.memory_limit,
+    )
+    arguments.out = arguments.out or LOCAL_RESULTS / f"probe-{settings.device}-{settings.op}-{settings.direction}.json"
+    try:
+        backend, note = backend_for(settings)
+    except (TypeError, ValueError, dispatch.BackendError) as error:
+        parser.error(str(error))
+    return arguments, replace(settings, backend=backend), note
+
+
+def duration(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+def memory_size(text: str) -> int:
+    """Bytes of a size such as 512MiB or 1.5GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    if match is None or match[2] not in UNITS or int(float(match[1]) * UNITS[match[2]]) == 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0 in {', '.join(UNITS)}, such as 2GiB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def backend_for(settings: Settings) -> tuple[str | None, str]:
+    """The backend to probe, and a note when that is the reference for want of a kernel.
+
+    Raises:
+        TypeError, ValueError: for settings that NSA does not take.
+        dispatch.BackendError: when the backend asked for cannot run them.
+    """
+    if settings.op == "dense":
+        return None, ""
+    q, k = (
+        torch.empty((settings.batch, 1, heads, settings.dim), dtype=DTYPES[settings.dtype], device="meta")
+        for heads in (settings.heads, settings.kv_heads)
+    )
+    inputs = NSAInputs(q, k, k)
+    inputs.check(settings.config)
+    options = {"inputs": inputs, "config": settings.config, "deterministic": False, "recompute": False}
+    call = dispatch.Call("nsa", settings.device, DTYPES[settings.dtype], backward=settings.backward, options=options)
+    return choose_backend(call, settings.backend)
+
+
+# Trials, and the file that keeps them
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How one length went."""
+
+    n: int
+    fits: bool
+    seconds: float
+    """The op alone, in a process that runs it for the first time."""
+    peak_gib: float | None
+    """With the inputs (on a CPU also library code read from disk meanwhile); None when the process could not tell."""
+    why: Failure | None = None
+    reason: str | None = None
+    """What the failure said."""
+
+
+class TrialError(RuntimeError):
+    """A trial that failed for another reason than memory or time."""
+
+
+@dataclass
+class State:
+    """The trials of one --out file, for one combination of settings, machine and code."""
+
+    path: Path
+    facts: dict[str, Any]
+    settings: Settings
+    memory_limit: int | None
+    trials: dict[int, Trial]
+
+    def save(self, bracket: Bracket | None = None) -> None:
+        content = {
+            **self.facts,
+            "command": command_line(),
+            "settings": asdict(self.settings),
+            "memory_limit_bytes": self.memory_limit,
+            "trials": [asdict(self.trials[tokens]) for tokens in sorted(self.trials)],
+            "bracket": None if bracket is None else asdict(bracket),
+        }
+        write_json(self.path, content)
+
+
+def open_state(path: Path, facts: dict[str, Any], settings: Settings, *, restart: bool) -> tuple[State, str]:
+    """The state to go on from, and a note on what became of the one in the file.
+
+    Raises:
+        ValueError: for a file that holds something else.
+    """
+    limit = settings.memory_limit
+    if settings.device == "cpu" and limit is None:
+        limit = proc_bytes("/proc/meminfo", "MemAvailable") // 2
+    anew = State(path, facts, settings, limit, {})
+    if restart or not path.exists():
+        return anew, ""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        before = {**content["settings"], **{name: content[name] for name in facts}}
+        trials = {trial["n"]: Trial(**trial) for trial in content["trials"]}
+        limit = content["memory_limit_bytes"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} holds no state of this probe; name another --out, or overwrite with --restart"
+        ) from error
+    now = {**asdict(settings), **facts}
+    changes = [f"{name} is {now[name]!r}, was {before.get(name)!r}" for name in now if now[name] != before.get(name)]
+    if changes:
+        return anew, f"Starting anew, since the trials in {path} differ: {'; '.join(changes)}"
+    return State(path, facts, settings, limit, trials), f"Going on from the {len(trials)} trials in {path}"
+
+
+def trial_command(argv: list[str], settings: Settings, memory_limit: int | None) -> list[str]:
+    """The same call of this script, and what its arguments left open."""
+    command = [sys.executable, str(Path(__file__).resolve()), *argv]
+    if settings.backend is not None:
+        command += ["--backend", settings.backend]
+    if memory_limit is not None:
+        command = ["env", EXACT_HEAP, *command, "--memory-limit", f"{memory_limit}B"]
+    return command
+
+
+def probe_length(tokens: int, *, state: State, command: list[str], timeout: float) -> Failure | None:
+    """Why this many tokens fail, or None: from the state, or by a trial that is then recorded."""
+    trial = state.trials.get(tokens)
+    known = trial is not None and (trial.why != "timeout" or trial.seconds >= timeout)
+    if trial is None or not known:
+        with console.status(f"N={tokens:,} ..."):
+            trial = start_trial(tokens, command, timeout)
+        state.trials[tokens] = trial
+        state.save()
+    say(f"  N={tokens:,} {outcome(trial)}{' (recorded)' if known else ''}")
+    return trial.why
+
+
+def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
+    """Run one trial in a process of its own.
+
+    Raises:
+        TrialError: with the error of a trial that failed for another reason than memory or time.
+    """
+    command = [*command, "--trial", str(tokens)]
+    started = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Trial(tokens, False, timeout, None, "timeout", f"no result after {timeout:g} s")
+    if done.returncode == -signal.SIGKILL:
+        reason = "killed by SIGKILL, as the system does when memory runs out"
+        return Trial(tokens, False, time.perf_counter() - started, None, "oom", reason)
+    if done.returncode != 0:
+        raise TrialError(
+            f"The trial of N={tokens} ended with status {done.returncode}, and not for want of memory:\n"
+            f"{done.stderr.strip()}\nTo repeat it: {shlex.join(command)}"
+        )
+    return Trial(**json.loads(done.stdout.splitlines()[-1]))
+
+
+# One trial, inside its own process
+
+
+def run_trial(settings: Settings, tokens: int) -> Trial:
+    device = torch.device(settings.device)
+    if settings.backward:
+        importlib.import_module("torch._dynamo")  # else torch.utils.checkpoint would, and it takes 100 MB
+    start_threads()
+    limit = nullcontext() if settings.memory_limit is None else limited_memory(settings.memory_limit)
+    resident = proc_bytes("/proc/self/status", "VmRSS") if device.type == "cpu" else 0
+    results: dict[str, Tensor] = {}
+    reason = None
+    with limit:
+        started = time.perf_counter()
+        try:
+            problem = make_inputs(settings, tokens)
+            synchronize(device)
+            started = time.perf_counter()
+            results = run_op(settings, problem)
+            synchronize(device)
+        except Exception as error:
+            if not is_out_of_memory(error, device):
+                raise
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        seconds = time.perf_counter() - started
+    if device.type == "cpu":
+        peak = proc_bytes("/proc/self/status", "VmHWM") - resident
+    else:
+        peak = torch.cuda.max_memory_allocated()
+    for name, tensor in results.items():
+        check_finite(name, tensor)
+    return Trial(tokens, reason is None, seconds, peak / 2**30, None if reason is None else "oom", reason)
+
+
+def start_threads() -> None:
+    """Let torch start its worker threads, whose stacks are no part of the op."""
+    elements_per_thread = 32_768  # below that many, torch's element-wise functions take fewer threads
+    torch.zeros(torch.get_num_threads() * elements_per_thread).add_(1)
+
+
+def make_inputs(settings: Settings, tokens: int) -> Problem:
+    device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
+    sizes = settings.sizes(tokens)
+    if settings.input != "random":
+        return make_problem(settings.input, sizes, device=device, dtype=dtype, requires_grad=settings.backward)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype).requires_grad_(settings.backward)
+
+    torch.manual_seed(0)
+    q = normal(sizes.batch, tokens, sizes.heads, sizes.dim)
+    k, v = (normal(sizes.batch, tokens, sizes.kv_heads, sizes.dim) for _ in range(2))
+    return Problem(q, k, v, normal(sizes.heads, 3, sizes.dim))
+
+
+def run_op(settings: Settings, problem: Problem) -> dict[str, Tensor]:
+    """The output, and with --backward the gradients."""
+    leaves = {"q": problem.q, "k": problem.k, "v": problem.v}
+    if settings.op == "dense":
+        with torch.set_grad_enabled(settings.backward):
+            out = dense_attention(*leaves.values())
+    else:
+        attention = nsa if settings.backward else nsa_forward
+        out = attention(
+            *leaves.values(),
+            gate_proj_weight=problem.gate_proj_weight,
+            config=settings.config,
+            backend=settings.backend,
+        )
+        if problem.gate_proj_weight is not None:
+            leaves["gate_proj_weight"] = problem.gate_proj_weight
+    if not settings.backward:
+        return {"the output": out}
+    gradients = torch.autograd.grad(out, tuple(leaves.values()), torch.randn_like(out))
+    named = zip(leaves, gradients, strict=True)
+    return {"the output": out, **{f"the gradient of {name}": gradient for name, gradient in named}}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    sample = tensor[:, :: max(1, tensor.shape[1] // SAMPLED_TOKENS)]
+    if not torch.isfinite(sample).all():
+        raise FloatingPointError(f"{name} holds NaN or inf")
+
+
+# Memory
+
+
+def is_out_of_memory(error: Exception, device: torch.device) -> bool:
+    """Whether the memory of this device ran out, by the texts that PyTorch and its libraries have for that."""
+    if device.type == "cuda":
+        kind: type[Exception] = torch.OutOfMemoryError
+        texts = ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"]
+    else:
+        kind = MemoryError
+        # The last is oneDNN's, whole; what oneDNN cannot do at all fails before, creating "a primitive descriptor".
+        texts = [
+            r"DefaultCPUAllocator: (can't allocate|not enough) memory",
+            r"std::bad_alloc",
+            r"^could not create a primitive$",
+        ]
+    return isinstance(error, kind) or (
+        isinstance(error, RuntimeError) and re.search("|".join(texts), str(error)) is not None
+    )
+
+
+@contextmanager
+def limited_memory(extra: int) -> Iterator[None]:
+    """Let this process take at most `extra` bytes more than it holds now.
+
+    RLIMIT_DATA counts what a process can write to. Where the system does not enforce it: RLIMIT_AS, all addresses.
+
+    Raises:
+        RuntimeError: when the system enforces neither.
+    """
+    kinds = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
+    before = {kind: resource.getrlimit(kind) for kind in kinds}
+    try:
+        for kind, field in kinds.items():
+            resource.setrlimit(kind, (proc_bytes("/proc/self/status", field) + extra, before[kind][1]))
+            if not can_map(extra + 2**20):
+                break
+        else:
+            raise RuntimeError(
+                "this system enforces neither RLIMIT_DATA nor RLIMIT_AS, so --memory-limit means nothing"
+            )
+        yield
+    finally:
+        for kind, limits in before.items():
+            resource.setrlimit(kind, limits)
+
+
+def can_map(size: int) -> bool:
+    """Whether the system grants this many bytes of private memory (none of it is touched)."""
+    try:
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
+        return False
+    return True
+
+
+def proc_bytes(file: str, field: str) -> int:
+    """A field of Linux's /proc/meminfo or /proc/self/status."""
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f"{file} has no line {field}, so memory cannot be measured here")
+    return int(match[1]) * 1024
+
+
+# What is shown
+
+
+def say(text: str, style: str = "") -> None:
+    console.print(text, style=style, soft_wrap=True)
+
+
+def announce(settings: Settings, memory_limit: int | None, device: str, notes: list[str]) -> None:
+    sizes = f"B={settings.batch} H={settings.heads} H_kv={settings.kv_heads} D={settings.dim}"
+    parts = [f"{sizes} {settings.dtype}", f"{settings.input} input"]
+    if settings.op == "nsa":
+        changed = "".join(f", {name}={value}" for name, value in settings.options.items())
+        parts.append(f"preset {settings.preset}{changed}, backend {settings.backend}")
+    if memory_limit is not None:
+        parts.append(f"memory limit {memory_limit / 2**20:,.0f} MiB")
+    passes = "forward + backward" if settings.backward else "forward"
+    say(f"Longest sequence for {settings.op} {passes} on {device}: {'; '.join(parts)}", style="bold")
+    for note in filter(None, notes):
+        say(note, style="yellow")
+
+
+def outcome(trial: Trial) -> str:
+    memory = "" if trial.peak_gib is None else f", {trial.peak_gib:.2f} GiB"
+    words = {None: "fits", "oom": "is out of memory", "timeout": "is out of time"}
+    return f"{words[trial.why]}: {trial.seconds:.1f} s{memory}"
+
+
+def show(state: State, bracket: Bracket, granularity: int) -> None:
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("N", "fits", "seconds", "peak GiB"):
+        table.add_column(heading, justify="right")
+    for tokens in sorted(state.trials):
+        trial = state.trials[tokens]
+        fits = "yes" if trial.why is None else f"no ({trial.why})"
+        peak = "?" if trial.peak_gib is None else f"{trial.peak_gib:.3f}"
+        table.add_row(f"{tokens:,}", fits, f"{trial.seconds:.2f}", peak)
+    console.print(table)
+    say("One cold run each; memory with the inputs.")
+    found = "nothing fits" if bracket.fits is None else f"fits N={bracket.fits:,}"
+    if bracket.fails is None:
+        end = "which is --max-seqlen"
+    elif bracket.why == "timeout":
+        end = f"stopped by time at N'={bracket.fails:,} (a longer --timeout goes on from there)"
+    else:
+        end = f"does not fit N'={bracket.fails:,} (granularity {granularity:,})"
+    say(f"{found}, {end}", style="bold")
+    say(f"everything: {state.path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
