@@ -269,7 +269,7 @@ def make_row(
 
 
 def show(rows: list[Row], out: Path) -> None:
-    table = Table(title="median time per call; peak memory beyond the inputs", box=SIMPLE_HEAD)
+    table = Table(title="median time per call; peak memory beyond the inputs", box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("N", "dense ms", "NSA ms", "speed-up", "dense GiB", "NSA GiB", "error", "budget"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -309,6 +309,10 @@ def plot(rows: list[Row], path: Path, device: str) -> None:
     times.legend()
     speed.loglog(lengths, [row.speedup for row in rows], "o-", color="tab:blue")
     speed.axhline(1, color="tab:gray", linestyle="--", linewidth=1)
+    ticks = [m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5)]
+    low, high = min(1.0, *(row.speedup for row in rows)) / 2, max(1.0, *(row.speedup for row in rows)) * 2
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    speed.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
     speed.set(xlabel="tokens N", ylabel="dense time / NSA time", title=f"speed-up on {device}")
     for axes in (times, speed):
         axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths], minor=False)

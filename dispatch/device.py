@@ -10,6 +10,7 @@ import platform
 import sys
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -101,7 +102,17 @@ def describe_device(device_type: str) -> str:
         return f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
     if device_type == "npu":
         return str(torch.get_device_module("npu").get_device_name())
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    """The processor's name where Linux tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _install_line(package: Package) -> str:

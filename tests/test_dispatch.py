@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import platform
 import subprocess
 import sys
 import textwrap
@@ -287,6 +288,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda name: Npu)
     assert describe_device("cuda") == "NVIDIA H200 (sm_90)"
     assert describe_device("npu") == "Ascend910B"
+    assert describe_device("cpu").endswith(f"{torch.get_num_threads()} threads")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags: fpu")
+    assert describe_device("cpu").startswith(f"{platform.machine()}, ")
 
 
 def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
