@@ -12,6 +12,7 @@ import torch
 
 import dispatch
 import nsa as package
+from dispatch.table import ROWS
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.api import NSAKeywords, _run
 from nsa.config import NSAOptions
@@ -62,6 +63,36 @@ def test_forward_builds_no_graph_and_nsa_does() -> None:
     out, aux = nsa_forward_aux(q, k, v, config=SMALL["seed"])
     assert isinstance(aux, NSAAux)
     assert not any(t.requires_grad for t in (out, *aux) if t is not None)
+
+
+@pytest.mark.parametrize("name", ["q", "v_slc", "gates", "w_k_compress", None])
+def test_the_dispatcher_learns_what_the_call_needs(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(40)
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "k_slc": k.clone(),
+        "v_slc": v.clone(),
+        "gates": torch.rand(1, 40, 4, 3).double(),
+    }
+    tensors |= {"w_k_compress": torch.eye(16).double().repeat(2, 1, 1)}
+    calls = []
+
+    def resolve(call: dispatch.Call, backend: str | None) -> dispatch.Impl:
+        calls.append(call)
+        return ROWS[0]
+
+    monkeypatch.setattr(dispatch, "resolve", resolve)
+    if name is not None:
+        tensors[name].requires_grad_()
+    nsa(**tensors, config=SMALL["seed"], deterministic=True)
+    nsa_forward(**tensors, config=SMALL["seed"], recompute=True)
+    assert [call.backward for call in calls] == [name is not None, False]
+    assert [call.options["deterministic"] for call in calls] == [True, False]
+    assert [call.options["recompute"] for call in calls] == [False, True]
+    assert calls[0].options["config"] == SMALL["seed"]
+    assert calls[0].options["inputs"].q is q
 
 
 def test_auxiliary_results_compose_the_output() -> None:

@@ -149,3 +149,8 @@ def test_dtype_and_representation() -> None:
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
     assert layer(torch.randn(1, 8, WIDTH, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert "num_heads=4, num_kv_heads=4, gate='x'" in repr(layer)
+
+
+def test_backend_reaches_the_dispatcher() -> None:
+    with pytest.raises(ValueError, match="backend must be one of reference for nsa, got 'cudnn'"):
+        NSAttention(WIDTH, HEADS, backend="cudnn")(torch.randn(1, 8, WIDTH))

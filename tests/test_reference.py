@@ -176,6 +176,23 @@ def test_ties_go_to_the_lower_block() -> None:
         assert aux.indices[0, 0, -1].tolist() == list(range(config.num_selected_blocks))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_of_the_same_entries_tie_exactly(seed: int) -> None:
+    """Select blocks that only the same scored entries cover have equal scores, whatever the order of summation."""
+    config = NSAConfig(
+        compress_block_size=5,
+        compress_stride=1,
+        select_block_size=1,
+        num_selected_blocks=5,
+        num_local_blocks=1,
+        window_size=0,
+        q_tile_size=8,
+    )
+    q, k, v = make_qkv(9, 1, 1, 3, seed=seed)
+    _, aux = nsa_forward_aux(q, k, v, config=config)
+    assert_same_blocks(aux.indices[0], nsa_document(q[0], k[0], v[0], config).indices, 5)
+
+
 def test_forced_blocks_count_inside_the_selected_ones() -> None:
     q, k, v = make_qkv(160, heads=2, kv_heads=1)
     config = NSAConfig.paper(
@@ -319,6 +336,29 @@ def test_packed_gradients_equal_each_document_alone() -> None:
     assert not any(grad[-3:].any() for grad in packed)
 
 
+def test_backward_without_any_key() -> None:
+    q, k, v = make_qkv(7, requires_grad=True)
+    out = nsa(q, k, v, num_selected_blocks=0, window_size=0)  # shorter than a compressed block
+    out.sum().backward()
+    assert not out.any()
+    assert all(t.grad is None or not t.grad.any() for t in (q, k, v))
+
+
+def test_backward_recomputes_chunks_instead_of_keeping_them() -> None:
+    """What is kept for backward grows with N, not with the keys that each query sees."""
+    kept = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    inputs = make_inputs(1024, dtype=torch.float32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        reference.nsa(inputs, NSAConfig.paper(window_size=256))
+    assert kept < 30 * inputs.q.numel()  # one branch's probabilities alone are 64 times q here
+
+
 # Precision, isolation, memory
 
 
@@ -339,6 +379,32 @@ def test_low_precision_is_within_the_budget(name: str, dtype: torch.dtype) -> No
         keyless = want == -math.inf
         assert torch.equal(got == -math.inf, keyless)
         assert_within_budget(*(t.masked_fill(keyless, 0) for t in (got.to(dtype), want, low)), name=branch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_low_precision_inputs_are_rounded_only_where_the_definition_says(name: str, dtype: torch.dtype) -> None:
+    """fp32 between the inputs, the compressed entries and the output: one rounding each, whose error is known."""
+    config = SMALL[name]
+    weights = {n: torch.randn(2, 16, 16, dtype=dtype) / 4 for n in ("w_k_compress", "w_v_compress")}
+    gate = torch.randn(4, 3, 16, dtype=dtype) / 4
+    inputs = replace(make_inputs(200, dtype=dtype), **weights, gate_proj_weight=gate)
+    half_ulp, fp32 = torch.finfo(dtype).eps / 2, 1e-5
+
+    out, aux = reference.nsa(inputs, config)
+    _, compressed = reference.nsa(inputs.map(Tensor.double), config)
+    for name_ in ("k_cmp", "v_cmp"):
+        got, exact = getattr(aux, name_), getattr(compressed, name_)
+        assert got.dtype == dtype
+        assert ((got.double() - exact).abs() <= half_ulp * exact.abs() + fp32).all()
+
+    rounded = replace(inputs, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp, w_k_compress=None, w_v_compress=None)
+    oracle, oracle_aux = reference.nsa(rounded.map(Tensor.double), config)
+    assert torch.equal(aux.indices, oracle_aux.indices), "scored in fp32 with the rounded entries"
+    assert aux.cmp_indices is None or torch.equal(aux.cmp_indices, oracle_aux.cmp_indices)
+    assert ((out.double() - oracle).abs() <= half_ulp * oracle.abs() + fp32).all()
+    for branch in ("lse_cmp", "lse_slc", "lse_win", "gates"):
+        torch.testing.assert_close(getattr(aux, branch).double(), getattr(oracle_aux, branch), rtol=fp32, atol=fp32)
 
 
 def test_batch_elements_do_not_meet() -> None:
