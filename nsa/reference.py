@@ -26,8 +26,8 @@ from nsa.config import NSAConfig
 from nsa.tensors import NSAAux, NSAInputs
 
 CHUNK_BYTES = {"cpu": 32 << 20}
-"""Rough size of one chunk's temporaries by device; a chunk has at least one tile. Measured on a CPU, per-token
-selection: 8 times faster than with 256 MiB, whose allocations come from the system anew each time."""
+"""Rough size of one chunk's temporaries by device; a chunk has at least one tile. On a CPU, larger
+allocations come from the system anew each time (docs/architecture.md has the measurement)."""
 CHUNK_BYTES_ELSEWHERE = 512 << 20
 
 
