@@ -90,7 +90,7 @@ def _run(
         "nsa",
         q.device,
         q.dtype,
-        backward=inputs.needs_grad,
+        backward=inputs.needs_grad(config),
         options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
     )
     run = dispatch.resolve(call, backend).load()

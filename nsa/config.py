@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -138,6 +138,15 @@ class NSAConfig:
     def shares_heads(self) -> bool:
         """One selection for all query heads of a key/value head."""
         return self.share_heads_in_group or self.token_mode
+
+    @property
+    def compress_may_learn(self) -> bool:
+        """`compress` holds parameters that need gradients, or is a plain function, which cannot be asked."""
+        pools = self.compress if isinstance(self.compress, tuple) else (self.compress,)
+        return any(
+            any(p.requires_grad for p in pool.parameters()) if isinstance(pool, nn.Module) else callable(pool)
+            for pool in pools
+        )
 
     def scale(self, head_dim: int) -> float:
         """softmax_scale with its default resolved."""

@@ -77,9 +77,11 @@ class NSAInputs:
         """G, query heads per key/value head."""
         return self.q.shape[-2] // max(self.k.shape[-2], 1)
 
-    @property
-    def needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors().values())
+    def needs_grad(self, config: NSAConfig) -> bool:
+        """Whether backward may follow: for one of these tensors, or for what `compress` holds."""
+        if not torch.is_grad_enabled():
+            return False
+        return any(t.requires_grad for t in self.tensors().values()) or config.compress_may_learn
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are present, by name."""

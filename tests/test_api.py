@@ -16,6 +16,7 @@ from dispatch.table import ROWS
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.api import NSAKeywords, _run
 from nsa.config import NSAOptions
+from nsa.tensors import NSAInputs
 from tests.helpers import SMALL, make_qkv
 
 
@@ -63,6 +64,19 @@ def test_forward_builds_no_graph_and_nsa_does() -> None:
     out, aux = nsa_forward_aux(q, k, v, config=SMALL["seed"])
     assert isinstance(aux, NSAAux)
     assert not any(t.requires_grad for t in (out, *aux) if t is not None)
+
+
+def test_parameters_of_compress_learn() -> None:
+    """Also when nothing else does; and the dispatcher knows that backward may follow."""
+    pool = torch.nn.Sequential(torch.nn.Flatten(-2), torch.nn.Linear(8 * 16, 16))
+    q, k, v = make_qkv(40, dtype=torch.float32)
+    config = replace(SMALL["seed"], compress=pool)
+    assert NSAInputs(q, k, v).needs_grad(config)
+    nsa(q, k, v, config=config).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in pool.parameters())
+    pool.requires_grad_(False)
+    assert not NSAInputs(q, k, v).needs_grad(config)
+    assert NSAInputs(q, k, v).needs_grad(replace(config, compress=(pool, lambda blocks: blocks[..., 0, :])))
 
 
 @pytest.mark.parametrize("name", ["q", "v_slc", "gates", "w_k_compress", None])
