@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from dispatch.registry import Impl
 
-ROWS: tuple[Impl, ...] = (Impl("nsa", "reference", target="nsa.reference:nsa", check="nsa.reference:check"),)
+ROWS: tuple[Impl, ...] = (
+    Impl("nsa", "cute", target="cute_kernels.forward:nsa", check="cute_kernels.support:check"),
+    Impl("nsa", "reference", target="nsa.reference:nsa", check="nsa.reference:check"),
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -61,8 +61,9 @@ def _run(
     recompute: bool = False,
     config: NSAConfig | None = None,
     backend: str | None = None,
+    aux: bool = False,
     **options: Unpack[NSAOptions],
-) -> tuple[Tensor, NSAAux]:
+) -> tuple[Tensor, NSAAux | None]:
     """Resolve the options, check everything, and hand the call to the backend that takes it."""
     config = _one_config(config, options)
     for name, flag in (("deterministic", deterministic), ("recompute", recompute)):
@@ -94,8 +95,8 @@ def _run(
         options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
     )
     run = dispatch.resolve(call, backend).load()
-    result: tuple[Tensor, NSAAux] = run(inputs, config)
-    return result
+    out, extra = run(inputs, config, aux=aux)
+    return out, NSAAux(*extra) if aux else None
 
 
 def _one_config(config: NSAConfig | None, options: NSAOptions) -> NSAConfig:
@@ -119,7 +120,7 @@ def _with_signature(function: F) -> F:
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(NSAConfig).parameters.values()
     ]
-    rest = [p for p in run.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    rest = [p for p in run.values() if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name != "aux"]
     positional = [p for p in run.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     function.__signature__ = own.replace(parameters=[*positional, *options, *rest])  # type: ignore[attr-defined]
     return function
@@ -171,4 +172,5 @@ def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]
 def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> tuple[Tensor, NSAAux]:
     """`nsa_forward` with everything computed on the way: `(out, NSAAux)`."""
     with torch.no_grad():
-        return _run(q, k, v, **keywords)
+        out, aux = _run(q, k, v, aux=True, **keywords)
+    return out, cast("NSAAux", aux)

@@ -49,6 +49,7 @@ def nsa(
     indices: Tensor | None = None,
     cmp_indices: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
+    aux: bool = True,
 ) -> tuple[Tensor, NSAAux]:
     """All of NSA for checked inputs.
 
@@ -56,6 +57,7 @@ def nsa(
         indices, cmp_indices: use these selections, as in NSAAux, instead of computing them (fixed-length inputs only).
         compute_dtype: dtype of all arithmetic, instead of fp32 or fp64. The inputs' own low precision gives the
             "same math in low-precision PyTorch" of the error budget.
+        aux: accepted because backends may do less without it; here NSAAux comes anyway.
 
     Returns:
         out `[B,N,H,D_v]` (packed `[T,H,D_v]`) in q's dtype, and NSAAux.

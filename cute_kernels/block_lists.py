@@ -1,0 +1,292 @@
+"""Lists of key blocks for block-sparse attention, from selections and from causality.
+
+For each tile of query rows, two lists of blocks of `width` keys, ascending: `full` blocks are visible to every row of
+the tile, `mask` blocks need a mask. Keys are tokens (token j is visible to row i iff j <= i) or compressed entries
+(entry j is visible iff j*d + l-1 <= i); tokens are entries with l = d = 1.
+
+Kernels here are one thread per tile: bytes and time are negligible (a few microseconds at any length).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, const_expr, range_constexpr
+from torch import Tensor
+
+from cute_kernels.jit import compile_kernel, fake
+
+THREADS = 128
+WORD = 32
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """What block-sparse attention reads. B and heads may be 1 for all."""
+
+    mask_count: Tensor
+    """int32 `[B,H,M]` for M tiles of query rows."""
+    mask_index: Tensor
+    """int32 `[B,H,M,K]`, the first `count` of K places are read."""
+    full_count: Tensor
+    full_index: Tensor
+    rows: int
+    """Query rows of a tile."""
+    width: int
+    """Keys of a block."""
+    bits: Tensor | None = None
+    """Where a block is wider than what was chosen: bit b of word w says whether block 32 w + b of the chosen size is
+    in, int32 `[B,S,M,words]` for S select heads. Blocks in `mask` must be refined by it."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which keys a query row sees: those whose last token is not behind it; all of them without causality."""
+
+    length: int = 1
+    stride: int = 1
+    causal: bool = True
+
+    @cute.jit
+    def visible(self, row: Int32, keys: Int32) -> Int32:
+        """How many of the first `keys` keys row `row` sees."""
+        count = keys
+        if const_expr(self.causal):
+            count = Int32(0) if row + 1 < self.length else cutlass.min(keys, (row + 1 - self.length) // self.stride + 1)
+        return count
+
+
+class ChosenLists:
+    """Lists of the blocks chosen for each tile.
+
+    Args:
+        keys: what the blocks consist of.
+        size: keys of a chosen block; either divides or is a multiple of `width`.
+        width: keys of a listed block.
+        rows: query rows of a tile.
+    """
+
+    def __init__(self, keys: Keys, size: int, width: int, rows: int) -> None:
+        self.keys, self.size, self.width, self.rows = keys, size, width, rows
+
+    @cute.jit
+    def __call__(
+        self,
+        mIndices: cute.Tensor,  # int32 [B, S, tiles, k]
+        mMaskCount: cute.Tensor,  # [B, H, tiles]
+        mMaskIndex: cute.Tensor,  # [B, H, tiles, K]
+        mFullCount: cute.Tensor,
+        mFullIndex: cute.Tensor,
+        mBits: cute.Tensor | None,  # [B, S, tiles, words], zeros
+        num_keys: Int32,
+        num_rows: Int32,  # behind the last query row
+        first_tile: Int32,
+        stream: Any,
+    ):
+        self.kernel(
+            mIndices, mMaskCount, mMaskIndex, mFullCount, mFullIndex, mBits, num_keys, num_rows, first_tile
+        ).launch(grid=[cute.ceil_div(cute.size(mMaskCount), THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mIndices: cute.Tensor,
+        mMaskCount: cute.Tensor,
+        mMaskIndex: cute.Tensor,
+        mFullCount: cute.Tensor,
+        mFullIndex: cute.Tensor,
+        mBits: cute.Tensor | None,
+        num_keys: Int32,
+        num_rows: Int32,
+        first_tile: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        group, _, _ = cute.arch.block_idx()
+        batches, heads, tiles = mMaskCount.shape
+        item = group * THREADS + thread
+        tile, head, batch = item % tiles, item // tiles % heads, item // tiles // heads
+        if batch < batches:
+            select_head = head // (heads // mIndices.shape[1])
+            first_row = (first_tile + tile) * self.rows
+            last_row = cutlass.min(first_row + self.rows, num_rows) - 1
+            seen_by_all = self.keys.visible(first_row, num_keys)
+            seen = self.keys.visible(last_row, num_keys)
+            mask_index, full_index = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
+            masks, fulls = Int32(0), Int32(0)
+            if const_expr(self.size >= self.width):
+                for i in cutlass.range(mIndices.shape[3]):
+                    chosen = mIndices[batch, select_head, tile, i]
+                    for part in range_constexpr(self.size // self.width):
+                        block = chosen * (self.size // self.width) + part
+                        if (chosen >= 0) & (block * self.width < seen):
+                            if (block + 1) * self.width <= seen_by_all:
+                                full_index[fulls] = block
+                                fulls += 1
+                            else:
+                                mask_index[masks] = block
+                                masks += 1
+            else:
+                # Several chosen blocks may lie in one listed block, next to each other in the ascending list.
+                parts = const_expr(self.width // self.size)
+                block, present = Int32(-1), Int32(0)
+                count = mIndices.shape[3]
+                for i in cutlass.range(count + 1):
+                    chosen = Int32(-1)
+                    if i < count:
+                        chosen = mIndices[batch, select_head, tile, i]
+                    here = chosen // parts if chosen >= 0 else Int32(-1)
+                    if here != block:
+                        if (block >= 0) & (block * self.width < seen):
+                            if (present == parts) & ((block + 1) * self.width <= seen_by_all):
+                                full_index[fulls] = block
+                                fulls += 1
+                            else:
+                                mask_index[masks] = block
+                                masks += 1
+                        block, present = here, Int32(0)
+                    present += 1
+                    if const_expr(mBits is not None):
+                        if (chosen >= 0) & (head % (heads // mIndices.shape[1]) == 0):
+                            word = mBits[batch, select_head, tile, chosen // WORD]
+                            mBits[batch, select_head, tile, chosen // WORD] = word | (Int32(1) << chosen % WORD)
+            mMaskCount[batch, head, tile] = masks
+            mFullCount[batch, head, tile] = fulls
+
+
+class PrefixLists:
+    """Lists of all visible blocks: `full` ones are 0, 1, 2, ... for every tile, so one row of them is enough."""
+
+    def __init__(self, keys: Keys, width: int, rows: int) -> None:
+        self.keys, self.width, self.rows = keys, width, rows
+
+    @cute.jit
+    def __call__(
+        self,
+        mMaskCount: cute.Tensor,  # [M]
+        mMaskIndex: cute.Tensor,  # [M, K]
+        mFullCount: cute.Tensor,  # [M]
+        mAll: cute.Tensor,  # [blocks]
+        num_keys: Int32,
+        num_rows: Int32,
+        first_row: Int32,
+        stream: Any,
+    ):
+        threads = cutlass.max(mMaskCount.shape[0], mAll.shape[0])
+        self.kernel(mMaskCount, mMaskIndex, mFullCount, mAll, num_keys, num_rows, first_row).launch(
+            grid=[cute.ceil_div(threads, THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mMaskCount: cute.Tensor,
+        mMaskIndex: cute.Tensor,
+        mFullCount: cute.Tensor,
+        mAll: cute.Tensor,
+        num_keys: Int32,
+        num_rows: Int32,
+        first_row: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        group, _, _ = cute.arch.block_idx()
+        item = group * THREADS + thread
+        if item < mAll.shape[0]:
+            mAll[item] = item
+        if item < mMaskCount.shape[0]:
+            row = first_row + item * self.rows
+            fulls = self.keys.visible(row, num_keys) // self.width
+            last_row = cutlass.min(row + self.rows, num_rows) - 1
+            blocks = cute.ceil_div(self.keys.visible(last_row, num_keys), self.width)
+            mFullCount[item] = fulls
+            mMaskCount[item] = blocks - fulls
+            for i in cutlass.range(blocks - fulls):
+                mMaskIndex[item, i] = fulls + i
+
+
+@lru_cache
+def _chosen(keys: Keys, size: int, width: int, rows: int) -> Any:
+    counts = [fake(torch.int32, None, None, None, aligned=False) for _ in range(2)]
+    indices = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(3)]
+    bits = fake(torch.int32, None, None, None, None, aligned=False) if size < width else None
+    return compile_kernel(
+        ChosenLists(keys, size, width, rows),
+        indices[0],
+        counts[0],
+        indices[1],
+        counts[1],
+        indices[2],
+        bits,
+        *[Int32(0)] * 3,
+    )
+
+
+@lru_cache
+def _prefix(keys: Keys, width: int, rows: int) -> Any:
+    vectors = [fake(torch.int32, None, aligned=False) for _ in range(3)]
+    table = fake(torch.int32, None, None, aligned=False)
+    return compile_kernel(
+        PrefixLists(keys, width, rows), vectors[0], table, vectors[1], vectors[2], *[Int32(0)] * 3
+    )
+
+
+def chosen_lists(
+    indices: Tensor,
+    heads: int,
+    keys: Keys,
+    *,
+    size: int,
+    width: int,
+    rows: int,
+    num_keys: int,
+    num_rows: int,
+    first_tile: int = 0,
+) -> BlockLists:
+    """Lists of chosen blocks.
+
+    Args:
+        indices: int32 `[B,S,tiles,k]`, ascending, padded with -1, for tiles `first_tile` ... of `rows` rows.
+        heads: query heads H, a multiple of S.
+        size, width: keys of a chosen and of a listed block.
+        num_keys, num_rows: how many there are, counted from the start of the sequence.
+    """
+    batch, select_heads, tiles, count = indices.shape
+    some = {"dtype": torch.int32, "device": indices.device}
+    places = max(1, min(count * max(size // width, 1), -(-num_keys // width)))
+    mask_count, full_count = torch.empty((2, batch, heads, tiles), **some)
+    mask_index, full_index = torch.empty((2, batch, heads, tiles, places), **some)
+    bits = None
+    if size < width:
+        words = max(1, -(-num_keys // (size * WORD)))
+        bits = torch.zeros((batch, select_heads, tiles, words), **some)
+    if mask_count.numel() > 0:
+        run = _chosen(keys, size, width, rows)
+        run(indices, mask_count, mask_index, full_count, full_index, bits, num_keys, num_rows, first_tile)
+    return BlockLists(mask_count, mask_index, full_count, full_index, rows, width, bits)
+
+
+def prefix_lists(
+    keys: Keys, *, width: int, rows: int, num_keys: int, num_rows: int, device: torch.device, first_row: int = 0
+) -> BlockLists:
+    """Lists of everything that the query rows `first_row` ... `num_rows` - 1 see."""
+    tiles = -(-(num_rows - first_row) // rows)
+    blocks = -(-num_keys // width)
+    masks = min(blocks, -(-rows // keys.stride // width) + 2)
+    some = {"dtype": torch.int32, "device": device}
+    mask_count, full_count = torch.empty((2, tiles), **some)
+    mask_index = torch.empty((tiles, masks), **some)
+    every = torch.empty(blocks, **some)
+    if tiles > 0 and blocks > 0:
+        _prefix(keys, width, rows)(mask_count, mask_index, full_count, every, num_keys, num_rows, first_row)
+    return BlockLists(
+        mask_count[None, None],
+        mask_index[None, None],
+        full_count[None, None],
+        every.expand(1, 1, tiles, blocks),
+        rows,
+        width,
+    )

@@ -1,0 +1,190 @@
+"""Mean pooling of blocks of tokens: compressed keys and values, and the mean query of each tile.
+
+    o[b, j, h] = mean of x[b, j*stride + t, h] over t = 0 ... length-1
+
+Sums in fp32, rounded once. A thread holds one vector of 16 bytes of one (b, j, h) and adds up every SLICES-th token;
+the partial sums of the SLICES threads meet in shared memory, always in the same order. Overlapping blocks
+(stride < length) read tokens again, from L2.
+
+Floor: no arithmetic to speak of; every token is read once, every mean written once. K and V of 128K tokens, 2 heads
+of 128, bf16: 134 MB read, 2 MB written, 32 us at 4.2 TB/s. Queries with 8 heads: 268 MB, 64 us.
+
+Limits: head dim a multiple of 8; fewer than 2^31 vectors of output; 64-bit offsets.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from torch import Tensor
+
+from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake, vectorizable
+
+VECTOR = 8
+LANES = 64
+SLICES = 4
+BATCH = 8
+"""Loads of a thread in flight together."""
+
+
+class BlockMean:
+    """Pools one tensor, or two in one launch.
+
+    Args:
+        length, stride: tokens of a block, and from one block to the next.
+        ragged: a last block of fewer tokens counts too (its mean is over the tokens present).
+    """
+
+    def __init__(self, length: int, stride: int, *, ragged: bool) -> None:
+        self.length, self.stride, self.ragged = length, stride, ragged
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,  # [B, N, heads, D]
+        mO: cute.Tensor,  # [B, blocks, heads, D]
+        mX2: cute.Tensor | None,
+        mO2: cute.Tensor | None,
+        mBounds: cute.Tensor | None,  # packed (B is 1 then): first token of each document [docs+1]
+        mEntries: cute.Tensor | None,  # and its first block [docs+1]
+        stream: Any,
+    ):
+        vectors = cute.size(mO) // VECTOR
+        if const_expr(mO2 is not None):
+            vectors = cutlass.max(vectors, cute.size(mO2) // VECTOR)
+        self.kernel(mX, mO, mX2, mO2, mBounds, mEntries).launch(
+            grid=[cute.ceil_div(vectors, LANES), 1 if const_expr(mX2 is None) else 2, 1],
+            block=[LANES * SLICES, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX: cute.Tensor,
+        mO: cute.Tensor,
+        mX2: cute.Tensor | None,
+        mO2: cute.Tensor | None,
+        mBounds: cute.Tensor | None,
+        mEntries: cute.Tensor | None,
+    ):
+        _, second, _ = cute.arch.block_idx()
+        smem = cutlass.utils.SmemAllocator()
+        sSum = smem.allocate_tensor(Float32, cute.make_ordered_layout((VECTOR, LANES, SLICES), order=(0, 1, 2)), 16)
+        if const_expr(mX2 is None):
+            self.pool(mX, mO, sSum, mBounds, mEntries)
+        else:
+            if second == 0:
+                self.pool(mX, mO, sSum, mBounds, mEntries)
+            else:
+                self.pool(mX2, mO2, sSum, mBounds, mEntries)
+
+    @cute.jit
+    def pool(
+        self,
+        mX: cute.Tensor,
+        mO: cute.Tensor,
+        sSum: cute.Tensor,
+        mBounds: cute.Tensor | None,
+        mEntries: cute.Tensor | None,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        group, _, _ = cute.arch.block_idx()
+        lane, slice_ = thread % LANES, thread // LANES
+        _, blocks, heads, dim = mO.shape
+        item = group * LANES + lane
+        vector = item % (dim // VECTOR)
+        row = item // (dim // VECTOR)
+        head = row % heads
+        block = (row // heads) % blocks
+        batch = row // heads // blocks
+        exists = batch < mO.shape[0]
+
+        first = Int32(block * self.stride)
+        count = Int32(self.length)
+        if const_expr(mBounds is not None):
+            # The document is the last one whose first block is not behind this block.
+            docs = mEntries.shape[0] - 1
+            exists = exists and block < mEntries[docs]
+            low, high = Int32(0), Int32(docs)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if mEntries[middle] <= block:
+                    low = middle
+                else:
+                    high = middle
+            if exists:
+                while mEntries[low + 1] <= block:  # documents without blocks
+                    low += 1
+                first = mBounds[low] + (block - mEntries[low]) * self.stride
+        if const_expr(self.ragged):
+            count = cutlass.min(count, mX.shape[1] - first)
+        if not exists:
+            count = Int32(0)
+
+        rSum = cute.make_rmem_tensor(VECTOR, Float32)
+        rSum.fill(0.0)
+        rX = cute.make_rmem_tensor((VECTOR, BATCH), mX.element_type)
+        for start in cutlass.range(slice_, count, SLICES * BATCH):
+            for i in range_constexpr(BATCH):
+                token = start + i * SLICES
+                rX[None, i].fill(0.0)
+                if token < count:
+                    gX = cute.local_tile(mX[batch, first + token, head, None], (VECTOR,), (vector,))
+                    cute.autovec_copy(gX, rX[None, i])
+            for i in range_constexpr(BATCH):
+                rSum.store(rSum.load() + rX[None, i].load().to(Float32))
+
+        cute.autovec_copy(rSum, sSum[None, lane, slice_])
+        cute.arch.sync_threads()
+        if slice_ == 0 and batch < mO.shape[0]:
+            for i in range_constexpr(1, SLICES):
+                rSum.store(rSum.load() + sSum[None, lane, i].load())
+            rO = cute.make_rmem_tensor(VECTOR, mO.element_type)
+            rO.store((rSum.load() / Float32(cutlass.max(count, 1))).to(mO.element_type))
+            cute.autovec_copy(rO, cute.local_tile(mO[batch, block, head, None], (VECTOR,), (vector,)))
+
+
+@lru_cache
+def _compiled(
+    kernel: tuple[int, int, bool],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    dim: int,
+    dim2: int | None,
+    packed: bool,
+) -> Any:
+    length, stride, ragged = kernel
+    pairs: list[Any] = []
+    for size in (dim, dim2):
+        if size is None:
+            pairs += [None, None]
+        else:
+            pairs += [fake(dtype, None, None, None, size), fake(out_dtype, None, None, None, size)]
+    bounds = [fake(torch.int32, None, aligned=False) if packed else None for _ in range(2)]
+    return compile_kernel(BlockMean(length, stride, ragged=ragged), *pairs, *bounds)
+
+
+def block_means(k: Tensor, v: Tensor, length: int, stride: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Means of the whole blocks of k and v `[B,N,H_kv,D]`, in one launch: `[B,entries,H_kv,D]` in `dtype`."""
+    entries = max(0, (k.shape[1] - length) // stride + 1)
+    pooled = [torch.empty((x.shape[0], entries, *x.shape[2:]), dtype=dtype, device=x.device) for x in (k, v)]
+    if pooled[0].numel() > 0:
+        run = _compiled((length, stride, False), k.dtype, dtype, k.shape[-1], v.shape[-1], False)
+        run(vectorizable(k), pooled[0], vectorizable(v), pooled[1], None, None)
+    return pooled[0], pooled[1]
+
+
+def tile_means(q: Tensor, tile: int) -> Tensor:
+    """The mean query of each tile of `tile` tokens, a ragged last one included: fp32 `[B,tiles,H,D]`."""
+    batch, tokens, heads, dim = q.shape
+    means = torch.empty((batch, -(-tokens // tile), heads, dim), dtype=torch.float32, device=q.device)
+    if means.numel() > 0:
+        run = _compiled((tile, tile, True), q.dtype, torch.float32, dim, None, False)
+        run(vectorizable(q), means, None, None, None, None)
+    return means

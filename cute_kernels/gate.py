@@ -1,0 +1,185 @@
+"""Gated sum of the three branches in one pass.
+
+    out[i] = sum_b g_b[i] * o_b[i],   g_b[i] = sigmoid(q[i] . w[b])   or given, or 1/3 each
+
+A row (token and head) belongs to a group of lanes, one vector of 16 bytes each; a thread keeps its part of the
+head's three gate vectors in registers and walks over rows. Sums in fp32, rounded once.
+
+Floor: q and three o's are read and out is written once (without the projection q is not read): 1.34 GB at 128K
+tokens, 8 heads of 128, bf16: 0.32 ms at 4.2 TB/s.
+
+Limits: head dims multiples of 8, at most 256; 64-bit offsets.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, const_expr, range_constexpr
+from torch import Tensor
+
+from cute_kernels.jit import compile_kernel, fake, vectorizable
+
+VECTOR = 8
+THREADS = 256
+ROWS = 4
+"""Rows of a thread; their loads are in flight together."""
+LOG2_E = 1.4426950408889634
+
+
+class GatedSum:
+    """Args: dims of q and of the outputs."""
+
+    def __init__(self, dim: int, v_dim: int) -> None:
+        self.vectors, self.v_vectors = dim // VECTOR, v_dim // VECTOR
+        self.lanes = 1 << (max(self.vectors, self.v_vectors) - 1).bit_length()
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor | None,  # [B, N, H, D], with mW
+        mW: cute.Tensor | None,  # [H, 3, D]
+        mG: cute.Tensor | None,  # [B, N, H, 3]: without mW the weights, with it where to keep them
+        mCmp: cute.Tensor,  # [B, N, H, D_v]
+        mSlc: cute.Tensor,
+        mWin: cute.Tensor,
+        mOut: cute.Tensor,
+        stream: Any,
+    ):
+        rows = mOut.shape[0] * mOut.shape[1]
+        groups = cute.ceil_div(rows, THREADS // self.lanes * ROWS)
+        self.kernel(mQ, mW, mG, mCmp, mSlc, mWin, mOut).launch(
+            grid=[groups * mOut.shape[2], 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor | None,
+        mW: cute.Tensor | None,
+        mG: cute.Tensor | None,
+        mCmp: cute.Tensor,
+        mSlc: cute.Tensor,
+        mWin: cute.Tensor,
+        mOut: cute.Tensor,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        item, _, _ = cute.arch.block_idx()
+        batches, tokens, heads, _ = mOut.shape
+        head, group = item % heads, item // heads
+        lane = thread % self.lanes
+        at_once = THREADS // self.lanes
+        first = group * (at_once * ROWS) + thread // self.lanes
+
+        rW = cute.make_rmem_tensor((VECTOR, 3), Float32)
+        rW.fill(0.0)
+        if const_expr(mW is not None):
+            if lane < self.vectors:
+                for b in range_constexpr(3):
+                    rWb = cute.make_rmem_tensor(VECTOR, mW.element_type)
+                    cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rWb)
+                    rW[None, b].store(rWb.load().to(Float32))
+
+        branches = (mCmp, mSlc, mWin)
+        rQ = cute.make_rmem_tensor((VECTOR, ROWS), mOut.element_type)
+        rO = cute.make_rmem_tensor((VECTOR, 3, ROWS), mOut.element_type)
+        for r in range_constexpr(ROWS):
+            rQ[None, r].fill(0.0)
+            row = first + r * at_once
+            batch, token = row // tokens, row % tokens
+            if batch < batches:
+                if const_expr(mW is not None):
+                    if lane < self.vectors:
+                        cute.autovec_copy(
+                            cute.local_tile(mQ[batch, token, head, None], (VECTOR,), (lane,)), rQ[None, r]
+                        )
+                if lane < self.v_vectors:
+                    for b in range_constexpr(3):
+                        cute.autovec_copy(
+                            cute.local_tile(branches[b][batch, token, head, None], (VECTOR,), (lane,)), rO[None, b, r]
+                        )
+
+        rG = cute.make_rmem_tensor(3, Float32)
+        rG.fill(1.0 / 3.0)
+        for r in range_constexpr(ROWS):
+            row = first + r * at_once
+            batch, token = row // tokens, row % tokens
+            exists = batch < batches
+            if const_expr(mW is not None):
+                q = rQ[None, r].load().to(Float32)
+                for b in range_constexpr(3):
+                    part = (q * rW[None, b].load()).reduce(cute.ReductionOp.ADD, 0.0, 0)
+                    logit = cute.arch.warp_reduction_sum(part, threads_in_group=self.lanes)
+                    rG[b] = 1.0 / (1.0 + cute.arch.exp2(-logit * LOG2_E))
+                if const_expr(mG is not None):
+                    if exists and lane == 0:
+                        for b in range_constexpr(3):
+                            mG[batch, token, head, b] = rG[b].to(mG.element_type)
+            elif const_expr(mG is not None):
+                if exists:
+                    for b in range_constexpr(3):
+                        rG[b] = mG[batch, token, head, b].to(Float32)
+            if exists and lane < self.v_vectors:
+                out = rO[None, 0, r].load().to(Float32) * rG[0]
+                for b in range_constexpr(1, 3):
+                    out = out + rO[None, b, r].load().to(Float32) * rG[b]
+                rOut = cute.make_rmem_tensor(VECTOR, mOut.element_type)
+                rOut.store(out.to(mOut.element_type))
+                cute.autovec_copy(rOut, cute.local_tile(mOut[batch, token, head, None], (VECTOR,), (lane,)))
+
+
+@lru_cache
+def _compiled(
+    dim: int, v_dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None
+) -> Any:
+    q = fake(dtype, None, None, None, dim) if w_dtype is not None else None
+    w = fake(w_dtype, None, 3, dim) if w_dtype is not None else None
+    gates = fake(g_dtype, None, None, None, 3, aligned=False) if g_dtype is not None else None
+    outputs = [fake(dtype, None, None, None, v_dim) for _ in range(4)]
+    return compile_kernel(GatedSum(dim, v_dim), q, w, gates, *outputs)
+
+
+def gated_sum(
+    o_cmp: Tensor,
+    o_slc: Tensor,
+    o_win: Tensor,
+    *,
+    q: Tensor,
+    gate_proj_weight: Tensor | None = None,
+    gates: Tensor | None = None,
+    out: Tensor | None = None,
+    keep_gates: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Weigh and add the branches.
+
+    Args:
+        o_cmp, o_slc, o_win, out: `[B,N,H,D_v]`, bf16 or fp16.
+        q: `[B,N,H,D]`, read with `gate_proj_weight` `[H,3,D]` only.
+        gates: `[B,N,H,3]`, used as they are; without gates and weight 1/3 each.
+        keep_gates: return the projected gates too, fp32 `[B,N,H,3]`.
+
+    Returns:
+        out, and the gates if kept.
+    """
+    if out is None:
+        out = torch.empty_like(o_cmp)
+    if gate_proj_weight is not None and keep_gates:
+        gates = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, gates
+    run = _compiled(
+        q.shape[-1],
+        out.shape[-1],
+        out.dtype,
+        None if gate_proj_weight is None else gate_proj_weight.dtype,
+        None if gates is None else gates.dtype,
+    )
+    q_rows = weight = None
+    if gate_proj_weight is not None:
+        q_rows, weight = vectorizable(q), vectorizable(gate_proj_weight)
+    run(q_rows, weight, gates, *map(vectorizable, (o_cmp, o_slc, o_win)), out)
+    return out, gates

@@ -1,0 +1,56 @@
+"""Compiling CuTe kernels without data, from fake tensors whose sizes and strides are symbols.
+
+One compiled function serves every length. It takes torch tensors and runs on torch's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from torch import Tensor
+
+VECTOR_BYTES = 16
+"""One memory access of a thread. Rows of 16-bit tensors start at multiples of it."""
+
+CUTE_DTYPES: dict[torch.dtype, Any] = {
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float16: cutlass.Float16,
+    torch.float32: cutlass.Float32,
+    torch.int32: cutlass.Int32,
+}
+
+OPTIONS = "--enable-tvm-ffi"
+
+
+def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Callable[..., None]:
+    """Compile a `cute.jit` callable whose last parameter is the stream; the result takes torch tensors, no stream."""
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    compiled: Callable[..., None] = cute.compile(kernel, *arguments, stream, options=OPTIONS)
+    return compiled
+
+
+def fake(dtype: torch.dtype, *shape: Any, aligned: bool = True) -> Any:
+    """A tensor to compile with: None in `shape` is any size; any strides (64 bits), the last dimension contiguous.
+
+    `aligned`: the tensor starts, and each row starts, at a multiple of VECTOR_BYTES.
+    """
+    element = CUTE_DTYPES[dtype]
+    divisor = VECTOR_BYTES * 8 // element.width if aligned else 1
+    sizes = tuple(cute.sym_int() if size is None else size for size in shape)
+    strides = (*(cute.sym_int64(divisibility=divisor) for _ in shape[1:]), 1)
+    return cute.runtime.make_fake_tensor(
+        element, sizes, stride=strides, assumed_align=divisor * element.width // 8
+    )
+
+
+def vectorizable(tensor: Tensor) -> Tensor:
+    """The tensor itself if `fake(aligned=True)` describes it, else a contiguous copy."""
+    step = VECTOR_BYTES // tensor.element_size()
+    strides = tensor.stride()
+    if strides[-1] == 1 and tensor.data_ptr() % VECTOR_BYTES == 0 and all(s % step == 0 for s in strides[:-1]):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

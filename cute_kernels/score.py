@@ -1,0 +1,563 @@
+"""The best blocks of each query tile, in one pass over the compressed keys that keeps every score on chip.
+
+    s[t, j]     = mean of the tile's queries . k_cmp[j]              j visible to the tile's last token
+    score[t, b] = sum_j overlap(j, b) s[t, j] / sum_j overlap(j, b)  over those j
+    indices[t]  = forced blocks, then the highest scores, the lower index first among equals; ascending
+
+A CTA holds 64 rows (tiles and query heads of one key/value head) and walks over the compressed keys. The mean
+queries are fp32; split into three 16-bit parts they keep all 24 bits, so the tensor cores give fp32-accurate logits
+of the rounded keys. Each warp owns 16 rows: it puts a step's logits into shared memory, pools them to block scores,
+and inserts those above the row's k-th best into a list sorted across its lanes (expected: k ln(blocks/k) insertions).
+softmax_scale > 0 changes no order and is left out.
+
+The same kernel chooses blocks of compressed entries for the compressed branch: there a block's score is the plain
+mean over its entries, and blocks holding entries that become visible inside the tile are forced.
+
+Floor: three products of tiles x entries x D per head, half of them causal: 0.2 TFLOP at 1M tokens, 8 heads of 128,
+l = 64: 0.35 ms at 600 TFLOP/s; no tensor larger than the indices is written.
+
+Limits: D a multiple of 16, at most 128; at most ENTRIES entries overlap one block; up to 1024 blocks per tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warp
+from torch import Tensor
+
+from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake, vectorizable
+
+ROWS = 64
+WARPS = 4
+WARP_ROWS = ROWS // WARPS
+LANES = 32
+PARTS = 3
+VECTOR = 8
+STAGES = 2
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which blocks are scored, and which must be chosen. Counted in tokens, or in entries (length = stride = 1).
+
+    Args:
+        length, stride: of the compressed blocks that are pooled, l and d.
+        size: of the blocks to choose, l'.
+        count: how many to choose, k.
+        init, local: forced blocks at the start and at the tile.
+        newest: blocks holding an entry that becomes visible inside the tile are forced instead.
+    """
+
+    length: int
+    stride: int
+    size: int
+    count: int
+    init: int = 0
+    local: int = 0
+    newest: bool = False
+
+    @property
+    def overlapping(self) -> int:
+        """The most entries that overlap one block."""
+        return -(-(self.size + self.length - 1) // self.stride)
+
+    @property
+    def plain(self) -> bool:
+        """Entry and block are the same thing."""
+        return self.length == self.stride == self.size
+
+    def per_step(self, entries: int) -> int:
+        """Whole blocks covered by that many consecutive entries, wherever the first block begins."""
+        if self.plain:
+            return entries
+        if self.size % self.stride == 0:
+            return (entries - (self.length - 1) // self.stride) // (self.size // self.stride)
+        return (entries * self.stride - self.length - self.stride + 2) // self.size
+
+
+class TopBlocks:
+    """Args: compressed blocks are l = `length` tokens every d = `stride`; query tiles of T = `tile` tokens."""
+
+    def __init__(self, dim: int, dtype: Any, blocks: Blocks, length: int, stride: int, tile: int, causal: bool) -> None:
+        self.dim, self.dtype, self.blocks = dim, dtype, blocks
+        self.length, self.stride, self.tile, self.causal = length, stride, tile, causal
+        self.entries = 64 if blocks.per_step(64) > 0 else 128
+        self.per_step = blocks.per_step(self.entries)
+        self.slots = -(-blocks.count // LANES)
+
+    def _smem_layout(self, rows: int, copies: int) -> Any:
+        columns = next(c for c in (64, 32, 16) if self.dim % c == 0)
+        bits = {64: 3, 32: 2, 16: 1}[columns]
+        atom = cute.make_composed_layout(
+            cute.make_swizzle(bits, 3, 3), 0, cute.make_ordered_layout((8, columns), order=(1, 0))
+        )
+        return cute.tile_to_shape(atom, (rows, self.dim, copies), (0, 1, 2))
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # mean queries, fp32 [B, tiles, S, D]
+        mK: cute.Tensor,  # [B, entries, H_kv, D]
+        mIndices: cute.Tensor,  # int32 [B, S, tiles, k]
+        mBest: cute.Tensor,  # scratch, fp32 [B, S, tiles, slots*32]: best scores, descending
+        mBestIndex: cute.Tensor,  # scratch, int32, likewise
+        tokens: Int32,  # N
+        first_tile: Int32,  # number of mQ's first tile
+        stream: Any,
+    ):
+        op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
+        tiled_mma = cute.make_tiled_mma(op, (WARPS, 1, 1), permutation_mnk=(ROWS, 16, 16))
+        group = mQ.shape[2] // mK.shape[2]
+        self.kernel(
+            mQ,
+            mK,
+            mIndices,
+            mBest,
+            mBestIndex,
+            tokens,
+            first_tile,
+            group,
+            tiled_mma,
+            self._smem_layout(ROWS, PARTS),
+            self._smem_layout(self.entries, STAGES),
+        ).launch(
+            grid=[cute.ceil_div(mQ.shape[1] * group, ROWS), mK.shape[2], mK.shape[0]],
+            block=[WARPS * LANES, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mIndices: cute.Tensor,
+        mBest: cute.Tensor,
+        mBestIndex: cute.Tensor,
+        tokens: Int32,
+        first_tile: Int32,
+        group: Int32,
+        tiled_mma: cute.TiledMma,
+        layout_q: cute.ComposedLayout,
+        layout_k: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        group_of_rows, kv_head, batch = cute.arch.block_idx()
+        groups_of_rows, _, _ = cute.arch.grid_dim()
+        first_row = (groups_of_rows - 1 - group_of_rows) * ROWS  # the longest first
+        num_rows = mQ.shape[1] * group
+
+        smem = cutlass.utils.SmemAllocator()
+        sQ = smem.allocate_tensor(self.dtype, layout_q, 128)
+        sK = smem.allocate_tensor(self.dtype, layout_k, 128)
+        sS = smem.allocate_tensor(
+            Float32, cute.make_layout((ROWS, self.entries), stride=(self.entries + 4, 1)), 16
+        )
+
+        self._split_queries(mQ, sQ, batch, kv_head, first_row, num_rows, group)
+
+        # The last row sees the most
+        last_row = cutlass.min(first_row + ROWS, num_rows) - 1
+        last_tile = first_tile + last_row // group
+        visible = self._visible(mK, self._last_token(last_tile, tokens) + 1)
+        steps = cute.ceil_div(self._scored_blocks(visible), self.per_step)
+
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        my_first_row = first_row + warp_index * WARP_ROWS
+        self._begin_lists(mBest, mBestIndex, batch, kv_head, my_first_row, num_rows, group, first_tile, tokens, mK)
+        threshold = self._thresholds(mBest, batch, kv_head, my_first_row, num_rows, group)
+
+        thr_mma = tiled_mma.get_slice(thread)
+        tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
+        tSrK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))
+        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy_q = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
+        copy_k = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread)
+        tSsQ = copy_q.partition_S(sQ)
+        tSsK = copy_k.partition_S(sK)
+        tSrQ_copy = copy_q.retile(tSrQ)
+        tSrK_copy = copy_k.retile(tSrK)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, self.entries)), Float32)
+        tSsS = thr_mma.partition_C(sS)
+
+        if steps > 0:
+            self._load_keys(mK, sK, batch, kv_head, Int32(0), 0)
+        cute.arch.cp_async_commit_group()
+        for step in cutlass.range(steps, unroll=1):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            stage = step % STAGES
+            if step + 1 < steps:
+                self._load_keys(mK, sK, batch, kv_head, step + 1, (step + 1) % STAGES)
+            cute.arch.cp_async_commit_group()
+
+            acc.fill(0.0)
+            for c in range_constexpr(self.dim // 16):
+                cute.copy(copy_k, tSsK[None, None, c, stage], tSrK_copy[None, None, c])
+                for part in range_constexpr(PARTS):
+                    cute.copy(copy_q, tSsQ[None, None, c, PARTS - 1 - part], tSrQ_copy[None, None, c])
+                    cute.gemm(tiled_mma, acc, tSrQ[None, None, c], tSrK[None, None, c], acc)
+            cute.autovec_copy(acc, tSsS)
+            cute.arch.sync_warp()
+
+            first_block = step * self.per_step
+            for row in cutlass.range(WARP_ROWS, unroll=1):
+                if my_first_row + row < num_rows:
+                    tile = first_tile + (my_first_row + row) // group
+                    limit = self._visible(mK, self._last_token(tile, tokens) + 1)
+                    if first_block < self._scored_blocks(limit):
+                        old = cute.arch.shuffle_sync(threshold, row)
+                        new = self._insert(
+                            sS[warp_index * WARP_ROWS + row, None],
+                            self._list(mBest, batch, kv_head, my_first_row + row, group),
+                            self._list(mBestIndex, batch, kv_head, my_first_row + row, group),
+                            old,
+                            first_block,
+                            tile,
+                            tokens,
+                            limit,
+                            mK,
+                        )
+                        if lane == row:
+                            threshold = new
+            cute.arch.sync_warp()
+
+        for row in cutlass.range(WARP_ROWS, unroll=1):
+            if my_first_row + row < num_rows:
+                self._write_sorted(
+                    self._list(mBestIndex, batch, kv_head, my_first_row + row, group),
+                    self._list(mIndices, batch, kv_head, my_first_row + row, group),
+                )
+
+    # Which entries and blocks a tile may see
+
+    @cute.jit
+    def _last_token(self, tile: Int32, tokens: Int32) -> Int32:
+        return cutlass.min((tile + 1) * self.tile, tokens) - 1
+
+    @cute.jit
+    def _visible(self, mK: cute.Tensor, seen: Int32) -> Int32:
+        """Entries whose block ends among the first `seen` tokens; all without causality."""
+        count = mK.shape[1]
+        if const_expr(self.causal):
+            count = 0 if seen < self.length else cutlass.min(count, (seen - self.length) // self.stride + 1)
+        return Int32(count)
+
+    @cute.jit
+    def _scored_blocks(self, visible: Int32) -> Int32:
+        """Blocks 0 ... that overlap one of the first `visible` entries."""
+        spec = self.blocks
+        return Int32(0) if visible == 0 else ((visible - 1) * spec.stride + spec.length - 1) // spec.size + 1
+
+    @cute.jit
+    def _first_entry(self, block: Int32) -> Int32:
+        """The first entry that overlaps a block."""
+        spec = self.blocks
+        before = block * spec.size - spec.length + 1
+        return Int32(0) if before <= 0 else (before + spec.stride - 1) // spec.stride
+
+    @cute.jit
+    def _forced(self, tile: Int32, tokens: Int32, mK: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+        """(a, b, c): blocks 0 ... a-1 and b ... c-1 must be chosen; a <= b <= c."""
+        spec = self.blocks
+        init, low, high = Int32(0), Int32(0), Int32(0)
+        last_token = self._last_token(tile, tokens)
+        if const_expr(spec.newest):
+            old = self._visible(mK, tile * self.tile)
+            new = self._visible(mK, last_token + 1)
+            if old < new:
+                low, high = old // spec.size, (new - 1) // spec.size + 1
+        elif const_expr(spec.init + spec.local > 0):
+            last = last_token // spec.size
+            exist = last + 1
+            low, high = last - spec.local + 1, last + 1
+            if const_expr(not self.causal):  # as many before the tile as behind it
+                exist = (tokens - 1) // spec.size + 1
+                twice = tile * self.tile // spec.size + last + 1 - spec.local
+                low = (twice + 2 * spec.local) // 2 - spec.local  # floor, also below 0
+                high = low + spec.local
+            init = cutlass.min(Int32(spec.init), exist)
+            high = cutlass.max(cutlass.min(high, exist), init)
+            low = cutlass.min(cutlass.max(low, init), high)
+        return init, low, high
+
+    # Loading
+
+    @cute.jit
+    def _split_queries(
+        self,
+        mQ: cute.Tensor,
+        sQ: cute.Tensor,
+        batch: Int32,
+        kv_head: Int32,
+        first_row: Int32,
+        num_rows: Int32,
+        group: Int32,
+    ):
+        """x = high + middle + low: three 16-bit numbers hold the 24 bits of an fp32."""
+        thread, _, _ = cute.arch.thread_idx()
+        vectors = self.dim // VECTOR
+        rX = cute.make_rmem_tensor(VECTOR, Float32)
+        for item in cutlass.range(thread, ROWS * vectors, WARPS * LANES):
+            row, vector = item // vectors, item % vectors
+            rX.fill(0.0)
+            if first_row + row < num_rows:
+                tile, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
+                cute.autovec_copy(cute.local_tile(mQ[batch, tile, head, None], (VECTOR,), (vector,)), rX)
+            for part in range_constexpr(PARTS):
+                rPart = cute.make_rmem_tensor(VECTOR, self.dtype)
+                rPart.store(rX.load().to(self.dtype))
+                rX.store(rX.load() - rPart.load().to(Float32))
+                cute.autovec_copy(rPart, cute.local_tile(sQ[row, None, part], (VECTOR,), (vector,)))
+
+    @cute.jit
+    def _load_keys(
+        self, mK: cute.Tensor, sK: cute.Tensor, batch: Int32, kv_head: Int32, step: Int32, stage: Int32
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        vectors = self.dim // VECTOR
+        first = self._first_entry(step * self.per_step)
+        copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
+        for i in range_constexpr(self.entries * vectors // (WARPS * LANES)):
+            item = thread + i * WARPS * LANES
+            row, vector = item // vectors, item % vectors
+            if first + row < mK.shape[1]:
+                cute.copy(
+                    copy,
+                    cute.local_tile(mK[batch, first + row, kv_head, None], (VECTOR,), (vector,)),
+                    cute.local_tile(sK[row, None, stage], (VECTOR,), (vector,)),
+                )
+
+    # The sorted list of a row: position p lies in slot p // 32 of lane p % 32
+
+    @cute.jit
+    def _list(self, mList: cute.Tensor, batch: Int32, kv_head: Int32, row: Int32, group: Int32) -> cute.Tensor:
+        return mList[batch, kv_head * group + row % group, row // group, None]
+
+    @cute.jit
+    def _begin_lists(
+        self,
+        mBest: cute.Tensor,
+        mBestIndex: cute.Tensor,
+        batch: Int32,
+        kv_head: Int32,
+        my_first_row: Int32,
+        num_rows: Int32,
+        group: Int32,
+        first_tile: Int32,
+        tokens: Int32,
+        mK: cute.Tensor,
+    ):
+        """Forced blocks lead with the score +inf; -inf and -1 mark places not taken."""
+        lane = cute.arch.lane_idx()
+        for row in cutlass.range(WARP_ROWS, unroll=1):
+            if my_first_row + row < num_rows:
+                init, low, high = self._forced(first_tile + (my_first_row + row) // group, tokens, mK)
+                best = self._list(mBest, batch, kv_head, my_first_row + row, group)
+                index = self._list(mBestIndex, batch, kv_head, my_first_row + row, group)
+                for slot in range_constexpr(self.slots):
+                    place = slot * LANES + lane
+                    block = place if place < init else low + place - init
+                    taken = block < high if place >= init else place < init
+                    best[place] = Float32.inf if taken else -Float32.inf
+                    index[place] = block if taken else Int32(-1)
+
+    @cute.jit
+    def _thresholds(
+        self, mBest: cute.Tensor, batch: Int32, kv_head: Int32, my_first_row: Int32, num_rows: Int32, group: Int32
+    ) -> Float32:
+        """The k-th best of row r, in lane r."""
+        cute.arch.sync_warp()
+        row = my_first_row + cute.arch.lane_idx() % WARP_ROWS
+        threshold = Float32(Float32.inf)
+        if row < num_rows:
+            threshold = self._list(mBest, batch, kv_head, row, group)[self.blocks.count - 1]
+        return threshold
+
+    @cute.jit
+    def _insert(
+        self,
+        sScores: cute.Tensor,  # [entries], of this row
+        gBest: cute.Tensor,
+        gBestIndex: cute.Tensor,
+        threshold: Float32,
+        first_block: Int32,
+        tile: Int32,
+        tokens: Int32,
+        limit: Int32,
+        mK: cute.Tensor,
+    ) -> Float32:
+        """Put this step's blocks that beat the threshold into the list; return the new threshold."""
+        spec, lane = self.blocks, cute.arch.lane_idx()
+        chunks = const_expr(-(-self.per_step // LANES))
+        init, low, high = self._forced(tile, tokens, mK)
+        rScore = cute.make_rmem_tensor(chunks, Float32)
+        rMask = cute.make_rmem_tensor(chunks, Int32)
+        any_above = Int32(0)
+        for chunk in range_constexpr(chunks):
+            block = first_block + chunk * LANES + lane
+            score = self._block_score(sScores, block, first_block, limit)
+            free = (block >= init) & ((block < low) | (block >= high)) & (chunk * LANES + lane < self.per_step)
+            above = free & (score > threshold)
+            rScore[chunk] = score
+            rMask[chunk] = cute.arch.vote_ballot_sync(above)
+            any_above = any_above | rMask[chunk]
+
+        if any_above != 0:
+            rBest = cute.make_rmem_tensor(self.slots, Float32)
+            rIndex = cute.make_rmem_tensor(self.slots, Int32)
+            for slot in range_constexpr(self.slots):
+                rBest[slot] = gBest[slot * LANES + lane]
+                rIndex[slot] = gBestIndex[slot * LANES + lane]
+            for chunk in range_constexpr(chunks):
+                mask = rMask[chunk]
+                while mask != 0:
+                    source = cute.arch.popc(~mask & (mask - 1))  # the lowest lane first: ties go to the lower index
+                    mask = mask & (mask - 1)
+                    score = cute.arch.shuffle_sync(rScore[chunk], source)
+                    if score > threshold:
+                        self._put(rBest, rIndex, score, first_block + chunk * LANES + source)
+                        threshold = cute.arch.shuffle_sync(
+                            rBest[(spec.count - 1) // LANES], (spec.count - 1) % LANES
+                        )
+            for slot in range_constexpr(self.slots):
+                gBest[slot * LANES + lane] = rBest[slot]
+                gBestIndex[slot * LANES + lane] = rIndex[slot]
+        return threshold
+
+    @cute.jit
+    def _put(self, rBest: cute.Tensor, rIndex: cute.Tensor, score: Float32, block: Int32):
+        """Insert behind all that are at least as good; the last one falls out."""
+        lane = cute.arch.lane_idx()
+        before = cutlass.max(lane - 1, 0)
+        for i in range_constexpr(self.slots):
+            slot = self.slots - 1 - i
+            best, index = cute.arch.shuffle_sync(rBest[slot], before), cute.arch.shuffle_sync(rIndex[slot], before)
+            first_best, first_index = Float32(Float32.inf), Int32(0)  # nothing is before the first place
+            if const_expr(slot > 0):
+                first_best = cute.arch.shuffle_sync(rBest[slot - 1], LANES - 1)
+                first_index = cute.arch.shuffle_sync(rIndex[slot - 1], LANES - 1)
+            best = first_best if lane == 0 else best
+            index = first_index if lane == 0 else index
+            if rBest[slot] < score:
+                rBest[slot] = score if best >= score else best
+                rIndex[slot] = block if best >= score else index
+
+    @cute.jit
+    def _block_score(self, sScores: cute.Tensor, block: Int32, first_block: Int32, limit: Int32) -> Float32:
+        """Score of `block` in this lane; -inf where no entry counts. Blocks of a step lie in consecutive lanes."""
+        score = Float32(-Float32.inf)
+        if const_expr(self.blocks.plain):
+            if block < limit:
+                score = sScores[cutlass.min(block - first_block, self.entries - 1)]
+        elif const_expr(self.blocks.overlapping < LANES):
+            total, weight = self._weighted_sum(sScores, block, first_block, limit, Int32(0), 1)
+            if weight > 0:
+                score = total / Float32(weight)
+        else:  # long blocks: all lanes add up one block after the other
+            lane = cute.arch.lane_idx()
+            for offset in range_constexpr(self.per_step):
+                total, weight = self._weighted_sum(sScores, first_block + offset, first_block, limit, lane, LANES)
+                total = cute.arch.warp_reduction_sum(total)
+                weight = cute.arch.warp_reduction_sum(weight)
+                if (block == first_block + offset) & (weight > 0):
+                    score = total / Float32(weight)
+        return score
+
+    @cute.jit
+    def _weighted_sum(
+        self, sScores: cute.Tensor, block: Int32, first_block: Int32, limit: Int32, start: Int32, every: int
+    ) -> tuple[Float32, Int32]:
+        """Sums of overlap * score and of overlap over every `every`-th visible entry that overlaps the block."""
+        spec = self.blocks
+        step_entry = self._first_entry(first_block)
+        stop = cutlass.min(((block + 1) * spec.size - 1) // spec.stride + 1, limit)
+        stop = cutlass.min(stop, step_entry + self.entries)  # lanes without a block of this step
+        total, weight = Float32(0.0), Int32(0)
+        for entry in cutlass.range(self._first_entry(block) + start, stop, every):
+            begin, end = entry * spec.stride, entry * spec.stride + spec.length
+            overlap = cutlass.min(end, (block + 1) * spec.size) - cutlass.max(begin, block * spec.size)
+            total += sScores[entry - step_entry] * Float32(overlap)
+            weight += overlap
+        return total, weight
+
+    @cute.jit
+    def _write_sorted(self, gBestIndex: cute.Tensor, gIndices: cute.Tensor):
+        """The chosen blocks in ascending order, then -1."""
+        lane = cute.arch.lane_idx()
+        count = self.blocks.count
+        rIndex = cute.make_rmem_tensor(self.slots, Int32)
+        taken = Int32(0)
+        for slot in range_constexpr(self.slots):
+            place = slot * LANES + lane
+            rIndex[slot] = gBestIndex[place] if place < count else Int32(-1)
+            taken += cute.arch.popc(cute.arch.vote_ballot_sync(rIndex[slot] >= 0))
+        for slot in range_constexpr(self.slots):
+            rank = Int32(0)
+            for other in range_constexpr(self.slots):
+                for source in cutlass.range(LANES, unroll=4):
+                    index = cute.arch.shuffle_sync(rIndex[other], source)
+                    rank += Int32(1) if (index >= 0) & (index < rIndex[slot]) else Int32(0)
+            place = slot * LANES + lane
+            if rIndex[slot] >= 0:
+                gIndices[rank] = rIndex[slot]
+            if (place >= taken) & (place < count):
+                gIndices[place] = Int32(-1)
+
+
+@lru_cache
+def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, length: int, stride: int, tile: int, causal: bool) -> Any:
+    kernel = TopBlocks(dim, CUTE_DTYPES[dtype], blocks, length, stride, tile, causal)
+    places = kernel.slots * LANES
+    compiled = compile_kernel(
+        kernel,
+        fake(torch.float32, None, None, None, dim),
+        fake(dtype, None, None, None, dim),
+        fake(torch.int32, None, None, None, blocks.count, aligned=False),
+        fake(torch.float32, None, None, None, places),
+        fake(torch.int32, None, None, None, places),
+        Int32(0),
+        Int32(0),
+    )
+    return compiled, places
+
+
+def top_blocks(
+    mean_q: Tensor,
+    k_cmp: Tensor,
+    blocks: Blocks,
+    *,
+    length: int,
+    stride: int,
+    tile: int,
+    causal: bool,
+    tokens: int,
+    first_tile: int = 0,
+) -> Tensor:
+    """Choose blocks for each query tile.
+
+    Args:
+        mean_q: fp32 `[B,tiles,S,D]`, the mean query of tiles `first_tile` ...; S a multiple of H_kv.
+        k_cmp: `[B,entries,H_kv,D]`, bf16 or fp16.
+        length, stride, tile: l, d and T in tokens.
+        tokens: N, where the last tile ends.
+
+    Returns:
+        int32 `[B,S,tiles,blocks.count]`, ascending, padded with -1.
+    """
+    batch, tiles, heads, dim = mean_q.shape
+    indices = torch.empty((batch, heads, tiles, blocks.count), dtype=torch.int32, device=mean_q.device)
+    if indices.numel() == 0:
+        return indices
+    run, places = _compiled(k_cmp.dtype, dim, blocks, length, stride, tile, causal)
+    best = torch.empty((batch, heads, tiles, places), dtype=torch.float32, device=mean_q.device)
+    run(mean_q, vectorizable(k_cmp), indices, best, torch.empty_like(best, dtype=torch.int32), tokens, first_tile)
+    return indices

@@ -1,0 +1,78 @@
+"""Whether these kernels take a call, asked by the dispatcher before anything is imported or launched. Needs torch alone."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+
+from cute_kernels import fa4
+from cute_kernels.device import compute_capability
+
+INSTALL = 'pip install "nsa-kernels[cuda]"'
+SELECT_UNIT = 64
+MAX_BLOCKS = 1024
+MAX_ENTRIES = 128
+
+
+def check(call: Any) -> str | None:
+    """Why the kernels cannot run the call (dispatch.Call), or None."""
+    if call.device_type != "cuda":
+        return f"runs on CUDA devices, got {call.device_type}"
+    missing = _missing()
+    if missing:
+        return f"needs {missing}: {INSTALL}"
+    if not torch.cuda.is_available():
+        return "no NVIDIA GPU is visible"
+    device = torch.device(call.device)
+    rules = fa4.rules(device)
+    if rules is None:
+        major, minor = compute_capability(device.index or 0)
+        return f"needs compute capability 9.x or 10.x, this device has {major}.{minor}"
+    if call.backward:
+        return "has no backward yet: call nsa_forward, or detach the inputs"
+    inputs, config = call.options.get("inputs"), call.options.get("config")
+    if inputs is None or config is None:
+        return None
+    return fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)
+
+
+def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
+    if inputs.cu_seqlens is not None:
+        return "takes fixed-length inputs only so far, got cu_seqlens"
+    if config.token_mode:
+        return "selects per tile only so far, got q_tile_size=1"
+    if config.q_tile_size % rules.rows:
+        return f"takes q_tile_size in multiples of {rules.rows} on this device, got {config.q_tile_size}"
+    if config.select_size % SELECT_UNIT:
+        return f"takes select_block_size in multiples of {SELECT_UNIT}, got {config.select_size}"
+    if config.num_cmp_selected_blocks is not None and config.n_block_size not in rules.widths:
+        widths = " or ".join(map(str, sorted(rules.widths)))
+        return f"takes n_block_size {widths} on this device, got {config.n_block_size}"
+    if max(config.num_selected_blocks, config.num_cmp_selected_blocks or 0) > MAX_BLOCKS:
+        return f"chooses at most {MAX_BLOCKS} blocks per tile, got {config.num_selected_blocks}"
+    # One step of the scoring kernel must cover one block's compressed entries
+    entries = -(-(config.select_size + config.compress_block_size - 1) // config.stride) + 1
+    if entries > MAX_ENTRIES:
+        return (
+            f"takes at most {MAX_ENTRIES} compressed blocks over one select block, got {entries} "
+            f"(compress_block_size={config.compress_block_size}, stride={config.stride}, l'={config.select_size})"
+        )
+    return None
+
+
+@cache
+def _missing() -> str | None:
+    """Distributions that are not installed."""
+    modules = {"cutlass": "nvidia-cutlass-dsl", "flash_attn.cute": "flash-attn-4"}
+    absent = []
+    for module, distribution in modules.items():
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ImportError:
+            found = False
+        if not found:
+            absent.append(distribution)
+    return " and ".join(absent) or None
