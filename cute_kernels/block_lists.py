@@ -27,7 +27,7 @@ WORD = 32
 
 @dataclass(frozen=True)
 class BlockLists:
-    """What block-sparse attention reads. B and heads may be 1 for all."""
+    """What block-sparse attention reads."""
 
     mask_count: Tensor
     """int32 `[B,H,M]` for M tiles of query rows."""
@@ -42,6 +42,10 @@ class BlockLists:
     bits: Tensor | None = None
     """Where a block is wider than what was chosen: bit b of word w says whether block 32 w + b of the chosen size is
     in, int32 `[B,S,M,words]` for S select heads. Blocks in `mask` must be refined by it."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.mask_count, self.mask_index, self.full_count, self.full_index
 
 
 @dataclass(frozen=True)
@@ -167,16 +171,16 @@ class PrefixLists:
     @cute.jit
     def __call__(
         self,
-        mMaskCount: cute.Tensor,  # [M]
-        mMaskIndex: cute.Tensor,  # [M, K]
-        mFullCount: cute.Tensor,  # [M]
-        mAll: cute.Tensor,  # [blocks]
+        mMaskCount: cute.Tensor,  # [1, 1, M]
+        mMaskIndex: cute.Tensor,  # [1, 1, M, K]
+        mFullCount: cute.Tensor,
+        mAll: cute.Tensor,  # [1, 1, 1, blocks]
         num_keys: Int32,
         num_rows: Int32,
         first_row: Int32,
         stream: Any,
     ):
-        threads = cutlass.max(mMaskCount.shape[0], mAll.shape[0])
+        threads = cutlass.max(mMaskCount.shape[2], mAll.shape[3])
         self.kernel(mMaskCount, mMaskIndex, mFullCount, mAll, num_keys, num_rows, first_row).launch(
             grid=[cute.ceil_div(threads, THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
         )
@@ -195,17 +199,17 @@ class PrefixLists:
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
         item = group * THREADS + thread
-        if item < mAll.shape[0]:
-            mAll[item] = item
-        if item < mMaskCount.shape[0]:
+        if item < mAll.shape[3]:
+            mAll[0, 0, 0, item] = item
+        if item < mMaskCount.shape[2]:
             row = first_row + item * self.rows
             fulls = self.keys.visible(row, num_keys) // self.width
             last_row = cutlass.min(row + self.rows, num_rows) - 1
             blocks = cute.ceil_div(self.keys.visible(last_row, num_keys), self.width)
-            mFullCount[item] = fulls
-            mMaskCount[item] = blocks - fulls
+            mFullCount[0, 0, item] = fulls
+            mMaskCount[0, 0, item] = blocks - fulls
             for i in cutlass.range(blocks - fulls):
-                mMaskIndex[item, i] = fulls + i
+                mMaskIndex[0, 0, item, i] = fulls + i
 
 
 @lru_cache
@@ -227,10 +231,10 @@ def _chosen(keys: Keys, size: int, width: int, rows: int) -> Any:
 
 @lru_cache
 def _prefix(keys: Keys, width: int, rows: int) -> Any:
-    vectors = [fake(torch.int32, None, aligned=False) for _ in range(3)]
-    table = fake(torch.int32, None, None, aligned=False)
+    counts = [fake(torch.int32, None, None, None, aligned=False) for _ in range(2)]
+    indices = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
-        PrefixLists(keys, width, rows), vectors[0], table, vectors[1], vectors[2], *[Int32(0)] * 3
+        PrefixLists(keys, width, rows), counts[0], indices[0], counts[1], indices[1], *[Int32(0)] * 3
     )
 
 
@@ -255,10 +259,12 @@ def chosen_lists(
         num_keys, num_rows: how many there are, counted from the start of the sequence.
     """
     batch, select_heads, tiles, count = indices.shape
-    some = {"dtype": torch.int32, "device": indices.device}
+    some: dict[str, Any] = {"dtype": torch.int32, "device": indices.device}
     places = max(1, min(count * max(size // width, 1), -(-num_keys // width)))
-    mask_count, full_count = torch.empty((2, batch, heads, tiles), **some)
-    mask_index, full_index = torch.empty((2, batch, heads, tiles, places), **some)
+    mask_count = torch.empty((batch, heads, tiles), **some)
+    full_count = torch.empty((batch, heads, tiles), **some)
+    mask_index = torch.empty((batch, heads, tiles, places), **some)
+    full_index = torch.empty((batch, heads, tiles, places), **some)
     bits = None
     if size < width:
         words = max(1, -(-num_keys // (size * WORD)))
@@ -270,23 +276,33 @@ def chosen_lists(
 
 
 def prefix_lists(
-    keys: Keys, *, width: int, rows: int, num_keys: int, num_rows: int, device: torch.device, first_row: int = 0
+    keys: Keys,
+    batch: int,
+    heads: int,
+    *,
+    width: int,
+    rows: int,
+    num_keys: int,
+    num_rows: int,
+    device: torch.device,
+    first_row: int = 0,
 ) -> BlockLists:
-    """Lists of everything that the query rows `first_row` ... `num_rows` - 1 see."""
+    """Lists of everything that the query rows `first_row` ... `num_rows` - 1 see, one for all heads."""
     tiles = -(-(num_rows - first_row) // rows)
     blocks = -(-num_keys // width)
     masks = min(blocks, -(-rows // keys.stride // width) + 2)
-    some = {"dtype": torch.int32, "device": device}
-    mask_count, full_count = torch.empty((2, tiles), **some)
-    mask_index = torch.empty((tiles, masks), **some)
-    every = torch.empty(blocks, **some)
+    some: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    mask_count = torch.empty((1, 1, tiles), **some)
+    full_count = torch.empty((1, 1, tiles), **some)
+    mask_index = torch.empty((1, 1, tiles, masks), **some)
+    every = torch.empty((1, 1, 1, blocks), **some)
     if tiles > 0 and blocks > 0:
         _prefix(keys, width, rows)(mask_count, mask_index, full_count, every, num_keys, num_rows, first_row)
     return BlockLists(
-        mask_count[None, None],
-        mask_index[None, None],
-        full_count[None, None],
-        every.expand(1, 1, tiles, blocks),
+        mask_count.expand(batch, heads, tiles),
+        mask_index.expand(batch, heads, tiles, masks),
+        full_count.expand(batch, heads, tiles),
+        every.expand(batch, heads, tiles, blocks),
         rows,
         width,
     )

@@ -23,7 +23,8 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake, vectorizable
+from cute_kernels.device import vectorizable
+from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake
 
 VECTOR = 8
 LANES = 64

@@ -6,6 +6,10 @@ import os
 from functools import lru_cache
 
 import torch
+from torch import Tensor
+
+VECTOR_BYTES = 16
+"""One memory access of a thread."""
 
 TARGET_VARIABLE = "CUTE_DSL_ARCH"
 """Names what to compile for (sm_90a, sm_100a) where there is no GPU."""
@@ -19,3 +23,15 @@ def compute_capability(index: int) -> tuple[int, int]:
         number = int("".join(c for c in target if c.isdigit()))
         return number // 10, number % 10
     return torch.cuda.get_device_capability(index)
+
+
+def vectorized(tensor: Tensor) -> bool:
+    """Whether every row (the last dimension) is contiguous and starts at a multiple of VECTOR_BYTES."""
+    step = VECTOR_BYTES // tensor.element_size()
+    *strides, last = tensor.stride()
+    return last == 1 and not any(s % step for s in strides) and tensor.data_ptr() % VECTOR_BYTES == 0
+
+
+def vectorizable(tensor: Tensor) -> Tensor:
+    """The tensor itself if it is `vectorized`, else a contiguous copy."""
+    return tensor if vectorized(tensor) else tensor.clone(memory_format=torch.contiguous_format)

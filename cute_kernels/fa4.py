@@ -16,15 +16,17 @@ rows without keys give 0 and -inf.
 from __future__ import annotations
 
 import os
+import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels.device import compute_capability
+from cute_kernels.device import compute_capability, vectorized
 
 if TYPE_CHECKING:
     from cute_kernels.block_lists import BlockLists
@@ -147,35 +149,131 @@ def _attend(
     scalars: tuple[int, ...] = (),
     tensors: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    from cutlass import Int32
+    """FA4's forward, directly through the kernel compiled by an earlier call like this one where that is safe.
+
+    FA4 spends about 100 us of Python on every call. On sm_90 what it compiles depends on `_signature` alone, so later
+    calls skip that; sm_100 kernels also depend on sizes and cannot be tried here, so they always take FA4's own way.
+    """
+    signature = _signature(q, k, v, causal, window, lists, mask_mod) if tensors is None else None
+    run = _KERNELS.get(signature)
+    if signature is None or run is None:
+        return _through_interface(q, k, v, scale, out, causal, window, lists, mask_mod, scalars, tensors, signature)
+    if out is None:
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    sparse = None if lists is None else (*lists.tensors, None, None, None, None)
+    aux = _aux_data()(None, tuple(map(_int32(), scalars)) or None)
+    nothing = (None,) * 5  # varlen and paging
+    run(q, k, v, out, lse, scale, *nothing, *window, None, sparse, aux, None, None)
+    return out, lse
+
+
+_KERNELS: dict[Any, Callable[..., None]] = {}
+"""Compiled kernels by signature."""
+
+_RECORDING = threading.Lock()
+
+
+class _Recorder:
+    """Stands in for FA4's cache during one call, to learn which kernel the call used."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache, self.thread, self.used = cache, threading.get_ident(), None
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.cache
+
+    def __setitem__(self, key: Any, kernel: Any) -> None:
+        self.cache[key] = kernel
+
+    def __getitem__(self, key: Any) -> Any:
+        kernel = self.cache[key]
+        if threading.get_ident() == self.thread:
+            self.used = kernel
+        return kernel
+
+
+def _signature(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    lists: BlockLists | None,
+    mask_mod: Callable[..., Any] | None,
+) -> Any:
+    """Everything FA4's choice of an sm_90 kernel depends on; None where its own checks are needed."""
+    major, _ = compute_capability(q.device.index or 0)
+    if major != 9 or q.numel() == 0 or k.numel() == 0 or not all(map(vectorized, (q, k, v))):
+        return None
+    listed = None
+    if lists is not None:
+        listed = (lists.rows, lists.width, *(0 in t.stride() for t in lists.tensors))
+    windowed = (window[0] is None, window[1] is None)
+    sizes = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    return (q.device, q.dtype, sizes, causal, windowed, listed, mask_mod)
+
+
+def _through_interface(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    out: Tensor | None,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    lists: BlockLists | None,
+    mask_mod: Callable[..., Any] | None,
+    scalars: tuple[int, ...],
+    tensors: list[Tensor] | None,
+    signature: Any,
+) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import _flash_attn_fwd
 
     sparse = None
     if lists is not None:
-        sparse = BlockSparseTensorsTorch(
-            mask_block_cnt=lists.mask_count,
-            mask_block_idx=lists.mask_index,
-            full_block_cnt=lists.full_count,
-            full_block_idx=lists.full_index,
-            block_size=(lists.rows, lists.width),
-        )
-    o, lse, *_ = _flash_attn_fwd(
-        q,
-        k,
-        v,
-        softmax_scale=scale,
-        causal=causal,
-        window_size_left=window[0],
-        window_size_right=window[1],
-        mask_mod=mask_mod,
-        block_sparse_tensors=sparse,
-        return_lse=True,
-        out=out,
-        aux_tensors=tensors,
-        aux_scalars=tuple(map(Int32, scalars)),
-    )
+        sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
+    with _RECORDING, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Argument aux_data")  # FA4 compiles without aux data like that
+        recorder = _Recorder(_flash_attn_fwd.compile_cache)
+        _flash_attn_fwd.compile_cache = recorder
+        try:
+            o, lse, *_ = _flash_attn_fwd(
+                q,
+                k,
+                v,
+                softmax_scale=scale,
+                causal=causal,
+                window_size_left=window[0],
+                window_size_right=window[1],
+                pack_gqa=False,
+                mask_mod=mask_mod,
+                block_sparse_tensors=sparse,
+                return_lse=True,
+                out=out,
+                aux_tensors=tensors,
+                aux_scalars=tuple(map(_int32(), scalars)),
+            )
+        finally:
+            _flash_attn_fwd.compile_cache = recorder.cache
+    if signature is not None and recorder.used is not None:
+        _KERNELS[signature] = recorder.used
     return o, lse
+
+
+@cache
+def _int32() -> Any:
+    from cutlass import Int32
+
+    return Int32
+
+
+@cache
+def _aux_data() -> Any:
+    from flash_attn.cute.utils import AuxData
+
+    return AuxData
 
 
 # Masks for blocks that are visible in part. FA4 hashes them with their constants; runtime values come as scalars.

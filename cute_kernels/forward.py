@@ -186,6 +186,8 @@ def _compressed(
         entries = min(entries, config.num_compressed(stop))  # what the last row sees
         lists = prefix_lists(
             keys,
+            q.shape[0],
+            q.shape[2],
             width=plan.rules.widths[0],
             rows=plan.rules.rows,
             num_keys=entries,

@@ -22,11 +22,12 @@ import torch
 from cutlass import Float32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.jit import compile_kernel, fake, vectorizable
+from cute_kernels.device import vectorizable
+from cute_kernels.jit import compile_kernel, fake
 
 VECTOR = 8
 THREADS = 256
-ROWS = 4
+ROWS = 2
 """Rows of a thread; their loads are in flight together."""
 LOG2_E = 1.4426950408889634
 
@@ -37,6 +38,8 @@ class GatedSum:
     def __init__(self, dim: int, v_dim: int) -> None:
         self.vectors, self.v_vectors = dim // VECTOR, v_dim // VECTOR
         self.lanes = 1 << (max(self.vectors, self.v_vectors) - 1).bit_length()
+        self.at_once = THREADS // self.lanes
+        self.rows = self.at_once * ROWS
 
     @cute.jit
     def __call__(
@@ -50,10 +53,11 @@ class GatedSum:
         mOut: cute.Tensor,
         stream: Any,
     ):
-        rows = mOut.shape[0] * mOut.shape[1]
-        groups = cute.ceil_div(rows, THREADS // self.lanes * ROWS)
+        groups = mOut.shape[0] * cute.ceil_div(mOut.shape[1], self.rows)
         self.kernel(mQ, mW, mG, mCmp, mSlc, mWin, mOut).launch(
-            grid=[groups * mOut.shape[2], 1, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[groups * mOut.shape[2], 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
         )
 
     @cute.kernel
@@ -69,35 +73,34 @@ class GatedSum:
     ):
         thread, _, _ = cute.arch.thread_idx()
         item, _, _ = cute.arch.block_idx()
-        batches, tokens, heads, _ = mOut.shape
+        _, tokens, heads, _ = mOut.shape
         head, group = item % heads, item // heads
+        groups = cute.ceil_div(tokens, self.rows)
+        batch = group // groups
         lane = thread % self.lanes
-        at_once = THREADS // self.lanes
-        first = group * (at_once * ROWS) + thread // self.lanes
+        first = group % groups * self.rows + thread // self.lanes
+        in_q, in_v = lane < self.vectors, lane < self.v_vectors
 
-        rW = cute.make_rmem_tensor((VECTOR, 3), Float32)
-        rW.fill(0.0)
+        rW = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type if const_expr(mW is None) else mW.element_type)
         if const_expr(mW is not None):
-            if lane < self.vectors:
+            rW.fill(0.0)
+            if in_q:
                 for b in range_constexpr(3):
-                    rWb = cute.make_rmem_tensor(VECTOR, mW.element_type)
-                    cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rWb)
-                    rW[None, b].store(rWb.load().to(Float32))
+                    cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
 
         branches = (mCmp, mSlc, mWin)
         rQ = cute.make_rmem_tensor((VECTOR, ROWS), mOut.element_type)
         rO = cute.make_rmem_tensor((VECTOR, 3, ROWS), mOut.element_type)
+        rQ.fill(0.0)
         for r in range_constexpr(ROWS):
-            rQ[None, r].fill(0.0)
-            row = first + r * at_once
-            batch, token = row // tokens, row % tokens
-            if batch < batches:
+            token = first + r * self.at_once
+            if token < tokens:
                 if const_expr(mW is not None):
-                    if lane < self.vectors:
+                    if in_q:
                         cute.autovec_copy(
                             cute.local_tile(mQ[batch, token, head, None], (VECTOR,), (lane,)), rQ[None, r]
                         )
-                if lane < self.v_vectors:
+                if in_v:
                     for b in range_constexpr(3):
                         cute.autovec_copy(
                             cute.local_tile(branches[b][batch, token, head, None], (VECTOR,), (lane,)), rO[None, b, r]
@@ -106,24 +109,22 @@ class GatedSum:
         rG = cute.make_rmem_tensor(3, Float32)
         rG.fill(1.0 / 3.0)
         for r in range_constexpr(ROWS):
-            row = first + r * at_once
-            batch, token = row // tokens, row % tokens
-            exists = batch < batches
+            token = first + r * self.at_once
             if const_expr(mW is not None):
                 q = rQ[None, r].load().to(Float32)
                 for b in range_constexpr(3):
-                    part = (q * rW[None, b].load()).reduce(cute.ReductionOp.ADD, 0.0, 0)
+                    part = (q * rW[None, b].load().to(Float32)).reduce(cute.ReductionOp.ADD, 0.0, 0)
                     logit = cute.arch.warp_reduction_sum(part, threads_in_group=self.lanes)
-                    rG[b] = 1.0 / (1.0 + cute.arch.exp2(-logit * LOG2_E))
+                    rG[b] = cute.arch.rcp_approx(1.0 + cute.arch.exp2(-logit * LOG2_E))
                 if const_expr(mG is not None):
-                    if exists and lane == 0:
+                    if (token < tokens) & (lane == 0):
                         for b in range_constexpr(3):
                             mG[batch, token, head, b] = rG[b].to(mG.element_type)
             elif const_expr(mG is not None):
-                if exists:
+                if token < tokens:
                     for b in range_constexpr(3):
                         rG[b] = mG[batch, token, head, b].to(Float32)
-            if exists and lane < self.v_vectors:
+            if (token < tokens) & in_v:
                 out = rO[None, 0, r].load().to(Float32) * rG[0]
                 for b in range_constexpr(1, 3):
                     out = out + rO[None, b, r].load().to(Float32) * rG[b]

@@ -11,10 +11,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
-from torch import Tensor
 
-VECTOR_BYTES = 16
-"""One memory access of a thread. Rows of 16-bit tensors start at multiples of it."""
+from cute_kernels.device import VECTOR_BYTES
 
 CUTE_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: cutlass.BFloat16,
@@ -45,12 +43,3 @@ def fake(dtype: torch.dtype, *shape: Any, aligned: bool = True) -> Any:
     return cute.runtime.make_fake_tensor(
         element, sizes, stride=strides, assumed_align=divisor * element.width // 8
     )
-
-
-def vectorizable(tensor: Tensor) -> Tensor:
-    """The tensor itself if `fake(aligned=True)` describes it, else a contiguous copy."""
-    step = VECTOR_BYTES // tensor.element_size()
-    strides = tensor.stride()
-    if strides[-1] == 1 and tensor.data_ptr() % VECTOR_BYTES == 0 and all(s % step == 0 for s in strides[:-1]):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -4,10 +4,10 @@
     score[t, b] = sum_j overlap(j, b) s[t, j] / sum_j overlap(j, b)  over those j
     indices[t]  = forced blocks, then the highest scores, the lower index first among equals; ascending
 
-A CTA holds 64 rows (tiles and query heads of one key/value head) and walks over the compressed keys. The mean
+A CTA holds 16 or 64 rows (tiles and query heads of one key/value head) and walks over the compressed keys. The mean
 queries are fp32; split into three 16-bit parts they keep all 24 bits, so the tensor cores give fp32-accurate logits
-of the rounded keys. Each warp owns 16 rows: it puts a step's logits into shared memory, pools them to block scores,
-and inserts those above the row's k-th best into a list sorted across its lanes (expected: k ln(blocks/k) insertions).
+of the rounded keys. A step's logits go to shared memory; each warp pools those of its rows to block scores and
+inserts what beats the row's k-th best into a list sorted across its lanes (k + k ln(blocks/k) times, expected).
 softmax_scale > 0 changes no order and is left out.
 
 The same kernel chooses blocks of compressed entries for the compressed branch: there a block's score is the plain
@@ -32,15 +32,21 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warp
 from torch import Tensor
 
-from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake, vectorizable
+from cute_kernels.device import vectorizable
+from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake
 
-ROWS = 64
 WARPS = 4
-WARP_ROWS = ROWS // WARPS
 LANES = 32
 PARTS = 3
 VECTOR = 8
 STAGES = 2
+
+FEW_ROWS, MANY_ROWS = 16, 64
+MANY = 1 << 15
+"""Rows of all tiles and heads, from which on CTAs hold MANY_ROWS."""
+
+LIMIT, INIT, LOW, HIGH = range(4)
+"""What is kept of a row: entries it sees; blocks 0 ... INIT-1 and LOW ... HIGH-1 are forced."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +89,21 @@ class Blocks:
 
 
 class TopBlocks:
-    """Args: compressed blocks are l = `length` tokens every d = `stride`; query tiles of T = `tile` tokens."""
+    """Args: compressed blocks are l = `length` tokens every d = `stride`; query tiles of T = `tile` tokens.
 
-    def __init__(self, dim: int, dtype: Any, blocks: Blocks, length: int, stride: int, tile: int, causal: bool) -> None:
+    `rows` of a CTA: 16 spread short sequences over more CTAs, 64 read the keys less often.
+    """
+
+    def __init__(
+        self, dim: int, dtype: Any, blocks: Blocks, length: int, stride: int, tile: int, causal: bool, rows: int
+    ) -> None:
         self.dim, self.dtype, self.blocks = dim, dtype, blocks
         self.length, self.stride, self.tile, self.causal = length, stride, tile, causal
         self.entries = 64 if blocks.per_step(64) > 0 else 128
         self.per_step = blocks.per_step(self.entries)
         self.slots = -(-blocks.count // LANES)
+        self.rows, self.warp_rows = rows, rows // WARPS
+        self.warps_m = rows // 16
 
     def _smem_layout(self, rows: int, copies: int) -> Any:
         columns = next(c for c in (64, 32, 16) if self.dim % c == 0)
@@ -113,7 +126,8 @@ class TopBlocks:
         stream: Any,
     ):
         op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
-        tiled_mma = cute.make_tiled_mma(op, (WARPS, 1, 1), permutation_mnk=(ROWS, 16, 16))
+        warps = (self.warps_m, WARPS // self.warps_m, 1)
+        tiled_mma = cute.make_tiled_mma(op, warps, permutation_mnk=(self.rows, 16 * warps[1], 16))
         group = mQ.shape[2] // mK.shape[2]
         self.kernel(
             mQ,
@@ -125,10 +139,10 @@ class TopBlocks:
             first_tile,
             group,
             tiled_mma,
-            self._smem_layout(ROWS, PARTS),
+            self._smem_layout(self.rows, PARTS),
             self._smem_layout(self.entries, STAGES),
         ).launch(
-            grid=[cute.ceil_div(mQ.shape[1] * group, ROWS), mK.shape[2], mK.shape[0]],
+            grid=[cute.ceil_div(mQ.shape[1] * group, self.rows), mK.shape[2], mK.shape[0]],
             block=[WARPS * LANES, 1, 1],
             stream=stream,
         )
@@ -151,29 +165,45 @@ class TopBlocks:
         thread, _, _ = cute.arch.thread_idx()
         group_of_rows, kv_head, batch = cute.arch.block_idx()
         groups_of_rows, _, _ = cute.arch.grid_dim()
-        first_row = (groups_of_rows - 1 - group_of_rows) * ROWS  # the longest first
+        first_row = (groups_of_rows - 1 - group_of_rows) * self.rows  # the longest first
         num_rows = mQ.shape[1] * group
 
         smem = cutlass.utils.SmemAllocator()
         sQ = smem.allocate_tensor(self.dtype, layout_q, 128)
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)
-        sS = smem.allocate_tensor(
-            Float32, cute.make_layout((ROWS, self.entries), stride=(self.entries + 4, 1)), 16
+        sScore = smem.allocate_tensor(
+            Float32, cute.make_layout((self.rows, self.entries), stride=(self.entries + 4, 1)), 16
         )
+        sThreshold = smem.allocate_tensor(Float32, cute.make_layout(self.rows), 16)
+        sRow = smem.allocate_tensor(Int32, cute.make_layout((self.rows, 4), stride=(4, 1)), 16)
 
         self._split_queries(mQ, sQ, batch, kv_head, first_row, num_rows, group)
+        if thread < self.rows:
+            row = first_row + thread
+            tile = first_tile + row // group
+            sThreshold[thread] = Float32.inf
+            init, low, high = self._forced(tile, tokens, mK)
+            if row < num_rows:
+                # With as many forced blocks as places nothing else can enter
+                full = init + high - low >= self.blocks.count
+                sThreshold[thread] = Float32.inf if full else -Float32.inf
+            sRow[thread, LIMIT] = self._visible(mK, self._last_token(tile, tokens) + 1)
+            sRow[thread, INIT] = init
+            sRow[thread, LOW] = low
+            sRow[thread, HIGH] = high
+        cute.arch.sync_threads()
 
         # The last row sees the most
-        last_row = cutlass.min(first_row + ROWS, num_rows) - 1
-        last_tile = first_tile + last_row // group
-        visible = self._visible(mK, self._last_token(last_tile, tokens) + 1)
-        steps = cute.ceil_div(self._scored_blocks(visible), self.per_step)
+        last_row = cutlass.min(first_row + self.rows, num_rows) - 1
+        steps = cute.ceil_div(self._scored_blocks(sRow[last_row - first_row, LIMIT]), self.per_step)
 
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        my_first_row = first_row + warp_index * WARP_ROWS
-        self._begin_lists(mBest, mBestIndex, batch, kv_head, my_first_row, num_rows, group, first_tile, tokens, mK)
-        threshold = self._thresholds(mBest, batch, kv_head, my_first_row, num_rows, group)
+        my_first = warp_index * self.warp_rows  # rows whose lists this warp keeps
+        lists = (mBest, mBestIndex, mIndices)
+        for i in cutlass.range(self.warp_rows, unroll=1):
+            if first_row + my_first + i < num_rows:
+                best, index, _ = self._lists(lists, batch, kv_head, first_row + my_first + i, group)
+                self._begin_list(best, index, sRow[my_first + i, None])
 
         thr_mma = tiled_mma.get_slice(thread)
         tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
@@ -185,8 +215,8 @@ class TopBlocks:
         tSsK = copy_k.partition_S(sK)
         tSrQ_copy = copy_q.retile(tSrQ)
         tSrK_copy = copy_k.retile(tSrK)
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, self.entries)), Float32)
-        tSsS = thr_mma.partition_C(sS)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.rows, self.entries)), Float32)
+        tSsScore = thr_mma.partition_C(sScore)
 
         if steps > 0:
             self._load_keys(mK, sK, batch, kv_head, Int32(0), 0)
@@ -205,37 +235,29 @@ class TopBlocks:
                 for part in range_constexpr(PARTS):
                     cute.copy(copy_q, tSsQ[None, None, c, PARTS - 1 - part], tSrQ_copy[None, None, c])
                     cute.gemm(tiled_mma, acc, tSrQ[None, None, c], tSrK[None, None, c], acc)
-            cute.autovec_copy(acc, tSsS)
-            cute.arch.sync_warp()
+            cute.autovec_copy(acc, tSsScore)
+            cute.arch.sync_threads()
 
+            # Most rows have nothing to insert: find those that may, then do them one by one.
             first_block = step * self.per_step
-            for row in cutlass.range(WARP_ROWS, unroll=1):
-                if my_first_row + row < num_rows:
-                    tile = first_tile + (my_first_row + row) // group
-                    limit = self._visible(mK, self._last_token(tile, tokens) + 1)
-                    if first_block < self._scored_blocks(limit):
-                        old = cute.arch.shuffle_sync(threshold, row)
-                        new = self._insert(
-                            sS[warp_index * WARP_ROWS + row, None],
-                            self._list(mBest, batch, kv_head, my_first_row + row, group),
-                            self._list(mBestIndex, batch, kv_head, my_first_row + row, group),
-                            old,
-                            first_block,
-                            tile,
-                            tokens,
-                            limit,
-                            mK,
-                        )
-                        if lane == row:
-                            threshold = new
-            cute.arch.sync_warp()
-
-        for row in cutlass.range(WARP_ROWS, unroll=1):
-            if my_first_row + row < num_rows:
-                self._write_sorted(
-                    self._list(mBestIndex, batch, kv_head, my_first_row + row, group),
-                    self._list(mIndices, batch, kv_head, my_first_row + row, group),
+            pending = Int32(0)
+            for i in range_constexpr(self.warp_rows):
+                row = my_first + i
+                above = self._above(sScore[row, None], sThreshold[row], sRow[row, LIMIT], first_block)
+                if cute.arch.vote_any_sync(above):
+                    pending = pending | (1 << i)
+            while pending != 0:
+                row = my_first + _lowest_bit(pending)
+                pending = pending & (pending - 1)
+                best, index, _ = self._lists(lists, batch, kv_head, first_row + row, group)
+                sThreshold[row] = self._insert(
+                    sScore[row, None], best, index, sThreshold[row], sRow[row, None], first_block
                 )
+
+        for i in cutlass.range(self.warp_rows, unroll=1):
+            if first_row + my_first + i < num_rows:
+                _, index, chosen = self._lists(lists, batch, kv_head, first_row + my_first + i, group)
+                self._write_sorted(index, chosen)
 
     # Which entries and blocks a tile may see
 
@@ -306,7 +328,7 @@ class TopBlocks:
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
         rX = cute.make_rmem_tensor(VECTOR, Float32)
-        for item in cutlass.range(thread, ROWS * vectors, WARPS * LANES):
+        for item in cutlass.range(thread, self.rows * vectors, WARPS * LANES):
             row, vector = item // vectors, item % vectors
             rX.fill(0.0)
             if first_row + row < num_rows:
@@ -339,98 +361,68 @@ class TopBlocks:
     # The sorted list of a row: position p lies in slot p // 32 of lane p % 32
 
     @cute.jit
-    def _list(self, mList: cute.Tensor, batch: Int32, kv_head: Int32, row: Int32, group: Int32) -> cute.Tensor:
-        return mList[batch, kv_head * group + row % group, row // group, None]
+    def _lists(
+        self, lists: tuple[cute.Tensor, ...], batch: Int32, kv_head: Int32, row: Int32, group: Int32
+    ) -> tuple[cute.Tensor, ...]:
+        """This row of each tensor."""
+        head, tile = kv_head * group + row % group, row // group
+        return tuple(mList[batch, head, tile, None] for mList in lists)
 
     @cute.jit
-    def _begin_lists(
-        self,
-        mBest: cute.Tensor,
-        mBestIndex: cute.Tensor,
-        batch: Int32,
-        kv_head: Int32,
-        my_first_row: Int32,
-        num_rows: Int32,
-        group: Int32,
-        first_tile: Int32,
-        tokens: Int32,
-        mK: cute.Tensor,
-    ):
+    def _begin_list(self, gBest: cute.Tensor, gIndex: cute.Tensor, sRow: cute.Tensor):
         """Forced blocks lead with the score +inf; -inf and -1 mark places not taken."""
-        lane = cute.arch.lane_idx()
-        for row in cutlass.range(WARP_ROWS, unroll=1):
-            if my_first_row + row < num_rows:
-                init, low, high = self._forced(first_tile + (my_first_row + row) // group, tokens, mK)
-                best = self._list(mBest, batch, kv_head, my_first_row + row, group)
-                index = self._list(mBestIndex, batch, kv_head, my_first_row + row, group)
-                for slot in range_constexpr(self.slots):
-                    place = slot * LANES + lane
-                    block = place if place < init else low + place - init
-                    taken = block < high if place >= init else place < init
-                    best[place] = Float32.inf if taken else -Float32.inf
-                    index[place] = block if taken else Int32(-1)
+        init, low, high = sRow[INIT], sRow[LOW], sRow[HIGH]
+        for slot in range_constexpr(self.slots):
+            place = slot * LANES + cute.arch.lane_idx()
+            block = place if place < init else low + place - init
+            taken = place < init + high - low
+            gBest[place] = Float32.inf if taken else -Float32.inf
+            gIndex[place] = block if taken else Int32(-1)
 
     @cute.jit
-    def _thresholds(
-        self, mBest: cute.Tensor, batch: Int32, kv_head: Int32, my_first_row: Int32, num_rows: Int32, group: Int32
-    ) -> Float32:
-        """The k-th best of row r, in lane r."""
-        cute.arch.sync_warp()
-        row = my_first_row + cute.arch.lane_idx() % WARP_ROWS
-        threshold = Float32(Float32.inf)
-        if row < num_rows:
-            threshold = self._list(mBest, batch, kv_head, row, group)[self.blocks.count - 1]
-        return threshold
+    def _above(self, sScores: cute.Tensor, threshold: Float32, limit: Int32, first_block: Int32) -> cutlass.Boolean:
+        """Whether a block of this lane may enter the list."""
+        above = cutlass.Boolean(False)
+        for chunk in range_constexpr(-(-self.per_step // LANES)):
+            offset = chunk * LANES + cute.arch.lane_idx()
+            score = self._block_score(sScores, first_block + offset, first_block, limit)
+            above = above | ((score > threshold) & (offset < self.per_step))
+        return above
 
     @cute.jit
     def _insert(
         self,
         sScores: cute.Tensor,  # [entries], of this row
         gBest: cute.Tensor,
-        gBestIndex: cute.Tensor,
+        gIndex: cute.Tensor,
         threshold: Float32,
+        sRow: cute.Tensor,
         first_block: Int32,
-        tile: Int32,
-        tokens: Int32,
-        limit: Int32,
-        mK: cute.Tensor,
     ) -> Float32:
         """Put this step's blocks that beat the threshold into the list; return the new threshold."""
         spec, lane = self.blocks, cute.arch.lane_idx()
-        chunks = const_expr(-(-self.per_step // LANES))
-        init, low, high = self._forced(tile, tokens, mK)
-        rScore = cute.make_rmem_tensor(chunks, Float32)
-        rMask = cute.make_rmem_tensor(chunks, Int32)
-        any_above = Int32(0)
-        for chunk in range_constexpr(chunks):
-            block = first_block + chunk * LANES + lane
-            score = self._block_score(sScores, block, first_block, limit)
-            free = (block >= init) & ((block < low) | (block >= high)) & (chunk * LANES + lane < self.per_step)
-            above = free & (score > threshold)
-            rScore[chunk] = score
-            rMask[chunk] = cute.arch.vote_ballot_sync(above)
-            any_above = any_above | rMask[chunk]
-
-        if any_above != 0:
-            rBest = cute.make_rmem_tensor(self.slots, Float32)
-            rIndex = cute.make_rmem_tensor(self.slots, Int32)
-            for slot in range_constexpr(self.slots):
-                rBest[slot] = gBest[slot * LANES + lane]
-                rIndex[slot] = gBestIndex[slot * LANES + lane]
-            for chunk in range_constexpr(chunks):
-                mask = rMask[chunk]
-                while mask != 0:
-                    source = cute.arch.popc(~mask & (mask - 1))  # the lowest lane first: ties go to the lower index
-                    mask = mask & (mask - 1)
-                    score = cute.arch.shuffle_sync(rScore[chunk], source)
-                    if score > threshold:
-                        self._put(rBest, rIndex, score, first_block + chunk * LANES + source)
-                        threshold = cute.arch.shuffle_sync(
-                            rBest[(spec.count - 1) // LANES], (spec.count - 1) % LANES
-                        )
-            for slot in range_constexpr(self.slots):
-                gBest[slot * LANES + lane] = rBest[slot]
-                gBestIndex[slot * LANES + lane] = rIndex[slot]
+        init, low, high = sRow[INIT], sRow[LOW], sRow[HIGH]
+        rBest = cute.make_rmem_tensor(self.slots, Float32)
+        rIndex = cute.make_rmem_tensor(self.slots, Int32)
+        for slot in range_constexpr(self.slots):
+            rBest[slot] = gBest[slot * LANES + lane]
+            rIndex[slot] = gIndex[slot * LANES + lane]
+        for chunk in range_constexpr(-(-self.per_step // LANES)):
+            offset = chunk * LANES + lane
+            block = first_block + offset
+            mine = self._block_score(sScores, block, first_block, sRow[LIMIT])
+            free = (block >= init) & ((block < low) | (block >= high)) & (offset < self.per_step)
+            mask = cute.arch.vote_ballot_sync(free & (mine > threshold))
+            while mask != 0:  # the lowest lane first: ties go to the lower index
+                source = _lowest_bit(mask)
+                mask = mask & (mask - 1)
+                score = cute.arch.shuffle_sync(mine, source)
+                if score > threshold:
+                    self._put(rBest, rIndex, score, first_block + chunk * LANES + source)
+                    threshold = cute.arch.shuffle_sync(rBest[(spec.count - 1) // LANES], (spec.count - 1) % LANES)
+        for slot in range_constexpr(self.slots):
+            gBest[slot * LANES + lane] = rBest[slot]
+            gIndex[slot * LANES + lane] = rIndex[slot]
         return threshold
 
     @cute.jit
@@ -513,9 +505,16 @@ class TopBlocks:
                 gIndices[place] = Int32(-1)
 
 
+@cute.jit
+def _lowest_bit(mask: Int32) -> Int32:
+    return cute.arch.popc(~mask & (mask - 1))
+
+
 @lru_cache
-def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, length: int, stride: int, tile: int, causal: bool) -> Any:
-    kernel = TopBlocks(dim, CUTE_DTYPES[dtype], blocks, length, stride, tile, causal)
+def _compiled(
+    dtype: torch.dtype, dim: int, blocks: Blocks, length: int, stride: int, tile: int, causal: bool, rows: int
+) -> Any:
+    kernel = TopBlocks(dim, CUTE_DTYPES[dtype], blocks, length, stride, tile, causal, rows)
     places = kernel.slots * LANES
     compiled = compile_kernel(
         kernel,
@@ -557,7 +556,8 @@ def top_blocks(
     indices = torch.empty((batch, heads, tiles, blocks.count), dtype=torch.int32, device=mean_q.device)
     if indices.numel() == 0:
         return indices
-    run, places = _compiled(k_cmp.dtype, dim, blocks, length, stride, tile, causal)
+    rows = FEW_ROWS if batch * heads * tiles <= MANY else MANY_ROWS
+    run, places = _compiled(k_cmp.dtype, dim, blocks, length, stride, tile, causal, rows)
     best = torch.empty((batch, heads, tiles, places), dtype=torch.float32, device=mean_q.device)
     run(mean_q, vectorizable(k_cmp), indices, best, torch.empty_like(best, dtype=torch.int32), tokens, first_tile)
     return indices
