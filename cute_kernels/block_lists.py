@@ -88,12 +88,12 @@ class ChosenLists:
         mFullIndex: cute.Tensor,
         mBits: cute.Tensor | None,  # [B, S, tiles, words], zeros
         num_keys: Int32,
-        num_rows: Int32,  # behind the last query row
-        first_tile: Int32,
+        rows_from: Int32,  # the first query row
+        rows_to: Int32,  # behind the last one
         stream: Any,
     ):
         self.kernel(
-            mIndices, mMaskCount, mMaskIndex, mFullCount, mFullIndex, mBits, num_keys, num_rows, first_tile
+            mIndices, mMaskCount, mMaskIndex, mFullCount, mFullIndex, mBits, num_keys, rows_from, rows_to
         ).launch(grid=[cute.ceil_div(cute.size(mMaskCount), THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
@@ -106,8 +106,8 @@ class ChosenLists:
         mFullIndex: cute.Tensor,
         mBits: cute.Tensor | None,
         num_keys: Int32,
-        num_rows: Int32,
-        first_tile: Int32,
+        rows_from: Int32,
+        rows_to: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
@@ -116,8 +116,8 @@ class ChosenLists:
         tile, head, batch = item % tiles, item // tiles % heads, item // tiles // heads
         if batch < batches:
             select_head = head // (heads // mIndices.shape[1])
-            first_row = (first_tile + tile) * self.rows
-            last_row = cutlass.min(first_row + self.rows, num_rows) - 1
+            first_row = rows_from + tile * self.rows
+            last_row = cutlass.min(first_row + self.rows, rows_to) - 1
             seen_by_all = self.keys.visible(first_row, num_keys)
             seen = self.keys.visible(last_row, num_keys)
             mask_index, full_index = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
@@ -176,12 +176,12 @@ class PrefixLists:
         mFullCount: cute.Tensor,
         mAll: cute.Tensor,  # [1, 1, 1, blocks]
         num_keys: Int32,
-        num_rows: Int32,
-        first_row: Int32,
+        rows_from: Int32,
+        rows_to: Int32,
         stream: Any,
     ):
         threads = cutlass.max(mMaskCount.shape[2], mAll.shape[3])
-        self.kernel(mMaskCount, mMaskIndex, mFullCount, mAll, num_keys, num_rows, first_row).launch(
+        self.kernel(mMaskCount, mMaskIndex, mFullCount, mAll, num_keys, rows_from, rows_to).launch(
             grid=[cute.ceil_div(threads, THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -193,8 +193,8 @@ class PrefixLists:
         mFullCount: cute.Tensor,
         mAll: cute.Tensor,
         num_keys: Int32,
-        num_rows: Int32,
-        first_row: Int32,
+        rows_from: Int32,
+        rows_to: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
@@ -202,9 +202,9 @@ class PrefixLists:
         if item < mAll.shape[3]:
             mAll[0, 0, 0, item] = item
         if item < mMaskCount.shape[2]:
-            row = first_row + item * self.rows
+            row = rows_from + item * self.rows
             fulls = self.keys.visible(row, num_keys) // self.width
-            last_row = cutlass.min(row + self.rows, num_rows) - 1
+            last_row = cutlass.min(row + self.rows, rows_to) - 1
             blocks = cute.ceil_div(self.keys.visible(last_row, num_keys), self.width)
             mFullCount[0, 0, item] = fulls
             mMaskCount[0, 0, item] = blocks - fulls
@@ -247,57 +247,57 @@ def chosen_lists(
     width: int,
     rows: int,
     num_keys: int,
-    num_rows: int,
-    first_tile: int = 0,
+    rows_from: int,
+    rows_to: int,
 ) -> BlockLists:
     """Lists of chosen blocks.
 
     Args:
-        indices: int32 `[B,S,tiles,k]`, ascending, padded with -1, for tiles `first_tile` ... of `rows` rows.
+        indices: int32 `[B,S,tiles,k]`, ascending, padded with -1, for the tiles of query rows `rows_from` ...
+            `rows_to` - 1.
         heads: query heads H, a multiple of S.
         size, width: keys of a chosen and of a listed block.
-        num_keys, num_rows: how many there are, counted from the start of the sequence.
+        rows: query rows of a tile.
     """
     batch, select_heads, tiles, count = indices.shape
-    some: dict[str, Any] = {"dtype": torch.int32, "device": indices.device}
+    device = indices.device
     places = max(1, min(count * max(size // width, 1), -(-num_keys // width)))
-    mask_count = torch.empty((batch, heads, tiles), **some)
-    full_count = torch.empty((batch, heads, tiles), **some)
-    mask_index = torch.empty((batch, heads, tiles, places), **some)
-    full_index = torch.empty((batch, heads, tiles, places), **some)
+    mask_count = torch.empty((batch, heads, tiles), dtype=torch.int32, device=device)
+    full_count = torch.empty((batch, heads, tiles), dtype=torch.int32, device=device)
+    mask_index = torch.empty((batch, heads, tiles, places), dtype=torch.int32, device=device)
+    full_index = torch.empty((batch, heads, tiles, places), dtype=torch.int32, device=device)
     bits = None
     if size < width:
         words = max(1, -(-num_keys // (size * WORD)))
-        bits = torch.zeros((batch, select_heads, tiles, words), **some)
+        bits = torch.zeros((batch, select_heads, tiles, words), dtype=torch.int32, device=device)
     if mask_count.numel() > 0:
         run = _chosen(keys, size, width, rows)
-        run(indices, mask_count, mask_index, full_count, full_index, bits, num_keys, num_rows, first_tile)
+        run(indices, mask_count, mask_index, full_count, full_index, bits, num_keys, rows_from, rows_to)
     return BlockLists(mask_count, mask_index, full_count, full_index, rows, width, bits)
 
 
 def prefix_lists(
-    keys: Keys,
     batch: int,
     heads: int,
+    keys: Keys,
     *,
     width: int,
     rows: int,
     num_keys: int,
-    num_rows: int,
+    rows_from: int,
+    rows_to: int,
     device: torch.device,
-    first_row: int = 0,
 ) -> BlockLists:
-    """Lists of everything that the query rows `first_row` ... `num_rows` - 1 see, one for all heads."""
-    tiles = -(-(num_rows - first_row) // rows)
+    """Lists of everything that query rows `rows_from` ... `rows_to` - 1 see, stored once for all batches and heads."""
+    tiles = -(-(rows_to - rows_from) // rows)
     blocks = -(-num_keys // width)
     masks = min(blocks, -(-rows // keys.stride // width) + 2)
-    some: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    mask_count = torch.empty((1, 1, tiles), **some)
-    full_count = torch.empty((1, 1, tiles), **some)
-    mask_index = torch.empty((1, 1, tiles, masks), **some)
-    every = torch.empty((1, 1, 1, blocks), **some)
+    mask_count = torch.empty((1, 1, tiles), dtype=torch.int32, device=device)
+    full_count = torch.empty((1, 1, tiles), dtype=torch.int32, device=device)
+    mask_index = torch.empty((1, 1, tiles, masks), dtype=torch.int32, device=device)
+    every = torch.empty((1, 1, 1, blocks), dtype=torch.int32, device=device)
     if tiles > 0 and blocks > 0:
-        _prefix(keys, width, rows)(mask_count, mask_index, full_count, every, num_keys, num_rows, first_row)
+        _prefix(keys, width, rows)(mask_count, mask_index, full_count, every, num_keys, rows_from, rows_to)
     return BlockLists(
         mask_count.expand(batch, heads, tiles),
         mask_index.expand(batch, heads, tiles, masks),

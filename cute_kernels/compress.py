@@ -23,7 +23,6 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.device import vectorizable
 from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake
 
 VECTOR = 8
@@ -177,7 +176,7 @@ def block_means(k: Tensor, v: Tensor, length: int, stride: int, dtype: torch.dty
     pooled = [torch.empty((x.shape[0], entries, *x.shape[2:]), dtype=dtype, device=x.device) for x in (k, v)]
     if pooled[0].numel() > 0:
         run = _compiled((length, stride, False), k.dtype, dtype, k.shape[-1], v.shape[-1], False)
-        run(vectorizable(k), pooled[0], vectorizable(v), pooled[1], None, None)
+        run(k, pooled[0], v, pooled[1], None, None)
     return pooled[0], pooled[1]
 
 
@@ -187,5 +186,5 @@ def tile_means(q: Tensor, tile: int) -> Tensor:
     means = torch.empty((batch, -(-tokens // tile), heads, dim), dtype=torch.float32, device=q.device)
     if means.numel() > 0:
         run = _compiled((tile, tile, True), q.dtype, torch.float32, dim, None, False)
-        run(vectorizable(q), means, None, None, None, None)
+        run(q, means, None, None, None, None)
     return means

@@ -9,8 +9,8 @@ What FA4 4.0.0b36 does with block lists, read from it and checked against it (te
 - A mask_mod sees every `mask` block and no `full` one.
 - Both lists must be given, also when one is empty; a list need not be longer than what is read of it.
 
-q `[B,M,H,D]`, k `[B,N,H_kv,D]`, v `[B,N,H_kv,D_v]`; o `[B,M,H,D_v]` in their dtype, lse `[B,H,M]` fp32, natural log;
-rows without keys give 0 and -inf.
+q `[B,M,H,D]`, k `[B,N,H_kv,D]`, v `[B,N,H_kv,D_v]`, rows aligned (device.vectorizable); o `[B,M,H,D_v]` in their dtype,
+lse `[B,H,M]` fp32, natural log; rows without keys give 0 and -inf.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cute_kernels.device import compute_capability, vectorized
+from cute_kernels.device import compute_capability
 
 if TYPE_CHECKING:
     from cute_kernels.block_lists import BlockLists
@@ -84,16 +84,16 @@ def compressed(
     stride: int,
     first_row: int,
     scale: float,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Attention over compressed entries: entry j is visible to row i iff j*stride + length-1 <= first_row + i.
 
     Args:
         lists: blocks of entries for each query tile; None: no causality, everything is visible.
     """
     if lists is None:
-        return _attend(q, k, v, scale, out)
-    return _attend(q, k, v, scale, out, lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
+        return _attend(q, k, v, scale, lse)
+    return _attend(q, k, v, scale, lse, lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
 
 
 def selected(
@@ -104,35 +104,37 @@ def selected(
     *,
     size: int,
     causal: bool,
+    first_row: int,
     scale: float,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention over listed blocks of tokens; the last query row is the last key row.
+    lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over listed blocks of tokens: token j is visible to row i if listed and, causal, j <= first_row + i.
 
     Args:
         size: l', read where the listed blocks are wider (`lists.bits`).
+        first_row: with `causal`, number of keys minus number of queries.
     """
     if lists.bits is None:
-        return _attend(q, k, v, scale, out, lists=lists, causal=causal)
+        return _attend(q, k, v, scale, lse, lists=lists, causal=causal)
     group = q.shape[2] // lists.bits.shape[1]
     return _attend(
         q,
         k,
         v,
         scale,
-        out,
+        lse,
         lists=lists,
         mask_mod=_chosen(size, lists.rows, group, causal),
-        scalars=(k.shape[1] - q.shape[1],),
+        scalars=(first_row,),
         tensors=[lists.bits],
     )
 
 
 def window(
-    q: Tensor, k: Tensor, v: Tensor, *, left: int, right: int, scale: float, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, left: int, right: int, scale: float, lse: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Attention of row i to keys i-left ... i+right, where the last query row is the last key row."""
-    return _attend(q, k, v, scale, out, window=(left, right))
+    return _attend(q, k, v, scale, lse, window=(left, right))
 
 
 def _attend(
@@ -140,7 +142,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     scale: float,
-    out: Tensor | None,
+    lse: bool,
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] = (None, None),
@@ -148,34 +150,91 @@ def _attend(
     mask_mod: Callable[..., Any] | None = None,
     scalars: tuple[int, ...] = (),
     tensors: list[Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """FA4's forward, directly through the kernel compiled by an earlier call like this one where that is safe.
 
     FA4 spends about 100 us of Python on every call. On sm_90 what it compiles depends on `_signature` alone, so later
     calls skip that; sm_100 kernels also depend on sizes and cannot be tried here, so they always take FA4's own way.
     """
-    signature = _signature(q, k, v, causal, window, lists, mask_mod) if tensors is None else None
+    signature = _signature(q, k, v, lse, causal, window, lists, mask_mod) if tensors is None else None
     run = _KERNELS.get(signature)
-    if signature is None or run is None:
-        return _through_interface(q, k, v, scale, out, causal, window, lists, mask_mod, scalars, tensors, signature)
-    if out is None:
-        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    scalars = tuple(map(_int32(), scalars))
+    if run is None:
+        return _through_interface(
+            signature,
+            (q, k, v),
+            lists,
+            softmax_scale=scale,
+            causal=causal,
+            window_size_left=window[0],
+            window_size_right=window[1],
+            mask_mod=mask_mod,
+            return_lse=lse,
+            aux_tensors=tensors,
+            aux_scalars=scalars,
+        )
+    batch, rows, heads, _ = q.shape
+    o = torch.empty((batch, rows, heads, v.shape[3]), dtype=q.dtype, device=q.device)
+    sums = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
     sparse = None if lists is None else (*lists.tensors, None, None, None, None)
-    aux = _aux_data()(None, tuple(map(_int32(), scalars)) or None)
-    nothing = (None,) * 5  # varlen and paging
-    run(q, k, v, out, lse, scale, *nothing, *window, None, sparse, aux, None, None)
-    return out, lse
+    varlen_and_paging = (None,) * 5
+    aux = _aux_data()(None, scalars or None)
+    run(q, k, v, o, sums, scale, *varlen_and_paging, *window, None, sparse, aux, None, None)
+    return o, sums
 
 
 _KERNELS: dict[Any, Callable[..., None]] = {}
-"""Compiled kernels by signature."""
+"""Compiled sm_90 kernels by signature."""
+
+
+def _signature(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: bool,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    lists: BlockLists | None,
+    mask_mod: Callable[..., Any] | None,
+) -> Any:
+    """Everything FA4's choice of an sm_90 kernel depends on; None where its own checks are needed."""
+    major, _ = compute_capability(q.device.index or 0)
+    if major != 9 or q.numel() == 0 or k.numel() == 0:
+        return None
+    listed = None
+    if lists is not None:
+        listed = (lists.rows, lists.width, *[t.stride().count(0) for t in lists.tensors])
+    sizes = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    return (q.device, q.dtype, sizes, lse, causal, window[0] is None, window[1] is None, listed, mask_mod)
+
 
 _RECORDING = threading.Lock()
 
 
+def _through_interface(
+    signature: Any, qkv: tuple[Tensor, Tensor, Tensor], lists: BlockLists | None, **keywords: Any
+) -> tuple[Tensor, Tensor | None]:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    sparse = None
+    if lists is not None:
+        sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
+    with _RECORDING, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Argument aux_data")  # said whenever there is no aux data
+        recorder = _Recorder(_flash_attn_fwd.compile_cache)
+        _flash_attn_fwd.compile_cache = recorder
+        try:
+            o, lse, *_ = _flash_attn_fwd(*qkv, pack_gqa=False, block_sparse_tensors=sparse, **keywords)
+        finally:
+            _flash_attn_fwd.compile_cache = recorder.cache
+    if signature is not None:
+        _KERNELS[signature] = recorder.used
+    return o, lse
+
+
 class _Recorder:
-    """Stands in for FA4's cache during one call, to learn which kernel the call used."""
+    """Stands in for FA4's cache of compiled kernels during one call, to learn which one the call used."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.thread, self.used = cache, threading.get_ident(), None
@@ -191,75 +250,6 @@ class _Recorder:
         if threading.get_ident() == self.thread:
             self.used = kernel
         return kernel
-
-
-def _signature(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window: tuple[int | None, int | None],
-    lists: BlockLists | None,
-    mask_mod: Callable[..., Any] | None,
-) -> Any:
-    """Everything FA4's choice of an sm_90 kernel depends on; None where its own checks are needed."""
-    major, _ = compute_capability(q.device.index or 0)
-    if major != 9 or q.numel() == 0 or k.numel() == 0 or not all(map(vectorized, (q, k, v))):
-        return None
-    listed = None
-    if lists is not None:
-        listed = (lists.rows, lists.width, *(0 in t.stride() for t in lists.tensors))
-    windowed = (window[0] is None, window[1] is None)
-    sizes = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    return (q.device, q.dtype, sizes, causal, windowed, listed, mask_mod)
-
-
-def _through_interface(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    out: Tensor | None,
-    causal: bool,
-    window: tuple[int | None, int | None],
-    lists: BlockLists | None,
-    mask_mod: Callable[..., Any] | None,
-    scalars: tuple[int, ...],
-    tensors: list[Tensor] | None,
-    signature: Any,
-) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    sparse = None
-    if lists is not None:
-        sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
-    with _RECORDING, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Argument aux_data")  # FA4 compiles without aux data like that
-        recorder = _Recorder(_flash_attn_fwd.compile_cache)
-        _flash_attn_fwd.compile_cache = recorder
-        try:
-            o, lse, *_ = _flash_attn_fwd(
-                q,
-                k,
-                v,
-                softmax_scale=scale,
-                causal=causal,
-                window_size_left=window[0],
-                window_size_right=window[1],
-                pack_gqa=False,
-                mask_mod=mask_mod,
-                block_sparse_tensors=sparse,
-                return_lse=True,
-                out=out,
-                aux_tensors=tensors,
-                aux_scalars=tuple(map(_int32(), scalars)),
-            )
-        finally:
-            _flash_attn_fwd.compile_cache = recorder.cache
-    if signature is not None and recorder.used is not None:
-        _KERNELS[signature] = recorder.used
-    return o, lse
 
 
 @cache

@@ -1,17 +1,18 @@
 """NSA's forward on NVIDIA GPUs: pool, score and choose, attend three times, gate.
 
-`nsa(inputs, config)` takes the fields of the public call (nsa.tensors.NSAInputs, nsa.config.NSAConfig; nothing here
-imports them) and returns what the reference returns. Everything is asynchronous; no device value is read.
+`nsa(inputs, config)` reads the fields of nsa.tensors.NSAInputs and nsa.config.NSAConfig (nothing here imports them) and
+returns what the reference returns. Everything is asynchronous; no device value is read.
 
-Long sequences are processed in chunks of queries (`chunk_rows`), so that what one call needs beyond its inputs and
-output does not grow with the square of anything, nor much with N.
+Long sequences are processed in chunks of queries (`chunk_rows`), so that what a call needs beyond inputs, compressed
+keys and output stays bounded.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,32 @@ from torch import Tensor
 from cute_kernels import fa4
 from cute_kernels.block_lists import BlockLists, Keys, chosen_lists, prefix_lists
 from cute_kernels.compress import block_means, tile_means
+from cute_kernels.device import vectorizable, vectorized
 from cute_kernels.gate import gated_sum
 from cute_kernels.score import Blocks, top_blocks
 
 CHUNK_BYTES = 8 << 30
 """Outputs of the three branches that may exist at once."""
+
+ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight")
+"""Inputs whose rows kernels read as vectors."""
+
+
+class Branch(NamedTuple):
+    """Output `[B,rows,H,D_v]` and log-sum-exp `[B,H,rows]` of a branch; lse is None unless asked for."""
+
+    o: Tensor
+    lse: Tensor | None
+
+
+class Part(NamedTuple):
+    """What belongs to some of the query rows."""
+
+    cmp: Branch
+    slc: Branch
+    win: Branch
+    indices: Tensor
+    cmp_indices: Tensor | None
 
 
 def nsa(inputs: Any, config: Any, *, aux: bool = True) -> tuple[Tensor, tuple[Tensor | None, ...] | None]:
@@ -35,23 +57,26 @@ def nsa(inputs: Any, config: Any, *, aux: bool = True) -> tuple[Tensor, tuple[Te
     Returns:
         out `[B,N,H,D_v]`, and the fields of NSAAux or None.
     """
-    plan = _Plan.of(inputs, config)
+    inputs = _aligned(inputs)
     q = inputs.q
-    batch, tokens, heads, _ = q.shape
-    out = q.new_empty((batch, tokens, heads, inputs.v.shape[-1]))
+    batch, tokens, heads, dim = q.shape
+    v_dim = inputs.v.shape[-1]
+    out = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
     k_cmp, v_cmp = _compress(inputs, config)
+    plan = _plan(config, fa4.rules(q.device), dim, k_cmp.shape[1])
     if aux:
-        branches, indices, cmp_indices = _branches(inputs, plan, k_cmp, v_cmp, 0, tokens)
-        _, gates = _gate(inputs, branches, slice(None), out, keep=True)
+        part = _attend(inputs, plan, k_cmp, v_cmp, 0, tokens, lse=True)
+        gates = _gate(inputs, part, 0, tokens, out, keep=True)
         if gates is None:
-            gates = q.new_full((1, 1, 1, 1), 1.0 / 3.0, dtype=torch.float32).expand(batch, tokens, heads, 3)
-        (o_cmp, lse_cmp), (o_slc, lse_slc), (o_win, lse_win) = branches
-        return out, (o_cmp, o_slc, o_win, lse_cmp, lse_slc, lse_win, k_cmp, v_cmp, gates, indices, cmp_indices)
-    rows = chunk_rows(batch, tokens, heads, inputs.v.shape[-1], plan.tile)
-    for first in range(0, tokens, rows):
-        some = slice(first, min(first + rows, tokens))
-        branches, _, _ = _branches(inputs, plan, k_cmp, v_cmp, some.start, some.stop)
-        _gate(inputs, branches, some, out[:, some], keep=False)
+            gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(batch, tokens, heads, 3)
+        outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
+        selected = part.indices, _all_if_none(part.cmp_indices, config, q, k_cmp)
+        return out, (*outputs, *lses, k_cmp, v_cmp, gates, *selected)
+    rows = chunk_rows(batch, tokens, heads, v_dim, config.q_tile_size)
+    for start in range(0, tokens, rows):
+        stop = min(start + rows, tokens)
+        part = _attend(inputs, plan, k_cmp, v_cmp, start, stop, lse=False)
+        _gate(inputs, part, start, stop, out[:, start:stop] if rows < tokens else out, keep=False)
     return out, None
 
 
@@ -65,38 +90,52 @@ def chunk_rows(batch: int, tokens: int, heads: int, v_dim: int, tile: int) -> in
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """The choices that follow from options, sizes and the device."""
+class Plan:
+    """What follows from options, sizes and the device."""
 
     config: Any
     rules: fa4.Rules
     scale: float
+    tile: int
     select: Blocks
     choose: Blocks | None
-    """Blocks of compressed entries, where the compressed branch does not attend to all."""
+    """Blocks of compressed entries to choose; None: the compressed branch attends to all."""
+    entry: Keys
+    token: Keys
 
-    @property
-    def tile(self) -> int:
-        tile: int = self.config.q_tile_size
-        return tile
 
-    @staticmethod
-    def of(inputs: Any, config: Any) -> _Plan:
-        length, stride = config.compress_block_size, config.stride
-        select = Blocks(
+@lru_cache(256)
+def _plan(config: Any, rules: fa4.Rules, dim: int, entries: int) -> Plan:
+    length, stride = config.compress_block_size, config.stride
+    count, width = config.num_cmp_selected_blocks, config.n_block_size
+    some = count is not None and count * width < entries
+    return Plan(
+        config=config,
+        rules=rules,
+        scale=config.scale(dim),
+        tile=config.q_tile_size,
+        select=Blocks(
             length,
             stride,
             config.select_size,
             config.num_selected_blocks,
             init=config.num_init_blocks,
             local=config.num_local_blocks,
-        )
-        choose = None
-        count = config.num_cmp_selected_blocks
-        entries = inputs.k_cmp.shape[1] if inputs.k_cmp is not None else config.num_compressed(inputs.q.shape[1])
-        if count is not None and count < -(-entries // config.n_block_size):
-            choose = Blocks(1, 1, config.n_block_size, count, newest=config.causal)
-        return _Plan(config, fa4.rules(inputs.q.device), config.scale(inputs.q.shape[-1]), select, choose)
+        ),
+        choose=Blocks(1, 1, width, count, newest=config.causal) if some else None,
+        entry=Keys(length, stride, config.causal),
+        token=Keys(causal=config.causal),
+    )
+
+
+def _aligned(inputs: Any) -> Any:
+    """The inputs with every row contiguous and aligned, copied where it was not."""
+    changed = {}
+    for name in ALIGNED:
+        tensor = getattr(inputs, name)
+        if tensor is not None and not vectorized(tensor):
+            changed[name] = vectorizable(tensor)
+    return replace(inputs, **changed) if changed else inputs
 
 
 # Steps, in the order of docs/semantics.md
@@ -106,155 +145,135 @@ def _compress(inputs: Any, config: Any) -> tuple[Tensor, Tensor]:
     """Compressed keys and values `[B,entries,H_kv,D]`."""
     if inputs.k_cmp is not None:
         return inputs.k_cmp, inputs.v_cmp
-    length, stride = config.compress_block_size, config.stride
-    dtype = inputs.q.dtype
+    length, stride, dtype = config.compress_block_size, config.stride, inputs.q.dtype
     weights = (inputs.w_k_compress, inputs.w_v_compress)
     if config.compress == "mean":
-        exact = torch.float32 if any(w is not None for w in weights) else dtype  # rounded once, at the end
-        pooled = block_means(inputs.k, inputs.v, length, stride, exact)
+        if weights == (None, None):
+            return block_means(inputs.k, inputs.v, length, stride, dtype)
+        pooled = block_means(inputs.k, inputs.v, length, stride, torch.float32)  # rounded once, behind the projection
     else:
-        pools = config.compress if isinstance(config.compress, tuple) else (config.compress,) * 2
-        pooled = tuple(
-            pool(x.unfold(1, length, stride).transpose(-1, -2)) for pool, x in zip(pools, (inputs.k, inputs.v), strict=True)
-        )
-    projected = (
-        x if w is None else torch.einsum("bnhd,hde->bnhe", x.float(), w.float())
+        pools = config.compress if isinstance(config.compress, tuple) else (config.compress, config.compress)
+        k, v = (x.unfold(1, length, stride).transpose(-1, -2) for x in (inputs.k, inputs.v))  # [B,entries,H_kv,l,D]
+        pooled = pools[0](k), pools[1](v)
+    k_cmp, v_cmp = (
+        (x if w is None else torch.einsum("bnhd,hde->bnhe", x.float(), w.float())).to(dtype).contiguous()
         for x, w in zip(pooled, weights, strict=True)
     )
-    k_cmp, v_cmp = (x.to(dtype) for x in projected)
     return k_cmp, v_cmp
 
 
-def _branches(
-    inputs: Any, plan: _Plan, k_cmp: Tensor, v_cmp: Tensor, start: int, stop: int
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor | None]:
-    """(o, lse) of the three branches for query rows start ... stop-1, and the selections."""
-    q = inputs.q[:, start:stop]
-    indices, cmp_indices = _select(inputs, plan, q, k_cmp, start, stop)
-    return (
-        [
-            _compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, stop, inputs.q.shape[1]),
-            _selected(inputs, plan, q, indices, start, stop),
-            _window(inputs, plan, q, start, stop),
-        ],
+def _attend(
+    inputs: Any, plan: Plan, k_cmp: Tensor, v_cmp: Tensor, start: int, stop: int, *, lse: bool
+) -> Part:
+    """Selections and branches of query rows start ... stop-1."""
+    tokens = inputs.q.shape[1]
+    q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
+    indices, cmp_indices = _select(plan, q, k_cmp, start, tokens)
+    return Part(
+        _compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse),
+        _selected(plan, q, *_keys(inputs, "slc"), indices, start, lse),
+        _window(plan, q, *_keys(inputs, "win"), start, lse),
         indices,
         cmp_indices,
     )
 
 
-def _select(
-    inputs: Any, plan: _Plan, q: Tensor, k_cmp: Tensor, start: int, stop: int
-) -> tuple[Tensor, Tensor | None]:
-    config = plan.config
+def _keys(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
+    """Keys and values of a branch: its own, or the shared ones."""
+    own = getattr(inputs, f"k_{branch}"), getattr(inputs, f"v_{branch}")
+    return (inputs.k, inputs.v) if own[0] is None else own
+
+
+def _select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tuple[Tensor, Tensor | None]:
+    """Selected blocks, and blocks of compressed entries."""
     means = tile_means(q, plan.tile)
-    where = {
-        "length": config.compress_block_size,
-        "stride": config.stride,
-        "tile": plan.tile,
-        "causal": config.causal,
-        "tokens": inputs.q.shape[1] if not config.causal else stop,
-        "first_tile": start // plan.tile,
-    }
-    cmp_indices = None
-    if plan.choose is not None:
-        cmp_indices = top_blocks(means, k_cmp, plan.choose, **where)
-    if config.shares_heads:
+
+    def choose(mean_q: Tensor, blocks: Blocks) -> Tensor:
+        return top_blocks(mean_q, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=tokens, start=start)
+
+    cmp_indices = None if plan.choose is None else choose(means, plan.choose)
+    if plan.config.shares_heads:
         means = means.unflatten(2, (k_cmp.shape[2], -1)).sum(3)
-    return top_blocks(means, k_cmp, plan.select, **where), cmp_indices
+    return choose(means, plan.select), cmp_indices
 
 
 def _compressed(
-    plan: _Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, stop: int, tokens: int
-) -> tuple[Tensor, Tensor]:
-    config = plan.config
-    keys = Keys(config.compress_block_size, config.stride, config.causal)
-    entries = k.shape[1]
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, lse: bool
+) -> Branch:
+    stop, entries = start + q.shape[1], k.shape[1]
     lists: BlockLists | None = None
     if indices is not None:
+        size = plan.config.n_block_size
         lists = chosen_lists(
-            indices,
-            q.shape[2],
-            keys,
-            size=config.n_block_size,
-            width=plan.rules.width(config.n_block_size),
-            rows=plan.tile,
-            num_keys=entries,
-            num_rows=stop,
-            first_tile=start // plan.tile,
-        )
-    elif config.causal:
-        entries = min(entries, config.num_compressed(stop))  # what the last row sees
-        lists = prefix_lists(
-            keys,
-            q.shape[0],
-            q.shape[2],
-            width=plan.rules.widths[0],
-            rows=plan.rules.rows,
-            num_keys=entries,
-            num_rows=stop,
-            device=q.device,
-            first_row=start,
-        )
+            indices, q.shape[2], plan.entry, size=size, width=size, rows=plan.tile, num_keys=entries, rows_from=start,
+            rows_to=stop,
+        )  # fmt: skip
+    elif plan.config.causal:
+        entries = min(entries, plan.config.num_compressed(stop))  # what the last row sees
+        if entries > 0:
+            lists = prefix_lists(
+                q.shape[0], q.shape[2], plan.entry, width=plan.rules.widths[0], rows=plan.rules.rows, num_keys=entries,
+                rows_from=start, rows_to=stop, device=q.device,
+            )  # fmt: skip
     if entries == 0:
         return _nothing(q, v)
-    length, stride = (keys.length, keys.stride) if config.causal else (1, 0)
-    return fa4.compressed(
-        q, k[:, :entries], v[:, :entries], lists, length=length, stride=stride, first_row=start, scale=plan.scale
+    if entries < k.shape[1]:
+        k, v = k[:, :entries], v[:, :entries]
+    length, stride = (plan.entry.length, plan.entry.stride) if plan.config.causal else (1, 0)
+    return Branch(
+        *fa4.compressed(q, k, v, lists, length=length, stride=stride, first_row=start, scale=plan.scale, lse=lse)
     )
 
 
-def _selected(
-    inputs: Any, plan: _Plan, q: Tensor, indices: Tensor, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    config = plan.config
-    k, v = (inputs.k, inputs.v) if inputs.k_slc is None else (inputs.k_slc, inputs.v_slc)
-    if config.causal:
+def _selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, start: int, lse: bool) -> Branch:
+    stop, causal, size = start + q.shape[1], plan.config.causal, plan.config.select_size
+    if causal and stop < k.shape[1]:
         k, v = k[:, :stop], v[:, :stop]
-    if config.num_selected_blocks == 0 or k.shape[1] == 0:
+    if indices.numel() == 0:
         return _nothing(q, v)
     lists = chosen_lists(
-        indices,
-        q.shape[2],
-        Keys(causal=config.causal),
-        size=config.select_size,
-        width=plan.rules.width(config.select_size),
-        rows=plan.tile,
-        num_keys=k.shape[1],
-        num_rows=stop,
-        first_tile=start // plan.tile,
-    )
-    return fa4.selected(q, k, v, lists, size=config.select_size, causal=config.causal, scale=plan.scale)
+        indices, q.shape[2], plan.token, size=size, width=plan.rules.width(size), rows=plan.tile, num_keys=k.shape[1],
+        rows_from=start, rows_to=stop,
+    )  # fmt: skip
+    return Branch(*fa4.selected(q, k, v, lists, size=size, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 
 
-def _window(inputs: Any, plan: _Plan, q: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    config = plan.config
-    k, v = (inputs.k, inputs.v) if inputs.k_win is None else (inputs.k_win, inputs.v_win)
-    tokens, size = k.shape[1], config.window_size
+def _window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:
+    stop, tokens, size = start + q.shape[1], k.shape[1], plan.config.window_size
     if size == 0:
         return _nothing(q, v)
-    before, behind = (size - 1, 0) if config.causal else (size // 2, size // 2)
+    before, behind = (size - 1, 0) if plan.config.causal else (size // 2, size // 2)
+    # Whole blocks of keys, so that the same blocks meet the same rows however queries are chunked
     first, last = max(0, start - before) // 128 * 128, min(tokens, stop + behind)
     extra = last - stop  # keys behind the last query
-    return fa4.window(
-        q, k[:, first:last], v[:, first:last], left=before + extra, right=behind - extra, scale=plan.scale
-    )
+    if last - first < tokens:
+        k, v = k[:, first:last], v[:, first:last]
+    return Branch(*fa4.window(q, k, v, left=before + extra, right=behind - extra, scale=plan.scale, lse=lse))
 
 
-def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing(q: Tensor, v: Tensor) -> Branch:
     """A branch without keys."""
     batch, rows, heads, _ = q.shape
     o = q.new_zeros((batch, rows, heads, v.shape[-1]))
-    return o, torch.full((batch, heads, rows), -math.inf, dtype=torch.float32, device=q.device)
+    return Branch(o, torch.full((batch, heads, rows), -math.inf, dtype=torch.float32, device=q.device))
 
 
-def _gate(
-    inputs: Any, branches: list[tuple[Tensor, Tensor]], rows: slice, out: Tensor, *, keep: bool
-) -> tuple[Tensor, Tensor | None]:
+def _gate(inputs: Any, part: Part, start: int, stop: int, out: Tensor, *, keep: bool) -> Tensor | None:
+    q, gates = inputs.q, inputs.gates
+    if stop - start < q.shape[1]:
+        q = q[:, start:stop]
+        gates = None if gates is None else gates[:, start:stop]
     return gated_sum(
-        *(o for o, _ in branches),
-        q=inputs.q[:, rows],
-        gate_proj_weight=inputs.gate_proj_weight,
-        gates=None if inputs.gates is None else inputs.gates[:, rows],
-        out=out,
-        keep_gates=keep,
+        part.cmp.o, part.slc.o, part.win.o, out, q=q, gate_proj_weight=inputs.gate_proj_weight, gates=gates, keep=keep
     )
+
+
+def _all_if_none(indices: Tensor | None, config: Any, q: Tensor, k_cmp: Tensor) -> Tensor | None:
+    """NSAAux.cmp_indices: where a choice was asked for but all blocks fit, all of them."""
+    count = config.num_cmp_selected_blocks
+    if indices is not None or count is None:
+        return indices
+    places = torch.arange(count, dtype=torch.int32, device=q.device)
+    blocks = -(-k_cmp.shape[1] // config.n_block_size)
+    tiles = -(-q.shape[1] // config.q_tile_size)
+    return torch.where(places < blocks, places, -1).expand(q.shape[0], q.shape[2], tiles, count)

@@ -4,10 +4,10 @@
     score[t, b] = sum_j overlap(j, b) s[t, j] / sum_j overlap(j, b)  over those j
     indices[t]  = forced blocks, then the highest scores, the lower index first among equals; ascending
 
-A CTA holds 16 or 64 rows (tiles and query heads of one key/value head) and walks over the compressed keys. The mean
+A CTA holds 16 rows (tiles and query heads of one key/value head) and walks over the compressed keys. The mean
 queries are fp32; split into three 16-bit parts they keep all 24 bits, so the tensor cores give fp32-accurate logits
 of the rounded keys. A step's logits go to shared memory; each warp pools those of its rows to block scores and
-inserts what beats the row's k-th best into a list sorted across its lanes (k + k ln(blocks/k) times, expected).
+inserts what beats the row's k-th best into a sorted list (k + k ln(blocks/k) times, expected).
 softmax_scale > 0 changes no order and is left out.
 
 The same kernel chooses blocks of compressed entries for the compressed branch: there a block's score is the plain
@@ -32,18 +32,16 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warp
 from torch import Tensor
 
-from cute_kernels.device import vectorizable
+from cute_kernels.block_lists import Keys
 from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake
 
+ROWS = 16
 WARPS = 4
+WARP_ROWS = ROWS // WARPS
 LANES = 32
 PARTS = 3
 VECTOR = 8
 STAGES = 2
-
-FEW_ROWS, MANY_ROWS = 16, 64
-MANY = 1 << 15
-"""Rows of all tiles and heads, from which on CTAs hold MANY_ROWS."""
 
 LIMIT, INIT, LOW, HIGH = range(4)
 """What is kept of a row: entries it sees; blocks 0 ... INIT-1 and LOW ... HIGH-1 are forced."""
@@ -89,21 +87,13 @@ class Blocks:
 
 
 class TopBlocks:
-    """Args: compressed blocks are l = `length` tokens every d = `stride`; query tiles of T = `tile` tokens.
+    """Args: what to choose, when a token sees an entry, and T, the tokens of a query tile."""
 
-    `rows` of a CTA: 16 spread short sequences over more CTAs, 64 read the keys less often.
-    """
-
-    def __init__(
-        self, dim: int, dtype: Any, blocks: Blocks, length: int, stride: int, tile: int, causal: bool, rows: int
-    ) -> None:
-        self.dim, self.dtype, self.blocks = dim, dtype, blocks
-        self.length, self.stride, self.tile, self.causal = length, stride, tile, causal
+    def __init__(self, dim: int, dtype: Any, blocks: Blocks, keys: Keys, tile: int) -> None:
+        self.dim, self.dtype, self.blocks, self.keys, self.tile = dim, dtype, blocks, keys, tile
         self.entries = 64 if blocks.per_step(64) > 0 else 128
         self.per_step = blocks.per_step(self.entries)
         self.slots = -(-blocks.count // LANES)
-        self.rows, self.warp_rows = rows, rows // WARPS
-        self.warps_m = rows // 16
 
     def _smem_layout(self, rows: int, copies: int) -> Any:
         columns = next(c for c in (64, 32, 16) if self.dim % c == 0)
@@ -119,30 +109,25 @@ class TopBlocks:
         mQ: cute.Tensor,  # mean queries, fp32 [B, tiles, S, D]
         mK: cute.Tensor,  # [B, entries, H_kv, D]
         mIndices: cute.Tensor,  # int32 [B, S, tiles, k]
-        mBest: cute.Tensor,  # scratch, fp32 [B, S, tiles, slots*32]: best scores, descending
-        mBestIndex: cute.Tensor,  # scratch, int32, likewise
         tokens: Int32,  # N
         first_tile: Int32,  # number of mQ's first tile
         stream: Any,
     ):
         op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
-        warps = (self.warps_m, WARPS // self.warps_m, 1)
-        tiled_mma = cute.make_tiled_mma(op, warps, permutation_mnk=(self.rows, 16 * warps[1], 16))
+        tiled_mma = cute.make_tiled_mma(op, (1, WARPS, 1), permutation_mnk=(ROWS, 16 * WARPS, 16))
         group = mQ.shape[2] // mK.shape[2]
         self.kernel(
             mQ,
             mK,
             mIndices,
-            mBest,
-            mBestIndex,
             tokens,
             first_tile,
             group,
             tiled_mma,
-            self._smem_layout(self.rows, PARTS),
+            self._smem_layout(ROWS, PARTS),
             self._smem_layout(self.entries, STAGES),
         ).launch(
-            grid=[cute.ceil_div(mQ.shape[1] * group, self.rows), mK.shape[2], mK.shape[0]],
+            grid=[cute.ceil_div(mQ.shape[1] * group, ROWS), mK.shape[2], mK.shape[0]],
             block=[WARPS * LANES, 1, 1],
             stream=stream,
         )
@@ -153,8 +138,6 @@ class TopBlocks:
         mQ: cute.Tensor,
         mK: cute.Tensor,
         mIndices: cute.Tensor,
-        mBest: cute.Tensor,
-        mBestIndex: cute.Tensor,
         tokens: Int32,
         first_tile: Int32,
         group: Int32,
@@ -165,20 +148,23 @@ class TopBlocks:
         thread, _, _ = cute.arch.thread_idx()
         group_of_rows, kv_head, batch = cute.arch.block_idx()
         groups_of_rows, _, _ = cute.arch.grid_dim()
-        first_row = (groups_of_rows - 1 - group_of_rows) * self.rows  # the longest first
+        first_row = (groups_of_rows - 1 - group_of_rows) * ROWS  # the longest first
         num_rows = mQ.shape[1] * group
 
         smem = cutlass.utils.SmemAllocator()
         sQ = smem.allocate_tensor(self.dtype, layout_q, 128)
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)
         sScore = smem.allocate_tensor(
-            Float32, cute.make_layout((self.rows, self.entries), stride=(self.entries + 4, 1)), 16
+            Float32, cute.make_layout((ROWS, self.entries), stride=(self.entries + 4, 1)), 16
         )
-        sThreshold = smem.allocate_tensor(Float32, cute.make_layout(self.rows), 16)
-        sRow = smem.allocate_tensor(Int32, cute.make_layout((self.rows, 4), stride=(4, 1)), 16)
+        places = const_expr(self.slots * LANES)
+        sBest = smem.allocate_tensor(Float32, cute.make_layout((ROWS, places), stride=(places, 1)), 16)
+        sIndex = smem.allocate_tensor(Int32, cute.make_layout((ROWS, places), stride=(places, 1)), 16)
+        sThreshold = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16)
+        sRow = smem.allocate_tensor(Int32, cute.make_layout((ROWS, 4), stride=(4, 1)), 16)
 
         self._split_queries(mQ, sQ, batch, kv_head, first_row, num_rows, group)
-        if thread < self.rows:
+        if thread < ROWS:
             row = first_row + thread
             tile = first_tile + row // group
             sThreshold[thread] = Float32.inf
@@ -187,23 +173,21 @@ class TopBlocks:
                 # With as many forced blocks as places nothing else can enter
                 full = init + high - low >= self.blocks.count
                 sThreshold[thread] = Float32.inf if full else -Float32.inf
-            sRow[thread, LIMIT] = self._visible(mK, self._last_token(tile, tokens) + 1)
+            sRow[thread, LIMIT] = self.keys.visible(self._last_token(tile, tokens), mK.shape[1])
             sRow[thread, INIT] = init
             sRow[thread, LOW] = low
             sRow[thread, HIGH] = high
         cute.arch.sync_threads()
 
         # The last row sees the most
-        last_row = cutlass.min(first_row + self.rows, num_rows) - 1
+        last_row = cutlass.min(first_row + ROWS, num_rows) - 1
         steps = cute.ceil_div(self._scored_blocks(sRow[last_row - first_row, LIMIT]), self.per_step)
 
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        my_first = warp_index * self.warp_rows  # rows whose lists this warp keeps
-        lists = (mBest, mBestIndex, mIndices)
-        for i in cutlass.range(self.warp_rows, unroll=1):
-            if first_row + my_first + i < num_rows:
-                best, index, _ = self._lists(lists, batch, kv_head, first_row + my_first + i, group)
-                self._begin_list(best, index, sRow[my_first + i, None])
+        my_first = warp_index * WARP_ROWS  # rows whose lists this warp keeps
+        for i in range_constexpr(WARP_ROWS):
+            row = my_first + i
+            self._begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
 
         thr_mma = tiled_mma.get_slice(thread)
         tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
@@ -215,7 +199,7 @@ class TopBlocks:
         tSsK = copy_k.partition_S(sK)
         tSrQ_copy = copy_q.retile(tSrQ)
         tSrK_copy = copy_k.retile(tSrK)
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.rows, self.entries)), Float32)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, self.entries)), Float32)
         tSsScore = thr_mma.partition_C(sScore)
 
         if steps > 0:
@@ -241,7 +225,7 @@ class TopBlocks:
             # Most rows have nothing to insert: find those that may, then do them one by one.
             first_block = step * self.per_step
             pending = Int32(0)
-            for i in range_constexpr(self.warp_rows):
+            for i in range_constexpr(WARP_ROWS):
                 row = my_first + i
                 above = self._above(sScore[row, None], sThreshold[row], sRow[row, LIMIT], first_block)
                 if cute.arch.vote_any_sync(above):
@@ -249,29 +233,21 @@ class TopBlocks:
             while pending != 0:
                 row = my_first + _lowest_bit(pending)
                 pending = pending & (pending - 1)
-                best, index, _ = self._lists(lists, batch, kv_head, first_row + row, group)
                 sThreshold[row] = self._insert(
-                    sScore[row, None], best, index, sThreshold[row], sRow[row, None], first_block
+                    sScore[row, None], sBest[row, None], sIndex[row, None], sThreshold[row], sRow[row, None], first_block
                 )
 
-        for i in cutlass.range(self.warp_rows, unroll=1):
-            if first_row + my_first + i < num_rows:
-                _, index, chosen = self._lists(lists, batch, kv_head, first_row + my_first + i, group)
-                self._write_sorted(index, chosen)
+        for i in cutlass.range(WARP_ROWS, unroll=1):
+            row = first_row + my_first + i
+            if row < num_rows:
+                head, tile = kv_head * group + row % group, row // group
+                self._write_sorted(sIndex[my_first + i, None], mIndices[batch, head, tile, None])
 
     # Which entries and blocks a tile may see
 
     @cute.jit
     def _last_token(self, tile: Int32, tokens: Int32) -> Int32:
         return cutlass.min((tile + 1) * self.tile, tokens) - 1
-
-    @cute.jit
-    def _visible(self, mK: cute.Tensor, seen: Int32) -> Int32:
-        """Entries whose block ends among the first `seen` tokens; all without causality."""
-        count = mK.shape[1]
-        if const_expr(self.causal):
-            count = 0 if seen < self.length else cutlass.min(count, (seen - self.length) // self.stride + 1)
-        return Int32(count)
 
     @cute.jit
     def _scored_blocks(self, visible: Int32) -> Int32:
@@ -293,15 +269,15 @@ class TopBlocks:
         init, low, high = Int32(0), Int32(0), Int32(0)
         last_token = self._last_token(tile, tokens)
         if const_expr(spec.newest):
-            old = self._visible(mK, tile * self.tile)
-            new = self._visible(mK, last_token + 1)
+            old = self.keys.visible(tile * self.tile - 1, mK.shape[1])
+            new = self.keys.visible(last_token, mK.shape[1])
             if old < new:
                 low, high = old // spec.size, (new - 1) // spec.size + 1
         elif const_expr(spec.init + spec.local > 0):
             last = last_token // spec.size
             exist = last + 1
             low, high = last - spec.local + 1, last + 1
-            if const_expr(not self.causal):  # as many before the tile as behind it
+            if const_expr(not self.keys.causal):  # as many before the tile as behind it
                 exist = (tokens - 1) // spec.size + 1
                 twice = tile * self.tile // spec.size + last + 1 - spec.local
                 low = (twice + 2 * spec.local) // 2 - spec.local  # floor, also below 0
@@ -328,7 +304,7 @@ class TopBlocks:
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
         rX = cute.make_rmem_tensor(VECTOR, Float32)
-        for item in cutlass.range(thread, self.rows * vectors, WARPS * LANES):
+        for item in cutlass.range(thread, ROWS * vectors, WARPS * LANES):
             row, vector = item // vectors, item % vectors
             rX.fill(0.0)
             if first_row + row < num_rows:
@@ -361,23 +337,15 @@ class TopBlocks:
     # The sorted list of a row: position p lies in slot p // 32 of lane p % 32
 
     @cute.jit
-    def _lists(
-        self, lists: tuple[cute.Tensor, ...], batch: Int32, kv_head: Int32, row: Int32, group: Int32
-    ) -> tuple[cute.Tensor, ...]:
-        """This row of each tensor."""
-        head, tile = kv_head * group + row % group, row // group
-        return tuple(mList[batch, head, tile, None] for mList in lists)
-
-    @cute.jit
-    def _begin_list(self, gBest: cute.Tensor, gIndex: cute.Tensor, sRow: cute.Tensor):
+    def _begin_list(self, sBest: cute.Tensor, sIndex: cute.Tensor, sRow: cute.Tensor):
         """Forced blocks lead with the score +inf; -inf and -1 mark places not taken."""
         init, low, high = sRow[INIT], sRow[LOW], sRow[HIGH]
         for slot in range_constexpr(self.slots):
             place = slot * LANES + cute.arch.lane_idx()
             block = place if place < init else low + place - init
             taken = place < init + high - low
-            gBest[place] = Float32.inf if taken else -Float32.inf
-            gIndex[place] = block if taken else Int32(-1)
+            sBest[place] = Float32.inf if taken else -Float32.inf
+            sIndex[place] = block if taken else Int32(-1)
 
     @cute.jit
     def _above(self, sScores: cute.Tensor, threshold: Float32, limit: Int32, first_block: Int32) -> cutlass.Boolean:
@@ -393,8 +361,8 @@ class TopBlocks:
     def _insert(
         self,
         sScores: cute.Tensor,  # [entries], of this row
-        gBest: cute.Tensor,
-        gIndex: cute.Tensor,
+        sBest: cute.Tensor,
+        sIndex: cute.Tensor,
         threshold: Float32,
         sRow: cute.Tensor,
         first_block: Int32,
@@ -405,8 +373,8 @@ class TopBlocks:
         rBest = cute.make_rmem_tensor(self.slots, Float32)
         rIndex = cute.make_rmem_tensor(self.slots, Int32)
         for slot in range_constexpr(self.slots):
-            rBest[slot] = gBest[slot * LANES + lane]
-            rIndex[slot] = gIndex[slot * LANES + lane]
+            rBest[slot] = sBest[slot * LANES + lane]
+            rIndex[slot] = sIndex[slot * LANES + lane]
         for chunk in range_constexpr(-(-self.per_step // LANES)):
             offset = chunk * LANES + lane
             block = first_block + offset
@@ -421,8 +389,8 @@ class TopBlocks:
                     self._put(rBest, rIndex, score, first_block + chunk * LANES + source)
                     threshold = cute.arch.shuffle_sync(rBest[(spec.count - 1) // LANES], (spec.count - 1) % LANES)
         for slot in range_constexpr(self.slots):
-            gBest[slot * LANES + lane] = rBest[slot]
-            gIndex[slot * LANES + lane] = rIndex[slot]
+            sBest[slot * LANES + lane] = rBest[slot]
+            sIndex[slot * LANES + lane] = rIndex[slot]
         return threshold
 
     @cute.jit
@@ -482,7 +450,7 @@ class TopBlocks:
         return total, weight
 
     @cute.jit
-    def _write_sorted(self, gBestIndex: cute.Tensor, gIndices: cute.Tensor):
+    def _write_sorted(self, sIndex: cute.Tensor, gIndices: cute.Tensor):
         """The chosen blocks in ascending order, then -1."""
         lane = cute.arch.lane_idx()
         count = self.blocks.count
@@ -490,7 +458,7 @@ class TopBlocks:
         taken = Int32(0)
         for slot in range_constexpr(self.slots):
             place = slot * LANES + lane
-            rIndex[slot] = gBestIndex[place] if place < count else Int32(-1)
+            rIndex[slot] = sIndex[place] if place < count else Int32(-1)
             taken += cute.arch.popc(cute.arch.vote_ballot_sync(rIndex[slot] >= 0))
         for slot in range_constexpr(self.slots):
             rank = Int32(0)
@@ -511,53 +479,33 @@ def _lowest_bit(mask: Int32) -> Int32:
 
 
 @lru_cache
-def _compiled(
-    dtype: torch.dtype, dim: int, blocks: Blocks, length: int, stride: int, tile: int, causal: bool, rows: int
-) -> Any:
-    kernel = TopBlocks(dim, CUTE_DTYPES[dtype], blocks, length, stride, tile, causal, rows)
-    places = kernel.slots * LANES
-    compiled = compile_kernel(
-        kernel,
+def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int) -> Any:
+    return compile_kernel(
+        TopBlocks(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
         fake(torch.float32, None, None, None, dim),
         fake(dtype, None, None, None, dim),
         fake(torch.int32, None, None, None, blocks.count, aligned=False),
-        fake(torch.float32, None, None, None, places),
-        fake(torch.int32, None, None, None, places),
         Int32(0),
         Int32(0),
     )
-    return compiled, places
 
 
 def top_blocks(
-    mean_q: Tensor,
-    k_cmp: Tensor,
-    blocks: Blocks,
-    *,
-    length: int,
-    stride: int,
-    tile: int,
-    causal: bool,
-    tokens: int,
-    first_tile: int = 0,
+    mean_q: Tensor, k_cmp: Tensor, blocks: Blocks, *, keys: Keys, tile: int, tokens: int, start: int = 0
 ) -> Tensor:
     """Choose blocks for each query tile.
 
     Args:
-        mean_q: fp32 `[B,tiles,S,D]`, the mean query of tiles `first_tile` ...; S a multiple of H_kv.
+        mean_q: fp32 `[B,tiles,S,D]`, mean queries of consecutive tiles; S a multiple of H_kv.
         k_cmp: `[B,entries,H_kv,D]`, bf16 or fp16.
-        length, stride, tile: l, d and T in tokens.
-        tokens: N, where the last tile ends.
+        keys: when a token sees an entry.
+        tile, tokens, start: T, N and the first token of the first tile.
 
     Returns:
         int32 `[B,S,tiles,blocks.count]`, ascending, padded with -1.
     """
     batch, tiles, heads, dim = mean_q.shape
     indices = torch.empty((batch, heads, tiles, blocks.count), dtype=torch.int32, device=mean_q.device)
-    if indices.numel() == 0:
-        return indices
-    rows = FEW_ROWS if batch * heads * tiles <= MANY else MANY_ROWS
-    run, places = _compiled(k_cmp.dtype, dim, blocks, length, stride, tile, causal, rows)
-    best = torch.empty((batch, heads, tiles, places), dtype=torch.float32, device=mean_q.device)
-    run(mean_q, vectorizable(k_cmp), indices, best, torch.empty_like(best, dtype=torch.int32), tokens, first_tile)
+    if indices.numel() > 0:
+        _compiled(k_cmp.dtype, dim, blocks, keys, tile)(mean_q, k_cmp, indices, tokens, start // tile)
     return indices

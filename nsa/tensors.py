@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,8 +85,7 @@ class NSAInputs:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are present, by name."""
-        present = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in present.items() if isinstance(value, Tensor)}
+        return {name: value for name in TENSOR_NAMES if isinstance(value := getattr(self, name), Tensor)}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> NSAInputs:
         """These inputs with every floating-point tensor changed."""
@@ -113,24 +112,27 @@ class NSAInputs:
         for name in ("q", "k", "v"):
             if not isinstance(getattr(self, name), Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(getattr(self, name)).__name__}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "max_seqlen" and not (value is None or isinstance(value, Tensor)):
-                raise TypeError(f"{field.name} must be a torch.Tensor or None, got {type(value).__name__}")
-        if self.q.dtype not in DTYPES:
-            raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(self.q.dtype)}")
+        for name in TENSOR_NAMES:
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, Tensor)):
+                raise TypeError(f"{name} must be a torch.Tensor or None, got {type(value).__name__}")
+        dtype, device = self.q.dtype, self.q.device
+        if dtype not in DTYPES:
+            raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(dtype)}")
         for name, tensor in self.tensors().items():
-            allowed = {
-                "cu_seqlens": (torch.int32,),
-                "gates": (self.q.dtype, torch.float32),
-                "gate_proj_weight": (self.q.dtype, torch.float32),
-            }.get(name, (self.q.dtype,))
-            if tensor.dtype not in allowed:
-                wanted = " or ".join(dict.fromkeys(map(_short, allowed)))
-                because = "" if name == "cu_seqlens" else f" (q is {_short(self.q.dtype)})"
-                raise TypeError(f"{name} must be {wanted}{because}, got {_short(tensor.dtype)}")
-            if tensor.device != self.q.device:
-                raise ValueError(f"{name} must be on q's device {self.q.device}, got {tensor.device}")
+            if tensor.dtype != (torch.int32 if name == "cu_seqlens" else dtype) and not (
+                name in ("gates", "gate_proj_weight") and tensor.dtype == torch.float32
+            ):
+                self._raise_wrong_dtype(name, tensor)
+            if tensor.device != device:
+                raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}")
+
+    def _raise_wrong_dtype(self, name: str, tensor: Tensor) -> NoReturn:
+        if name == "cu_seqlens":
+            raise TypeError(f"cu_seqlens must be int32, got {_short(tensor.dtype)}")
+        allowed = (self.q.dtype, torch.float32) if name in ("gates", "gate_proj_weight") else (self.q.dtype,)
+        wanted = " or ".join(dict.fromkeys(map(_short, allowed)))
+        raise TypeError(f"{name} must be {wanted} (q is {_short(self.q.dtype)}), got {_short(tensor.dtype)}")
 
     def _check_sizes(self) -> None:
         dims = 3 if self.packed else 4
@@ -242,6 +244,9 @@ class NSAInputs:
             if not bool(torch.isfinite(tensor).all()):
                 bad = int((~torch.isfinite(tensor)).sum())
                 raise ValueError(f"{name} must be finite (debug=True), got {bad} NaN or inf of {tensor.numel()} values")
+
+
+TENSOR_NAMES = tuple(field.name for field in fields(NSAInputs) if field.name != "max_seqlen")
 
 
 def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:

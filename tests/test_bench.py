@@ -101,7 +101,7 @@ def test_backends() -> None:
     backend, note = choose_backend(on_meta, None)
     assert backend == "reference"
     assert "runs on meta only when named" in note
-    with pytest.raises(SystemExit, match="backend must be one of reference"):
+    with pytest.raises(SystemExit, match="backend must be one of cute, reference"):
         e2e.main([*SMALL, "--seqlens", "64", "--backend", "cute"])
 
 

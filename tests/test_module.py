@@ -152,5 +152,5 @@ def test_dtype_and_representation() -> None:
 
 
 def test_backend_reaches_the_dispatcher() -> None:
-    with pytest.raises(ValueError, match="backend must be one of reference for nsa, got 'cudnn'"):
+    with pytest.raises(ValueError, match="backend must be one of cute, reference for nsa, got 'cudnn'"):
         NSAttention(WIDTH, HEADS, backend="cudnn")(torch.randn(1, 8, WIDTH))
