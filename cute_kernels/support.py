@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from functools import cache
 from typing import Any
 
@@ -21,11 +21,11 @@ def check(call: Any) -> str | None:
     """Why the kernels cannot run the call (dispatch.Call), or None."""
     if call.device_type != "cuda":
         return f"runs on CUDA devices, got {call.device_type}"
-    missing = _missing()
-    if missing:
-        return f"needs {missing}: {INSTALL}"
     if not torch.cuda.is_available():
         return "no NVIDIA GPU is visible"
+    problem = _package_problem()
+    if problem:
+        return problem
     device = torch.device(call.device)
     rules = fa4.rules(device)
     if rules is None:
@@ -64,15 +64,13 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
 
 
 @cache
-def _missing() -> str | None:
-    """Distributions that are not installed."""
-    modules = {"cutlass": "nvidia-cutlass-dsl", "flash_attn.cute": "flash-attn-4"}
-    absent = []
-    for module, distribution in modules.items():
+def _package_problem() -> str | None:
+    """What is wrong with the packages the kernels are written in, or None."""
+    for module, distribution in (("cutlass.cute", "nvidia-cutlass-dsl"), ("flash_attn.cute", "flash-attn-4")):
         try:
-            found = importlib.util.find_spec(module) is not None
-        except ImportError:
-            found = False
-        if not found:
-            absent.append(distribution)
-    return " and ".join(absent) or None
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            return f"needs {distribution} (no module named {error.name}): {INSTALL}"
+        except Exception as error:  # whatever a broken package raises at import is the reason
+            return f"{distribution} is broken: {type(error).__name__}: {error}"
+    return None

@@ -193,7 +193,7 @@ def test_the_good_input_is_good() -> None:
 
 def test_environment_names_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_KERNELS_BACKEND", "cudnn")
-    with pytest.raises(ValueError, match="NSA_KERNELS_BACKEND must be one of reference for nsa, got 'cudnn'"):
+    with pytest.raises(ValueError, match="NSA_KERNELS_BACKEND must be one of cute, reference for nsa, got 'cudnn'"):
         nsa(**good())
 
 
