@@ -233,9 +233,7 @@ def _chosen(keys: Keys, size: int, width: int, rows: int) -> Any:
 def _prefix(keys: Keys, width: int, rows: int) -> Any:
     counts = [fake(torch.int32, None, None, None, aligned=False) for _ in range(2)]
     indices = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(2)]
-    return compile_kernel(
-        PrefixLists(keys, width, rows), counts[0], indices[0], counts[1], indices[1], *[Int32(0)] * 3
-    )
+    return compile_kernel(PrefixLists(keys, width, rows), counts[0], indices[0], counts[1], indices[1], *[Int32(0)] * 3)
 
 
 def chosen_lists(

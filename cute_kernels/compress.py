@@ -23,7 +23,7 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake
+from cute_kernels.jit import compile_kernel, fake
 
 VECTOR = 8
 LANES = 64

@@ -228,7 +228,7 @@ def _through_interface(
             o, lse, *_ = _flash_attn_fwd(*qkv, pack_gqa=False, block_sparse_tensors=sparse, **keywords)
         finally:
             _flash_attn_fwd.compile_cache = recorder.cache
-    if signature is not None:
+    if signature is not None and recorder.used is not None:
         _KERNELS[signature] = recorder.used
     return o, lse
 
@@ -237,7 +237,8 @@ class _Recorder:
     """Stands in for FA4's cache of compiled kernels during one call, to learn which one the call used."""
 
     def __init__(self, cache: Any) -> None:
-        self.cache, self.thread, self.used = cache, threading.get_ident(), None
+        self.cache, self.thread = cache, threading.get_ident()
+        self.used: Callable[..., None] | None = None
 
     def __contains__(self, key: Any) -> bool:
         return key in self.cache
@@ -270,7 +271,7 @@ def _aux_data() -> Any:
 
 
 @lru_cache
-def _ended(length: int, stride: int) -> Callable[..., Any]:
+def _ended(length: int, stride: int) -> Any:
     """Entry j is visible iff its block has ended."""
     from cutlass import cute
 
@@ -282,7 +283,7 @@ def _ended(length: int, stride: int) -> Callable[..., Any]:
 
 
 @lru_cache
-def _chosen(size: int, rows: int, group: int, causal: bool) -> Callable[..., Any]:
+def _chosen(size: int, rows: int, group: int, causal: bool) -> Any:
     """Token j is visible iff its block of `size` was chosen for the tile and, with causality, j is not behind row i."""
     import cutlass
     from cutlass import cute

@@ -48,10 +48,18 @@ class Part(NamedTuple):
     cmp_indices: Tensor | None
 
 
-def nsa(inputs: Any, config: Any, *, aux: bool = True) -> tuple[Tensor, tuple[Tensor | None, ...] | None]:
+def nsa(
+    inputs: Any,
+    config: Any,
+    *,
+    indices: Tensor | None = None,
+    cmp_indices: Tensor | None = None,
+    aux: bool = True,
+) -> tuple[Tensor, tuple[Tensor | None, ...] | None]:
     """All of NSA's forward for checked, fixed-length inputs.
 
     Args:
+        indices, cmp_indices: use these selections, as in NSAAux, instead of computing them (with `aux` only).
         aux: also return what NSAAux holds, in its order (then queries are not chunked).
 
     Returns:
@@ -65,7 +73,7 @@ def nsa(inputs: Any, config: Any, *, aux: bool = True) -> tuple[Tensor, tuple[Te
     k_cmp, v_cmp = _compress(inputs, config)
     plan = _plan(config, fa4.rules(q.device), dim, k_cmp.shape[1])
     if aux:
-        part = _attend(inputs, plan, k_cmp, v_cmp, 0, tokens, lse=True)
+        part = _attend(inputs, plan, k_cmp, v_cmp, 0, tokens, lse=True, given=(indices, cmp_indices))
         gates = _gate(inputs, part, 0, tokens, out, keep=True)
         if gates is None:
             gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(batch, tokens, heads, 3)
@@ -163,12 +171,22 @@ def _compress(inputs: Any, config: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attend(
-    inputs: Any, plan: Plan, k_cmp: Tensor, v_cmp: Tensor, start: int, stop: int, *, lse: bool
+    inputs: Any,
+    plan: Plan,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    start: int,
+    stop: int,
+    *,
+    lse: bool,
+    given: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Part:
     """Selections and branches of query rows start ... stop-1."""
     tokens = inputs.q.shape[1]
     q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
-    indices, cmp_indices = _select(plan, q, k_cmp, start, tokens)
+    indices, cmp_indices = given
+    if indices is None:
+        indices, cmp_indices = _select(plan, q, k_cmp, start, tokens)
     return Part(
         _compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse),
         _selected(plan, q, *_keys(inputs, "slc"), indices, start, lse),
@@ -197,9 +215,7 @@ def _select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tu
     return choose(means, plan.select), cmp_indices
 
 
-def _compressed(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, lse: bool
-) -> Branch:
+def _compressed(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, lse: bool) -> Branch:
     stop, entries = start + q.shape[1], k.shape[1]
     lists: BlockLists | None = None
     if indices is not None:

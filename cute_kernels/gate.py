@@ -16,7 +16,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, const_expr, range_constexpr

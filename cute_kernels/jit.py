@@ -40,6 +40,4 @@ def fake(dtype: torch.dtype, *shape: Any, aligned: bool = True) -> Any:
     divisor = VECTOR_BYTES * 8 // element.width if aligned else 1
     sizes = tuple(cute.sym_int() if size is None else size for size in shape)
     strides = (*(cute.sym_int64(divisibility=divisor) for _ in shape[1:]), 1)
-    return cute.runtime.make_fake_tensor(
-        element, sizes, stride=strides, assumed_align=divisor * element.width // 8
-    )
+    return cute.runtime.make_fake_tensor(element, sizes, stride=strides, assumed_align=divisor * element.width // 8)

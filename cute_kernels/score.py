@@ -154,9 +154,7 @@ class TopBlocks:
         smem = cutlass.utils.SmemAllocator()
         sQ = smem.allocate_tensor(self.dtype, layout_q, 128)
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)
-        sScore = smem.allocate_tensor(
-            Float32, cute.make_layout((ROWS, self.entries), stride=(self.entries + 4, 1)), 16
-        )
+        sScore = smem.allocate_tensor(Float32, cute.make_layout((ROWS, self.entries), stride=(self.entries + 4, 1)), 16)
         places = const_expr(self.slots * LANES)
         sBest = smem.allocate_tensor(Float32, cute.make_layout((ROWS, places), stride=(places, 1)), 16)
         sIndex = smem.allocate_tensor(Int32, cute.make_layout((ROWS, places), stride=(places, 1)), 16)
@@ -234,7 +232,12 @@ class TopBlocks:
                 row = my_first + _lowest_bit(pending)
                 pending = pending & (pending - 1)
                 sThreshold[row] = self._insert(
-                    sScore[row, None], sBest[row, None], sIndex[row, None], sThreshold[row], sRow[row, None], first_block
+                    sScore[row, None],
+                    sBest[row, None],
+                    sIndex[row, None],
+                    sThreshold[row],
+                    sRow[row, None],
+                    first_block,
                 )
 
         for i in cutlass.range(WARP_ROWS, unroll=1):
@@ -317,9 +320,7 @@ class TopBlocks:
                 cute.autovec_copy(rPart, cute.local_tile(sQ[row, None, part], (VECTOR,), (vector,)))
 
     @cute.jit
-    def _load_keys(
-        self, mK: cute.Tensor, sK: cute.Tensor, batch: Int32, kv_head: Int32, step: Int32, stage: Int32
-    ):
+    def _load_keys(self, mK: cute.Tensor, sK: cute.Tensor, batch: Int32, kv_head: Int32, step: Int32, stage: Int32):
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
         first = self._first_entry(step * self.per_step)

@@ -1,4 +1,4 @@
-"""Whether these kernels take a call, asked by the dispatcher before anything is imported or launched. Needs torch alone."""
+"""Whether these kernels take a call, asked by the dispatcher before anything is launched. Needs torch alone."""
 
 from __future__ import annotations
 

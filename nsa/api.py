@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from nsa import ops
 from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions
 from nsa.tensors import NSAAux, NSAInputs
 
@@ -164,8 +165,13 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
 @_with_signature
 def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
     """`nsa` without a graph: same arguments, same result, nothing kept for backward."""
+    if torch.compiler.is_compiling():
+        return ops.forward(q, k, v, **keywords)
     with torch.no_grad():
         return _run(q, k, v, **keywords)[0]
+
+
+ops.define(nsa_forward)
 
 
 @_with_signature
