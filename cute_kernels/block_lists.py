@@ -9,6 +9,7 @@ Kernels here are one thread per tile: bytes and time are negligible (a few micro
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, const_expr, range_constexpr
+from cutlass import Int32, const_expr
 from torch import Tensor
 
 from cute_kernels.jit import compile_kernel, fake
@@ -40,8 +41,10 @@ class BlockLists:
     width: int
     """Keys of a block."""
     bits: Tensor | None = None
-    """Where a block is wider than what was chosen: bit b of word w says whether block 32 w + b of the chosen size is
-    in, int32 `[B,S,M,words]` for S select heads. Blocks in `mask` must be refined by it."""
+    """Where listed blocks hold keys that were not chosen: bit b of word w says whether unit 32 w + b was, int32
+    `[B,S,M,words]` for S select heads. Blocks in `mask` must be refined by it."""
+    unit: int = 0
+    """Keys of one bit."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,13 +73,16 @@ class ChosenLists:
 
     Args:
         keys: what the blocks consist of.
-        size: keys of a chosen block; either divides or is a multiple of `width`.
-        width: keys of a listed block.
+        size: keys of a chosen block.
+        width: keys of a listed block. Where it does not divide `size`, bits tell what was chosen inside.
         rows: query rows of a tile.
     """
 
     def __init__(self, keys: Keys, size: int, width: int, rows: int) -> None:
-        self.keys, self.size, self.width, self.rows = keys, size, width, rows
+        self.keys, self.width, self.rows = keys, width, rows
+        self.unit = math.gcd(size, width)
+        self.units = size // self.unit
+        self.exact = size % width == 0
 
     @cute.jit
     def __call__(
@@ -122,28 +128,30 @@ class ChosenLists:
             seen = self.keys.visible(last_row, num_keys)
             mask_index, full_index = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
             masks, fulls = Int32(0), Int32(0)
-            if const_expr(self.size >= self.width):
-                for i in cutlass.range(mIndices.shape[3]):
-                    chosen = mIndices[batch, select_head, tile, i]
-                    for part in range_constexpr(self.size // self.width):
-                        block = chosen * (self.size // self.width) + part
-                        if (chosen >= 0) & (block * self.width < seen):
-                            if (block + 1) * self.width <= seen_by_all:
-                                full_index[fulls] = block
-                                fulls += 1
-                            else:
-                                mask_index[masks] = block
-                                masks += 1
+            count = mIndices.shape[3] * self.units
+            if const_expr(self.exact):
+                for i in cutlass.range(count):
+                    chosen = mIndices[batch, select_head, tile, i // self.units]
+                    block = chosen * self.units + i % self.units
+                    if (chosen >= 0) & (block * self.width < seen):
+                        if (block + 1) * self.width <= seen_by_all:
+                            full_index[fulls] = block
+                            fulls += 1
+                        else:
+                            mask_index[masks] = block
+                            masks += 1
             else:
-                # Several chosen blocks may lie in one listed block, next to each other in the ascending list.
-                parts = const_expr(self.width // self.size)
+                # Several units may lie in one listed block, next to each other in the ascending list.
+                parts = const_expr(self.width // self.unit)
+                first_of_group = head % (heads // mIndices.shape[1]) == 0
                 block, present = Int32(-1), Int32(0)
-                count = mIndices.shape[3]
                 for i in cutlass.range(count + 1):
-                    chosen = Int32(-1)
+                    unit = Int32(-1)
                     if i < count:
-                        chosen = mIndices[batch, select_head, tile, i]
-                    here = chosen // parts if chosen >= 0 else Int32(-1)
+                        chosen = mIndices[batch, select_head, tile, i // self.units]
+                        if chosen >= 0:
+                            unit = chosen * self.units + i % self.units
+                    here = unit // parts if unit >= 0 else Int32(-1)
                     if here != block:
                         if (block >= 0) & (block * self.width < seen):
                             if (present == parts) & ((block + 1) * self.width <= seen_by_all):
@@ -154,10 +162,9 @@ class ChosenLists:
                                 masks += 1
                         block, present = here, Int32(0)
                     present += 1
-                    if const_expr(mBits is not None):
-                        if (chosen >= 0) & (head % (heads // mIndices.shape[1]) == 0):
-                            word = mBits[batch, select_head, tile, chosen // WORD]
-                            mBits[batch, select_head, tile, chosen // WORD] = word | (Int32(1) << chosen % WORD)
+                    if (unit >= 0) & (unit * self.unit < num_keys) & first_of_group:
+                        word = mBits[batch, select_head, tile, unit // WORD]
+                        mBits[batch, select_head, tile, unit // WORD] = word | (Int32(1) << unit % WORD)
             mMaskCount[batch, head, tile] = masks
             mFullCount[batch, head, tile] = fulls
 
@@ -216,7 +223,7 @@ class PrefixLists:
 def _chosen(keys: Keys, size: int, width: int, rows: int) -> Any:
     counts = [fake(torch.int32, None, None, None, aligned=False) for _ in range(2)]
     indices = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(3)]
-    bits = fake(torch.int32, None, None, None, None, aligned=False) if size < width else None
+    bits = fake(torch.int32, None, None, None, None, aligned=False) if size % width else None
     return compile_kernel(
         ChosenLists(keys, size, width, rows),
         indices[0],
@@ -259,19 +266,21 @@ def chosen_lists(
     """
     batch, select_heads, tiles, count = indices.shape
     device = indices.device
-    places = max(1, min(count * max(size // width, 1), -(-num_keys // width)))
+    unit = math.gcd(size, width)
+    touched = -(-(size + width - unit) // width)  # listed blocks that one chosen block can touch
+    places = max(1, min(count * touched, -(-num_keys // width)))
     mask_count = torch.empty((batch, heads, tiles), dtype=torch.int32, device=device)
     full_count = torch.empty((batch, heads, tiles), dtype=torch.int32, device=device)
     mask_index = torch.empty((batch, heads, tiles, places), dtype=torch.int32, device=device)
     full_index = torch.empty((batch, heads, tiles, places), dtype=torch.int32, device=device)
     bits = None
-    if size < width:
-        words = max(1, -(-num_keys // (size * WORD)))
+    if size % width:
+        words = max(1, -(-num_keys // (unit * WORD)))
         bits = torch.zeros((batch, select_heads, tiles, words), dtype=torch.int32, device=device)
     if mask_count.numel() > 0:
         run = _chosen(keys, size, width, rows)
         run(indices, mask_count, mask_index, full_count, full_index, bits, num_keys, rows_from, rows_to)
-    return BlockLists(mask_count, mask_index, full_count, full_index, rows, width, bits)
+    return BlockLists(mask_count, mask_index, full_count, full_index, rows, width, bits, unit)
 
 
 def prefix_lists(

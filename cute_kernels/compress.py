@@ -74,7 +74,7 @@ class BlockMean:
         mEntries: cute.Tensor | None,
     ):
         _, second, _ = cute.arch.block_idx()
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         sSum = smem.allocate_tensor(Float32, cute.make_ordered_layout((VECTOR, LANES, SLICES), order=(0, 1, 2)), 16)
         if const_expr(mX2 is None):
             self.pool(mX, mO, sSum, mBounds, mEntries)

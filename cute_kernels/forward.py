@@ -74,7 +74,7 @@ def nsa(
     plan = _plan(config, fa4.rules(q.device), dim, k_cmp.shape[1])
     if aux:
         part = _attend(inputs, plan, k_cmp, v_cmp, 0, tokens, lse=True, given=(indices, cmp_indices))
-        gates = _gate(inputs, part, 0, tokens, out, keep=True)
+        gates = _gate(inputs, part, 0, tokens, out)
         if gates is None:
             gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(batch, tokens, heads, 3)
         outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
@@ -84,7 +84,7 @@ def nsa(
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
         part = _attend(inputs, plan, k_cmp, v_cmp, start, stop, lse=False)
-        _gate(inputs, part, start, stop, out[:, start:stop] if rows < tokens else out, keep=False)
+        _gate(inputs, part, start, stop, out[:, start:stop] if rows < tokens else out)
     return out, None
 
 
@@ -251,7 +251,7 @@ def _selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, star
         indices, q.shape[2], plan.token, size=size, width=plan.rules.width(size), rows=plan.tile, num_keys=k.shape[1],
         rows_from=start, rows_to=stop,
     )  # fmt: skip
-    return Branch(*fa4.selected(q, k, v, lists, size=size, causal=causal, first_row=start, scale=plan.scale, lse=lse))
+    return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 
 
 def _window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:
@@ -274,13 +274,13 @@ def _nothing(q: Tensor, v: Tensor) -> Branch:
     return Branch(o, torch.full((batch, heads, rows), -math.inf, dtype=torch.float32, device=q.device))
 
 
-def _gate(inputs: Any, part: Part, start: int, stop: int, out: Tensor, *, keep: bool) -> Tensor | None:
+def _gate(inputs: Any, part: Part, start: int, stop: int, out: Tensor) -> Tensor | None:
     q, gates = inputs.q, inputs.gates
     if stop - start < q.shape[1]:
         q = q[:, start:stop]
         gates = None if gates is None else gates[:, start:stop]
     return gated_sum(
-        part.cmp.o, part.slc.o, part.win.o, out, q=q, gate_proj_weight=inputs.gate_proj_weight, gates=gates, keep=keep
+        part.cmp.o, part.slc.o, part.win.o, out, q=q, gate_proj_weight=inputs.gate_proj_weight, gates=gates
     )
 
 

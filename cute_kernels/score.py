@@ -151,7 +151,7 @@ class TopBlocks:
         first_row = (groups_of_rows - 1 - group_of_rows) * ROWS  # the longest first
         num_rows = mQ.shape[1] * group
 
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         sQ = smem.allocate_tensor(self.dtype, layout_q, 128)
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)
         sScore = smem.allocate_tensor(Float32, cute.make_layout((ROWS, self.entries), stride=(self.entries + 4, 1)), 16)
