@@ -1,0 +1,244 @@
+"""Where the time of NSA's forward on an NVIDIA GPU goes: each stage beside its floor, and gating and host time alone.
+
+A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak.
+Writes OUT.json: {device, versions, commit, copy_tbs, peak_tflops, rows: [{n, num_cmp, stage, ms, floor_ms, share}]}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from bench.common import positive
+from bench.report import LOCAL_RESULTS, command_line, environment, write_json
+from bench.timing import GIB
+from cute_kernels import fa4, forward
+from cute_kernels.block_lists import chosen_lists, prefix_lists
+from cute_kernels.compress import tile_means
+from cute_kernels.gate import gated_sum
+from cute_kernels.score import top_blocks
+from nsa import NSAConfig, nsa_forward
+from nsa.tensors import NSAInputs
+
+PEAK_TFLOPS = 989.0
+"""Dense bf16 of an H100 or H200, by its data sheet."""
+HEADS, KV_HEADS, DIM = 8, 2, 128
+
+
+@dataclass(frozen=True)
+class Row:
+    n: int
+    num_cmp: int | None
+    stage: str
+    ms: float
+    floor_ms: float
+    share: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    lengths = parser.add_argument("--seqlens", default="8K,32K,128K,1M", help="default: %(default)s")
+    parser.add_argument("--out", default=str(LOCAL_RESULTS / "stages"), help="results, without suffix")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error(f"{lengths.option_strings[0]}: needs an NVIDIA GPU")
+    copy_tbs = copy_bandwidth()
+    print(f"copy: {copy_tbs:.2f} TB/s")
+    rows: list[Row] = []
+    for n in map(positive, args.seqlens.split(",")):
+        for num_cmp in (None, 16):
+            some = stages(n, NSAConfig(num_cmp_selected_blocks=num_cmp), copy_tbs)
+            rows += some
+            for row in some:
+                share = f"{row.share:6.0%}" if row.floor_ms else ""
+                print(f"{n:>8} {num_cmp!s:>5} {row.stage:<12}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}")
+    content = {
+        **environment(torch.device("cuda")),
+        "copy_tbs": copy_tbs,
+        "peak_tflops": PEAK_TFLOPS,
+        "gating": gating(copy_tbs),
+        "host_us": host_time(),
+        "score_extra_mib_at_3m": score_memory(3 << 20),
+        "command": command_line(),
+        "rows": [asdict(row) for row in rows],
+    }
+    for name in ("gating", "host_us", "score_extra_mib_at_3m"):
+        print(name, content[name])
+    write_json(Path(args.out).with_suffix(".json"), content)
+
+
+def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
+    """Median GPU time of a captured graph's replays: no host time in it."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return float(statistics.median(times))
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a device-to-device copy, read and written bytes counted."""
+    source = torch.empty(GIB, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * GIB / milliseconds(lambda: target.copy_(source)) / 1e9
+
+
+def random_inputs(n: int, batch: int = 1, heads: int = HEADS, kv_heads: int = KV_HEADS) -> NSAInputs:
+    q, k, v = (torch.randn(batch, n, h, DIM, device="cuda", dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
+    weight = torch.randn(heads, 3, DIM, device="cuda", dtype=torch.bfloat16) / DIM**0.5
+    return NSAInputs(q, k, v, gate_proj_weight=weight)
+
+
+def stages(n: int, config: NSAConfig, copy_tbs: float) -> list[Row]:
+    """Each stage's time and floor for B=1, 8 heads over 2, D=128."""
+    inputs = random_inputs(n)
+    q, out = inputs.q, torch.empty_like(inputs.q)
+    k_cmp, v_cmp = forward._compress(inputs, config)
+    entries = k_cmp.shape[1]
+    plan = forward._plan(config, fa4.rules(q.device), DIM, entries)
+    means = tile_means(q, plan.tile)
+    indices, cmp_indices = forward._select(plan, q, k_cmp, 0, n)
+    part = forward._attend(inputs, plan, k_cmp, v_cmp, 0, n, lse=False)
+    token_bytes = HEADS * DIM * 2
+    seen = entries / 2 if cmp_indices is None else min(16 * config.n_block_size, entries / 2)
+
+    def choose(blocks: Any) -> Callable[[], Tensor]:
+        return lambda: top_blocks(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
+
+    def lists() -> Any:
+        rows = {"rows_from": 0, "rows_to": n}
+        width = plan.rules.width(config.select_size)
+        slc = chosen_lists(
+            indices, HEADS, plan.token, size=config.select_size, width=width, rows=plan.tile, num_keys=n, **rows
+        )
+        if cmp_indices is None:
+            return slc, prefix_lists(
+                1, HEADS, plan.entry, width=128, rows=plan.rules.rows, num_keys=entries, device=q.device, **rows
+            )
+        return slc, chosen_lists(
+            cmp_indices, HEADS, plan.entry, size=128, width=128, rows=plan.tile, num_keys=entries, **rows
+        )
+
+    score_flops = 3 * 2 * (n / plan.tile) * entries / 2 * HEADS * DIM
+    work: list[tuple[str, Callable[[], Any], float, float]] = [  # name, call, bytes, operations
+        ("compress", lambda: forward._compress(inputs, config), 2 * n * KV_HEADS * DIM * 2 * (1 + 1 / 64), 0),
+        ("tile means", lambda: tile_means(q, plan.tile), n * token_bytes, 0),
+        ("score", choose(plan.select), 0, score_flops),
+        *([] if plan.choose is None else [("score, cmp", choose(plan.choose), 0, score_flops)]),
+        ("lists", lists, 0, 0),
+        (
+            "compressed",
+            lambda: forward._compressed(plan, q, k_cmp, v_cmp, cmp_indices, 0, False),
+            2 * n * token_bytes,
+            4 * n * seen * HEADS * DIM,
+        ),
+        (
+            "selected",
+            lambda: forward._selected(plan, q, inputs.k, inputs.v, indices, 0, False),
+            2 * n * token_bytes,
+            4 * n * config.num_selected_blocks * config.select_size * HEADS * DIM,
+        ),
+        (
+            "window",
+            lambda: forward._window(plan, q, inputs.k, inputs.v, 0, False),
+            2 * n * token_bytes,
+            4 * n * config.window_size * HEADS * DIM,
+        ),
+        ("gate", lambda: forward._gate(inputs, part, 0, n, out), 5 * n * token_bytes, 0),
+        (
+            "all",
+            lambda: nsa_forward(q, inputs.k, inputs.v, gate_proj_weight=inputs.gate_proj_weight, config=config),
+            0,
+            0,
+        ),
+    ]
+    rows = []
+    for name, call, moved, operations in work:
+        floor = max(moved / copy_tbs / 1e9, operations / PEAK_TFLOPS / 1e9)
+        ms = milliseconds(call)
+        rows.append(Row(n, config.num_cmp_selected_blocks, name, ms, floor, floor / ms))
+    return rows
+
+
+def gating(copy_tbs: float) -> list[dict[str, float]]:
+    """The gate alone at B=2, 32 heads of 128, beside the same in PyTorch."""
+    results = []
+    for n in (4 << 10, 16 << 10):
+        inputs = random_inputs(n, batch=2, heads=32, kv_heads=8)
+        q, weight = inputs.q, inputs.gate_proj_weight
+        o_cmp, o_slc, o_win = (torch.randn_like(q) for _ in range(3))
+        out = torch.empty_like(q)
+
+        def in_torch() -> Tensor:
+            gates = torch.sigmoid(torch.einsum("bnhd,hgd->bnhg", q, weight))  # noqa: B023 (called at once)
+            return gates[..., 0:1] * o_cmp + gates[..., 1:2] * o_slc + gates[..., 2:3] * o_win  # noqa: B023
+
+        ours = milliseconds(lambda: gated_sum(o_cmp, o_slc, o_win, out, q=q, gate_proj_weight=weight))  # noqa: B023
+        floor = 5 * q.numel() * 2 / copy_tbs / 1e9
+        results.append({"n": n, "ms": ours, "torch_ms": milliseconds(in_torch), "floor_ms": floor})
+    return results
+
+
+def host_time(n: int = 8 << 10, calls: int = 200) -> dict[str, float]:
+    """Microseconds of host time per nsa_forward, and per call where calls follow each other, at a small N."""
+    inputs = random_inputs(n)
+    config = NSAConfig()
+
+    def call() -> Tensor:
+        return nsa_forward(inputs.q, inputs.k, inputs.v, gate_proj_weight=inputs.gate_proj_weight, config=config)
+
+    call()
+    torch.cuda.synchronize()
+    times = []
+    for i in range(calls):
+        if i % 4 == 0:  # an empty queue, so that no launch waits for the GPU
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    torch.cuda.synchronize()
+    return {"p20": sorted(times)[calls // 5], "p50": statistics.median(times),
+            "sustained": (time.perf_counter() - begin) / calls * 1e6}  # fmt: skip
+
+
+def score_memory(n: int) -> float:
+    """MiB that means, scoring and both selections need beyond their inputs."""
+    inputs = random_inputs(n)
+    config = NSAConfig(num_cmp_selected_blocks=16)
+    k_cmp, _ = forward._compress(inputs, config)
+    plan = forward._plan(config, fa4.rules(inputs.q.device), DIM, k_cmp.shape[1])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    forward._select(plan, inputs.q, k_cmp, 0, n)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+if __name__ == "__main__":
+    main()
