@@ -1,7 +1,12 @@
-"""Dense attention against NSA, end to end, over a list of sequence lengths.
+"""Dense attention against NSA, end to end, over sequence lengths and options.
 
-For each N: the error of the whole op against fp64 on sampled rows; then time, peak memory and speed-up. Errors come
-first: where one is above its budget nothing is timed and the script ends with status 1 (a red gate).
+For each N and each combination of options: the error of the whole op against fp64 on sampled rows; then time, peak
+memory and speed-up, with times beside what the device's peak rates allow. Errors come first: where one is above its
+budget, or a timed call gives another result than the checked one, there are no times and the script ends with status 1
+(a red gate). Dense attention is timed once for each N, always eagerly.
+
+Mode "graph" times replays of a CUDA graph of the whole call, "eager" the call as Python makes it. The peak memory of a
+graph is that of its capture.
 
 Writes OUT.json (schema: docs/architecture.md), OUT.csv and OUT.png. `--demo` picks sizes for this machine.
 """
@@ -12,7 +17,8 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +29,21 @@ import torch
 from torch import Tensor
 
 import dispatch
-from bench.common import DTYPES, PRESETS, add_sizes, choose_backend, dense_attention, positive, resolve_sizes
+from bench.common import (
+    DTYPES,
+    PRESETS,
+    Dense,
+    add_sizes,
+    choose_backend,
+    choose_dense,
+    nsa_facts,
+    positive,
+    resolve_sizes,
+)
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, ROOT, command_line, environment, write_csv, write_json
-from bench.timing import Timing, measure
+from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
+from bench.timing import Timing, capture, measure
 from dispatch.device import describe_device, device_types
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.reference import nsa_tiles
@@ -41,6 +58,9 @@ except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is missing: pip install "nsa-kernels[bench]"') from error
 
 SAMPLED_ROWS = 256
+MODES = ("eager", "graph")
+TABLE_WIDTH = 120
+"""Columns that the table may take where the terminal has fewer, or where there is none."""
 console = Console()
 
 
@@ -72,38 +92,78 @@ class Row:
     peak_gib: float | None
     error: float
     error_budget: float
+    dense: str
     dense_ms: float
+    dense_extrapolated: bool
     dense_peak_gib: float | None
     speedup: float
+    floor_ms: float | None
+    share_of_floor: float | None
     command: str
 
     # "pass" is the schema's name for the direction, and a Python keyword.
     direction: str
 
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.b, self.n, self.h, self.h_kv, self.d)
+
+    @property
+    def line(self) -> tuple[int, int | None, str]:
+        """What rows of one line in the plot have in common."""
+        return (self.l, self.num_cmp, self.mode)
+
     def as_json(self) -> dict[str, Any]:
         return {("pass" if name == "direction" else name): value for name, value in asdict(self).items()}
 
 
+@dataclass(frozen=True)
+class Variant:
+    """One combination of options, the backend that runs it, and how it is timed."""
+
+    config: NSAConfig
+    backend: str
+    modes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"l={self.config.compress_block_size} num_cmp={_none(self.config.num_cmp_selected_blocks)}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The checked call: its error, and its rows at some positions, for other calls to be compared with."""
+
+    error: float
+    budget: float
+    positions: Tensor
+    rows: Tensor
+
+    def same(self, out: Tensor) -> bool:
+        return torch.equal(out[:, self.positions], self.rows)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    config, device = PRESETS[args.preset](), torch.device(args.device)
-    call = dispatch.Call("nsa", device, DTYPES[args.dtype], backward=args.backward, options={"config": config})
+    device = torch.device(args.device)
     try:
-        backend, backend_note = choose_backend(call, args.backend)
-    except (ValueError, dispatch.BackendError) as refusal:
+        variants, notes = choose_variants(args, device)
+    except (TypeError, ValueError, dispatch.BackendError) as refusal:
         raise SystemExit(str(refusal)) from refusal
+    dense = choose_dense(device, DTYPES[args.dtype])
+    facts = environment(device)
+    peaks = None if args.backward else choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     console.print(
-        f"[bold]Sparse (NSA) against dense attention[/bold] on {args.input} input: "
+        f"[bold]Sparse (NSA) against dense attention[/bold] ({dense.name}) on {args.input} input: "
         f"{'forward + backward' if args.backward else 'forward'}, {args.dtype}, {args.heads} heads of {args.dim} "
         f"({args.kv_heads} for keys), on {describe_device(device.type)}",
         soft_wrap=True,
     )
-    if backend_note:
-        console.print(f"[yellow]{backend_note}[/yellow]")
-    rows, red = run(args, config, backend, device)
+    for note in notes:
+        console.print(note, style="yellow", markup=False)
+    rows, red = run(args, variants, dense, peaks, device)
 
     out = Path(args.out)
-    content = {**environment(device), "gate": "red" if red else "green", "red": red, "rows": []}
+    content = {**facts, "gate": "red" if red else "green", "red": red, "rows": []}
     if red:
         write_json(out.with_suffix(".json"), content)
         console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
@@ -111,17 +171,45 @@ def main(argv: list[str] | None = None) -> int:
     content["rows"] = [row.as_json() for row in rows]
     write_json(out.with_suffix(".json"), content)
     write_csv(out.with_suffix(".csv"), content["rows"])
-    plot(rows, out.with_suffix(".png"), content["device"])
+    plot(rows, out.with_suffix(".png"), content["device"], peaks)
     show(rows, out)
     return 0
 
 
-def run(args: argparse.Namespace, config: NSAConfig, backend: str, device: torch.device) -> tuple[list[Row], list[str]]:
-    """A row for each length, and what to say of each length whose error is above its budget."""
+def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[list[Variant], list[str]]:
+    """Every combination of options with its backend, and what to say of them.
+
+    Raises:
+        TypeError, ValueError, dispatch.BackendError: for one that cannot run as it was asked for.
+    """
+    variants: list[Variant] = []
+    notes: dict[str, None] = {}
+    sizes = Sizes(args.batch, 1, args.heads, args.kv_heads, args.dim)
+    for config in args.configs:
+        call = nsa_facts(sizes, config, device, DTYPES[args.dtype], backward=args.backward)
+        backend, note = choose_backend(call, args.backend)
+        modes = args.modes or (("eager",) if device.type != "cuda" or args.backward else MODES)
+        if backend == "reference" and "graph" in modes:
+            reason = "the reference reads values on the host, which a CUDA graph cannot hold"
+            if args.modes:
+                raise ValueError(f"--modes graph: {reason}")
+            modes = ("eager",)
+            note = "\n".join(filter(None, (note, f"Mode eager only: {reason}")))
+        if note:
+            notes[note] = None
+        variants.append(Variant(config, backend, tuple(modes)))
+    return variants, list(notes)
+
+
+def run(
+    args: argparse.Namespace, variants: list[Variant], dense: Dense, peaks: Peaks | None, device: torch.device
+) -> tuple[list[Row], list[str]]:
+    """A row for each length, combination of options and mode; and what is wrong, after which nothing is timed."""
     rows: list[Row] = []
     red: list[str] = []
+    measured: tuple[int, Timing] | None = None  # dense attention, at the largest N so far
     with Progress(console=console, transient=True) as progress:
-        steps = progress.add_task("starting", total=3 * len(args.seqlens))
+        steps = progress.add_task("starting", total=len(args.seqlens) * (1 + sum(1 + len(v.modes) for v in variants)))
         for n in args.seqlens:
             sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
             problem = make_problem(
@@ -132,21 +220,81 @@ def run(args: argparse.Namespace, config: NSAConfig, backend: str, device: torch
                 gated=not args.ungated,
                 requires_grad=args.backward,
             )
-            progress.update(steps, description=f"N={n}: error against fp64")
-            error, budget = sampled_error(problem, config, backend)
-            progress.advance(steps)
-            if not error <= budget:
-                red.append(f"N={n}: error {error:.2e} is above the budget {budget:.2e}")
-                progress.advance(steps, 2)
+            samples = []
+            for variant in variants:
+                progress.update(steps, description=f"N={n} {variant}: error against fp64")
+                sample, wrong = check(problem, variant, args.backward)
+                samples.append(sample)
+                red += [f"N={n} {variant}: {reason}" for reason in wrong]
+                progress.advance(steps)
+            if red:
                 continue
-            progress.update(steps, description=f"N={n}: NSA")
-            sparse = measure(nsa_call(problem, config, backend, args.backward), device, seconds=args.seconds)
+            extrapolated = measured is not None and args.no_dense_above is not None and n > args.no_dense_above
+            if measured is None or not extrapolated:
+                progress.update(steps, description=f"N={n}: {dense.name}")
+                measured = n, measure(dense_call(problem, dense, args.backward), device, seconds=args.seconds)
+            dense_n, dense_timing = measured
+            dense_ms = dense_timing.ms_p50 * (n / dense_n) ** 2
+            dense_peak = None if extrapolated else dense_timing.peak_gib
             progress.advance(steps)
-            progress.update(steps, description=f"N={n}: dense attention")
-            dense = measure(dense_call(problem, args.backward), device, seconds=args.seconds)
-            progress.advance(steps)
-            rows.append(make_row(args, config, sizes, backend, sparse, dense, error, budget))
+            pairs = zip(variants, samples, strict=True)
+            for variant, sample, mode in [(v, sample, mode) for v, sample in pairs for mode in v.modes]:
+                progress.update(steps, description=f"N={n} {variant}: NSA, {mode}")
+                timing = measure_mode(mode, nsa_call(problem, variant, args.backward), sample, device, args.seconds)
+                progress.advance(steps)
+                if timing is None:
+                    red.append(f"N={n} {variant}: the replayed graph gives another result than the checked call")
+                    break
+                floor = None if peaks is None else nsa_floor_ms(sizes, variant.config, peaks, problem.q.itemsize)
+                rows.append(
+                    Row(
+                        **named(args, sizes, variant, mode),
+                        ms_p20=timing.ms_p20,
+                        ms_p50=timing.ms_p50,
+                        ms_p80=timing.ms_p80,
+                        peak_gib=timing.peak_gib,
+                        error=sample.error,
+                        error_budget=sample.budget,
+                        dense=dense.name,
+                        dense_ms=dense_ms,
+                        dense_extrapolated=extrapolated,
+                        dense_peak_gib=dense_peak,
+                        speedup=dense_ms / timing.ms_p50,
+                        floor_ms=floor,
+                        share_of_floor=None if floor is None else floor / timing.ms_p50,
+                    )
+                )
     return rows, red
+
+
+def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -> dict[str, Any]:
+    """What a row says about what was run."""
+    config = variant.config
+    return {
+        "op": "nsa",
+        "preset": args.preset,
+        "direction": "fwd+bwd" if args.backward else "fwd",
+        "backend": variant.backend,
+        "mode": mode,
+        "b": sizes.batch,
+        "n": sizes.tokens,
+        "h": sizes.heads,
+        "h_kv": sizes.kv_heads,
+        "d": sizes.dim,
+        "dtype": args.dtype,
+        "l": config.compress_block_size,
+        "l_select": config.select_size,
+        "k": config.num_selected_blocks,
+        "w": config.window_size,
+        "q_tile": config.q_tile_size,
+        "num_cmp": config.num_cmp_selected_blocks,
+        "gated": not args.ungated,
+        "inputs": args.input,
+        "command": command_line(),
+    }
+
+
+# The command line
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -154,139 +302,222 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
-    add("--preset", choices=PRESETS, default="seed", help="NSAConfig.seed() or .paper(); default: %(default)s")
-    add("--seqlens", type=_lengths, metavar="N,N,...", help="tokens per sequence, such as 4096,8192 or 4K,8K,1M")
+    add("--seqlens", type=_list(positive), metavar="N,N,...", help="tokens per sequence, such as 4096,8192 or 4K,8K,1M")
     add_sizes(parser)
     add("--input", choices=KINDS, help="default: random; the demo: text")
     add("--backward", action="store_true", help="time forward + backward")
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")
+    add("--modes", type=_list(_mode), metavar="MODE,...", help="eager, graph; default: eager, on CUDA forward both")
+    options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
+    add = options.add_argument
+    add("--preset", choices=PRESETS, default="seed", help="NSAConfig.seed() or .paper(); default: %(default)s")
+    add("--block-sizes", type=_list(positive), metavar="L,...", help="compress_block_size; l' follows")
+    add("--select-size", type=positive, metavar="L'", help="select_block_size")
+    add("--num-cmp", type=_list(_count_or_none), metavar="C,...", help="num_cmp_selected_blocks, such as none,16")
+    add("--k", type=int, help="num_selected_blocks")
+    add("--w", type=int, help="window_size")
+    add("--q-tile", type=positive, metavar="T", help="q_tile_size")
+    add = parser.add_argument
     add("--backend", help="as in nsa_forward; default: the first that can run")
     add("--seconds", type=float, default=1.0, help="about how long to repeat each measurement; default: %(default)s")
+    add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
+    add("--peak-tflops", type=float, help="of the device, for the roofline; default: known of H100 and H200")
+    add("--peak-tbs", type=float, help="TB/s of its memory; default: likewise, else 4.8")
     add("--out", default=str(LOCAL_RESULTS / "e2e"), help="results, without suffix; default: %(default)s")
     args = parser.parse_args(argv)
     resolve_sizes(parser, args)
     args.input = args.input or ("text" if args.demo else "random")
     cpu_lengths, gpu_lengths = [1024, 2048, 4096, 8192, 16384, 32768], [8192, 32768, 131072]
-    args.seqlens = args.seqlens or (cpu_lengths if args.device == "cpu" else gpu_lengths)
+    args.seqlens = sorted(set(args.seqlens or (cpu_lengths if args.device == "cpu" else gpu_lengths)))
+    if args.no_dense_above is not None and args.no_dense_above < args.seqlens[0]:
+        parser.error(
+            f"--no-dense-above must leave a length to measure, at least {args.seqlens[0]}, got {args.no_dense_above}"
+        )
+    if "graph" in (args.modes or ()):
+        if args.device != "cuda":
+            parser.error(f"--modes graph needs --device cuda, got {args.device}")
+        if args.backward:
+            parser.error("--modes graph is for the forward pass, got --backward")
+    try:
+        args.configs = make_configs(args)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
     return args
 
 
-def _lengths(text: str) -> list[int]:
-    return [positive(part.strip()) for part in text.split(",")]
+def make_configs(args: argparse.Namespace) -> list[NSAConfig]:
+    """Every combination of the lists of options, on top of the preset.
+
+    Raises:
+        TypeError, ValueError: for one that NSAConfig refuses.
+    """
+    given = {"num_selected_blocks": args.k, "window_size": args.w, "q_tile_size": args.q_tile}
+    config = PRESETS[args.preset](**{name: value for name, value in given.items() if value is not None})
+    sizes = [{}] if args.block_sizes is None else [{"compress_block_size": l} for l in args.block_sizes]  # noqa: E741
+    if args.block_sizes is not None or args.select_size is not None:
+        sizes = [{**size, "select_block_size": args.select_size} for size in sizes]
+    chosen = [{}] if args.num_cmp is None else [{"num_cmp_selected_blocks": count} for count in args.num_cmp]
+    return [replace(config, **size, **count) for size, count in product(sizes, chosen)]
 
 
-# What is timed
+def _list(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Argument type: items with commas between them; what comes twice counts once."""
+
+    def parse_list(text: str) -> list[Any]:
+        return list(dict.fromkeys(item(part.strip()) for part in text.split(",")))
+
+    return parse_list
 
 
-def nsa_call(problem: Problem, config: NSAConfig, backend: str, backward: bool) -> Callable[[], Any]:
-    keywords: dict[str, Any] = {"gate_proj_weight": problem.gate_proj_weight, "config": config, "backend": backend}
+def _mode(text: str) -> str:
+    if text not in MODES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(MODES)}, got {text!r}")
+    return text
+
+
+def _count_or_none(text: str) -> int | None:
+    return None if text.lower() == "none" else positive(text)
+
+
+# What is checked and timed
+
+
+def forward_call(problem: Problem, variant: Variant, backward: bool) -> Callable[[], Tensor]:
+    attention = nsa if backward else nsa_forward
+    return lambda: attention(
+        problem.q,
+        problem.k,
+        problem.v,
+        gate_proj_weight=problem.gate_proj_weight,
+        config=variant.config,
+        backend=variant.backend,
+    )
+
+
+def nsa_call(problem: Problem, variant: Variant, backward: bool) -> Callable[[], Any]:
+    forward = forward_call(problem, variant, backward)
     if not backward:
-        return lambda: nsa_forward(problem.q, problem.k, problem.v, **keywords)
+        return forward
     leaves = [t for t in (problem.q, problem.k, problem.v, problem.gate_proj_weight) if t is not None]
     grad = torch.randn_like(problem.q)
-    return lambda: torch.autograd.grad(nsa(problem.q, problem.k, problem.v, **keywords), leaves, grad)
+    return lambda: torch.autograd.grad(forward(), leaves, grad)
 
 
-def dense_call(problem: Problem, backward: bool) -> Callable[[], Any]:
+def dense_call(problem: Problem, dense: Dense, backward: bool) -> Callable[[], Any]:
     q, k, v = problem.q, problem.k, problem.v
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return dense_attention(q, k, v)
+            return dense.attention(q, k, v)
 
     if not backward:
         return forward
     grad = torch.randn_like(q)
-    return lambda: torch.autograd.grad(dense_attention(q, k, v), (q, k, v), grad)
+    return lambda: torch.autograd.grad(dense.attention(q, k, v), (q, k, v), grad)
 
 
-def sampled_error(problem: Problem, config: NSAConfig, backend: str) -> tuple[float, float]:
+def measure_mode(
+    mode: str, call: Callable[[], Any], sample: Sample, device: torch.device, seconds: float
+) -> Timing | None:
+    """Times of a checked call; None when a replay of its graph gives another result."""
+    if mode == "eager":
+        return measure(call, device, seconds=seconds)
+    captured = capture(call, device)
+    captured.out.fill_(math.nan)
+    captured.replay()
+    if not sample.same(captured.out):
+        return None
+    return replace(measure(captured.replay, device, seconds=seconds), peak_gib=captured.peak_gib)
+
+
+def check(problem: Problem, variant: Variant, backward: bool) -> tuple[Sample, list[str]]:
+    """The checked call, and what is wrong with it or with the one to be timed."""
+    sample = sampled_error(problem, variant)
+    wrong = []
+    if not sample.error <= sample.budget:
+        wrong.append(f"error {sample.error:.2e} is above the budget {sample.budget:.2e}")
+    if not sample.same(forward_call(problem, variant, backward)().detach()):
+        wrong.append("the timed call gives another result than the checked one, which also returns NSAAux")
+    return sample, wrong
+
+
+def sampled_error(problem: Problem, variant: Variant) -> Sample:
     """Largest error of the whole op on at least SAMPLED_ROWS rows against fp64, and what may be expected of the dtype.
 
     The oracle attends to the blocks that the op under test chose. Budget: twice the error of the same math done by
     PyTorch in the op's own dtype, plus one unit of rounding of the largest value.
     """
+    config = variant.config
     inputs = NSAInputs(problem.q, problem.k, problem.v, gate_proj_weight=problem.gate_proj_weight).map(Tensor.detach)
     out, aux = nsa_forward_aux(
-        inputs.q, inputs.k, inputs.v, gate_proj_weight=inputs.gate_proj_weight, config=config, backend=backend
+        inputs.q, inputs.k, inputs.v, gate_proj_weight=inputs.gate_proj_weight, config=config, backend=variant.backend
     )
     num_tiles = aux.indices.shape[2]
     wanted = min(num_tiles, max(4, math.ceil(SAMPLED_ROWS / config.q_tile_size)))
     tiles = torch.linspace(0, num_tiles - 1, wanted, device=out.device).round().long()
     indices = aux.indices[:, :, tiles]
     cmp_indices = None if aux.cmp_indices is None else aux.cmp_indices[:, :, tiles]
-    oracle, positions = nsa_tiles(inputs.map(Tensor.double), config, tiles, indices=indices, cmp_indices=cmp_indices)
-    naive, _ = nsa_tiles(inputs, config, tiles, indices=indices, cmp_indices=cmp_indices, compute_dtype=out.dtype)
-    error = (out[:, positions].double() - oracle).abs().max().item()
+    del aux  # on long sequences its outputs would lack to the oracle, whose inputs are fp64
+    naive, positions = nsa_tiles(
+        inputs, config, tiles, indices=indices, cmp_indices=cmp_indices, compute_dtype=out.dtype
+    )
+    rows = out[:, positions]
+    del out
+    oracle, _ = nsa_tiles(inputs.map(Tensor.double), config, tiles, indices=indices, cmp_indices=cmp_indices)
+    error = (rows.double() - oracle).abs().max().item()
     naive_error = (naive.double() - oracle).abs().max().item()
-    return error, 2 * naive_error + torch.finfo(out.dtype).eps * oracle.abs().max().item()
+    budget = 2 * naive_error + torch.finfo(rows.dtype).eps * oracle.abs().max().item()
+    return Sample(error, budget, positions, rows)
 
 
 # What is shown
 
 
-def make_row(
-    args: argparse.Namespace,
-    config: NSAConfig,
-    sizes: Sizes,
-    backend: str,
-    sparse: Timing,
-    dense: Timing,
-    error: float,
-    budget: float,
-) -> Row:
-    return Row(
-        op="nsa",
-        preset=args.preset,
-        direction="fwd+bwd" if args.backward else "fwd",
-        backend=backend,
-        mode="eager",
-        b=sizes.batch,
-        n=sizes.tokens,
-        h=sizes.heads,
-        h_kv=sizes.kv_heads,
-        d=sizes.dim,
-        dtype=args.dtype,
-        l=config.compress_block_size,
-        l_select=config.select_size,
-        k=config.num_selected_blocks,
-        w=config.window_size,
-        q_tile=config.q_tile_size,
-        num_cmp=config.num_cmp_selected_blocks,
-        gated=not args.ungated,
-        inputs=args.input,
-        ms_p20=sparse.ms_p20,
-        ms_p50=sparse.ms_p50,
-        ms_p80=sparse.ms_p80,
-        peak_gib=sparse.peak_gib,
-        error=error,
-        error_budget=budget,
-        dense_ms=dense.ms_p50,
-        dense_peak_gib=dense.peak_gib,
-        speedup=dense.ms_p50 / sparse.ms_p50,
-        command=command_line(),
-    )
+def _none(value: int | None) -> str:
+    return "none" if value is None else str(value)
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.{3 if value < 1 else 2 if value < 10 else 1}f}"
 
 
 def show(rows: list[Row], out: Path) -> None:
-    table = Table(title="median time per call; peak memory beyond the inputs", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("N", "dense ms", "NSA ms", "speed-up", "dense GiB", "NSA GiB", "error", "budget"):
+    table = Table(
+        title=f"median time per call; dense: {rows[0].dense}; peak memory beyond the inputs",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    varying = [name for name in ("l", "num_cmp", "mode") if len({getattr(row, name) for row in rows}) > 1]
+    floors = rows[0].share_of_floor is not None
+    for heading in ("N", *varying, "dense ms", "NSA ms", "speed-up", *(["of floor"] if floors else [])):
+        table.add_column(heading, justify="right")
+    for heading in ("dense GiB", "NSA GiB", "error", "budget"):
         table.add_column(heading, justify="right")
     for row in rows:
         memory = ["?" if gib is None else f"{gib:.2f}" for gib in (row.dense_peak_gib, row.peak_gib)]
         speed = f"[{'green' if row.speedup > 1 else 'red'}]{row.speedup:.2f}x[/]"
+        share = [] if row.share_of_floor is None else [f"{row.share_of_floor:.0%}"]
         errors = (f"{row.error:.1e}", f"{row.error_budget:.1e}")
-        table.add_row(f"{row.n:,}", f"{row.dense_ms:,.1f}", f"{row.ms_p50:,.1f}", speed, *memory, *errors)
-    console.print(table)
+        dense_ms = f"{'~' if row.dense_extrapolated else ''}{_ms(row.dense_ms)}"
+        options = [str(value) if (value := getattr(row, name)) is not None else "none" for name in varying]
+        table.add_row(f"{row.n:,}", *options, dense_ms, _ms(row.ms_p50), speed, *share, *memory, *errors)
+    Console(width=max(console.width, TABLE_WIDTH)).print(table)
     best = max(rows, key=lambda row: row.speedup)
-    ahead = [row.n for row in rows if row.speedup > 1]
-    crossover = f"at N = {', '.join(f'{n:,}' for n in ahead)}" if ahead else "at none of these N"
+    faster = sorted({row.n for row in rows if row.speedup > 1})
+    some = " in at least one row each" if varying else ""
+    crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{some}" if faster else "at none of these N"
+    if best.num_cmp is None:
+        compressed = f"N/{best.l} compressed entries"
+    else:
+        compressed = f"{best.num_cmp} blocks of compressed entries"
     console.print(
         f"What this says: dense attention's time grows with N squared; NSA ({best.backend} backend) reads per query "
-        f"N/{best.l} compressed entries, {best.k} selected blocks of {best.l_select} and a window of {best.w}. "
-        f"NSA is faster {crossover}; best: {best.speedup:.2f}x at N = {best.n:,}. Errors are the largest against fp64 "
-        f"on {SAMPLED_ROWS} rows or more (all, if N is smaller); each is within its budget, so the times count."
+        f"{compressed}, {best.k} selected blocks of {best.l_select} and a window of {best.w}. NSA is faster "
+        f"{crossover}; best: {best.speedup:.2f}x at N = {best.n:,}. Errors are the largest against fp64 on "
+        f"{SAMPLED_ROWS} rows or more (all, if N is smaller); each is within its budget, so the times count."
     )
+    if any(row.dense_extrapolated for row in rows):
+        console.print("~ is not measured: the time at the largest measured N, times the square of the ratio of N.")
     shown = [_relative(out.with_suffix(suffix)) for suffix in (".png", ".csv", ".json")]
     console.print(f"Plot: {shown[0]}   table: {shown[1]}   everything: {shown[2]}", soft_wrap=True)
 
@@ -295,32 +526,67 @@ def _relative(path: Path) -> Path:
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
-def plot(rows: list[Row], path: Path, device: str) -> None:
+def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:
+    """Times and speed-ups by N: a line for each block size, number of compressed blocks and mode."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    lengths = [row.n for row in rows]
-    figure, (times, speed) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    times.loglog(lengths, [row.dense_ms for row in rows], "o-", color="tab:gray", label="dense")
-    times.loglog(lengths, [row.ms_p50 for row in rows], "o-", color="tab:blue", label=f"NSA ({rows[0].backend})")
-    times.set(xlabel="tokens N", ylabel="ms per call", title=f"{rows[0].direction}, {rows[0].inputs} input")
-    times.legend()
-    speed.loglog(lengths, [row.speedup for row in rows], "o-", color="tab:blue")
-    speed.axhline(1, color="tab:gray", linestyle="--", linewidth=1)
+    lengths = sorted({row.n for row in rows})
+    figure, (times, speed) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    dense = sorted({(row.n, row.dense_ms, row.dense_extrapolated) for row in rows})
+    times.loglog([n for n, *_ in dense], [ms for _, ms, _ in dense], "-", color="tab:gray")
+    for extrapolated, face in ((False, "tab:gray"), (True, "white")):
+        points = [(n, ms) for n, ms, how in dense if how == extrapolated]
+        if points:
+            label = f"{rows[0].dense}, extrapolated by N²" if extrapolated else rows[0].dense
+            times.loglog(*zip(*points, strict=True), "o", color="tab:gray", markerfacecolor=face, label=label)
+    styles = {
+        "eager": {"marker": "o", "markerfacecolor": "white", "linewidth": 1},
+        "graph": {"marker": "s", "linewidth": 2},
+    }
+    options = list(dict.fromkeys((row.l, row.num_cmp) for row in rows))
+    speeds = [row.speedup for row in rows]
+    for line in dict.fromkeys(row.line for row in rows):
+        length, count, mode = line
+        own = [row for row in rows if row.line == line]
+        color = f"C{options.index((length, count))}"
+        label = f"NSA ({own[0].backend}) l={length} num_cmp={_none(count)}, {mode}"
+        drawn = {**styles[mode], "linestyle": "-", "color": color, "label": label}
+        times.loglog([row.n for row in own], [row.ms_p50 for row in own], **drawn)
+        speed.loglog([row.n for row in own], [row.speedup for row in own], **drawn)
+    if peaks is not None:
+        for option in options:
+            own = list({row.n: row for row in rows if (row.l, row.num_cmp) == option}.values())
+            bounds = [dense_floor_ms(row.sizes, peaks) / row.floor_ms for row in own if row.floor_ms]
+            label = f"roofline l={option[0]} num_cmp={_none(option[1])}"
+            color = f"C{options.index(option)}"
+            speed.loglog([row.n for row in own], bounds, "--", color=color, label=label)
+            speeds += bounds
+    speed.axhline(1, color="tab:gray", linewidth=1)
     ticks = [m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5)]
-    low, high = min(1.0, *(row.speedup for row in rows)) / 2, max(1.0, *(row.speedup for row in rows)) * 2
+    low, high = min(1.0, *speeds) / 2, max(1.0, *speeds) * 2
     ticks = [tick for tick in ticks if low <= tick <= high]
     speed.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
-    speed.set(xlabel="tokens N", ylabel="dense time / NSA time", title=f"speed-up on {device}")
+    at_peak = "" if peaks is None else f"\nroofline: {peaks.tflops:g} TFLOP/s, {peaks.tbs:g} TB/s"
+    times.set(xlabel="tokens N", ylabel="ms per call", title=f"{rows[0].direction}, {rows[0].inputs} input")
+    speed.set(xlabel="tokens N", ylabel="dense time / NSA time", title=f"speed-up on {device}{at_peak}")
     for axes in (times, speed):
-        axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths], minor=False)
+        axes.set_xticks(lengths, [_short(n) for n in lengths], minor=False)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _short(n: int) -> str:
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if n % size == 0:
+            return f"{n // size}{unit}"
+    return str(n)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import dispatch
+from bench.inputs import Sizes
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from nsa import NSAConfig
+from nsa.tensors import NSAInputs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRESETS: dict[str, Callable[..., NSAConfig]] = {"seed": NSAConfig.seed, "paper": NSAConfig.paper}
@@ -47,6 +50,24 @@ def resolve_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         parser.error(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
 
 
+def nsa_facts(
+    sizes: Sizes, config: NSAConfig, device: torch.device, dtype: torch.dtype, *, backward: bool
+) -> dispatch.Call:
+    """What the dispatcher asks of a call like this one, before any tensor is made.
+
+    Raises:
+        TypeError, ValueError: for sizes that NSA does not take with these options.
+    """
+    q, k = (
+        torch.empty((sizes.batch, 1, heads, sizes.dim), dtype=dtype, device="meta")
+        for heads in (sizes.heads, sizes.kv_heads)
+    )
+    inputs = NSAInputs(q, k, k)
+    inputs.check(config)
+    options = {"inputs": inputs, "config": config, "deterministic": False, "recompute": False}
+    return dispatch.Call("nsa", device, dtype, backward=backward, options=options)
+
+
 def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
     """The backend to run, and a note when that is the reference for want of a kernel.
 
@@ -61,7 +82,30 @@ def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
         return "reference", f"Running the reference implementation: {error}"
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's causal attention on `[B,N,heads,D]`, the baseline."""
+@dataclass(frozen=True)
+class Dense:
+    """The baseline: dense causal attention on q `[B,N,H,D]` and k, v `[B,N,H_kv,D]`, and whose it is."""
+
+    name: str
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def choose_dense(device: torch.device, dtype: torch.dtype) -> Dense:
+    """FlashAttention-4 for 16-bit tensors on CUDA where it is installed, else PyTorch's own attention."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        try:
+            from flash_attn.cute import flash_attn_func
+        except ImportError:
+            return Dense("PyTorch SDPA", _sdpa)
+
+        def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = flash_attn_func(q, k, v, causal=True)[0]  # beside it, the log-sum-exp
+            return out
+
+        return Dense("FlashAttention-4", flash)
+    return Dense("PyTorch SDPA", _sdpa)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)

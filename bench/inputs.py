@@ -1,6 +1,7 @@
-"""Inputs of the benchmarks: random numbers, or the tokens of a real text that every machine has.
+"""Inputs of the benchmarks: random numbers, random numbers with an attention sink, or a text that every machine has.
 
-Made on the CPU from fixed seeds and in float32, so that every device and dtype starts from the same values.
+Seeds are fixed. On CUDA random numbers are made in place, and differ from those of other devices; anything else is made
+on the CPU in float32, so that every device and dtype starts from the same values.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ EMBEDDING = 256
 CONTEXT = 4
 """Bytes mixed into one token's embedding: itself and those before it, so that a token says more than one letter."""
 ROPE_BASE = 10_000.0
+SINK_TOKENS = 64
+"""Tokens at the start that all queries of a sink input are drawn to."""
+SINK_LOGIT = 3.0
+"""How far their scaled logits lie above those of other tokens (which vary by 1): e^3 = 20 times the weight. Means over
+a block and a tile vary far less than 1, so the block with these tokens has every tile's best score."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Problem:
     gate_proj_weight: Tensor | None
 
 
-KINDS = ("random", "text")
+KINDS = ("random", "sink", "text")
 
 
 def make_problem(
@@ -54,20 +60,30 @@ def make_problem(
     gated: bool = True,
     requires_grad: bool = False,
     seed: int = 0,
+    portable: bool | None = None,
 ) -> Problem:
     """q, k, v and the gate's weights for `kind`, one of KINDS.
+
+    Args:
+        portable: make random numbers on the CPU in float32. False: on the device and in the dtype they are for, which
+            takes no memory but theirs. None: False on CUDA.
 
     Raises:
         ValueError: for another kind.
     """
-    generator = torch.Generator().manual_seed(seed)
-    if kind == "random":
-        q, k, v = (_normal(generator, *shape) for shape in _shapes(sizes))
-    elif kind == "text":
+    if kind not in KINDS:
+        raise ValueError(f"inputs must be one of {', '.join(KINDS)}, got {kind!r}")
+    if portable is None:
+        portable = device.type != "cuda"
+    maker, made = (torch.device("cpu"), torch.float32) if portable or kind == "text" else (device, dtype)
+    generator = torch.Generator(maker).manual_seed(seed)
+    if kind == "text":
         q, k, v = _project_text(sizes, generator)
     else:
-        raise ValueError(f"inputs must be one of {', '.join(KINDS)}, got {kind!r}")
-    gate = _normal(generator, sizes.heads, 3, sizes.dim) / math.sqrt(sizes.dim) if gated else None
+        q, k, v = (_normal(generator, *shape, dtype=made) for shape in _shapes(sizes))
+    if kind == "sink":
+        _add_sink(q, k)
+    gate = _normal(generator, sizes.heads, 3, sizes.dim, dtype=made) / math.sqrt(sizes.dim) if gated else None
 
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype).requires_grad_(requires_grad)
@@ -81,8 +97,16 @@ def _shapes(sizes: Sizes) -> tuple[tuple[int, ...], ...]:
     return query, key, key
 
 
-def _normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator)
+def _normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
+
+
+def _add_sink(q: Tensor, k: Tensor) -> None:
+    """Give the first dim to the sink, in place: all queries point there, and no keys but the first SINK_TOKENS."""
+    length = math.sqrt(SINK_LOGIT * math.sqrt(q.shape[-1]))
+    q[..., 0] = length
+    k[..., 0] = 0
+    k[:, :SINK_TOKENS, :, 0] = length
 
 
 # Text

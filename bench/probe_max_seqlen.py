@@ -35,12 +35,21 @@ import torch
 from torch import Tensor
 
 import dispatch
-from bench.common import DTYPES, PRESETS, add_sizes, choose_backend, dense_attention, positive, resolve_sizes
+from bench.common import (
+    DTYPES,
+    PRESETS,
+    Dense,
+    add_sizes,
+    choose_backend,
+    choose_dense,
+    nsa_facts,
+    positive,
+    resolve_sizes,
+)
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from dispatch.device import device_types
 from nsa import NSAConfig, nsa, nsa_forward
-from nsa.tensors import NSAInputs
 
 try:
     from rich.box import SIMPLE_HEAD
@@ -125,6 +134,9 @@ class Settings:
     options: dict[str, int]
     """Changes to the preset."""
     backend: str | None
+    """Of NSA."""
+    dense: str | None
+    """Name of the baseline, for --op dense."""
     memory_limit: int | None
     """Bytes; None: half of what was available at the first trial (CPU), or the device's memory."""
 
@@ -176,7 +188,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     usable = [name for name in device_types() if name in ("cuda", "cpu")]
     add("--device", choices=usable, default=usable[0], help="default: %(default)s")
-    add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal scaled_dot_product_attention")
+    add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal FlashAttention-4 or PyTorch SDPA")
     add("--backward", action="store_true", help="probe forward + backward")
     add("--preset", choices=PRESETS, help="NSAConfig.seed() or .paper(); default: seed")
     for option in CONFIG_OPTIONS:
@@ -243,6 +255,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
         preset=(arguments.preset or "seed") if arguments.op == "nsa" else None,
         options=options,
         backend=arguments.backend,
+        dense=None,
         memory_limit=arguments.memory_limit,
     )
     arguments.out = arguments.out or LOCAL_RESULTS / f"probe-{settings.device}-{settings.op}-{settings.direction}.json"
@@ -250,7 +263,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
         backend, note = backend_for(settings)
     except (TypeError, ValueError, dispatch.BackendError) as error:
         parser.error(str(error))
-    return arguments, replace(settings, backend=backend), note
+    dense = dense_for(settings).name if settings.op == "dense" else None
+    return arguments, replace(settings, backend=backend, dense=dense), note
 
 
 def duration(text: str) -> float:
@@ -280,15 +294,18 @@ def backend_for(settings: Settings) -> tuple[str | None, str]:
     """
     if settings.op == "dense":
         return None, ""
-    q, k = (
-        torch.empty((settings.batch, 1, heads, settings.dim), dtype=DTYPES[settings.dtype], device="meta")
-        for heads in (settings.heads, settings.kv_heads)
+    call = nsa_facts(
+        settings.sizes(1),
+        settings.config,
+        torch.device(settings.device),
+        DTYPES[settings.dtype],
+        backward=settings.backward,
     )
-    inputs = NSAInputs(q, k, k)
-    inputs.check(settings.config)
-    options = {"inputs": inputs, "config": settings.config, "deterministic": False, "recompute": False}
-    call = dispatch.Call("nsa", settings.device, DTYPES[settings.dtype], backward=settings.backward, options=options)
     return choose_backend(call, settings.backend)
+
+
+def dense_for(settings: Settings) -> Dense:
+    return choose_dense(torch.device(settings.device), DTYPES[settings.dtype])
 
 
 # Trials, and the file that keeps them
@@ -434,7 +451,7 @@ def run_trial(settings: Settings, tokens: int) -> Trial:
         except Exception as error:
             if not is_out_of_memory(error, device):
                 raise
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         seconds = time.perf_counter() - started
     if device.type == "cpu":
         peak = proc_bytes("/proc/self/status", "VmHWM") - resident
@@ -452,18 +469,14 @@ def start_threads() -> None:
 
 
 def make_inputs(settings: Settings, tokens: int) -> Problem:
-    device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
-    sizes = settings.sizes(tokens)
-    if settings.input != "random":
-        return make_problem(settings.input, sizes, device=device, dtype=dtype, requires_grad=settings.backward)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype).requires_grad_(settings.backward)
-
-    torch.manual_seed(0)
-    q = normal(sizes.batch, tokens, sizes.heads, sizes.dim)
-    k, v = (normal(sizes.batch, tokens, sizes.kv_heads, sizes.dim) for _ in range(2))
-    return Problem(q, k, v, normal(sizes.heads, 3, sizes.dim))
+    return make_problem(
+        settings.input,
+        settings.sizes(tokens),
+        device=torch.device(settings.device),
+        dtype=DTYPES[settings.dtype],
+        requires_grad=settings.backward,
+        portable=False,
+    )
 
 
 def run_op(settings: Settings, problem: Problem) -> dict[str, Tensor]:
@@ -471,7 +484,7 @@ def run_op(settings: Settings, problem: Problem) -> dict[str, Tensor]:
     leaves = {"q": problem.q, "k": problem.k, "v": problem.v}
     if settings.op == "dense":
         with torch.set_grad_enabled(settings.backward):
-            out = dense_attention(*leaves.values())
+            out = dense_for(settings).attention(*leaves.values())
     else:
         attention = nsa if settings.backward else nsa_forward
         out = attention(
@@ -507,9 +520,10 @@ def is_out_of_memory(error: Exception, device: torch.device) -> bool:
     """Whether the memory of this device ran out, by the texts that PyTorch and its libraries have for that."""
     if device.type == "cuda":
         kind: type[Exception] = torch.OutOfMemoryError
-        texts = ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"]
+        carrier: type[Exception] = Exception  # CuTe DSL has errors of its own; the last text is theirs
+        texts = ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY"]
     else:
-        kind = MemoryError
+        kind, carrier = MemoryError, RuntimeError
         # The last is oneDNN's, whole; what oneDNN cannot do at all fails before, creating "a primitive descriptor".
         texts = [
             r"DefaultCPUAllocator: (can't allocate|not enough) memory",
@@ -517,7 +531,7 @@ def is_out_of_memory(error: Exception, device: torch.device) -> bool:
             r"^could not create a primitive$",
         ]
     return isinstance(error, kind) or (
-        isinstance(error, RuntimeError) and re.search("|".join(texts), str(error)) is not None
+        isinstance(error, carrier) and re.search("|".join(texts), str(error)) is not None
     )
 
 
@@ -577,6 +591,8 @@ def announce(settings: Settings, memory_limit: int | None, device: str, notes: l
     if settings.op == "nsa":
         changed = "".join(f", {name}={value}" for name, value in settings.options.items())
         parts.append(f"preset {settings.preset}{changed}, backend {settings.backend}")
+    else:
+        parts.append(str(settings.dense))
     if memory_limit is not None:
         parts.append(f"memory limit {memory_limit / 2**20:,.0f} MiB")
     passes = "forward + backward" if settings.backward else "forward"

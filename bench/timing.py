@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 GIB = 2**30
 
@@ -39,6 +40,30 @@ def measure(call: Callable[[], Any], device: torch.device, *, seconds: float = 2
         times.append(_milliseconds(call, device))
     p20, p50, p80 = (_percentile(times, share) for share in (0.2, 0.5, 0.8))
     return Timing(p20, p50, p80, peak_gib, len(times))
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph of a call. It holds its memory, `out` included, as long as it lives."""
+
+    replay: Callable[[], None]
+    out: Tensor
+    """What replays write."""
+    peak_gib: float | None
+    """Memory that the call took at its peak while it was captured; replays take no more."""
+
+
+def capture(call: Callable[[], Tensor], device: torch.device) -> Captured:
+    """Capture a call that ran before, so that nothing is left to compile."""
+    graph = torch.cuda.CUDAGraph()
+    outs: list[Tensor] = []
+
+    def record() -> None:
+        with torch.cuda.graph(graph):
+            outs.append(call())
+
+    peak_gib = peak_memory(record, device)
+    return Captured(graph.replay, outs[0], peak_gib)
 
 
 def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
+import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ import pytest
 import torch
 
 from bench import bench_sparse_attn_e2e as e2e
-from bench.common import choose_backend
-from bench.inputs import Sizes, make_problem, standard_library_text
+from bench.common import choose_backend, choose_dense
+from bench.inputs import SINK_TOKENS, Problem, Sizes, make_problem, standard_library_text
+from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.timing import measure, peak_memory
 from dispatch import Call
+from nsa import NSAConfig, nsa_forward_aux
 
 CPU = torch.device("cpu")
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
@@ -48,6 +53,8 @@ def test_writes_what_it_promises(options: list[str], tmp_path: Path, capsys: pyt
         assert 0 <= row["error"] <= row["error_budget"] < 0.1
         assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
         assert row["speedup"] == pytest.approx(row["dense_ms"] / row["ms_p50"])
+        assert (row["dense"], row["dense_extrapolated"], row["mode"]) == ("PyTorch SDPA", False, "eager")
+        assert (row["floor_ms"], row["share_of_floor"]) == (None, None)
     with (tmp_path / "run.csv").open() as file:
         assert [int(row["n"]) for row in csv.DictReader(file)] == [row["n"] for row in content["rows"]]
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
@@ -71,8 +78,173 @@ def test_no_speed_on_a_red_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     content = json.loads((tmp_path / "run.json").read_text())
     assert content["gate"] == "red"
     assert content["rows"] == []
-    assert "N=64: error 1.0" in content["red"][0]
+    assert content["red"][0].startswith("N=64 l=64 num_cmp=none: error 1.0")
     assert not (tmp_path / "run.csv").exists()
+
+
+@pytest.mark.parametrize("backward", [[], ["--backward"]])
+def test_the_timed_call_must_be_the_checked_one(
+    backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One unit of rounding in one of the sampled rows is enough."""
+    timed = "nsa" if backward else "nsa_forward"
+    right = getattr(e2e, timed)
+
+    def other(*args: Any, **keywords: Any) -> torch.Tensor:
+        out = right(*args, **keywords).clone()
+        out[0, -1, 0, 0] = torch.nextafter(out[0, -1, 0, 0], out.new_tensor(9.0))
+        return out
+
+    monkeypatch.setattr(e2e, timed, other)
+    monkeypatch.setattr(e2e, "measure", lambda *_, **__: pytest.fail("timed another call"))
+    assert e2e.main([*SMALL, "--seqlens", "64", *backward, "--out", str(tmp_path / "run")]) == 1
+    red = json.loads((tmp_path / "run.json").read_text())["red"]
+    assert len(red) == 1
+    assert "the timed call gives another result than the checked one" in red[0]
+
+
+def test_a_row_for_each_combination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = choose_dense(CPU, torch.float32)
+    lengths: list[int] = []
+
+    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        lengths.append(q.shape[1])
+        return dense.attention(q, k, v)
+
+    monkeypatch.setattr(e2e, "choose_dense", lambda *_: replace(dense, attention=counting))
+    options = ["--num-cmp", "none,2,none", "--block-sizes", "16,32", "--k", "3", "--w", "40", "--q-tile", "128"]
+    sizes = ["--seqlens", "256,128", "--peak-tflops", "0.5"]
+    assert e2e.main([*SMALL, *sizes, *options, "--out", str(tmp_path / "run")]) == 0
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    combinations = [(n, l, c) for n in (128, 256) for l in (16, 32) for c in (None, 2)]  # noqa: E741
+    assert [(row["n"], row["l"], row["num_cmp"]) for row in rows] == combinations
+    assert lengths == 4 * [128] + 4 * [256], "dense attention is measured once for each length"
+    for row in rows:
+        assert (row["l_select"], row["k"], row["w"], row["q_tile"]) == (row["l"], 3, 40, 128)
+        assert row["dense_ms"] == next(other["dense_ms"] for other in rows if other["n"] == row["n"])
+        config = NSAConfig(
+            compress_block_size=row["l"],
+            num_cmp_selected_blocks=row["num_cmp"],
+            num_selected_blocks=3,
+            window_size=40,
+            q_tile_size=128,
+        )
+        assert row["floor_ms"] == nsa_floor_ms(Sizes(1, row["n"], 2, 1, 16), config, Peaks(0.5, 4.8), itemsize=4)
+        assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_p50"])
+
+
+def test_options_on_top_of_a_preset() -> None:
+    def configs(*options: str) -> list[NSAConfig]:
+        found: list[NSAConfig] = e2e.parse([*SMALL, *options]).configs
+        return found
+
+    assert configs() == [NSAConfig.seed()]
+    assert configs("--preset", "paper", "--k", "3") == [NSAConfig.paper(num_selected_blocks=3)]
+    assert configs("--preset", "paper", "--num-cmp", "none") == [NSAConfig.paper()]
+    assert [c.select_size for c in configs("--block-sizes", "32,64", "--select-size", "128")] == [128, 128]
+    assert [c.select_size for c in configs("--preset", "paper", "--block-sizes", "32,128")] == [32, 128]
+
+
+def test_long_dense_attention_is_extrapolated_and_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = choose_dense(CPU, torch.float32)
+
+    def short(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert q.shape[1] <= 128
+        return dense.attention(q, k, v)
+
+    monkeypatch.setattr(e2e, "choose_dense", lambda *_: replace(dense, attention=short))
+    options = ["--seqlens", "64,128,256,384", "--no-dense-above", "200"]
+    assert e2e.main([*SMALL, *options, "--out", str(tmp_path / "run")]) == 0
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert [row["dense_extrapolated"] for row in rows] == [False, False, True, True]
+    assert rows[2]["dense_ms"] == pytest.approx(4 * rows[1]["dense_ms"])
+    assert rows[3]["dense_ms"] == pytest.approx(9 * rows[1]["dense_ms"])
+    assert [row["dense_peak_gib"] is None for row in rows] == [False, False, True, True]
+    assert "~ is not measured" in capsys.readouterr().out
+
+
+def test_a_wrong_graph_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that leaves a row unwritten. Graphs stand in here for themselves: a replay calls again."""
+
+    def fake_capture(call: Any, device: torch.device, *, missing: int) -> types.SimpleNamespace:
+        out = call()
+
+        def replay() -> None:
+            out[:, missing:] = call()[:, missing:]
+
+        return types.SimpleNamespace(out=out, replay=replay, peak_gib=0.25)
+
+    sizes = Sizes(1, 64, 2, 1, 16)
+    problem = make_problem("random", sizes, device=CPU, dtype=torch.float32)
+    variant = e2e.Variant(NSAConfig(), "reference", ("graph",))
+    sample, wrong = e2e.check(problem, variant, backward=False)
+    assert wrong == []
+    call = e2e.nsa_call(problem, variant, backward=False)
+    monkeypatch.setattr(e2e, "capture", lambda *args: fake_capture(*args, missing=0))
+    timing = e2e.measure_mode("graph", call, sample, CPU, 0)
+    assert timing is not None
+    assert (timing.repeats, timing.peak_gib) == (3, 0.25)
+    monkeypatch.setattr(e2e, "capture", lambda *args: fake_capture(*args, missing=1))
+    assert e2e.measure_mode("graph", call, sample, CPU, 0) is None
+    monkeypatch.setattr(e2e, "measure_mode", lambda *_: None)
+    assert e2e.main([*SMALL, "--seqlens", "64", "--out", str(tmp_path / "run")]) == 1
+    red = json.loads((tmp_path / "run.json").read_text())["red"]
+    assert red == ["N=64 l=64 num_cmp=none: the replayed graph gives another result than the checked call"]
+
+
+def test_modes_by_device_and_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def modes(*options: str) -> tuple[tuple[str, ...], list[str]]:
+        args = e2e.parse([*SMALL, "--dtype", "bf16", *options])
+        (variant,), notes = e2e.choose_variants(args, torch.device(args.device))
+        return variant.modes, notes
+
+    monkeypatch.setattr(e2e, "device_types", lambda: ["cuda", "cpu"])
+    monkeypatch.setattr(e2e, "choose_backend", lambda *_: ("cute", ""))
+    assert modes() == (("eager",), [])
+    assert modes("--device", "cuda") == (("eager", "graph"), [])
+    assert modes("--device", "cuda", "--backward") == (("eager",), [])
+    assert modes("--device", "cuda", "--modes", "graph") == (("graph",), [])
+    monkeypatch.setattr(e2e, "choose_backend", lambda *_: ("reference", "no kernel"))
+    chosen, notes = modes("--device", "cuda")
+    assert chosen == ("eager",)
+    assert notes[0].startswith("no kernel\nMode eager only: the reference reads values on the host")
+    with pytest.raises(ValueError, match="--modes graph: the reference reads values on the host"):
+        modes("--device", "cuda", "--modes", "eager,graph")
+
+
+def test_the_plot_shows_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both modes, two numbers of compressed blocks, an extrapolated baseline and the roofline, from one real row."""
+    from matplotlib import pyplot as plt
+
+    kept: list[Any] = []
+    monkeypatch.setattr(plt, "close", kept.append)
+    assert e2e.main([*SMALL, "--seqlens", "1024", "--peak-tflops", "0.1", "--out", str(tmp_path / "run")]) == 0
+    content = json.loads((tmp_path / "run.json").read_text())["rows"][0]
+    row = e2e.Row(**{("direction" if name == "pass" else name): value for name, value in content.items()})
+    rows = [
+        replace(row, n=n, mode=mode, num_cmp=num_cmp, dense_extrapolated=n > 1024)
+        for n in (1024, 2048)
+        for num_cmp in (None, 16)
+        for mode in ("eager", "graph")
+    ]
+    e2e.plot(rows, tmp_path / "all.png", "a device", Peaks(0.1, 1))
+    monkeypatch.undo()
+    times, speed = kept[-1].axes
+    for figure in kept:
+        plt.close(figure)
+    lines = {line.get_label(): line for line in speed.get_lines()}
+    for num_cmp in ("none", "16"):
+        for mode in ("eager", "graph"):
+            assert list(lines[f"NSA (reference) l=64 num_cmp={num_cmp}, {mode}"].get_xdata()) == [1024, 2048]
+        roofline = lines[f"roofline l=64 num_cmp={num_cmp}"]
+        assert roofline.get_linestyle() == "--"
+        bounds = [dense_floor_ms(Sizes(1, n, 2, 1, 16), Peaks(0.1, 1)) / row.floor_ms for n in (1024, 2048)]
+        assert list(roofline.get_ydata()) == pytest.approx(bounds)
+    baselines = {line.get_label(): list(line.get_xdata()) for line in times.get_lines()}
+    assert baselines["PyTorch SDPA"] == [1024]
+    assert baselines["PyTorch SDPA, extrapolated by N²"] == [2048]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +254,12 @@ def test_no_speed_on_a_red_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["--heads", "0"], "must be a positive integer such as 4096 or 4K, got '0'"),
         (["--heads", "4", "--kv-heads", "3"], "--heads must be a multiple of --kv-heads, got 4 and 3"),
         (["--preset", "large"], "invalid choice: 'large'"),
+        (["--modes", "graph"], "--modes graph needs --device cuda, got cpu"),
+        (["--modes", "eager,lazy"], "argument --modes: must be one of eager, graph, got 'lazy'"),
+        (["--num-cmp", "none,0"], "argument --num-cmp: must be a positive integer such as 4096 or 4K, got '0'"),
+        (["--preset", "paper", "--num-cmp", "16"], "num_cmp_selected_blocks"),
+        (["--w", "-1"], "window_size must be at least 0, got -1"),
+        (["--seqlens", "256", "--no-dense-above", "128"], "must leave a length to measure, at least 256, got 128"),
     ],
 )
 def test_bad_command_lines(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +270,7 @@ def test_bad_command_lines(options: list[str], message: str, capsys: pytest.Capt
 
 
 def test_lengths_have_suffixes() -> None:
-    assert e2e.parse(["--seqlens", "100, 4k,1M"]).seqlens == [100, 4096, 2**20]
+    assert e2e.parse(["--seqlens", "1M,100, 4k"]).seqlens == [100, 4096, 2**20]
 
 
 def test_backends() -> None:
@@ -102,7 +280,80 @@ def test_backends() -> None:
     assert backend == "reference"
     assert "runs on meta only when named" in note
     with pytest.raises(SystemExit, match="backend must be one of cute, reference"):
+        e2e.main([*SMALL, "--seqlens", "64", "--backend", "abacus"])
+    with pytest.raises(SystemExit, match="cute: runs on CUDA devices, got cpu"):
         e2e.main([*SMALL, "--seqlens", "64", "--backend", "cute"])
+
+
+def test_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4 where it is installed and takes the dtype; stood in for by attention that marks its results."""
+    sdpa = choose_dense(CPU, torch.bfloat16)
+    assert sdpa.name == "PyTorch SDPA"
+
+    def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[torch.Tensor, None]:
+        assert causal
+        return sdpa.attention(q, k, v) + 1, None
+
+    package, module = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.cute")
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    gpu = torch.device("cuda")
+    flash = choose_dense(gpu, torch.bfloat16)
+    assert flash.name == choose_dense(gpu, torch.float16).name == "FlashAttention-4"
+    assert choose_dense(gpu, torch.float32).name == choose_dense(CPU, torch.bfloat16).name == "PyTorch SDPA"
+    problem = make_problem("random", Sizes(1, 8, 4, 2, 8), device=CPU, dtype=torch.float32)
+    ours, theirs = (dense.attention(problem.q, problem.k, problem.v) for dense in (flash, sdpa))
+    assert torch.equal(ours, theirs + 1)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    assert choose_dense(gpu, torch.bfloat16).name == "PyTorch SDPA"
+
+
+def test_the_baseline_is_causal_attention_with_shared_keys() -> None:
+    problem = make_problem("random", Sizes(2, 9, 4, 2, 8), device=CPU, dtype=torch.float64)
+    q, k, v = problem.q, problem.k.repeat_interleave(2, dim=2), problem.v.repeat_interleave(2, dim=2)
+    logits = torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
+    logits = logits.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
+    expected = torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), v)
+    got = choose_dense(CPU, torch.float64).attention(problem.q, problem.k, problem.v)
+    torch.testing.assert_close(got, expected)
+
+
+# The roofline
+
+
+def test_floor_by_hand() -> None:
+    """At 1 TFLOP/s and 1 TB/s a thousand million FLOPs or bytes take one millisecond."""
+    peaks = Peaks(1, 1)
+    sizes = Sizes(batch=2, tokens=4096, heads=4, kv_heads=2, dim=32)
+    assert dense_floor_ms(sizes, peaks) == pytest.approx(2 * 4096 * 2048 * 4 * 32 * 4 / 1e9)
+
+    # 64 entries, of which a row sees 32 on average; 16 tiles. Selected: 256 keys, but for the first 256 rows, which see
+    # 128 on average: (256*128 + 3840*256) / 4096 = 248. Window of 128: (128*64 + 3968*128) / 4096 = 126.
+    config = NSAConfig(num_selected_blocks=4, window_size=128)
+    flops = 4096 * (32 + 248 + 126) * 4 * 32 * 4 + 3 * 2 * 16 * 32 * 32 * 4
+    values = 4096 * 32 * (4 + 2 + 2 + 3 * 4 + 4 + 3 * 4 + 4)  # q, k, v; three outputs; q, three outputs; out
+    assert nsa_floor_ms(sizes, config, peaks) == pytest.approx(2 * (flops + values * 2) / 1e9)
+    assert nsa_floor_ms(sizes, config, Peaks(2, 1e9)) == pytest.approx(2 * flops / 2e9)
+    assert nsa_floor_ms(sizes, config, Peaks(1e9, 4), itemsize=4) == pytest.approx(2 * values * 4 / 4e9)
+
+    # Two blocks of 8 entries: 16 of them, but 8 on average in the first quarter of the rows.
+    some = replace(config, num_cmp_selected_blocks=2, n_block_size=8)
+    fewer = 2 * 4096 * (32 - (8 + 3 * 16) / 4) * 4 * 32 * 4 / 1e9
+    assert nsa_floor_ms(sizes, config, peaks) - nsa_floor_ms(sizes, some, peaks) == pytest.approx(fewer)
+    every = replace(config, num_cmp_selected_blocks=16)
+    assert nsa_floor_ms(sizes, every, peaks) == nsa_floor_ms(sizes, config, peaks)
+
+
+def test_peaks_are_known_or_given() -> None:
+    assert choose_peaks("NVIDIA H200 (sm_90)", None, None) == Peaks(989, 4.8)
+    assert choose_peaks("NVIDIA H100 80GB HBM3 (sm_90)", None, 2.0) == Peaks(989, 2.0)
+    assert choose_peaks("NVIDIA H200 (sm_90)", 500, None) == Peaks(500, 4.8)
+    assert choose_peaks("NVIDIA B200 (sm_100)", None, None) is None
+    assert choose_peaks("NVIDIA B200 (sm_100)", 2250, None) == Peaks(2250, 4.8)
+
+
+# Inputs
 
 
 def test_text_is_real_and_inputs_are_repeatable() -> None:
@@ -110,7 +361,7 @@ def test_text_is_real_and_inputs_are_repeatable() -> None:
     assert len(text) > 1_000_000
     assert b"def " in text[:10_000]
     sizes = Sizes(batch=2, tokens=50, heads=4, kv_heads=2, dim=8)
-    for kind in ("random", "text"):
+    for kind in ("random", "sink", "text"):
         one, two = (make_problem(kind, sizes, device=CPU, dtype=torch.float32) for _ in range(2))
         for name, shape in {"q": (2, 50, 4, 8), "k": (2, 50, 2, 8), "v": (2, 50, 2, 8)}.items():
             assert getattr(one, name).shape == shape
@@ -118,8 +369,80 @@ def test_text_is_real_and_inputs_are_repeatable() -> None:
             assert 0.5 < getattr(one, name).std() < 2
     longer = make_problem("text", Sizes(1, 100, 4, 2, 8), device=CPU, dtype=torch.float32)
     assert torch.allclose(longer.v[0, :50], one.v[0], atol=1e-5), "a longer text begins with the shorter one"
-    with pytest.raises(ValueError, match="inputs must be one of random, text, got 'noise'"):
+    with pytest.raises(ValueError, match="inputs must be one of random, sink, text, got 'noise'"):
         make_problem("noise", sizes, device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["random", "sink"])
+def test_inputs_can_be_made_in_place(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: in the dtype they are for, with the same distribution, and the same each time."""
+    sizes = Sizes(batch=1, tokens=4096, heads=4, kv_heads=2, dim=8)
+    drawn: list[torch.dtype] = []
+    randn = torch.randn
+
+    def recording(*args: Any, **keywords: Any) -> torch.Tensor:
+        drawn.append(keywords["dtype"])
+        return randn(*args, **keywords)
+
+    monkeypatch.setattr(torch, "randn", recording)
+    portable, one, two = (
+        make_problem(kind, sizes, device=CPU, dtype=torch.bfloat16, portable=how) for how in (None, False, False)
+    )
+    assert drawn == [torch.float32] * 4 + [torch.bfloat16] * 8
+    for name in ("q", "k", "v", "gate_proj_weight"):
+        expected, got, again = (getattr(problem, name) for problem in (portable, one, two))
+        assert expected.dtype == got.dtype == torch.bfloat16
+        assert torch.equal(got, again)
+        if name != "gate_proj_weight":
+            assert got.float().std().item() == pytest.approx(expected.float().std().item(), rel=0.05)
+            assert got.float().mean().item() == pytest.approx(expected.float().mean().item(), abs=0.05)
+
+
+def first_blocks(problem: Problem, config: NSAConfig) -> torch.Tensor:
+    """Share of (tile, head) whose lowest selected block is block 0."""
+    _, aux = nsa_forward_aux(problem.q, problem.k, problem.v, config=config, backend="reference")
+    return (aux.indices[..., 0] == 0).float().mean()
+
+
+@pytest.mark.parametrize("dim", [16, 128])
+@pytest.mark.parametrize(
+    "options", [{}, {"compress_block_size": 128}, {"num_cmp_selected_blocks": 1, "n_block_size": 4}]
+)
+def test_every_tile_selects_the_sink(dim: int, options: dict[str, int]) -> None:
+    sizes = Sizes(batch=2, tokens=2000, heads=4, kv_heads=2, dim=dim)
+    config = NSAConfig.seed(num_selected_blocks=2, q_tile_size=256, **options)
+    sink = make_problem("sink", sizes, device=CPU, dtype=torch.float32)
+    assert first_blocks(sink, config) == 1
+    assert first_blocks(make_problem("random", sizes, device=CPU, dtype=torch.float32), config) < 0.9
+
+    # The sink draws much of the attention, not all of it
+    heads = torch.einsum("bhd,bnhd->bhn", sink.q[:, -1], sink.k.repeat_interleave(2, dim=2)) / dim**0.5
+    share = heads.softmax(-1)[..., :SINK_TOKENS].sum(-1)
+    assert 0.2 < share.min() <= share.max() < 0.9
+
+
+def test_every_token_selects_the_sink() -> None:
+    """The paper's preset: overlapping entries, tiles of one row; from the first token that may select block 0."""
+    sink = make_problem("sink", Sizes(1, 512, 4, 2, 64), device=CPU, dtype=torch.float32)
+    config = NSAConfig.paper(num_selected_blocks=2, num_init_blocks=0, num_local_blocks=1)
+    _, aux = nsa_forward_aux(sink.q, sink.k, sink.v, config=config, backend="reference")
+    assert (aux.indices[:, :, SINK_TOKENS:, 0] == 0).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Argument aux_data")  # FlashAttention-4's, while it compiles
+@pytest.mark.parametrize("kind", ["random", "sink"])
+def test_on_a_gpu_graphs_and_the_baseline(kind: str, tmp_path: Path) -> None:
+    options = ["--device", "cuda", "--heads", "4", "--dim", "64", "--seqlens", "2048", "--num-cmp", "none,1"]
+    files = ["--input", kind, "--seconds", "0", "--out", str(tmp_path / "run")]
+    assert e2e.main([*options, *files]) == 0
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert [(row["num_cmp"], row["mode"]) for row in rows] == [
+        (count, mode) for count in (None, 1) for mode in ("eager", "graph")
+    ]
+    assert {(row["backend"], row["dense"]) for row in rows} == {("cute", "FlashAttention-4")}
+    out = 2048 * 4 * 64 * 2 / 2**30
+    assert all(row["peak_gib"] > out for row in rows)
 
 
 def test_peak_memory_sees_temporaries() -> None:

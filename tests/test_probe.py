@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import dispatch
 from bench import probe_max_seqlen as probe
+from bench.common import Dense
 from bench.report import environment
 from nsa import NSAConfig
 
@@ -129,7 +130,8 @@ def test_bad_memory_sizes_are_named(text: str, capsys: pytest.CaptureFixture[str
         (["--timeout", "soon"], "argument --timeout: must be a number of seconds above 0, got 'soon'"),
         (["--op", "dense", "--window-size", "64"], "go with --op nsa"),
         (["--window-size", "-3"], "window_size must be at least 0, got -3"),
-        (["--backend", "abacus"], "backend must be one of"),
+        (["--backend", "abacus"], "backend must be one of cute, reference"),
+        (["--backend", "cute"], "cute: runs on CUDA devices, got cpu"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_trial(
@@ -144,6 +146,7 @@ def test_options_reach_the_configuration() -> None:
     _, settings, note = probe.parse([*SMALL, "--preset", "paper", "--window-size", "64", "--backward"])
     assert settings.config == NSAConfig.paper(window_size=64)
     assert (settings.direction, settings.backend, note) == ("fwd+bwd", "reference", "")
+    assert settings.dense is None
 
 
 def test_on_a_gpu_without_kernels_the_reference_runs_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +182,8 @@ def test_on_a_gpu_without_kernels_the_reference_runs_and_the_reason_is_told(monk
         (ValueError("DefaultCPUAllocator: can't allocate memory"), "cpu", False),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "cuda", True),
         (RuntimeError("CUDA error: out of memory"), "cuda", True),
+        (type("CUDADialectError", (Exception,), {})("\nerror: CUDA_ERROR_OUT_OF_MEMORY (error code: 2)"), "cuda", True),
+        (ValueError("CUDA_ERROR_INVALID_VALUE"), "cuda", False),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "cuda", False),
         (MemoryError(), "cuda", False),
     ],
@@ -329,6 +334,17 @@ def test_other_settings_start_anew_and_say_so(run_main: Any, change: list[str]) 
     assert anew.tried == [1024, 2048]
     assert "Starting anew, since the trials in " in printed
     assert state["bracket"] == {"fits": 1024, "fails": 2048, "why": "oom"}
+
+
+def test_another_baseline_starts_anew(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, printed, state = run_main(Trials(room=5000), "--op", "dense")
+    assert state["settings"]["dense"] == "PyTorch SDPA"
+    assert "PyTorch SDPA" in printed
+    monkeypatch.setattr(probe, "choose_dense", lambda *_: Dense("FlashAttention-4", lambda q, k, v: q))
+    anew = Trials(room=2000)
+    _, printed, _ = run_main(anew, "--op", "dense")
+    assert anew.tried == [1024, 2048]
+    assert "dense is 'FlashAttention-4', was 'PyTorch SDPA'" in printed
 
 
 def test_another_torch_starts_anew(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
