@@ -26,7 +26,7 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.documents import ENTRY, TILE, TOKEN, Documents, document_at
+from cute_kernels.documents import ENTRY, LENGTH, TILE, TOKEN, Documents, document_at, fake_tables
 from cute_kernels.jit import compile_kernel, fake
 
 VECTOR = 8
@@ -111,11 +111,13 @@ class BlockMean:
         if const_expr(mBounds is not None):
             mFirst = mBounds[TILE if self.ragged else ENTRY, None]
             document = document_at(mFirst, block, 1, 1, 0)
-            first = mBounds[TOKEN, document] + (block - mFirst[document]) * self.stride
-            tokens = mBounds[TOKEN, document + 1]
+            first = (block - mFirst[document]) * self.stride
+            tokens = mBounds[LENGTH, document]
             exists = exists and first + (1 if self.ragged else self.length) <= tokens
         if const_expr(self.ragged):
             count = cutlass.min(count, tokens - first)
+        if const_expr(mBounds is not None):
+            first += mBounds[TOKEN, document]
         if not exists:
             count = Int32(0)
 
@@ -158,7 +160,7 @@ def _compiled(
             pairs += [None, None]
         else:
             pairs += [fake(dtype, None, None, None, size), fake(out_dtype, None, None, None, size)]
-    bounds = fake(torch.int32, 4, None, aligned=False) if packed else None
+    bounds = fake_tables()[0] if packed else None
     return compile_kernel(BlockMean(length, stride, ragged=ragged), *pairs, bounds)
 
 

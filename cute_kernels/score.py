@@ -36,7 +36,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from torch import Tensor
 
 from cute_kernels.block_lists import Keys
-from cute_kernels.documents import ENTRY, TILE, TOKEN, Documents, document_at
+from cute_kernels.documents import ENTRY, LENGTH, TILE, Documents, document_at, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake
 
 ROWS = 16
@@ -166,7 +166,7 @@ class TopBlocks:
             tiles_before = mFirst[document]
             first_row = (group_of_rows - tiles_before * group // ROWS - document) * ROWS
             num_rows = (mFirst[document + 1] - tiles_before) * group
-            tokens = mBounds[TOKEN, document + 1] - mBounds[TOKEN, document]
+            tokens = mBounds[LENGTH, document]
             entries = self.keys.visible(tokens - 1, entries)
             mQ = cute.domain_offset((0, tiles_before, 0, 0), mQ)
             mK = cute.domain_offset((0, mBounds[ENTRY, document], 0, 0), mK)
@@ -203,9 +203,7 @@ class TopBlocks:
         # The last row sees the most
         last_row = cutlass.min(first_row + ROWS, num_rows) - 1
         steps = Int32(0)
-        if const_expr(mBounds is None):
-            steps = cute.ceil_div(self._scored_blocks(sRow[last_row - first_row, LIMIT]), self.per_step)
-        elif first_row < num_rows:
+        if const_expr(mBounds is None) or first_row < num_rows:
             steps = cute.ceil_div(self._scored_blocks(sRow[last_row - first_row, LIMIT]), self.per_step)
 
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -523,7 +521,7 @@ def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: in
         fake(torch.float32, None, None, None, dim),
         fake(dtype, None, None, None, dim),
         fake(torch.int32, None, None, None, blocks.count, aligned=False),
-        fake(torch.int32, 4, None, aligned=False) if packed else None,
+        fake_tables()[0] if packed else None,
         Int32(0),
         Int32(0),
     )
