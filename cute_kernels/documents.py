@@ -12,8 +12,8 @@ inf of one document out of the next one's sums, where attention weighs invisible
 Floor: every row is read once, every aligned row written once. 128K tokens, 8 + 2 + 2 heads of 128, bf16: 0.8 GB,
 0.19 ms at 4.2 TB/s.
 
-Limits: at least one document; fewer than 2^31 aligned rows and tokens under the aligned entries (`fits`); T a multiple
-of COPIED_ROWS; head dims multiples of 8; 64-bit offsets.
+Limits: at least one document; fewer than 2^31 aligned rows, and aligned entries times d; T a multiple of COPIED_ROWS;
+head dims multiples of 8; 64-bit offsets.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class Documents:
     @property
     def num_tiles(self) -> int:
         return self.tiles.shape[1]
+
+    @property
+    def shifts(self) -> Tensor:
+        """Of each tile: what to add to an aligned row where it is compared with d times an aligned entry, `[tiles]`."""
+        return self.tiles[SHIFT]
 
     @property
     def rows_of_each(self) -> tuple[Tensor, Tensor]:
@@ -296,12 +301,6 @@ def _sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
     """The most tiles and aligned entries."""
     entries = tokens // stride + docs * (UNIT - 1)
     return (tokens + docs * (tile - 1)) // tile, -(-entries // UNIT) * UNIT
-
-
-def fits(tokens: int, docs: int, tile: int, stride: int) -> bool:
-    """Whether positions in aligned rows and entries are 32-bit numbers."""
-    tiles, entries = _sizes(tokens, docs, tile, stride)
-    return max(tiles * tile, entries * stride) < 1 << 31
 
 
 def _align_rows(documents: Documents, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Tensor]:
