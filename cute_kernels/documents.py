@@ -85,7 +85,8 @@ class Documents:
 
     def align(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned rows `[1,tiles*T,heads,D]` of k and v `[1,T,heads,D]`."""
-        return _align_rows(self, k, v)[:2]
+        aligned_k, aligned_v = _align_rows(self, k, v)
+        return aligned_k, aligned_v
 
     def by_token(self, aligned: Tensor, dim: int, fill: float) -> Tensor:
         """Aligned rows, along `dim`, as the tokens lie; `fill` behind the last document."""
