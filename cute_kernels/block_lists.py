@@ -4,6 +4,9 @@ For each tile of query rows, two lists of blocks of `width` keys, ascending: `fu
 the tile, `mask` blocks need a mask. Keys are tokens (token j is visible to row i iff j <= i) or compressed entries
 (entry j is visible iff j*d + l-1 <= i); tokens are entries with l = d = 1.
 
+Packed documents (causal): rows, chosen blocks and visibility count from a document's first token, listed blocks from
+the start of the aligned buffers of documents.py, where a document begins with a new tile and a new block.
+
 Kernels here are one thread per tile: bytes and time are negligible (a few microseconds at any length).
 """
 
@@ -20,6 +23,7 @@ import torch
 from cutlass import Int32, const_expr
 from torch import Tensor
 
+from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.jit import compile_kernel, fake
 
 THREADS = 128
@@ -75,11 +79,12 @@ class ChosenLists:
         keys: what the blocks consist of.
         size: keys of a chosen block.
         width: keys of a listed block. Where it does not divide `size`, bits tell what was chosen inside.
-        rows: query rows of a tile.
+        rows: query rows of a tile, with documents T.
+        entries: keys are compressed entries, not tokens.
     """
 
-    def __init__(self, keys: Keys, size: int, width: int, rows: int) -> None:
-        self.keys, self.width, self.rows = keys, width, rows
+    def __init__(self, keys: Keys, size: int, width: int, rows: int, *, entries: bool) -> None:
+        self.keys, self.width, self.rows, self.entries = keys, width, rows, entries
         self.unit = math.gcd(size, width)
         self.units = size // self.unit
         self.exact = size % width == 0
@@ -93,13 +98,25 @@ class ChosenLists:
         mFullCount: cute.Tensor,
         mFullIndex: cute.Tensor,
         mBits: cute.Tensor | None,  # [B, S, tiles, words], zeros
+        mBounds: cute.Tensor | None,  # Documents.bounds
+        mTiles: cute.Tensor | None,  # Documents.tiles
         num_keys: Int32,
         rows_from: Int32,  # the first query row
         rows_to: Int32,  # behind the last one
         stream: Any,
     ):
         self.kernel(
-            mIndices, mMaskCount, mMaskIndex, mFullCount, mFullIndex, mBits, num_keys, rows_from, rows_to
+            mIndices,
+            mMaskCount,
+            mMaskIndex,
+            mFullCount,
+            mFullIndex,
+            mBits,
+            mBounds,
+            mTiles,
+            num_keys,
+            rows_from,
+            rows_to,
         ).launch(grid=[cute.ceil_div(cute.size(mMaskCount), THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
@@ -111,6 +128,8 @@ class ChosenLists:
         mFullCount: cute.Tensor,
         mFullIndex: cute.Tensor,
         mBits: cute.Tensor | None,
+        mBounds: cute.Tensor | None,
+        mTiles: cute.Tensor | None,
         num_keys: Int32,
         rows_from: Int32,
         rows_to: Int32,
@@ -122,10 +141,16 @@ class ChosenLists:
         tile, head, batch = item % tiles, item // tiles % heads, item // tiles // heads
         if batch < batches:
             select_head = head // (heads // mIndices.shape[1])
-            first_row = rows_from + tile * self.rows
+            first_row, base = rows_from + tile * self.rows, Int32(0)
+            if const_expr(mTiles is not None):
+                document = cutlass.max(mTiles[DOCUMENT, tile], 0)  # nothing is chosen for unused tiles
+                first_row -= mBounds[ROW, document]
+                rows_to = mBounds[LENGTH, document]
+                base = mBounds[ENTRY if self.entries else ROW, document]
             last_row = cutlass.min(first_row + self.rows, rows_to) - 1
             seen_by_all = self.keys.visible(first_row, num_keys)
             seen = self.keys.visible(last_row, num_keys)
+            listed_before = base // self.width
             mask_index, full_index = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
             masks, fulls = Int32(0), Int32(0)
             count = mIndices.shape[3] * self.units
@@ -135,10 +160,10 @@ class ChosenLists:
                     block = chosen * self.units + i % self.units
                     if (chosen >= 0) & (block * self.width < seen):
                         if (block + 1) * self.width <= seen_by_all:
-                            full_index[fulls] = block
+                            full_index[fulls] = listed_before + block
                             fulls += 1
                         else:
-                            mask_index[masks] = block
+                            mask_index[masks] = listed_before + block
                             masks += 1
             else:
                 # Several units may lie in one listed block, next to each other in the ascending list.
@@ -155,25 +180,33 @@ class ChosenLists:
                     if here != block:
                         if (block >= 0) & (block * self.width < seen):
                             if (present == parts) & ((block + 1) * self.width <= seen_by_all):
-                                full_index[fulls] = block
+                                full_index[fulls] = listed_before + block
                                 fulls += 1
                             else:
-                                mask_index[masks] = block
+                                mask_index[masks] = listed_before + block
                                 masks += 1
                         block, present = here, Int32(0)
                     present += 1
                     if (unit >= 0) & (unit * self.unit < num_keys) & first_of_group:
-                        word = mBits[batch, select_head, tile, unit // WORD]
-                        mBits[batch, select_head, tile, unit // WORD] = word | (Int32(1) << unit % WORD)
+                        bit = base // self.unit + unit
+                        word = mBits[batch, select_head, tile, bit // WORD]
+                        mBits[batch, select_head, tile, bit // WORD] = word | (Int32(1) << bit % WORD)
             mMaskCount[batch, head, tile] = masks
             mFullCount[batch, head, tile] = fulls
 
 
 class PrefixLists:
-    """Lists of all visible blocks: `full` ones are 0, 1, 2, ... for every tile, so one row of them is enough."""
+    """Lists of all visible blocks of entries.
 
-    def __init__(self, keys: Keys, width: int, rows: int) -> None:
-        self.keys, self.width, self.rows = keys, width, rows
+    `full` ones are 0, 1, 2, ... for every tile, so one row of them is enough; documents have their own numbers.
+
+    Args:
+        rows: query rows of a listed tile.
+        tile: with documents T, a multiple of `rows`.
+    """
+
+    def __init__(self, keys: Keys, width: int, rows: int, tile: int | None) -> None:
+        self.keys, self.width, self.rows, self.tile = keys, width, rows, tile
 
     @cute.jit
     def __call__(
@@ -181,16 +214,20 @@ class PrefixLists:
         mMaskCount: cute.Tensor,  # [1, 1, M]
         mMaskIndex: cute.Tensor,  # [1, 1, M, K]
         mFullCount: cute.Tensor,
-        mAll: cute.Tensor,  # [1, 1, 1, blocks]
+        mFullIndex: cute.Tensor,  # [1, 1, 1, blocks], with documents [1, 1, M, blocks]
+        mBounds: cute.Tensor | None,  # Documents.bounds
+        mTiles: cute.Tensor | None,  # Documents.tiles
         num_keys: Int32,
         rows_from: Int32,
         rows_to: Int32,
         stream: Any,
     ):
-        threads = cutlass.max(mMaskCount.shape[2], mAll.shape[3])
-        self.kernel(mMaskCount, mMaskIndex, mFullCount, mAll, num_keys, rows_from, rows_to).launch(
-            grid=[cute.ceil_div(threads, THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
-        )
+        threads = mMaskCount.shape[2]
+        if const_expr(mTiles is None):
+            threads = cutlass.max(threads, mFullIndex.shape[3])
+        self.kernel(
+            mMaskCount, mMaskIndex, mFullCount, mFullIndex, mBounds, mTiles, num_keys, rows_from, rows_to
+        ).launch(grid=[cute.ceil_div(threads, THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -198,7 +235,9 @@ class PrefixLists:
         mMaskCount: cute.Tensor,
         mMaskIndex: cute.Tensor,
         mFullCount: cute.Tensor,
-        mAll: cute.Tensor,
+        mFullIndex: cute.Tensor,
+        mBounds: cute.Tensor | None,
+        mTiles: cute.Tensor | None,
         num_keys: Int32,
         rows_from: Int32,
         rows_to: Int32,
@@ -206,41 +245,62 @@ class PrefixLists:
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
         item = group * THREADS + thread
-        if item < mAll.shape[3]:
-            mAll[0, 0, 0, item] = item
+        if const_expr(mTiles is None) and item < mFullIndex.shape[3]:
+            mFullIndex[0, 0, 0, item] = item
         if item < mMaskCount.shape[2]:
-            row = rows_from + item * self.rows
+            row, before = rows_from + item * self.rows, Int32(0)
+            if const_expr(mTiles is not None):
+                document = mTiles[DOCUMENT, row // self.tile]
+                rows_to = Int32(0)
+                if document >= 0:
+                    row -= mBounds[ROW, document]
+                    rows_to = mBounds[LENGTH, document]
+                    before = mBounds[ENTRY, document] // self.width
             fulls = self.keys.visible(row, num_keys) // self.width
             last_row = cutlass.min(row + self.rows, rows_to) - 1
             blocks = cute.ceil_div(self.keys.visible(last_row, num_keys), self.width)
+            if const_expr(mTiles is not None):
+                if row >= rows_to:  # unused, or behind the document's end
+                    fulls, blocks = Int32(0), Int32(0)
+                for i in cutlass.range(fulls):
+                    mFullIndex[0, 0, item, i] = before + i
             mFullCount[0, 0, item] = fulls
             mMaskCount[0, 0, item] = blocks - fulls
             for i in cutlass.range(blocks - fulls):
-                mMaskIndex[0, 0, item, i] = fulls + i
+                mMaskIndex[0, 0, item, i] = before + fulls + i
 
 
 @lru_cache
-def _chosen(keys: Keys, size: int, width: int, rows: int) -> Any:
+def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, packed: bool) -> Any:
     counts = [fake(torch.int32, None, None, None, aligned=False) for _ in range(2)]
     indices = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(3)]
     bits = fake(torch.int32, None, None, None, None, aligned=False) if size % width else None
     return compile_kernel(
-        ChosenLists(keys, size, width, rows),
+        ChosenLists(keys, size, width, rows, entries=entries),
         indices[0],
         counts[0],
         indices[1],
         counts[1],
         indices[2],
         bits,
+        *(fake_tables() if packed else (None, None)),
         *[Int32(0)] * 3,
     )
 
 
 @lru_cache
-def _prefix(keys: Keys, width: int, rows: int) -> Any:
+def _prefix(keys: Keys, width: int, rows: int, tile: int | None) -> Any:
     counts = [fake(torch.int32, None, None, None, aligned=False) for _ in range(2)]
     indices = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(2)]
-    return compile_kernel(PrefixLists(keys, width, rows), counts[0], indices[0], counts[1], indices[1], *[Int32(0)] * 3)
+    return compile_kernel(
+        PrefixLists(keys, width, rows, tile),
+        counts[0],
+        indices[0],
+        counts[1],
+        indices[1],
+        *((None, None) if tile is None else fake_tables()),
+        *[Int32(0)] * 3,
+    )
 
 
 def chosen_lists(
@@ -254,6 +314,8 @@ def chosen_lists(
     num_keys: int,
     rows_from: int,
     rows_to: int,
+    entries: bool,
+    documents: Documents | None = None,
 ) -> BlockLists:
     """Lists of chosen blocks.
 
@@ -263,6 +325,8 @@ def chosen_lists(
         heads: query heads H, a multiple of S.
         size, width: keys of a chosen and of a listed block.
         rows: query rows of a tile.
+        entries: the blocks consist of compressed entries, not of tokens.
+        documents: then `num_keys`, `rows_from` and `rows_to` are those of the aligned buffers.
     """
     batch, select_heads, tiles, count = indices.shape
     device = indices.device
@@ -278,8 +342,9 @@ def chosen_lists(
         words = max(1, -(-num_keys // (unit * WORD)))
         bits = torch.zeros((batch, select_heads, tiles, words), dtype=torch.int32, device=device)
     if mask_count.numel() > 0:
-        run = _chosen(keys, size, width, rows)
-        run(indices, mask_count, mask_index, full_count, full_index, bits, num_keys, rows_from, rows_to)
+        run = _chosen(keys, size, width, rows, entries=entries, packed=documents is not None)
+        tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
+        run(indices, mask_count, mask_index, full_count, full_index, bits, *tables, num_keys, rows_from, rows_to)
     return BlockLists(mask_count, mask_index, full_count, full_index, rows, width, bits, unit)
 
 
@@ -294,22 +359,31 @@ def prefix_lists(
     rows_from: int,
     rows_to: int,
     device: torch.device,
+    documents: Documents | None = None,
 ) -> BlockLists:
-    """Lists of everything that query rows `rows_from` ... `rows_to` - 1 see, stored once for all batches and heads."""
+    """Lists of all entries that query rows `rows_from` ... `rows_to` - 1 see, stored once for all batches and heads.
+
+    Args:
+        documents: then the rows are aligned ones, and `num_keys` is the most entries of one document.
+    """
     tiles = -(-(rows_to - rows_from) // rows)
     blocks = -(-num_keys // width)
     masks = min(blocks, -(-rows // keys.stride // width) + 2)
     mask_count = torch.empty((1, 1, tiles), dtype=torch.int32, device=device)
     full_count = torch.empty((1, 1, tiles), dtype=torch.int32, device=device)
     mask_index = torch.empty((1, 1, tiles, masks), dtype=torch.int32, device=device)
-    every = torch.empty((1, 1, 1, blocks), dtype=torch.int32, device=device)
+    full_index = torch.empty((1, 1, 1 if documents is None else tiles, blocks), dtype=torch.int32, device=device)
     if tiles > 0 and blocks > 0:
-        _prefix(keys, width, rows)(mask_count, mask_index, full_count, every, num_keys, rows_from, rows_to)
+        tables, tile = (None, None), None
+        if documents is not None:
+            tables, tile = (documents.bounds, documents.tiles), documents.tile
+        run = _prefix(keys, width, rows, tile)
+        run(mask_count, mask_index, full_count, full_index, *tables, num_keys, rows_from, rows_to)
     return BlockLists(
         mask_count.expand(batch, heads, tiles),
         mask_index.expand(batch, heads, tiles, masks),
         full_count.expand(batch, heads, tiles),
-        every.expand(batch, heads, tiles, blocks),
+        full_index.expand(batch, heads, tiles, blocks),
         rows,
         width,
     )

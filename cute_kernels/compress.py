@@ -6,6 +6,9 @@ Sums in fp32, rounded once. A thread holds one vector of 16 bytes of one (b, j, 
 the partial sums of the SLICES threads meet in shared memory, always in the same order. Overlapping blocks
 (stride < length) read tokens again, from L2.
 
+Packed documents (B = 1): blocks count from each document's first token. Tiles are means of aligned rows, entries lie
+aligned (documents.py); blocks that do not exist give 0.
+
 Floor: no arithmetic to speak of; every token is read once, every mean written once. K and V of 128K tokens, 2 heads
 of 128, bf16: 134 MB read, 2 MB written, 32 us at 4.2 TB/s. Queries with 8 heads: 268 MB, 64 us.
 
@@ -23,6 +26,7 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
+from cute_kernels.documents import ENTRY, LENGTH, TILE, TOKEN, Documents, document_at, fake_tables
 from cute_kernels.jit import compile_kernel, fake
 
 VECTOR = 8
@@ -50,14 +54,13 @@ class BlockMean:
         mO: cute.Tensor,  # [B, blocks, heads, D]
         mX2: cute.Tensor | None,
         mO2: cute.Tensor | None,
-        mBounds: cute.Tensor | None,  # packed (B is 1 then): first token of each document [docs+1]
-        mEntries: cute.Tensor | None,  # and its first block [docs+1]
+        mBounds: cute.Tensor | None,  # Documents.bounds
         stream: Any,
     ):
         vectors = cute.size(mO) // VECTOR
         if const_expr(mO2 is not None):
             vectors = cutlass.max(vectors, cute.size(mO2) // VECTOR)
-        self.kernel(mX, mO, mX2, mO2, mBounds, mEntries).launch(
+        self.kernel(mX, mO, mX2, mO2, mBounds).launch(
             grid=[cute.ceil_div(vectors, LANES), 1 if const_expr(mX2 is None) else 2, 1],
             block=[LANES * SLICES, 1, 1],
             stream=stream,
@@ -71,18 +74,17 @@ class BlockMean:
         mX2: cute.Tensor | None,
         mO2: cute.Tensor | None,
         mBounds: cute.Tensor | None,
-        mEntries: cute.Tensor | None,
     ):
         _, second, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
         sSum = smem.allocate_tensor(Float32, cute.make_ordered_layout((VECTOR, LANES, SLICES), order=(0, 1, 2)), 16)
         if const_expr(mX2 is None):
-            self.pool(mX, mO, sSum, mBounds, mEntries)
+            self.pool(mX, mO, sSum, mBounds)
         else:
             if second == 0:
-                self.pool(mX, mO, sSum, mBounds, mEntries)
+                self.pool(mX, mO, sSum, mBounds)
             else:
-                self.pool(mX2, mO2, sSum, mBounds, mEntries)
+                self.pool(mX2, mO2, sSum, mBounds)
 
     @cute.jit
     def pool(
@@ -91,7 +93,6 @@ class BlockMean:
         mO: cute.Tensor,
         sSum: cute.Tensor,
         mBounds: cute.Tensor | None,
-        mEntries: cute.Tensor | None,
     ):
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
@@ -106,24 +107,18 @@ class BlockMean:
         exists = batch < mO.shape[0]
 
         first = Int32(block * self.stride)
-        count = Int32(self.length)
+        left = mX.shape[1] - first
         if const_expr(mBounds is not None):
-            # The document is the last one whose first block is not behind this block.
-            docs = mEntries.shape[0] - 1
-            exists = exists and block < mEntries[docs]
-            low, high = Int32(0), Int32(docs)
-            while high - low > 1:
-                middle = (low + high) // 2
-                if mEntries[middle] <= block:
-                    low = middle
-                else:
-                    high = middle
-            if exists:
-                while mEntries[low + 1] <= block:  # documents without blocks
-                    low += 1
-                first = mBounds[low] + (block - mEntries[low]) * self.stride
+            mFirst = mBounds[TILE if self.ragged else ENTRY, None]
+            document = document_at(mFirst, block, 1, 1, 0)
+            before = (block - mFirst[document]) * self.stride  # in the document
+            left = mBounds[LENGTH, document] - before
+            exists = exists and left >= (1 if self.ragged else self.length)
+            if const_expr(not self.ragged):
+                first = mBounds[TOKEN, document] + before
+        count = Int32(self.length)
         if const_expr(self.ragged):
-            count = cutlass.min(count, mX.shape[1] - first)
+            count = cutlass.min(count, left)
         if not exists:
             count = Int32(0)
 
@@ -166,25 +161,34 @@ def _compiled(
             pairs += [None, None]
         else:
             pairs += [fake(dtype, None, None, None, size), fake(out_dtype, None, None, None, size)]
-    bounds = [fake(torch.int32, None, aligned=False) if packed else None for _ in range(2)]
-    return compile_kernel(BlockMean(length, stride, ragged=ragged), *pairs, *bounds)
+    bounds = fake_tables()[0] if packed else None
+    return compile_kernel(BlockMean(length, stride, ragged=ragged), *pairs, bounds)
 
 
-def block_means(k: Tensor, v: Tensor, length: int, stride: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Means of the whole blocks of k and v `[B,N,H_kv,D]`, in one launch: `[B,entries,H_kv,D]` in `dtype`."""
-    entries = max(0, (k.shape[1] - length) // stride + 1)
+def block_means(
+    k: Tensor, v: Tensor, length: int, stride: int, dtype: torch.dtype, documents: Documents | None = None
+) -> tuple[Tensor, Tensor]:
+    """Means of the whole blocks of k and v `[B,N,H_kv,D]`, in one launch: `[B,entries,H_kv,D]` in `dtype`.
+
+    With documents the entries are aligned ones.
+    """
+    entries = max(0, (k.shape[1] - length) // stride + 1) if documents is None else documents.num_entries
     pooled = [torch.empty((x.shape[0], entries, *x.shape[2:]), dtype=dtype, device=x.device) for x in (k, v)]
     if pooled[0].numel() > 0:
-        run = _compiled((length, stride, False), k.dtype, dtype, k.shape[-1], v.shape[-1], False)
-        run(k, pooled[0], v, pooled[1], None, None)
+        run = _compiled((length, stride, False), k.dtype, dtype, k.shape[-1], v.shape[-1], documents is not None)
+        run(k, pooled[0], v, pooled[1], None if documents is None else documents.bounds)
     return pooled[0], pooled[1]
 
 
-def tile_means(q: Tensor, tile: int) -> Tensor:
-    """The mean query of each tile of `tile` tokens, a ragged last one included: fp32 `[B,tiles,H,D]`."""
+def tile_means(q: Tensor, tile: int, documents: Documents | None = None) -> Tensor:
+    """The mean query of each tile of `tile` tokens, a ragged last one included: fp32 `[B,tiles,H,D]`.
+
+    With documents q has their aligned rows.
+    """
     batch, tokens, heads, dim = q.shape
-    means = torch.empty((batch, -(-tokens // tile), heads, dim), dtype=torch.float32, device=q.device)
+    tiles = -(-tokens // tile) if documents is None else documents.num_tiles
+    means = torch.empty((batch, tiles, heads, dim), dtype=torch.float32, device=q.device)
     if means.numel() > 0:
-        run = _compiled((tile, tile, True), q.dtype, torch.float32, dim, None, False)
-        run(q, means, None, None, None, None)
+        run = _compiled((tile, tile, True), q.dtype, torch.float32, dim, None, documents is not None)
+        run(q, means, None, None, None if documents is None else documents.bounds)
     return means

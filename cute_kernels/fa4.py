@@ -8,6 +8,7 @@ What FA4 4.0.0b36 does with block lists, read from it and checked against it (te
   that cross the diagonal go into `mask` and past ones into `full`. With a mask_mod native causality is off.
 - A mask_mod sees every `mask` block and no `full` one.
 - Both lists must be given, also when one is empty; a list need not be longer than what is read of it.
+- With cu_seqlens and seqused, rows that are not used are not written.
 
 q `[B,M,H,D]`, k `[B,N,H_kv,D]`, v `[B,N,H_kv,D_v]`, rows aligned (device.vectorizable); o `[B,M,H,D_v]` in their dtype,
 lse `[B,H,M]` fp32, natural log; rows without keys give 0 and -inf.
@@ -55,6 +56,9 @@ STRATEGY_VARIABLE = "NSA_KERNELS_FA4_STRATEGY"
 DIMS = (64, 128)
 """Head dims (D and D_v, also mixed) whose block-sparse forward was checked; FA4 reads out of bounds at D=32, D_v=96."""
 
+FEW_DOCUMENTS = 256
+"""For more, FA4 first makes tables of them."""
+
 
 def rules(device: torch.device) -> Rules | None:
     """What lists must look like on the device; None where FA4 has no block sparsity."""
@@ -85,14 +89,19 @@ def compressed(
     first_row: int,
     scale: float,
     lse: bool = True,
+    shifts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over compressed entries: entry j is visible to row i iff j*stride + length-1 <= first_row + i.
 
     Args:
         lists: blocks of entries for each query tile; None: no causality, everything is visible.
+        shifts: instead of `first_row`, a number for each of equally many rows, int32 `[tiles]`.
     """
     if lists is None:
         return _attend(q, k, v, scale, lse)
+    if shifts is not None:
+        mask_mod = _ended_in_tile(length, stride, q.shape[1] // max(shifts.shape[0], 1))
+        return _attend(q, k, v, scale, lse, lists=lists, mask_mod=mask_mod, tensors=[shifts])
     return _attend(q, k, v, scale, lse, lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
 
 
@@ -129,10 +138,27 @@ def selected(
 
 
 def window(
-    q: Tensor, k: Tensor, v: Tensor, *, left: int, right: int, scale: float, lse: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    left: int,
+    right: int,
+    scale: float,
+    lse: bool = True,
+    documents: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of row i to keys i-left ... i+right, where the last query row is the last key row."""
-    return _attend(q, k, v, scale, lse, window=(left, right))
+    """Attention of row i to keys i-left ... i+right, where the last query row is the last key row.
+
+    Args:
+        documents: in q, k and v (B = 1): first row of each, int32 `[docs+1]`, and number of rows that are used, int32
+            `[docs]`. Other rows of o and lse hold anything.
+    """
+    if documents is None:
+        return _attend(q, k, v, scale, lse, window=(left, right))
+    rows = q.squeeze(0), k.squeeze(0), v.squeeze(0)
+    o, sums = _attend(*rows, scale, lse, window=(left, right), documents=documents)
+    return o.unsqueeze(0), None if sums is None else sums.unsqueeze(0)
 
 
 def _attend(
@@ -148,13 +174,15 @@ def _attend(
     mask_mod: Callable[..., Any] | None = None,
     scalars: tuple[int, ...] = (),
     tensors: list[Tensor] | None = None,
+    documents: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """FA4's forward, directly through the kernel compiled by an earlier call like this one where that is safe.
 
     FA4 spends about 100 us of Python on every call. On sm_90 what it compiles depends on `_signature` alone, so later
     calls skip that; sm_100 kernels also depend on sizes and cannot be tried here, so they always take FA4's own way.
     """
-    signature = _signature(q, k, v, lse, causal, window, lists, mask_mod) if tensors is None else None
+    signature = _signature(q, k, v, lse, causal, window, lists, mask_mod, tensors, documents)
+    first, used = documents or (None, None)
     run = _KERNELS.get(signature)
     scalars = tuple(map(_int32(), scalars))
     if run is None:
@@ -170,13 +198,17 @@ def _attend(
             return_lse=lse,
             aux_tensors=tensors,
             aux_scalars=scalars,
+            cu_seqlens_q=first,
+            cu_seqlens_k=first,
+            seqused_q=used,
+            seqused_k=used,
         )
-    batch, rows, heads, _ = q.shape
-    o = torch.empty((batch, rows, heads, v.shape[3]), dtype=q.dtype, device=q.device)
-    sums = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
+    *batch, rows, heads, _ = q.shape
+    o = torch.empty((*batch, rows, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
+    sums = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
     sparse = None if lists is None else (*lists.tensors, None, None, None, None)
-    varlen_and_paging = (None,) * 5
-    aux = _aux_data()(None, scalars or None)
+    varlen_and_paging = (first, first, used, used, None)
+    aux = _aux_data()(tensors, scalars or None)
     run(q, k, v, o, sums, scale, *varlen_and_paging, *window, None, sparse, aux, None, None)
     return o, sums
 
@@ -194,16 +226,23 @@ def _signature(
     window: tuple[int | None, int | None],
     lists: BlockLists | None,
     mask_mod: Callable[..., Any] | None,
+    tensors: list[Tensor] | None,
+    documents: tuple[Tensor, Tensor] | None,
 ) -> Any:
     """Everything FA4's choice of an sm_90 kernel depends on; None where its own checks are needed."""
     major, _ = compute_capability(q.device.index or 0)
     if major != 9 or q.numel() == 0 or k.numel() == 0:
         return None
+    if tensors is not None and any(t.dim() > 1 for t in tensors):
+        return None
+    if documents is not None and documents[1].shape[0] > FEW_DOCUMENTS:
+        return None
     listed = None
     if lists is not None:
         listed = (lists.rows, lists.width, *[t.stride().count(0) for t in lists.tensors])
-    sizes = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    return (q.device, q.dtype, sizes, lse, causal, window[0] is None, window[1] is None, listed, mask_mod)
+    sizes = (*q.shape[-2:], *v.shape[-2:])
+    kinds = (causal, window[0] is None, window[1] is None, documents is None, tensors is None)
+    return (q.device, q.dtype, sizes, lse, kinds, listed, mask_mod)
 
 
 _RECORDING = threading.Lock()
@@ -276,6 +315,20 @@ def _ended(length: int, stride: int) -> Any:
     @cute.jit
     def ended(batch, head, row, entry, seqlen_info, tensors, scalars):  # type: ignore[no-untyped-def]
         return entry * stride + (length - 1) <= row + scalars[0]
+
+    return ended
+
+
+@lru_cache
+def _ended_in_tile(length: int, stride: int, rows: int) -> Any:
+    """Entry j is visible iff its block has ended, with a shift for each tile of `rows`."""
+    from cutlass import Int32, cute
+    from flash_attn.cute import utils
+
+    @cute.jit
+    def ended(batch, head, row, entry, seqlen_info, tensors):  # type: ignore[no-untyped-def]
+        shift = utils.scalar_to_ssa(tensors[0][row[0] // rows], Int32)
+        return entry * stride + (length - 1) <= row + shift
 
     return ended
 

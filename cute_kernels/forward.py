@@ -5,6 +5,9 @@ returns what the reference returns. Everything is asynchronous; no device value 
 
 Long sequences are processed in chunks of queries (`chunk_rows`), so that what a call needs beyond inputs, compressed
 keys and output stays bounded.
+
+Packed documents take the same steps, all at once: attention reads copies of q, k and v in which each document begins
+with a new tile (documents.py), and the gate puts the rows back.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from cute_kernels import fa4
 from cute_kernels.block_lists import BlockLists, Keys, chosen_lists, prefix_lists
 from cute_kernels.compress import block_means, tile_means
 from cute_kernels.device import vectorizable, vectorized
+from cute_kernels.documents import Documents, lay_out
 from cute_kernels.gate import gated_sum
 from cute_kernels.score import Blocks, top_blocks
 
@@ -29,6 +33,9 @@ CHUNK_BYTES = 8 << 30
 
 ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight")
 """Inputs whose rows kernels read as vectors."""
+
+PER_TOKEN = ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "gates")
+"""Inputs that are packed with cu_seqlens."""
 
 
 class Branch(NamedTuple):
@@ -56,36 +63,44 @@ def nsa(
     cmp_indices: Tensor | None = None,
     aux: bool = True,
 ) -> tuple[Tensor, tuple[Tensor | None, ...] | None]:
-    """All of NSA's forward for checked, fixed-length inputs.
+    """All of NSA's forward for checked inputs.
 
     Args:
         indices, cmp_indices: use these selections, as in NSAAux, instead of computing them (with `aux` only).
-        aux: also return what NSAAux holds, in its order (then queries are not chunked).
+        aux: also return what NSAAux holds, in its order (then queries are not chunked; packed ones never are).
 
     Returns:
-        out `[B,N,H,D_v]`, and the fields of NSAAux or None.
+        out `[B,N,H,D_v]`, packed `[T,H,D_v]`, and the fields of NSAAux or None.
     """
     inputs = _aligned(inputs)
+    attended, documents = inputs, None
+    if inputs.cu_seqlens is not None:
+        inputs, attended, documents = _unpack(inputs, config)
     q = inputs.q
     batch, tokens, heads, dim = q.shape
     v_dim = inputs.v.shape[-1]
     out = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
-    k_cmp, v_cmp = _compress(inputs, config)
-    plan = _plan(config, fa4.rules(q.device), dim, k_cmp.shape[1])
+    k_cmp, v_cmp = _compress(inputs, config, documents)
+    plan = _plan(config, fa4.rules(q.device), dim, k_cmp.shape[1] if documents is None else None)
+    if documents is not None:
+        plan = replace(plan, documents=documents)
+    num_rows = attended.q.shape[1]
     if aux:
-        part = _attend(inputs, plan, k_cmp, v_cmp, 0, tokens, lse=True, given=(indices, cmp_indices))
-        gates = _gate(inputs, part, 0, tokens, out)
+        part = _attend(attended, plan, k_cmp, v_cmp, 0, num_rows, lse=True, given=(indices, cmp_indices))
+        gates = _gate(inputs, part, 0, num_rows, out, documents)
         if gates is None:
             gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(batch, tokens, heads, 3)
+        if documents is not None:
+            return out[0], _packed_aux(documents, part, k_cmp, v_cmp, gates)
         outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
         selected = part.indices, _all_if_none(part.cmp_indices, config, q, k_cmp)
         return out, (*outputs, *lses, k_cmp, v_cmp, gates, *selected)
-    rows = chunk_rows(batch, tokens, heads, v_dim, config.q_tile_size)
-    for start in range(0, tokens, rows):
-        stop = min(start + rows, tokens)
-        part = _attend(inputs, plan, k_cmp, v_cmp, start, stop, lse=False)
-        _gate(inputs, part, start, stop, out[:, start:stop] if rows < tokens else out)
-    return out, None
+    rows = chunk_rows(batch, tokens, heads, v_dim, config.q_tile_size) if documents is None else max(num_rows, 1)
+    for start in range(0, num_rows, rows):
+        stop = min(start + rows, num_rows)
+        part = _attend(attended, plan, k_cmp, v_cmp, start, stop, lse=False)
+        _gate(inputs, part, start, stop, out[:, start:stop] if rows < tokens else out, documents)
+    return (out if documents is None else out[0]), None
 
 
 def chunk_rows(batch: int, tokens: int, heads: int, v_dim: int, tile: int) -> int:
@@ -110,13 +125,15 @@ class Plan:
     """Blocks of compressed entries to choose; None: the compressed branch attends to all."""
     entry: Keys
     token: Keys
+    documents: Documents | None = None
 
 
 @lru_cache(256)
-def _plan(config: Any, rules: fa4.Rules, dim: int, entries: int) -> Plan:
+def _plan(config: Any, rules: fa4.Rules, dim: int, entries: int | None) -> Plan:
+    """The plan for `entries` compressed entries, None: for each document its own number."""
     length, stride = config.compress_block_size, config.stride
     count, width = config.num_cmp_selected_blocks, config.n_block_size
-    some = count is not None and count * width < entries
+    some = count is not None and (entries is None or count * width < entries)
     return Plan(
         config=config,
         rules=rules,
@@ -146,19 +163,50 @@ def _aligned(inputs: Any) -> Any:
     return replace(inputs, **changed) if changed else inputs
 
 
+def _unpack(inputs: Any, config: Any) -> tuple[Any, Any, Documents]:
+    """Packed inputs as one sequence `[1,T,...]`; what attention reads, in aligned rows; where the documents are."""
+    cu_seqlens = inputs.cu_seqlens
+    changed = {name: tensor[None] for name in PER_TOKEN if (tensor := getattr(inputs, name)) is not None}
+    inputs = replace(inputs, **changed, cu_seqlens=None, max_seqlen=None)
+    slc, win = _keys(inputs, "slc"), _keys(inputs, "win")
+    documents, (q, *aligned) = lay_out(
+        inputs.q, *slc, cu_seqlens, tile=config.q_tile_size, length=config.compress_block_size, stride=config.stride
+    )
+    own = aligned if win[0] is slc[0] and win[1] is slc[1] else documents.align(*win)
+    attended = replace(inputs, q=q, k_slc=aligned[0], v_slc=aligned[1], k_win=own[0], v_win=own[1])
+    return inputs, attended, documents
+
+
+def _packed_aux(
+    documents: Documents, part: Part, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The fields of NSAAux without B, rows and entries lying as the documents are packed."""
+    branches = part.cmp, part.slc, part.win
+    return (
+        *(documents.by_token(branch.o[0], 0, 0.0) for branch in branches),
+        *(None if branch.lse is None else documents.by_token(branch.lse[0], 1, -math.inf) for branch in branches),
+        documents.without_gaps(k_cmp[0]),
+        documents.without_gaps(v_cmp[0]),
+        documents.fill_rest(gates[0], 0, 0.0),
+        part.indices[0],
+        None if part.cmp_indices is None else part.cmp_indices[0],
+    )
+
+
 # Steps, in the order of docs/semantics.md
 
 
-def _compress(inputs: Any, config: Any) -> tuple[Tensor, Tensor]:
-    """Compressed keys and values `[B,entries,H_kv,D]`."""
+def _compress(inputs: Any, config: Any, documents: Documents | None) -> tuple[Tensor, Tensor]:
+    """Compressed keys and values `[B,entries,H_kv,D]`, of documents aligned ones."""
     if inputs.k_cmp is not None:
         return inputs.k_cmp, inputs.v_cmp
     length, stride, dtype = config.compress_block_size, config.stride, inputs.q.dtype
     weights = (inputs.w_k_compress, inputs.w_v_compress)
     if config.compress == "mean":
         if weights == (None, None):
-            return block_means(inputs.k, inputs.v, length, stride, dtype)
-        pooled = block_means(inputs.k, inputs.v, length, stride, torch.float32)  # rounded once, behind the projection
+            return block_means(inputs.k, inputs.v, length, stride, dtype, documents)
+        # Rounded once, behind the projection
+        pooled = block_means(inputs.k, inputs.v, length, stride, torch.float32, documents)
     else:
         pools = config.compress if isinstance(config.compress, tuple) else (config.compress, config.compress)
         k, v = (x.unfold(1, length, stride).transpose(-1, -2) for x in (inputs.k, inputs.v))  # [B,entries,H_kv,l,D]
@@ -204,10 +252,12 @@ def _keys(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
 
 def _select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tuple[Tensor, Tensor | None]:
     """Selected blocks, and blocks of compressed entries."""
-    means = tile_means(q, plan.tile)
+    means = tile_means(q, plan.tile, plan.documents)
 
     def choose(mean_q: Tensor, blocks: Blocks) -> Tensor:
-        return top_blocks(mean_q, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=tokens, start=start)
+        return top_blocks(
+            mean_q, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=tokens, start=start, documents=plan.documents
+        )
 
     cmp_indices = None if plan.choose is None else choose(means, plan.choose)
     if plan.config.shares_heads:
@@ -216,28 +266,33 @@ def _select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tu
 
 
 def _compressed(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, lse: bool) -> Branch:
-    stop, entries = start + q.shape[1], k.shape[1]
+    stop, entries, documents = start + q.shape[1], k.shape[1], plan.documents
     lists: BlockLists | None = None
     if indices is not None:
         size = plan.config.n_block_size
         lists = chosen_lists(
             indices, q.shape[2], plan.entry, size=size, width=size, rows=plan.tile, num_keys=entries, rows_from=start,
-            rows_to=stop,
+            rows_to=stop, entries=True, documents=documents,
         )  # fmt: skip
     elif plan.config.causal:
-        entries = min(entries, plan.config.num_compressed(stop))  # what the last row sees
+        if documents is None:
+            entries = min(entries, plan.config.num_compressed(stop))  # what the last row sees
+            k, v = (k[:, :entries], v[:, :entries]) if entries < k.shape[1] else (k, v)
+        else:
+            entries = documents.most_entries
         if entries > 0:
             lists = prefix_lists(
                 q.shape[0], q.shape[2], plan.entry, width=plan.rules.widths[0], rows=plan.rules.rows, num_keys=entries,
-                rows_from=start, rows_to=stop, device=q.device,
+                rows_from=start, rows_to=stop, device=q.device, documents=documents,
             )  # fmt: skip
     if entries == 0:
         return _nothing(q, v)
-    if entries < k.shape[1]:
-        k, v = k[:, :entries], v[:, :entries]
     length, stride = (plan.entry.length, plan.entry.stride) if plan.config.causal else (1, 0)
+    shifts = None if documents is None else documents.shifts
     return Branch(
-        *fa4.compressed(q, k, v, lists, length=length, stride=stride, first_row=start, scale=plan.scale, lse=lse)
+        *fa4.compressed(
+            q, k, v, lists, length=length, stride=stride, first_row=start, scale=plan.scale, lse=lse, shifts=shifts
+        )
     )
 
 
@@ -249,7 +304,7 @@ def _selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, star
         return _nothing(q, v)
     lists = chosen_lists(
         indices, q.shape[2], plan.token, size=size, width=plan.rules.width(size), rows=plan.tile, num_keys=k.shape[1],
-        rows_from=start, rows_to=stop,
+        rows_from=start, rows_to=stop, entries=False, documents=plan.documents,
     )  # fmt: skip
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 
@@ -259,6 +314,9 @@ def _window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) 
     if size == 0:
         return _nothing(q, v)
     before, behind = (size - 1, 0) if plan.config.causal else (size // 2, size // 2)
+    if plan.documents is not None:
+        rows = plan.documents.rows_of_each
+        return Branch(*fa4.window(q, k, v, left=before, right=behind, scale=plan.scale, lse=lse, documents=rows))
     # Whole blocks of keys, so that the same blocks meet the same rows however queries are chunked
     first, last = max(0, start - before) // 128 * 128, min(tokens, stop + behind)
     extra = last - stop  # keys behind the last query
@@ -274,13 +332,22 @@ def _nothing(q: Tensor, v: Tensor) -> Branch:
     return Branch(o, torch.full((batch, heads, rows), -math.inf, dtype=torch.float32, device=q.device))
 
 
-def _gate(inputs: Any, part: Part, start: int, stop: int, out: Tensor) -> Tensor | None:
+def _gate(
+    inputs: Any, part: Part, start: int, stop: int, out: Tensor, documents: Documents | None = None
+) -> Tensor | None:
     q, gates = inputs.q, inputs.gates
     if stop - start < q.shape[1]:
         q = q[:, start:stop]
         gates = None if gates is None else gates[:, start:stop]
     return gated_sum(
-        part.cmp.o, part.slc.o, part.win.o, out, q=q, gate_proj_weight=inputs.gate_proj_weight, gates=gates
+        part.cmp.o,
+        part.slc.o,
+        part.win.o,
+        out,
+        q=q,
+        gate_proj_weight=inputs.gate_proj_weight,
+        gates=gates,
+        rows=None if documents is None else documents.rows,
     )
 
 

@@ -7,6 +7,8 @@ registers, so many rows are in flight: two rows a thread were slower (0.34 ms in
 
 Projected gates are kept (fp32, 1 % of the bytes): backward needs them, and one variant gives the same bits everywhere.
 
+Packed documents (B = 1): the o's come in the aligned rows of documents.py; tokens behind the last document get 0.
+
 Floor: q and three o's are read and out is written once (without the projection q is not read): 1.34 GB at 128K
 tokens, 8 heads of 128, bf16: 0.32 ms at 4.2 TB/s.
 
@@ -44,14 +46,15 @@ class GatedSum:
         mQ: cute.Tensor | None,  # [B, N, H, D], with mW
         mW: cute.Tensor | None,  # [H, 3, D]
         mG: cute.Tensor | None,  # [B, N, H, 3]: without mW read, with it written
-        mCmp: cute.Tensor,  # [B, N, H, D_v]
+        mRows: cute.Tensor | None,  # Documents.rows
+        mCmp: cute.Tensor,  # [B, N, H, D_v], with mRows aligned rows
         mSlc: cute.Tensor,
         mWin: cute.Tensor,
         mOut: cute.Tensor,
         stream: Any,
     ):
         groups = mOut.shape[0] * cute.ceil_div(mOut.shape[1], self.rows)
-        self.kernel(mQ, mW, mG, mCmp, mSlc, mWin, mOut).launch(
+        self.kernel(mQ, mW, mG, mRows, mCmp, mSlc, mWin, mOut).launch(
             grid=[groups * mOut.shape[2], 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -63,6 +66,7 @@ class GatedSum:
         mQ: cute.Tensor | None,
         mW: cute.Tensor | None,
         mG: cute.Tensor | None,
+        mRows: cute.Tensor | None,
         mCmp: cute.Tensor,
         mSlc: cute.Tensor,
         mWin: cute.Tensor,
@@ -77,6 +81,11 @@ class GatedSum:
         lane = thread % self.lanes
         token = group % groups * self.rows + thread // self.lanes
         in_q, in_v = lane < self.vectors, lane < self.v_vectors
+        row, attended = token, token < tokens
+        if const_expr(mRows is not None):
+            if token < tokens:
+                row = mRows[token]
+            attended = (token < tokens) & (row >= 0)
 
         rW = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type if const_expr(mW is None) else mW.element_type)
         if const_expr(mW is not None):
@@ -89,14 +98,16 @@ class GatedSum:
         rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
         rO = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type)
         rQ.fill(0.0)
-        if token < tokens:
+        if const_expr(mRows is not None):
+            rO.fill(0.0)
+        if attended:
             if const_expr(mW is not None):
                 if in_q:
                     cute.autovec_copy(cute.local_tile(mQ[batch, token, head, None], (VECTOR,), (lane,)), rQ)
             if in_v:
                 for b in range_constexpr(3):
                     cute.autovec_copy(
-                        cute.local_tile(branches[b][batch, token, head, None], (VECTOR,), (lane,)), rO[None, b]
+                        cute.local_tile(branches[b][batch, row, head, None], (VECTOR,), (lane,)), rO[None, b]
                     )
 
         rG = cute.make_rmem_tensor(3, Float32)
@@ -111,7 +122,7 @@ class GatedSum:
                 for b in range_constexpr(3):
                     mG[batch, token, head, b] = rG[b]
         elif const_expr(mG is not None):
-            if token < tokens:
+            if attended:
                 for b in range_constexpr(3):
                     rG[b] = mG[batch, token, head, b].to(Float32)
         if (token < tokens) & in_v:
@@ -125,13 +136,14 @@ class GatedSum:
 
 @lru_cache
 def _compiled(
-    dim: int, v_dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None
+    dim: int, v_dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, packed: bool
 ) -> Any:
     q = fake(dtype, None, None, None, dim) if w_dtype is not None else None
     w = fake(w_dtype, None, 3, dim) if w_dtype is not None else None
     gates = fake(g_dtype, None, None, None, 3, aligned=False) if g_dtype is not None else None
+    rows = fake(torch.int32, None, aligned=False) if packed else None
     outputs = [fake(dtype, None, None, None, v_dim) for _ in range(4)]
-    return compile_kernel(GatedSum(dim, v_dim), q, w, gates, *outputs)
+    return compile_kernel(GatedSum(dim, v_dim), q, w, gates, rows, *outputs)
 
 
 def gated_sum(
@@ -143,6 +155,7 @@ def gated_sum(
     q: Tensor,
     gate_proj_weight: Tensor | None = None,
     gates: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor | None:
     """Weigh and add the branches, into `out`.
 
@@ -150,6 +163,7 @@ def gated_sum(
         o_cmp, o_slc, o_win, out: `[B,N,H,D_v]`, bf16 or fp16.
         q: `[B,N,H,D]`, read with `gate_proj_weight` `[H,3,D]` only.
         gates: `[B,N,H,3]`, used as they are; without gates and weight 1/3 each.
+        rows: int32 `[N]`, where in the o's the rows of the tokens are, -1: nowhere. B is 1 then.
 
     Returns:
         The gates: given, or projected (fp32), or None.
@@ -163,6 +177,7 @@ def gated_sum(
             out.dtype,
             None if gate_proj_weight is None else gate_proj_weight.dtype,
             None if gates is None else gates.dtype,
+            rows is not None,
         )
-        run(None if gate_proj_weight is None else q, gate_proj_weight, gates, o_cmp, o_slc, o_win, out)
+        run(None if gate_proj_weight is None else q, gate_proj_weight, gates, rows, o_cmp, o_slc, o_win, out)
     return gates

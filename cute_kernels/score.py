@@ -13,6 +13,9 @@ softmax_scale > 0 changes no order and is left out.
 The same kernel chooses blocks of compressed entries for the compressed branch: there a block's score is the plain
 mean over its entries, and blocks holding entries that become visible inside the tile are forced.
 
+Packed documents: a CTA's rows belong to one document i, whose CTAs begin at first_tile[i]*G // 16 + i (at least as many
+as it needs, so some have no rows); entries, tiles and blocks count from the document's beginning.
+
 Floor: three products of tiles x entries x D per head, half of them causal: 0.2 TFLOP at 1M tokens, 8 heads of 128,
 l = 64: 0.35 ms at 600 TFLOP/s; no tensor larger than the indices is written.
 
@@ -33,6 +36,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from torch import Tensor
 
 from cute_kernels.block_lists import Keys
+from cute_kernels.documents import ENTRY, LENGTH, TILE, Documents, document_at, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake
 
 ROWS = 16
@@ -109,17 +113,22 @@ class TopBlocks:
         mQ: cute.Tensor,  # mean queries, fp32 [B, tiles, S, D]
         mK: cute.Tensor,  # [B, entries, H_kv, D]
         mIndices: cute.Tensor,  # int32 [B, S, tiles, k]
-        tokens: Int32,  # N
+        mBounds: cute.Tensor | None,  # Documents.bounds
+        tokens: Int32,  # N; with mBounds not read
         first_tile: Int32,  # number of mQ's first tile
         stream: Any,
     ):
         op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
         tiled_mma = cute.make_tiled_mma(op, (1, WARPS, 1), permutation_mnk=(ROWS, 16 * WARPS, 16))
         group = mQ.shape[2] // mK.shape[2]
+        groups_of_rows = cute.ceil_div(mQ.shape[1] * group, ROWS)
+        if const_expr(mBounds is not None):
+            groups_of_rows = mQ.shape[1] * group // ROWS + mBounds.shape[1] - 1
         self.kernel(
             mQ,
             mK,
             mIndices,
+            mBounds,
             tokens,
             first_tile,
             group,
@@ -127,7 +136,7 @@ class TopBlocks:
             self._smem_layout(ROWS, PARTS),
             self._smem_layout(self.entries, STAGES),
         ).launch(
-            grid=[cute.ceil_div(mQ.shape[1] * group, ROWS), mK.shape[2], mK.shape[0]],
+            grid=[groups_of_rows, mK.shape[2], mK.shape[0]],
             block=[WARPS * LANES, 1, 1],
             stream=stream,
         )
@@ -138,6 +147,7 @@ class TopBlocks:
         mQ: cute.Tensor,
         mK: cute.Tensor,
         mIndices: cute.Tensor,
+        mBounds: cute.Tensor | None,
         tokens: Int32,
         first_tile: Int32,
         group: Int32,
@@ -148,8 +158,19 @@ class TopBlocks:
         thread, _, _ = cute.arch.thread_idx()
         group_of_rows, kv_head, batch = cute.arch.block_idx()
         groups_of_rows, _, _ = cute.arch.grid_dim()
-        first_row = (groups_of_rows - 1 - group_of_rows) * ROWS  # the longest first
-        num_rows = mQ.shape[1] * group
+        group_of_rows = groups_of_rows - 1 - group_of_rows  # the longest first
+        first_row, num_rows, entries = group_of_rows * ROWS, mQ.shape[1] * group, mK.shape[1]
+        if const_expr(mBounds is not None):
+            mFirst = mBounds[TILE, None]
+            document = document_at(mFirst, group_of_rows, group, ROWS, 1)
+            tiles_before = mFirst[document]
+            first_row = (group_of_rows - tiles_before * group // ROWS - document) * ROWS
+            num_rows = (mFirst[document + 1] - tiles_before) * group
+            tokens = mBounds[LENGTH, document]
+            entries = self.keys.visible(tokens - 1, entries)
+            mQ = cute.domain_offset((0, tiles_before, 0, 0), mQ)
+            mK = cute.domain_offset((0, mBounds[ENTRY, document], 0, 0), mK)
+            mIndices = cute.domain_offset((0, 0, tiles_before, 0), mIndices)
 
         smem = cutlass.memory.SmemAllocator()
         sQ = smem.allocate_tensor(self.dtype, layout_q, 128)
@@ -166,12 +187,12 @@ class TopBlocks:
             row = first_row + thread
             tile = first_tile + row // group
             sThreshold[thread] = Float32.inf
-            init, low, high = self._forced(tile, tokens, mK)
+            init, low, high = self._forced(tile, tokens, entries, mBounds is not None)
             if row < num_rows:
                 # With as many forced blocks as places nothing else can enter
                 full = init + high - low >= self.blocks.count
                 sThreshold[thread] = Float32.inf if full else -Float32.inf
-            sRow[thread, LIMIT] = self.keys.visible(self._last_token(tile, tokens), mK.shape[1])
+            sRow[thread, LIMIT] = self.keys.visible(self._last_token(tile, tokens), entries)
             sRow[thread, INIT] = init
             sRow[thread, LOW] = low
             sRow[thread, HIGH] = high
@@ -179,7 +200,9 @@ class TopBlocks:
 
         # The last row sees the most
         last_row = cutlass.min(first_row + ROWS, num_rows) - 1
-        steps = cute.ceil_div(self._scored_blocks(sRow[last_row - first_row, LIMIT]), self.per_step)
+        steps = Int32(0)
+        if const_expr(mBounds is None) or first_row < num_rows:
+            steps = cute.ceil_div(self._scored_blocks(sRow[last_row - first_row, LIMIT]), self.per_step)
 
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         my_first = warp_index * WARP_ROWS  # rows whose lists this warp keeps
@@ -201,14 +224,14 @@ class TopBlocks:
         tSsScore = thr_mma.partition_C(sScore)
 
         if steps > 0:
-            self._load_keys(mK, sK, batch, kv_head, Int32(0), 0)
+            self._load_keys(mK, sK, entries, batch, kv_head, Int32(0), 0)
         cute.arch.cp_async_commit_group()
         for step in cutlass.range(steps, unroll=1):
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             stage = step % STAGES
             if step + 1 < steps:
-                self._load_keys(mK, sK, batch, kv_head, step + 1, (step + 1) % STAGES)
+                self._load_keys(mK, sK, entries, batch, kv_head, step + 1, (step + 1) % STAGES)
             cute.arch.cp_async_commit_group()
 
             acc.fill(0.0)
@@ -266,16 +289,22 @@ class TopBlocks:
         return Int32(0) if before <= 0 else (before + spec.stride - 1) // spec.stride
 
     @cute.jit
-    def _forced(self, tile: Int32, tokens: Int32, mK: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+    def _forced(
+        self, tile: Int32, tokens: Int32, entries: Int32, packed: cutlass.Constexpr[bool]
+    ) -> tuple[Int32, Int32, Int32]:
         """(a, b, c): blocks 0 ... a-1 and b ... c-1 must be chosen; a <= b <= c."""
         spec = self.blocks
         init, low, high = Int32(0), Int32(0), Int32(0)
         last_token = self._last_token(tile, tokens)
         if const_expr(spec.newest):
-            old = self.keys.visible(tile * self.tile - 1, mK.shape[1])
-            new = self.keys.visible(last_token, mK.shape[1])
+            old = self.keys.visible(tile * self.tile - 1, entries)
+            new = self.keys.visible(last_token, entries)
             if old < new:
                 low, high = old // spec.size, (new - 1) // spec.size + 1
+            if const_expr(packed):  # all blocks of a document where they fit (else nobody asks)
+                blocks = cute.ceil_div(entries, spec.size)
+                if blocks <= spec.count:
+                    init, low, high = blocks, blocks, blocks
         elif const_expr(spec.init + spec.local > 0):
             last = last_token // spec.size
             exist = last + 1
@@ -320,7 +349,16 @@ class TopBlocks:
                 cute.autovec_copy(rPart, cute.local_tile(sQ[row, None, part], (VECTOR,), (vector,)))
 
     @cute.jit
-    def _load_keys(self, mK: cute.Tensor, sK: cute.Tensor, batch: Int32, kv_head: Int32, step: Int32, stage: Int32):
+    def _load_keys(
+        self,
+        mK: cute.Tensor,
+        sK: cute.Tensor,
+        entries: Int32,
+        batch: Int32,
+        kv_head: Int32,
+        step: Int32,
+        stage: Int32,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
         first = self._first_entry(step * self.per_step)
@@ -328,7 +366,7 @@ class TopBlocks:
         for i in range_constexpr(self.entries * vectors // (WARPS * LANES)):
             item = thread + i * WARPS * LANES
             row, vector = item // vectors, item % vectors
-            if first + row < mK.shape[1]:
+            if first + row < entries:
                 cute.copy(
                     copy,
                     cute.local_tile(mK[batch, first + row, kv_head, None], (VECTOR,), (vector,)),
@@ -480,19 +518,28 @@ def _lowest_bit(mask: Int32) -> Int32:
 
 
 @lru_cache
-def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int) -> Any:
+def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Any:
     return compile_kernel(
         TopBlocks(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
         fake(torch.float32, None, None, None, dim),
         fake(dtype, None, None, None, dim),
         fake(torch.int32, None, None, None, blocks.count, aligned=False),
+        fake_tables()[0] if packed else None,
         Int32(0),
         Int32(0),
     )
 
 
 def top_blocks(
-    mean_q: Tensor, k_cmp: Tensor, blocks: Blocks, *, keys: Keys, tile: int, tokens: int, start: int = 0
+    mean_q: Tensor,
+    k_cmp: Tensor,
+    blocks: Blocks,
+    *,
+    keys: Keys,
+    tile: int,
+    tokens: int,
+    start: int = 0,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Choose blocks for each query tile.
 
@@ -501,12 +548,20 @@ def top_blocks(
         k_cmp: `[B,entries,H_kv,D]`, bf16 or fp16.
         keys: when a token sees an entry.
         tile, tokens, start: T, N and the first token of the first tile.
+        documents: what the tiles and (aligned) entries of a pack are, instead of `tokens` and `start`.
 
     Returns:
         int32 `[B,S,tiles,blocks.count]`, ascending, padded with -1.
     """
     batch, tiles, heads, dim = mean_q.shape
-    indices = torch.empty((batch, heads, tiles, blocks.count), dtype=torch.int32, device=mean_q.device)
+    shape = (batch, heads, tiles, blocks.count)
+    if documents is None:
+        indices = torch.empty(shape, dtype=torch.int32, device=mean_q.device)
+        bounds = None
+    else:
+        indices = torch.full(shape, -1, dtype=torch.int32, device=mean_q.device)  # unused tiles
+        bounds = documents.bounds
     if indices.numel() > 0:
-        _compiled(k_cmp.dtype, dim, blocks, keys, tile)(mean_q, k_cmp, indices, tokens, start // tile)
+        run = _compiled(k_cmp.dtype, dim, blocks, keys, tile, documents is not None)
+        run(mean_q, k_cmp, indices, bounds, tokens, start // tile)
     return indices

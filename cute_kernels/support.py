@@ -15,6 +15,8 @@ INSTALL = 'pip install "nsa-kernels[cuda]"'
 SELECT_UNIT = 64
 MAX_BLOCKS = 1024
 MAX_ENTRIES = 128
+ENTRY_UNIT = 128
+"""The compressed entries of each packed document begin at a multiple of this (documents.UNIT)."""
 
 
 def check(call: Any) -> str | None:
@@ -40,8 +42,6 @@ def check(call: Any) -> str | None:
 
 
 def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
-    if inputs.cu_seqlens is not None:
-        return "takes fixed-length inputs only so far, got cu_seqlens"
     if config.token_mode:
         return "selects per tile only so far, got q_tile_size=1"
     if config.q_tile_size % rules.rows:
@@ -60,6 +60,28 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
             f"takes at most {MAX_ENTRIES} compressed blocks over one select block, got {entries} "
             f"(compress_block_size={config.compress_block_size}, stride={config.stride}, l'={config.select_size})"
         )
+    return None if inputs.cu_seqlens is None else _refusal_of_documents(inputs, config)
+
+
+def _refusal_of_documents(inputs: Any, config: Any) -> str | None:
+    if not config.causal:
+        return "takes cu_seqlens with causal=True only, got causal=False"
+    if config.q_tile_size % config.select_size:
+        return (
+            f"takes cu_seqlens with q_tile_size in multiples of select_block_size only, got {config.q_tile_size} "
+            f"and {config.select_size}"
+        )
+    if inputs.k_cmp is not None:
+        return "takes k_cmp and v_cmp without cu_seqlens only so far, got both"
+    if config.compress != "mean":
+        return f"takes cu_seqlens with compress='mean' only so far, got {config.compress!r}"
+    tokens, docs = inputs.q.shape[0], inputs.cu_seqlens.shape[0] - 1
+    if docs == 0:
+        return "takes at least one document, got cu_seqlens of shape [1]"
+    rows = tokens + docs * config.q_tile_size
+    covered = tokens + (docs + 1) * ENTRY_UNIT * config.stride
+    if max(rows, covered) >= 1 << 31:
+        return f"lays documents out in fewer than 2^31 rows, got {tokens} tokens in {docs} documents"
     return None
 
 
