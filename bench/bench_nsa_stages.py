@@ -127,17 +127,25 @@ def stages(n: int, config: NSAConfig, copy_tbs: float) -> list[Row]:
         return lambda: top_blocks(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
 
     def lists() -> Any:
-        rows = {"rows_from": 0, "rows_to": n}
+        rows: dict[str, Any] = {"rows_from": 0, "rows_to": n}
         width = plan.rules.width(config.select_size)
         slc = chosen_lists(
-            indices, HEADS, plan.token, size=config.select_size, width=width, rows=plan.tile, num_keys=n, **rows
+            indices,
+            HEADS,
+            plan.token,
+            size=config.select_size,
+            width=width,
+            rows=plan.tile,
+            num_keys=n,
+            entries=False,
+            **rows,
         )
         if cmp_indices is None:
             return slc, prefix_lists(
                 1, HEADS, plan.entry, width=128, rows=plan.rules.rows, num_keys=entries, device=q.device, **rows
             )
         return slc, chosen_lists(
-            cmp_indices, HEADS, plan.entry, size=128, width=128, rows=plan.tile, num_keys=entries, **rows
+            cmp_indices, HEADS, plan.entry, size=128, width=128, rows=plan.tile, num_keys=entries, entries=True, **rows
         )
 
     score_flops = 3 * 2 * (n / plan.tile) * entries / 2 * HEADS * DIM

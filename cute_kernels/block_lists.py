@@ -374,10 +374,8 @@ def prefix_lists(
     mask_index = torch.empty((1, 1, tiles, masks), dtype=torch.int32, device=device)
     full_index = torch.empty((1, 1, 1 if documents is None else tiles, blocks), dtype=torch.int32, device=device)
     if tiles > 0 and blocks > 0:
-        tables, tile = (None, None), None
-        if documents is not None:
-            tables, tile = (documents.bounds, documents.tiles), documents.tile
-        run = _prefix(keys, width, rows, tile)
+        tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
+        run = _prefix(keys, width, rows, None if documents is None else documents.tile)
         run(mask_count, mask_index, full_count, full_index, *tables, num_keys, rows_from, rows_to)
     return BlockLists(
         mask_count.expand(batch, heads, tiles),

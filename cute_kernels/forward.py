@@ -196,7 +196,7 @@ def _packed_aux(
 # Steps, in the order of docs/semantics.md
 
 
-def _compress(inputs: Any, config: Any, documents: Documents | None) -> tuple[Tensor, Tensor]:
+def _compress(inputs: Any, config: Any, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
     """Compressed keys and values `[B,entries,H_kv,D]`, of documents aligned ones."""
     if inputs.k_cmp is not None:
         return inputs.k_cmp, inputs.v_cmp
