@@ -339,7 +339,7 @@ def chosen_lists(
     full_index = torch.empty((batch, heads, tiles, places), dtype=torch.int32, device=device)
     bits = None
     if size % width:
-        words = max(1, -(-num_keys // (unit * WORD)))
+        words = max(2, -(-num_keys // (unit * WORD)))  # FA4 wants exactly one dimension of stride 1
         bits = torch.zeros((batch, select_heads, tiles, words), dtype=torch.int32, device=device)
     if mask_count.numel() > 0:
         run = _chosen(keys, size, width, rows, entries=entries, packed=documents is not None)

@@ -100,6 +100,7 @@ def nsa(
         stop = min(start + rows, num_rows)
         part = _attend(attended, plan, k_cmp, v_cmp, start, stop, lse=False)
         _gate(inputs, part, start, stop, out[:, start:stop] if rows < tokens else out, documents)
+        del part  # before the next one is made
     return (out if documents is None else out[0]), None
 
 

@@ -137,8 +137,7 @@ def part_of(aux: NSAAux, document: Alone) -> dict[str, Tensor]:
     return part
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equals_each_document_alone(case: Case) -> None:
+def assert_equals_each_document_alone(case: Case) -> None:
     inputs = pack(case)
     out, aux = run(inputs, case.config)
     assert torch.equal(nsa_forward(**inputs.tensors(), config=case.config, backend="cute"), out)  # type: ignore[arg-type]
@@ -159,6 +158,18 @@ def test_equals_each_document_alone(case: Case) -> None:
     for name, tensor in part_of(aux, replace(rest, entries=slice(last.entries.stop, None))).items():
         fill = -torch.inf if name.startswith("lse") else -1 if name.endswith("indices") else 0
         assert (tensor == fill).all(), f"{name} behind the last document"
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_each_document_alone(case: Case) -> None:
+    assert_equals_each_document_alone(case)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("tile", [128, 384])
+def test_tiles_of_sm_90(tile: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
+    assert_equals_each_document_alone(Case(replace(OVERLAPPING, q_tile_size=tile), dim=dim))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
