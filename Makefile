@@ -9,20 +9,29 @@ bootstrap = @command -v $(PYTHON) >/dev/null || \
 	{ echo "No $(PYTHON) here: name a Python >= 3.10, as in make PYTHON=python3.11" >&2; exit 1; }; \
 	$(PYTHON) tools/bootstrap.py --venv $(VENV)
 
-.PHONY: help demo test lint format test-gpu clean distclean
+# Compiling the CUDA kernels needs no GPU, but packages that exist for Linux only.
+ifeq ($(shell uname -sm),Linux x86_64)
+TEST_EXTRAS := dev,bench,cuda
+else
+TEST_EXTRAS := dev,bench
+WITHOUT_CUDA_EXTRA := --ignore=tests/test_compile.py
+endif
+
+.PHONY: help demo test lint format test-gpu compile-all clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: ## set up and run the short benchmark demo, on this machine's device
 	$(bootstrap) --extras bench
 	$(VENV_PYTHON) bench/bench_sparse_attn_e2e.py --demo
 
 test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
-	$(bootstrap) --extras dev,bench
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda" --cov=nsa --cov=dispatch --cov-fail-under=95 $(ARGS)
+	$(bootstrap) --extras $(TEST_EXTRAS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda" --cov=nsa --cov=dispatch --cov-fail-under=95 \
+		$(WITHOUT_CUDA_EXTRA) $(ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
 ifeq ($(PYTHON_GIVEN),)
@@ -31,6 +40,10 @@ ifeq ($(PYTHON_GIVEN),)
 else
 	$(PYTHON) -m pytest -m cuda $(ARGS)
 endif
+
+compile-all: ## compile every CUDA kernel for every architecture, without a GPU (15 minutes on two cores)
+	$(bootstrap) --extras dev,bench,cuda
+	$(VENV_PYTHON) tools/compile_all.py $(ARGS)
 
 lint: ## check format, lint rules and types
 	$(bootstrap) --extras dev,bench

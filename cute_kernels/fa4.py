@@ -258,7 +258,7 @@ def _through_interface(
     if lists is not None:
         sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
     with _RECORDING, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Argument aux_data")  # said whenever there is no aux data
+        warnings.simplefilter("ignore")  # FA4's own deprecations, and that there is no aux data
         recorder = _Recorder(_flash_attn_fwd.compile_cache)
         _flash_attn_fwd.compile_cache = recorder
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from functools import cache
 from typing import Any
 
@@ -90,7 +91,9 @@ def _package_problem() -> str | None:
     """What is wrong with the packages the kernels are written in, or None."""
     for module, distribution in (("cutlass.cute", "nvidia-cutlass-dsl"), ("flash_attn.cute", "flash-attn-4")):
         try:
-            importlib.import_module(module)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what they deprecate in each other, an error under python -W error
+                importlib.import_module(module)
         except ModuleNotFoundError as error:
             return f"needs {distribution} (no module named {error.name}): {INSTALL}"
         except Exception as error:  # whatever a broken package raises at import is the reason

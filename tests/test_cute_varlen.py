@@ -17,7 +17,7 @@ from nsa import NSAAux, NSAConfig, nsa_forward, nsa_forward_aux, reference
 from nsa.tensors import NSAInputs
 from tests.helpers import assert_within_budget, make_qkv
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
 T = 256
 LENGTHS = (0, 1, T - 1, T, 0, 0, T + 1, 3000, 37, 2 * T, 2113, 0)

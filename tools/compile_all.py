@@ -1,0 +1,418 @@
+#!/usr/bin/env python3
+"""Compiles every CuTe kernel of ours and every FlashAttention-4 kernel that we call, without a GPU.
+
+    one process per architecture -> its cases, one after the other -> a line each: size of the cubin, seconds
+
+A case fails unless its cubin exists and was assembled for the architecture. Failures are repeated at the end; the exit
+status is 1 then. Needs the packages of the `cuda` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4")
+
+
+class Target(NamedTuple):
+    fa4: str
+    """FlashAttention-4's name of the architecture."""
+    sms: int
+    """Streaming multiprocessors, which kernels' grids are chosen for."""
+
+
+TARGETS = {"sm_90a": Target("sm_90", 132), "sm_100a": Target("sm_100", 148)}
+
+DIMS = (64, 128)
+GROUPS = (1, 4, 8)
+DTYPES = (torch.bfloat16, torch.float16)
+SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
+
+
+class Case(NamedTuple):
+    """A kernel and what it is compiled for; None: the kernel does not depend on it."""
+
+    kernel: str
+    """Name of the class, or of the function in cute_kernels.fa4."""
+    variant: str
+    dim: int | None
+    group: int | None
+    """G, query heads of a key/value head."""
+    dtype: torch.dtype | None
+    compile: Callable[[], bytes]
+    """Returns the cubin."""
+
+    @property
+    def family(self) -> str:
+        """What shares one source: a kernel of ours, or all of FlashAttention-4."""
+        return self.kernel.partition(".")[0]
+
+
+class Result(NamedTuple):
+    arch: str
+    kernel: str
+    variant: str
+    dim: str
+    group: str
+    dtype: str
+    cubin: int
+    """Bytes."""
+    seconds: float
+    error: str = ""
+
+    @property
+    def line(self) -> str:
+        size = "FAILED" if self.error else str(self.cubin)
+        return LINE.format(*self[:6], size, f"{self.seconds:.1f}")
+
+
+LINE = "{:8} {:15} {:26} {:>4} {:>4} {:9} {:>8} {:>6}"
+HEADER = LINE.format("arch", "kernel", "variant", "D", "G", "dtype", "bytes", "s")
+
+
+# ---------------------------------------------------------------- what is compiled
+
+
+def all_cases() -> Iterator[Case]:
+    """The full matrix for the architecture of this process."""
+    yield from pool_cases()
+    yield from score_cases()
+    yield from list_cases()
+    yield from document_cases()
+    yield from gate_cases()
+    for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
+        yield from fa4_cases(dim, group, dtype)
+
+
+def pool_cases() -> Iterator[Case]:
+    from cute_kernels.compress import _compiled
+
+    blocks, tiles = (32, 16, False), (256, 256, True)
+    for dim, dtype in itertools.product(DIMS, DTYPES):
+        variants: dict[str, tuple[Any, ...]] = {
+            "keys+values": (blocks, dtype, dtype, dim, dim, False),
+            "keys+values,fp32-out": (blocks, dtype, torch.float32, dim, dim, False),
+            "keys+values,packed": (blocks, dtype, dtype, dim, dim, True),
+            "tiles": (tiles, dtype, torch.float32, dim, None, False),
+            "tiles,packed": (tiles, dtype, torch.float32, dim, None, True),
+        }
+        for variant, arguments in variants.items():
+            yield Case("BlockMean", variant, dim, None, dtype, ours(_compiled, *arguments))
+
+
+def score_cases() -> Iterator[Case]:
+    from cute_kernels.block_lists import Keys
+    from cute_kernels.score import Blocks, _compiled
+
+    variants = {
+        "plain": (Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), False),
+        "overlapping": (Blocks(32, 16, 64, 16, init=1, local=2), Keys(32, 16), False),
+        "overlapping,packed": (Blocks(32, 16, 64, 16, init=1, local=2), Keys(32, 16), True),
+        "entries": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), False),
+        "entries,packed": (Blocks(1, 1, 128, 16, newest=True), Keys(32, 16), True),
+    }
+    for dim, dtype in itertools.product(DIMS, DTYPES):
+        for variant, (blocks, keys, packed) in variants.items():
+            run = ours(_compiled, dtype, dim, blocks, keys, 256, packed)
+            yield Case("TopBlocks", variant, dim, None, dtype, run)
+
+
+def list_cases() -> Iterator[Case]:
+    from cute_kernels.block_lists import Keys, _chosen, _prefix
+
+    tokens, entries = Keys(), Keys(32, 16)
+    variants = {
+        "64-in-64": (tokens, 64, 64),
+        "128-in-64": (tokens, 128, 64),
+        "64-in-128,bits": (tokens, 64, 128),
+        "192-in-128,bits": (tokens, 192, 128),
+        "64-in-64,not-causal": (Keys(causal=False), 64, 64),
+        "entries,128-in-128": (entries, 128, 128),
+    }
+    for (variant, (keys, size, width)), packed in itertools.product(variants.items(), (False, True)):
+        run = ours(_chosen, keys, size, width, 256, entries=keys == entries, packed=packed)
+        yield Case("ChosenLists", f"{variant},packed" if packed else variant, None, None, None, run)
+    yield Case("PrefixLists", "entries", None, None, None, ours(_prefix, entries, 128, 128, None))
+    yield Case("PrefixLists", "entries,packed", None, None, None, ours(_prefix, entries, 128, 128, 256))
+
+
+def document_cases() -> Iterator[Case]:
+    from cute_kernels.documents import _add_up, _align
+
+    yield Case("AddUp", "bounds", None, None, None, ours(_add_up, 256, 32, 16))
+    for dim, dtype, with_q in itertools.product(DIMS, DTYPES, (False, True)):
+        run = ours(_align, 256, 16, dtype, dim, dim, with_q)
+        yield Case("Align", "queries+keys+values" if with_q else "keys+values", dim, None, dtype, run)
+
+
+def gate_cases() -> Iterator[Case]:
+    from cute_kernels.gate import _compiled
+
+    for dim, dtype in itertools.product(DIMS, DTYPES):
+        variants = {
+            "projected": (dtype, torch.float32, False),
+            "projected,packed": (dtype, torch.float32, True),
+            "given": (None, dtype, False),
+            "thirds": (None, None, False),
+        }
+        for variant, gates in variants.items():
+            yield Case("GatedSum", variant, dim, None, dtype, ours(_compiled, dim, dim, dtype, *gates))
+
+
+def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], bytes]:
+    """Compiles one of our kernels by its module's own cached function."""
+    return lambda: compiled(*arguments, **options).__cubin__ or b""
+
+
+def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
+    from cute_kernels import fa4
+    from cute_kernels.block_lists import BlockLists
+
+    rules = fa4.rules(torch.device("cuda"))
+    if rules is None:
+        raise ValueError("cute_kernels.fa4 has no rules for this architecture")
+    batch, rows, kv_heads, tile, scale = 1, 4096, 2, 256, 0.125
+    heads, entries = group * kv_heads, rows // 16
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    def call(function: Callable[..., Any], keys: int, *arguments: Any, lse: bool, **options: Any) -> None:
+        q, k, v = (empty(batch, n, h, dim, dtype=dtype) for n, h in ((rows, heads), (keys, kv_heads), (keys, kv_heads)))
+        function(q, k, v, *arguments, scale=scale, lse=lse, **options)
+
+    def chosen(keys: int, width: int, bits: bool = False) -> BlockLists:
+        """As of block_lists.chosen_lists."""
+        counts, indices = (batch, heads, rows // tile), (batch, heads, rows // tile, keys // width)
+        lists = BlockLists(empty(*counts), empty(*indices), empty(*counts), empty(*indices), tile, width)
+        return replace(lists, bits=empty(batch, heads, rows // tile, 2), unit=64) if bits else lists
+
+    def prefix(keys: int, width: int, packed: bool = False) -> BlockLists:
+        """As of block_lists.prefix_lists: stored once for all heads, `full` blocks also for all tiles unless packed."""
+        counts, indices = (batch, heads, rows // rules.rows), (batch, heads, rows // rules.rows, keys // width)
+        count, index, every = (
+            empty(1, 1, counts[2]),
+            empty(1, 1, *indices[2:]),
+            empty(1, 1, indices[2] if packed else 1, indices[3]),
+        )
+        listed = (count.expand(counts), index.expand(indices), count.expand(counts), every.expand(indices))
+        return BlockLists(*listed, rules.rows, width)
+
+    def compressed(
+        lists: Callable[[], BlockLists | None], lse: bool = False, packed: bool = False
+    ) -> Callable[[], None]:
+        options = {"length": 32, "stride": 16, "first_row": 0}
+        shifts = (lambda: empty(rows // tile)) if packed else lambda: None
+        return lambda: call(fa4.compressed, entries, lists(), shifts=shifts(), lse=lse, **options)
+
+    def selected(width: int, *, causal: bool = True, bits: bool = False, lse: bool = False) -> Callable[[], None]:
+        options = {"causal": causal, "first_row": 0}
+        return lambda: call(fa4.selected, rows, chosen(rows, width, bits), lse=lse, **options)
+
+    def window(lse: bool = False, packed: bool = False) -> Callable[[], None]:
+        documents = (lambda: (empty(9), empty(8))) if packed else lambda: None
+        return lambda: call(fa4.window, rows, lse=lse, left=511, right=0, documents=documents())
+
+    narrow, wide = rules.widths[-1], rules.widths[0]
+    variants: dict[tuple[str, str], Callable[[], None]] = {
+        ("fa4.compressed", "prefix"): compressed(lambda: prefix(entries, wide)),
+        ("fa4.compressed", "prefix,lse"): compressed(lambda: prefix(entries, wide), lse=True),
+        ("fa4.compressed", f"chosen,{wide}-wide"): compressed(lambda: chosen(entries, wide)),
+        ("fa4.compressed", "prefix,packed"): compressed(lambda: prefix(entries, wide, packed=True), packed=True),
+        ("fa4.compressed", f"chosen,{wide}-wide,packed"): compressed(lambda: chosen(entries, wide), packed=True),
+        ("fa4.compressed", "all"): compressed(lambda: None),
+        ("fa4.selected", f"{narrow}-wide"): selected(narrow),
+        ("fa4.selected", f"{narrow}-wide,lse"): selected(narrow, lse=True),
+        ("fa4.selected", f"{narrow}-wide,not-causal"): selected(narrow, causal=False),
+        ("fa4.selected", f"{wide}-wide"): selected(wide),
+        ("fa4.selected", f"{wide}-wide,bits"): selected(wide, bits=True),
+        ("fa4.selected", f"{wide}-wide,bits,not-causal"): selected(wide, bits=True, causal=False),
+        ("fa4.window", "window"): window(),
+        ("fa4.window", "window,lse"): window(lse=True),
+        ("fa4.window", "window,packed"): window(packed=True),
+    }
+    for (kernel, variant), run in variants.items():
+        yield Case(kernel, variant, dim, group, dtype, partial(fa4_cubin, run))
+
+
+def fa4_cubin(run: Callable[[], None]) -> bytes:
+    """Calls FlashAttention-4 with tensors that have no data; the cubin of the one kernel that the call compiles."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cache = _flash_attn_fwd.compile_cache
+    cache.clear()
+    with FakeTensorMode():
+        run()
+    (kernel,) = cache.cache.values()
+    return kernel.__cubin__ or b""
+
+
+def pairwise(cases: Iterable[Case]) -> list[Case]:
+    """Few cases with every value of every kernel, and every pair of (D, G, dtype) of every family."""
+    remaining = {case: covers(case) for case in cases}
+    chosen = []
+    while any(remaining.values()):
+        best = max(remaining, key=lambda case: len(remaining[case]))
+        chosen.append(best)
+        covered = remaining.pop(best)
+        for goals in remaining.values():
+            goals -= covered
+    return chosen
+
+
+def covers(case: Case) -> set[Hashable]:
+    sizes = [("dim", case.dim), ("group", case.group), ("dtype", case.dtype)]
+    values = {(case.kernel, *value) for value in [*sizes, ("variant", case.variant)]}
+    return values | {(case.family, *pair) for pair in itertools.combinations(sizes, 2)}
+
+
+# ---------------------------------------------------------------- one process per architecture
+
+
+def try_case(arch: str, case: Case) -> Result:
+    start = time.monotonic()
+    cubin, error = b"", ""
+    try:
+        cubin = case.compile()
+        error = cubin_problem(arch, cubin)
+    except Exception as exception:
+        traceback.print_exc()
+        error = f"{type(exception).__name__}: {exception}"
+    dtype = "-" if case.dtype is None else str(case.dtype).removeprefix("torch.")
+    dim, group = ("-" if size is None else str(size) for size in (case.dim, case.group))
+    return Result(arch, case.kernel, case.variant, dim, group, dtype, len(cubin), time.monotonic() - start, error)
+
+
+def cubin_problem(arch: str, cubin: bytes) -> str:
+    """What is wrong with a cubin; it carries the options of its assembler."""
+    if not cubin:
+        return "the cubin is empty"
+    return "" if f"-arch {arch} ".encode() in cubin else f"the cubin is not for {arch}"
+
+
+class HardwareInfo:
+    """Answers in place of cutlass.utils.HardwareInfo, which asks the driver of a GPU."""
+
+    def __init__(self, device_id: int = 0) -> None:
+        self.sms = int(os.environ[SMS_VARIABLE])
+
+    def get_device_multiprocessor_count(self) -> int:
+        return self.sms
+
+    def get_max_active_clusters(self, cluster_size: int) -> int:
+        return self.sms // cluster_size
+
+
+def compile_here(arch: str, matrix: str) -> None:
+    """The child's part: a line of JSON for each case, and nothing else where the parent reads."""
+    import cutlass.utils
+
+    lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
+    cutlass.utils.HardwareInfo = cutlass.utils.hardware_info.HardwareInfo = HardwareInfo
+    cases = list(all_cases())
+    for case in pairwise(cases) if matrix == "pairwise" else cases:
+        print(json.dumps(try_case(arch, case)), file=lines, flush=True)
+
+
+def child_environment(arch: str, dump: str) -> dict[str, str]:
+    """What must be set before the compilers are imported."""
+    target = TARGETS[arch]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NSA_KERNELS_")}
+    return {
+        **inherited,
+        "CUTE_DSL_ARCH": arch,
+        "CUTE_DSL_KEEP": "cubin",
+        "CUTE_DSL_DUMP_DIR": dump,
+        "FLASH_ATTENTION_ARCH": target.fa4,
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
+        SMS_VARIABLE: str(target.sms),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def compile_for(arch: str, matrix: str) -> list[Result]:
+    """Runs the child of an architecture and prints its results as they come."""
+    results: list[Result] = []
+    command = [sys.executable, __file__, "--child", "--arch", arch, "--matrix", matrix]
+    with tempfile.TemporaryDirectory() as dump:
+        environ = child_environment(arch, dump)
+        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as child:
+            if child.stdout is None:
+                raise RuntimeError("the child has no output")
+            for line in child.stdout:
+                results.append(Result(*json.loads(line)))
+                print(f"{results[-1].line}\n", end="", flush=True)  # one write: the other child's lines come between
+    if child.returncode != 0 or not results:
+        error = f"its process ended with exit status {child.returncode} after {len(results)} cases"
+        results.append(Result(arch, "-", "-", "-", "-", "-", 0, 0.0, error))
+    return results
+
+
+# ---------------------------------------------------------------- report
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    lines = []
+    failed = [result for result in results if result.error]
+    for arch in dict.fromkeys(result.arch for result in results):
+        mine = [result for result in results if result.arch == arch]
+        good = sum(not result.error for result in mine)
+        lines.append(f"{arch}: {good} of {len(mine)} compiled, {sum(result.seconds for result in mine):.0f} s")
+    for result in failed:
+        lines += ["", result.line, *(f"    {line}" for line in result.error.splitlines())]
+    return lines
+
+
+def versions() -> str:
+    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compile every CuTe kernel without a GPU.")
+    parser.add_argument("--arch", default=",".join(TARGETS), help="architectures (default: %(default)s)")
+    parser.add_argument("--matrix", choices=("full", "pairwise"), default="full", help="default: full")
+    parser.add_argument("--log", type=Path, help="also write the table, with versions, to this file")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    archs = args.arch.split(",")
+    unknown = [arch for arch in archs if arch not in TARGETS]
+    if unknown:
+        parser.error(f"--arch takes {', '.join(TARGETS)}, got {', '.join(unknown)}")
+    if args.child:
+        compile_here(args.arch, args.matrix)
+        return 0
+
+    print(versions(), HEADER, sep="\n", flush=True)
+    with ThreadPoolExecutor(len(archs)) as pool:
+        results = [result for part in pool.map(compile_for, archs, [args.matrix] * len(archs)) for result in part]
+    end = summary(results)
+    print("", *end, sep="\n")
+    if args.log:
+        table = [f"{versions()}; matrix: {args.matrix}", "", HEADER, *(result.line for result in results), "", *end]
+        args.log.write_text("\n".join(table) + "\n", encoding="utf-8")
+    return 1 if any(result.error for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
