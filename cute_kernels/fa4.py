@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,7 +184,6 @@ def _attend(
     signature = _signature(q, k, v, lse, causal, window, lists, mask_mod, tensors, documents)
     first, used = documents or (None, None)
     run = _KERNELS.get(signature)
-    scalars = tuple(map(_int32(), scalars))
     if run is None:
         return _through_interface(
             signature,
@@ -197,7 +196,7 @@ def _attend(
             mask_mod=mask_mod,
             return_lse=lse,
             aux_tensors=tensors,
-            aux_scalars=scalars,
+            aux_scalars=_aux(scalars).scalars,
             cu_seqlens_q=first,
             cu_seqlens_k=first,
             seqused_q=used,
@@ -208,7 +207,7 @@ def _attend(
     sums = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
     sparse = None if lists is None else (*lists.tensors, None, None, None, None)
     varlen_and_paging = (first, first, used, used, None)
-    aux = _aux_data()(tensors, scalars or None)
+    aux = _aux(scalars) if tensors is None else _aux(scalars)._replace(tensors=tensors)
     run(q, k, v, o, sums, scale, *varlen_and_paging, *window, None, sparse, aux, None, None)
     return o, sums
 
@@ -239,7 +238,7 @@ def _signature(
         return None
     listed = None
     if lists is not None:
-        listed = (lists.rows, lists.width, *[t.stride().count(0) for t in lists.tensors])
+        listed = (lists.rows, lists.width, lists.mask_count.stride(0) == 0, lists.full_index.stride(2) == 0)
     sizes = (*q.shape[-2:], *v.shape[-2:])
     kinds = (causal, window[0] is None, window[1] is None, documents is None, tensors is None)
     return (q.device, q.dtype, sizes, lse, kinds, listed, mask_mod)
@@ -290,18 +289,13 @@ class _Recorder:
         return kernel
 
 
-@cache
-def _int32() -> Any:
+@lru_cache(256)
+def _aux(scalars: tuple[int, ...]) -> Any:
+    """FA4's AuxData with these runtime numbers."""
     from cutlass import Int32
-
-    return Int32
-
-
-@cache
-def _aux_data() -> Any:
     from flash_attn.cute.utils import AuxData
 
-    return AuxData
+    return AuxData(None, tuple(map(Int32, scalars)) or None)
 
 
 # Masks for blocks that are visible in part. FA4 hashes them with their constants; runtime values come as scalars.

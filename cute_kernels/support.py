@@ -24,7 +24,8 @@ def check(call: Any) -> str | None:
     """Why the kernels cannot run the call (dispatch.Call), or None."""
     if call.device_type != "cuda":
         return f"runs on CUDA devices, got {call.device_type}"
-    if not torch.cuda.is_available():
+    inputs, config = call.options.get("inputs"), call.options.get("config")
+    if (inputs is None or not inputs.q.is_cuda) and not torch.cuda.is_available():
         return "no NVIDIA GPU is visible"
     problem = _package_problem()
     if problem:
@@ -36,7 +37,6 @@ def check(call: Any) -> str | None:
         return f"needs compute capability 9.x or 10.x, this device has {major}.{minor}"
     if call.backward:
         return "has no backward yet: call nsa_forward, or detach the inputs"
-    inputs, config = call.options.get("inputs"), call.options.get("config")
     if inputs is None or config is None:
         return None
     return fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)

@@ -140,7 +140,7 @@ def test_missing_standard_module_is_named(module: str, checkout: Path, monkeypat
 
 @pytest.mark.parametrize(
     ("device", "free_gb", "enough"),
-    [("CPU", 2.9, False), ("CPU", 3.1, True), ("GPU", 11.9, False), ("GPU", 12.1, True), ("NPU", 2.9, False)],
+    [("CPU", 3.9, False), ("CPU", 4.1, True), ("GPU", 11.9, False), ("GPU", 12.1, True), ("NPU", 2.9, False)],
 )
 def test_disk_is_measured_against_the_device(
     device: str, free_gb: float, enough: bool, checkout: Path, monkeypatch: pytest.MonkeyPatch

@@ -49,7 +49,7 @@ class Device(NamedTuple):
 
 
 # Without a GPU torch is pinned: the newest build of a plain index may bring several GB of CUDA libraries.
-CPU = Device("CPU only", "torch==2.13.0", (), 3)
+CPU = Device("CPU only", "torch==2.13.0", (), 4)
 GPU = Device("NVIDIA GPU", "torch>=2.6", ("cuda",), 12)
 # The torch of the `npu` extra: torch_npu pairs with exactly one version.
 NPU = Device("Ascend NPU", "torch==2.7.1", ("npu",), 3)
