@@ -98,7 +98,7 @@ def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def copy_bandwidth() -> float:
-    """TB/s of a device-to-device copy, read and written bytes counted. Not in a graph: there it is another, slower copy."""
+    """TB/s of a device-to-device copy, read and written bytes counted; as a graph's node it would be slower."""
     source = torch.empty(GIB, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     timing = measure(lambda: target.copy_(source), source.device, seconds=0.1)

@@ -42,6 +42,8 @@ class NSAKeywords(NSAOptions, total=False):
 
 
 def _run(
+    want_aux: bool,
+    /,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -62,7 +64,6 @@ def _run(
     recompute: bool = False,
     config: NSAConfig | None = None,
     backend: str | None = None,
-    aux: bool = False,
     **options: Unpack[NSAOptions],
 ) -> tuple[Tensor, NSAAux | None]:
     """Resolve the options, check everything, and hand the call to the backend that takes it."""
@@ -96,8 +97,8 @@ def _run(
         options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
     )
     run = dispatch.resolve(call, backend).load()
-    out, extra = run(inputs, config, aux=aux)
-    return out, NSAAux(*extra) if aux else None
+    out, aux = run(inputs, config, aux=want_aux)
+    return out, NSAAux(*aux) if want_aux else None
 
 
 def _one_config(config: NSAConfig | None, options: NSAOptions) -> NSAConfig:
@@ -121,7 +122,7 @@ def _with_signature(function: F) -> F:
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(NSAConfig).parameters.values()
     ]
-    rest = [p for p in run.values() if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name != "aux"]
+    rest = [p for p in run.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     positional = [p for p in run.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     function.__signature__ = own.replace(parameters=[*positional, *options, *rest])  # type: ignore[attr-defined]
     return function
@@ -159,7 +160,7 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
         TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
     """
-    return _run(q, k, v, **keywords)[0]
+    return _run(False, q, k, v, **keywords)[0]
 
 
 @_with_signature
@@ -168,7 +169,7 @@ def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]
     if torch.compiler.is_compiling():
         return ops.forward(q, k, v, **keywords)
     with torch.no_grad():
-        return _run(q, k, v, **keywords)[0]
+        return _run(False, q, k, v, **keywords)[0]
 
 
 ops.define(nsa_forward)
@@ -178,5 +179,5 @@ ops.define(nsa_forward)
 def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> tuple[Tensor, NSAAux]:
     """`nsa_forward` with everything computed on the way: `(out, NSAAux)`."""
     with torch.no_grad():
-        out, aux = _run(q, k, v, aux=True, **keywords)
+        out, aux = _run(True, q, k, v, **keywords)
     return out, cast("NSAAux", aux)

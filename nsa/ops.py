@@ -35,8 +35,7 @@ def define(run: Callable[..., Tensor]) -> None:
 
     def implementation(*tensors: Tensor | None, **keywords: Any) -> Tensor:
         options = {name: keywords.pop(name) for name in OPTION_NAMES}
-        out = run(**dict(zip(TENSOR_NAMES, tensors, strict=True)), **keywords, config=NSAConfig(**options))
-        return out.clone() if any(out is tensor for tensor in tensors) else out
+        return run(**dict(zip(TENSOR_NAMES, tensors, strict=True)), **keywords, config=NSAConfig(**options))
 
     torch.library.define(OPERATOR, SCHEMA)
     torch.library.impl(OPERATOR, "default", implementation)
@@ -62,9 +61,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
     if keywords:
         raise TypeError(f"unknown keyword argument {', '.join(sorted(keywords))}")
     if options["compress"] != "mean":
-        raise TypeError(
-            "compress must be 'mean' in torch.compile(fullgraph=True): compress first, give k_cmp and v_cmp"
-        )
+        raise TypeError("compress must be 'mean' under torch.compile: compress first, and give k_cmp and v_cmp")
     result: Tensor = torch.ops.nsa_kernels.forward(q, k, v, *tensors, **options, **rest)
     return result
 
