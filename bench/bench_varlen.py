@@ -76,7 +76,7 @@ def main() -> None:
         timing = measure(call, device, seconds=0.5)
         rows.append(Row(name, timing.ms_p50, timing.peak_gib, sum(lengths) / timing.ms_p50))
         print(
-            f"{name:<12}{timing.ms_p50:9.3f} ms  {timing.peak_gib or 0:6.2f} GiB  {rows[-1].tokens_per_ms:9.0f} tokens/ms"
+            f"{name:<12}{timing.ms_p50:9.3f} ms  {timing.peak_gib or 0:6.2f} GiB  {rows[-1].tokens_per_ms:7.0f} tokens/ms"
         )
     content = {
         **environment(device),
@@ -90,7 +90,8 @@ def main() -> None:
 
 def draw_lengths(tokens: int) -> list[int]:
     """Lengths that add up to `tokens`; the last one is cut."""
-    generator, lengths = random.Random(0), []
+    generator = random.Random(0)
+    lengths: list[int] = []
     while (rest := tokens - sum(lengths)) > 0:
         lengths.append(min(rest, round(SHORTEST * (LONGEST / SHORTEST) ** generator.random())))
     return lengths
