@@ -75,9 +75,8 @@ def main() -> None:
     for name, call in ways.items():
         timing = measure(call, device, seconds=0.5)
         rows.append(Row(name, timing.ms_p50, timing.peak_gib, sum(lengths) / timing.ms_p50))
-        print(
-            f"{name:<12}{timing.ms_p50:9.3f} ms  {timing.peak_gib or 0:6.2f} GiB  {rows[-1].tokens_per_ms:7.0f} tokens/ms"
-        )
+        rate = f"{rows[-1].tokens_per_ms:7.0f} tokens/ms"
+        print(f"{name:<12}{timing.ms_p50:9.3f} ms  {timing.peak_gib or 0:6.2f} GiB  {rate}")
     content = {
         **environment(device),
         "tokens": sum(lengths),
