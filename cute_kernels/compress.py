@@ -57,9 +57,8 @@ class BlockMean:
         mBounds: cute.Tensor | None,  # Documents.bounds
         stream: Any,
     ):
-        vectors = cute.size(mO) // VECTOR
-        if const_expr(mO2 is not None):
-            vectors = cutlass.max(vectors, cute.size(mO2) // VECTOR)
+        widest = mO.shape[3] if const_expr(mO2 is None) else max(mO.shape[3], mO2.shape[3])
+        vectors = mO.shape[0] * mO.shape[1] * mO.shape[2] * (widest // VECTOR)
         self.kernel(mX, mO, mX2, mO2, mBounds).launch(
             grid=[cute.ceil_div(vectors, LANES), 1 if const_expr(mX2 is None) else 2, 1],
             block=[LANES * SLICES, 1, 1],

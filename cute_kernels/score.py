@@ -19,7 +19,7 @@ as it needs, so some have no rows); entries, tiles and blocks count from the doc
 Floor: three products of tiles x entries x D per head, half of them causal: 0.2 TFLOP at 1M tokens, 8 heads of 128,
 l = 64: 0.35 ms at 600 TFLOP/s; no tensor larger than the indices is written.
 
-Limits: D a multiple of 16, at most 128; at most ENTRIES entries overlap one block; up to 1024 blocks per tile.
+Limits: D a multiple of 16, at most 128; at most 128 entries overlap one block; up to 1024 blocks per tile.
 """
 
 from __future__ import annotations
