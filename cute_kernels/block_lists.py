@@ -24,7 +24,7 @@ from cutlass import Int32, const_expr
 from torch import Tensor
 
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
-from cute_kernels.jit import compile_kernel, fake
+from cute_kernels.jit import Kernel, compile_kernel, fake
 
 THREADS = 128
 WORD = 32
@@ -271,7 +271,7 @@ class PrefixLists:
 
 
 @lru_cache
-def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, packed: bool) -> Any:
+def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, packed: bool) -> Kernel:
     counts = [fake(torch.int32, None, None, None, aligned=False) for _ in range(2)]
     indices = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(3)]
     bits = fake(torch.int32, None, None, None, None, aligned=False) if size % width else None
@@ -289,7 +289,7 @@ def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, pack
 
 
 @lru_cache
-def _prefix(keys: Keys, width: int, rows: int, tile: int | None) -> Any:
+def _prefix(keys: Keys, width: int, rows: int, tile: int | None) -> Kernel:
     counts = [fake(torch.int32, None, None, None, aligned=False) for _ in range(2)]
     indices = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
@@ -341,7 +341,7 @@ def chosen_lists(
         words = max(2, -(-num_keys // (unit * WORD)))  # FA4 wants exactly one dimension of stride 1
         bits = torch.zeros((batch, select_heads, tiles, words), dtype=torch.int32, device=device)
     if mask_count.numel() > 0:
-        run = _chosen(keys, size, width, rows, entries=entries, packed=documents is not None)
+        run = _chosen(keys, size, width, rows, entries=entries, packed=documents is not None).run
         tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
         run(indices, mask_count, mask_index, full_count, full_index, bits, *tables, num_keys, rows_from, rows_to)
     return BlockLists(mask_count, mask_index, full_count, full_index, rows, width, bits, unit)
@@ -376,7 +376,7 @@ def prefix_lists(
     mask_count, full_count, mask_index, full_index = _tensors(device, counts, counts, mask, full)
     if tiles > 0 and blocks > 0:
         tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
-        run = _prefix(keys, width, rows, None if documents is None else documents.tile)
+        run = _prefix(keys, width, rows, None if documents is None else documents.tile).run
         run(mask_count, mask_index, full_count, full_index, *tables, num_keys, rows_from, rows_to)
     return BlockLists(mask_count, mask_index, full_count, full_index, rows, width)
 

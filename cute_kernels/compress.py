@@ -27,7 +27,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.documents import ENTRY, LENGTH, TILE, TOKEN, Documents, document_at, fake_tables
-from cute_kernels.jit import compile_kernel, fake
+from cute_kernels.jit import Kernel, compile_kernel, fake
 
 VECTOR = 8
 LANES = 64
@@ -152,7 +152,7 @@ def _compiled(
     dim: int,
     dim2: int | None,
     packed: bool,
-) -> Any:
+) -> Kernel:
     length, stride, ragged = kernel
     pairs: list[Any] = []
     for size in (dim, dim2):
@@ -174,7 +174,7 @@ def block_means(
     entries = max(0, (k.shape[1] - length) // stride + 1) if documents is None else documents.num_entries
     pooled = [torch.empty((x.shape[0], entries, *x.shape[2:]), dtype=dtype, device=x.device) for x in (k, v)]
     if pooled[0].numel() > 0:
-        run = _compiled((length, stride, False), k.dtype, dtype, k.shape[-1], v.shape[-1], documents is not None)
+        run = _compiled((length, stride, False), k.dtype, dtype, k.shape[-1], v.shape[-1], documents is not None).run
         run(k, pooled[0], v, pooled[1], None if documents is None else documents.bounds)
     return pooled[0], pooled[1]
 
@@ -188,6 +188,6 @@ def tile_means(q: Tensor, tile: int, documents: Documents | None = None) -> Tens
     tiles = -(-tokens // tile) if documents is None else documents.num_tiles
     means = torch.empty((batch, tiles, heads, dim), dtype=torch.float32, device=q.device)
     if means.numel() > 0:
-        run = _compiled((tile, tile, True), q.dtype, torch.float32, dim, None, documents is not None)
+        run = _compiled((tile, tile, True), q.dtype, torch.float32, dim, None, documents is not None).run
         run(q, means, None, None, None if documents is None else documents.bounds)
     return means

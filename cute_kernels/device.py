@@ -1,9 +1,11 @@
-"""What the kernels run on, or are compiled for."""
+"""What the kernels run on, or are compiled for, and how they are called."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,13 @@ def compute_capability(index: int) -> tuple[int, int]:
         number = int("".join(c for c in target if c.isdigit()))
         return number // 10, number % 10
     return torch.cuda.get_device_capability(index)
+
+
+def positional(compiled: Any) -> Callable[..., None]:
+    """The function inside CuTe DSL's wrapper for keyword arguments, which costs the host a microsecond a call."""
+    unwrap = getattr(compiled, "__tvm_ffi_object__", None)
+    inner: Callable[..., None] | None = None if unwrap is None else unwrap()
+    return compiled if inner is None else inner
 
 
 def vectorized(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ import torch
 from cutlass import Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.jit import compile_kernel, fake
+from cute_kernels.jit import Kernel, compile_kernel, fake
 
 UNIT = 128
 """Widest block of entries in a list: none holds entries of two documents."""
@@ -286,12 +286,12 @@ def fake_tables() -> tuple[Any, Any]:
 
 
 @lru_cache
-def _add_up(tile: int, length: int, stride: int) -> Any:
+def _add_up(tile: int, length: int, stride: int) -> Kernel:
     return compile_kernel(AddUp(tile, length, stride), fake(torch.int32, None, aligned=False), fake_tables()[0])
 
 
 @lru_cache
-def _align(tile: int, stride: int, dtype: torch.dtype, dim: int, v_dim: int, with_q: bool) -> Any:
+def _align(tile: int, stride: int, dtype: torch.dtype, dim: int, v_dim: int, with_q: bool) -> Kernel:
     rows = fake(torch.int32, None, aligned=False)
     pairs = [fake(dtype, None, None, None, size) for size in (dim, dim, v_dim, v_dim)]
     queries = [fake(dtype, None, None, None, dim) if with_q else None for _ in range(2)]
@@ -310,7 +310,7 @@ def _align_rows(documents: Documents, k: Tensor, v: Tensor, q: Tensor | None = N
     tensors = [k, v] if q is None else [k, v, q]
     aligned = [torch.empty((1, num_tiles * tile, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in tensors]
     if num_tiles > 0:
-        run = _align(tile, documents.stride, k.dtype, k.shape[-1], v.shape[-1], q is not None)
+        run = _align(tile, documents.stride, k.dtype, k.shape[-1], v.shape[-1], q is not None).run
         pairs = [x for pair in zip(tensors, aligned, strict=True) for x in pair] + [None, None]
         run(documents.bounds, documents.tiles, documents.rows, *pairs[:6])
     return aligned
@@ -336,6 +336,6 @@ def lay_out(
     documents = Documents(
         tile, stride, empty(6, docs + 1), empty(2, num_tiles), empty(tokens), num_entries, tokens // stride
     )
-    _add_up(tile, length, stride)(cu_seqlens.contiguous(), documents.bounds)
+    _add_up(tile, length, stride).run(cu_seqlens.contiguous(), documents.bounds)
     aligned_k, aligned_v, aligned_q = _align_rows(documents, k, v, q)
     return documents, (aligned_q, aligned_k, aligned_v)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cute_kernels.device import compute_capability
+from cute_kernels.device import compute_capability, positional
 
 if TYPE_CHECKING:
     from cute_kernels.block_lists import BlockLists
@@ -265,7 +265,7 @@ def _through_interface(
         finally:
             _flash_attn_fwd.compile_cache = recorder.cache
     if signature is not None and recorder.used is not None:
-        _KERNELS[signature] = recorder.used
+        _KERNELS[signature] = positional(recorder.used)
     return o, lse
 
 

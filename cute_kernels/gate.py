@@ -25,7 +25,7 @@ import torch
 from cutlass import Float32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.jit import compile_kernel, fake
+from cute_kernels.jit import Kernel, compile_kernel, fake
 
 VECTOR = 8
 THREADS = 128
@@ -140,7 +140,7 @@ class GatedSum:
 @lru_cache
 def _compiled(
     dim: int, v_dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, packed: bool
-) -> Any:
+) -> Kernel:
     q = fake(dtype, None, None, None, dim) if w_dtype is not None else None
     w = fake(w_dtype, None, 3, dim) if w_dtype is not None else None
     gates = fake(g_dtype, None, None, None, 3, aligned=False) if g_dtype is not None else None
@@ -181,6 +181,6 @@ def gated_sum(
             None if gate_proj_weight is None else gate_proj_weight.dtype,
             None if gates is None else gates.dtype,
             rows is not None,
-        )
+        ).run
         run(None if gate_proj_weight is None else q, gate_proj_weight, gates, rows, o_cmp, o_slc, o_win, out)
     return gates

@@ -6,13 +6,13 @@ One compiled function serves every length. It takes torch tensors and runs on to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import torch
 
-from cute_kernels.device import VECTOR_BYTES
+from cute_kernels.device import VECTOR_BYTES, positional
 
 CUTE_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: cutlass.BFloat16,
@@ -24,11 +24,19 @@ CUTE_DTYPES: dict[torch.dtype, Any] = {
 OPTIONS = "--enable-tvm-ffi"
 
 
-def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Callable[..., None]:
-    """Compile a `cute.jit` callable whose last parameter is the stream; the result takes torch tensors, no stream."""
+class Kernel(NamedTuple):
+    """A compiled kernel."""
+
+    compiled: Any
+    run: Callable[..., None]
+    """Takes torch tensors and numbers by position, without the stream."""
+
+
+def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Kernel:
+    """Compile a `cute.jit` callable whose last parameter is the stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    compiled: Callable[..., None] = cute.compile(kernel, *arguments, stream, options=OPTIONS)
-    return compiled
+    compiled = cute.compile(kernel, *arguments, stream, options=OPTIONS)
+    return Kernel(compiled, positional(compiled))
 
 
 def fake(dtype: torch.dtype, *shape: Any, aligned: bool = True) -> Any:

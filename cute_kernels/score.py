@@ -37,7 +37,7 @@ from torch import Tensor
 
 from cute_kernels.block_lists import Keys
 from cute_kernels.documents import ENTRY, LENGTH, TILE, Documents, document_at, fake_tables
-from cute_kernels.jit import CUTE_DTYPES, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
 
 ROWS = 16
 WARPS = 4
@@ -518,7 +518,7 @@ def _lowest_bit(mask: Int32) -> Int32:
 
 
 @lru_cache
-def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Any:
+def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Kernel:
     return compile_kernel(
         TopBlocks(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
         fake(torch.float32, None, None, None, dim),
@@ -562,6 +562,6 @@ def top_blocks(
         indices = torch.full(shape, -1, dtype=torch.int32, device=mean_q.device)  # unused tiles
         bounds = documents.bounds
     if indices.numel() > 0:
-        run = _compiled(k_cmp.dtype, dim, blocks, keys, tile, documents is not None)
+        run = _compiled(k_cmp.dtype, dim, blocks, keys, tile, documents is not None).run
         run(mean_q, k_cmp, indices, bounds, tokens, start // tile)
     return indices

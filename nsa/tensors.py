@@ -112,14 +112,15 @@ class NSAInputs:
         for name in ("q", "k", "v"):
             if not isinstance(getattr(self, name), Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(getattr(self, name)).__name__}")
-        for name in TENSOR_NAMES:
-            value = getattr(self, name)
-            if not (value is None or isinstance(value, Tensor)):
-                raise TypeError(f"{name} must be a torch.Tensor or None, got {type(value).__name__}")
         dtype, device = self.q.dtype, self.q.device
         if dtype not in DTYPES:
             raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(dtype)}")
-        for name, tensor in self.tensors().items():
+        for name in TENSOR_NAMES:
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
             if tensor.dtype != (torch.int32 if name == "cu_seqlens" else dtype) and not (
                 name in ("gates", "gate_proj_weight") and tensor.dtype == torch.float32
             ):
@@ -135,31 +136,25 @@ class NSAInputs:
         raise TypeError(f"{name} must be {wanted} (q is {_short(self.q.dtype)}), got {_short(tensor.dtype)}")
 
     def _check_sizes(self) -> None:
+        q, k, v = self.q.shape, self.k.shape, self.v.shape
         dims = 3 if self.packed else 4
-        layout = "[T,heads,D] with cu_seqlens" if self.packed else "[B,N,heads,D] (or [T,heads,D] with cu_seqlens)"
-        for name in ("q", "k", "v"):
-            tensor = getattr(self, name)
-            if tensor.dim() != dims:
-                raise ValueError(f"{name} must have the layout {layout}, got shape {_shape(tensor)}")
-        for name in ("k", "v"):
-            tensor = getattr(self, name)
-            if tensor.shape[:-2] != self.q.shape[:-2]:
-                raise ValueError(
-                    f"{name} must have q's leading sizes {_shape(self.q)[:-2]}, got shape {_shape(tensor)}"
-                )
-        if self.k.shape[-1] != self.q.shape[-1]:
-            raise ValueError(f"k must have q's head dim D={self.q.shape[-1]}, got shape {_shape(self.k)}")
-        if self.v.shape[-2] != self.k.shape[-2]:
-            raise ValueError(f"v must have k's H_kv={self.k.shape[-2]} heads, got shape {_shape(self.v)}")
-        for name, size in (("q", self.q.shape[-1]), ("v", self.v.shape[-1]), ("k", self.k.shape[-2])):
+        for name, shape in (("q", q), ("k", k), ("v", v)):
+            if len(shape) != dims:
+                packed = "[T,heads,D] with cu_seqlens"
+                layout = packed if self.packed else f"[B,N,heads,D] (or {packed})"
+                raise ValueError(f"{name} must have the layout {layout}, got shape {list(shape)}")
+        for name, shape in (("k", k), ("v", v)):
+            if shape[:-2] != q[:-2]:
+                raise ValueError(f"{name} must have q's leading sizes {list(q[:-2])}, got shape {list(shape)}")
+        if k[-1] != q[-1]:
+            raise ValueError(f"k must have q's head dim D={q[-1]}, got shape {list(k)}")
+        if v[-2] != k[-2]:
+            raise ValueError(f"v must have k's H_kv={k[-2]} heads, got shape {list(v)}")
+        for name, shape, size in (("q", q, q[-1]), ("v", v, v[-1]), ("k", k, k[-2])):
             if size == 0:
-                raise ValueError(
-                    f"{name} must have at least one head and D >= 1, got shape {_shape(getattr(self, name))}"
-                )
-        if self.q.shape[-2] == 0 or self.q.shape[-2] % self.k.shape[-2] != 0:
-            raise ValueError(
-                f"q must have a multiple of k's H_kv={self.k.shape[-2]} heads (at least one), got H={self.q.shape[-2]}"
-            )
+                raise ValueError(f"{name} must have at least one head and D >= 1, got shape {list(shape)}")
+        if q[-2] == 0 or q[-2] % k[-2] != 0:
+            raise ValueError(f"q must have a multiple of k's H_kv={k[-2]} heads (at least one), got H={q[-2]}")
 
     def _check_layout_of_documents(self) -> None:
         if self.cu_seqlens is not None and (self.cu_seqlens.dim() != 1 or self.cu_seqlens.numel() == 0):
@@ -193,6 +188,8 @@ class NSAInputs:
             raise ValueError("gates and gate_proj_weight exclude each other, got both")
 
     def _check_optional_shapes(self, config: NSAConfig) -> None:
+        if all(getattr(self, name) is None for name in TENSOR_NAMES[3:]):
+            return
         *lead, heads, dim = self.q.shape
         kv_heads, v_dim = self.v.shape[-2:]
         wanted: dict[str, tuple[int, ...]] = {

@@ -180,7 +180,7 @@ def gate_cases() -> Iterator[Case]:
 
 def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], bytes]:
     """Compiles one of our kernels by its module's own cached function."""
-    return lambda: compiled(*arguments, **options).__cubin__ or b""
+    return lambda: compiled(*arguments, **options).compiled.__cubin__ or b""
 
 
 def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
