@@ -1,0 +1,148 @@
+"""Which calls the CUDA kernels take, asked on a machine without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dispatch
+from cute_kernels import device, fa4, support
+from nsa import NSAConfig
+from nsa.tensors import NSAInputs
+from tests.helpers import make_qkv
+
+BOUNDS = torch.tensor([0, 100, 300], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def _pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Hopper GPU with everything installed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(support, "_package_problem", lambda: None)
+    monkeypatch.setenv(device.TARGET_VARIABLE, "sm_90a")
+    monkeypatch.delenv(fa4.STRATEGY_VARIABLE, raising=False)
+    device.compute_capability.cache_clear()
+    yield
+    device.compute_capability.cache_clear()
+
+
+def ask(inputs: NSAInputs | None = None, *, backward: bool = False, **options: Any) -> str | None:
+    inputs = inputs or NSAInputs(*make_qkv(300, 4, 2, 64, dtype=torch.bfloat16))
+    facts = {"inputs": inputs, "config": NSAConfig(**options)}
+    return support.check(dispatch.Call("nsa", "cuda:0", inputs.q.dtype, backward=backward, options=facts))
+
+
+def packed(**changes: Any) -> NSAInputs:
+    q, k, v = make_qkv(300, 4, 2, 64, dtype=torch.bfloat16, batch=None)
+    return NSAInputs(q, k, v, **{"cu_seqlens": BOUNDS, **changes})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"q_tile_size": 128, "select_block_size": 128},
+        {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64},
+        {"num_cmp_selected_blocks": 9, "n_block_size": 64},
+        {"num_selected_blocks": 1024},
+    ],
+    ids=str,
+)
+def test_takes(options: dict[str, Any]) -> None:
+    assert ask(**options) is None
+
+
+def test_takes_packed_documents() -> None:
+    assert ask(packed()) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"q_tile_size": 1}, "selects per tile only so far"),
+        ({"q_tile_size": 192}, "takes q_tile_size in multiples of 128 on this device, got 192"),
+        ({"select_block_size": 96}, "takes select_block_size in multiples of 64, got 96"),
+        ({"num_cmp_selected_blocks": 9, "n_block_size": 96}, "takes n_block_size 64 or 128 on this device, got 96"),
+        ({"num_selected_blocks": 1025}, "chooses at most 1024 blocks per tile, got 1025"),
+        ({"compress_stride": 1, "select_block_size": 128}, "takes at most 128 compressed blocks over one select block"),
+        ({"backward": True}, "has no backward yet"),
+    ],
+    ids=str,
+)
+def test_refuses(options: dict[str, Any], reason: str) -> None:
+    assert reason in (ask(**options) or "")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "reason"),
+    [
+        ((4, 2, 96), torch.bfloat16, "takes head dims 64 and 128, got D=96"),
+        ((4, 2, 64, 32), torch.bfloat16, "takes head dims 64 and 128, got D_v=32"),
+        ((4, 2, 64), torch.float32, "takes bfloat16 and float16, got float32"),
+    ],
+)
+def test_refuses_inputs(sizes: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
+    assert ask(NSAInputs(*make_qkv(300, *sizes, dtype=dtype))) == reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({}, {"causal": False}, "causal"),
+        ({}, {"select_block_size": 192}, "select_block_size"),
+        ({}, {"compress": torch.nn.Flatten(-2)}, "compress"),
+        ({"k_cmp": torch.ones(4, 2, 64).bfloat16(), "v_cmp": torch.ones(4, 2, 64).bfloat16()}, {}, "k_cmp"),
+    ],
+    ids=["not causal", "tiles", "module", "ready entries"],
+)
+def test_refuses_packed(changes: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+    answer = ask(packed(**changes), **options)
+    assert answer is not None
+    assert reason in answer
+    assert "cu_seqlens" in answer or "packed" in answer
+
+
+def test_blackwell_wants_larger_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask(q_tile_size=128) is None
+    for name, value in ((fa4.STRATEGY_VARIABLE, "sm_100"), (device.TARGET_VARIABLE, "sm_100a")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            device.compute_capability.cache_clear()
+            assert ask() is None
+            assert "in multiples of 256 on this device, got 128" in (ask(q_tile_size=128) or "")
+        device.compute_capability.cache_clear()
+
+
+def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = dispatch.Call("nsa", "cuda", torch.bfloat16)
+    assert support.check(call) is None
+    monkeypatch.setenv(device.TARGET_VARIABLE, "sm_80")
+    device.compute_capability.cache_clear()
+    assert support.check(call) == "needs compute capability 9.x or 10.x, this device has 8.0"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert support.check(call) == "no NVIDIA GPU is visible"
+    assert support.check(dispatch.Call("nsa", "cpu", torch.bfloat16)) == "runs on CUDA devices, got cpu"
+
+
+def test_says_what_to_install_or_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # ask for real
+
+    def absent(module: str) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    def broken(module: str) -> None:
+        raise OSError("libcuda.so.1 is from another world")
+
+    for importing, answer in (
+        (absent, 'needs nvidia-cutlass-dsl (no module named cutlass.cute): pip install "nsa-kernels[cuda]"'),
+        (broken, "nvidia-cutlass-dsl is broken: OSError: libcuda.so.1 is from another world"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(support.importlib, "import_module", importing)
+            support._package_problem.cache_clear()
+            assert support._package_problem() == answer
+    support._package_problem.cache_clear()
