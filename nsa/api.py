@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dispatch
 from nsa import ops
-from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions
+from nsa.config import NSAConfig, NSAOptions, check_options
 from nsa.tensors import NSAAux, NSAInputs
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def _run(
     **options: Unpack[NSAOptions],
 ) -> tuple[Tensor, NSAAux | None]:
     """Resolve the options, check everything, and hand the call to the backend that takes it."""
-    config = _one_config(config, options)
+    check_options(config, options)
+    config = config or NSAConfig(**options)
     for name, flag in (("deterministic", deterministic), ("recompute", recompute)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {flag!r}")
@@ -99,19 +100,6 @@ def _run(
     run = dispatch.resolve(call, backend).load()
     out, aux = run(inputs, config, aux=want_aux)
     return out, NSAAux(*aux) if want_aux else None
-
-
-def _one_config(config: NSAConfig | None, options: NSAOptions) -> NSAConfig:
-    if config is None:
-        unknown = options.keys() - OPTION_NAMES
-        if unknown:
-            raise TypeError(f"unknown keyword argument {', '.join(sorted(unknown))}")
-        return NSAConfig(**options)
-    if not isinstance(config, NSAConfig):
-        raise TypeError(f"config must be an NSAConfig or None, got {type(config).__name__}")
-    if options:
-        raise TypeError(f"config stands for all options, got {', '.join(sorted(options))} beside it")
-    return config
 
 
 def _with_signature(function: F) -> F:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -226,3 +226,15 @@ class NSAConfig:
 
 
 OPTION_NAMES = frozenset(field.name for field in fields(NSAConfig))
+
+
+def check_options(config: NSAConfig | None, options: Mapping[str, Any]) -> None:
+    """Raise TypeError unless all options are fields of NSAConfig, or there are none and a config stands for them."""
+    if config is None:
+        unknown = [name for name in options if name not in OPTION_NAMES]
+        if unknown:
+            raise TypeError(f"unknown keyword argument {', '.join(sorted(unknown))}")
+    elif not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an NSAConfig or None, got {type(config).__name__}")
+    elif options:
+        raise TypeError(f"config stands for all options, got {', '.join(sorted(options))} beside it")

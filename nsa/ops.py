@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nsa.config import OPTION_NAMES, NSAConfig
+from nsa.config import OPTION_NAMES, NSAConfig, check_options
 from nsa.tensors import TENSOR_NAMES
 
 if TYPE_CHECKING:
@@ -53,13 +53,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
     """The operator, called like nsa_forward."""
     tensors = [keywords.pop(name, None) for name in TENSOR_NAMES[3:]]
     config = keywords.pop("config", None)
-    given = [name for name in OPTION_NAMES if name in keywords]
-    if config is not None and given:
-        raise TypeError(f"config stands for all options, got {', '.join(sorted(given))} beside it")
-    options = {name: keywords.pop(name, getattr(config or DEFAULTS, name)) for name in OPTION_NAMES}
     rest = {name: keywords.pop(name, default) for name, default in REST.items()}
-    if keywords:
-        raise TypeError(f"unknown keyword argument {', '.join(sorted(keywords))}")
+    check_options(config, keywords)
+    options = {name: keywords.get(name, getattr(config or DEFAULTS, name)) for name in OPTION_NAMES}
     if options["compress"] != "mean":
         raise TypeError("compress must be 'mean' under torch.compile: compress first, and give k_cmp and v_cmp")
     result: Tensor = torch.ops.nsa_kernels.forward(q, k, v, *tensors, **options, **rest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,25 +115,20 @@ class NSAInputs:
         dtype, device = self.q.dtype, self.q.device
         if dtype not in DTYPES:
             raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(dtype)}")
+        weights = (dtype, torch.float32)
+        allowed = {"cu_seqlens": (torch.int32,), "gates": weights, "gate_proj_weight": weights}
         for name in TENSOR_NAMES:
             tensor = getattr(self, name)
             if tensor is None:
                 continue
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
-            if tensor.dtype != (torch.int32 if name == "cu_seqlens" else dtype) and not (
-                name in ("gates", "gate_proj_weight") and tensor.dtype == torch.float32
-            ):
-                self._raise_wrong_dtype(name, tensor)
+            if tensor.dtype not in allowed.get(name, (dtype,)):
+                wanted = " or ".join(dict.fromkeys(map(_short, allowed.get(name, (dtype,)))))
+                because = "" if name == "cu_seqlens" else f" (q is {_short(dtype)})"
+                raise TypeError(f"{name} must be {wanted}{because}, got {_short(tensor.dtype)}")
             if tensor.device != device:
                 raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}")
-
-    def _raise_wrong_dtype(self, name: str, tensor: Tensor) -> NoReturn:
-        if name == "cu_seqlens":
-            raise TypeError(f"cu_seqlens must be int32, got {_short(tensor.dtype)}")
-        allowed = (self.q.dtype, torch.float32) if name in ("gates", "gate_proj_weight") else (self.q.dtype,)
-        wanted = " or ".join(dict.fromkeys(map(_short, allowed)))
-        raise TypeError(f"{name} must be {wanted} (q is {_short(self.q.dtype)}), got {_short(tensor.dtype)}")
 
     def _check_sizes(self) -> None:
         q, k, v = self.q.shape, self.k.shape, self.v.shape
