@@ -27,9 +27,8 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.documents import ENTRY, LENGTH, TILE, TOKEN, Documents, document_at, fake_tables
-from cute_kernels.jit import Kernel, compile_kernel, fake
+from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
 
-VECTOR = 8
 LANES = 64
 SLICES = 4
 BATCH = 8

@@ -28,10 +28,11 @@ import torch
 from cutlass import Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.jit import Kernel, compile_kernel, fake
+from cute_kernels.fa4 import WIDEST
+from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
 
-UNIT = 128
-"""Widest block of entries in a list: none holds entries of two documents."""
+UNIT = WIDEST
+"""So that no block of entries in a list holds entries of two documents."""
 
 TOKEN, TILE, ROW, ENTRY, PUBLIC_ENTRY, LENGTH = range(6)
 """Rows of Documents.bounds: the first of each that belongs to a document, and its number of tokens."""
@@ -44,7 +45,6 @@ SCAN_THREADS = LANES * LANES
 COPY_THREADS = 128
 COPIED_ROWS = 16
 """Rows that one CTA copies."""
-VECTOR = 8
 BATCH = 4
 """Loads of a thread in flight together."""
 

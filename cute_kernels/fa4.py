@@ -50,6 +50,9 @@ class Rules:
 RULES = {9: Rules(rows=128, widths=(128, 64)), 10: Rules(rows=256, widths=(128,))}
 """By major compute capability."""
 
+WIDEST = max(width for rules in RULES.values() for width in rules.widths)
+"""Keys of the widest block in a list."""
+
 STRATEGY_VARIABLE = "NSA_KERNELS_FA4_STRATEGY"
 """sm_100 there makes a Hopper GPU use Blackwell's tiles, widths and refinement (tests run them that way)."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from cute_kernels import fa4
 from cute_kernels.block_lists import BlockLists, Keys, chosen_lists, prefix_lists
 from cute_kernels.compress import block_means, tile_means
-from cute_kernels.device import vectorizable, vectorized
+from cute_kernels.device import vectorizable
 from cute_kernels.documents import Documents, lay_out
 from cute_kernels.gate import gated_sum
 from cute_kernels.score import Blocks, top_blocks
@@ -159,8 +159,8 @@ def _aligned(inputs: Any) -> Any:
     changed = {}
     for name in ALIGNED:
         tensor = getattr(inputs, name)
-        if tensor is not None and not vectorized(tensor):
-            changed[name] = vectorizable(tensor)
+        if tensor is not None and (aligned := vectorizable(tensor)) is not tensor:
+            changed[name] = aligned
     return replace(inputs, **changed) if changed else inputs
 
 
@@ -267,27 +267,13 @@ def _select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tu
 
 
 def _compressed(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, lse: bool) -> Branch:
-    stop, entries, documents = start + q.shape[1], k.shape[1], plan.documents
-    lists: BlockLists | None = None
-    if indices is not None:
-        size = plan.config.n_block_size
-        lists = chosen_lists(
-            indices, q.shape[2], plan.entry, size=size, width=size, rows=plan.tile, num_keys=entries, rows_from=start,
-            rows_to=stop, entries=True, documents=documents,
-        )  # fmt: skip
-    elif plan.config.causal:
-        if documents is None:
-            entries = min(entries, plan.config.num_compressed(stop))  # what the last row sees
-            k, v = (k[:, :entries], v[:, :entries]) if entries < k.shape[1] else (k, v)
-        else:
-            entries = documents.most_entries
-        if entries > 0:
-            lists = prefix_lists(
-                q.shape[0], q.shape[2], plan.entry, width=plan.rules.widths[0], rows=plan.rules.rows, num_keys=entries,
-                rows_from=start, rows_to=stop, device=q.device, documents=documents,
-            )  # fmt: skip
-    if entries == 0:
+    documents = plan.documents
+    if plan.config.causal and indices is None and documents is None:
+        entries = min(k.shape[1], plan.config.num_compressed(start + q.shape[1]))  # what the last row sees
+        k, v = (k[:, :entries], v[:, :entries]) if entries < k.shape[1] else (k, v)
+    if (k.shape[1] if documents is None else documents.most_entries) == 0:
         return _nothing(q, v)
+    lists = _entry_lists(plan, q, k, indices, start)
     length, stride = (plan.entry.length, plan.entry.stride) if plan.config.causal else (1, 0)
     shifts = None if documents is None else documents.shifts
     return Branch(
@@ -297,17 +283,57 @@ def _compressed(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | N
     )
 
 
+def _entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start: int) -> BlockLists | None:
+    """Blocks of compressed entries for each query tile: the chosen ones, or all that are visible; None: all."""
+    where: dict[str, Any] = {"rows_from": start, "rows_to": start + q.shape[1], "documents": plan.documents}
+    if indices is not None:
+        size, rows = plan.config.n_block_size, plan.tile
+        return chosen_lists(
+            indices,
+            q.shape[2],
+            plan.entry,
+            size=size,
+            width=size,
+            rows=rows,
+            num_keys=k.shape[1],
+            entries=True,
+            **where,
+        )
+    if not plan.config.causal:
+        return None
+    entries = k.shape[1] if plan.documents is None else plan.documents.most_entries
+    width, rows = plan.rules.widths[0], plan.rules.rows
+    return prefix_lists(
+        q.shape[0], q.shape[2], plan.entry, width=width, rows=rows, num_keys=entries, device=q.device, **where
+    )
+
+
 def _selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, start: int, lse: bool) -> Branch:
-    stop, causal, size = start + q.shape[1], plan.config.causal, plan.config.select_size
+    stop, causal = start + q.shape[1], plan.config.causal
     if causal and stop < k.shape[1]:
         k, v = k[:, :stop], v[:, :stop]
     if indices.numel() == 0:
         return _nothing(q, v)
-    lists = chosen_lists(
-        indices, q.shape[2], plan.token, size=size, width=plan.rules.width(size), rows=plan.tile, num_keys=k.shape[1],
-        rows_from=start, rows_to=stop, entries=False, documents=plan.documents,
-    )  # fmt: skip
+    lists = _token_lists(plan, q, k, indices, start)
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
+
+
+def _token_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int) -> BlockLists:
+    """Blocks of tokens that were chosen for each query tile."""
+    size = plan.config.select_size
+    return chosen_lists(
+        indices,
+        q.shape[2],
+        plan.token,
+        size=size,
+        width=plan.rules.width(size),
+        rows=plan.tile,
+        num_keys=k.shape[1],
+        rows_from=start,
+        rows_to=start + q.shape[1],
+        entries=False,
+        documents=plan.documents,
+    )
 
 
 def _window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:

@@ -25,9 +25,8 @@ import torch
 from cutlass import Float32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.jit import Kernel, compile_kernel, fake
+from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
 
-VECTOR = 8
 THREADS = 128
 LOG2_E = 1.4426950408889634
 

@@ -21,6 +21,9 @@ CUTE_DTYPES: dict[torch.dtype, Any] = {
     torch.int32: cutlass.Int32,
 }
 
+VECTOR = VECTOR_BYTES // 2
+"""16-bit elements of one memory access."""
+
 OPTIONS = "--enable-tvm-ffi"
 
 

@@ -37,14 +37,13 @@ from torch import Tensor
 
 from cute_kernels.block_lists import Keys
 from cute_kernels.documents import ENTRY, LENGTH, TILE, Documents, document_at, fake_tables
-from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
 
 ROWS = 16
 WARPS = 4
 WARP_ROWS = ROWS // WARPS
 LANES = 32
 PARTS = 3
-VECTOR = 8
 STAGES = 2
 
 LIMIT, INIT, LOW, HIGH = range(4)

@@ -16,8 +16,6 @@ INSTALL = 'pip install "nsa-kernels[cuda]"'
 SELECT_UNIT = 64
 MAX_BLOCKS = 1024
 MAX_ENTRIES = 128
-ENTRY_UNIT = 128
-"""The compressed entries of each packed document begin at a multiple of this (documents.UNIT)."""
 
 
 def check(call: Any) -> str | None:
@@ -52,8 +50,9 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
     if config.num_cmp_selected_blocks is not None and config.n_block_size not in rules.widths:
         widths = " or ".join(map(str, sorted(rules.widths)))
         return f"takes n_block_size {widths} on this device, got {config.n_block_size}"
-    if max(config.num_selected_blocks, config.num_cmp_selected_blocks or 0) > MAX_BLOCKS:
-        return f"chooses at most {MAX_BLOCKS} blocks per tile, got {config.num_selected_blocks}"
+    most = max(config.num_selected_blocks, config.num_cmp_selected_blocks or 0)
+    if most > MAX_BLOCKS:
+        return f"chooses at most {MAX_BLOCKS} blocks per tile, got {most}"
     # One step of the scoring kernel must cover one block's compressed entries
     entries = -(-(config.select_size + config.compress_block_size - 1) // config.stride) + 1
     if entries > MAX_ENTRIES:
@@ -80,7 +79,7 @@ def _refusal_of_documents(inputs: Any, config: Any) -> str | None:
     if docs == 0:
         return "takes at least one document, got cu_seqlens of shape [1]"
     rows = tokens + docs * config.q_tile_size
-    covered = tokens + (docs + 1) * ENTRY_UNIT * config.stride
+    covered = tokens + (docs + 1) * fa4.WIDEST * config.stride
     if max(rows, covered) >= 1 << 31:
         return f"lays documents out in fewer than 2^31 rows, got {tokens} tokens in {docs} documents"
     return None

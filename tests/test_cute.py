@@ -191,7 +191,9 @@ def test_gates(form: str) -> None:
 def test_inputs_of_all_kinds(strategy: str) -> None:
     """Projections of the compressed entries, ready entries, and keys of their own in every branch."""
     q, k, v = on_gpu(1000, 4, 2, 64, v_dim=128)
-    own = {f"{x}_{b}": t for b, s in (("slc", 1), ("win", 2)) for x, t in zip("kv", on_gpu(1000, 4, 2, 64, v_dim=128, seed=s)[1:])}  # fmt: skip  # noqa: E501, B905
+    own: dict[str, Tensor] = {}
+    for seed, branch in enumerate(("slc", "win"), 1):
+        _, own[f"k_{branch}"], own[f"v_{branch}"] = on_gpu(1000, 4, 2, 64, v_dim=128, seed=seed)
     w_k, w_v = (torch.randn(2, d, d, device="cuda", dtype=BF16) / d**0.5 for d in (64, 128))
     aux = check(NSAInputs(q, k, v, w_k_compress=w_k, w_v_compress=w_v, **own), SOME)
     check(NSAInputs(q, k, v, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp), SOME)
