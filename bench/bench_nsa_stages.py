@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 from bench.common import positive
+from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
-from bench.timing import GIB, measure
+from bench.roofline import Peaks, attention_flops, choose_peaks, mean_keys, score_flops
+from bench.timing import GIB, capture, measure, peak_memory
 from cute_kernels import fa4, forward
-from cute_kernels.block_lists import chosen_lists, prefix_lists
 from cute_kernels.compress import tile_means
 from cute_kernels.gate import gated_sum
 from cute_kernels.score import top_blocks
 from nsa import NSAConfig, nsa_forward
 from nsa.tensors import NSAInputs
 
-PEAK_TFLOPS = 989.0
-"""Dense bf16 of an H100 or H200, by its data sheet."""
 HEADS, KV_HEADS, DIM = 8, 2, 128
+DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,30 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    lengths = parser.add_argument("--seqlens", default="8K,32K,128K,1M", help="default: %(default)s")
+    parser.add_argument("--seqlens", default="8K,32K,128K,1M", help="default: %(default)s")
+    parser.add_argument("--peak-tflops", type=float, help="of the device; default: known of H100 and H200")
     parser.add_argument("--out", default=str(LOCAL_RESULTS / "stages"), help="results, without suffix")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error(f"{lengths.option_strings[0]}: needs an NVIDIA GPU")
+        parser.error("needs an NVIDIA GPU")
+    facts = environment(DEVICE)
+    peaks: Peaks | None = choose_peaks(facts["device"], args.peak_tflops, None)
+    if peaks is None:
+        parser.error(f"--peak-tflops: not known of {facts['device']}")
     copy_tbs = copy_bandwidth()
     print(f"copy: {copy_tbs:.2f} TB/s")
     rows: list[Row] = []
     for n in map(positive, args.seqlens.split(",")):
         for num_cmp in (None, 16):
-            some = stages(n, NSAConfig(num_cmp_selected_blocks=num_cmp), copy_tbs)
+            some = stages(n, NSAConfig(num_cmp_selected_blocks=num_cmp), copy_tbs, peaks.tflops)
             rows += some
             for row in some:
                 share = f"{row.share:6.0%}" if row.floor_ms else ""
                 print(f"{n:>8} {num_cmp!s:>5} {row.stage:<12}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}")
     content = {
-        **environment(torch.device("cuda")),
+        **facts,
         "copy_tbs": copy_tbs,
-        "peak_tflops": PEAK_TFLOPS,
+        "peak_tflops": peaks.tflops,
         "gating": gating(copy_tbs),
         "host_us": host_time(),
         "score_extra_mib_at_3m": score_memory(3 << 20),
@@ -79,112 +84,73 @@ def main() -> None:
     write_json(Path(args.out).with_suffix(".json"), content)
 
 
-def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
+def milliseconds(call: Callable[[], Any]) -> float:
     """Median GPU time of a captured graph's replays: no host time in it."""
     call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return float(statistics.median(times))
+    return measure(capture(call, DEVICE).replay, DEVICE, seconds=0.5, most=10).ms_p50
 
 
 def copy_bandwidth() -> float:
     """TB/s of a device-to-device copy, read and written bytes counted; as a graph's node it would be slower."""
-    source = torch.empty(GIB, dtype=torch.uint8, device="cuda").random_()
+    source = torch.empty(GIB, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
-    timing = measure(lambda: target.copy_(source), source.device, seconds=0.1)
-    return 2 * GIB / timing.ms_p50 / 1e9
+    return 2 * GIB / measure(lambda: target.copy_(source), DEVICE, seconds=0.1).ms_p50 / 1e9
 
 
 def random_inputs(n: int, batch: int = 1, heads: int = HEADS, kv_heads: int = KV_HEADS) -> NSAInputs:
-    q, k, v = (torch.randn(batch, n, h, DIM, device="cuda", dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
-    weight = torch.randn(heads, 3, DIM, device="cuda", dtype=torch.bfloat16) / DIM**0.5
-    return NSAInputs(q, k, v, gate_proj_weight=weight)
+    sizes = Sizes(batch, n, heads, kv_heads, DIM)
+    problem = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16)
+    return NSAInputs(problem.q, problem.k, problem.v, gate_proj_weight=problem.gate_proj_weight)
 
 
-def stages(n: int, config: NSAConfig, copy_tbs: float) -> list[Row]:
+def stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
     """Each stage's time and floor for B=1, 8 heads over 2, D=128."""
-    inputs = random_inputs(n)
-    q, out = inputs.q, torch.empty_like(inputs.q)
+    inputs, sizes = random_inputs(n), Sizes(1, n, HEADS, KV_HEADS, DIM)
+    q, k, v, out = inputs.q, inputs.k, inputs.v, torch.empty_like(inputs.q)
     k_cmp, v_cmp = forward._compress(inputs, config)
     entries = k_cmp.shape[1]
     plan = forward._plan(config, fa4.rules(q.device), DIM, entries)
     means = tile_means(q, plan.tile)
     indices, cmp_indices = forward._select(plan, q, k_cmp, 0, n)
     part = forward._attend(inputs, plan, k_cmp, v_cmp, 0, n, lse=False)
-    token_bytes = HEADS * DIM * 2
-    seen = entries / 2 if cmp_indices is None else min(16 * config.n_block_size, entries / 2)
 
     def choose(blocks: Any) -> Callable[[], Tensor]:
         return lambda: top_blocks(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
 
     def lists() -> Any:
-        rows: dict[str, Any] = {"rows_from": 0, "rows_to": n}
-        width = plan.rules.width(config.select_size)
-        slc = chosen_lists(
-            indices,
-            HEADS,
-            plan.token,
-            size=config.select_size,
-            width=width,
-            rows=plan.tile,
-            num_keys=n,
-            entries=False,
-            **rows,
-        )
-        if cmp_indices is None:
-            return slc, prefix_lists(
-                1, HEADS, plan.entry, width=128, rows=plan.rules.rows, num_keys=entries, device=q.device, **rows
-            )
-        return slc, chosen_lists(
-            cmp_indices, HEADS, plan.entry, size=128, width=128, rows=plan.tile, num_keys=entries, entries=True, **rows
-        )
+        return forward._token_lists(plan, q, k, indices, 0), forward._entry_lists(plan, q, k_cmp, cmp_indices, 0)
 
-    score_flops = 3 * 2 * (n / plan.tile) * entries / 2 * HEADS * DIM
+    def attention(most: int, keys: int = n) -> float:
+        return attention_flops(sizes, mean_keys(keys, most))
+
+    row_bytes = n * HEADS * DIM * 2  # of q, or of an output
+    scoring = score_flops(sizes, config)
+    seen = entries if config.num_cmp_selected_blocks is None else config.num_cmp_selected_blocks * config.n_block_size
     work: list[tuple[str, Callable[[], Any], float, float]] = [  # name, call, bytes, operations
         ("compress", lambda: forward._compress(inputs, config), 2 * n * KV_HEADS * DIM * 2 * (1 + 1 / 64), 0),
-        ("tile means", lambda: tile_means(q, plan.tile), n * token_bytes, 0),
-        ("score", choose(plan.select), 0, score_flops),
-        *([] if plan.choose is None else [("score, cmp", choose(plan.choose), 0, score_flops)]),
+        ("tile means", lambda: tile_means(q, plan.tile), row_bytes, 0),
+        ("score", choose(plan.select), 0, scoring),
+        *([] if plan.choose is None else [("score, cmp", choose(plan.choose), 0, scoring)]),
         ("lists", lists, 0, 0),
         (
             "compressed",
             lambda: forward._compressed(plan, q, k_cmp, v_cmp, cmp_indices, 0, False),
-            2 * n * token_bytes,
-            4 * n * seen * HEADS * DIM,
+            2 * row_bytes,
+            attention(seen, entries),
         ),
         (
             "selected",
-            lambda: forward._selected(plan, q, inputs.k, inputs.v, indices, 0, False),
-            2 * n * token_bytes,
-            4 * n * config.num_selected_blocks * config.select_size * HEADS * DIM,
+            lambda: forward._selected(plan, q, k, v, indices, 0, False),
+            2 * row_bytes,
+            attention(config.num_selected_blocks * config.select_size),
         ),
-        (
-            "window",
-            lambda: forward._window(plan, q, inputs.k, inputs.v, 0, False),
-            2 * n * token_bytes,
-            4 * n * config.window_size * HEADS * DIM,
-        ),
-        ("gate", lambda: forward._gate(inputs, part, 0, n, out), 5 * n * token_bytes, 0),
-        (
-            "all",
-            lambda: nsa_forward(q, inputs.k, inputs.v, gate_proj_weight=inputs.gate_proj_weight, config=config),
-            0,
-            0,
-        ),
+        ("window", lambda: forward._window(plan, q, k, v, 0, False), 2 * row_bytes, attention(config.window_size)),
+        ("gate", lambda: forward._gate(inputs, part, 0, n, out), 5 * row_bytes, 0),
+        ("all", lambda: nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config), 0, 0),
     ]
     rows = []
     for name, call, moved, operations in work:
-        floor = max(moved / copy_tbs / 1e9, operations / PEAK_TFLOPS / 1e9)
+        floor = max(moved / copy_tbs / 1e9, operations / tflops / 1e9)
         ms = milliseconds(call)
         rows.append(Row(n, config.num_cmp_selected_blocks, name, ms, floor, floor / ms))
     return rows
@@ -241,12 +207,8 @@ def score_memory(n: int) -> float:
     config = NSAConfig(num_cmp_selected_blocks=16)
     k_cmp, _ = forward._compress(inputs, config)
     plan = forward._plan(config, fa4.rules(inputs.q.device), DIM, k_cmp.shape[1])
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    forward._select(plan, inputs.q, k_cmp, 0, n)
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    gib = peak_memory(lambda: forward._select(plan, inputs.q, k_cmp, 0, n), DEVICE)
+    return (gib or 0.0) * 1024
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.common import positive
+from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from bench.timing import measure
 from nsa import NSAConfig, nsa_forward
@@ -49,10 +50,9 @@ def main() -> None:
     lengths = draw_lengths(args.tokens)
     print(f"{len(lengths)} documents, {sum(lengths):,} tokens, from {min(lengths):,} to {max(lengths):,}")
 
-    q, k, v = (
-        torch.randn(sum(lengths), h, DIM, device=device, dtype=torch.bfloat16) for h in (HEADS, KV_HEADS, KV_HEADS)
-    )
-    weight = torch.randn(HEADS, 3, DIM, device=device, dtype=torch.bfloat16) / DIM**0.5
+    sizes = Sizes(1, sum(lengths), HEADS, KV_HEADS, DIM)
+    problem = make_problem("random", sizes, device=device, dtype=torch.bfloat16)
+    q, k, v, weight = problem.q[0], problem.k[0], problem.v[0], problem.gate_proj_weight
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     slices = [slice(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
     padded_q, padded_k, padded_v = (_padded(x, slices) for x in (q, k, v))

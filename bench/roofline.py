@@ -40,23 +40,31 @@ def nsa_floor_ms(sizes: Sizes, config: NSAConfig, peaks: Peaks, itemsize: int = 
     """
     n, entries = sizes.tokens, config.num_compressed(sizes.tokens)
     chosen = config.num_cmp_selected_blocks
-    compressed = _mean_keys(entries, entries if chosen is None else chosen * config.n_block_size)
-    selected = _mean_keys(n, config.num_selected_blocks * config.select_size)
-    window = _mean_keys(n, config.window_size)
-    tiles = -(-n // config.q_tile_size)
-    pairs = n * (compressed + selected + window)
-    flops = (4 * pairs + 2 * SCORE_PRODUCTS * tiles * entries / 2) * sizes.dim * sizes.heads
+    compressed = mean_keys(entries, entries if chosen is None else chosen * config.n_block_size)
+    selected = mean_keys(n, config.num_selected_blocks * config.select_size)
+    window = mean_keys(n, config.window_size)
+    flops = score_flops(sizes, config) + attention_flops(sizes, compressed + selected + window)
     values = n * sizes.dim * (9 * sizes.heads + 2 * sizes.kv_heads)
     return sizes.batch * (flops / (peaks.tflops * 1e12) + values * itemsize / (peaks.tbs * 1e12)) * 1e3
 
 
 def dense_floor_ms(sizes: Sizes, peaks: Peaks) -> float:
     """Milliseconds of dense causal attention's arithmetic at peak."""
-    flops = sizes.batch * sizes.tokens**2 / 2 * 4 * sizes.dim * sizes.heads
-    return flops / (peaks.tflops * 1e12) * 1e3
+    return sizes.batch * attention_flops(sizes, sizes.tokens / 2) / (peaks.tflops * 1e12) * 1e3
 
 
-def _mean_keys(keys: int, most: int) -> float:
+def attention_flops(sizes: Sizes, keys: float) -> float:
+    """Of one sequence whose rows see that many keys on average."""
+    return 4 * sizes.tokens * keys * sizes.dim * sizes.heads
+
+
+def score_flops(sizes: Sizes, config: NSAConfig) -> float:
+    """Of scoring all past compressed entries for each tile, in one sequence."""
+    tiles = -(-sizes.tokens // config.q_tile_size)
+    return 2 * SCORE_PRODUCTS * tiles * config.num_compressed(sizes.tokens) / 2 * sizes.dim * sizes.heads
+
+
+def mean_keys(keys: int, most: int) -> float:
     """Keys that a row has on average, when rows see from none to all of `keys` and take the last `most` at most."""
     if most >= keys:
         return keys / 2

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 GIB = 2**30
 
@@ -47,16 +46,16 @@ class Captured:
     """A CUDA graph of a call. It holds its memory, `out` included, as long as it lives."""
 
     replay: Callable[[], None]
-    out: Tensor
+    out: Any
     """What replays write."""
     peak_gib: float | None
     """Memory that the call took at its peak while it was captured; replays take no more."""
 
 
-def capture(call: Callable[[], Tensor], device: torch.device) -> Captured:
+def capture(call: Callable[[], Any], device: torch.device) -> Captured:
     """Capture a call that ran before, so that nothing is left to compile."""
     graph = torch.cuda.CUDAGraph()
-    outs: list[Tensor] = []
+    outs: list[Any] = []
 
     def record() -> None:
         with torch.cuda.graph(graph):
