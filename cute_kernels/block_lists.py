@@ -374,7 +374,7 @@ def prefix_lists(
     if documents is not None:
         full = (full[0], (0, 0, blocks, 1), tiles * blocks)
     mask_count, full_count, mask_index, full_index = _tensors(device, counts, counts, mask, full)
-    if tiles > 0 and blocks > 0:
+    if mask_count.numel() > 0 and blocks > 0:
         tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
         run = _prefix(keys, width, rows, None if documents is None else documents.tile).run
         run(mask_count, mask_index, full_count, full_index, *tables, num_keys, rows_from, rows_to)
