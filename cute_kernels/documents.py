@@ -30,6 +30,7 @@ from torch import Tensor
 
 from cute_kernels.fa4 import WIDEST
 from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.warp import LANES, prefix_sum
 
 UNIT = WIDEST
 """So that no block of entries in a list holds entries of two documents."""
@@ -40,7 +41,6 @@ TOKEN, TILE, ROW, ENTRY, PUBLIC_ENTRY, LENGTH = range(6)
 DOCUMENT, SHIFT = range(2)
 """Rows of Documents.tiles."""
 
-LANES = 32
 SCAN_THREADS = LANES * LANES
 COPY_THREADS = 128
 COPIED_ROWS = 16
@@ -151,12 +151,12 @@ class AddUp:
             rCount[1] = cute.ceil_div(entries, UNIT) * UNIT
             rCount[2] = entries
             for i in range_constexpr(len(counted)):
-                rSum[i] = _prefix_sum(rCount[i])
+                rSum[i] = prefix_sum(rCount[i])
                 if lane == LANES - 1:
                     sTotal[warp, i] = rSum[i]
             cute.arch.sync_threads()
             for i in range_constexpr(len(counted)):
-                totals = _prefix_sum(sTotal[lane, i])
+                totals = prefix_sum(sTotal[lane, i])
                 before = cute.arch.shuffle_sync(totals, cutlass.max(warp - 1, 0))
                 before = Int32(0) if warp == 0 else before
                 rSum[i] += rBefore[i] + before - rCount[i]
@@ -168,16 +168,6 @@ class AddUp:
                 mBounds[ROW, document] = rSum[0] * self.tile
                 mBounds[LENGTH, document] = tokens
             cute.arch.sync_threads()
-
-
-@cute.jit
-def _prefix_sum(value: Int32) -> Int32:
-    """The sum over this and all lower lanes."""
-    lane = cute.arch.lane_idx()
-    for i in range_constexpr(LANES.bit_length() - 1):
-        lower = cute.arch.shuffle_sync_up(value, offset=1 << i, mask_and_clamp=0)
-        value += lower if lane >= 1 << i else Int32(0)
-    return value
 
 
 class Align:
