@@ -316,8 +316,9 @@ def _differentiate(
             interface._tile_size_bwd_sm90 = tile_size
     if gradients is not given:
         for name in ("dq", "dk", "dv"):
-            target = getattr(given, name)
-            target.copy_(getattr(gradients, name)[..., : target.shape[-1]])
+            target, wide = getattr(given, name), getattr(gradients, name)
+            if wide is not target:
+                target.copy_(wide[..., : target.shape[-1]])
 
 
 def _narrow_tiles(*_: Any, **__: Any) -> Any:

@@ -320,9 +320,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
         )
 
     def selected(width: int, *, causal: bool = True, bits: bool = False) -> Callable[[], None]:
-        return lambda: fa4.selected_backward(
-            gradients(rows), lists(rows, width, bits=bits), causal=causal, scale=scale
-        )
+        return lambda: fa4.selected_backward(gradients(rows), lists(rows, width, bits=bits), causal=causal, scale=scale)
 
     def window(packed: bool = False) -> Callable[[], None]:
         return lambda: fa4.window_backward(
