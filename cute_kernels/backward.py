@@ -23,6 +23,7 @@ from cute_kernels import fa4
 from cute_kernels.block_lists import BlockLists, Keys
 from cute_kernels.compress import block_means
 from cute_kernels.device import vectorizable
+from cute_kernels.documents import sizes
 from cute_kernels.forward import Branch, Call, Part, Plan, attend, chunks, gate, keys_of, prepare
 from cute_kernels.gate_backward import gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
@@ -47,24 +48,28 @@ DIFFERENTIABLE = (
 )  # fmt: skip
 
 
+BRANCHES = ("cmp", "slc", "win")
+
+
 class Saved(NamedTuple):
     """What backward needs beside inputs and options. As a list for autograd, with empty tensors in place of None."""
 
-    k_cmp: Tensor
-    v_cmp: Tensor
+    k_cmp: Tensor | None
+    """None where they are inputs."""
+    v_cmp: Tensor | None
     indices: Tensor
     cmp_indices: Tensor | None
     gates: Tensor | None
     """Projected ones."""
-    o_cmp: Tensor | None
-    o_slc: Tensor | None
-    o_win: Tensor | None
-    lse_cmp: Tensor | None
-    lse_slc: Tensor | None
-    lse_win: Tensor | None
+    o_cmp: Tensor | None = None
+    o_slc: Tensor | None = None
+    o_win: Tensor | None = None
+    lse_cmp: Tensor | None = None
+    lse_slc: Tensor | None = None
+    lse_win: Tensor | None = None
 
     def to_list(self) -> list[Tensor]:
-        return [self.k_cmp.new_empty(0) if tensor is None else tensor for tensor in self]
+        return [self.indices.new_empty(0) if tensor is None else tensor for tensor in self]
 
     @classmethod
     def of_list(cls, tensors: Sequence[Tensor]) -> Saved:
@@ -84,31 +89,73 @@ class Saved(NamedTuple):
         return self.indices[:, select_heads], chosen
 
 
-def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, Saved]:
-    """The forward for checked inputs: out, and what `nsa_backward` takes."""
+def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, list[Tensor]]:
+    """The forward for checked inputs: out, and what `nsa_backward` takes.
+
+    Args:
+        recompute: keep the selections, not the branches' outputs.
+    """
     call = prepare(inputs, config)
     out, documents = call.output(), call.plan.documents
     projected = inputs.gate_proj_weight is not None
-    kept: tuple[Tensor | None, ...] = (None,) * 6
-    if recompute:
-        parts, gates = [], []
+    kept: dict[str, Tensor | None] = {}
+    if recompute and call.num_rows > 0:
+        chosen = []
         for start, stop in chunks(call):
             part = attend(call, start, stop, lse=False)
-            gates.append(gate(call, part, start, stop, out))
-            parts.append((part.indices, part.cmp_indices))
+            chosen.append((part.indices, part.cmp_indices, gate(call, part, start, stop, out)))
             del part  # before the next one is made
-        indices, cmp_indices = (_joined(list(tensors), 2) for tensors in zip(*parts, strict=True))
-        all_gates = _joined(gates, 1)
+        indices = torch.cat([of_part for of_part, _, _ in chosen], 2)
+        cmp_indices = _joined([of_part for _, of_part, _ in chosen], 2)
+        all_gates = _joined([of_part for _, _, of_part in chosen], 1)
     else:
         part = attend(call, 0, call.num_rows, lse=True)
         all_gates = gate(call, part, 0, call.num_rows, out)
         indices, cmp_indices = part.indices, part.cmp_indices
-        outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
-        kept = *outputs, *lses
-    if indices is None:
-        raise ValueError("q has no rows")
-    saved = Saved(call.k_cmp, call.v_cmp, indices, cmp_indices, all_gates if projected else None, *kept)
-    return (out if documents is None else out[0]), saved
+        for branch in BRANCHES:
+            kept[f"o_{branch}"], kept[f"lse_{branch}"] = getattr(part, branch)
+    k_cmp, v_cmp = (None, None) if inputs.k_cmp is not None else (call.k_cmp, call.v_cmp)
+    saved = Saved(k_cmp, v_cmp, indices, cmp_indices, all_gates if projected else None, **kept)
+    return (out if documents is None else out[0]), saved.to_list()
+
+
+def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]:
+    """Empty tensors like those that `nsa_saving` keeps, without running anything (sizes may be symbols)."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    heads, kv_heads, v_dim, tile = q.shape[-2], k.shape[-2], v.shape[-1], config.q_tile_size
+    if inputs.cu_seqlens is None:
+        batch, rows = q.shape[:2]
+        tiles, entries = -(-rows // tile), config.num_compressed(rows)
+    else:
+        tiles, entries = sizes(q.shape[0], inputs.cu_seqlens.shape[0] - 1, tile, config.stride)
+        batch, rows = 1, tiles * tile
+    if inputs.k_cmp is not None:
+        entries = inputs.k_cmp.shape[1]
+
+    def like(*shape: Any, dtype: torch.dtype = q.dtype) -> Tensor:
+        empty: Tensor = q.new_empty(shape, dtype=dtype)
+        return empty
+
+    select_heads = kv_heads if config.shares_heads else heads
+    count, width = config.num_cmp_selected_blocks, config.n_block_size
+    some = count is not None and (inputs.cu_seqlens is not None or count * width < entries)
+    gates = None
+    if inputs.gate_proj_weight is not None:
+        gates = like(batch, q.shape[-3], heads, 3, dtype=torch.float32)
+    kept: dict[str, Tensor] = {}
+    if not recompute:
+        for branch in BRANCHES:
+            kept[f"o_{branch}"] = like(batch, rows, heads, v_dim)
+            kept[f"lse_{branch}"] = like(batch, heads, rows, dtype=torch.float32)
+    given = inputs.k_cmp is not None
+    saved = Saved(
+        None if given else like(batch, entries, kv_heads, q.shape[-1]),
+        None if given else like(batch, entries, kv_heads, v_dim),
+        like(batch, select_heads, tiles, config.num_selected_blocks, dtype=torch.int32),
+        like(batch, heads, tiles, count, dtype=torch.int32) if some else None,
+        gates,
+    )
+    return saved._replace(**kept).to_list()
 
 
 def _joined(tensors: list[Tensor | None], dim: int) -> Tensor | None:
@@ -118,19 +165,22 @@ def _joined(tensors: list[Tensor | None], dim: int) -> Tensor | None:
     return torch.cat(present, dim)
 
 
-def nsa_backward(inputs: Any, config: Any, saved: Saved, do: Tensor) -> dict[str, Tensor]:
+def nsa_backward(inputs: Any, config: Any, saved: Sequence[Tensor], do: Tensor) -> dict[str, Tensor]:
     """Gradients of all inputs that have one, by name, in the inputs' shapes and dtypes.
 
     Args:
+        saved: from `nsa_saving`.
         do: gradient of out, `[B,N,H,D_v]`, packed `[T,H,D_v]`.
     """
-    call = prepare(inputs, config, (saved.k_cmp, saved.v_cmp))
+    kept = Saved.of_list(saved)
+    compressed = None if kept.k_cmp is None or kept.v_cmp is None else (kept.k_cmp, kept.v_cmp)
+    call = prepare(inputs, config, compressed)
     packed = call.plan.documents is not None
     do = vectorizable(do.unsqueeze(0) if packed else do)
     results = _Results(call)
     if call.inputs.q.numel() > 0:
         for heads in _passes(call):
-            _differentiate(call, saved, do, heads, results)
+            _differentiate(call, kept, do, heads, results)
         results.finish()
     return {
         name: tensor.squeeze(0) if packed and tensor.dim() == 4 else tensor

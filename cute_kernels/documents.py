@@ -296,7 +296,7 @@ def _align(tile: int, stride: int, dtype: torch.dtype, dim: int, v_dim: int | No
     return compile_kernel(Align(tile, stride), *fake_tables(), rows, *pairs, *queries)
 
 
-def _sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
+def sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
     """The most tiles and aligned entries."""
     entries = tokens // stride + docs * (UNIT - 1)
     return (tokens + docs * (tile - 1)) // tile, -(-entries // UNIT) * UNIT
@@ -327,7 +327,7 @@ def lay_out(
         length, stride: of compressed blocks, l and d.
     """
     tokens, docs = q.shape[1], cu_seqlens.shape[0] - 1
-    num_tiles, num_entries = _sizes(tokens, docs, tile, stride)
+    num_tiles, num_entries = sizes(tokens, docs, tile, stride)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=q.device)

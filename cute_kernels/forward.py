@@ -251,17 +251,12 @@ def compress(inputs: Any, config: Any, documents: Documents | None = None) -> tu
         return inputs.k_cmp, inputs.v_cmp
     length, stride, dtype = config.compress_block_size, config.stride, inputs.q.dtype
     weights = (inputs.w_k_compress, inputs.w_v_compress)
-    if config.compress == "mean":
-        if weights == (None, None):
-            return block_means(inputs.k, inputs.v, length, stride, dtype, documents)
-        # Rounded once, behind the projection
-        pooled = block_means(inputs.k, inputs.v, length, stride, torch.float32, documents)
-    else:
-        pools = config.compress if isinstance(config.compress, tuple) else (config.compress, config.compress)
-        k, v = (x.unfold(1, length, stride).transpose(-1, -2) for x in (inputs.k, inputs.v))  # [B,entries,H_kv,l,D]
-        pooled = pools[0](k), pools[1](v)
+    if weights == (None, None):
+        return block_means(inputs.k, inputs.v, length, stride, dtype, documents)
+    # Rounded once, behind the projection
+    pooled = block_means(inputs.k, inputs.v, length, stride, torch.float32, documents)
     k_cmp, v_cmp = (
-        (x if w is None else torch.einsum("bnhd,hde->bnhe", x.float(), w.float())).to(dtype).contiguous()
+        (x if w is None else torch.einsum("bnhd,hde->bnhe", x, w.float())).to(dtype).contiguous()
         for x, w in zip(pooled, weights, strict=True)
     )
     return k_cmp, v_cmp

@@ -287,6 +287,7 @@ def gate_gradients(
         delta.zero_()
     new = torch.empty_like if rows is None else torch.zeros_like
     weighted = [new(o) for o in outputs] if given else None
+    into: Sequence[Tensor | None] = weighted or (None, None, None)
     d_gates = None
     if gates is not None:
         d_gates = torch.empty(gates.shape, dtype=torch.float32 if projected else gates.dtype, device=device)
@@ -309,7 +310,7 @@ def gate_gradients(
             delta,
             d_gates,
             partial,
-            *(weighted or [None] * 3),
+            *into,
             chunk,
         )
     return GateResults(

@@ -33,8 +33,8 @@ def check(call: Any) -> str | None:
     if rules is None:
         major, minor = compute_capability(device.index or 0)
         return f"needs compute capability 9.x or 10.x, this device has {major}.{minor}"
-    if call.backward:
-        return "has no backward yet: call nsa_forward, or detach the inputs"
+    if call.backward and call.options.get("deterministic"):
+        return "adds gradients with atomics in FlashAttention-4, so deterministic=True cannot be kept"
     if inputs is None or config is None:
         return None
     return fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)

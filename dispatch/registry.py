@@ -24,13 +24,19 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class Impl:
-    """One row of the table: an implementation of an op. Both strings are "module:attribute", imported on first use."""
+    """One row of the table: an implementation of an op. Strings are "module:attribute", imported on first use."""
 
     op: str
     backend: str
     target: str
     check: str
     """Predicate on a Call, in a module that needs torch alone: the reason why the row cannot run it, or None."""
+    training: str | None = None
+    """A module with what the op's autograd needs of this implementation; None: it is differentiable itself."""
+
+    def load_training(self) -> Any:
+        """The module named by `training`, or None."""
+        return None if self.training is None else importlib.import_module(self.training)
 
     def load(self) -> Callable[..., Any]:
         """The implementation. Raises whatever importing it raises."""

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dispatch.registry import Impl
 
 ROWS: tuple[Impl, ...] = (
-    Impl("nsa", "cute", target="cute_kernels.forward:nsa", check="cute_kernels.support:check"),
+    Impl(
+        "nsa",
+        "cute",
+        target="cute_kernels.forward:nsa",
+        check="cute_kernels.support:check",
+        training="cute_kernels.backward",
+    ),
     Impl("nsa", "reference", target="nsa.reference:nsa", check="nsa.reference:check"),
 )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-import dispatch
 from nsa import ops
 from nsa.config import NSAConfig, NSAOptions, check_options
+from nsa.reference import pooled
 from nsa.tensors import NSAAux, NSAInputs
 
 if TYPE_CHECKING:
@@ -69,9 +69,6 @@ def _run(
     """Resolve the options, check everything, and hand the call to the backend that takes it."""
     check_options(config, options)
     config = config or NSAConfig(**options)
-    for name, flag in (("deterministic", deterministic), ("recompute", recompute)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {flag!r}")
     inputs = NSAInputs(
         q,
         k,
@@ -89,16 +86,15 @@ def _run(
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
     )
-    inputs.check(config)
-    call = dispatch.Call(
-        "nsa",
-        q.device,
-        q.dtype,
-        backward=inputs.needs_grad(config),
-        options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
-    )
-    run = dispatch.resolve(call, backend).load()
-    out, aux = run(inputs, config, aux=want_aux)
+    flags: dict[str, Any] = {"deterministic": deterministic, "recompute": recompute, "backend": backend}
+    needs_grad = isinstance(q, Tensor) and inputs.needs_grad(config)
+    call = ops.resolve(inputs, config, **flags, needs_grad=needs_grad)
+    if call.impl.training is not None and config.compress != "mean":
+        inputs, config = pooled(inputs, config)
+    if call.impl.training is not None and needs_grad:
+        tensors = inputs.tensors()
+        return ops.call_saving(**tensors, max_seqlen=max_seqlen, config=config, **flags), None
+    out, aux = call.impl.load()(inputs, config, aux=want_aux)
     return out, NSAAux(*aux) if want_aux else None
 
 
@@ -148,6 +144,8 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
         TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
     """
+    if torch.compiler.is_compiling():
+        return ops.call_saving(q, k, v, **keywords)
     return _run(False, q, k, v, **keywords)[0]
 
 
@@ -155,12 +153,9 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
 def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
     """`nsa` without a graph: same arguments, same result, nothing kept for backward."""
     if torch.compiler.is_compiling():
-        return ops.forward(q, k, v, **keywords)
+        return ops.call_forward(q, k, v, **keywords)
     with torch.no_grad():
         return _run(False, q, k, v, **keywords)[0]
-
-
-ops.define(nsa_forward)
 
 
 @_with_signature

@@ -62,13 +62,18 @@ def nsa(
     Returns:
         out `[B,N,H,D_v]` (packed `[T,H,D_v]`) in q's dtype, and NSAAux.
     """
-    dtype = compute_dtype or (torch.float64 if inputs.q.dtype == torch.float64 else torch.float32)
+    dtype = compute_dtype or _arithmetic(inputs)
     if inputs.cu_seqlens is None:
         tiles = torch.arange(-(-inputs.q.shape[1] // config.q_tile_size), device=inputs.q.device)
         return _documents(inputs, config, tiles, indices, cmp_indices, dtype)
     if indices is not None or cmp_indices is not None:
         raise ValueError("indices and cmp_indices can be given for fixed-length inputs only, got cu_seqlens too")
     return _packed(inputs, inputs.cu_seqlens, config, dtype)
+
+
+def _arithmetic(inputs: NSAInputs) -> torch.dtype:
+    """dtype of all arithmetic."""
+    return torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
 
 
 def nsa_tiles(
@@ -90,7 +95,7 @@ def nsa_tiles(
     """
     if inputs.cu_seqlens is not None:
         raise ValueError("nsa_tiles takes fixed-length inputs only, got cu_seqlens")
-    dtype = compute_dtype or (torch.float64 if inputs.q.dtype == torch.float64 else torch.float32)
+    dtype = compute_dtype or _arithmetic(inputs)
     out, _ = _documents(inputs, config, tiles, indices, cmp_indices, dtype)
     rows = _rows(tiles, inputs.q.shape[1], config).flatten()
     return out, rows[rows < inputs.q.shape[1]]
@@ -252,6 +257,13 @@ def _first_pair(given: tuple[Tensor | None, Tensor | None], default: tuple[Tenso
 
 
 # Step 1: compression
+
+
+def pooled(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAInputs, NSAConfig]:
+    """The same call with k_cmp and v_cmp in place of what makes them, for backends that only pool by means."""
+    k_cmp, v_cmp = _compress(inputs, config, _arithmetic(inputs))
+    given = replace(inputs, k_cmp=k_cmp, v_cmp=v_cmp, w_k_compress=None, w_v_compress=None)
+    return given, replace(config, compress="mean")
 
 
 def _compress(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

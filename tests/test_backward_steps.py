@@ -1,0 +1,133 @@
+"""The steps of NSA's backward for NVIDIA GPUs, with PyTorch twins for kernels, against autograd of the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels import backward, fa4
+from nsa import NSAConfig, reference
+from nsa.tensors import NSAInputs
+from tests import backward_twins as twins
+from tests.helpers import make_inputs
+
+RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
+SOME = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50, q_tile_size=256)
+
+
+@pytest.fixture(params=RULES)
+def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    twins.install(monkeypatch, RULES[request.param])
+    return str(request.param)
+
+
+def oracle(inputs: NSAInputs, config: NSAConfig, do: Tensor, **fixed: Any) -> dict[str, Tensor]:
+    leaves = inputs.map(lambda x: x.detach().requires_grad_())
+    out, _ = reference.nsa(leaves, config, **fixed)
+    wanted = {name: tensor for name, tensor in leaves.tensors().items() if tensor.requires_grad}
+    gradients = torch.autograd.grad(out, list(wanted.values()), do, materialize_grads=True)
+    return dict(zip(wanted, gradients, strict=True))
+
+
+def check(inputs: NSAInputs, config: NSAConfig) -> None:
+    out, aux = reference.nsa(inputs, config)
+    fixed = {"indices": aux.indices.long(), "cmp_indices": aux.cmp_indices}
+    do = torch.randn_like(out)
+    got = backward.nsa_backward(inputs, config, twins.saved(inputs, config, aux.indices).to_list(), do)
+    expected = oracle(inputs, config, do, **fixed)
+    assert set(got) == set(expected)
+    for name, gradient in got.items():
+        # Gradients of compressed entries are summed in fp32
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def some_inputs(tokens: int, *, group: int = 2, batch: int = 2, **extra: Any) -> NSAInputs:
+    return make_inputs(tokens, heads=2 * group, kv_heads=2, dim=4, v_dim=2, batch=batch, seed=tokens, **extra)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 64, 300, 777])
+def test_lengths(tokens: int, arch: str) -> None:
+    check(some_inputs(tokens), SOME)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compress_stride": 8},
+        {"compress_stride": 5},
+        {"compress_block_size": 64},
+        {"select_block_size": 128},
+        {"select_block_size": 192},
+        {"causal": False},
+        {"share_heads_in_group": True},
+        {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "n_block_size": 128},
+        {"num_selected_blocks": 0},
+        {"window_size": 0},
+        {"softmax_scale": 0.3},
+        {"q_tile_size": 512},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_options(changes: dict[str, Any], batch: int, arch: str) -> None:
+    check(some_inputs(700, batch=batch), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_phases_equal_lists(batch: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "PHASES_FROM", 0)
+    monkeypatch.setattr(backward, "PHASE_BYTES", 10_000)
+    for stride in (16, 8):
+        for tokens in (16, 24, 30, 256, 300):
+            check(some_inputs(tokens, batch=batch), replace(SOME, compress_stride=stride))
+
+
+def test_heads_and_lists_in_pieces(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    for list_bytes in (1 << 30, 500, 100):
+        monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
+        for shared in (False, True):
+            config = replace(SOME, share_heads_in_group=shared, num_cmp_selected_blocks=3, compress_block_size=1)
+            check(some_inputs(1000), config)
+
+
+def extras(inputs: NSAInputs, names: tuple[str, ...]) -> NSAInputs:
+    """More of the optional tensors."""
+    batch, tokens, heads, dim = inputs.q.shape
+    kv_heads, v_dim = inputs.v.shape[2:]
+    entries = SOME.num_compressed(tokens)
+    shapes = {
+        "w_k_compress": (kv_heads, dim, dim),
+        "w_v_compress": (kv_heads, v_dim, v_dim),
+        "gate_proj_weight": (heads, 3, dim),
+        "gates": (batch, tokens, heads, 3),
+        "k_cmp": (batch, entries, kv_heads, dim),
+        "v_cmp": (batch, entries, kv_heads, v_dim),
+        **{f"k_{branch}": (batch, tokens, kv_heads, dim) for branch in ("slc", "win")},
+        **{f"v_{branch}": (batch, tokens, kv_heads, v_dim) for branch in ("slc", "win")},
+    }
+    return replace(inputs, **{name: torch.randn(shapes[name], dtype=inputs.q.dtype) for name in names})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gate_proj_weight",),
+        ("gates",),
+        ("w_k_compress",),
+        ("w_k_compress", "w_v_compress", "gate_proj_weight"),
+        ("k_cmp", "v_cmp"),
+        ("k_slc", "v_slc"),
+        ("k_slc", "v_slc", "k_win", "v_win", "gates"),
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_optional_tensors(names: tuple[str, ...], one_pass: bool, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not one_pass:
+        monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    check(extras(some_inputs(500), names), SOME)
