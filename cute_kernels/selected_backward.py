@@ -1,0 +1,378 @@
+"""Backward of attention to selected blocks on Hopper, in two kernels: no atomics, no dQ accumulator, deterministic.
+
+    S_ij = scale q_i . k_j            P_ij = exp(S_ij - lse_i), 0 where i does not see j
+    dP_ij = dO_i . v_j                dS_ij = P_ij (dP_ij - delta_i)
+    dQ_i = scale sum_j dS_ij k_j      dK_j = scale sum_i dS_ij q_i      dV_j = sum_i P_ij dO_i
+
+lse may be shifted (by the logarithm of a gate): P is what it makes it. Where lse is not finite, P = 0. Sums in fp32; P
+and dS are rounded to 16 bits before they are multiplied, results once.
+
+SelectedDQ     one CTA: 128 rows of a head, which walk over the blocks that their tile chose. Q and dO stay in registers
+               as the left operands of S and dP; dS becomes the left operand of dQ without leaving registers.
+SelectedDKV    one CTA: 64 keys of a key/value head, over which all (head, tile) that chose them walk, 64 rows at a time.
+               Transposed: S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T are left operands in registers here too. Two
+               warpgroups take turns with the rows and add their sums at the end.
+
+In both one warp loads by TMA, which fills rows and keys behind the end with zeros, and two warpgroups multiply.
+
+Visits of SelectedDKV: each block's list of (head, tile), one behind the other, is made from bits by CountVisits, a
+cumulative sum and ListVisits. A block that many tiles chose (all may choose block 0) is cut into segments of at least
+`_segment_length` and less than twice as many visits; their sums go to fp32 memory and AddSegments adds them in order.
+Grids, lists and this memory have static sizes: B*H*tiles*k visits, divided by the length so many segments of cut
+blocks (at most WORKSPACE bytes, with the lists below 0.6 GiB at 4M tokens, 8 heads, k=16), and a segment for each
+other block. The segments of cut blocks come first: they are the longest. Blocks ascend, since the first ones have most
+visits under causality.
+
+Floor: 3 products here and 4 there of N k l' D 2 H FLOPs each. 128K tokens, 8 heads of 128, k=16, l'=64: 1.92 TFLOP,
+3.2 ms at 600 TFLOP/s. Each visit of 64 rows to 64 keys reads Q and dO or K and V again, mostly from HBM when blocks are
+chosen at random: 4.3 and 8.6 GB there, 3.1 ms at 4.2 TB/s, at the same time.
+
+Limits: sm_90a (WGMMA); D = D_v 64 or 128; l' a multiple of 64, T of 128; B*H*tiles*k < 2^31; 64-bit offsets; dO finite
+in all rows, also where lse is not; TMA: rows start at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.utils import hopper_helpers
+from torch import Tensor
+
+from cute_kernels.block_lists import WORD, BlockLists
+from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
+from cute_kernels.warp import LANES, lowest_bit, prefix_sum
+
+UNIT = 64
+"""Keys, and rows, of one tile of an operand: what a warpgroup multiplies at once."""
+
+GROUP = 128
+"""Threads of a warpgroup."""
+
+CONSUMERS = 2
+"""Warpgroups that multiply; one more loads."""
+
+THREADS = (CONSUMERS + 1) * GROUP
+LOAD_REGISTERS, MATH_REGISTERS = 24, 240
+STAGES = 4
+
+SEGMENT = 32
+"""The fewest visits of a segment of a cut block."""
+
+WORKSPACE = 512 << 20
+"""Bytes for the sums of segments."""
+
+VISITS, CUT, WHOLE = range(3)
+"""Of each block: visits, segments if it is cut, whether it is not."""
+
+BLOCK, FIRST, COUNT = range(3)
+"""Of each segment: its block, and which visits are its."""
+
+LOG2_E = math.log2(math.e)
+
+
+def _tiles(dtype: Any, dim: int, count: int) -> Any:
+    """Layout of `count` tiles of UNIT x D, as TMA writes and WGMMA reads them (also transposed)."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, (UNIT, dim, count), (0, 1, 2))
+
+
+def _transposed(tiles: cute.Tensor) -> cute.Tensor:
+    rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
+    return cute.composition(tiles, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
+
+
+def _rows_first(x: cute.Tensor) -> cute.Tensor:
+    """[B, N, H, D] as (N, D, H, B)."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
+
+
+def _tma(op: Any, x: cute.Tensor, dtype: Any, dim: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """How to copy tiles between shared memory and [B, N, H, D]."""
+    layout = cute.select(_tiles(dtype, dim, 1), mode=[0, 1])
+    atom, coordinates = cpasync.make_tiled_tma_atom(op, _rows_first(x), layout, (UNIT, dim))
+    return atom, coordinates
+
+
+def _tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """(., tile in shared memory) and (., tile of rows, head, batch) for cute.copy."""
+    gX = cute.flat_divide(x, (UNIT, cute.size(tiles, mode=[1])))[None, None, None, 0, None, None]
+    sX, tiled = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
+    )
+    return sX, tiled
+
+
+def _mma(dtype: Any, columns: int, left: Any, right: Any) -> cute.TiledMma:
+    """UNIT x `columns` by one warpgroup: left operand (K-major) from `left`, right operand of major mode `right`."""
+    return hopper_helpers.make_trivial_tiled_mma(
+        dtype, dtype, OperandMajorMode.K, right, Float32, (1, 1, 1), (UNIT, columns), left
+    )
+
+
+@cute.jit
+def _multiply(mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, add: cutlass.Constexpr[bool]):
+    """Start acc = left right, or acc += left right, as one group."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, add)
+    for k in range_constexpr(cute.size(left, mode=[2])):
+        cute.gemm(atom, acc, left[None, None, k], right[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def _store(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: Int32, barrier: Int32):
+    """Round a warpgroup's sums into a tile, for TMA to read it."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
+    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
+    rounded.store(acc.load().to(tile.element_type))
+    cute.copy(copy, copy.retile(rounded), copy.partition_D(tile))
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+
+
+class SelectedDQ:
+    """Args: head dim, 16-bit type, whether row i sees only keys j <= i, rows of a query tile."""
+
+    def __init__(self, dim: int, dtype: Any, causal: bool, tile: int) -> None:
+        self.dim, self.dtype, self.causal, self.tile = dim, dtype, causal, tile
+        self.tile_bytes = UNIT * dim * dtype.width // 8
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, N, H, D]
+        mdO: cute.Tensor,
+        mK: cute.Tensor,  # [B, N_k, H_kv, D]
+        mV: cute.Tensor,
+        mLse: cute.Tensor,  # fp32 [B, H, N]
+        mDelta: cute.Tensor,
+        mMaskCount: cute.Tensor,  # BlockLists
+        mMaskIndex: cute.Tensor,
+        mFullCount: cute.Tensor,
+        mFullIndex: cute.Tensor,
+        mdQ: cute.Tensor,  # [B, N, H, D]
+        scale: Float32,
+        stream: Any,
+    ):
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        loads = [_tma(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
+        registers, shared = warpgroup.OperandSource.RMEM, OperandMajorMode
+        self.kernel(
+            *[part for pair in loads for part in pair],
+            *_tma(store, mdQ, self.dtype, self.dim),
+            mLse,
+            mDelta,
+            mMaskCount,
+            mMaskIndex,
+            mFullCount,
+            mFullIndex,
+            mQ.shape[1],
+            mK.shape[1],
+            mQ.shape[2] // mK.shape[2],
+            scale,
+            _mma(self.dtype, UNIT, registers, shared.K),
+            _mma(self.dtype, self.dim, registers, shared.MN),
+            _tiles(self.dtype, self.dim, CONSUMERS),
+            _tiles(self.dtype, self.dim, STAGES),
+        ).launch(
+            grid=[cute.ceil_div(mQ.shape[1], CONSUMERS * UNIT), mQ.shape[2], mQ.shape[0]],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,  # (N, D, H, B), coordinates for TMA
+        tma_do: cute.CopyAtom,
+        mdO: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_dq: cute.CopyAtom,
+        mdQ: cute.Tensor,
+        mLse: cute.Tensor,
+        mDelta: cute.Tensor,
+        mMaskCount: cute.Tensor,
+        mMaskIndex: cute.Tensor,
+        mFullCount: cute.Tensor,
+        mFullIndex: cute.Tensor,
+        num_rows: Int32,
+        num_keys: Int32,
+        group: Int32,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_dq: cute.TiledMma,
+        row_layout: cute.ComposedLayout,
+        key_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        rows, head, batch = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tile = rows * (CONSUMERS * UNIT) // self.tile
+
+        smem = cutlass.memory.SmemAllocator()
+        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
+        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
+        sK = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
+        sV = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
+        consumer_warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS * GROUP // LANES)
+        rows_ready = pipeline.PipelineTmaAsync.create(
+            num_stages=1,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=consumer_warps,
+            tx_count=2 * CONSUMERS * self.tile_bytes,
+            defer_sync=True,
+        )
+        keys_ready = pipeline.PipelineTmaAsync.create(
+            num_stages=STAGES,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=consumer_warps,
+            tx_count=2 * self.tile_bytes,
+        )
+        tQsQ, tQgQ = _tma_tiles(tma_q, sQ, mQ)
+        tdOsdO, tdOgdO = _tma_tiles(tma_do, sdO, mdO)
+        tKsK, tKgK = _tma_tiles(tma_k, sK, mK)
+        tVsV, tVgV = _tma_tiles(tma_v, sV, mV)
+        tdQsdQ, tdQgdQ = _tma_tiles(tma_dq, sQ, mdQ)  # dQ takes Q's place
+        masks, fulls = mMaskCount[batch, head, tile], mFullCount[batch, head, tile]
+        gMask, gFull = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
+
+        if warp_index < GROUP // LANES:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp_index == 0:
+                start = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+                rows_ready.producer_acquire(start)
+                barrier = rows_ready.producer_get_barrier(start)
+                for i in range_constexpr(CONSUMERS):
+                    place = rows * CONSUMERS + i
+                    cute.copy(tma_q, tQgQ[None, place, head, batch], tQsQ[None, i], tma_bar_ptr=barrier)
+                    cute.copy(tma_do, tdOgdO[None, place, head, batch], tdOsdO[None, i], tma_bar_ptr=barrier)
+                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+                kv_head = head // group
+                for i in cutlass.range(masks + fulls, unroll=1):
+                    block = Int32(0)
+                    if i < masks:
+                        block = gMask[i]
+                    else:
+                        block = gFull[i - masks]
+                    keys_ready.producer_acquire(state)
+                    barrier = keys_ready.producer_get_barrier(state)
+                    stage = state.index
+                    cute.copy(tma_k, tKgK[None, block, kv_head, batch], tKsK[None, stage], tma_bar_ptr=barrier)
+                    cute.copy(tma_v, tVgV[None, block, kv_head, batch], tVsV[None, stage], tma_bar_ptr=barrier)
+                    state.advance()
+        else:
+            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            my_group = warp_index // (GROUP // LANES) - 1
+            my_thread = thread % GROUP
+            first_row = (rows * CONSUMERS + my_group) * UNIT
+            thr_s, thr_dq = mma_s.get_slice(my_thread), mma_dq.get_slice(my_thread)
+            tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))
+            tSrK = thr_s.make_fragment_B(mma_s.get_slice(0).partition_B(sK))
+            tdPrV = thr_s.make_fragment_B(mma_s.get_slice(0).partition_B(sV))
+            tdQrK = thr_dq.make_fragment_B(mma_dq.get_slice(0).partition_B(_transposed(sK)))
+            dQ = cute.make_rmem_tensor(thr_dq.partition_shape_C((UNIT, self.dim)), Float32)
+            dQ.fill(0.0)
+
+            # Of the two rows of this thread; P = exp2(-inf) = 0 where there is no lse
+            rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+            for r in range_constexpr(2):
+                rLse[r], rDelta[r] = _row_statistics(
+                    mLse[batch, head, None], mDelta[batch, head, None], first_row + tScS[(0, r, 0), 0, 0][0], num_rows
+                )
+
+            ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+            rows_ready.consumer_wait(ready)
+            load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+            copy = cute.make_tiled_copy_A(load, mma_s).get_slice(my_thread)
+            tSrQ = thr_s.make_fragment_A(thr_s.partition_shape_A((UNIT, self.dim)))
+            tdPrdO = thr_s.make_fragment_A(thr_s.partition_shape_A((UNIT, self.dim)))
+            cute.copy(copy, copy.partition_S(sQ[None, None, my_group]), copy.retile(tSrQ))
+            cute.copy(copy, copy.partition_S(sdO[None, None, my_group]), copy.retile(tdPrdO))
+            tdQrdS = thr_dq.make_fragment_A(thr_dq.partition_shape_A((UNIT, UNIT)))
+
+            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+            for i in cutlass.range(masks + fulls, unroll=1):
+                S = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
+                dP = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
+                masked = i < masks
+                first_key = Int32(0)
+                if masked:
+                    first_key = gMask[i] * UNIT
+                keys_ready.consumer_wait(state)
+                stage = state.index
+                _multiply(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
+                _multiply(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
+                warpgroup.wait_group(1)
+                for n, r, c in _accumulated(S):
+                    S[(c, r, n), 0, 0] = cute.math.exp2(
+                        cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[r]), fastmath=True
+                    )
+                if masked:
+                    for n, r, c in _accumulated(S):
+                        row, key = tScS[(c, r, n), 0, 0]
+                        seen = first_key + key < num_keys
+                        if const_expr(self.causal):
+                            seen = seen & (first_key + key <= first_row + row)
+                        S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
+                warpgroup.wait_group(0)
+                for n, r, c in _accumulated(S):
+                    S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[r])
+                tdQrdS.store(cute.make_tensor(S.iterator, tdQrdS.layout).load().to(self.dtype))
+                _multiply(mma_dq, dQ, tdQrdS, tdQrK[None, None, None, stage], True)
+                warpgroup.wait_group(0)
+                keys_ready.consumer_release(state)
+                state.advance()
+
+            dQ.store(dQ.load() * scale)
+            _store(mma_dq, dQ, sQ[None, None, my_group], my_thread, 1 + my_group)
+            if warp_index % (GROUP // LANES) == 0:
+                cute.copy(tma_dq, tdQsdQ[None, my_group], tdQgdQ[None, rows * CONSUMERS + my_group, head, batch])
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def _row_statistics(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows: Int32) -> tuple[Float32, Float32]:
+    """(lse in base 2, delta) of a row, (inf, 0) where there is no finite lse."""
+    lse, delta = Float32.inf, Float32(0.0)
+    if row < num_rows:
+        value = mLse[row]
+        if (value > -Float32.inf) & (value < Float32.inf):
+            lse, delta = value * LOG2_E, mDelta[row]
+    return lse, delta
+
+
+def _accumulated(acc: cute.Tensor) -> Any:
+    """Coordinates ((c, r, n), 0, 0) of what a thread has of UNIT rows: n-th 8 columns, r-th of 2 rows, c-th of 2 columns."""
+    columns, rows, eighths = acc.shape[0]
+    return [(n, r, c) for n in range(eighths) for r in range(rows) for c in range(columns)]
+
+
+@lru_cache
+def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
+    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
+    statistics = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
+    lists = [fake(torch.int32, *[None] * dims, aligned=False) for dims in (3, 4, 3, 4)]
+    return compile_kernel(
+        SelectedDQ(dim, CUTE_DTYPES[dtype], causal, tile),
+        *rows,
+        *statistics,
+        *lists,
+        fake(dtype, None, None, None, dim),
+        Float32(0.0),
+    )

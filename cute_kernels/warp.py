@@ -1,0 +1,24 @@
+"""What the lanes of a warp compute together."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Int32, range_constexpr
+
+LANES = 32
+
+
+@cute.jit
+def lowest_bit(mask: Int32) -> Int32:
+    """Number of the lowest bit that is set; 32 if none is."""
+    return cute.arch.popc(~mask & (mask - 1))
+
+
+@cute.jit
+def prefix_sum(value: Int32) -> Int32:
+    """The sum over this and all lower lanes."""
+    lane = cute.arch.lane_idx()
+    for i in range_constexpr(LANES.bit_length() - 1):
+        lower = cute.arch.shuffle_sync_up(value, offset=1 << i, mask_and_clamp=0)
+        value += lower if lane >= 1 << i else Int32(0)
+    return value
