@@ -363,6 +363,288 @@ def _accumulated(acc: cute.Tensor) -> Any:
     return [(n, r, c) for n in range(eighths) for r in range(rows) for c in range(columns)]
 
 
+class SelectedDKV:
+    """Args: head dim, 16-bit type, whether row i sees only keys j <= i, keys of a chosen block, rows of a query tile."""
+
+    def __init__(self, dim: int, dtype: Any, causal: bool, size: int, tile: int) -> None:
+        self.dim, self.dtype, self.causal, self.size, self.tile = dim, dtype, causal, size, tile
+        self.units = size // UNIT
+        self.tile_bytes = UNIT * dim * dtype.width // 8
+        self.steps = tile // UNIT  # of a visit
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, N, H, D]
+        mdO: cute.Tensor,
+        mK: cute.Tensor,  # [B, N_k, H_kv, D]
+        mV: cute.Tensor,
+        mLse: cute.Tensor,  # fp32 [B, H, N]
+        mDelta: cute.Tensor,
+        mSums: cute.Tensor,  # int32 [3, blocks], as ListVisits takes it
+        mVisits: cute.Tensor,  # int32 [visits], as ListVisits makes it
+        mSegments: cute.Tensor,  # int32 [3, segments], likewise
+        mdK: cute.Tensor,  # [B, N_k, H_kv, D]
+        mdV: cute.Tensor,
+        mParts: cute.Tensor,  # fp32 [segments of cut blocks, units of a block, 2, UNIT, D]
+        scale: Float32,
+        stream: Any,
+    ):
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        copies = [_tma(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
+        copies += [_tma(store, x, self.dtype, self.dim) for x in (mdK, mdV)]
+        sources, major = warpgroup.OperandSource, OperandMajorMode
+        self.kernel(
+            *[part for pair in copies for part in pair],
+            mLse,
+            mDelta,
+            mSums,
+            mVisits,
+            mSegments,
+            mParts,
+            mQ.shape[1],
+            mK.shape[1],
+            mK.shape[2],
+            mQ.shape[2] // mK.shape[2],
+            scale,
+            _mma(self.dtype, UNIT, sources.SMEM, major.K),
+            _mma(self.dtype, self.dim, sources.RMEM, major.MN),
+            _tiles(self.dtype, self.dim, 1),
+            _tiles(self.dtype, self.dim, STAGES),
+        ).launch(
+            grid=[mSegments.shape[1] * self.units, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,  # (N, D, H, B), coordinates for TMA
+        tma_do: cute.CopyAtom,
+        mdO: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_dk: cute.CopyAtom,
+        mdK: cute.Tensor,
+        tma_dv: cute.CopyAtom,
+        mdV: cute.Tensor,
+        mLse: cute.Tensor,
+        mDelta: cute.Tensor,
+        mSums: cute.Tensor,
+        mVisits: cute.Tensor,
+        mSegments: cute.Tensor,
+        mParts: cute.Tensor,
+        num_rows: Int32,
+        num_keys: Int32,
+        kv_heads: Int32,
+        group: Int32,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_dkv: cute.TiledMma,
+        key_layout: cute.ComposedLayout,
+        row_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        item, _, _ = cute.arch.block_idx()
+        segment, unit = item // self.units, item % self.units
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        last = mSums.shape[1] - 1
+        cut_segments = mSums[CUT, last]
+        block, first, visits = mSegments[BLOCK, segment], mSegments[FIRST, segment], mSegments[COUNT, segment]
+        batch, kv_head = block // kv_heads % mLse.shape[0], block % kv_heads
+        place = block // kv_heads // mLse.shape[0] * self.units + unit
+        used = segment < cut_segments + mSums[WHOLE, last]
+
+        smem = cutlass.memory.SmemAllocator()
+        sK = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
+        sV = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
+        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
+        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
+        sLse = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
+        sDelta = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
+        sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
+
+        if used & (place * UNIT < num_keys):
+            keys_ready = pipeline.PipelineTmaAsync.create(
+                num_stages=1,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS * GROUP // LANES),
+                tx_count=2 * self.tile_bytes,
+                defer_sync=True,
+            )
+            # A stage is full when TMA and UNIT threads have written, and empty when one warpgroup has read it
+            rows_ready = pipeline.PipelineTmaAsync.create(
+                num_stages=STAGES,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + UNIT),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, GROUP // LANES),
+                tx_count=2 * self.tile_bytes,
+            )
+            if warp_index < GROUP // LANES:
+                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+                gVisits = cute.domain_offset((first,), mVisits)
+                tiles = cute.ceil_div(num_rows, self.tile)
+                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+                if warp_index == 0:
+                    tQsQ, tQgQ = _tma_tiles(tma_q, sQ, mQ)
+                    tdOsdO, tdOgdO = _tma_tiles(tma_do, sdO, mdO)
+                    tKsK, tKgK = _tma_tiles(tma_k, sK, mK)
+                    tVsV, tVgV = _tma_tiles(tma_v, sV, mV)
+                    start = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+                    keys_ready.producer_acquire(start)
+                    barrier = keys_ready.producer_get_barrier(start)
+                    cute.copy(tma_k, tKgK[None, place, kv_head, batch], tKsK[None, 0], tma_bar_ptr=barrier)
+                    cute.copy(tma_v, tVgV[None, place, kv_head, batch], tVsV[None, 0], tma_bar_ptr=barrier)
+                    for i in cutlass.range(visits, unroll=1):
+                        visit = gVisits[i]
+                        head, tile = kv_head * group + visit // tiles, visit % tiles
+                        for step in cutlass.range(self.steps, unroll=1):
+                            rows = tile * self.steps + step
+                            rows_ready.producer_acquire(state)
+                            barrier = rows_ready.producer_get_barrier(state)
+                            stage = state.index
+                            cute.copy(tma_q, tQgQ[None, rows, head, batch], tQsQ[None, stage], tma_bar_ptr=barrier)
+                            cute.copy(tma_do, tdOgdO[None, rows, head, batch], tdOsdO[None, stage], tma_bar_ptr=barrier)
+                            state.advance()
+                elif warp_index <= UNIT // LANES:
+                    row = thread - LANES  # of a tile in shared memory
+                    rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+                    for i in cutlass.range(visits, unroll=1):
+                        visit = gVisits[i]
+                        head, tile = kv_head * group + visit // tiles, visit % tiles
+                        for step in cutlass.range(0, self.steps, 2, unroll=1):
+                            first_row = tile * self.tile + step * UNIT
+                            for j in range_constexpr(2):
+                                rLse[j], rDelta[j] = _row_statistics(
+                                    mLse[batch, head, None], mDelta[batch, head, None], first_row + j * UNIT + row, num_rows
+                                )
+                            for j in range_constexpr(2):
+                                stage = state.index
+                                rows_ready.sync_object_empty.wait(stage, state.phase)
+                                sLse[row, stage] = rLse[j]
+                                sDelta[row, stage] = rDelta[j]
+                                if row == 0:
+                                    sRow[stage] = first_row + j * UNIT
+                                cute.arch.mbarrier_arrive(rows_ready.producer_get_barrier(state))
+                                state.advance()
+            else:
+                cute.arch.setmaxregister_increase(MATH_REGISTERS)
+                my_group = warp_index // (GROUP // LANES) - 1
+                my_thread = thread % GROUP
+                first_key = place * UNIT
+                thr_s, thr_dkv = mma_s.get_slice(my_thread), mma_dkv.get_slice(my_thread)
+                one_s, one_dkv = mma_s.get_slice(0), mma_dkv.get_slice(0)
+                tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))  # (key, row)
+                tSrK = one_s.make_fragment_A(one_s.partition_A(sK))[None, None, None, 0]
+                tdPrV = one_s.make_fragment_A(one_s.partition_A(sV))[None, None, None, 0]
+                tSrQ = one_s.make_fragment_B(one_s.partition_B(sQ))
+                tdPrdO = one_s.make_fragment_B(one_s.partition_B(sdO))
+                tdKrQ = one_dkv.make_fragment_B(one_dkv.partition_B(_transposed(sQ)))
+                tdVrdO = one_dkv.make_fragment_B(one_dkv.partition_B(_transposed(sdO)))
+                tdVrP = thr_dkv.make_fragment_A(thr_dkv.partition_shape_A((UNIT, UNIT)))
+                tdKrdS = thr_dkv.make_fragment_A(thr_dkv.partition_shape_A((UNIT, UNIT)))
+                dK = cute.make_rmem_tensor(thr_dkv.partition_shape_C((UNIT, self.dim)), Float32)
+                dV = cute.make_rmem_tensor(thr_dkv.partition_shape_C((UNIT, self.dim)), Float32)
+                dK.fill(0.0)
+                dV.fill(0.0)
+                # ((c, r, n), 0, 0, stage): every key has the rows' numbers
+                every_key = cute.make_layout((UNIT, UNIT, STAGES), stride=(0, 1, UNIT))
+                tSsLse = thr_s.partition_C(cute.make_tensor(sLse.iterator, every_key))
+                tSsDelta = thr_s.partition_C(cute.make_tensor(sDelta.iterator, every_key))
+
+                keys_ready.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
+                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+                if my_group > 0:
+                    state.advance()
+                for _ in cutlass.range(visits * (self.steps // CONSUMERS), unroll=1):
+                    S = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
+                    dP = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
+                    rows_ready.consumer_wait(state)
+                    stage = state.index
+                    _multiply(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
+                    _multiply(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
+                    first_row = sRow[stage]
+                    rLse = _of_columns(tSsLse[(None, 0, None), 0, 0, stage])
+                    warpgroup.wait_group(1)
+                    for n, r, c in _accumulated(S):
+                        S[(c, r, n), 0, 0] = cute.math.exp2(
+                            cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[c, n]), fastmath=True
+                        )
+                    masked = (first_row + UNIT > num_rows) | (first_key + UNIT > num_keys)
+                    if const_expr(self.causal):
+                        masked = masked | (first_key + UNIT - 1 > first_row)
+                    if masked:
+                        for n, r, c in _accumulated(S):
+                            key, row = tScS[(c, r, n), 0, 0]
+                            seen = (first_row + row < num_rows) & (first_key + key < num_keys)
+                            if const_expr(self.causal):
+                                seen = seen & (first_key + key <= first_row + row)
+                            S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
+                    tdVrP.store(cute.make_tensor(S.iterator, tdVrP.layout).load().to(self.dtype))
+                    _multiply(mma_dkv, dV, tdVrP, tdVrdO[None, None, None, stage], True)
+                    rDelta = _of_columns(tSsDelta[(None, 0, None), 0, 0, stage])
+                    warpgroup.wait_group(1)
+                    for n, r, c in _accumulated(S):
+                        S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[c, n])
+                    tdKrdS.store(cute.make_tensor(S.iterator, tdKrdS.layout).load().to(self.dtype))
+                    _multiply(mma_dkv, dK, tdKrdS, tdKrQ[None, None, None, stage], True)
+                    warpgroup.wait_group(0)
+                    rows_ready.consumer_release(state)
+                    for _ in range_constexpr(CONSUMERS):
+                        state.advance()
+
+                # Stages are free: the first warpgroup takes all of dV, the second one all of dK
+                cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * GROUP)
+                values = const_expr(UNIT * self.dim // GROUP)
+                exchanged = cute.make_layout((4, values // 4, GROUP, 2), stride=(1, 4 * GROUP, 4, values * GROUP))
+                sSum = cute.make_tensor(cute.recast_ptr(sQ.iterator, dtype=Float32), exchanged)
+                other = cute.make_rmem_tensor((4, values // 4), Float32)
+                if my_group == 0:
+                    cute.autovec_copy(cute.make_tensor(dK.iterator, other.layout), sSum[None, None, my_thread, 0])
+                else:
+                    cute.autovec_copy(cute.make_tensor(dV.iterator, other.layout), sSum[None, None, my_thread, 1])
+                cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * GROUP)
+                if my_group == 0:
+                    cute.autovec_copy(sSum[None, None, my_thread, 1], other)
+                    dV.store(dV.load() + cute.make_tensor(other.iterator, dV.layout).load())
+                else:
+                    cute.autovec_copy(sSum[None, None, my_thread, 0], other)
+                    dK.store(dK.load() + cute.make_tensor(other.iterator, dK.layout).load())
+
+                if segment < cut_segments:
+                    if my_group == 0:
+                        cute.autovec_copy(dV, thr_dkv.partition_C(mParts[segment, unit, 1, None, None]))
+                    else:
+                        cute.autovec_copy(dK, thr_dkv.partition_C(mParts[segment, unit, 0, None, None]))
+                elif my_group == 0:
+                    _store(mma_dkv, dV, sV[None, None, 0], my_thread, 2)
+                    if warp_index % (GROUP // LANES) == 0:
+                        tdVsdV, tdVgdV = _tma_tiles(tma_dv, sV, mdV)
+                        cute.copy(tma_dv, tdVsdV[None, 0], tdVgdV[None, place, kv_head, batch])
+                        cute.arch.cp_async_bulk_commit_group()
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                else:
+                    dK.store(dK.load() * scale)
+                    _store(mma_dkv, dK, sK[None, None, 0], my_thread, 3)
+                    if warp_index % (GROUP // LANES) == 0:
+                        tdKsdK, tdKgdK = _tma_tiles(tma_dk, sK, mdK)
+                        cute.copy(tma_dk, tdKsdK[None, 0], tdKgdK[None, place, kv_head, batch])
+                        cute.arch.cp_async_bulk_commit_group()
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def _of_columns(shared: cute.Tensor) -> cute.Tensor:
+    """(c, n), as in _accumulated, in registers."""
+    values = cute.make_rmem_tensor_like(shared)
+    cute.autovec_copy(shared, values)
+    return values
+
+
 @lru_cache
 def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
@@ -374,5 +656,21 @@ def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
         *statistics,
         *lists,
         fake(dtype, None, None, None, dim),
+        Float32(0.0),
+    )
+
+
+@lru_cache
+def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int) -> Kernel:
+    rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
+    statistics = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
+    tables = [fake(torch.int32, *shape, aligned=False) for shape in ((3, None), (None,), (3, None))]
+    return compile_kernel(
+        SelectedDKV(dim, CUTE_DTYPES[dtype], causal, size, tile),
+        *rows,
+        *statistics,
+        *tables,
+        *[fake(dtype, None, None, None, dim) for _ in range(2)],
+        fake(torch.float32, None, size // UNIT, 2, UNIT, dim),
         Float32(0.0),
     )
