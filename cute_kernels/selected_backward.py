@@ -7,11 +7,11 @@
 lse may be shifted (by the logarithm of a gate): P is what it makes it. Where lse is not finite, P = 0. Sums in fp32; P
 and dS are rounded to 16 bits before they are multiplied, results once.
 
-SelectedDQ     one CTA: 128 rows of a head, which walk over the blocks that their tile chose. Q and dO stay in registers
-               as the left operands of S and dP; dS becomes the left operand of dQ without leaving registers.
-SelectedDKV    one CTA: 64 keys of a key/value head, over which all (head, tile) that chose them walk, 64 rows at a time.
-               Transposed: S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T are left operands in registers here too. Two
-               warpgroups take turns with the rows and add their sums at the end.
+SelectedDQ    one CTA: 128 rows of a head, which walk over the blocks that their tile chose. Q and dO stay in registers
+              as the left operands of S and dP; dS becomes the left operand of dQ without leaving registers.
+SelectedDKV   one CTA: 64 keys of a key/value head, visited by each (head, tile) that chose them, 64 rows at a time.
+              Transposed: S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T are left operands in registers here too. Two
+              warpgroups take turns with the rows and add their sums at the end.
 
 In both one warp loads by TMA, which fills rows and keys behind the end with zeros, and two warpgroups multiply.
 
@@ -61,6 +61,14 @@ CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * GROUP
 LOAD_REGISTERS, MATH_REGISTERS = 24, 240
 STAGES = 4
+WARPS = 4
+"""Of a CTA that makes lists."""
+
+ADD_THREADS = 256
+SUMMED = 4
+"""fp32 numbers of one vector."""
+BATCH = 4
+"""Vectors that a thread loads together."""
 
 SEGMENT = 32
 """The fewest visits of a segment of a cut block."""
@@ -117,7 +125,9 @@ def _mma(dtype: Any, columns: int, left: Any, right: Any) -> cute.TiledMma:
 
 
 @cute.jit
-def _multiply(mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, add: cutlass.Constexpr[bool]):
+def _multiply(
+    mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, add: cutlass.Constexpr[bool]
+):
     """Start acc = left right, or acc += left right, as one group."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
@@ -138,6 +148,122 @@ def _store(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: Int3
     cute.copy(copy, copy.retile(rounded), copy.partition_D(tile))
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+
+
+class CountVisits:
+    """How many (head of the group, query tile) visit each block of keys of a key/value head. A warp for each block."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mBits: cute.Tensor,  # int32 [B, S, chosen blocks, words], see selected_backward
+        mCounts: cute.Tensor,  # int32 [3, blocks], blocks ascending and for each all batches and key/value heads
+        kv_heads: Int32,
+        group: Int32,  # query heads of a key/value head
+        segment: Int32,  # the fewest visits of a segment
+        stream: Any,
+    ):
+        self.kernel(mBits, mCounts, kv_heads, group, segment).launch(
+            grid=[cute.ceil_div(mCounts.shape[1], WARPS), 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mBits: cute.Tensor, mCounts: cute.Tensor, kv_heads: Int32, group: Int32, segment: Int32):
+        cta, _, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        item = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if item < mCounts.shape[1]:
+            batch, kv_head, block = (
+                item // kv_heads % mBits.shape[0],
+                item % kv_heads,
+                item // kv_heads // mBits.shape[0],
+            )
+            select_heads = mBits.shape[1] // kv_heads
+            count = Int32(0)
+            for i in cutlass.range(select_heads, unroll=1):
+                for word in cutlass.range(lane, mBits.shape[3], LANES, unroll=4):
+                    count += cute.arch.popc(mBits[batch, kv_head * select_heads + i, block, word])
+            visits = cute.arch.warp_reduction_sum(count) * (group // select_heads)
+            segments = visits // segment
+            if lane == 0:
+                mCounts[VISITS, item] = visits
+                mCounts[CUT, item] = segments if segments > 1 else Int32(0)
+                mCounts[WHOLE, item] = Int32(0) if segments > 1 else Int32(1)
+
+
+class ListVisits:
+    """Which (head of the group, query tile) visit a block, in a fixed order, and its segments. A warp for each."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mBits: cute.Tensor,  # int32 [B, S, chosen blocks, words]
+        mCounts: cute.Tensor,  # int32 [3, blocks]
+        mSums: cute.Tensor,  # the same, with those of all blocks before added
+        mVisits: cute.Tensor,  # int32 [visits]: head of the group * tiles + tile
+        mSegments: cute.Tensor,  # int32 [3, segments], those of cut blocks first
+        kv_heads: Int32,
+        group: Int32,
+        tiles: Int32,
+        stream: Any,
+    ):
+        self.kernel(mBits, mCounts, mSums, mVisits, mSegments, kv_heads, group, tiles).launch(
+            grid=[cute.ceil_div(mCounts.shape[1], WARPS), 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mBits: cute.Tensor,
+        mCounts: cute.Tensor,
+        mSums: cute.Tensor,
+        mVisits: cute.Tensor,
+        mSegments: cute.Tensor,
+        kv_heads: Int32,
+        group: Int32,
+        tiles: Int32,
+    ):
+        cta, _, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        item = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        blocks = mCounts.shape[1]
+        if item < blocks:
+            batch, kv_head, block = (
+                item // kv_heads % mBits.shape[0],
+                item % kv_heads,
+                item // kv_heads // mBits.shape[0],
+            )
+            select_heads, words = mBits.shape[1] // kv_heads, mBits.shape[3]
+            shared = group // select_heads  # heads with the same choice
+            visits = mCounts[VISITS, item]
+            first = mSums[VISITS, item] - visits
+            gVisits = cute.domain_offset((first,), mVisits)
+            place = Int32(0)
+            for i in cutlass.range(select_heads, unroll=1):
+                for start in cutlass.range(0, words, LANES, unroll=1):
+                    chosen = Int32(0)
+                    if start + lane < words:
+                        chosen = mBits[batch, kv_head * select_heads + i, block, start + lane]
+                    count = cute.arch.popc(chosen)
+                    sums = prefix_sum(count)
+                    mine = place + sums - count
+                    while chosen != 0:
+                        tile = (start + lane) * WORD + lowest_bit(chosen)
+                        for j in cutlass.range(shared, unroll=1):
+                            gVisits[mine * shared + j] = (i * shared + j) * tiles + tile
+                        chosen = chosen & (chosen - 1)
+                        mine += 1
+                    place += cute.arch.shuffle_sync(sums, LANES - 1)
+
+            segments = mCounts[CUT, item]
+            first_segment = mSums[CUT, item] - segments
+            if segments == 0:
+                segments, first_segment = Int32(1), mSums[CUT, blocks - 1] + mSums[WHOLE, item] - 1
+            length, longer = visits // segments, visits % segments  # the first ones have a visit more
+            for i in cutlass.range(lane, segments, LANES, unroll=1):
+                mSegments[BLOCK, first_segment + i] = item
+                mSegments[FIRST, first_segment + i] = first + i * length + cutlass.min(i, longer)
+                mSegments[COUNT, first_segment + i] = length + (Int32(1) if i < longer else Int32(0))
 
 
 class SelectedDQ:
@@ -358,13 +484,13 @@ def _row_statistics(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows
 
 
 def _accumulated(acc: cute.Tensor) -> Any:
-    """Coordinates ((c, r, n), 0, 0) of what a thread has of UNIT rows: n-th 8 columns, r-th of 2 rows, c-th of 2 columns."""
+    """Where a thread's values lie, ((c, r, n), 0, 0): n-th 8 columns, r-th of its 2 rows, c-th of its 2 columns."""
     columns, rows, eighths = acc.shape[0]
     return [(n, r, c) for n in range(eighths) for r in range(rows) for c in range(columns)]
 
 
 class SelectedDKV:
-    """Args: head dim, 16-bit type, whether row i sees only keys j <= i, keys of a chosen block, rows of a query tile."""
+    """Args: head dim, 16-bit type, whether row i sees only keys j <= i, keys of a block, rows of a query tile."""
 
     def __init__(self, dim: int, dtype: Any, causal: bool, size: int, tile: int) -> None:
         self.dim, self.dtype, self.causal, self.size, self.tile = dim, dtype, causal, size, tile
@@ -520,7 +646,10 @@ class SelectedDKV:
                             first_row = tile * self.tile + step * UNIT
                             for j in range_constexpr(2):
                                 rLse[j], rDelta[j] = _row_statistics(
-                                    mLse[batch, head, None], mDelta[batch, head, None], first_row + j * UNIT + row, num_rows
+                                    mLse[batch, head, None],
+                                    mDelta[batch, head, None],
+                                    first_row + j * UNIT + row,
+                                    num_rows,
                                 )
                             for j in range_constexpr(2):
                                 stage = state.index
@@ -557,9 +686,7 @@ class SelectedDKV:
                 tSsDelta = thr_s.partition_C(cute.make_tensor(sDelta.iterator, every_key))
 
                 keys_ready.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
-                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-                if my_group > 0:
-                    state.advance()
+                state = pipeline.PipelineState(STAGES, Int32(0), my_group, Int32(0))
                 for _ in cutlass.range(visits * (self.steps // CONSUMERS), unroll=1):
                     S = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
                     dP = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
@@ -645,6 +772,80 @@ def _of_columns(shared: cute.Tensor) -> cute.Tensor:
     return values
 
 
+class AddSegments:
+    """Adds the sums of the segments of cut blocks, in order. A CTA for each segment: its share of the block's numbers.
+
+    Args: head dim, keys of a chosen block.
+    """
+
+    def __init__(self, dim: int, size: int) -> None:
+        self.dim, self.units = dim, size // UNIT
+
+    @cute.jit
+    def __call__(
+        self,
+        mCounts: cute.Tensor,  # int32 [3, blocks]
+        mSums: cute.Tensor,
+        mSegments: cute.Tensor,  # int32 [3, segments]
+        mParts: cute.Tensor,  # fp32 [segments of cut blocks, units of a block, 2, UNIT, D]
+        mdK: cute.Tensor,  # [B, N_k, H_kv, D]
+        mdV: cute.Tensor,
+        scale: Float32,
+        stream: Any,
+    ):
+        self.kernel(mCounts, mSums, mSegments, mParts, mdK, mdV, scale).launch(
+            grid=[mParts.shape[0], 1, 1], block=[ADD_THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mCounts: cute.Tensor,
+        mSums: cute.Tensor,
+        mSegments: cute.Tensor,
+        mParts: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        scale: Float32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        segment, _, _ = cute.arch.block_idx()
+        if segment < mSums[CUT, mSums.shape[1] - 1]:
+            item = mSegments[BLOCK, segment]
+            segments = mCounts[CUT, item]
+            first = mSums[CUT, item] - segments
+            batches, num_keys, kv_heads, _ = mdK.shape
+            batch, kv_head, block = item // kv_heads % batches, item % kv_heads, item // kv_heads // batches
+            vectors = const_expr(self.units * 2 * UNIT * self.dim // SUMMED)
+            rSum = cute.make_rmem_tensor(SUMMED, Float32)
+            rPart = cute.make_rmem_tensor((SUMMED, BATCH), Float32)
+            rOut = cute.make_rmem_tensor(SUMMED, mdK.element_type)
+            share = segment - first
+            end = (share + 1) * vectors // segments
+            for vector in cutlass.range(share * vectors // segments + thread, end, ADD_THREADS, unroll=1):
+                column, row = vector % (self.dim // SUMMED), vector // (self.dim // SUMMED)
+                unit, which, key = row // (2 * UNIT), row // UNIT % 2, row % UNIT
+                rSum.fill(0.0)
+                for start in cutlass.range(0, segments, BATCH, unroll=1):
+                    for i in range_constexpr(BATCH):
+                        rPart[None, i].fill(0.0)
+                        if start + i < segments:
+                            gPart = mParts[first + start + i, unit, which, key, None]
+                            cute.autovec_copy(cute.local_tile(gPart, (SUMMED,), (column,)), rPart[None, i])
+                    for i in range_constexpr(BATCH):
+                        rSum.store(rSum.load() + rPart[None, i].load())
+                token = block * (self.units * UNIT) + unit * UNIT + key
+                if token < num_keys:
+                    if which == 0:
+                        rOut.store((rSum.load() * scale).to(mdK.element_type))
+                        gOut = cute.local_tile(mdK[batch, token, kv_head, None], (SUMMED,), (column,))
+                        cute.autovec_copy(rOut, gOut)
+                    else:
+                        rOut.store(rSum.load().to(mdK.element_type))
+                        gOut = cute.local_tile(mdV[batch, token, kv_head, None], (SUMMED,), (column,))
+                        cute.autovec_copy(rOut, gOut)
+
+
 @lru_cache
 def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
@@ -664,13 +865,111 @@ def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
 def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     statistics = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
-    tables = [fake(torch.int32, *shape, aligned=False) for shape in ((3, None), (None,), (3, None))]
     return compile_kernel(
         SelectedDKV(dim, CUTE_DTYPES[dtype], causal, size, tile),
         *rows,
         *statistics,
-        *tables,
+        _fake_table(),
+        fake(torch.int32, None, aligned=False),
+        _fake_table(),
         *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        fake(torch.float32, None, size // UNIT, 2, UNIT, dim),
+        _fake_parts(dim, size),
         Float32(0.0),
     )
+
+
+@lru_cache
+def _count() -> Kernel:
+    return compile_kernel(CountVisits(), _fake_bits(), _fake_table(), *[Int32(0)] * 3)
+
+
+@lru_cache
+def _list() -> Kernel:
+    visits = fake(torch.int32, None, aligned=False)
+    tables = [_fake_table() for _ in range(3)]
+    return compile_kernel(ListVisits(), _fake_bits(), *tables[:2], visits, tables[2], *[Int32(0)] * 3)
+
+
+@lru_cache
+def _add(dim: int, dtype: torch.dtype, size: int) -> Kernel:
+    tables = [_fake_table() for _ in range(3)]
+    outputs = [fake(dtype, None, None, None, dim) for _ in range(2)]
+    return compile_kernel(AddSegments(dim, size), *tables, _fake_parts(dim, size), *outputs, Float32(0.0))
+
+
+def _fake_bits() -> Any:
+    return fake(torch.int32, None, None, None, None, aligned=False)
+
+
+def _fake_table() -> Any:
+    return fake(torch.int32, 3, None, aligned=False)
+
+
+def _fake_parts(dim: int, size: int) -> Any:
+    return fake(torch.float32, None, size // UNIT, 2, UNIT, dim)
+
+
+def _segment_length(visits: int, part_bytes: int) -> int:
+    """The fewest visits of a segment of a cut block, so that the sums of all such segments fit WORKSPACE."""
+    return max(SEGMENT, -(-visits * part_bytes // WORKSPACE))
+
+
+def selected_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    lists: BlockLists,
+    bits: Tensor,
+    *,
+    size: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of attention to chosen blocks of keys.
+
+    Args:
+        q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable); all of `do` must be finite.
+        k, v: `[B,N_k,H_kv,D]`, likewise.
+        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Not finite: the row has no keys.
+        delta: fp32 `[B,H,N]`, likewise: what dP is reduced by, sum(do * o) without a gate. Not read where lse is not
+            finite.
+        lists: from block_lists.chosen_lists, with `width` UNIT and entries False: tiles of T = `lists.rows` rows.
+        bits: int32 `[B,S,ceil(N_k/size),words]`: bit t % 32 of word t // 32 says whether tile t chose the block. S is
+            H_kv or H. Words behind the last tile are 0.
+        size: l', keys of a chosen block, a multiple of UNIT.
+        causal: row i sees keys j <= i only (documents: of the aligned buffers).
+        scale: what q . k is multiplied by.
+
+    Returns:
+        dq, dk, dv: like q, k and v, contiguous.
+    """
+    batch, rows, heads, dim = q.shape
+    num_keys, kv_heads = k.shape[1:3]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    tile, group, units = lists.rows, heads // kv_heads, size // UNIT
+    _dq(dim, q.dtype, causal, tile).run(q, do, k, v, lse, delta, *lists.tensors, dq, scale)
+
+    tiles = -(-rows // tile)
+    visits = batch * heads * tiles * -(-lists.mask_index.shape[3] // units)  # lists have room for all chosen units
+    part = (units, 2, UNIT, dim)
+    length = _segment_length(visits, 4 * math.prod(part))
+    cut = visits // length if group * tiles >= 2 * length else 0
+    blocks = batch * kv_heads * -(-num_keys // size)
+
+    def table(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=q.device)
+
+    counts, listed, segments = table(3, blocks), table(visits), table(3, blocks + cut)
+    _count().run(bits, counts, kv_heads, group, length)
+    sums = counts.cumsum(1, dtype=torch.int32)
+    _list().run(bits, counts, sums, listed, segments, kv_heads, group, tiles)
+    parts = torch.empty((max(cut, 1), *part), dtype=torch.float32, device=q.device)
+    _dkv(dim, q.dtype, causal, size, tile).run(q, do, k, v, lse, delta, sums, listed, segments, dk, dv, parts, scale)
+    if cut > 0:
+        _add(dim, q.dtype, size).run(counts, sums, segments, parts, dk, dv, scale)
+    return dq, dk, dv
