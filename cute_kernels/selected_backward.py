@@ -17,11 +17,12 @@ In both one warp loads by TMA, which fills rows and keys behind the end with zer
 
 Visits of SelectedDKV: each block's list of (head, tile), one behind the other, is made from bits by CountVisits, a
 cumulative sum and ListVisits. A block that many tiles chose (all may choose block 0) is cut into segments of at least
-`_segment_length` and less than twice as many visits; their sums go to fp32 memory and AddSegments adds them in order.
-Grids, lists and this memory have static sizes: B*H*tiles*k visits, divided by the length so many segments of cut
-blocks (at most WORKSPACE bytes, with the lists below 0.6 GiB at 4M tokens, 8 heads, k=16), and a segment for each
-other block. The segments of cut blocks come first: they are the longest. Blocks ascend, since the first ones have most
-visits under causality.
+`Sizes.length` and less than twice as many visits; their sums go to fp32 memory and AddSegments adds them in order. The
+segments of cut blocks come first: they are the longest. Then blocks ascend: causality gives the first ones most visits.
+
+Sizes of grids, lists and memory follow from shapes: there are at most B*H*tiles*k visits, so many divided by the length
+segments of cut blocks, and one segment for each other block. 4M tokens, 8 heads, 2 key/value heads, k=16: 2.1 million
+visits, 8192 segments of at least 256 visits with 64 KiB each (WORKSPACE), 17 MB of lists.
 
 Floor: 3 products here and 4 there of N k l' D 2 H FLOPs each. 128K tokens, 8 heads of 128, k=16, l'=64: 1.92 TFLOP,
 3.2 ms at 600 TFLOP/s. Each visit of 64 rows to 64 keys reads Q and dO or K and V again, mostly from HBM when blocks are
@@ -35,7 +36,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -909,9 +910,24 @@ def _fake_parts(dim: int, size: int) -> Any:
     return fake(torch.float32, None, size // UNIT, 2, UNIT, dim)
 
 
-def _segment_length(visits: int, part_bytes: int) -> int:
-    """The fewest visits of a segment of a cut block, so that the sums of all such segments fit WORKSPACE."""
-    return max(SEGMENT, -(-visits * part_bytes // WORKSPACE))
+class Sizes(NamedTuple):
+    """Of lists and of memory for sums, from shapes alone."""
+
+    visits: int
+    """The most there can be."""
+    length: int
+    """The fewest visits of a segment of a cut block."""
+    cut: int
+    """The most segments of cut blocks."""
+    segments: int
+    """The most segments."""
+
+    @classmethod
+    def of(cls, visits: int, most: int, blocks: int, part_bytes: int) -> Sizes:
+        """Args: visits of all blocks and at most of one; blocks; bytes of a segment's sums."""
+        length = max(SEGMENT, -(-visits * part_bytes // WORKSPACE))
+        cut = visits // length if most >= 2 * length else 0
+        return cls(visits, length, cut, blocks + cut)
 
 
 def selected_backward(
@@ -927,6 +943,9 @@ def selected_backward(
     size: int,
     causal: bool,
     scale: float,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention to chosen blocks of keys.
 
@@ -942,34 +961,36 @@ def selected_backward(
         size: l', keys of a chosen block, a multiple of UNIT.
         causal: row i sees keys j <= i only (documents: of the aligned buffers).
         scale: what q . k is multiplied by.
+        dq, dk, dv: where to write, like q, k and v, rows aligned; None: new tensors.
 
     Returns:
-        dq, dk, dv: like q, k and v, contiguous.
+        dq, dk, dv. Rows without keys and keys without rows have zeros.
     """
     batch, rows, heads, dim = q.shape
     num_keys, kv_heads = k.shape[1:3]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        for x, out in ((q, dq), (k, dk), (v, dv))
+    )
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     tile, group, units = lists.rows, heads // kv_heads, size // UNIT
     _dq(dim, q.dtype, causal, tile).run(q, do, k, v, lse, delta, *lists.tensors, dq, scale)
 
-    tiles = -(-rows // tile)
-    visits = batch * heads * tiles * -(-lists.mask_index.shape[3] // units)  # lists have room for all chosen units
-    part = (units, 2, UNIT, dim)
-    length = _segment_length(visits, 4 * math.prod(part))
-    cut = visits // length if group * tiles >= 2 * length else 0
-    blocks = batch * kv_heads * -(-num_keys // size)
+    tiles, blocks, part = -(-rows // tile), batch * kv_heads * -(-num_keys // size), (units, 2, UNIT, dim)
+    chosen = -(-lists.mask_index.shape[3] // units)  # lists have room for every block that a tile chose
+    sizes = Sizes.of(batch * heads * tiles * chosen, group * tiles, blocks, 4 * math.prod(part))
 
     def table(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=q.device)
 
-    counts, listed, segments = table(3, blocks), table(visits), table(3, blocks + cut)
-    _count().run(bits, counts, kv_heads, group, length)
+    counts, visits, segments = table(3, blocks), table(sizes.visits), table(3, sizes.segments)
+    _count().run(bits, counts, kv_heads, group, sizes.length)
     sums = counts.cumsum(1, dtype=torch.int32)
-    _list().run(bits, counts, sums, listed, segments, kv_heads, group, tiles)
-    parts = torch.empty((max(cut, 1), *part), dtype=torch.float32, device=q.device)
-    _dkv(dim, q.dtype, causal, size, tile).run(q, do, k, v, lse, delta, sums, listed, segments, dk, dv, parts, scale)
-    if cut > 0:
+    _list().run(bits, counts, sums, visits, segments, kv_heads, group, tiles)
+    parts = torch.empty((max(sizes.cut, 1), *part), dtype=torch.float32, device=q.device)
+    run = _dkv(dim, q.dtype, causal, size, tile).run
+    run(q, do, k, v, lse, delta, sums, visits, segments, dk, dv, parts, scale)
+    if sizes.cut > 0:
         _add(dim, q.dtype, size).run(counts, sums, segments, parts, dk, dv, scale)
     return dq, dk, dv
