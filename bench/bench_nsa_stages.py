@@ -26,7 +26,7 @@ from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from bench.roofline import Peaks, attention_flops, choose_peaks, mean_keys, score_flops
 from bench.timing import GIB, capture, measure, peak_memory
-from cute_kernels import fa4, forward
+from cute_kernels import forward
 from cute_kernels.compress import tile_means
 from cute_kernels.gate import gated_sum
 from cute_kernels.score import top_blocks
@@ -107,18 +107,17 @@ def stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Ro
     """Each stage's time and floor for B=1, 8 heads over 2, D=128."""
     inputs, sizes = random_inputs(n), Sizes(1, n, HEADS, KV_HEADS, DIM)
     q, k, v, out = inputs.q, inputs.k, inputs.v, torch.empty_like(inputs.q)
-    k_cmp, v_cmp = forward._compress(inputs, config)
-    entries = k_cmp.shape[1]
-    plan = forward._plan(config, fa4.rules(q.device), DIM, entries)
+    call = forward.prepare(inputs, config)
+    plan, k_cmp, v_cmp, entries = call.plan, call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
     means = tile_means(q, plan.tile)
-    indices, cmp_indices = forward._select(plan, q, k_cmp, 0, n)
-    part = forward._attend(inputs, plan, k_cmp, v_cmp, 0, n, lse=False)
+    indices, cmp_indices = forward.select(plan, q, k_cmp, 0, n)
+    part = forward.attend(call, 0, n, lse=False)
 
     def choose(blocks: Any) -> Callable[[], Tensor]:
         return lambda: top_blocks(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
 
     def lists() -> Any:
-        return forward._token_lists(plan, q, k, indices, 0), forward._entry_lists(plan, q, k_cmp, cmp_indices, 0)
+        return forward.token_lists(plan, q, k, indices, 0), forward.entry_lists(plan, q, k_cmp, cmp_indices, 0)
 
     def attention(most: int, keys: int = n) -> float:
         return attention_flops(sizes, mean_keys(keys, most))
@@ -127,31 +126,36 @@ def stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Ro
     scoring = score_flops(sizes, config)
     seen = entries if config.num_cmp_selected_blocks is None else config.num_cmp_selected_blocks * config.n_block_size
     work: list[tuple[str, Callable[[], Any], float, float]] = [  # name, call, bytes, operations
-        ("compress", lambda: forward._compress(inputs, config), 2 * n * KV_HEADS * DIM * 2 * (1 + 1 / 64), 0),
+        ("compress", lambda: forward.compress(inputs, config), 2 * n * KV_HEADS * DIM * 2 * (1 + 1 / 64), 0),
         ("tile means", lambda: tile_means(q, plan.tile), row_bytes, 0),
         ("score", choose(plan.select), 0, scoring),
         *([] if plan.choose is None else [("score, cmp", choose(plan.choose), 0, scoring)]),
         ("lists", lists, 0, 0),
         (
             "compressed",
-            lambda: forward._compressed(plan, q, k_cmp, v_cmp, cmp_indices, 0, False),
+            lambda: forward.attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, 0, False),
             2 * row_bytes,
             attention(seen, entries),
         ),
         (
             "selected",
-            lambda: forward._selected(plan, q, k, v, indices, 0, False),
+            lambda: forward.attend_selected(plan, q, k, v, indices, 0, False),
             2 * row_bytes,
             attention(config.num_selected_blocks * config.select_size),
         ),
-        ("window", lambda: forward._window(plan, q, k, v, 0, False), 2 * row_bytes, attention(config.window_size)),
-        ("gate", lambda: forward._gate(inputs, part, 0, n, out), 5 * row_bytes, 0),
+        (
+            "window",
+            lambda: forward.attend_window(plan, q, k, v, 0, False),
+            2 * row_bytes,
+            attention(config.window_size),
+        ),
+        ("gate", lambda: forward.gate(call, part, 0, n, out), 5 * row_bytes, 0),
         ("all", lambda: nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config), 0, 0),
     ]
     rows = []
-    for name, call, moved, operations in work:
+    for name, stage, moved, operations in work:
         floor = max(moved / copy_tbs / 1e9, operations / tflops / 1e9)
-        ms = milliseconds(call)
+        ms = milliseconds(stage)
         rows.append(Row(n, config.num_cmp_selected_blocks, name, ms, floor, floor / ms))
     return rows
 
@@ -205,9 +209,8 @@ def score_memory(n: int) -> float:
     """MiB that means, scoring and both selections need beyond their inputs."""
     inputs = random_inputs(n)
     config = NSAConfig(num_cmp_selected_blocks=16)
-    k_cmp, _ = forward._compress(inputs, config)
-    plan = forward._plan(config, fa4.rules(inputs.q.device), DIM, k_cmp.shape[1])
-    gib = peak_memory(lambda: forward._select(plan, inputs.q, k_cmp, 0, n), DEVICE)
+    call = forward.prepare(inputs, config)
+    gib = peak_memory(lambda: forward.select(call.plan, inputs.q, call.k_cmp, 0, n), DEVICE)
     return (gib or 0.0) * 1024
 
 

@@ -335,7 +335,7 @@ def chosen_lists(
     places = max(1, min(count * touched, -(-num_keys // width)))
     counts = ((batch, heads, tiles), (heads * tiles, tiles, 1), batch * heads * tiles)
     listed = ((batch, heads, tiles, places), (heads * tiles * places, tiles * places, places, 1), counts[2] * places)
-    mask_count, full_count, mask_index, full_index = _tensors(device, counts, counts, listed, listed)
+    mask_count, full_count, mask_index, full_index = int32_tensors(device, counts, counts, listed, listed)
     bits = None
     if size % width:
         words = max(2, -(-num_keys // (unit * WORD)))  # FA4 wants exactly one dimension of stride 1
@@ -373,7 +373,7 @@ def prefix_lists(
     full = ((batch, heads, tiles, blocks), (0, 0, 0, 1), blocks)  # 0, 1, 2, ... serve every tile
     if documents is not None:
         full = (full[0], (0, 0, blocks, 1), tiles * blocks)
-    mask_count, full_count, mask_index, full_index = _tensors(device, counts, counts, mask, full)
+    mask_count, full_count, mask_index, full_index = int32_tensors(device, counts, counts, mask, full)
     if mask_count.numel() > 0 and blocks > 0:
         tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
         run = _prefix(keys, width, rows, None if documents is None else documents.tile).run
@@ -381,7 +381,7 @@ def prefix_lists(
     return BlockLists(mask_count, mask_index, full_count, full_index, rows, width)
 
 
-def _tensors(device: torch.device, *layouts: tuple[tuple[int, ...], tuple[int, ...], int]) -> list[Tensor]:
+def int32_tensors(device: torch.device, *layouts: tuple[tuple[int, ...], tuple[int, ...], int]) -> list[Tensor]:
     """int32 tensors (sizes, strides, elements) in one allocation, which costs the host half of what four do."""
     whole = torch.empty(sum(count for _, _, count in layouts), dtype=torch.int32, device=device)
     tensors, start = [], 0

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from cute_kernels.fa4 import WIDEST
 from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.warp import LANES, prefix_sum
 
 UNIT = WIDEST
 """So that no block of entries in a list holds entries of two documents."""
@@ -40,7 +41,6 @@ TOKEN, TILE, ROW, ENTRY, PUBLIC_ENTRY, LENGTH = range(6)
 DOCUMENT, SHIFT = range(2)
 """Rows of Documents.tiles."""
 
-LANES = 32
 SCAN_THREADS = LANES * LANES
 COPY_THREADS = 128
 COPIED_ROWS = 16
@@ -87,6 +87,10 @@ class Documents:
         """Aligned rows `[1,tiles*T,heads,D]` of k and v `[1,T,heads,D]`."""
         aligned_k, aligned_v = _align_rows(self, k, v)
         return aligned_k, aligned_v
+
+    def align_one(self, x: Tensor) -> Tensor:
+        """Aligned rows of one tensor `[1,T,heads,D]`."""
+        return _align_rows(self, x)[0]
 
     def by_token(self, aligned: Tensor, dim: int, fill: float) -> Tensor:
         """Aligned rows, along `dim`, as the tokens lie; `fill` behind the last document."""
@@ -151,12 +155,12 @@ class AddUp:
             rCount[1] = cute.ceil_div(entries, UNIT) * UNIT
             rCount[2] = entries
             for i in range_constexpr(len(counted)):
-                rSum[i] = _prefix_sum(rCount[i])
+                rSum[i] = prefix_sum(rCount[i])
                 if lane == LANES - 1:
                     sTotal[warp, i] = rSum[i]
             cute.arch.sync_threads()
             for i in range_constexpr(len(counted)):
-                totals = _prefix_sum(sTotal[lane, i])
+                totals = prefix_sum(sTotal[lane, i])
                 before = cute.arch.shuffle_sync(totals, cutlass.max(warp - 1, 0))
                 before = Int32(0) if warp == 0 else before
                 rSum[i] += rBefore[i] + before - rCount[i]
@@ -168,16 +172,6 @@ class AddUp:
                 mBounds[ROW, document] = rSum[0] * self.tile
                 mBounds[LENGTH, document] = tokens
             cute.arch.sync_threads()
-
-
-@cute.jit
-def _prefix_sum(value: Int32) -> Int32:
-    """The sum over this and all lower lanes."""
-    lane = cute.arch.lane_idx()
-    for i in range_constexpr(LANES.bit_length() - 1):
-        lower = cute.arch.shuffle_sync_up(value, offset=1 << i, mask_and_clamp=0)
-        value += lower if lane >= 1 << i else Int32(0)
-    return value
 
 
 class Align:
@@ -194,14 +188,18 @@ class Align:
         mRows: cute.Tensor,
         mK: cute.Tensor,  # [1, T, heads, D]
         mAlignedK: cute.Tensor,  # [1, tiles * T, heads, D]
-        mV: cute.Tensor,
-        mAlignedV: cute.Tensor,
+        mV: cute.Tensor | None,
+        mAlignedV: cute.Tensor | None,
         mQ: cute.Tensor | None,
         mAlignedQ: cute.Tensor | None,
         stream: Any,
     ):
         self.kernel(mBounds, mTiles, mRows, mK, mAlignedK, mV, mAlignedV, mQ, mAlignedQ).launch(
-            grid=[mAlignedK.shape[1] // COPIED_ROWS, 2 if const_expr(mQ is None) else 3, 1],
+            grid=[
+                mAlignedK.shape[1] // COPIED_ROWS,
+                1 if const_expr(mV is None) else 2 if const_expr(mQ is None) else 3,
+                1,
+            ],
             block=[COPY_THREADS, 1, 1],
             stream=stream,
         )
@@ -214,8 +212,8 @@ class Align:
         mRows: cute.Tensor,
         mK: cute.Tensor,
         mAlignedK: cute.Tensor,
-        mV: cute.Tensor,
-        mAlignedV: cute.Tensor,
+        mV: cute.Tensor | None,
+        mAlignedV: cute.Tensor | None,
         mQ: cute.Tensor | None,
         mAlignedQ: cute.Tensor | None,
     ):
@@ -227,7 +225,7 @@ class Align:
         count = cutlass.min(mBounds[LENGTH, document] - before, COPIED_ROWS)  # <= 0: no rows of a document
         if which == 0:
             self.copy(mK, mAlignedK, first_row, first_token, count)
-        elif which == 1:
+        elif const_expr(mV is not None) and which == 1:
             self.copy(mV, mAlignedV, first_row, first_token, count)
         elif const_expr(mQ is not None):
             self.copy(mQ, mAlignedQ, first_row, first_token, count)
@@ -291,9 +289,9 @@ def _add_up(tile: int, length: int, stride: int) -> Kernel:
 
 
 @lru_cache
-def _align(tile: int, stride: int, dtype: torch.dtype, dim: int, v_dim: int, with_q: bool) -> Kernel:
+def _align(tile: int, stride: int, dtype: torch.dtype, dim: int, v_dim: int | None, with_q: bool) -> Kernel:
     rows = fake(torch.int32, None, aligned=False)
-    pairs = [fake(dtype, None, None, None, size) for size in (dim, dim, v_dim, v_dim)]
+    pairs = [None if size is None else fake(dtype, None, None, None, size) for size in (dim, dim, v_dim, v_dim)]
     queries = [fake(dtype, None, None, None, dim) if with_q else None for _ in range(2)]
     return compile_kernel(Align(tile, stride), *fake_tables(), rows, *pairs, *queries)
 
@@ -304,14 +302,15 @@ def _sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
     return (tokens + docs * (tile - 1)) // tile, -(-entries // UNIT) * UNIT
 
 
-def _align_rows(documents: Documents, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Tensor]:
+def _align_rows(documents: Documents, k: Tensor, v: Tensor | None = None, q: Tensor | None = None) -> list[Tensor]:
     """Aligned rows of k, v and q; with q, `documents.tiles` and `.rows` are filled in."""
     tile, num_tiles = documents.tile, documents.num_tiles
-    tensors = [k, v] if q is None else [k, v, q]
+    tensors = [x for x in (k, v, q) if x is not None]
     aligned = [torch.empty((1, num_tiles * tile, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in tensors]
     if num_tiles > 0:
-        run = _align(tile, documents.stride, k.dtype, k.shape[-1], v.shape[-1], q is not None).run
-        pairs = [x for pair in zip(tensors, aligned, strict=True) for x in pair] + [None, None]
+        v_dim = None if v is None else v.shape[-1]
+        run = _align(tile, documents.stride, k.dtype, k.shape[-1], v_dim, q is not None).run
+        pairs = [x for pair in zip(tensors, aligned, strict=True) for x in pair] + [None] * 4
         run(documents.bounds, documents.tiles, documents.rows, *pairs[:6])
     return aligned
 

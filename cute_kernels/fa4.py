@@ -59,6 +59,9 @@ STRATEGY_VARIABLE = "NSA_KERNELS_FA4_STRATEGY"
 DIMS = (64, 128)
 """Head dims (D and D_v, also mixed) whose block-sparse forward was checked; FA4 reads out of bounds at D=32, D_v=96."""
 
+NARROW = 64
+"""Keys of a listed block for which sm_90's backward needs other tiles than FA4's own."""
+
 FEW_DOCUMENTS = 256
 """For more, FA4 first makes tables of them."""
 
@@ -162,6 +165,182 @@ def window(
     rows = q.squeeze(0), k.squeeze(0), v.squeeze(0)
     o, sums = _attend(*rows, scale, lse, window=(left, right), documents=documents)
     return o.unsqueeze(0), None if sums is None else sums.unsqueeze(0)
+
+
+# Backward. `lse` may be shifted: exp(S - lse) is what weighs the gradients, so lse - log(g) weighs them with g.
+
+
+def compressed_backward(
+    gradients: Gradients,
+    lists: BlockLists | None,
+    *,
+    length: int,
+    stride: int,
+    first_row: int,
+    scale: float,
+    shifts: Tensor | None = None,
+) -> None:
+    """Backward of `compressed`. `lists`: tiles of rows for each block of entries (transposed_lists.py)."""
+    if lists is None:
+        _differentiate(gradients, scale)
+    elif shifts is not None:
+        mask_mod = _ended_in_tile(length, stride, gradients.q.shape[1] // max(shifts.shape[0], 1))
+        _differentiate(gradients, scale, lists=lists, mask_mod=mask_mod, tensors=[shifts])
+    else:
+        _differentiate(gradients, scale, lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
+
+
+def phases_backward(gradients: Gradients, *, scale: float) -> None:
+    """Backward of attention where row i of M sees entry j of K iff j <= i + K - M."""
+    _differentiate(gradients, scale, causal=True)
+
+
+def selected_backward(
+    gradients: Gradients,
+    lists: BlockLists,
+    *,
+    causal: bool,
+    first_row: int = 0,
+    first_key: int = 0,
+    scale: float,
+) -> None:
+    """Backward of `selected`. `lists`: tiles of rows for each block of keys (transposed_lists.py).
+
+    Args:
+        first_row, first_key: numbers of the first row (the beginning of a tile) and of the first key.
+    """
+    if lists.bits is not None:
+        group = gradients.q.shape[2] // lists.bits.shape[1]
+        mask_mod = _chosen_by_tile(lists.unit, lists.rows, group, causal)
+        scalars: tuple[int, ...] = first_row // lists.rows, first_key, first_row - first_key
+        _differentiate(gradients, scale, lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=[lists.bits])
+    elif causal:
+        mask_mod = _ended(1, 1)
+        _differentiate(gradients, scale, lists=lists, mask_mod=mask_mod, scalars=(first_row - first_key,))
+    else:
+        _differentiate(gradients, scale, lists=lists)
+
+
+def window_backward(
+    gradients: Gradients, *, left: int, right: int, scale: float, documents: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """Backward of `window`; with documents, other rows of the gradients hold anything."""
+    if documents is None:
+        _differentiate(gradients, scale, window=(left, right))
+    else:
+        squeezed = gradients.map(lambda x: x.squeeze(0))
+        _differentiate(squeezed, scale, window=(left, right), documents=documents)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a backward reads, and where it writes dq, dk and dv: shapes of q, k and v."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    do: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Gradients:
+        return Gradients(**{name: function(tensor) for name, tensor in vars(self).items()})
+
+    def to_one_dim(self) -> Gradients:
+        """With zeros behind the smaller of D and D_v, which change no gradient; the gradients are new tensors."""
+        dim = max(self.q.shape[-1], self.v.shape[-1])
+
+        def widen(x: Tensor) -> Tensor:
+            return torch.nn.functional.pad(x, [0, dim - x.shape[-1]]) if x.shape[-1] < dim else x
+
+        values = {name: tensor if name == "lse" else widen(tensor) for name, tensor in vars(self).items()}
+        return Gradients(**values)
+
+
+def _differentiate(
+    gradients: Gradients,
+    scale: float,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    lists: BlockLists | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    scalars: tuple[int, ...] = (),
+    tensors: list[Tensor] | None = None,
+    documents: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """FA4's backward. A KV head's dk and dv are added up in fp32 over its query heads, dq over the blocks of keys."""
+    from flash_attn.cute import interface
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    given = gradients
+    if given.q.shape[-1] != given.v.shape[-1]:  # FA4 wants equal dims where query heads share keys
+        gradients = given.to_one_dim()
+    sparse = None
+    if lists is not None:
+        sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
+    first, used = documents or (None, None)
+    tile_size = interface._tile_size_bwd_sm90
+    with _RECORDING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if lists is not None and lists.width == NARROW:
+            interface._tile_size_bwd_sm90 = _narrow_tiles
+        try:
+            interface._flash_attn_bwd(
+                gradients.q,
+                gradients.k,
+                gradients.v,
+                gradients.o,
+                gradients.do,
+                gradients.lse,
+                softmax_scale=scale,
+                causal=causal,
+                window_size_left=window[0],
+                window_size_right=window[1],
+                cu_seqlens_q=first,
+                cu_seqlens_k=first,
+                seqused_q=used,
+                seqused_k=used,
+                dq=gradients.dq,
+                dk=gradients.dk,
+                dv=gradients.dv,
+                mask_mod=mask_mod,
+                aux_tensors=tensors,
+                aux_scalars=_aux(scalars).scalars,
+                block_sparse_tensors=sparse,
+            )
+        finally:
+            interface._tile_size_bwd_sm90 = tile_size
+    if gradients is not given:
+        for name in ("dq", "dk", "dv"):
+            target, wide = getattr(given, name), getattr(gradients, name)
+            if wide is not target:
+                target.copy_(wide[..., : target.shape[-1]])
+
+
+def _narrow_tiles(*_: Any, **__: Any) -> Any:
+    """Tiles of FA4's sm_90 backward for blocks of NARROW keys, which it offers only for the widest heads itself."""
+    from flash_attn.cute.interface import BwdConfig
+
+    return BwdConfig(
+        m_block_size=128,
+        n_block_size=NARROW,
+        num_stages_Q=2,
+        num_stages_dO=1,
+        num_stages_PdS=1,
+        SdP_swapAB=False,
+        dKV_swapAB=False,
+        dQ_swapAB=False,
+        AtomLayoutMSdP=2,
+        AtomLayoutNdKV=1,
+        AtomLayoutMdQ=2,
+    )
+
+
+# Forward
 
 
 def _attend(
@@ -328,6 +507,28 @@ def _ended_in_tile(length: int, stride: int, rows: int) -> Any:
         return entry * stride + (length - 1) <= row + shift
 
     return ended
+
+
+@lru_cache
+def _chosen_by_tile(unit: int, rows: int, group: int, causal: bool) -> Any:
+    """Token j is visible iff the row's tile chose its unit and, with causality, j is not behind row i.
+
+    Scalars: number of the first tile and of the first key, and the first row minus the first key.
+    """
+    import cutlass
+    from cutlass import cute
+    from flash_attn.cute import utils
+
+    @cute.jit
+    def chosen(batch, head, row, token, seqlen_info, tensors, scalars):  # type: ignore[no-untyped-def]
+        tile = row[0] // rows + scalars[0]
+        word = tensors[0][batch[0], head[0] // group, (token[0] + scalars[1]) // unit, tile // 32]
+        inside = utils.scalar_to_ssa((word >> (tile % 32)) & 1, cutlass.Int32) == 1
+        if cutlass.const_expr(causal):
+            inside = inside & (token <= row + scalars[2])
+        return inside
+
+    return chosen
 
 
 @lru_cache

@@ -13,6 +13,7 @@ with a new tile (documents.py), and the gate puts the rows back.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", 
 """Inputs whose rows kernels read as vectors."""
 
 PER_TOKEN = ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "gates")
-"""Inputs that are packed with cu_seqlens."""
+"""Inputs `[B,N,heads,...]`: packed with cu_seqlens, divided with the heads."""
 
 
 class Branch(NamedTuple):
@@ -72,36 +73,83 @@ def nsa(
     Returns:
         out `[B,N,H,D_v]`, packed `[T,H,D_v]`, and the fields of NSAAux or None.
     """
+    call = prepare(inputs, config)
+    q, documents, out = call.inputs.q, call.plan.documents, call.output()
+    if aux:
+        part = attend(call, 0, call.num_rows, lse=True, given=(indices, cmp_indices))
+        gates = gate(call, part, 0, call.num_rows, out)
+        if gates is None:
+            gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
+        if documents is not None:
+            return out[0], _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates)
+        outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
+        selected = part.indices, _all_if_none(part.cmp_indices, config, q, call.k_cmp)
+        return out, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
+    for start, stop in chunks(call):
+        part = attend(call, start, stop, lse=False)
+        gate(call, part, start, stop, out)
+        del part  # before the next one is made
+    return (out if documents is None else out[0]), None
+
+
+class Call(NamedTuple):
+    """What every step of a call needs."""
+
+    inputs: Any
+    """Aligned; packed ones as one sequence `[1,T,...]`."""
+    attended: Any
+    """What attention reads: the inputs, or packed ones in aligned rows."""
+    plan: Plan
+    k_cmp: Tensor
+    v_cmp: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.attended.q.shape[1])
+
+    def output(self) -> Tensor:
+        """`[B,N,H,D_v]`, not yet filled."""
+        q = self.inputs.q
+        return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
+
+    def of_heads(self, heads: slice) -> Call:
+        """For some key/value heads and their query heads."""
+        group = self.inputs.q.shape[2] // self.inputs.k.shape[2]
+        of_queries = slice(heads.start * group, heads.stop * group)
+
+        def narrow(inputs: Any) -> Any:
+            changed = {}
+            for name in PER_TOKEN:
+                if (tensor := getattr(inputs, name)) is not None:
+                    changed[name] = tensor[:, :, of_queries if name in ("q", "gates") else heads]
+            weight = inputs.gate_proj_weight
+            return replace(inputs, **changed, gate_proj_weight=None if weight is None else weight[of_queries])
+
+        inputs = narrow(self.inputs)
+        attended = inputs if self.attended is self.inputs else narrow(self.attended)
+        return Call(inputs, attended, self.plan, self.k_cmp[:, :, heads], self.v_cmp[:, :, heads])
+
+
+def prepare(inputs: Any, config: Any, compressed: tuple[Tensor, Tensor] | None = None) -> Call:
+    """Align, lay packed documents out, compress (unless `compressed` gives k_cmp and v_cmp), plan."""
     inputs = _aligned(inputs)
     attended, documents = inputs, None
     if inputs.cu_seqlens is not None:
         inputs, attended, documents = _unpack(inputs, config)
-    q = inputs.q
-    batch, tokens, heads, dim = q.shape
-    v_dim = inputs.v.shape[-1]
-    out = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
-    k_cmp, v_cmp = _compress(inputs, config, documents)
-    plan = _plan(config, fa4.rules(q.device), dim, k_cmp.shape[1] if documents is None else None)
-    if documents is not None:
-        plan = replace(plan, documents=documents)
-    num_rows = attended.q.shape[1]
-    if aux:
-        part = _attend(attended, plan, k_cmp, v_cmp, 0, num_rows, lse=True, given=(indices, cmp_indices))
-        gates = _gate(inputs, part, 0, num_rows, out, documents)
-        if gates is None:
-            gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(batch, tokens, heads, 3)
-        if documents is not None:
-            return out[0], _packed_aux(documents, part, k_cmp, v_cmp, gates)
-        outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
-        selected = part.indices, _all_if_none(part.cmp_indices, config, q, k_cmp)
-        return out, (*outputs, *lses, k_cmp, v_cmp, gates, *selected)
-    rows = chunk_rows(batch, tokens, heads, v_dim, config.q_tile_size) if documents is None else max(num_rows, 1)
-    for start in range(0, num_rows, rows):
-        stop = min(start + rows, num_rows)
-        part = _attend(attended, plan, k_cmp, v_cmp, start, stop, lse=False)
-        _gate(inputs, part, start, stop, out[:, start:stop] if rows < tokens else out, documents)
-        del part  # before the next one is made
-    return (out if documents is None else out[0]), None
+    k_cmp, v_cmp = compressed or compress(inputs, config, documents)
+    entries = k_cmp.shape[1] if documents is None else None
+    plan = _plan(config, fa4.rules(inputs.q.device), inputs.q.shape[-1], entries)
+    return Call(inputs, attended, plan if documents is None else replace(plan, documents=documents), k_cmp, v_cmp)
+
+
+def chunks(call: Call) -> Iterator[tuple[int, int]]:
+    """Ranges of query rows to process at once."""
+    batch, tokens, heads, _ = call.inputs.q.shape
+    rows = max(call.num_rows, 1)
+    if call.plan.documents is None:
+        rows = chunk_rows(batch, tokens, heads, call.inputs.v.shape[-1], call.plan.tile)
+    for start in range(0, call.num_rows, rows):
+        yield start, min(start + rows, call.num_rows)
 
 
 def chunk_rows(batch: int, tokens: int, heads: int, v_dim: int, tile: int) -> int:
@@ -169,7 +217,7 @@ def _unpack(inputs: Any, config: Any) -> tuple[Any, Any, Documents]:
     cu_seqlens = inputs.cu_seqlens
     changed = {name: tensor[None] for name in PER_TOKEN if (tensor := getattr(inputs, name)) is not None}
     inputs = replace(inputs, **changed, cu_seqlens=None, max_seqlen=None)
-    slc, win = _keys(inputs, "slc"), _keys(inputs, "win")
+    slc, win = keys_of(inputs, "slc"), keys_of(inputs, "win")
     documents, (q, *aligned) = lay_out(
         inputs.q, *slc, cu_seqlens, tile=config.q_tile_size, length=config.compress_block_size, stride=config.stride
     )
@@ -197,7 +245,7 @@ def _packed_aux(
 # Steps, in the order of docs/semantics.md
 
 
-def _compress(inputs: Any, config: Any, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
+def compress(inputs: Any, config: Any, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
     """Compressed keys and values `[B,entries,H_kv,D]`, of documents aligned ones."""
     if inputs.k_cmp is not None:
         return inputs.k_cmp, inputs.v_cmp
@@ -219,11 +267,8 @@ def _compress(inputs: Any, config: Any, documents: Documents | None = None) -> t
     return k_cmp, v_cmp
 
 
-def _attend(
-    inputs: Any,
-    plan: Plan,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
+def attend(
+    call: Call,
     start: int,
     stop: int,
     *,
@@ -231,27 +276,28 @@ def _attend(
     given: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Part:
     """Selections and branches of query rows start ... stop-1."""
+    inputs, plan, k_cmp, v_cmp = call.attended, call.plan, call.k_cmp, call.v_cmp
     tokens = inputs.q.shape[1]
     q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
     indices, cmp_indices = given
     if indices is None:
-        indices, cmp_indices = _select(plan, q, k_cmp, start, tokens)
+        indices, cmp_indices = select(plan, q, k_cmp, start, tokens)
     return Part(
-        _compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse),
-        _selected(plan, q, *_keys(inputs, "slc"), indices, start, lse),
-        _window(plan, q, *_keys(inputs, "win"), start, lse),
+        attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse),
+        attend_selected(plan, q, *keys_of(inputs, "slc"), indices, start, lse),
+        attend_window(plan, q, *keys_of(inputs, "win"), start, lse),
         indices,
         cmp_indices,
     )
 
 
-def _keys(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
+def keys_of(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
     """Keys and values of a branch: its own, or the shared ones."""
     own = getattr(inputs, f"k_{branch}"), getattr(inputs, f"v_{branch}")
     return (inputs.k, inputs.v) if own[0] is None else own
 
 
-def _select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tuple[Tensor, Tensor | None]:
+def select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tuple[Tensor, Tensor | None]:
     """Selected blocks, and blocks of compressed entries."""
     means = tile_means(q, plan.tile, plan.documents)
 
@@ -266,14 +312,16 @@ def _select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tu
     return choose(means, plan.select), cmp_indices
 
 
-def _compressed(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, lse: bool) -> Branch:
+def attend_compressed(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, lse: bool
+) -> Branch:
     documents = plan.documents
     if plan.config.causal and indices is None and documents is None:
         entries = min(k.shape[1], plan.config.num_compressed(start + q.shape[1]))  # what the last row sees
         k, v = (k[:, :entries], v[:, :entries]) if entries < k.shape[1] else (k, v)
     if (k.shape[1] if documents is None else documents.most_entries) == 0:
         return _nothing(q, v)
-    lists = _entry_lists(plan, q, k, indices, start)
+    lists = entry_lists(plan, q, k, indices, start)
     length, stride = (plan.entry.length, plan.entry.stride) if plan.config.causal else (1, 0)
     shifts = None if documents is None else documents.shifts
     return Branch(
@@ -283,7 +331,7 @@ def _compressed(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | N
     )
 
 
-def _entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start: int) -> BlockLists | None:
+def entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start: int) -> BlockLists | None:
     """Blocks of compressed entries for each query tile: the chosen ones, or all that are visible; None: all."""
     where: dict[str, Any] = {"rows_from": start, "rows_to": start + q.shape[1], "documents": plan.documents}
     if indices is not None:
@@ -308,17 +356,17 @@ def _entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start
     )
 
 
-def _selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, start: int, lse: bool) -> Branch:
+def attend_selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, start: int, lse: bool) -> Branch:
     stop, causal = start + q.shape[1], plan.config.causal
     if causal and stop < k.shape[1]:
         k, v = k[:, :stop], v[:, :stop]
     if indices.numel() == 0:
         return _nothing(q, v)
-    lists = _token_lists(plan, q, k, indices, start)
+    lists = token_lists(plan, q, k, indices, start)
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 
 
-def _token_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int) -> BlockLists:
+def token_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int) -> BlockLists:
     """Blocks of tokens that were chosen for each query tile."""
     size = plan.config.select_size
     return chosen_lists(
@@ -336,7 +384,7 @@ def _token_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int) 
     )
 
 
-def _window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:
+def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:
     stop, tokens, size = start + q.shape[1], k.shape[1], plan.config.window_size
     if size == 0:
         return _nothing(q, v)
@@ -359,12 +407,11 @@ def _nothing(q: Tensor, v: Tensor) -> Branch:
     return Branch(o, torch.full((batch, heads, rows), -math.inf, dtype=torch.float32, device=q.device))
 
 
-def _gate(
-    inputs: Any, part: Part, start: int, stop: int, out: Tensor, documents: Documents | None = None
-) -> Tensor | None:
-    q, gates = inputs.q, inputs.gates
+def gate(call: Call, part: Part, start: int, stop: int, out: Tensor) -> Tensor | None:
+    """Weigh and add the branches of some rows, into `out`; returns the gates, None for 1/3 each."""
+    q, gates, documents = call.inputs.q, call.inputs.gates, call.plan.documents
     if stop - start < q.shape[1]:
-        q = q[:, start:stop]
+        q, out = q[:, start:stop], out[:, start:stop]
         gates = None if gates is None else gates[:, start:stop]
     return gated_sum(
         part.cmp.o,
@@ -372,7 +419,7 @@ def _gate(
         part.win.o,
         out,
         q=q,
-        gate_proj_weight=inputs.gate_proj_weight,
+        gate_proj_weight=call.inputs.gate_proj_weight,
         gates=gates,
         rows=None if documents is None else documents.rows,
     )

@@ -38,11 +38,11 @@ from torch import Tensor
 from cute_kernels.block_lists import Keys
 from cute_kernels.documents import ENTRY, LENGTH, TILE, Documents, document_at, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.warp import LANES, lowest_bit
 
 ROWS = 16
 WARPS = 4
 WARP_ROWS = ROWS // WARPS
-LANES = 32
 PARTS = 3
 STAGES = 2
 
@@ -251,7 +251,7 @@ class TopBlocks:
                 if cute.arch.vote_any_sync(above):
                     pending = pending | (1 << i)
             while pending != 0:
-                row = my_first + _lowest_bit(pending)
+                row = my_first + lowest_bit(pending)
                 pending = pending & (pending - 1)
                 sThreshold[row] = self._insert(
                     sScore[row, None],
@@ -420,7 +420,7 @@ class TopBlocks:
             free = (block >= init) & ((block < low) | (block >= high)) & (offset < self.per_step)
             mask = cute.arch.vote_ballot_sync(free & (mine > threshold))
             while mask != 0:  # the lowest lane first: ties go to the lower index
-                source = _lowest_bit(mask)
+                source = lowest_bit(mask)
                 mask = mask & (mask - 1)
                 score = cute.arch.shuffle_sync(mine, source)
                 if score > threshold:
@@ -509,11 +509,6 @@ class TopBlocks:
                 gIndices[rank] = rIndex[slot]
             if (place >= taken) & (place < count):
                 gIndices[place] = Int32(-1)
-
-
-@cute.jit
-def _lowest_bit(mask: Int32) -> Int32:
-    return cute.arch.popc(~mask & (mask - 1))
 
 
 @lru_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,8 @@ def fa4_calls() -> set[str]:
     """Public functions of cute_kernels.fa4 that call FlashAttention-4."""
     tree = ast.parse((ROOT / "cute_kernels" / "fa4.py").read_text(encoding="utf-8"))
     public = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    return {f"fa4.{function.name}" for function in public if "_attend(" in ast.unparse(function)}
+    calls = re.compile(r"_(attend|differentiate)\(")
+    return {f"fa4.{function.name}" for function in public if calls.search(ast.unparse(function))}
 
 
 def case(variant: str = "plain", group: int | None = None, cubin: bytes = b"") -> tool.Case:

@@ -103,10 +103,12 @@ def all_cases() -> Iterator[Case]:
     yield from list_cases()
     yield from document_cases()
     yield from gate_cases()
+    yield from transposed_list_cases()
     if compute_capability(0)[0] == 9:
         yield from hopper_cases()
     for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
         yield from fa4_cases(dim, group, dtype)
+        yield from fa4_backward_cases(dim, group, dtype)
 
 
 def pool_cases() -> Iterator[Case]:
@@ -182,6 +184,30 @@ def gate_cases() -> Iterator[Case]:
         }
         for variant, gates in variants.items():
             yield Case("GatedSum", variant, dim, None, dtype, ours(_compiled, dim, dim, dtype, *gates))
+
+
+def transposed_list_cases() -> Iterator[Case]:
+    from cute_kernels.block_lists import Keys
+    from cute_kernels.transposed_lists import _bits, _prefix, _transposed
+
+    for entries, packed in itertools.product((False, True), repeat=2):
+        variant = ("entries" if entries else "tokens") + (",packed" if packed else "")
+        run = ours(_bits, 128 if entries else 64, entries=entries, packed=packed)
+        yield Case("TileBits", variant, None, None, None, run)
+    tokens, entries_of = Keys(), Keys(32, 16)
+    variants = {
+        "64-in-64": (tokens, 64, 64, False),
+        "64-in-128": (tokens, 64, 128, False),
+        "64-in-64,not-causal": (Keys(causal=False), 64, 64, False),
+        "entries,128-in-128": (entries_of, 128, 128, False),
+        "entries,128-in-128,packed": (entries_of, 128, 128, True),
+    }
+    for variant, (keys, size, width, shifted) in variants.items():
+        run = ours(_transposed, keys, size, width, 256, shifted=shifted)
+        yield Case("TransposedLists", variant, None, None, None, run)
+    for packed in (False, True):
+        run = ours(_prefix, entries_of, 128, 256, packed=packed)
+        yield Case("TransposedPrefixLists", "entries" + (",packed" if packed else ""), None, None, None, run)
 
 
 def hopper_cases() -> Iterator[Case]:
@@ -276,12 +302,83 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(kernel, variant, dim, group, dtype, partial(fa4_cubin, run))
 
 
-def fa4_cubin(run: Callable[[], None]) -> bytes:
-    """Calls FlashAttention-4 with tensors that have no data; the cubin of the one kernel that the call compiles."""
-    from flash_attn.cute.interface import _flash_attn_fwd
+def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
+    from cute_kernels import fa4
+    from cute_kernels.block_lists import BlockLists
+
+    rules = fa4.rules(torch.device("cuda"))
+    if rules is None:
+        raise ValueError("cute_kernels.fa4 has no rules for this architecture")
+    rows, kv_heads, tile, scale = 4096, 2, 256, 0.125
+    heads, entries = group * kv_heads, rows // 16
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    def gradients(keys: int, batch: int = 1) -> fa4.Gradients:
+        (q, o, do, dq), (k, v, dk, dv) = (
+            [empty(batch, n, h, dim, dtype=dtype) for _ in range(4)] for n, h in ((rows, heads), (keys, kv_heads))
+        )
+        return fa4.Gradients(q, k, v, o, do, empty(batch, heads, rows, dtype=torch.float32), dq, dk, dv)
+
+    def lists(keys: int, width: int, *, every_head: bool = True, bits: bool = False) -> BlockLists:
+        """As of transposed_lists.py."""
+        shape = 1, heads if every_head else 1, keys // width
+        tensors = [x for _ in range(2) for x in (empty(*shape), empty(*shape, rows // tile))]
+        if not every_head:
+            tensors = [x.expand(1, heads, *x.shape[2:]) for x in tensors]
+        made = BlockLists(*tensors, tile, width)
+        return replace(made, bits=empty(1, heads, keys // 64, 2), unit=64) if bits else made
+
+    def compressed(every_head: bool = False, packed: bool = False) -> Callable[[], None]:
+        return lambda: fa4.compressed_backward(
+            gradients(entries),
+            lists(entries, rules.widths[0], every_head=every_head),
+            length=32,
+            stride=16,
+            first_row=0,
+            scale=scale,
+            shifts=empty(rows // tile) if packed else None,
+        )
+
+    def selected(width: int, *, causal: bool = True, bits: bool = False) -> Callable[[], None]:
+        return lambda: fa4.selected_backward(gradients(rows), lists(rows, width, bits=bits), causal=causal, scale=scale)
+
+    def window(packed: bool = False) -> Callable[[], None]:
+        return lambda: fa4.window_backward(
+            gradients(rows), left=511, right=0, scale=scale, documents=(empty(9), empty(8)) if packed else None
+        )
+
+    variants: dict[tuple[str, str], Callable[[], None]] = {
+        ("fa4.compressed_backward", "prefix"): compressed(),
+        ("fa4.compressed_backward", "chosen"): compressed(every_head=True),
+        ("fa4.compressed_backward", "prefix,packed"): compressed(packed=True),
+        ("fa4.compressed_backward", "all"): lambda: fa4.compressed_backward(
+            gradients(entries), None, length=32, stride=16, first_row=0, scale=scale
+        ),
+        ("fa4.phases_backward", "phases"): lambda: fa4.phases_backward(gradients(entries, batch=16), scale=scale),
+        ("fa4.window_backward", "window"): window(),
+        ("fa4.window_backward", "window,packed"): window(packed=True),
+    }
+    for width in rules.widths:
+        bits = width > 64
+        variants["fa4.selected_backward", f"{width}-wide"] = selected(width)
+        variants["fa4.selected_backward", f"{width}-wide,not-causal"] = selected(width, causal=False)
+        if bits:
+            variants["fa4.selected_backward", f"{width}-wide,bits"] = selected(width, bits=True)
+            variants["fa4.selected_backward", f"{width}-wide,bits,not-causal"] = selected(
+                width, bits=True, causal=False
+            )
+    for (kernel, variant), run in variants.items():
+        yield Case(kernel, variant, dim, group, dtype, partial(fa4_cubin, run, "_flash_attn_bwd"))
+
+
+def fa4_cubin(run: Callable[[], None], function: str = "_flash_attn_fwd") -> bytes:
+    """Calls FlashAttention-4 with tensors that have no data; the cubin of the one kernel that `function` compiles."""
+    from flash_attn.cute import interface
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    cache = _flash_attn_fwd.compile_cache
+    cache = getattr(interface, function).compile_cache
     cache.clear()
     with FakeTensorMode():
         run()
