@@ -293,7 +293,7 @@ class SelectedDQ:
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         loads = [_tma(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
-        registers, shared = warpgroup.OperandSource.RMEM, OperandMajorMode
+        source, major = warpgroup.OperandSource.RMEM, OperandMajorMode
         self.kernel(
             *[part for pair in loads for part in pair],
             *_tma(store, mdQ, self.dtype, self.dim),
@@ -307,8 +307,8 @@ class SelectedDQ:
             mK.shape[1],
             mQ.shape[2] // mK.shape[2],
             scale,
-            _mma(self.dtype, UNIT, registers, shared.K),
-            _mma(self.dtype, self.dim, registers, shared.MN),
+            _mma(self.dtype, UNIT, source, major.K),
+            _mma(self.dtype, self.dim, source, major.MN),
             _tiles(self.dtype, self.dim, CONSUMERS),
             _tiles(self.dtype, self.dim, STAGES),
         ).launch(
@@ -475,13 +475,11 @@ class SelectedDQ:
 
 @cute.jit
 def _row_statistics(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows: Int32) -> tuple[Float32, Float32]:
-    """(lse in base 2, delta) of a row, (inf, 0) where there is no finite lse."""
-    lse, delta = Float32.inf, Float32(0.0)
-    if row < num_rows:
-        value = mLse[row]
-        if (value > -Float32.inf) & (value < Float32.inf):
-            lse, delta = value * LOG2_E, mDelta[row]
-    return lse, delta
+    """(lse in base 2, delta) of a row, (inf, 0) where there is no finite lse. Without branches: loads go together."""
+    place = cutlass.min(row, num_rows - 1)
+    lse, delta = mLse[place], mDelta[place]
+    present = (row < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
+    return lse * LOG2_E if present else Float32.inf, delta if present else Float32(0.0)
 
 
 def _accumulated(acc: cute.Tensor) -> Any:
@@ -953,7 +951,7 @@ def selected_backward(
         q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable); all of `do` must be finite.
         k, v: `[B,N_k,H_kv,D]`, likewise.
         lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Not finite: the row has no keys.
-        delta: fp32 `[B,H,N]`, likewise: what dP is reduced by, sum(do * o) without a gate. Not read where lse is not
+        delta: fp32 `[B,H,N]`, likewise: what dP is reduced by, sum(do * o) without a gate. Ignored where lse is not
             finite.
         lists: from block_lists.chosen_lists, with `width` UNIT and entries False: tiles of T = `lists.rows` rows.
         bits: int32 `[B,S,ceil(N_k/size),words]`: bit t % 32 of word t // 32 says whether tile t chose the block. S is
