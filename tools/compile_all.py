@@ -46,6 +46,8 @@ DIMS = (64, 128)
 GROUPS = (1, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
+HOPPER_MODULES = ("selected_backward",)
+"""Of cute_kernels: what only sm_90a can run."""
 
 
 class Case(NamedTuple):
@@ -94,12 +96,16 @@ HEADER = LINE.format("arch", "kernel", "variant", "D", "G", "dtype", "bytes", "s
 
 def all_cases() -> Iterator[Case]:
     """The full matrix for the architecture of this process."""
+    from cute_kernels.device import compute_capability
+
     yield from pool_cases()
     yield from score_cases()
     yield from list_cases()
     yield from document_cases()
     yield from gate_cases()
     yield from transposed_list_cases()
+    if compute_capability(0)[0] == 9:
+        yield from hopper_cases()
     for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
         yield from fa4_cases(dim, group, dtype)
         yield from fa4_backward_cases(dim, group, dtype)
@@ -202,6 +208,22 @@ def transposed_list_cases() -> Iterator[Case]:
     for packed in (False, True):
         run = ours(_prefix, entries_of, 128, 256, packed=packed)
         yield Case("TransposedPrefixLists", "entries" + (",packed" if packed else ""), None, None, None, run)
+
+
+def hopper_cases() -> Iterator[Case]:
+    from cute_kernels.selected_backward import _add, _count, _dkv, _dq, _list
+
+    yield Case("CountVisits", "bits", None, None, None, ours(_count))
+    yield Case("ListVisits", "bits", None, None, None, ours(_list))
+    for dim, dtype in itertools.product(DIMS, DTYPES):
+        for causal in (True, False):
+            variant = "causal" if causal else "not-causal"
+            yield Case("SelectedDQ", variant, dim, None, dtype, ours(_dq, dim, dtype, causal, 256))
+            for size in (64, 128):
+                run = ours(_dkv, dim, dtype, causal, size, 256)
+                yield Case("SelectedDKV", f"{size}-in-64,{variant}", dim, None, dtype, run)
+        for size in (64, 128):
+            yield Case("AddSegments", f"{size}-in-64", dim, None, dtype, ours(_add, dim, dtype, size))
 
 
 def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], bytes]:
