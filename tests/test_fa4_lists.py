@@ -344,7 +344,7 @@ def test_wide_blocks_without_refinement_show_what_was_not_chosen(arch: str) -> N
     lists = model.chosen_lists(indices, 1, Keys(causal=False), size=64, width=128, rows=256, **sizes)
     assert lists.listed("mask", 0, 0, 0) == [0, 1]
     assert lists.bits is not None
-    assert lists.bits.tolist() == [[[[0b110]]]]
+    assert lists.bits.tolist() == [[[[0b110, 0]]]]
     q, k, v = make_qkv(256, heads=1, kv_heads=1, dim=4)
     how: dict[str, Any] = {"causal": False, "first_row": 0, "scale": 0.5}
     right, _ = model.selected(arch, q, k, v, lists, **how)
