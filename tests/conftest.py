@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("default")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Each worker would start a thread per core; they would wait for each other in busy loops and slow compilers down.
+    torch.set_num_threads(1)
 
 HARDWARE = {"cuda": torch.cuda.is_available}
 

@@ -1,13 +1,24 @@
-"""FA4's block lists in PyTorch: which (row, key) pairs a forward with given lists lets into the softmax, and how often.
+"""FA4's block lists in PyTorch: which (row, key) pairs attention with given lists computes, and how often.
 
-This is what FlashAttention-4 4.0.0b36 does, read from block_sparse_utils.py, mask.py and flash_fwd_sm{90,100}.py, not
-what it should do: blocks that are listed twice count twice, and keys behind the last one, where no mask takes them out,
-are rows of zeros (TMA fills what it reads out of bounds). Lists are built here too, by definition rather than in the
-way of cute_kernels.block_lists. Needs torch alone.
+This is what FlashAttention-4 4.0.0b36 does, read from block_sparse_utils.py, mask.py and flash_{fwd,bwd}_sm{90,100}.py,
+not what it should do: blocks that are listed twice count twice, and keys behind the last one, where no mask takes them
+out, are rows of zeros (TMA fills what it reads out of bounds). Lists are built here too, by definition rather than in
+the way of cute_kernels.block_lists. Needs torch alone; lists stay on the CPU, attention runs where its inputs are.
+
+The backward takes transposed lists: for each block of keys the query tiles that see it. As FA4 reads them
+
+- a mask_mod sees every `mask` tile and no `full` one; native causality masks every listed tile, and where it is on
+  FA4 ignores the mask_mod. It aligns the last query row with the last key, also where k is a slice of the keys.
+- Keys behind the last one are masked in every tile, so the order of a list matters to the rounding alone.
+- FA4 works on smaller tiles than the lists do. Those behind the last row are skipped on sm_90. On sm_100 the last tile
+  with rows is read in their place, and only a mask_mod (with native causality off), whose branch also masks rows behind
+  the last one, keeps it from counting once more in dk and dv, each row with every key of the block.
+- Blocks without tiles get gradients of zero.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -20,11 +31,13 @@ MaskMod = Callable[[Tensor, Tensor], Tensor]
 """Which of keys `[n]` each of rows `[m, 1]` may see, bool `[m, n]`."""
 
 WORD = 32
+NOT_READ = -(1 << 20)
+"""In places of a list that FA4 must not read."""
 
 
 @dataclass(frozen=True)
 class Lists:
-    """As cute_kernels.block_lists.BlockLists."""
+    """As cute_kernels.block_lists.BlockLists: of key blocks for each query tile, or transposed."""
 
     mask_count: Tensor
     mask_index: Tensor
@@ -43,14 +56,14 @@ class Lists:
 
     @staticmethod
     def planted(masks: list[list[int]], fulls: list[list[int]], *, rows: int, width: int) -> Lists:
-        """Any lists of one batch and head, one of either kind for each tile."""
+        """Any lists of one batch and head, one of either kind for each tile; transposed, for each block."""
         return Lists(*_padded(masks, 1, 1, len(masks)), *_padded(fulls, 1, 1, len(fulls)), rows, width)
 
-    def listed(self, kind: str, batch: int, head: int, tile: int) -> list[int]:
-        """Blocks of "mask" or "full" in the order of the list."""
+    def listed(self, kind: str, batch: int, head: int, place: int) -> list[int]:
+        """Blocks of tile `place` (transposed: tiles of block `place`) in "mask" or "full", in the order of the list."""
         count, index = getattr(self, f"{kind}_count"), getattr(self, f"{kind}_index")
-        blocks: list[int] = index[batch, head, tile, : int(count[batch, head, tile])].tolist()
-        return blocks
+        listed: list[int] = index[batch, head, place, : int(count[batch, head, place])].tolist()
+        return listed
 
 
 @dataclass(frozen=True)
@@ -82,27 +95,10 @@ def chosen_lists(
     rows_to: int,
 ) -> Lists:
     """What cute_kernels.block_lists.chosen_lists gives."""
-    batch, select_heads, tiles, _ = indices.shape
-    position = torch.arange(-(-num_keys // width) * width)
-    masks: list[list[int]] = []
-    fulls: list[list[int]] = []
-    unit = math.gcd(size, width)
-    units = torch.zeros(batch, select_heads, tiles, max(1, -(-num_keys // (unit * WORD))) * WORD, dtype=torch.int64)
-    for b, head, tile in torch.cartesian_prod(*map(torch.arange, (batch, heads, tiles))).tolist():
-        first = rows_from + tile * rows
-        visible = keys.visible(torch.arange(first, min(first + rows, rows_to)), position) & (position < num_keys)
-        select_head = head // (heads // select_heads)
-        chosen = torch.isin(position // size, indices[b, select_head, tile])
-        units[b, select_head, tile, : -(-num_keys // unit)] = chosen[:num_keys:unit].long()
-        touched, complete = chosen.view(-1, width).any(-1), chosen.view(-1, width).all(-1)
-        seen = visible.any(0).view(-1, width).any(-1)
-        seen_by_all = visible.all(0).view(-1, width).all(-1)
-        full = complete & seen_by_all
-        fulls.append(full.nonzero()[:, 0].tolist())
-        masks.append((touched & seen & ~full).nonzero()[:, 0].tolist())
-    bits = (units.unflatten(-1, (-1, WORD)) << torch.arange(WORD)).sum(-1).int()  # bit 31 is the sign
-    listed = (*_padded(masks, batch, heads, tiles), *_padded(fulls, batch, heads, tiles))
-    return Lists(*listed, rows, width, bits if size % width else None, unit)
+    chosen = _chosen_blocks(indices, -(-num_keys // size))
+    mask, full = _kinds(chosen, heads, keys, size, width, rows, num_keys, range(rows_from, rows_to))
+    bits, unit = _forward_bits(chosen, size, width, num_keys)
+    return Lists(*_listed(mask), *_listed(full), rows, width, bits, unit)
 
 
 def prefix_lists(
@@ -117,18 +113,128 @@ def prefix_lists(
     rows_to: int,
 ) -> Lists:
     """What cute_kernels.block_lists.prefix_lists gives: everything is chosen."""
+    mask, full = _all_kinds(batch, heads, keys, width, rows, num_keys, range(rows_from, rows_to))
+    return Lists(*_listed(mask), *_listed(full), rows, width)
+
+
+def tile_bits(indices: Tensor, blocks: int) -> Tensor:
+    """What cute_kernels.block_lists.tile_bits gives: which tiles chose each block, int32 `[B,S,blocks,words]`."""
+    return _packed(_chosen_blocks(indices, blocks).transpose(2, 3))
+
+
+def transposed_lists(
+    bits: Tensor,
+    heads: int,
+    keys: Keys,
+    *,
+    size: int,
+    width: int,
+    rows: int,
+    num_keys: int,
+    rows_from: int = 0,
+    rows_to: int,
+    first_block: int = 0,
+    blocks: int | None = None,
+) -> Lists:
+    """What cute_kernels.block_lists.transposed_lists gives, for blocks of `width` keys from `first_block` on.
+
+    A block that ends behind the keys is in `mask` for every tile, as it is forward. Bits of the result are the forward
+    ones, of all keys.
+    """
     tiles = -(-(rows_to - rows_from) // rows)
-    every = torch.arange(-(-num_keys // width)).expand(batch, 1, tiles, -1)
-    return chosen_lists(
-        every, heads, keys, size=width, width=width, rows=rows, num_keys=num_keys, rows_from=rows_from, rows_to=rows_to
-    )
+    chosen = _unpacked(bits)[..., :tiles].transpose(2, 3)
+    mask, full = _kinds(chosen, heads, keys, size, width, rows, num_keys, range(rows_from, rows_to))
+    columns = _columns(first_block, blocks)
+    forward, unit = _forward_bits(chosen, size, width, num_keys)
+    return Lists(*_listed(mask[columns].mT), *_listed(full[columns].mT), rows, width, forward, unit)
+
+
+def transposed_prefix_lists(
+    batch: int,
+    heads: int,
+    keys: Keys,
+    *,
+    width: int,
+    rows: int,
+    num_keys: int,
+    rows_from: int = 0,
+    rows_to: int,
+    first_block: int = 0,
+    blocks: int | None = None,
+) -> Lists:
+    """What cute_kernels.block_lists.transposed_prefix_lists gives: everything is chosen."""
+    mask, full = _all_kinds(batch, heads, keys, width, rows, num_keys, range(rows_from, rows_to))
+    columns = _columns(first_block, blocks)
+    return Lists(*_listed(mask[columns].mT), *_listed(full[columns].mT), rows, width)
+
+
+def _columns(first: int, count: int | None) -> tuple[Any, slice]:
+    return ..., slice(first, None if count is None else first + count)
+
+
+def _chosen_blocks(indices: Tensor, blocks: int) -> Tensor:
+    """Which blocks were chosen, bool `[B,S,tiles,blocks]`, from indices `[B,S,tiles,k]` padded with -1."""
+    chosen = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.bool)
+    return chosen.scatter_(-1, torch.where(indices < 0, blocks, indices).long(), True)[..., :blocks]
+
+
+def _kinds(
+    chosen: Tensor, heads: int, keys: Keys, size: int, width: int, rows: int, num_keys: int, all_rows: range
+) -> tuple[Tensor, Tensor]:
+    """Which blocks of `width` keys are in `mask` and which in `full` of each tile, bool `[B,H,tiles,blocks]`.
+
+    `chosen [B,S,tiles,n]` says which blocks of `size` keys the tiles chose.
+    """
+    position = torch.arange(-(-num_keys // width) * width)
+    wanted = torch.nn.functional.pad(chosen, [0, 1])[..., (position // size).clamp(max=chosen.shape[-1])]
+    wanted = wanted.repeat_interleave(heads // chosen.shape[1], dim=1).unflatten(-1, (-1, width))
+    row = torch.arange(all_rows.start, all_rows.stop)
+    seen, seen_by_all = [], []
+    for first in range(0, len(row), rows):
+        visible = keys.visible(row[first : first + rows], position) & (position < num_keys)
+        seen.append(visible.any(0).view(-1, width).any(-1))
+        seen_by_all.append(visible.all(0).view(-1, width).all(-1))
+    full = wanted.all(-1) & torch.stack(seen_by_all)
+    return wanted.any(-1) & torch.stack(seen) & ~full, full
+
+
+def _all_kinds(
+    batch: int, heads: int, keys: Keys, width: int, rows: int, num_keys: int, all_rows: range
+) -> tuple[Tensor, Tensor]:
+    """As `_kinds`, with everything chosen."""
+    every = torch.ones((batch, 1, -(-len(all_rows) // rows), -(-num_keys // width)), dtype=torch.bool)
+    return _kinds(every, heads, keys, width, width, rows, num_keys, all_rows)
+
+
+def _forward_bits(chosen: Tensor, size: int, width: int, num_keys: int) -> tuple[Tensor | None, int]:
+    """BlockLists.bits, where `width` asks for them, and BlockLists.unit."""
+    unit = math.gcd(size, width)
+    if size % width == 0:
+        return None, unit
+    words = _packed(chosen.repeat_interleave(size // unit, dim=-1)[..., : -(-num_keys // unit)])
+    return torch.nn.functional.pad(words, [0, max(0, 2 - words.shape[-1])]), unit  # FA4 wants two words or more
+
+
+def _packed(flags: Tensor) -> Tensor:
+    """Bits of the last dim in words, int32 `[..., ceil(n/32)]`."""
+    flags = torch.nn.functional.pad(flags, [0, -flags.shape[-1] % WORD]).long()
+    return (flags.unflatten(-1, (-1, WORD)) << torch.arange(WORD)).sum(-1).int()  # bit 31 is the sign
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    return ((words[..., None] >> torch.arange(WORD)) & 1).bool().flatten(-2)
+
+
+def _listed(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """The ascending numbers of the last dim that are set in flags `[B,H,n,m]`, as counts and lists."""
+    return _padded([row.nonzero()[:, 0].tolist() for row in flags.flatten(0, 2)], *flags.shape[:3])
 
 
 def _padded(lists: list[list[int]], *shape: int) -> tuple[Tensor, Tensor]:
-    """Counts `[B,H,tiles]` and blocks `[B,H,tiles,K]`, int32; places behind the count hold what must not be read."""
+    """Counts `[B,H,n]` and lists `[B,H,n,K]`, int32."""
     places = max([1, *map(len, lists)])
-    index = torch.tensor([[*blocks, *[-(1 << 20)] * (places - len(blocks))] for blocks in lists], dtype=torch.int32)
-    count = torch.tensor([len(blocks) for blocks in lists], dtype=torch.int32)
+    index = torch.tensor([[*listed, *[NOT_READ] * (places - len(listed))] for listed in lists], dtype=torch.int32)
+    count = torch.tensor([len(listed) for listed in lists], dtype=torch.int32)
     return count.view(shape), index.view(*shape, places)
 
 
@@ -182,9 +288,57 @@ def visible_pairs(
     return pairs
 
 
+def backward_pairs(
+    arch: str,
+    lists: Lists,
+    batch: int,
+    head: int,
+    *,
+    num_rows: int,
+    num_keys: int,
+    causal: bool = False,
+    mask_mod: MaskMod | None = None,
+) -> tuple[Tensor, Tensor]:
+    """How often each pair enters the gradients of one batch and head, by transposed lists; int64 `[rows, keys]`.
+
+    Causality is as in `visible_pairs`, but where it is on FA4 ignores the mask_mod.
+
+    Returns:
+        Counts for dq, dk and dv, and what comes on top of them in dk and dv.
+
+    Raises:
+        ValueError: FA4 takes no such tiles or blocks on `arch`.
+    """
+    _check_transposed(arch, lists, num_rows, num_keys)
+    pairs, again = torch.zeros((2, num_rows, num_keys), dtype=torch.int64)
+    for block, kind in itertools.product(range(lists.mask_count.shape[2]), ("mask", "full")):
+        there = slice(block * lists.width, min((block + 1) * lists.width, num_keys))
+        key = torch.arange(there.start, there.stop)
+        for tile in lists.listed(kind, batch, head, block):
+            first, stop = tile * lists.rows, (tile + 1) * lists.rows
+            if tile < 0 or first >= num_rows:
+                raise ValueError(f"listed tiles must have rows, got tile {tile}")
+            here = slice(first, min(stop, num_rows))
+            row = torch.arange(here.start, here.stop)[:, None]
+            seen = torch.ones(len(row), len(key), dtype=torch.bool)
+            if causal:
+                seen &= key <= row + num_keys - num_rows
+            elif mask_mod is not None and kind == "mask":
+                seen &= mask_mod(row, key)
+            pairs[here, there] += seen
+            if arch == "sm_100" and (causal or mask_mod is None):
+                whole_tiles_behind = (stop - num_rows) // BACKWARD_ROWS[arch]
+                last = (num_rows - 1) // BACKWARD_ROWS[arch] * BACKWARD_ROWS[arch]
+                again[last:, there] += max(0, whole_tiles_behind)
+    return pairs, again
+
+
+BACKWARD_ROWS = {"sm_90": 64, "sm_100": 128}
+"""Query rows that FA4's backward takes at once; on sm_90 twice as many with D = 64, which changes no pair."""
+
+
 def _check(arch: str, lists: Lists, num_rows: int) -> None:
-    if arch not in ("sm_90", "sm_100"):
-        raise ValueError(f"arch must be sm_90 or sm_100, got {arch!r}")
+    _check_arch(arch)
     unit = 128 if arch == "sm_90" else 256
     if lists.rows <= 0 or lists.rows % unit:
         raise ValueError(f"query tiles must be multiples of {unit} rows on {arch}, got {lists.rows}")
@@ -198,6 +352,29 @@ def _check(arch: str, lists: Lists, num_rows: int) -> None:
             f"lists must be for the {tiles} tiles of {num_rows} rows, got {lists.mask_count.shape[2]} and "
             f"{lists.full_count.shape[2]}"
         )
+
+
+def _check_transposed(arch: str, lists: Lists, num_rows: int, num_keys: int) -> None:
+    _check_arch(arch)
+    if lists.rows <= 0 or lists.rows % BACKWARD_ROWS[arch]:
+        raise ValueError(f"query tiles must be multiples of {BACKWARD_ROWS[arch]} rows on {arch}, got {lists.rows}")
+    if arch == "sm_90" and lists.width not in (64, 128):
+        raise ValueError(f"blocks must have 64 or 128 keys on {arch}, got {lists.width}")
+    if arch == "sm_100" and (lists.width <= 0 or lists.width % 128):
+        raise ValueError(f"blocks must have a multiple of 128 keys on {arch}, got {lists.width}")
+    blocks, tiles = -(-num_keys // lists.width), -(-num_rows // lists.rows)
+    if lists.mask_count.shape[2] != blocks or lists.full_count.shape[2] != blocks:
+        raise ValueError(
+            f"lists must be for the {blocks} blocks of {num_keys} keys, got {lists.mask_count.shape[2]} and "
+            f"{lists.full_count.shape[2]}"
+        )
+    if max(lists.mask_index.shape[3], lists.full_index.shape[3]) > tiles:
+        raise ValueError(f"lists must not have more places than there are tiles, {tiles}")
+
+
+def _check_arch(arch: str) -> None:
+    if arch not in ("sm_90", "sm_100"):
+        raise ValueError(f"arch must be sm_90 or sm_100, got {arch!r}")
 
 
 def attend(
@@ -219,7 +396,7 @@ def attend(
     lse = q.new_zeros((batch, heads, rows))
     for b in range(batch):
         for head in range(heads):
-            count = pairs(b, head)
+            count = pairs(b, head).to(q.device)
             behind = [0, 0, 0, count.shape[1] - k.shape[1]]
             keys, values = (torch.nn.functional.pad(x[b, :, head // (heads // k.shape[2])], behind) for x in (k, v))
             logits = torch.where(count > 0, q[b, :, head] @ keys.T * scale, -math.inf)
@@ -230,6 +407,41 @@ def attend(
             o[b, :, head] = weights / torch.where(total == 0, 1, total) @ values
             lse[b, head] = (top + torch.log(total))[:, 0]
     return o, lse
+
+
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    pairs: Callable[[int, int], tuple[Tensor, Tensor]],
+    scale: float,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of `attend` by what it returned, each pair as often as `pairs(batch, head)` says.
+
+    All computed in `dtype`; exponentials and sums over heads, if that is wider, in fp32. For rows with an lse of -inf
+    FA4 takes 0.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v, out, dout = (x.to(dtype) for x in (q, k, v, out, dout))
+    lse = torch.where(lse == -math.inf, 0, lse).to(wide)
+    delta = (out.to(wide) * dout.to(wide)).sum(-1)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    for b in range(q.shape[0]):
+        for head in range(q.shape[2]):
+            count, again = (x.to(q.device) for x in pairs(b, head))
+            at, kv = (b, slice(None), head), (b, slice(None), head // group)
+            logits = torch.where(count + again > 0, (q[at] @ k[kv].T * scale).to(wide), -math.inf)
+            weights = torch.exp(logits - lse[b, head, :, None])
+            steps = weights * ((dout[at] @ v[kv].T).to(wide) - delta[at][:, None])
+            dq[at] = (count * steps).to(dtype) @ k[kv] * scale
+            dk[kv] += ((count + again) * steps).to(dtype).T @ q[at] * scale
+            dv[kv] += ((count + again) * weights).to(dtype).T @ dout[at]
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 # Twins of cute_kernels.fa4's attentions over lists
@@ -253,16 +465,60 @@ def selected(
     def pairs(batch: int, head: int) -> Tensor:
         if lists.bits is None:
             return visible_pairs(arch, lists, batch, head, causal=causal, **sizes)
-        words = lists.bits[batch, head // (q.shape[2] // lists.bits.shape[1])]  # [tiles, words]
-
-        def chosen(row: Tensor, token: Tensor) -> Tensor:
-            bit = token // lists.unit
-            inside = ((words[row // lists.rows, bit // WORD] >> (bit % WORD)) & 1) == 1
-            return inside & (token <= row + first_row) if causal else inside
-
+        chosen = _chosen(lists, batch, head, q.shape[2], causal=causal, first_row=first_row)
         return visible_pairs(arch, lists, batch, head, mask_mod=chosen, **sizes)
 
     return attend(q, k, v, pairs, scale, dtype)
+
+
+def selected_backward(
+    arch: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    lists: Lists,
+    *,
+    causal: bool,
+    first_row: int,
+    scale: float,
+    first_key: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What cute_kernels.fa4.selected_backward gives: with native causality where that is right, else with a mask_mod.
+
+    Row 0 is token `first_row`, key 0 is token `first_key`.
+    """
+    sizes: dict[str, Any] = {"num_rows": q.shape[1], "num_keys": k.shape[1]}
+    ends_meet = first_row + q.shape[1] == first_key + k.shape[1]
+    native = arch == "sm_90" and lists.bits is None and (ends_meet or not causal)
+
+    def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
+        if native:
+            return backward_pairs(arch, lists, batch, head, causal=causal, **sizes)
+        chosen = _chosen(lists, batch, head, q.shape[2], causal=causal, first_row=first_row, first_key=first_key)
+        return backward_pairs(arch, lists, batch, head, mask_mod=chosen, **sizes)
+
+    return attend_backward(q, k, v, out, dout, lse, pairs, scale, dtype)
+
+
+def _chosen(
+    lists: Lists, batch: int, head: int, heads: int, *, causal: bool, first_row: int, first_key: int = 0
+) -> MaskMod:
+    """Whether a token's unit was chosen for the row's tile and, with causality, the token is not behind the row."""
+    words = None if lists.bits is None else lists.bits[batch, head // (heads // lists.bits.shape[1])]  # [tiles, words]
+
+    def chosen(row: Tensor, key: Tensor) -> Tensor:
+        token = key + first_key
+        inside = (token <= row + first_row) | (not causal)
+        if words is not None:
+            bit = token // lists.unit
+            inside = inside & ((words[row // lists.rows, bit // WORD] >> (bit % WORD)) & 1 == 1)
+        return inside
+
+    return chosen
 
 
 def compressed(
@@ -279,11 +535,37 @@ def compressed(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """What cute_kernels.fa4.compressed gives with lists."""
+    sizes: dict[str, Any] = {"num_rows": q.shape[1], "num_keys": k.shape[1]}
+    ended = _ended(length, stride, first_row)
+    return attend(q, k, v, lambda b, head: visible_pairs(arch, lists, b, head, mask_mod=ended, **sizes), scale, dtype)
 
-    def ended(row: Tensor, entry: Tensor) -> Tensor:
-        return entry * stride + (length - 1) <= row + first_row
 
-    def pairs(batch: int, head: int) -> Tensor:
-        return visible_pairs(arch, lists, batch, head, num_rows=q.shape[1], num_keys=k.shape[1], mask_mod=ended)
+def compressed_backward(
+    arch: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    lists: Lists,
+    *,
+    length: int,
+    stride: int,
+    first_row: int,
+    scale: float,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What cute_kernels.fa4.compressed_backward gives. Entries from j on: `first_row` less j * stride."""
+    sizes: dict[str, Any] = {"num_rows": q.shape[1], "num_keys": k.shape[1]}
+    ended = _ended(length, stride, first_row)
 
-    return attend(q, k, v, pairs, scale, dtype)
+    def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
+        return backward_pairs(arch, lists, batch, head, mask_mod=ended, **sizes)
+
+    return attend_backward(q, k, v, out, dout, lse, pairs, scale, dtype)
+
+
+def _ended(length: int, stride: int, first_row: int) -> MaskMod:
+    """Whether the block of an entry has ended."""
+    return lambda row, entry: entry * stride + (length - 1) <= row + first_row

@@ -7,7 +7,7 @@ itself held against FA4, also with lists that are wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,43 +23,23 @@ from cute_kernels import fa4
 from nsa import NSAConfig
 from nsa.tensors import NSAAux
 from tests import fa4_model as model
+from tests.fa4_cases import (
+    ARCHS,
+    CAUSAL,
+    COMPRESSIONS,
+    NOISY,
+    RULES,
+    TILES,
+    TOKENS,
+    assert_same_lists,
+    chunk,
+    chunks_of,
+    low_precision_qkv,
+    on_device,
+    random_blocks,
+)
 from tests.fa4_model import Keys, Lists
 from tests.helpers import assert_within_budget, make_inputs, make_qkv
-
-RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
-ARCHS = pytest.mark.parametrize("arch", RULES)
-CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-NOISY = pytest.mark.filterwarnings("default")
-"""FA4 and CuTe DSL warn while they are imported and while they compile."""
-TOKENS = [1, 63, 64, 65, 127, 128, 255, 256, 257, 300, 513, 1000]
-TILES = [128, 256, 512]
-COMPRESSIONS = [(32, 16), (64, 64), (20, 7), (128, 128), (4, 1), (16, 16), (8, 2)]
-
-
-def random_blocks(shape: tuple[int, ...], blocks: int, count: int, seed: int) -> Tensor:
-    """Up to `count` of the first `blocks` blocks for each tile, ascending, padded with -1; int32 `[*shape, count]`.
-
-    `shape` ends with the number of tiles. Half of the tiles hold the block at the same fraction of the keys as theirs
-    of the rows, which lies on the diagonal or next to it.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand((*shape, blocks), generator=generator)
-    tiles = torch.arange(shape[-1])
-    diagonal = (tiles * blocks // shape[-1])[:, None] == torch.arange(blocks)
-    scores = scores + diagonal * torch.randint(0, 2, (*shape, 1), generator=generator)
-    order = torch.argsort(scores, dim=-1, descending=True)[..., :count]
-    kept = torch.randint(0, count + 1, (*shape, 1), generator=generator)
-    order = torch.where(torch.arange(order.shape[-1]) < kept, order, blocks).sort(-1).values
-    order = torch.nn.functional.pad(order, [0, count - order.shape[-1]], value=blocks)
-    return torch.where(order < blocks, order, -1).int()
-
-
-def chunk(tokens: int, tile: int, first: int, last: int) -> tuple[int, int]:
-    """Rows from one tile to behind a later one, as queries are processed in chunks of tiles."""
-    tiles = -(-tokens // tile)
-    start = first % tiles
-    stop = start + 1 + last % (tiles - start)
-    return start * tile, min(stop * tile, tokens)
 
 
 def assert_branch(got: tuple[Tensor, Tensor], aux: NSAAux, branch: str, start: int, stop: int) -> None:
@@ -344,7 +324,7 @@ def test_wide_blocks_without_refinement_show_what_was_not_chosen(arch: str) -> N
     lists = model.chosen_lists(indices, 1, Keys(causal=False), size=64, width=128, rows=256, **sizes)
     assert lists.listed("mask", 0, 0, 0) == [0, 1]
     assert lists.bits is not None
-    assert lists.bits.tolist() == [[[[0b110]]]]
+    assert lists.bits.tolist() == [[[[0b110, 0]]]]
     q, k, v = make_qkv(256, heads=1, kv_heads=1, dim=4)
     how: dict[str, Any] = {"causal": False, "first_row": 0, "scale": 0.5}
     right, _ = model.selected(arch, q, k, v, lists, **how)
@@ -410,26 +390,13 @@ def test_malformed_lists_are_wrong() -> None:
 # The model against FA4 on sm_90
 
 
-def on_device(lists: Lists) -> Any:
-    """The BlockLists that FA4 is given."""
-    from cute_kernels.block_lists import BlockLists
-
-    values: dict[str, Any] = vars(lists)
-    return BlockLists(**{name: value.cuda() if isinstance(value, Tensor) else value for name, value in values.items()})
-
-
-def low_precision_qkv(tokens: int, dim: int, *, heads: int = 4, kv_heads: int = 2, batch: int = 2) -> list[Tensor]:
-    """Quantised q, k, v on the CPU."""
-    return [x.bfloat16() for x in make_qkv(tokens, heads, kv_heads, dim, batch=batch, seed=tokens)]
-
-
 def assert_predicted(
     got: tuple[Tensor, Tensor | None], predict: Callable[..., tuple[Tensor, Tensor]], name: str
 ) -> None:
     """FA4's results are what the model predicts, to the accuracy of bf16."""
     (o, lse), (low_o, low_lse) = predict(dtype=torch.float64), predict(dtype=torch.bfloat16)
-    assert got[1] is not None
-    got_o, got_lse = got[0].cpu(), got[1].cpu()
+    got_o, got_lse = got
+    assert got_lse is not None
     assert_within_budget(got_o, o, low_o, f"o of {name}")
     empty = lse == -math.inf
     assert torch.equal(got_lse == -math.inf, empty), f"rows without keys of {name}"
@@ -447,13 +414,13 @@ def assert_predicted(
     ids=str,
 )
 def test_fa4_selects_what_the_model_predicts(dim: int, tile: int, size: int, width: int, causal: bool) -> None:
-    for tokens in (63, 257, 1000):
+    for tokens in (63, 257, 700):
         q, k, v = low_precision_qkv(tokens, dim)
         indices = random_blocks((2, 2, -(-tokens // tile)), -(-tokens // size), 5, seed=tokens)
         sizes = {"num_keys": tokens, "rows_from": 0, "rows_to": tokens}
         lists = model.chosen_lists(indices, 4, Keys(causal=causal), size=size, width=width, rows=tile, **sizes)
         how: dict[str, Any] = {"causal": causal, "first_row": 0, "scale": dim**-0.5}
-        got = fa4.selected(q.cuda(), k.cuda(), v.cuda(), on_device(lists), **how)
+        got = fa4.selected(q, k, v, on_device(lists), **how)
         assert_predicted(got, partial(model.selected, "sm_90", q, k, v, lists, **how), f"{tokens} tokens")
 
 
@@ -463,7 +430,7 @@ def test_fa4_selects_what_the_model_predicts(dim: int, tile: int, size: int, wid
 @pytest.mark.parametrize(("length", "stride"), COMPRESSIONS[::2], ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(128, 128), (256, 128), (128, 64)], ids=str)
 def test_fa4_compresses_what_the_model_predicts(dim: int, length: int, stride: int, rows: int, width: int) -> None:
-    for tokens in (257, 1000):
+    for tokens in (257, 700):
         config = NSAConfig(compress_block_size=length, compress_stride=stride)
         entries = config.num_compressed(tokens)
         q, *_ = low_precision_qkv(tokens, dim)
@@ -471,7 +438,7 @@ def test_fa4_compresses_what_the_model_predicts(dim: int, length: int, stride: i
         sizes = {"num_keys": entries, "rows_from": 0, "rows_to": tokens}
         lists = model.prefix_lists(2, 4, Keys(length, stride), width=width, rows=rows, **sizes)
         how: dict[str, Any] = {"length": length, "stride": stride, "first_row": 0, "scale": dim**-0.5}
-        got = fa4.compressed(q.cuda(), k.cuda(), v.cuda(), on_device(lists), **how)
+        got = fa4.compressed(q, k, v, on_device(lists), **how)
         assert_predicted(got, partial(model.compressed, "sm_90", q, k, v, lists, **how), f"{tokens} tokens")
 
 
@@ -491,34 +458,11 @@ def test_fa4_does_with_malformed_lists_what_the_model_predicts(name: str, masked
     else:
         how |= {"causal": masked == "causal"}
         door, predict = fa4.selected, model.selected  # type: ignore[assignment]
-    got = door(q.cuda(), k.cuda(), v.cuda(), on_device(lists), **how)
+    got = door(q, k, v, on_device(lists), **how)
     assert_predicted(got, partial(predict, "sm_90", q, k, v, lists, **how), name)
 
 
 # The kernels that build lists against their twins
-
-
-def assert_same_lists(got: Any, twin: Lists) -> None:
-    lists = Lists.of(got)
-    assert (lists.rows, lists.width) == (twin.rows, twin.width)
-    for kind in ("mask", "full"):
-        count, expected = getattr(lists, f"{kind}_count"), getattr(twin, f"{kind}_count")
-        assert count.dtype == torch.int32
-        assert torch.equal(count, expected), kind
-        for place in torch.cartesian_prod(*map(torch.arange, count.shape)).tolist():
-            assert lists.listed(kind, *place) == twin.listed(kind, *place), (kind, place)
-    assert (lists.bits is None) == (twin.bits is None)
-    if lists.bits is not None and twin.bits is not None:
-        assert lists.unit == twin.unit
-        assert torch.equal(lists.bits, twin.bits)
-
-
-def chunks_of(tokens: int, tile: int) -> Iterator[tuple[int, int]]:
-    """All rows, and some that start later or stop earlier."""
-    yield 0, tokens
-    if tokens > tile:
-        yield tile, tokens
-        yield 0, tile
 
 
 @pytest.mark.cuda
