@@ -1,6 +1,6 @@
 """The only door to FlashAttention-4 (flash_attn.cute): the three attentions of NSA, each returning (o, lse).
 
-What FA4 4.0.0b36 does with block lists, read from it and checked against it (tests/test_fa4.py):
+What FA4 4.0.0b36 does with block lists, read from it and checked against it (tests/fa4_model.py):
 
 - `mask` blocks are visited first, then `full` ones, each list from its end. Only the first visited block of each list
   is masked at the end of the keys, so lists ascend, and the block with the end of the keys comes last in its list.
@@ -9,6 +9,12 @@ What FA4 4.0.0b36 does with block lists, read from it and checked against it (te
 - A mask_mod sees every `mask` block and no `full` one.
 - Both lists must be given, also when one is empty; a list need not be longer than what is read of it.
 - With cu_seqlens and seqused, rows that are not used are not written.
+
+Its backward takes tiles of rows for each block of keys instead. What differs from the forward:
+
+- The end of the keys is masked everywhere, native causality in every listed tile, so the order is free.
+- sm_100 skips no rows behind the last one: it counts the last rows twice in dk and dv, unless there is a mask_mod.
+- Native causality counts from the last row and the last key that are passed; a range of keys needs a mask_mod.
 
 q `[B,M,H,D]`, k `[B,N,H_kv,D]`, v `[B,N,H_kv,D_v]`, rows aligned (device.vectorizable); o `[B,M,H,D_v]` in their dtype,
 lse `[B,H,M]` fp32, natural log; rows without keys give 0 and -inf.
@@ -214,11 +220,9 @@ def selected_backward(
         mask_mod = _chosen_by_tile(lists.unit, lists.rows, group, causal)
         scalars: tuple[int, ...] = first_row // lists.rows, first_key, first_row - first_key
         _differentiate(gradients, scale, lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=[lists.bits])
-    elif causal:
-        mask_mod = _ended(1, 1)
-        _differentiate(gradients, scale, lists=lists, mask_mod=mask_mod, scalars=(first_row - first_key,))
     else:
-        _differentiate(gradients, scale, lists=lists)
+        mask_mod, scalars = (_ended(1, 1), (first_row - first_key,)) if causal else (_anything(), ())
+        _differentiate(gradients, scale, lists=lists, mask_mod=mask_mod, scalars=scalars)
 
 
 def window_backward(
@@ -481,6 +485,18 @@ def _aux(scalars: tuple[int, ...]) -> Any:
 
 
 # Masks for blocks that are visible in part. FA4 hashes them with their constants; runtime values come as scalars.
+
+
+@lru_cache
+def _anything() -> Any:
+    """Every key is visible."""
+    from cutlass import cute
+
+    @cute.jit
+    def anything(batch, head, row, key, seqlen_info, tensors):  # type: ignore[no-untyped-def]
+        return row >= 0
+
+    return anything
 
 
 @lru_cache
