@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from cute_kernels import fa4
+from cute_kernels import selected_backward as split
 from cute_kernels.block_lists import BlockLists, Keys
 from cute_kernels.compress import block_means
 from cute_kernels.device import vectorizable
 from cute_kernels.documents import sizes
-from cute_kernels.forward import Branch, Call, Part, Plan, attend, chunks, gate, keys_of, prepare
+from cute_kernels.forward import Branch, Call, Part, Plan, attend, chunks, gate, keys_of, prepare, token_lists
 from cute_kernels.gate_backward import gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
+from cute_kernels.support import can_split
 from cute_kernels.transposed_lists import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
 
 TEMPORARY_BYTES = 1 << 30
@@ -49,6 +51,9 @@ DIFFERENTIABLE = (
 
 
 BRANCHES = ("cmp", "slc", "win")
+
+SPLIT = False
+"""Whether the selected branch takes the kernels of selected_backward.py wherever it can, not FlashAttention-4's."""
 
 
 class Saved(NamedTuple):
@@ -165,12 +170,15 @@ def _joined(tensors: list[Tensor | None], dim: int) -> Tensor | None:
     return torch.cat(present, dim)
 
 
-def nsa_backward(inputs: Any, config: Any, saved: Sequence[Tensor], do: Tensor) -> dict[str, Tensor]:
+def nsa_backward(
+    inputs: Any, config: Any, saved: Sequence[Tensor], do: Tensor, *, deterministic: bool = False
+) -> dict[str, Tensor]:
     """Gradients of all inputs that have one, by name, in the inputs' shapes and dtypes.
 
     Args:
         saved: from `nsa_saving`.
         do: gradient of out, `[B,N,H,D_v]`, packed `[T,H,D_v]`.
+        deterministic: bitwise repeatable, for what support.py lets through.
     """
     kept = Saved.of_list(saved)
     compressed = None if kept.k_cmp is None or kept.v_cmp is None else (kept.k_cmp, kept.v_cmp)
@@ -180,7 +188,7 @@ def nsa_backward(inputs: Any, config: Any, saved: Sequence[Tensor], do: Tensor) 
     results = _Results(call)
     if call.inputs.q.numel() > 0:
         for heads in _passes(call):
-            _differentiate(call, kept, do, heads, results)
+            _differentiate(call, kept, do, heads, results, deterministic)
         results.finish()
     return {
         name: tensor.squeeze(0) if packed and tensor.dim() == 4 else tensor
@@ -221,7 +229,9 @@ class _Results:
                 self.gradients[name] = entries.to(self.gradients[name].dtype)
 
 
-def _differentiate(call: Call, saved: Saved, do: Tensor, kv_heads: slice, results: _Results) -> None:
+def _differentiate(
+    call: Call, saved: Saved, do: Tensor, kv_heads: slice, results: _Results, deterministic: bool
+) -> None:
     """Everything that belongs to some key/value heads."""
     inputs, documents, config = call.inputs, call.plan.documents, call.plan.config
     group = inputs.q.shape[2] // inputs.k.shape[2]
@@ -258,16 +268,18 @@ def _differentiate(call: Call, saved: Saved, do: Tensor, kv_heads: slice, result
 
     if (some.k_cmp.shape[1] if documents is None else documents.most_entries) > 0:
         cmp = gradients_of(0, some.k_cmp, some.v_cmp)
-        for total, x in zip(results.entries, compressed_backward(call.plan, cmp, part.cmp_indices), strict=True):
+        for total, x in zip(
+            results.entries, compressed_backward(call.plan, cmp, part.cmp_indices, deterministic), strict=True
+        ):
             total[:, :, kv_heads] = x
         del cmp
     whole: dict[str, fa4.Gradients] = {}
     if part.indices.numel() > 0:
         whole["slc"] = gradients_of(1, *keys_of(some.attended, "slc"))
-        selected_backward(call.plan, whole["slc"], part.indices)
+        selected_backward(call.plan, whole["slc"], part.indices, gated.delta, deterministic)
     if config.window_size > 0:
         whole["win"] = gradients_of(2, *keys_of(some.attended, "win"))
-        window_backward(call.plan, whole["win"])
+        window_backward(call.plan, whole["win"], deterministic)
     query_gradients(
         dq,
         q_parts,
@@ -326,14 +338,16 @@ def _before_projection(some: Call, entries: list[Tensor], kv_heads: slice, resul
 # The branches. Each fills in dq, dk and dv of its `Gradients`.
 
 
-def compressed_backward(plan: Plan, gradients: fa4.Gradients, indices: Tensor | None) -> tuple[Tensor, Tensor]:
+def compressed_backward(
+    plan: Plan, gradients: fa4.Gradients, indices: Tensor | None, deterministic: bool
+) -> tuple[Tensor, Tensor]:
     """Returns dk and dv in fp32."""
     q, k = gradients.q, gradients.k
     documents, keys = plan.documents, plan.entry
     batch, num_rows = q.shape[:2]
     if indices is None and keys.causal and documents is None and keys.length % keys.stride == 0:
-        if batch == 1 or num_rows >= PHASES_FROM:
-            return _compressed_by_phases(plan, gradients)
+        if batch == 1 or num_rows >= PHASES_FROM or deterministic:
+            return _compressed_by_phases(plan, gradients, deterministic)
     length, stride = (keys.length, keys.stride) if keys.causal else (1, 0)
     how: dict[str, Any] = {"length": length, "stride": stride, "first_row": 0, "scale": plan.scale}
     if documents is not None:
@@ -344,7 +358,7 @@ def compressed_backward(plan: Plan, gradients: fa4.Gradients, indices: Tensor | 
         for piece, lists in _pieces(plan, gradients, bits, keys, size=size, width=size, divide=False):
             fa4.compressed_backward(piece.gradients, lists, **how)
     elif not keys.causal:
-        fa4.compressed_backward(gradients, None, **how)
+        fa4.compressed_backward(gradients, None, **how, deterministic=deterministic)
     else:
         lists = transposed_prefix_lists(
             batch,
@@ -361,7 +375,7 @@ def compressed_backward(plan: Plan, gradients: fa4.Gradients, indices: Tensor | 
     return gradients.dk.float(), gradients.dv.float()
 
 
-def _compressed_by_phases(plan: Plan, given: fa4.Gradients) -> tuple[Tensor, Tensor]:
+def _compressed_by_phases(plan: Plan, given: fa4.Gradients, deterministic: bool) -> tuple[Tensor, Tensor]:
     """Rows i = m*d + p of one phase p see entries causally: j <= m - l/d, for the last phase j <= m - l/d + 1.
 
     So d phases are a batch of dense causal attentions, much faster than lists: the few blocks of entries become many.
@@ -376,9 +390,11 @@ def _compressed_by_phases(plan: Plan, given: fa4.Gradients) -> tuple[Tensor, Ten
 
     def differentiate(gradients: fa4.Gradients, b: int, seen: int, *, causal: bool) -> None:
         if causal:
-            fa4.phases_backward(gradients, scale=plan.scale)
+            fa4.phases_backward(gradients, scale=plan.scale, deterministic=deterministic)
         else:
-            fa4.compressed_backward(gradients, None, length=1, stride=0, first_row=0, scale=plan.scale)
+            fa4.compressed_backward(
+                gradients, None, length=1, stride=0, first_row=0, scale=plan.scale, deterministic=deterministic
+            )
         dk[b, :seen] += gradients.dk.sum(0, dtype=torch.float32)
         dv[b, :seen] += gradients.dv.sum(0, dtype=torch.float32)
 
@@ -406,9 +422,30 @@ def _compressed_by_phases(plan: Plan, given: fa4.Gradients) -> tuple[Tensor, Ten
     return dk, dv
 
 
-def selected_backward(plan: Plan, gradients: fa4.Gradients, indices: Tensor) -> None:
+def selected_backward(
+    plan: Plan, gradients: fa4.Gradients, indices: Tensor, delta: Tensor, deterministic: bool
+) -> None:
+    """Args: `delta`, do . o, fp32 `[B,H,N]`."""
     size, causal, k = plan.config.select_size, plan.config.causal, gradients.k
     bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=False, documents=plan.documents)
+    if deterministic or (SPLIT and can_split(plan.rules, gradients.q.shape[-1], gradients.v.shape[-1])):
+        split.selected_backward(
+            gradients.q,
+            k,
+            gradients.v,
+            gradients.do,
+            gradients.lse,
+            delta,
+            token_lists(plan, gradients.q, k, indices, 0),
+            bits,
+            size=size,
+            causal=causal,
+            scale=plan.scale,
+            dq=gradients.dq,
+            dk=gradients.dk,
+            dv=gradients.dv,
+        )
+        return
     width = plan.rules.width(size)
     for piece, lists in _pieces(plan, gradients, bits, plan.token, size=size, width=width, divide=True):
         where = {"first_row": piece.first_row, "first_key": piece.first_key}
@@ -494,8 +531,10 @@ def _pieces(
             one.dq.copy_(total)
 
 
-def window_backward(plan: Plan, gradients: fa4.Gradients) -> None:
+def window_backward(plan: Plan, gradients: fa4.Gradients, deterministic: bool) -> None:
     size = plan.config.window_size
     before, behind = (size - 1, 0) if plan.config.causal else (size // 2, size // 2)
     documents = None if plan.documents is None else plan.documents.rows_of_each
-    fa4.window_backward(gradients, left=before, right=behind, scale=plan.scale, documents=documents)
+    fa4.window_backward(
+        gradients, left=before, right=behind, scale=plan.scale, documents=documents, deterministic=deterministic
+    )

@@ -185,10 +185,15 @@ def compressed_backward(
     first_row: int,
     scale: float,
     shifts: Tensor | None = None,
+    deterministic: bool = False,
 ) -> None:
-    """Backward of `compressed`. `lists`: tiles of rows for each block of entries (transposed_lists.py)."""
+    """Backward of `compressed`. `lists`: tiles of rows for each block of entries (transposed_lists.py).
+
+    Args:
+        deterministic: add up in a fixed order, without lists only.
+    """
     if lists is None:
-        _differentiate(gradients, scale)
+        _differentiate(gradients, scale, deterministic=deterministic)
     elif shifts is not None:
         mask_mod = _ended_in_tile(length, stride, gradients.q.shape[1] // max(shifts.shape[0], 1))
         _differentiate(gradients, scale, lists=lists, mask_mod=mask_mod, tensors=[shifts])
@@ -196,9 +201,9 @@ def compressed_backward(
         _differentiate(gradients, scale, lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
 
 
-def phases_backward(gradients: Gradients, *, scale: float) -> None:
+def phases_backward(gradients: Gradients, *, scale: float, deterministic: bool = False) -> None:
     """Backward of attention where row i of M sees entry j of K iff j <= i + K - M."""
-    _differentiate(gradients, scale, causal=True)
+    _differentiate(gradients, scale, causal=True, deterministic=deterministic)
 
 
 def selected_backward(
@@ -226,11 +231,17 @@ def selected_backward(
 
 
 def window_backward(
-    gradients: Gradients, *, left: int, right: int, scale: float, documents: tuple[Tensor, Tensor] | None = None
+    gradients: Gradients,
+    *,
+    left: int,
+    right: int,
+    scale: float,
+    documents: tuple[Tensor, Tensor] | None = None,
+    deterministic: bool = False,
 ) -> None:
     """Backward of `window`; with documents, other rows of the gradients hold anything."""
     if documents is None:
-        _differentiate(gradients, scale, window=(left, right))
+        _differentiate(gradients, scale, window=(left, right), deterministic=deterministic)
     else:
         squeezed = gradients.map(lambda x: x.squeeze(0))
         _differentiate(squeezed, scale, window=(left, right), documents=documents)
@@ -275,6 +286,7 @@ def _differentiate(
     scalars: tuple[int, ...] = (),
     tensors: list[Tensor] | None = None,
     documents: tuple[Tensor, Tensor] | None = None,
+    deterministic: bool = False,
 ) -> None:
     """FA4's backward. A KV head's dk and dv are added up in fp32 over its query heads, dq over the blocks of keys."""
     from flash_attn.cute import interface
@@ -315,6 +327,7 @@ def _differentiate(
                 aux_tensors=tensors,
                 aux_scalars=_aux(scalars).scalars,
                 block_sparse_tensors=sparse,
+                deterministic=deterministic,
             )
         finally:
             interface._tile_size_bwd_sm90 = tile_size

@@ -33,11 +33,37 @@ def check(call: Any) -> str | None:
     if rules is None:
         major, minor = compute_capability(device.index or 0)
         return f"needs compute capability 9.x or 10.x, this device has {major}.{minor}"
-    if call.backward and call.options.get("deterministic"):
-        return "adds gradients with atomics in FlashAttention-4, so deterministic=True cannot be kept"
     if inputs is None or config is None:
         return None
-    return fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)
+    reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)
+    if reason is None and call.backward and call.options.get("deterministic"):
+        reason = _refusal_of_determinism(inputs, config, rules)
+    return reason
+
+
+def can_split(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
+    """Whether the selected branch's backward has kernels without atomics (selected_backward.py)."""
+    return SELECT_UNIT in rules.widths and dim == v_dim
+
+
+def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
+    """FlashAttention-4 adds up in a fixed order without block lists only; with them, only our split backward does."""
+    dims = inputs.q.shape[-1], inputs.v.shape[-1]
+    got = None
+    if not can_split(rules, *dims):
+        got = "Blackwell's tiles" if SELECT_UNIT not in rules.widths else f"D={dims[0]}, D_v={dims[1]}"
+    elif inputs.cu_seqlens is not None:
+        got = "cu_seqlens"
+    elif config.num_cmp_selected_blocks is not None:
+        got = f"num_cmp_selected_blocks={config.num_cmp_selected_blocks}"
+    elif config.compress_block_size % config.stride:
+        got = f"compress_block_size={config.compress_block_size}, stride={config.stride}"
+    if got is None:
+        return None
+    return (
+        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens and "
+        f"num_cmp_selected_blocks, and a stride that divides compress_block_size, got {got}"
+    )
 
 
 def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:

@@ -103,6 +103,8 @@ def all_cases() -> Iterator[Case]:
     yield from list_cases()
     yield from document_cases()
     yield from gate_cases()
+    yield from gate_gradient_cases()
+    yield from gradient_sum_cases()
     yield from transposed_list_cases()
     if compute_capability(0)[0] == 9:
         yield from hopper_cases()
@@ -184,6 +186,42 @@ def gate_cases() -> Iterator[Case]:
         }
         for variant, gates in variants.items():
             yield Case("GatedSum", variant, dim, None, dtype, ours(_compiled, dim, dim, dtype, *gates))
+
+
+def gate_gradient_cases() -> Iterator[Case]:
+    from cute_kernels.gate_backward import _compiled
+
+    for dim, dtype in itertools.product(DIMS, DTYPES):
+        variants = {
+            "projected": (torch.float32, True, False),
+            "projected,packed": (torch.float32, True, True),
+            "given": (dtype, False, False),
+            "given,fp32,packed": (torch.float32, False, True),
+            "thirds": (None, False, False),
+        }
+        for variant, arguments in variants.items():
+            run = ours(_compiled, dim, dim, dtype, *arguments)
+            yield Case("GateGradients", variant, dim, None, dtype, run)
+
+
+def gradient_sum_cases() -> Iterator[Case]:
+    from cute_kernels.block_lists import Keys
+    from cute_kernels.gradient_sums import _keys, _queries
+
+    entries = Keys(32, 16)
+    for dim, dtype in itertools.product(DIMS, DTYPES):
+        for variant, arguments in {
+            "three,projected": (3, dtype, False),
+            "three,projected,packed": (3, torch.float32, True),
+            "one": (1, None, False),
+        }.items():
+            yield Case("QueryGradients", variant, dim, None, dtype, ours(_queries, dim, dtype, *arguments))
+        for variant, keys in {
+            "two,entries": (2, entries, 1, False),
+            "two,entries,packed": (2, entries, 256, True),
+            "one": (1, None, 1, False),
+        }.items():
+            yield Case("KeyGradients", variant, dim, None, dtype, ours(_keys, (dim, dim), dtype, *keys))
 
 
 def transposed_list_cases() -> Iterator[Case]:
@@ -303,6 +341,7 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
+    """All but deterministic ones, which FlashAttention-4 compiles for tensors with data only."""
     from cute_kernels import fa4
     from cute_kernels.block_lists import BlockLists
 
@@ -346,7 +385,11 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
 
     def window(packed: bool = False) -> Callable[[], None]:
         return lambda: fa4.window_backward(
-            gradients(rows), left=511, right=0, scale=scale, documents=(empty(9), empty(8)) if packed else None
+            gradients(rows),
+            left=511,
+            right=0,
+            scale=scale,
+            documents=(empty(9), empty(8)) if packed else None,
         )
 
     variants: dict[tuple[str, str], Callable[[], None]] = {
