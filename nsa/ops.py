@@ -127,8 +127,8 @@ def _saving_like(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, list
 @torch.no_grad()
 def _backward(do: Tensor, saved: list[Tensor], *tensors: Tensor | None, **keywords: Any) -> list[Tensor]:
     call = _resolved(tensors, keywords, needs_grad=True)
-    how = {"deterministic": call.deterministic}
-    gradients = call.training.nsa_backward(call.inputs, call.config, saved, do, **how)
+    run = call.training.nsa_backward
+    gradients = run(call.inputs, call.config, saved, do, deterministic=call.deterministic)
     return [gradients[name] if name in gradients else do.new_empty(0) for name in DIFFERENTIABLE]
 
 

@@ -25,7 +25,9 @@ class Rerun:
     def nsa_saved_like(self, inputs: NSAInputs, config: NSAConfig, *, recompute: bool) -> list[Tensor]:
         return []
 
-    def nsa_backward(self, inputs: NSAInputs, config: NSAConfig, saved: list[Tensor], do: Tensor) -> dict[str, Tensor]:
+    def nsa_backward(
+        self, inputs: NSAInputs, config: NSAConfig, saved: list[Tensor], do: Tensor, *, deterministic: bool
+    ) -> dict[str, Tensor]:
         """Gradients of all floating-point inputs, by name."""
         stream = torch.cuda.stream(torch.cuda.current_stream(do.device)) if do.is_cuda else nullcontext()
 

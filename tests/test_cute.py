@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dispatch
-from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
+from nsa import NSAAux, NSAConfig, nsa_forward, nsa_forward_aux, reference
 from nsa.tensors import NSAInputs
 from tests.causality import BRANCHES, LSES, assert_causal
 from tests.helpers import assert_within_budget, make_qkv
@@ -381,8 +381,3 @@ def test_refused_options(changes: dict[str, Any], reason: str) -> None:
 def test_refused_inputs(keywords: dict[str, Any], reason: str) -> None:
     with pytest.raises(dispatch.BackendError, match=reason):
         nsa_forward(*on_gpu(300, **keywords))
-
-
-def test_backward_is_refused() -> None:
-    with pytest.raises(dispatch.BackendError, match="has no backward yet: call nsa_forward, or detach the inputs"):
-        nsa(*on_gpu(300, requires_grad=True))

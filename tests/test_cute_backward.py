@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dispatch import BackendError
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux, ops, reference
 from nsa.tensors import NSAInputs
 from tests.helpers import assert_within_budget, make_qkv
@@ -19,6 +20,11 @@ pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 BF16, FP16 = torch.bfloat16, torch.float16
 SOME = NSAConfig(num_selected_blocks=3, window_size=100)
 SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096, 8191)
+
+
+@pytest.fixture(autouse=True)
+def _try_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
 
 
 @pytest.fixture(params=["sm_90", "sm_100"])
@@ -424,3 +430,43 @@ def test_refusals() -> None:
     (first,) = torch.autograd.grad(nsa(q, k, v, config=SOME).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         first.sum().backward()
+
+
+def test_deterministic() -> None:
+    weight = gate_weight()
+    inputs = NSAInputs(*on_gpu(3001, batch=2), gate_proj_weight=weight)
+    do = like(2, 3001, 8, 128)
+    check(inputs, SOME, deterministic=True)
+
+    def run() -> dict[str, Tensor]:
+        return gradients(lambda x: nsa(**x.tensors(), config=SOME, deterministic=True), inputs, do)
+
+    expected = run()
+    for _ in range(10):
+        for name, gradient in run().items():
+            assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "got"),
+    [
+        ({"num_cmp_selected_blocks": 2, "compress_block_size": 16, "select_block_size": 64}, "num_cmp"),
+        ({"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64}, "stride=12"),
+    ],
+)
+def test_what_cannot_be_deterministic_is_refused(changes: dict[str, Any], got: str) -> None:
+    q, k, v = (x.requires_grad_() for x in on_gpu(300))
+    with pytest.raises(BackendError, match=got):
+        nsa(q, k, v, config=replace(SOME, **changes), deterministic=True)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("shared", [True, False])
+def test_split_backward(batch: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_kernels import backward
+
+    monkeypatch.setattr(backward, "SPLIT", True)
+    config = replace(SOME, share_heads_in_group=shared)
+    check(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), config)
+    monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    check(NSAInputs(*on_gpu(1000, batch=batch)), config)

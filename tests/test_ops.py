@@ -1,4 +1,4 @@
-"""nsa_forward as one operator: torch.compile records it whole, for every length, and with every argument."""
+"""nsa and nsa_forward as operators: torch.compile records them whole, for every length, and with every argument."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import nsa.ops as ops
-from nsa import NSAConfig, nsa_forward
+from nsa import NSAConfig, nsa, nsa_forward
 from nsa.config import OPTION_NAMES
 from nsa.tensors import TENSOR_NAMES
 from tests.helpers import SMALL, make_qkv
@@ -42,6 +43,58 @@ def test_compiles_whole_and_once_for_all_lengths(preset: str) -> None:
         qkv = make_qkv(tokens)
         assert torch.equal(once(*qkv), layer(*qkv))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("preset", SMALL)
+def test_gradients_compile_once_for_all_lengths(preset: str) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nsa(q * 2, k, v, config=SMALL[preset]) + 1
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (75, 90, 64, 200):
+        qkv = [x.requires_grad_() for x in make_qkv(tokens)]
+        do = torch.randn_like(qkv[0])
+        got, expected = (torch.autograd.grad(function(*qkv), qkv, do) for function in (once, layer))
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, y)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("operator", ["forward", "saving"])
+def test_operator_keeps_pytorchs_rules(operator: str) -> None:
+    bounds = torch.tensor([0, 30, 75], dtype=torch.int32)
+    for packed, extra in (
+        (False, {}),
+        (False, {"gates": torch.rand(1, 75, 4, 3).double()}),
+        (True, {"cu_seqlens": bounds}),
+    ):
+        qkv = [x.requires_grad_() for x in make_qkv(75, batch=None if packed else 1)]
+        arguments = tuple(ops._arguments(*qkv, extra))
+        torch.library.opcheck(
+            getattr(torch.ops.nsa_kernels, operator).default, arguments, ops._options({"config": SMALL["seed"]})
+        )
+
+
+def test_operator_gives_every_gradient() -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(75))
+    extra = {"gate_proj_weight": torch.randn(4, 3, q.shape[-1]).double().requires_grad_()}
+    wanted, do = (q, k, v, *extra.values()), torch.randn_like(q)
+    got = torch.autograd.grad(ops.call_saving(q, k, v, **extra, config=SMALL["seed"]), wanted, do)
+    expected = torch.autograd.grad(nsa(q, k, v, **extra, config=SMALL["seed"]), wanted, do)
+    for x, y in zip(got, expected, strict=True):
+        assert torch.equal(x, y)
+    (only,) = torch.autograd.grad(ops.call_saving(q.detach(), k, v, config=SMALL["seed"]).sum(), v)
+    assert only.shape == v.shape
+
+
+def test_second_derivative_is_refused() -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(20))
+    out = ops.call_saving(q, k, v, config=SMALL["seed"])
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="nsa has no second derivative"):
+        first.sum().backward()
 
 
 def test_options_and_tensors_reach_the_call() -> None:

@@ -29,9 +29,11 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     device.compute_capability.cache_clear()
 
 
-def ask(inputs: NSAInputs | None = None, *, backward: bool = False, **options: Any) -> str | None:
+def ask(
+    inputs: NSAInputs | None = None, *, backward: bool = False, deterministic: bool = False, **options: Any
+) -> str | None:
     inputs = inputs or NSAInputs(*make_qkv(300, 4, 2, 64, dtype=torch.bfloat16))
-    facts = {"inputs": inputs, "config": NSAConfig(**options)}
+    facts = {"inputs": inputs, "config": NSAConfig(**options), "deterministic": deterministic}
     return support.check(dispatch.Call("nsa", "cuda:0", inputs.q.dtype, backward=backward, options=facts))
 
 
@@ -69,12 +71,46 @@ def test_takes_packed_documents() -> None:
         ({"num_cmp_selected_blocks": 9, "n_block_size": 96}, "takes n_block_size 64 or 128 on this device, got 96"),
         ({"num_selected_blocks": 1025}, "chooses at most 1024 blocks per tile, got 1025"),
         ({"compress_stride": 1, "select_block_size": 128}, "takes at most 128 compressed blocks over one select block"),
-        ({"backward": True}, "has no backward yet"),
+        ({"backward": True}, "not yet run on a GPU: NSA_KERNELS_TRY_BACKWARD=1 tries it"),
     ],
     ids=str,
 )
 def test_refuses(options: dict[str, Any], reason: str) -> None:
     assert reason in (ask(**options) or "")
+
+
+def test_backward_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(support.BACKWARD_VARIABLE, "1")
+    assert ask(backward=True) is None
+    assert ask(packed(), backward=True) is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "got"),
+    [
+        (None, {}, None),
+        (None, {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64}, None),
+        (None, {"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64}, "stride=12"),
+        (None, {"num_cmp_selected_blocks": 9}, "num_cmp_selected_blocks=9"),
+        (packed(), {}, "cu_seqlens"),
+        (NSAInputs(*make_qkv(300, 4, 2, 64, 128, dtype=torch.bfloat16)), {}, "D=64, D_v=128"),
+    ],
+)
+def test_determinism(
+    inputs: NSAInputs | None, options: dict[str, Any], got: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention-4 adds what block lists name with atomics."""
+    monkeypatch.setenv(support.BACKWARD_VARIABLE, "1")
+    reason = ask(inputs, backward=True, deterministic=True, **options)
+    assert reason is None if got is None else (reason or "").endswith(got)
+    assert ask(inputs, deterministic=True, **options) is None
+
+
+def test_nothing_is_deterministic_with_blackwells_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(support.BACKWARD_VARIABLE, "1")
+    monkeypatch.setenv(device.TARGET_VARIABLE, "sm_100a")
+    device.compute_capability.cache_clear()
+    assert (ask(backward=True, deterministic=True) or "").endswith("got Blackwell's tiles")
 
 
 @pytest.mark.parametrize(
