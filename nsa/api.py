@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -98,8 +99,16 @@ def _run(
         options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
     )
     run = dispatch.resolve(call, backend).load()
-    out, aux = run(inputs, config, aux=want_aux)
+    with _autocast_off(q.device.type):
+        out, aux = run(inputs, config, aux=want_aux)
     return out, NSAAux(*aux) if want_aux else None
+
+
+def _autocast_off(device_type: str) -> AbstractContextManager[object]:
+    """A backend rounds where docs/semantics.md says; autocast would take its fp32 products to 16 bits."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _with_signature(function: F) -> F:
