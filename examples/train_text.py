@@ -401,11 +401,9 @@ class Trainer:
     def learning_rate(self, step: int) -> float:
         """Share of the peak: a linear warm-up over a tenth of the steps, then a cosine down to a tenth."""
         warmup = max(1, self.args.steps // 10)
-        if step < warmup:
-            return (step + 1) / warmup
         done = (step - warmup) / max(1, self.args.steps - warmup)
-        share: float = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
-        return share
+        cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+        return float((step + 1) / warmup if step < warmup else cosine)
 
     def losses(self, windows: Tensor) -> Tensor:
         """Nats of each byte but the first, `[B, length - 1]`."""
@@ -439,7 +437,7 @@ class Trainer:
 
     @torch.no_grad()
     def lookahead(self, cuts: list[int]) -> tuple[float, float]:
-        """Nats that predictions lose with the context cut off behind position `cut`: the mean, and its standard error."""
+        """Nats that predictions lose when the text is cut off behind each of these positions: mean, standard error."""
         added = []
         for part in self.validation.split(self.args.batch):
             whole = self.losses(part)
@@ -474,12 +472,12 @@ class Trainer:
                 break
         peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB if self.device.type == "cuda" else None
         final = rows[-1]
-        added: tuple[float, float] | tuple[None, None] = (None, None)
+        added = error = None
         if self.looks_ahead():
             generator = torch.Generator().manual_seed(args.seed)
-            added = self.lookahead(torch.randperm(args.context, generator=generator)[: args.cuts].tolist())
+            added, error = self.lookahead(torch.randperm(args.context, generator=generator)[: args.cuts].tolist())
         bits = final.val_loss / math.log(2)
-        return rows, Summary(self.variant, final.step, final.val_loss, bits, None, *added, speed, peak_gib)
+        return rows, Summary(self.variant, final.step, final.val_loss, bits, None, added, error, speed, peak_gib)
 
 
 def relate(summaries: list[Summary]) -> list[Summary]:
