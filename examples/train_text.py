@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 import dispatch
 from bench.common import DTYPES, SDPA, Dense, choose_backend, choose_dense, nsa_facts, positive
 from bench.inputs import Sizes
-from bench.report import LOCAL_RESULTS, ROOT, command_line, environment, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
 from bench.timing import GIB
 from dispatch.device import device_types
 from nsa import NSAConfig, NSAttention
@@ -79,8 +79,8 @@ DEFAULTS: dict[str, dict[str, int]] = {
         "k": 4,
         "w": 16,
         "q_tile": 64,
-        "eval_every": 15,
-        "eval_windows": 32,
+        "eval_every": 20,
+        "eval_windows": 16,
         "cuts": 8,
     },
     "cuda": {
@@ -493,7 +493,6 @@ def relate(summaries: list[Summary]) -> list[Summary]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    device = torch.device(args.device)
     corpus = load_corpus(Path(sysconfig.get_path("stdlib")))
     shortest = min(len(corpus.training), len(corpus.validation))
     if shortest < args.context + 1:
@@ -503,26 +502,12 @@ def main(argv: list[str] | None = None) -> int:
     except (TypeError, ValueError, dispatch.BackendError) as refusal:
         raise SystemExit(str(refusal)) from refusal
 
-    parameters = {variant: sum(p.numel() for p in make_model(variant, args).parameters()) for variant in args.variants}
-    content: dict[str, Any] = {
-        **environment(device),
-        "command": command_line(),
-        "model": {
-            **{name: getattr(args, name) for name in ("layers", "width", "heads", "kv_heads", "context")},
-            "parameters": parameters,
-        },
-        "training": {
-            name: getattr(args, name)
-            for name in ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "checkpointing", "compile")
-        },
-        "data": corpus.facts(),
-        "variants": {variant: describe(variant, args) for variant in args.variants},
-    }
-    largest = max(parameters.values())
+    content = facts(args, corpus)
     console.print(
-        f"[bold]A byte-level language model[/bold] of {largest / 1e6:.1f} M parameters ({args.layers} layers, width "
-        f"{args.width}, {args.heads} heads over {args.kv_heads}), context {args.context:,}, {args.steps} steps of "
-        f"{args.batch * args.context:,} bytes, {args.dtype}, on {content['device']}",
+        f"[bold]A byte-level language model[/bold] of {max(content['model']['parameters'].values()) / 1e6:.1f} M "
+        f"parameters ({args.layers} layers, width {args.width}, {args.heads} heads over {args.kv_heads}), context "
+        f"{args.context:,}, {args.steps} steps of {args.batch * args.context:,} bytes, {args.dtype}, dense attention "
+        f"by {args.dense.name}, on {content['device']}",
         soft_wrap=True,
     )
     for note in notes:
@@ -580,8 +565,22 @@ def resolve(args: argparse.Namespace) -> list[str]:
     return list(notes)
 
 
+def facts(args: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
+    """What the results file says about the run beside its results."""
+    training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "checkpointing", "compile")
+    model = {name: getattr(args, name) for name in ("layers", "width", "heads", "kv_heads", "context")}
+    parameters = {variant: sum(p.numel() for p in make_model(variant, args).parameters()) for variant in args.variants}
+    return {
+        **environment(torch.device(args.device)),
+        "command": command_line(),
+        "model": {**model, "parameters": parameters},
+        "training": {name: getattr(args, name) for name in training},
+        "data": corpus.facts(),
+        "variants": {variant: describe(variant, args) for variant in args.variants},
+    }
+
+
 def describe(variant: str, args: argparse.Namespace) -> dict[str, Any]:
-    """A variant's attention, for the results file."""
     if variant == "dense":
         return {"attention": args.dense.name}
     config = asdict(variant_config(variant, args.config))
@@ -726,20 +725,16 @@ def print_summary(summaries: list[Summary], out: Path) -> None:
     for heading in ("val loss", "bits/byte", "vs dense", "lookahead", "bytes/s", "peak GiB", "steps"):
         table.add_column(heading, justify="right")
     for s in summaries:
-        relative = "" if s.relative_to_dense is None else f"{s.relative_to_dense - 1:+.1%}"
+        distance = "" if s.relative_to_dense is None else f"{s.relative_to_dense - 1:+.1%}"
         added = "" if s.lookahead is None else f"{s.lookahead:+.4f} ± {s.lookahead_error:.4f}"
         speed = "?" if s.tokens_per_s is None else f"{s.tokens_per_s:,.0f}"
         memory = "?" if s.peak_gib is None else f"{s.peak_gib:.2f}"
         losses = (f"{s.final_val_loss:.4f}", f"{s.bits_per_byte:.4f}")
-        table.add_row(s.variant, *losses, relative, added, speed, memory, str(s.steps))
+        table.add_row(s.variant, *losses, distance, added, speed, memory, str(s.steps))
     Console(width=max(console.width, TABLE_WIDTH)).print(table)
     console.print(f"What this says: {verdict(summaries)}")
-    shown = [_relative(out.with_suffix(suffix)) for suffix in (".png", ".json")]
+    shown = [relative(out.with_suffix(suffix)) for suffix in (".png", ".json")]
     console.print(f"Plot: {shown[0]}   everything: {shown[1]}", soft_wrap=True)
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 def plot(rows: list[Row], path: Path, device: str) -> None:
