@@ -759,7 +759,7 @@ def plot(rows: list[Row], path: Path, device: str) -> None:
         shared = [row for row in curve if row.step in dense]
         if shared:
             distances = [100 * (row.val_loss / dense[row.step] - 1) for row in shared]
-            panel[0, 1].plot([row.tokens / 1e6 for row in shared], distances, label=name, **drawn)
+            panel[0, 1].plot([row.tokens / 1e6 for row in shared], distances, **drawn)
     # The fall from the start would flatten what the variants differ in.
     finals = [curve[-1].val_loss for curve in curves.values()]
     early = [curve[min(2, len(curve) - 1)].val_loss for curve in curves.values()]
@@ -767,10 +767,8 @@ def plot(rows: list[Row], path: Path, device: str) -> None:
     panel[0, 0].set(title="validation loss", ylabel="nats per byte")
     panel[0, 0].legend(title="variant, final loss")
     if dense:
-        band = (-100 * TOLERANCE, 100 * TOLERANCE)
-        panel[0, 1].axhspan(*band, color="black", alpha=0.06, label=f"within {TOLERANCE:.0%}")
-        panel[0, 1].set(title="against dense attention", ylabel="%, above 0 is worse")
-        panel[0, 1].legend()
+        panel[0, 1].axhspan(-100 * TOLERANCE, 100 * TOLERANCE, color="black", alpha=0.06)
+        panel[0, 1].set(title=f"against dense attention (band: within {TOLERANCE:.0%})", ylabel="%, above 0 is worse")
     for axes in panel[0]:
         axes.set_xlabel("million bytes seen")
         axes.grid(alpha=0.3)
