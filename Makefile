@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up .venv by themselves; PYTHON names the Python it is made from.
+# `make demo`, `make train-demo` and `make test` set up .venv by themselves; PYTHON names the Python it is made from.
 PYTHON_GIVEN := $(filter-out undefined,$(origin PYTHON))
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ TEST_EXTRAS := dev,bench
 WITHOUT_CUDA_EXTRA := --ignore=tests/test_compile.py --deselect=tests/test_selected_backward.py::test_memory_is_bounded
 endif
 
-.PHONY: help demo test lint format test-gpu compile-all clean distclean
+.PHONY: help demo train-demo test lint format test-gpu compile-all clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -27,6 +27,10 @@ help: ## list these targets
 demo: ## set up and run the short benchmark demo, on this machine's device
 	$(bootstrap) --extras bench
 	$(VENV_PYTHON) bench/bench_sparse_attn_e2e.py --demo
+
+train-demo: ## set up and train tiny language models with dense attention, NSA and parts of NSA, on the CPU
+	$(bootstrap) --extras bench
+	$(VENV_PYTHON) examples/train_text.py --device cpu
 
 test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
 	$(bootstrap) --extras $(TEST_EXTRAS)

@@ -41,7 +41,7 @@ from bench.common import (
     resolve_sizes,
 )
 from bench.inputs import KINDS, Problem, Sizes, make_problem
-from bench.report import LOCAL_RESULTS, ROOT, command_line, environment, write_csv, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.timing import Timing, capture, measure
 from dispatch.device import describe_device, device_types
@@ -518,12 +518,8 @@ def show(rows: list[Row], out: Path) -> None:
     )
     if any(row.dense_extrapolated for row in rows):
         console.print("~ is not measured: the time at the largest measured N, times the square of the ratio of N.")
-    shown = [_relative(out.with_suffix(suffix)) for suffix in (".png", ".csv", ".json")]
+    shown = [relative(out.with_suffix(suffix)) for suffix in (".png", ".csv", ".json")]
     console.print(f"Plot: {shown[0]}   table: {shown[1]}   everything: {shown[2]}", soft_wrap=True)
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:

@@ -90,22 +90,25 @@ class Dense:
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+SDPA = Dense("PyTorch SDPA", _sdpa)
+
+
 def choose_dense(device: torch.device, dtype: torch.dtype) -> Dense:
     """FlashAttention-4 for 16-bit tensors on CUDA where it is installed, else PyTorch's own attention."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         try:
             from flash_attn.cute import flash_attn_func
         except ImportError:
-            return Dense("PyTorch SDPA", _sdpa)
+            return SDPA
 
         def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out: Tensor = flash_attn_func(q, k, v, causal=True)[0]  # beside it, the log-sum-exp
             return out
 
         return Dense("FlashAttention-4", flash)
-    return Dense("PyTorch SDPA", _sdpa)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    return SDPA

@@ -54,6 +54,11 @@ def command_line() -> str:
     return " ".join(["python", str(shown), *sys.argv[1:]])
 
 
+def relative(path: Path) -> Path:
+    """A path as a reader in the checkout's root would give it."""
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write all or nothing: readers never see half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)

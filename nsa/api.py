@@ -89,12 +89,13 @@ def _run(
     flags: dict[str, Any] = {"deterministic": deterministic, "recompute": recompute, "backend": backend}
     needs_grad = isinstance(q, Tensor) and inputs.needs_grad(config)
     call = ops.resolve(inputs, config, **flags, needs_grad=needs_grad)
-    if call.impl.training is not None and config.compress != "mean":
-        inputs, config = pooled(inputs, config)
-    if call.impl.training is not None and needs_grad:
-        tensors = inputs.tensors()
-        return ops.call_saving(**tensors, max_seqlen=max_seqlen, config=config, **flags), None
-    out, aux = call.impl.load()(inputs, config, aux=want_aux)
+    with ops.autocast_off(q.device.type):
+        if call.impl.training is not None and config.compress != "mean":
+            inputs, config = pooled(inputs, config)
+        if call.impl.training is not None and needs_grad:
+            tensors = inputs.tensors()
+            return ops.call_saving(**tensors, max_seqlen=max_seqlen, config=config, **flags), None
+        out, aux = call.impl.load()(inputs, config, aux=want_aux)
     return out, NSAAux(*aux) if want_aux else None
 
 

@@ -31,7 +31,8 @@ class NSAttention(nn.Module):
         compress_proj: a learned projection of compressed keys and values per head, the identity at first.
         separate_kv: own key and value projections for each branch, as in the paper.
         bias: whether q, k and v projections have one.
-        rope: hook `(tensor [...,heads,D], position_embeddings) -> tensor`, applied to queries and each branch's keys.
+        rope: hook `(tensor [...,heads,D], position_embeddings) -> tensor`, applied to queries and each branch's keys;
+            it keeps the dtype, which under autocast is not that of the parameters.
         backend: as in `nsa`.
     """
 
@@ -130,8 +131,8 @@ class NSAttention(nn.Module):
             v_slc=branches.get("v_slc"),
             k_win=branches.get("k_win"),
             v_win=branches.get("v_win"),
-            w_k_compress=self.w_k_compress,
-            w_v_compress=self.w_v_compress,
+            w_k_compress=None if self.w_k_compress is None else self.w_k_compress.to(q.dtype),
+            w_v_compress=None if self.w_v_compress is None else self.w_v_compress.to(v.dtype),
             gate_proj_weight=self.gate_proj_weight,
             gates=gates,
             cu_seqlens=cu_seqlens,

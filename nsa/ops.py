@@ -14,6 +14,7 @@ A backend trains through the module that its row names (dispatch.Impl.training):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,13 @@ def resolve(
     return Resolved(inputs, config, deterministic, recompute, backend, dispatch.resolve(call, backend), needs_grad)
 
 
+def autocast_off(device_type: str) -> AbstractContextManager[object]:
+    """A backend rounds where docs/semantics.md says; autocast would take its fp32 products to 16 bits."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
 # The operators
 
 
@@ -101,7 +109,8 @@ def _resolved(tensors: Sequence[Tensor | None], keywords: dict[str, Any], *, nee
 @torch.no_grad()
 def _forward(*tensors: Tensor | None, **keywords: Any) -> Tensor:
     call = _resolved(tensors, keywords, needs_grad=False)
-    out: Tensor = call.impl.load()(call.inputs, call.config, aux=False)[0]
+    with autocast_off(call.inputs.q.device.type):
+        out: Tensor = call.impl.load()(call.inputs, call.config, aux=False)[0]
     return out
 
 
@@ -115,7 +124,8 @@ def _forward_like(*tensors: Tensor | None, **_: Any) -> Tensor:
 @torch.no_grad()
 def _saving(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, list[Tensor]]:
     call = _resolved(tensors, keywords, needs_grad=True)
-    out, saved = call.training.nsa_saving(call.inputs, call.config, recompute=call.recompute)
+    with autocast_off(call.inputs.q.device.type):
+        out, saved = call.training.nsa_saving(call.inputs, call.config, recompute=call.recompute)
     return out, saved
 
 
@@ -128,7 +138,8 @@ def _saving_like(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, list
 def _backward(do: Tensor, saved: list[Tensor], *tensors: Tensor | None, **keywords: Any) -> list[Tensor]:
     call = _resolved(tensors, keywords, needs_grad=True)
     run = call.training.nsa_backward
-    gradients = run(call.inputs, call.config, saved, do, deterministic=call.deterministic)
+    with autocast_off(do.device.type):
+        gradients = run(call.inputs, call.config, saved, do, deterministic=call.deterministic)
     return [gradients[name] if name in gradients else do.new_empty(0) for name in DIFFERENTIABLE]
 
 

@@ -1,0 +1,1 @@
+"""Programs that use the package as its users do: `python examples/train_text.py`."""
