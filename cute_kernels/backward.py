@@ -437,7 +437,7 @@ def selected_backward(
             gradients.do,
             gradients.lse,
             delta,
-            token_lists(plan, gradients.q, k, indices, 0),
+            token_lists(plan, gradients.q, k, indices, 0, width=split.UNIT),
             bits,
             size=size,
             causal=causal,
