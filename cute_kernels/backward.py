@@ -249,6 +249,8 @@ def _differentiate(
     lses = [branch.lse for branch in (part.cmp, part.slc, part.win) if branch.lse is not None]
     rows = None if documents is None else documents.rows
     gated = gate_gradients(do, outputs, lses, q=some.inputs.q, gates=gates, projected=projected, rows=rows)
+    indices, cmp_indices = part.indices, part.cmp_indices
+    del part
     dos = gated.do or [do if documents is None else documents.align_one(do)] * 3
     gradients = results.gradients
     if gated.gates is not None:
@@ -260,27 +262,36 @@ def _differentiate(
     q_parts: list[Tensor] = []
 
     def gradients_of(branch: int, k: Tensor, v: Tensor) -> fa4.Gradients:
-        """What a branch reads and writes; the first branch writes into dq itself where rows lie alike."""
+        """What a branch reads and writes; the first branch writes into dq itself where rows lie alike.
+
+        Only the result holds o and do of the branch then, so that they go with it if they were made for this pass.
+        """
         q = some.attended.q
+        o, weighted = outputs[branch], dos[branch]
+        outputs[branch] = dos[branch] = q.new_empty(0)
         into = dq if not q_parts and documents is None else torch.empty_like(q)
         q_parts.append(into)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        return fa4.Gradients(q, k, v, outputs[branch], dos[branch], gated.lse[branch], into, dk, dv)
+        return fa4.Gradients(q, k, v, o, weighted, gated.lse[branch], into, dk, dv)
 
     if (some.k_cmp.shape[1] if documents is None else documents.most_entries) > 0:
         cmp = gradients_of(0, some.k_cmp, some.v_cmp)
         for total, x in zip(
-            results.entries, compressed_backward(call.plan, cmp, part.cmp_indices, deterministic), strict=True
+            results.entries, compressed_backward(call.plan, cmp, cmp_indices, deterministic), strict=True
         ):
             total[:, :, kv_heads] = x
         del cmp
-    whole: dict[str, fa4.Gradients] = {}
-    if part.indices.numel() > 0:
-        whole["slc"] = gradients_of(1, *keys_of(some.attended, "slc"))
-        selected_backward(call.plan, whole["slc"], part.indices, gated.delta, deterministic)
+    whole: dict[str, tuple[Tensor, Tensor]] = {}
+    if indices.numel() > 0:
+        slc = gradients_of(1, *keys_of(some.attended, "slc"))
+        selected_backward(call.plan, slc, indices, gated.delta, deterministic)
+        whole["slc"] = slc.dk, slc.dv
+        del slc
     if config.window_size > 0:
-        whole["win"] = gradients_of(2, *keys_of(some.attended, "win"))
-        window_backward(call.plan, whole["win"], deterministic)
+        win = gradients_of(2, *keys_of(some.attended, "win"))
+        window_backward(call.plan, win, deterministic)
+        whole["win"] = win.dk, win.dv
+        del win
     query_gradients(
         dq,
         q_parts,
@@ -291,17 +302,17 @@ def _differentiate(
     _add_keys(some, whole, kv_heads, results)
 
 
-def _add_keys(some: Call, whole: dict[str, fa4.Gradients], kv_heads: slice, results: _Results) -> None:
-    """Gradients of k and v, and of keys that the branches `whole` had of their own."""
+def _add_keys(some: Call, whole: dict[str, tuple[Tensor, Tensor]], kv_heads: slice, results: _Results) -> None:
+    """Gradients of k and v, and of keys that branches had of their own, from dk and dv of the branches `whole`."""
     documents, keys = some.plan.documents, some.plan.entry
 
-    def add_up(names: tuple[str, str], parts: list[fa4.Gradients], entries: list[Tensor] | None) -> None:
+    def add_up(names: tuple[str, str], parts: list[tuple[Tensor, Tensor]], entries: list[Tensor] | None) -> None:
         dk, dv = (results.gradients[name][:, :, kv_heads] for name in names)
         key_gradients(
             dk,
             dv,
-            [part.dk for part in parts],
-            [part.dv for part in parts],
+            [part[0] for part in parts],
+            [part[1] for part in parts],
             entries=None if entries is None else (entries[0], entries[1]),
             keys=keys,
             documents=documents,
