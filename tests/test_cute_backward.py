@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SOME = NSAConfig(num_selected_blocks=3, window_size=100)
+SLACK = 1e-4
+"""A row with one key has dS = P (do . v - do . o) = 0, but the two products are summed in different orders."""
 SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096, 8191)
 
 
@@ -74,7 +76,7 @@ def check(inputs: NSAInputs, config: NSAConfig, **keywords: Any) -> dict[str, Te
     low = gradients(naive, inputs, do)
     for name, gradient in got.items():
         assert gradient.dtype == getattr(inputs, name).dtype
-        assert_within_budget(gradient, expected[name], low[name], f"gradient of {name}")
+        assert_within_budget(gradient, expected[name], low[name], f"gradient of {name}", slack=SLACK)
     return got
 
 
@@ -298,7 +300,8 @@ def test_packed_documents(config: NSAConfig, recompute: bool, strategy: str) -> 
         )
         low = gradients(lambda x, f=fixed: reference.nsa(x, config, **f, compute_dtype=BF16)[0], alone, of_document)
         for name in ("q", "k", "v"):
-            assert_within_budget(got[name][None, here], expected[name], low[name], f"gradient of {name}, {length} long")
+            title = f"gradient of {name}, {length} long"
+            assert_within_budget(got[name][None, here], expected[name], low[name], title, slack=SLACK)
         weights["expected"] += expected["gate_proj_weight"]
         weights["low"] += low["gate_proj_weight"]
     assert_within_budget(got["gate_proj_weight"], weights["expected"], weights["low"], "gradient of gate_proj_weight")
