@@ -115,8 +115,8 @@ def test_fp16(strategy: str) -> None:
         {"select_block_size": 192},
         {"causal": False},
         {"share_heads_in_group": True},
-        {"num_cmp_selected_blocks": 2, "compress_block_size": 16, "select_block_size": 64},
-        {"num_cmp_selected_blocks": 2, "compress_block_size": 16, "select_block_size": 64, "causal": False},
+        {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64},
+        {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64, "causal": False},
         {"num_selected_blocks": 0},
         {"num_selected_blocks": 100},
         {"window_size": 0},
@@ -198,7 +198,7 @@ def test_learned_compression() -> None:
 # Ways of computing the same
 
 
-@pytest.mark.parametrize("config", [SOME, replace(SOME, num_cmp_selected_blocks=2, compress_block_size=16,
+@pytest.mark.parametrize("config", [SOME, replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4,
                                                    select_block_size=64)], ids=["all", "some"])  # fmt: skip
 def test_recompute(config: NSAConfig, strategy: str) -> None:
     check(NSAInputs(*on_gpu(3000, batch=2), gate_proj_weight=gate_weight()), config, recompute=True)
@@ -262,7 +262,7 @@ LENGTHS = (1, 0, 700, 64, 65, 1500, 3, 256)
 
 
 @pytest.mark.parametrize("config", [SOME, replace(SOME, compress_block_size=16, select_block_size=64),
-                                    replace(SOME, num_cmp_selected_blocks=2, compress_block_size=16,
+                                    replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4,
                                             select_block_size=64)], ids=["seed", "short blocks", "some"])  # fmt: skip
 @pytest.mark.parametrize("recompute", [True, False])
 def test_packed_documents(config: NSAConfig, recompute: bool, strategy: str) -> None:
@@ -376,7 +376,7 @@ def test_training_step_as_a_cuda_graph() -> None:
     static = [x.requires_grad_() for x in on_gpu(3000)]
     weight = gate_weight().requires_grad_()
     do = like(*static[0].shape)
-    config = replace(SOME, num_cmp_selected_blocks=2, compress_block_size=16, select_block_size=64)
+    config = replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4, select_block_size=64)
 
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(nsa(*static, gate_proj_weight=weight, config=config), (*static, weight), do)
@@ -455,7 +455,7 @@ def test_deterministic(select_block_size: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "got"),
     [
-        ({"num_cmp_selected_blocks": 2, "compress_block_size": 16, "select_block_size": 64}, "num_cmp"),
+        ({"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64}, "num_cmp"),
         ({"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64}, "stride=12"),
     ],
 )
