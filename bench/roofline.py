@@ -1,4 +1,8 @@
-"""The least time that arithmetic and memory traffic allow a forward pass, at a device's peak rates."""
+"""The least time that arithmetic and memory traffic allow, at a device's peak rates: forward, and forward + backward.
+
+Attention multiplies matrices over every visible pair of a query and a key: two products forward (scores, output) and
+five backward (scores again, dP, dV, dQ, dK), each 2·D FLOPs a pair and head.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,8 @@ DEFAULT_TBS = 4.8
 SCORE_PRODUCTS = 3
 """16-bit products that make one score: the mean query of a tile is a float32 number, in three parts."""
 
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+
 
 def choose_peaks(device: str, tflops: float | None, tbs: float | None) -> Peaks | None:
     """What is given, then what is known of the device of this name; None when that is no TFLOP/s."""
@@ -31,31 +37,45 @@ def choose_peaks(device: str, tflops: float | None, tbs: float | None) -> Peaks 
     return Peaks(tflops or known.tflops, tbs or known.tbs)
 
 
-def nsa_floor_ms(sizes: Sizes, config: NSAConfig, peaks: Peaks, itemsize: int = 2) -> float:
+def nsa_floor_ms(sizes: Sizes, config: NSAConfig, peaks: Peaks, itemsize: int = 2, *, backward: bool = False) -> float:
     """Milliseconds of NSA's causal forward in separate branches: FLOPs at peak plus bytes at peak.
 
-    FLOPs: 4·D·H for each pair of a query and a key, over the compressed entries (with num_cmp_selected_blocks at most
-    that many blocks of them), the selected blocks and the window; and the scores of all past entries for each tile.
+    FLOPs: two products for each pair of a query and a key, over the compressed entries (with num_cmp_selected_blocks at
+    most that many blocks of them), the selected blocks and the window; and scores of all past entries for each tile.
     Bytes: the branches read q, k, v once and write three outputs; the gate reads q and these and writes out.
+
+    Args:
+        backward: forward + backward: five products more for each pair; and q, k, v, the three outputs and do read
+            once, dq, dk and dv written once. What `recompute` computes again does not count.
     """
-    n, entries = sizes.tokens, config.num_compressed(sizes.tokens)
-    chosen = config.num_cmp_selected_blocks
-    compressed = mean_keys(entries, entries if chosen is None else chosen * config.n_block_size)
-    selected = mean_keys(n, config.num_selected_blocks * config.select_size)
-    window = mean_keys(n, config.window_size)
-    flops = score_flops(sizes, config) + attention_flops(sizes, compressed + selected + window)
-    values = n * sizes.dim * (9 * sizes.heads + 2 * sizes.kv_heads)
-    return sizes.batch * (flops / (peaks.tflops * 1e12) + values * itemsize / (peaks.tbs * 1e12)) * 1e3
+    n, products = sizes.tokens, FORWARD_PRODUCTS + BACKWARD_PRODUCTS * backward
+    flops = score_flops(sizes, config) + attention_flops(sizes, sum(branch_keys(n, config)), products)
+    values = 9 * sizes.heads + 2 * sizes.kv_heads
+    if backward:
+        values += 6 * sizes.heads + 4 * sizes.kv_heads
+    moved = n * sizes.dim * values * itemsize
+    return sizes.batch * (flops / (peaks.tflops * 1e12) + moved / (peaks.tbs * 1e12)) * 1e3
 
 
-def dense_floor_ms(sizes: Sizes, peaks: Peaks) -> float:
+def dense_floor_ms(sizes: Sizes, peaks: Peaks, *, backward: bool = False) -> float:
     """Milliseconds of dense causal attention's arithmetic at peak."""
-    return sizes.batch * attention_flops(sizes, sizes.tokens / 2) / (peaks.tflops * 1e12) * 1e3
+    products = FORWARD_PRODUCTS + BACKWARD_PRODUCTS * backward
+    return sizes.batch * attention_flops(sizes, sizes.tokens / 2, products) / (peaks.tflops * 1e12) * 1e3
 
 
-def attention_flops(sizes: Sizes, keys: float) -> float:
+def branch_keys(tokens: int, config: NSAConfig) -> tuple[float, float, float]:
+    """Keys that a row sees on average: compressed, selected, window."""
+    entries, chosen = config.num_compressed(tokens), config.num_cmp_selected_blocks
+    return (
+        mean_keys(entries, entries if chosen is None else chosen * config.n_block_size),
+        mean_keys(tokens, config.num_selected_blocks * config.select_size),
+        mean_keys(tokens, config.window_size),
+    )
+
+
+def attention_flops(sizes: Sizes, keys: float, products: int = FORWARD_PRODUCTS) -> float:
     """Of one sequence whose rows see that many keys on average."""
-    return 4 * sizes.tokens * keys * sizes.dim * sizes.heads
+    return 2 * products * sizes.tokens * keys * sizes.dim * sizes.heads
 
 
 def score_flops(sizes: Sizes, config: NSAConfig) -> float:
