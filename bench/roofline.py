@@ -7,6 +7,7 @@ five backward (scores again, dP, dV, dQ, dK), each 2·D FLOPs a pair and head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.inputs import Sizes
 from nsa import NSAConfig
@@ -71,6 +72,47 @@ def branch_keys(tokens: int, config: NSAConfig) -> tuple[float, float, float]:
         mean_keys(tokens, config.num_selected_blocks * config.select_size),
         mean_keys(tokens, config.window_size),
     )
+
+
+class Work(NamedTuple):
+    """What a stage must move and compute."""
+
+    bytes: float
+    flops: float = 0
+
+    def floor_ms(self, tbs: float, tflops: float) -> float:
+        """The longer of the two."""
+        return max(self.bytes / tbs, self.flops / tflops) / 1e9
+
+
+def backward_work(sizes: Sizes, config: NSAConfig) -> dict[str, Work]:
+    """Of the stages of NSA's backward on CUDA, for 16-bit inputs with projected gates; lse's, delta's and logits fp32.
+
+    A branch reads q, o, do, k, v and writes dq, dk, dv (compressed entries' in fp32); the split kernels read delta, not
+    o, and make S and dP in both halves. Lists: bits are cleared, set and read, and each choice is read and listed once.
+    """
+    n, batch, heads, kv_heads, dim = sizes.tokens, sizes.batch, sizes.heads, sizes.kv_heads, sizes.dim
+    number = 4 * batch * n * heads  # bytes of one fp32 number for each row and head
+    row, key = 2 * batch * n * heads * dim, 2 * batch * n * kv_heads * dim
+    entry = 2 * batch * config.num_compressed(n) * kv_heads * dim
+    compressed, selected, window = (batch * attention_flops(sizes, keys, 1) for keys in branch_keys(n, config))
+    tiles, blocks = -(-n // config.q_tile_size), -(-n // config.select_size)
+    of_choice = 4 * batch * (kv_heads if config.shares_heads else heads)
+    choices, bits = of_choice * tiles * config.num_selected_blocks, of_choice * blocks * -(-tiles // 32)
+    statistics = 2 * number
+    return {
+        # q, do, three o's; three lse's read and written, delta, gates and their logits' gradients
+        "gate gradients": Work(5 * row + (3 + 3 + 1 + 3 + 3) * number),
+        "selected, lists": Work(3 * bits + 2 * choices),
+        "compressed": Work(4 * row + number + (1 + 2) * 2 * entry, BACKWARD_PRODUCTS * compressed),
+        "selected, FA4": Work(4 * row + number + 4 * key, BACKWARD_PRODUCTS * selected),
+        "selected, split": Work(3 * row + statistics + 4 * key, BACKWARD_PRODUCTS * selected),
+        "split, dq": Work(3 * row + statistics + 2 * key, 3 * selected),
+        "split, dk dv": Work(2 * row + statistics + 4 * key, 4 * selected),
+        "window": Work(4 * row + number + 4 * key, BACKWARD_PRODUCTS * window),
+        "query sums": Work(4 * row + 3 * number),
+        "key sums": Work((4 + 2) * key + 2 * 2 * entry),
+    }
 
 
 def attention_flops(sizes: Sizes, keys: float, products: int = FORWARD_PRODUCTS) -> float:
