@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from bench import bench_sparse_attn_e2e as e2e
+from bench import bench_varlen as varlen
 from bench.common import choose_backend, choose_dense
 from bench.gradient_check import GradientError
 from bench.inputs import SINK_TOKENS, Problem, Sizes, make_problem, standard_library_text
-from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
+from bench.roofline import Peaks, Work, backward_work, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.timing import GIB, Timing, measure, peak_memory
 from dispatch import Call
 from nsa import NSAConfig, nsa_forward_aux
@@ -437,6 +438,30 @@ def test_floor_by_hand() -> None:
     assert nsa_floor_ms(sizes, every, peaks) == nsa_floor_ms(sizes, config, peaks)
 
 
+def test_work_of_the_backward_by_hand() -> None:
+    """One head of one number and 2048 tokens; half of 32 entries visible, 192 keys selected, 64 in the window."""
+    config = NSAConfig(num_selected_blocks=4, window_size=64)
+    n = 2048
+    compressed, selected, window = 16 * n, (256 - 16) * n, (64 - 1) * n
+    work = backward_work(Sizes(1, n, 1, 1, 1), config)
+    assert work == {
+        "gate gradients": Work((5 * 2 + 13 * 4) * n),
+        "selected, lists": Work((3 * 32 * 1 + 2 * 8 * 4) * 4),
+        "compressed": Work((4 * 2 + 4) * n + 32 * (2 * 2 + 2 * 4), 5 * 2 * compressed),
+        "selected, FA4": Work((4 * 2 + 4 + 4 * 2) * n, 5 * 2 * selected),
+        "selected, split": Work((3 * 2 + 2 * 4 + 4 * 2) * n, 5 * 2 * selected),
+        "split, dq": Work((3 * 2 + 2 * 4 + 2 * 2) * n, 3 * 2 * selected),
+        "split, dk dv": Work((2 * 2 + 2 * 4 + 4 * 2) * n, 4 * 2 * selected),
+        "window": Work((4 * 2 + 4 + 4 * 2) * n, 5 * 2 * window),
+        "query sums": Work((4 * 2 + 3 * 4) * n),
+        "key sums": Work(6 * 2 * n + 32 * 2 * 4),
+    }
+    larger = backward_work(Sizes(2, n, 4, 2, 8), config)
+    assert larger["window"] == Work(2 * (8 * (4 * 2 * 4 + 4 * 2 * 2) + 4 * 4) * n, 2 * 4 * 8 * work["window"].flops)
+    assert Work(3e9, 4e9).floor_ms(tbs=1, tflops=2) == 3
+    assert Work(3e9, 8e9).floor_ms(tbs=1, tflops=2) == 4
+
+
 def test_peaks_are_known_or_given() -> None:
     assert choose_peaks("NVIDIA H200 (sm_90)", None, None) == Peaks(989, 4.8)
     assert choose_peaks("NVIDIA H100 80GB HBM3 (sm_90)", None, 2.0) == Peaks(989, 2.0)
@@ -535,6 +560,89 @@ def test_on_a_gpu_graphs_and_the_baseline(kind: str, tmp_path: Path) -> None:
     assert {(row["backend"], row["dense"]) for row in rows} == {("cute", "FlashAttention-4")}
     out = 2048 * 4 * 64 * 2 / 2**30
     assert all(row["peak_gib"] > out for row in rows)
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+def test_on_a_gpu_forward_and_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
+    options = [
+        "--device",
+        "cuda",
+        "--heads",
+        "4",
+        "--dim",
+        "64",
+        "--seqlens",
+        "2500",
+        "--backward",
+        "--backend",
+        "cute",
+    ]
+    files = ["--seconds", "0", "--out", str(tmp_path / "run")]
+    for more in ([], ["--recompute", "--num-cmp", "1", "--block-sizes", "16", "--select-size", "64"]):
+        assert e2e.main([*options, *more, *files]) == 0
+        (row,) = json.loads((tmp_path / "run.json").read_text())["rows"]
+        assert (row["pass"], row["mode"], row["dense"]) == ("fwd+bwd", "eager", "FlashAttention-4")
+        assert 0 < row["gradient_error"] <= row["gradient_budget"]
+        # q, out, do, dq, and k, v and their gradients of one head instead of four
+        assert row["peak_gib"] > 2500 * 64 * 2 * (4 * 4 + 4 * 1) / GIB
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("num_cmp", [None, 2])
+def test_on_a_gpu_stages_of_the_backward(num_cmp: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runs in a graph, for all heads at once and for one after the other."""
+    from bench import bench_nsa_stages
+    from cute_kernels import backward
+
+    config = NSAConfig(
+        compress_block_size=16, select_block_size=64, num_selected_blocks=4, num_cmp_selected_blocks=num_cmp
+    )
+    names = [*backward_work(Sizes(1, 8000, 8, 2, 128), config), "forward, saving", "backward", "all"]
+    if torch.cuda.get_device_capability()[0] != 9:
+        names = [name for name in names if "split" not in name]
+    for most in (backward.TEMPORARY_BYTES, 1):
+        monkeypatch.setattr(backward, "TEMPORARY_BYTES", most)
+        rows = bench_nsa_stages.backward_stages(8000, config, 4.0, 900.0)
+        assert [row.stage for row in rows] == names
+        assert all(row.floor_ms > 0 and 0 < row.share < 1.5 for row in rows)
+    assert backward.SPLIT is False
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("backward", [[], ["--backward"]])
+def test_on_a_gpu_packed_documents(backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
+    monkeypatch.setattr(varlen, "LONGEST", 1024)
+    varlen.main(["--tokens", "4K", *backward, "--out", str(tmp_path / "run")])
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["direction"] == ("fwd+bwd" if backward else "fwd")
+    assert [row["name"] for row in content["rows"]] == ["packed", "padded", "one by one"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_ways_to_run_documents_agree(backward: bool) -> None:
+    """On the CPU, where the reference runs each; wrong results are found."""
+    lengths = [40, 1, 25]
+    sizes = Sizes(1, sum(lengths), 4, 2, 8)
+    problem = make_problem("random", sizes, device=CPU, dtype=torch.float32, requires_grad=backward)
+    config = NSAConfig(compress_block_size=4, num_selected_blocks=3, window_size=8, q_tile_size=16)
+    packed, padded, one_by_one = varlen.make_ways(problem, lengths, config, backward)
+    assert [way.name for way in (packed, padded, one_by_one)] == ["packed", "padded", "one by one"]
+    (whole,), (behind,), alone = packed.call(), padded.call(), one_by_one.call()
+    assert behind["out"].shape == (3, 40, 4, 8)
+    torch.testing.assert_close(behind["out"][0, :32], whole["out"][:32])  # whole tiles do not see the padding
+    assert set(whole) == set(behind) == {"out", *(("q", "k", "v", "gate_proj_weight") if backward else ())}
+    assert varlen.compare([whole], alone, lengths) is None
+    for name, tensor in whole.items():
+        changed = tensor.clone()
+        changed[0] += 1e-2 * tensor.abs().max()
+        wrong = varlen.compare([{**whole, name: changed}], alone, lengths)
+        assert wrong is not None
+        assert ("0 to 40" in wrong) == (name != "gate_proj_weight")
 
 
 def test_peak_memory_sees_temporaries() -> None:
