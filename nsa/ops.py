@@ -191,8 +191,9 @@ torch.library.register_autograd(BACKWARD, _no_second_derivative)
 
 
 def call_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-    """nsa_forward, by its operator."""
-    out: Tensor = torch.ops.nsa_kernels.forward(*_arguments(q, k, v, keywords), **_options(keywords))
+    """nsa_forward, by its operator, which no gradient passes."""
+    tensors = [None if x is None else x.detach() for x in _arguments(q, k, v, keywords)]
+    out: Tensor = torch.ops.nsa_kernels.forward(*tensors, **_options(keywords))
     return out
 
 

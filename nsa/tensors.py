@@ -242,8 +242,9 @@ TENSOR_NAMES = tuple(field.name for field in fields(NSAInputs) if field.name != 
 
 
 def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
-    """Reading must neither wait for a device (unless asked to) nor break tracing."""
-    return (tensor.device.type == "cpu" or config.debug) and not torch.compiler.is_compiling()
+    """Reading must neither wait for a device (unless asked to) nor break tracing; fake tensors have no values."""
+    plain = type(tensor) is Tensor and not torch.compiler.is_compiling()
+    return plain and (tensor.device.type == "cpu" or config.debug)
 
 
 def _shape(tensor: Tensor) -> list[int]:

@@ -8,87 +8,133 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig, nsa_forward
+from nsa import NSAConfig, nsa, nsa_forward
 from nsa.tensors import NSAInputs
+from tests.long_sequences import BLOCK, DIM, HEADS, KV_HEADS, TILE, normal, tile_in_fp64
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
-HEADS, KV_HEADS, DIM = 8, 2, 128
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _no_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # 200 GB of them
+
+
+def make_inputs(tokens: int, needed_gib: float) -> NSAInputs:
+    assert torch.cuda.mem_get_info()[1] >= needed_gib * GIB, f"needs a GPU with {needed_gib:.0f} GiB"
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (normal(generator, tokens, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    assert q.numel() > 2**31
+    return NSAInputs(q, k, v, gate_proj_weight=normal(generator, HEADS, 3)[0] / math.sqrt(DIM))
+
+
+def selections(inputs: NSAInputs, config: NSAConfig, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compressed keys and values, and what the tile that begins at `start` selects for each head."""
+    from cute_kernels import forward
+
+    call = forward.prepare(inputs, config)
+    rows = inputs.q[:, start : start + TILE]
+    indices, chosen = forward.select(call.plan, rows, call.k_cmp, start, inputs.q.shape[1])
+    return call.k_cmp, call.v_cmp, indices[0, :, 0].long(), None if chosen is None else chosen[0, :, 0].long()
 
 
 @pytest.mark.parametrize("num_cmp", [None, 16])
 @pytest.mark.parametrize("millions", [4, 16])
-def test_millions_of_tokens(millions: int, num_cmp: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels import fa4, forward
-
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # 200 GB of fills
+def test_millions_of_tokens(millions: int, num_cmp: int | None) -> None:
     tokens = millions << 20
-    needed = (2 * HEADS + 2 * KV_HEADS) * tokens * DIM * 2 + 24 * GIB
-    assert torch.cuda.mem_get_info()[1] >= needed, f"needs a GPU with {needed / GIB:.0f} GiB"
+    inputs = make_inputs(tokens, (2 * HEADS + 2 * KV_HEADS) * tokens * DIM * 2 / GIB + 24)
     config = NSAConfig(num_cmp_selected_blocks=num_cmp)
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (_normal(generator, tokens, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    assert q.numel() > 2**31
-    weight = _normal(generator, HEADS, 3)[0] / math.sqrt(DIM)
-
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = nsa_forward(q, k, v, gate_proj_weight=weight, config=config)
+    out = nsa_forward(**inputs.tensors(), config=config)
     torch.cuda.synchronize()
     extra = torch.cuda.max_memory_allocated() - before - out.numel() * 2
     assert extra <= 12 * GIB, f"{extra / GIB:.1f} GiB beside inputs and output"
 
-    inputs = NSAInputs(q, k, v, gate_proj_weight=weight)
-    k_cmp, v_cmp = forward._compress(inputs, config)
-    for block in (0, tokens // 64 - 1):
-        mean = k[0, block * 64 : block * 64 + 64].double().mean(0)
-        assert (k_cmp[0, block] - mean).abs().max() <= 2**-8 * mean.abs().max()
-    plan = forward._plan(config, fa4.rules(q.device), DIM, k_cmp.shape[1])
-    for tile in (3, tokens // 256 // 2 + 1, tokens // 256 - 1):
-        start = tile * 256
-        rows = q[:, start : start + 256]
-        indices, cmp_indices = forward._select(plan, rows, k_cmp, start, tokens)
+    for tile in (3, tokens // TILE // 2 + 1, tokens // TILE - 1):
+        start = tile * TILE
+        k_cmp, v_cmp, blocks, chosen = selections(inputs, config, start)
+        for block in (0, tokens // BLOCK - 1):
+            mean = inputs.k[0, block * BLOCK : (block + 1) * BLOCK].double().mean(0)
+            assert (k_cmp[0, block] - mean).abs().max() <= 2**-8 * mean.abs().max()
         for head in (0, HEADS - 1):
-            chosen = None if cmp_indices is None else cmp_indices[0, head, 0].long()
-            expected = _rows_in_fp64(inputs, k_cmp, v_cmp, start, head, indices[0, head, 0].long(), chosen)
-            got = out[0, start : start + 256, head].double()
+            expected = of_head(inputs, head, k_cmp, v_cmp, start, blocks, chosen)
+            got = out[0, start : start + TILE, head].double()
             # outputs are means of about 1/sqrt(keys) size; bf16 keeps 8 bits of each branch and of the sum
             assert (got - expected).abs().max() <= 4 * 2**-8 * expected.abs().max(), f"tile {tile}, head {head}"
 
 
-def _normal(generator: torch.Generator, rows: int, heads: int) -> Tensor:
-    """bf16 `[1,rows,heads,DIM]`, filled in parts: one fp32 copy of it all would not fit."""
-    tensor = torch.empty(1, rows, heads, DIM, device="cuda", dtype=torch.bfloat16)
-    for part in tensor.flatten(0, 1).split(1 << 20):
-        part.normal_(generator=generator)
-    return tensor
-
-
-def _rows_in_fp64(
-    inputs: NSAInputs, k_cmp: Tensor, v_cmp: Tensor, start: int, head: int, blocks: Tensor, cmp_blocks: Tensor | None
+def of_head(
+    inputs: NSAInputs, head: int, k_cmp: Tensor, v_cmp: Tensor, start: int, blocks: Tensor, chosen: Tensor | None
 ) -> Tensor:
-    """One tile of one head, `[256,DIM]`, for given selections, straight from the definition."""
-    kv_head = head // (HEADS // KV_HEADS)
-    rows = torch.arange(start, start + 256, device="cuda")
-    q = inputs.q[0, rows, head].double()
-
-    def attend(keys: Tensor, values: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        k, v = (x[0, positions, kv_head].double() for x in (keys, values))
-        logits = (q @ k.T / math.sqrt(DIM)).masked_fill(~visible, -math.inf)
-        return torch.softmax(logits, -1).nan_to_num() @ v
-
-    entries = torch.arange(k_cmp.shape[1], device="cuda")
-    if cmp_blocks is not None:
-        entries = (cmp_blocks[cmp_blocks >= 0][:, None] * 128 + torch.arange(128, device="cuda")).flatten()
-        entries = entries[entries < k_cmp.shape[1]]
-    tokens = (blocks[blocks >= 0][:, None] * 64 + torch.arange(64, device="cuda")).flatten()
-    near = torch.arange(max(0, start - 511), start + 256, device="cuda")
-    branches = (
-        attend(k_cmp, v_cmp, entries, entries * 64 + 63 <= rows[:, None]),
-        attend(inputs.k, inputs.v, tokens, tokens <= rows[:, None]),
-        attend(inputs.k, inputs.v, near, (near <= rows[:, None]) & (near > rows[:, None] - 512)),
-    )
+    kv_head = head * KV_HEADS // HEADS
     assert inputs.gate_proj_weight is not None
-    gates = torch.sigmoid(q @ inputs.gate_proj_weight[head].double().T)
-    return sum(gates[:, i, None] * branch for i, branch in enumerate(branches))
+    return tile_in_fp64(
+        inputs.q[0, start : start + TILE, head],
+        *(x[0, :, kv_head] for x in (inputs.k, inputs.v, k_cmp, v_cmp)),
+        inputs.gate_proj_weight[head],
+        start=start,
+        blocks=blocks[head],
+        cmp_blocks=None if chosen is None else chosen[head],
+    )
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["FA4", "split"])
+@pytest.mark.parametrize("num_cmp", [None, 16])
+def test_backward_of_millions_of_tokens(num_cmp: int | None, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that follow from a few tiles: do is zero elsewhere, so fp64 can have them all."""
+    from cute_kernels import backward
+
+    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
+    monkeypatch.setattr(backward, "SPLIT", split)
+    tokens, kv_head = 4 << 20, 1
+    inputs = make_inputs(tokens, 128)
+    config = NSAConfig(num_cmp_selected_blocks=num_cmp)
+    starts = [tile * TILE for tile in (3, tokens // TILE // 2 + 1, tokens // TILE - 1)]
+    do = torch.zeros_like(inputs.q)
+    for start in starts:
+        do[:, start : start + TILE].normal_()
+    leaves = inputs.map(lambda x: x.requires_grad_())
+    out = nsa(**leaves.tensors(), config=config, recompute=True)
+    dq, dk, dv = torch.autograd.grad(out, (leaves.q, leaves.k, leaves.v), do)
+    del out, leaves
+    inputs = inputs.map(Tensor.detach)
+
+    k, v = (x[0, :, kv_head].double().requires_grad_() for x in (inputs.k, inputs.v))
+    group = range(kv_head * HEADS // KV_HEADS, (kv_head + 1) * HEADS // KV_HEADS)
+    k_cmp, v_cmp, *_ = selections(inputs, config, 0)
+    k_cmp, v_cmp = (x[0, :, kv_head].double().requires_grad_() for x in (k_cmp, v_cmp))
+    assert inputs.gate_proj_weight is not None
+    for start in starts:
+        _, _, blocks, chosen = selections(inputs, config, start)
+        for head in group:
+            q = inputs.q[0, start : start + TILE, head].double().requires_grad_()
+            result = tile_in_fp64(
+                q,
+                k,
+                v,
+                k_cmp,
+                v_cmp,
+                inputs.gate_proj_weight[head],
+                start=start,
+                blocks=blocks[head],
+                cmp_blocks=None if chosen is None else chosen[head],
+            )
+            result.backward(do[0, start : start + TILE, head].double())
+            assert_close(dq[0, start : start + TILE, head], q.grad, f"dq at {start}, head {head}")
+    assert not dq[0, :TILE].any()
+    for name, got, whole, pooled in (("dk", dk, k, k_cmp), ("dv", dv, v, v_cmp)):
+        assert whole.grad is not None
+        assert pooled.grad is not None
+        whole.grad.unflatten(0, (-1, BLOCK)).add_(pooled.grad[:, None] / BLOCK)
+        assert_close(got[0, :, kv_head], whole.grad, name)
+
+
+def assert_close(got: Tensor, expected: Tensor | None, name: str) -> None:
+    """P, dS and each branch's part are rounded to bf16, and so is their sum: four times 2^-8 of the largest."""
+    assert expected is not None
+    parts = zip(got.split(1 << 20), expected.split(1 << 20), strict=True)
+    worst = max(float((part.double() - exact).abs().max()) for part, exact in parts)
+    assert worst <= 4 * 2**-8 * float(expected.abs().max()), f"{name}: {worst}"
