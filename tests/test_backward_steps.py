@@ -21,7 +21,7 @@ SOME = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_bloc
 
 @pytest.fixture(params=RULES)
 def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    twins.install(monkeypatch, RULES[request.param])
+    twins.install(monkeypatch, request.param, RULES[request.param])
     return str(request.param)
 
 
