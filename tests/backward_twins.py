@@ -17,8 +17,8 @@ from cute_kernels import backward, documents, fa4, forward
 from cute_kernels.block_lists import Keys
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, PUBLIC_ENTRY, ROW, SHIFT, TILE, TOKEN, UNIT, Documents
 from cute_kernels.gate_backward import GateResults
-from nsa import NSAConfig, reference
-from nsa.tensors import NSAInputs
+from nsa import NSAConfig
+from nsa.tensors import NSAAux, NSAInputs
 from tests import fa4_model as model
 
 
@@ -48,7 +48,7 @@ def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
 
 def differentiate(gradients: fa4.Gradients, visible: Tensor, scale: float) -> None:
     """For pairs visible `[rows,keys]` to every batch and head."""
-    pairs = visible.long()
+    pairs = visible.int()
     model.attend_backward(gradients, lambda *_: (pairs, 0 * pairs), scale)
 
 
@@ -196,16 +196,23 @@ def key_gradients(
     for i, (target, parts) in enumerate(((dk, k_parts), (dv, v_parts))):
         total = sum((by_token(part, documents) for part in parts), torch.zeros_like(target))
         if entries is not None:
-            for j in range(entries[i].shape[1]):
-                first, entry, length = j * keys.stride, j, target.shape[1]
-                if documents is not None:
-                    document = int((documents.bounds[ENTRY, :-1] <= j).nonzero()[-1])
-                    inside = (j - int(documents.bounds[ENTRY, document])) * keys.stride
-                    first = int(documents.bounds[TOKEN, document]) + inside
-                    length = int(documents.bounds[TOKEN, document] + documents.bounds[LENGTH, document])
-                if first + keys.length <= length:
-                    total[:, first : first + keys.length] += entries[i][:, entry : entry + 1] / keys.length
+            start, exists = places_of_entries(entries[i].shape[1], target.shape[1], keys, documents)
+            tokens = (start[exists, None] + torch.arange(keys.length)).flatten()
+            total.index_add_(
+                1, tokens, (entries[i][:, exists] / keys.length).repeat_interleave(keys.length, 1).to(total)
+            )
         target.copy_(total)
+
+
+def places_of_entries(entries: int, tokens: int, keys: Keys, documents: Documents | None) -> tuple[Tensor, Tensor]:
+    """The first token of each entry, and whether there is such an entry."""
+    entry = torch.arange(entries)
+    if documents is None:
+        return entry * keys.stride, entry * keys.stride + keys.length <= tokens
+    first, token = documents.bounds[ENTRY, :-1].contiguous(), documents.bounds[TOKEN]
+    document = torch.searchsorted(first, entry, right=True) - 1
+    start = token[document] + (entry - first[document]) * keys.stride
+    return start, start + keys.length <= token[document + 1]
 
 
 def block_means(
@@ -272,22 +279,48 @@ def align_rows(made: Documents, k: Tensor, v: Tensor | None = None, q: Tensor | 
 # What the forward keeps
 
 
-def saved(inputs: NSAInputs, config: NSAConfig, indices: Tensor) -> backward.Saved:
-    """Of a fixed-length call with these selections, from the reference."""
-    _, aux = reference.nsa(inputs, config, indices=indices)
-    gates = aux.gates if inputs.gate_proj_weight is not None else None
-    cmp_indices = aux.cmp_indices
+def saved(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> backward.Saved:
+    """What the forward keeps, from what the reference returns."""
+    outputs, lses = (aux.o_cmp, aux.o_slc, aux.o_win), (aux.lse_cmp, aux.lse_slc, aux.lse_win)
+    k_cmp, v_cmp, gates, indices, cmp_indices = aux.k_cmp, aux.v_cmp, aux.gates, aux.indices, aux.cmp_indices
+    if inputs.cu_seqlens is None:
+        if cmp_indices is not None and cmp_indices.shape[-1] * config.n_block_size >= k_cmp.shape[1]:
+            cmp_indices = None  # all blocks
+    else:
+        length, stride = config.compress_block_size, config.stride
+        rows = (x[None] for x in (inputs.q, inputs.k, inputs.v))
+        made, _ = lay_out(*rows, inputs.cu_seqlens, tile=config.q_tile_size, length=length, stride=stride)
+        # Only attention to the window leaves out rows that are not used
+        unused = (3.0, 3.0, torch.nan)
+        outputs = tuple(spread(x, made, 0, fill) for x, fill in zip(outputs, unused, strict=True))
+        lses = tuple(spread(x, made, 1, fill) for x, fill in zip(lses, unused, strict=True))
+        _, exists = places_of_entries(made.num_entries, len(inputs.q), Keys(length, stride), made)
+        k_cmp, v_cmp = (align_entries(x, exists) for x in (k_cmp, v_cmp))
+        gates, indices = gates[None], indices[None]
+        cmp_indices = None if cmp_indices is None else cmp_indices[None]
     given = inputs.k_cmp is not None
     return backward.Saved(
-        None if given else aux.k_cmp,
-        None if given else aux.v_cmp,
+        None if given else k_cmp,
+        None if given else v_cmp,
         indices,
         cmp_indices,
-        gates,
-        aux.o_cmp,
-        aux.o_slc,
-        aux.o_win,
-        aux.lse_cmp,
-        aux.lse_slc,
-        aux.lse_win,
+        gates if inputs.gate_proj_weight is not None else None,
+        *outputs,
+        *lses,
     )
+
+
+def spread(packed: Tensor, made: Documents, dim: int, fill: float) -> Tensor:
+    """Rows along `dim` as aligned ones `[1,...]`."""
+    shape = list(packed.shape)
+    shape[dim] = made.num_tiles * made.tile
+    used = made.rows >= 0
+    places, values = made.rows[used].long(), packed.index_select(dim, used.nonzero()[:, 0])
+    return packed.new_full(shape, fill).index_copy(dim, places, values)[None]
+
+
+def align_entries(packed: Tensor, exists: Tensor) -> Tensor:
+    """Entries without gaps as aligned ones `[1,...]`."""
+    aligned = packed.new_zeros((len(exists), *packed.shape[1:]))
+    aligned[exists] = packed[: int(exists.sum())]
+    return aligned[None]

@@ -305,7 +305,7 @@ def backward_pairs(
     causal: bool = False,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """How often each pair enters the gradients of one batch and head, by transposed lists; int64 `[rows, keys]`.
+    """How often each pair enters the gradients of one batch and head, by transposed lists; int32 `[rows, keys]`.
 
     Causality is as in `visible_pairs`, but where it is on FA4 ignores the mask_mod.
 
@@ -337,14 +337,14 @@ def backward_pairs(
 
 
 def _visits(lists: Lists, kind: str, batch: int, head: int, tiles: int) -> Tensor:
-    """How often each block lists each tile, int64 `[tiles, blocks]`."""
+    """How often each block lists each tile, int32 `[tiles, blocks]`."""
     count, index = (getattr(lists, f"{kind}_{name}")[batch, head].long() for name in ("count", "index"))
     read = torch.arange(index.shape[1]) < count[:, None]
     wrong = index[read & ((index < 0) | (index >= tiles))]
     if len(wrong) > 0:
         raise ValueError(f"listed tiles must have rows, got tile {int(wrong[0])}")
-    visits = torch.zeros((len(count), tiles + 1), dtype=torch.int64)
-    visits.scatter_add_(1, torch.where(read, index, tiles), torch.ones_like(index))
+    visits = torch.zeros((len(count), tiles + 1), dtype=torch.int32)
+    visits.scatter_add_(1, torch.where(read, index, tiles), torch.ones_like(index, dtype=torch.int32))
     return visits[:, :tiles].T
 
 
@@ -440,12 +440,13 @@ def attend_backward(gradients: Gradients, pairs: Callable[[int, int], tuple[Tens
         for head in range(q.shape[2]):
             count, again = (x.to(q.device) for x in pairs(b, head))
             at, kv = (b, slice(None), head), (b, slice(None), head // group)
-            logits = torch.where(count + again > 0, (q[at] @ k[kv].T * scale).to(wide), -math.inf)
+            every = count + again
+            logits = torch.where(every > 0, (q[at] @ k[kv].T * scale).to(wide), -math.inf)
             weights = torch.exp(logits - lse[b, head, :, None])
             steps = weights * ((do[at] @ v[kv].T).to(wide) - delta[at][:, None])
             dq[at] = (count * steps).to(dtype) @ k[kv] * scale
-            dk[kv] += ((count + again) * steps).to(dtype).T @ q[at] * scale
-            dv[kv] += ((count + again) * weights).to(dtype).T @ do[at]
+            dk[kv] += (every * steps).to(dtype).T @ q[at] * scale
+            dv[kv] += (every * weights).to(dtype).T @ do[at]
     for target, x in ((gradients.dq, dq), (gradients.dk, dk), (gradients.dv, dv)):
         target.copy_(x)
 
@@ -567,7 +568,7 @@ def compressed_backward(
 
     def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
         if lists is None:
-            every = torch.ones((num_rows, num_keys), dtype=torch.int64)
+            every = torch.ones((num_rows, num_keys), dtype=torch.int32)
             return every, 0 * every
         return backward_pairs(arch, lists, batch, head, num_rows=num_rows, num_keys=num_keys, mask_mod=ended)
 

@@ -295,7 +295,7 @@ def pairs(arch: str, lists: Lists, num_rows: int, num_keys: int, **how: Any) -> 
 
 
 def causal_pairs(tokens: int) -> Tensor:
-    return torch.ones((tokens, tokens), dtype=torch.int64).tril()
+    return torch.ones((tokens, tokens), dtype=torch.int32).tril()
 
 
 def past(row: Tensor, key: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def test_diagonal_blocks_among_full_ones_show_the_future_to_a_mask_mod(arch: str
     lists = Lists.planted([[], [0], [1], [1]], [[0, 1], [1], [], []], rows=256, width=128)
     assert torch.equal(pairs(arch, lists, 512, 512, causal=True), causal_pairs(512))
     too_many = pairs(arch, lists, 512, 512, mask_mod=past) - causal_pairs(512)
-    assert too_many[:128, :128].equal(torch.ones(128, 128, dtype=torch.int64).triu(1))
+    assert too_many[:128, :128].equal(torch.ones(128, 128, dtype=torch.int32).triu(1))
     assert int(too_many.sum()) == 128 * 127 // 2
 
 
