@@ -247,7 +247,7 @@ def backward_stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -
 
     def transposed(one: Pass) -> None:
         size, width = config.select_size, plan.rules.width(config.select_size)
-        for _ in backward.pieces(plan, one.slc, bits(one), plan.token, size=size, width=width, divide=True):
+        for _ in backward.pieces(plan, one.slc, bits(one), size=size, width=width, entries=False):
             pass
 
     def selected(*, through_split: bool) -> Callable[[], None]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cute_kernels import fa4
 from cute_kernels import selected_backward as split
-from cute_kernels.block_lists import BlockLists, Keys
+from cute_kernels.block_lists import BlockLists
 from cute_kernels.compress import block_means
 from cute_kernels.device import vectorizable
 from cute_kernels.documents import sizes
@@ -355,7 +355,7 @@ def compressed_backward(
     if indices is not None:
         size = plan.config.n_block_size
         bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=True, documents=documents)
-        for piece, lists in pieces(plan, gradients, bits, keys, size=size, width=size, divide=False):
+        for piece, lists in pieces(plan, gradients, bits, size=size, width=size, entries=True):
             fa4.compressed_backward(piece.gradients, lists, **how)
     elif not keys.causal:
         fa4.compressed_backward(gradients, None, **how, deterministic=deterministic)
@@ -447,7 +447,7 @@ def selected_backward(
         )
         return
     width = plan.rules.width(size)
-    for piece, lists in pieces(plan, gradients, bits, plan.token, size=size, width=width, divide=True):
+    for piece, lists in pieces(plan, gradients, bits, size=size, width=width, entries=False):
         where = {"first_row": piece.first_row, "first_key": piece.first_key}
         fa4.selected_backward(piece.gradients, lists, causal=causal, scale=plan.scale, **where)
 
@@ -461,20 +461,20 @@ class Piece(NamedTuple):
 
 
 def pieces(
-    plan: Plan, gradients: fa4.Gradients, bits: Tensor, keys: Keys, *, size: int, width: int, divide: bool
+    plan: Plan, gradients: fa4.Gradients, bits: Tensor, *, size: int, width: int, entries: bool
 ) -> Iterator[tuple[Piece, BlockLists]]:
     """Parts of a backward whose lists fit LIST_BYTES: everything, or one key/value head and some blocks of keys.
 
     Between pieces, the sums of dq are kept in fp32.
 
     Args:
-        divide: also by blocks of keys, where one head is too much.
+        entries: keys are compressed entries, not tokens; only tokens are divided by blocks, where one head is too much.
     """
     q, k = gradients.q, gradients.k
     batch, num_rows, heads, _ = q.shape
     num_keys, kv_heads = k.shape[1:3]
     tiles, blocks = -(-num_rows // plan.tile), -(-num_keys // width)
-    documents = plan.documents if keys == plan.entry else None
+    keys, documents = (plan.entry, plan.documents) if entries else (plan.token, None)
 
     def lists(of: Tensor, query_heads: int, some: range, first_tile: int = 0) -> BlockLists:
         return transposed_lists(
@@ -495,7 +495,7 @@ def pieces(
         yield Piece(gradients, 0, 0), lists(bits, heads, range(blocks))
         return
     group, select_group = heads // kv_heads, bits.shape[1] // kv_heads
-    most = max(1, LIST_BYTES // list_bytes(group, 1, tiles)) if divide else blocks
+    most = blocks if entries else max(1, LIST_BYTES // list_bytes(group, 1, tiles))
     for b in range(batch):
         for h in range(kv_heads):
             of_rows = (slice(b, b + 1), slice(None), slice(h * group, (h + 1) * group))
