@@ -54,7 +54,7 @@ def differentiate(gradients: fa4.Gradients, visible: Tensor, scale: float) -> No
         target.copy_(x if target is g.dq else x.unflatten(2, (-1, group)).sum(3))
 
 
-def phases_backward(gradients: fa4.Gradients, *, scale: float) -> None:
+def phases_backward(gradients: fa4.Gradients, *, scale: float, deterministic: bool = False) -> None:
     row, key = (torch.arange(x.shape[1]) for x in (gradients.q, gradients.k))
     differentiate(gradients, (key <= row[:, None] + len(key) - len(row))[None, None], scale)
 
@@ -86,6 +86,7 @@ def compressed_backward(
     first_row: int,
     scale: float,
     shifts: Tensor | None = None,
+    deterministic: bool = False,
 ) -> None:
     rows, keys = gradients.q.shape[1], gradients.k.shape[1]
     if lists is None:
@@ -121,7 +122,13 @@ def selected_backward(
 
 
 def window_backward(
-    gradients: fa4.Gradients, *, left: int, right: int, scale: float, documents: tuple[Tensor, Tensor] | None = None
+    gradients: fa4.Gradients,
+    *,
+    left: int,
+    right: int,
+    scale: float,
+    documents: tuple[Tensor, Tensor] | None = None,
+    deterministic: bool = False,
 ) -> None:
     row = torch.arange(gradients.q.shape[1])[:, None]
     key = torch.arange(gradients.k.shape[1])
