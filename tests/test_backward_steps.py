@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import backward, fa4
+from cute_kernels import backward, fa4, forward
 from nsa import NSAConfig, reference
 from nsa.tensors import NSAInputs
 from tests import backward_twins as twins
@@ -52,6 +52,28 @@ def some_inputs(tokens: int, *, group: int = 2, batch: int = 2, **extra: Any) ->
 @pytest.mark.parametrize("tokens", [1, 15, 64, 300, 777])
 def test_lengths(tokens: int, arch: str) -> None:
     check(some_inputs(tokens), SOME)
+
+
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_split_backward_gets_lists_of_its_unit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4's lists are 128 keys wide where that divides l'."""
+    from cute_kernels.selected_backward import UNIT
+
+    twins.install(monkeypatch, RULES["sm_90"])
+    monkeypatch.setattr(forward, "chosen_lists", lambda *_, width, **__: width)
+    widths = []
+
+    def split(q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, *rest: Any, **out: Any) -> None:
+        widths.append(rest[0])
+        for name in ("dq", "dk", "dv"):
+            out[name].zero_()
+
+    monkeypatch.setattr(backward.split, "selected_backward", split)
+    inputs, config = some_inputs(300), replace(SOME, select_block_size=size)
+    out, aux = reference.nsa(inputs, config)
+    saved = twins.saved(inputs, config, aux.indices).to_list()
+    backward.nsa_backward(inputs, config, saved, torch.randn_like(out), deterministic=True)
+    assert widths == [UNIT]
 
 
 @pytest.mark.parametrize(
