@@ -436,7 +436,7 @@ def selected_backward(
             gradients.do,
             gradients.lse,
             delta,
-            token_lists(plan, gradients.q, k, indices, 0),
+            token_lists(plan, gradients.q, k, indices, 0, split.UNIT),
             bits,
             size=size,
             causal=causal,

@@ -361,15 +361,15 @@ def attend_selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 
 
-def token_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int) -> BlockLists:
-    """Blocks of tokens that were chosen for each query tile."""
+def token_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int, width: int | None = None) -> BlockLists:
+    """Blocks of tokens that were chosen for each query tile, listed as FlashAttention-4 wants them or in `width`."""
     size = plan.config.select_size
     return chosen_lists(
         indices,
         q.shape[2],
         plan.token,
         size=size,
-        width=plan.rules.width(size),
+        width=width or plan.rules.width(size),
         rows=plan.tile,
         num_keys=k.shape[1],
         rows_from=start,

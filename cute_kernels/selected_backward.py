@@ -968,6 +968,8 @@ def selected_backward(
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         for x, out in ((q, dq), (k, dk), (v, dv))
     )
+    if lists.width != UNIT or size % UNIT:
+        raise ValueError(f"needs lists of {UNIT} keys and whole units, got {lists.width} and {size}")
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     given = q, k, v, do, lse, delta, lists

@@ -52,13 +52,19 @@ def differentiate(gradients: fa4.Gradients, visible: Tensor, scale: float) -> No
     model.attend_backward(gradients, lambda *_: (pairs, 0 * pairs), scale)
 
 
-def phases_backward(gradients: fa4.Gradients, *, scale: float) -> None:
+def phases_backward(gradients: fa4.Gradients, *, scale: float, deterministic: bool = False) -> None:
     row, key = (torch.arange(x.shape[1]) for x in (gradients.q, gradients.k))
     differentiate(gradients, key <= row[:, None] + len(key) - len(row), scale)
 
 
 def window_backward(
-    gradients: fa4.Gradients, *, left: int, right: int, scale: float, documents: tuple[Tensor, Tensor] | None = None
+    gradients: fa4.Gradients,
+    *,
+    left: int,
+    right: int,
+    scale: float,
+    documents: tuple[Tensor, Tensor] | None = None,
+    deterministic: bool = False,
 ) -> None:
     if documents is not None:
         # Other rows are neither read nor written

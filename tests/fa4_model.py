@@ -558,6 +558,7 @@ def compressed_backward(
     first_row: int,
     scale: float,
     shifts: Tensor | None = None,
+    deterministic: bool = False,
 ) -> None:
     """What cute_kernels.fa4.compressed_backward does."""
     num_rows, num_keys = gradients.q.shape[1], gradients.k.shape[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import backward, fa4
+from cute_kernels import backward, fa4, forward
 from nsa import NSAConfig, reference
 from nsa.tensors import NSAInputs
 from tests import backward_twins as twins
@@ -225,3 +225,25 @@ def test_heads_and_lists_of_documents_in_pieces(list_bytes: int, arch: str, monk
 @pytest.mark.parametrize("changes", [{"compress_stride": 8}, SOME_ENTRIES], ids=["all entries", "some"])
 def test_optional_tensors_of_documents(names: tuple[str, ...], changes: dict[str, Any], arch: str) -> None:
     check(extras(packed_inputs(70, 0, 130), names), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_split_backward_gets_lists_of_its_unit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4's lists are 128 keys wide where that divides l'."""
+    from cute_kernels.selected_backward import UNIT
+
+    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    monkeypatch.setattr(forward, "chosen_lists", lambda *_, width, **__: width)
+    widths = []
+
+    def split(q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, *rest: Any, **out: Any) -> None:
+        widths.append(rest[0])
+        for name in ("dq", "dk", "dv"):
+            out[name].zero_()
+
+    monkeypatch.setattr(backward.split, "selected_backward", split)
+    inputs, config = some_inputs(300), replace(SOME, select_block_size=size)
+    out, aux = reference.nsa(inputs, config)
+    saved = twins.saved(inputs, config, aux).to_list()
+    backward.nsa_backward(inputs, config, saved, torch.randn_like(out), deterministic=True)
+    assert widths == [UNIT]
