@@ -219,7 +219,8 @@ class _Results:
                 # Zeros stay where there is nothing to differentiate: no tokens, no entries
                 new = torch.zeros if tensor.dim() == 3 or inputs.q.numel() == 0 else torch.empty
                 self.gradients[name] = new(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        self.entries = [torch.zeros_like(x, dtype=torch.float32) for x in (call.k_cmp, call.v_cmp)]
+        # Not zeros_like: gradients are contiguous, as operators promise, also where k_cmp that was given is not
+        self.entries = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (call.k_cmp, call.v_cmp)]
         """Gradients of the compressed keys and values, fp32."""
 
     def finish(self) -> None:
@@ -436,7 +437,7 @@ def selected_backward(
             gradients.do,
             gradients.lse,
             delta,
-            token_lists(plan, gradients.q, k, indices, 0, split.UNIT),
+            token_lists(plan, gradients.q, k, indices, 0, width=split.UNIT),
             bits,
             size=size,
             causal=causal,

@@ -225,11 +225,13 @@ class Align:
         count = cutlass.min(mBounds[LENGTH, document] - before, COPIED_ROWS)  # <= 0: no rows of a document
         if which == 0:
             self.copy(mK, mAlignedK, first_row, first_token, count)
-        elif const_expr(mV is not None) and which == 1:
-            self.copy(mV, mAlignedV, first_row, first_token, count)
-        elif const_expr(mQ is not None):
-            self.copy(mQ, mAlignedQ, first_row, first_token, count)
-            self.record(mBounds, mTiles, mRows, first_row, first_token, count, document)
+        if const_expr(mV is not None):
+            if which == 1:
+                self.copy(mV, mAlignedV, first_row, first_token, count)
+        if const_expr(mQ is not None):
+            if which == 2:
+                self.copy(mQ, mAlignedQ, first_row, first_token, count)
+                self.record(mBounds, mTiles, mRows, first_row, first_token, count, document)
 
     @cute.jit
     def copy(self, mX: cute.Tensor, mAligned: cute.Tensor, first_row: Int32, first_token: Int32, count: Int32):

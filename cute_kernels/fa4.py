@@ -460,7 +460,9 @@ def _through_interface(
         recorder = _Recorder(_flash_attn_fwd.compile_cache)
         _flash_attn_fwd.compile_cache = recorder
         try:
-            o, lse, *_ = _flash_attn_fwd(*qkv, pack_gqa=False, block_sparse_tensors=sparse, **keywords)
+            # Without detach() FA4 compiles a kernel that writes lse even where nobody asked for it
+            detached = (x.detach() for x in qkv)
+            o, lse, *_ = _flash_attn_fwd(*detached, pack_gqa=False, block_sparse_tensors=sparse, **keywords)
         finally:
             _flash_attn_fwd.compile_cache = recorder.cache
     if signature is not None and recorder.used is not None:

@@ -361,8 +361,10 @@ def attend_selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 
 
-def token_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int, width: int | None = None) -> BlockLists:
-    """Blocks of tokens that were chosen for each query tile, listed as FlashAttention-4 wants them or in `width`."""
+def token_lists(
+    plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int, *, width: int | None = None
+) -> BlockLists:
+    """Blocks of tokens that were chosen for each query tile, `width` wide or as wide as is exact."""
     size = plan.config.select_size
     return chosen_lists(
         indices,

@@ -432,14 +432,16 @@ def test_refusals() -> None:
         first.sum().backward()
 
 
-def test_deterministic() -> None:
+@pytest.mark.parametrize("select_block_size", [64, 128, 192])
+def test_deterministic(select_block_size: int) -> None:
     weight = gate_weight()
     inputs = NSAInputs(*on_gpu(3001, batch=2), gate_proj_weight=weight)
     do = like(2, 3001, 8, 128)
-    check(inputs, SOME, deterministic=True)
+    config = replace(SOME, select_block_size=select_block_size)
+    check(inputs, config, deterministic=True)
 
     def run() -> dict[str, Tensor]:
-        return gradients(lambda x: nsa(**x.tensors(), config=SOME, deterministic=True), inputs, do)
+        return gradients(lambda x: nsa(**x.tensors(), config=config, deterministic=True), inputs, do)
 
     expected = run()
     for _ in range(10):

@@ -169,9 +169,10 @@ def document_cases() -> Iterator[Case]:
     from cute_kernels.documents import _add_up, _align
 
     yield Case("AddUp", "bounds", None, None, None, ours(_add_up, 256, 32, 16))
-    for dim, dtype, with_q in itertools.product(DIMS, DTYPES, (False, True)):
-        run = ours(_align, 256, 16, dtype, dim, dim, with_q)
-        yield Case("Align", "queries+keys+values" if with_q else "keys+values", dim, None, dtype, run)
+    for dim, dtype in itertools.product(DIMS, DTYPES):
+        for variant, v_dim, with_q in (("one", None, False), ("keys+values", dim, False), ("all", dim, True)):
+            run = ours(_align, 256, 16, dtype, dim, v_dim, with_q)
+            yield Case("Align", variant, dim, None, dtype, run)
 
 
 def gate_cases() -> Iterator[Case]:
