@@ -1,7 +1,13 @@
-"""Where the time of NSA's forward on an NVIDIA GPU goes: each stage beside its floor, and gating and host time alone.
+"""Where the time of NSA on an NVIDIA GPU goes: each stage beside its floor; forward also gating and host time alone.
 
-A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak.
+A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak; that
+of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth.
 Writes OUT.json: {device, versions, commit, copy_tbs, peak_tflops, rows: [{n, num_cmp, stage, ms, floor_ms, share}]}.
+
+With --backward the stages of the backward, over the same passes over heads as there. The selected branch is timed both
+through FlashAttention-4 and, on Hopper, through the split kernels, each with its lists; "selected, lists" are those of
+FlashAttention-4 alone, "split, ..." kernels without lists. "backward" and "all" take what `split` in the file tells. A
+stage that no CUDA graph can hold is timed eagerly, and so named.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,12 +30,17 @@ from torch import Tensor
 from bench.common import positive
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
-from bench.roofline import Peaks, attention_flops, choose_peaks, mean_keys, score_flops
+from bench.roofline import Peaks, attention_flops, backward_work, choose_peaks, mean_keys, nsa_floor_ms, score_flops
 from bench.timing import GIB, capture, measure, peak_memory
-from cute_kernels import forward
+from cute_kernels import backward, fa4, forward
+from cute_kernels import selected_backward as split
 from cute_kernels.compress import tile_means
 from cute_kernels.gate import gated_sum
+from cute_kernels.gate_backward import GateResults, gate_gradients
+from cute_kernels.gradient_sums import key_gradients, query_gradients
 from cute_kernels.score import top_blocks
+from cute_kernels.support import can_split
+from cute_kernels.transposed_lists import tile_bits
 from nsa import NSAConfig, nsa_forward
 from nsa.tensors import NSAInputs
 
@@ -47,12 +58,15 @@ class Row:
     share: float
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seqlens", default="8K,32K,128K,1M", help="default: %(default)s")
+    parser.add_argument("--backward", action="store_true", help="the stages of the backward")
+    parser.add_argument("--seqlens", help="default: 8K,32K,128K,1M; backward: 32K,128K,512K,1M")
     parser.add_argument("--peak-tflops", type=float, help="of the device; default: known of H100 and H200")
-    parser.add_argument("--out", default=str(LOCAL_RESULTS / "stages"), help="results, without suffix")
-    args = parser.parse_args()
+    parser.add_argument("--out", help="results, without suffix; default: bench/results/local/stages[-backward]")
+    args = parser.parse_args(argv)
+    args.seqlens = args.seqlens or ("32K,128K,512K,1M" if args.backward else "8K,32K,128K,1M")
+    args.out = args.out or str(LOCAL_RESULTS / ("stages-backward" if args.backward else "stages"))
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     facts = environment(DEVICE)
@@ -64,23 +78,30 @@ def main() -> None:
     rows: list[Row] = []
     for n in map(positive, args.seqlens.split(",")):
         for num_cmp in (None, 16):
-            some = stages(n, NSAConfig(num_cmp_selected_blocks=num_cmp), copy_tbs, peaks.tflops)
+            measured = backward_stages if args.backward else stages
+            some = measured(n, NSAConfig(num_cmp_selected_blocks=num_cmp), copy_tbs, peaks.tflops)
             rows += some
             for row in some:
                 share = f"{row.share:6.0%}" if row.floor_ms else ""
-                print(f"{n:>8} {num_cmp!s:>5} {row.stage:<12}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}")
+                print(f"{n:>8} {num_cmp!s:>5} {row.stage:<16}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}")
     content = {
         **facts,
         "copy_tbs": copy_tbs,
         "peak_tflops": peaks.tflops,
-        "gating": gating(copy_tbs),
-        "host_us": host_time(),
-        "score_extra_mib_at_3m": score_memory(3 << 20),
         "command": command_line(),
         "rows": [asdict(row) for row in rows],
     }
-    for name in ("gating", "host_us", "score_extra_mib_at_3m"):
-        print(name, content[name])
+    if args.backward:
+        alone: dict[str, Any] = {"split": backward.SPLIT}
+    else:
+        alone = {
+            "gating": gating(copy_tbs),
+            "host_us": host_time(),
+            "score_extra_mib_at_3m": score_memory(3 << 20),
+        }
+    for name, value in alone.items():
+        print(name, value)
+    content |= alone
     write_json(Path(args.out).with_suffix(".json"), content)
 
 
@@ -158,6 +179,164 @@ def stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Ro
         ms = milliseconds(stage)
         rows.append(Row(n, config.num_cmp_selected_blocks, name, ms, floor, floor / ms))
     return rows
+
+
+class Pass(NamedTuple):
+    """What the stages read and write for some key/value heads, made as cute_kernels.backward makes it."""
+
+    call: forward.Call
+    part: forward.Part
+    do: Tensor
+    gates: Tensor
+    gated: GateResults
+    cmp: fa4.Gradients
+    slc: fa4.Gradients
+    win: fa4.Gradients
+    dk: Tensor
+    dv: Tensor
+    entries: tuple[Tensor, Tensor]
+
+
+def make_pass(
+    call: forward.Call, saved: backward.Saved, do: Tensor, results: tuple[Tensor, ...], kv_heads: slice
+) -> Pass:
+    """Args: `results`, dq, dk and dv of all heads; the compressed branch writes into dq too."""
+    group = call.inputs.q.shape[2] // call.inputs.k.shape[2]
+    heads = slice(kv_heads.start * group, kv_heads.stop * group)
+    some, part = call.of_heads(kv_heads), saved.part(heads, heads)
+    if part is None or saved.gates is None:
+        raise ValueError("needs the branches' outputs and projected gates")
+    do, gates = do[:, :, heads], saved.gates[:, :, heads]
+    gated = differentiate_gates(some, part, do, gates)
+    q, k, v = some.inputs.q, some.inputs.k, some.inputs.v
+
+    def of(branch: int, out: forward.Branch, k: Tensor, v: Tensor, into: Tensor) -> fa4.Gradients:
+        return fa4.Gradients(q, k, v, out.o, do, gated.lse[branch], into, torch.empty_like(k), torch.empty_like(v))
+
+    dq, dk, dv = results
+    cmp = of(0, part.cmp, some.k_cmp, some.v_cmp, dq[:, :, heads])
+    slc, win = of(1, part.slc, k, v, torch.empty_like(q)), of(2, part.win, k, v, torch.empty_like(q))
+    entries = some.k_cmp.float(), some.v_cmp.float()
+    return Pass(some, part, do, gates, gated, cmp, slc, win, dk[:, :, kv_heads], dv[:, :, kv_heads], entries)
+
+
+def differentiate_gates(call: forward.Call, part: forward.Part, do: Tensor, gates: Tensor) -> GateResults:
+    branches = part.cmp, part.slc, part.win
+    lses = [branch.lse for branch in branches if branch.lse is not None]
+    outputs = [branch.o for branch in branches]
+    return gate_gradients(do, outputs, lses, q=call.inputs.q, gates=gates, projected=True)
+
+
+def backward_stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
+    """Each stage's time and floor for B=1, 8 heads over 2, D=128."""
+    inputs, sizes = random_inputs(n), Sizes(1, n, HEADS, KV_HEADS, DIM)
+    _, kept = backward.nsa_saving(inputs, config, recompute=False)
+    saved = backward.Saved.of_list(kept)
+    if saved.k_cmp is None or saved.v_cmp is None:
+        raise ValueError("needs compressed keys that were made from k and v")
+    call = forward.prepare(inputs, config, (saved.k_cmp, saved.v_cmp))
+    plan, do = call.plan, torch.randn_like(inputs.q)
+    results = tuple(torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v))
+    passes = [make_pass(call, saved, do, results, kv_heads) for kv_heads in backward.passes(call)]
+
+    def every(run: Callable[[Pass], Any]) -> Callable[[], list[Any]]:
+        return lambda: [run(one) for one in passes]
+
+    def bits(one: Pass) -> Tensor:
+        return tile_bits(one.part.indices, size=config.select_size, num_keys=n, entries=False)
+
+    def transposed(one: Pass) -> None:
+        size, width = config.select_size, plan.rules.width(config.select_size)
+        for _ in backward.pieces(plan, one.slc, bits(one), size=size, width=width, entries=False):
+            pass
+
+    def selected(*, through_split: bool) -> Callable[[], None]:
+        def run() -> None:
+            before, backward.SPLIT = backward.SPLIT, through_split
+            try:
+                for one in passes:
+                    backward.selected_backward(plan, one.slc, one.part.indices, one.gated.delta, False)
+            finally:
+                backward.SPLIT = before
+
+        return run
+
+    def sum_queries(one: Pass) -> None:
+        weight, logits = one.call.inputs.gate_proj_weight, one.gated.logits
+        parts = [one.cmp.dq, one.slc.dq, one.win.dq]
+        query_gradients(one.cmp.dq, parts, logits=logits, gate_proj_weight=weight)
+
+    def sum_keys(one: Pass) -> None:
+        k_parts, v_parts = [one.slc.dk, one.win.dk], [one.slc.dv, one.win.dv]
+        key_gradients(one.dk, one.dv, k_parts, v_parts, entries=one.entries, keys=plan.entry)
+
+    stages: list[tuple[str, Callable[[], Any]]] = [
+        ("gate gradients", every(lambda one: differentiate_gates(one.call, one.part, one.do, one.gates))),
+        ("selected, lists", every(transposed)),
+        ("compressed", every(lambda one: backward.compressed_backward(plan, one.cmp, one.part.cmp_indices, False))),
+        ("selected, FA4", selected(through_split=False)),
+    ]
+    if can_split(plan.rules, DIM, DIM):
+        stages += [("selected, split", selected(through_split=True)), *split_halves(plan, passes, bits)]
+    stages += [
+        ("window", every(lambda one: backward.window_backward(plan, one.win, False))),
+        ("query sums", every(sum_queries)),
+        ("key sums", every(sum_keys)),
+    ]
+    work = backward_work(sizes, config)
+    floors = {name: work[name].floor_ms(copy_tbs, tflops) for name, _ in stages}
+    here = Peaks(tflops, copy_tbs)
+    forward_floor, both = (nsa_floor_ms(sizes, config, here, backward=way) for way in (False, True))
+    floors |= {"forward, saving": forward_floor, "backward": both - forward_floor, "all": both}
+
+    def differentiate(keep: list[Tensor]) -> dict[str, Tensor]:
+        return backward.nsa_backward(inputs, config, keep, do)
+
+    stages += [
+        ("forward, saving", lambda: backward.nsa_saving(inputs, config, recompute=False)),
+        ("backward", lambda: differentiate(kept)),
+        ("all", lambda: differentiate(backward.nsa_saving(inputs, config, recompute=False)[1])),
+    ]
+    rows = []
+    for name, stage in stages:
+        ms, eagerly = graph_or_eager(stage)
+        stage_name = f"{name} (eager)" if eagerly else name
+        rows.append(Row(n, config.num_cmp_selected_blocks, stage_name, ms, floors[name], floors[name] / ms))
+    return rows
+
+
+def split_halves(
+    plan: forward.Plan, passes: list[Pass], bits: Callable[[Pass], Tensor]
+) -> list[tuple[str, Callable[[], None]]]:
+    """The kernels of the split backward, without the making of lists from indices."""
+    made = [(one, forward.token_lists(plan, one.slc.q, one.slc.k, one.part.indices, 0), bits(one)) for one in passes]
+    how: dict[str, Any] = {"causal": plan.config.causal, "scale": plan.scale}
+
+    def dq() -> None:
+        for one, lists, _ in made:
+            x = one.slc
+            split.selected_dq(x.q, x.k, x.v, x.do, x.lse, one.gated.delta, lists, dq=x.dq, **how)
+
+    def dkv() -> None:
+        for one, lists, of in made:
+            x, size = one.slc, plan.config.select_size
+            given = x.q, x.k, x.v, x.do, x.lse, one.gated.delta, lists, of
+            split.selected_dkv(*given, size=size, dk=x.dk, dv=x.dv, **how)
+
+    return [("split, dq", dq), ("split, dk dv", dkv)]
+
+
+def graph_or_eager(call: Callable[[], Any]) -> tuple[float, bool]:
+    """Median GPU time, and whether it had to be taken without a graph, so with host time where that is longer."""
+    try:
+        return milliseconds(call), False
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        print(f"no graph: {str(error).splitlines()[0]}")
+        return measure(call, DEVICE, seconds=0.5, most=10).ms_p50, True
+    finally:
+        torch.cuda.empty_cache()  # graphs keep what they reserved
 
 
 def gating(copy_tbs: float) -> list[dict[str, float]]:

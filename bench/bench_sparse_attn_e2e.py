@@ -1,12 +1,14 @@
 """Dense attention against NSA, end to end, over sequence lengths and options.
 
-For each N and each combination of options: the error of the whole op against fp64 on sampled rows; then time, peak
-memory and speed-up, with times beside what the device's peak rates allow. Errors come first: where one is above its
-budget, or a timed call gives another result than the checked one, there are no times and the script ends with status 1
-(a red gate). Dense attention is timed once for each N, always eagerly.
+For each N and each combination of options: the error of the whole op against fp64 on sampled rows, with --backward also
+of the gradients that these rows give; then time, peak memory and speed-up, with times beside what the device's peak
+rates allow. Errors come first: where one is above its budget, or a timed call gives another result than the checked
+one, there are no times and the script ends with status 1 (a red gate). Dense attention is timed once for each N, always
+eagerly.
 
 Mode "graph" times replays of a CUDA graph of the whole call, "eager" the call as Python makes it. The peak memory of a
-graph is that of its capture.
+graph is that of its capture. Memory is counted beyond the inputs for the forward; with --backward it is everything
+alive: inputs, out, do, gradients and temporaries.
 
 Writes OUT.json (schema: docs/architecture.md), OUT.csv and OUT.png. `--demo` picks sizes for this machine.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -40,10 +42,11 @@ from bench.common import (
     positive,
     resolve_sizes,
 )
+from bench.gradient_check import GradientError, Tiles, gradient_errors, sampled_do
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
-from bench.timing import Timing, capture, measure
+from bench.timing import GIB, Timing, capture, measure
 from dispatch.device import describe_device, device_types
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.reference import nsa_tiles
@@ -66,7 +69,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the results; times in ms, memory in GiB beyond the inputs."""
+    """One line of the results; times in ms, memory in GiB: beyond the inputs, forward + backward all of it."""
 
     op: str
     preset: str
@@ -85,6 +88,7 @@ class Row:
     q_tile: int
     num_cmp: int | None
     gated: bool
+    recompute: bool
     inputs: str
     ms_p20: float
     ms_p50: float
@@ -92,6 +96,8 @@ class Row:
     peak_gib: float | None
     error: float
     error_budget: float
+    gradient_error: float | None
+    gradient_budget: float | None
     dense: str
     dense_ms: float
     dense_extrapolated: bool
@@ -109,6 +115,10 @@ class Row:
         return Sizes(self.b, self.n, self.h, self.h_kv, self.d)
 
     @property
+    def backward(self) -> bool:
+        return self.direction == "fwd+bwd"
+
+    @property
     def line(self) -> tuple[int, int | None, str]:
         """What rows of one line in the plot have in common."""
         return (self.l, self.num_cmp, self.mode)
@@ -124,6 +134,8 @@ class Variant:
     config: NSAConfig
     backend: str
     modes: tuple[str, ...]
+    backward: bool = False
+    recompute: bool = False
 
     def __str__(self) -> str:
         return f"l={self.config.compress_block_size} num_cmp={_none(self.config.num_cmp_selected_blocks)}"
@@ -137,6 +149,9 @@ class Sample:
     budget: float
     positions: Tensor
     rows: Tensor
+    tiles: Tiles
+    gradient: GradientError | None = None
+    """The one that takes most of its budget."""
 
     def same(self, out: Tensor) -> bool:
         return torch.equal(out[:, self.positions], self.rows)
@@ -151,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(str(refusal)) from refusal
     dense = choose_dense(device, DTYPES[args.dtype])
     facts = environment(device)
-    peaks = None if args.backward else choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
+    peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     console.print(
         f"[bold]Sparse (NSA) against dense attention[/bold] ({dense.name}) on {args.input} input: "
         f"{'forward + backward' if args.backward else 'forward'}, {args.dtype}, {args.heads} heads of {args.dim} "
@@ -186,7 +201,7 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
     notes: dict[str, None] = {}
     sizes = Sizes(args.batch, 1, args.heads, args.kv_heads, args.dim)
     for config in args.configs:
-        call = nsa_facts(sizes, config, device, DTYPES[args.dtype], backward=args.backward)
+        call = nsa_facts(sizes, config, device, DTYPES[args.dtype], backward=args.backward, recompute=args.recompute)
         backend, note = choose_backend(call, args.backend)
         modes = args.modes or (("eager",) if device.type != "cuda" or args.backward else MODES)
         if backend == "reference" and "graph" in modes:
@@ -197,7 +212,7 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
             note = "\n".join(filter(None, (note, f"Mode eager only: {reason}")))
         if note:
             notes[note] = None
-        variants.append(Variant(config, backend, tuple(modes)))
+        variants.append(Variant(config, backend, tuple(modes), args.backward, args.recompute))
     return variants, list(notes)
 
 
@@ -223,7 +238,7 @@ def run(
             samples = []
             for variant in variants:
                 progress.update(steps, description=f"N={n} {variant}: error against fp64")
-                sample, wrong = check(problem, variant, args.backward)
+                sample, wrong = check(problem, variant)
                 samples.append(sample)
                 red += [f"N={n} {variant}: {reason}" for reason in wrong]
                 progress.advance(steps)
@@ -232,7 +247,8 @@ def run(
             extrapolated = measured is not None and args.no_dense_above is not None and n > args.no_dense_above
             if measured is None or not extrapolated:
                 progress.update(steps, description=f"N={n}: {dense.name}")
-                measured = n, measure(dense_call(problem, dense, args.backward), device, seconds=args.seconds)
+                timing = measure(dense_call(problem, dense, args.backward), device, seconds=args.seconds)
+                measured = n, everything(timing, leaves(problem)[:3]) if args.backward else timing
             dense_n, dense_timing = measured
             dense_ms = dense_timing.ms_p50 * (n / dense_n) ** 2
             dense_peak = None if extrapolated else dense_timing.peak_gib
@@ -240,12 +256,15 @@ def run(
             pairs = zip(variants, samples, strict=True)
             for variant, sample, mode in [(v, sample, mode) for v, sample in pairs for mode in v.modes]:
                 progress.update(steps, description=f"N={n} {variant}: NSA, {mode}")
-                timing = measure_mode(mode, nsa_call(problem, variant, args.backward), sample, device, args.seconds)
+                nsa_timing = measure_mode(mode, nsa_call(problem, variant), sample, device, args.seconds)
                 progress.advance(steps)
-                if timing is None:
+                if nsa_timing is None:
                     red.append(f"N={n} {variant}: the replayed graph gives another result than the checked call")
                     break
-                floor = None if peaks is None else nsa_floor_ms(sizes, variant.config, peaks, problem.q.itemsize)
+                timing = everything(nsa_timing, leaves(problem)) if args.backward else nsa_timing
+                floor = None
+                if peaks is not None:
+                    floor = nsa_floor_ms(sizes, variant.config, peaks, problem.q.itemsize, backward=args.backward)
                 rows.append(
                     Row(
                         **named(args, sizes, variant, mode),
@@ -255,6 +274,8 @@ def run(
                         peak_gib=timing.peak_gib,
                         error=sample.error,
                         error_budget=sample.budget,
+                        gradient_error=None if sample.gradient is None else sample.gradient.error,
+                        gradient_budget=None if sample.gradient is None else sample.gradient.budget,
                         dense=dense.name,
                         dense_ms=dense_ms,
                         dense_extrapolated=extrapolated,
@@ -289,6 +310,7 @@ def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -
         "q_tile": config.q_tile_size,
         "num_cmp": config.num_cmp_selected_blocks,
         "gated": not args.ungated,
+        "recompute": args.recompute,
         "inputs": args.input,
         "command": command_line(),
     }
@@ -305,7 +327,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seqlens", type=_list(positive), metavar="N,N,...", help="tokens per sequence, such as 4096,8192 or 4K,8K,1M")
     add_sizes(parser)
     add("--input", choices=KINDS, help="default: random; the demo: text")
-    add("--backward", action="store_true", help="time forward + backward")
+    add(
+        "--backward",
+        action="store_true",
+        help="check and time forward + backward; peak memory is then of everything alive: inputs, out, do, gradients "
+        "and temporaries",
+    )
+    add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")
     add("--modes", type=_list(_mode), metavar="MODE,...", help="eager, graph; default: eager, on CUDA forward both")
     options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
@@ -333,6 +361,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--no-dense-above must leave a length to measure, at least {args.seqlens[0]}, got {args.no_dense_above}"
         )
+    if args.recompute and not args.backward:
+        parser.error("--recompute goes with --backward")
     if "graph" in (args.modes or ()):
         if args.device != "cuda":
             parser.error(f"--modes graph needs --device cuda, got {args.device}")
@@ -382,25 +412,29 @@ def _count_or_none(text: str) -> int | None:
 # What is checked and timed
 
 
-def forward_call(problem: Problem, variant: Variant, backward: bool) -> Callable[[], Tensor]:
-    attention = nsa if backward else nsa_forward
-    return lambda: attention(
-        problem.q,
-        problem.k,
-        problem.v,
-        gate_proj_weight=problem.gate_proj_weight,
-        config=variant.config,
-        backend=variant.backend,
-    )
+def leaves(problem: Problem) -> list[Tensor]:
+    """What gradients are for, q first."""
+    tensors = (problem.q, problem.k, problem.v, problem.gate_proj_weight)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
-def nsa_call(problem: Problem, variant: Variant, backward: bool) -> Callable[[], Any]:
-    forward = forward_call(problem, variant, backward)
-    if not backward:
+def forward_call(problem: Problem, variant: Variant) -> Callable[[], Tensor]:
+    given: dict[str, Any] = {
+        "gate_proj_weight": problem.gate_proj_weight,
+        "config": variant.config,
+        "backend": variant.backend,
+    }
+    if variant.backward:
+        return lambda: nsa(problem.q, problem.k, problem.v, **given, recompute=variant.recompute)
+    return lambda: nsa_forward(problem.q, problem.k, problem.v, **given)
+
+
+def nsa_call(problem: Problem, variant: Variant) -> Callable[[], Any]:
+    forward = forward_call(problem, variant)
+    if not variant.backward:
         return forward
-    leaves = [t for t in (problem.q, problem.k, problem.v, problem.gate_proj_weight) if t is not None]
     grad = torch.randn_like(problem.q)
-    return lambda: torch.autograd.grad(forward(), leaves, grad)
+    return lambda: torch.autograd.grad(forward(), leaves(problem), grad)
 
 
 def dense_call(problem: Problem, dense: Dense, backward: bool) -> Callable[[], Any]:
@@ -414,6 +448,14 @@ def dense_call(problem: Problem, dense: Dense, backward: bool) -> Callable[[], A
         return forward
     grad = torch.randn_like(q)
     return lambda: torch.autograd.grad(dense.attention(q, k, v), (q, k, v), grad)
+
+
+def everything(timing: Timing, given: Sequence[Tensor]) -> Timing:
+    """With all that is alive in forward + backward: also the inputs, and do, which is like the first of them."""
+    if timing.peak_gib is None:
+        return timing
+    held = given[0].nbytes + sum(tensor.nbytes for tensor in given)
+    return replace(timing, peak_gib=timing.peak_gib + held / GIB)
 
 
 def measure_mode(
@@ -430,15 +472,33 @@ def measure_mode(
     return replace(measure(captured.replay, device, seconds=seconds), peak_gib=captured.peak_gib)
 
 
-def check(problem: Problem, variant: Variant, backward: bool) -> tuple[Sample, list[str]]:
+def check(problem: Problem, variant: Variant) -> tuple[Sample, list[str]]:
     """The checked call, and what is wrong with it or with the one to be timed."""
     sample = sampled_error(problem, variant)
     wrong = []
     if not sample.error <= sample.budget:
         wrong.append(f"error {sample.error:.2e} is above the budget {sample.budget:.2e}")
-    if not sample.same(forward_call(problem, variant, backward)().detach()):
+    out = forward_call(problem, variant)()
+    if not sample.same(out.detach()):
         wrong.append("the timed call gives another result than the checked one, which also returns NSAAux")
-    return sample, wrong
+    if not variant.backward:
+        return sample, wrong
+    do = sampled_do(out.detach(), sample.positions)
+    inputs = plain_inputs(problem)
+    gradients = dict(zip(inputs.tensors(), torch.autograd.grad(out, leaves(problem), do), strict=True))
+    del out  # and what it keeps for backward
+    errors = gradient_errors(gradients, inputs, variant.config, sample.tiles, sample.positions, do)
+    wrong += [
+        f"error {found.error:.2e} of the gradient of {found.name} is above the budget {found.budget:.2e}"
+        for found in errors
+        if not found.within
+    ]
+    return replace(sample, gradient=max(errors, key=lambda found: found.share)), wrong
+
+
+def plain_inputs(problem: Problem) -> NSAInputs:
+    """The inputs, needing no gradients."""
+    return NSAInputs(problem.q, problem.k, problem.v, gate_proj_weight=problem.gate_proj_weight).map(Tensor.detach)
 
 
 def sampled_error(problem: Problem, variant: Variant) -> Sample:
@@ -447,8 +507,7 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
     The oracle attends to the blocks that the op under test chose. Budget: twice the error of the same math done by
     PyTorch in the op's own dtype, plus one unit of rounding of the largest value.
     """
-    config = variant.config
-    inputs = NSAInputs(problem.q, problem.k, problem.v, gate_proj_weight=problem.gate_proj_weight).map(Tensor.detach)
+    config, inputs = variant.config, plain_inputs(problem)
     out, aux = nsa_forward_aux(
         inputs.q, inputs.k, inputs.v, gate_proj_weight=inputs.gate_proj_weight, config=config, backend=variant.backend
     )
@@ -467,7 +526,7 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
     error = (rows.double() - oracle).abs().max().item()
     naive_error = (naive.double() - oracle).abs().max().item()
     budget = 2 * naive_error + torch.finfo(rows.dtype).eps * oracle.abs().max().item()
-    return Sample(error, budget, positions, rows)
+    return Sample(error, budget, positions, rows, Tiles(tiles, indices, cmp_indices))
 
 
 # What is shown
@@ -482,8 +541,10 @@ def _ms(value: float) -> str:
 
 
 def show(rows: list[Row], out: Path) -> None:
+    backward = rows[0].backward
+    memory_of = "of everything alive" if backward else "beyond the inputs"
     table = Table(
-        title=f"median time per call; dense: {rows[0].dense}; peak memory beyond the inputs",
+        title=f"median time per call; dense: {rows[0].dense}; peak memory {memory_of}",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
@@ -491,13 +552,15 @@ def show(rows: list[Row], out: Path) -> None:
     floors = rows[0].share_of_floor is not None
     for heading in ("N", *varying, "dense ms", "NSA ms", "speed-up", *(["of floor"] if floors else [])):
         table.add_column(heading, justify="right")
-    for heading in ("dense GiB", "NSA GiB", "error", "budget"):
+    of_gradients = ("grad error", "grad budget") if backward else ()
+    for heading in ("dense GiB", "NSA GiB", "error", "budget", *of_gradients):
         table.add_column(heading, justify="right")
     for row in rows:
         memory = ["?" if gib is None else f"{gib:.2f}" for gib in (row.dense_peak_gib, row.peak_gib)]
         speed = f"[{'green' if row.speedup > 1 else 'red'}]{row.speedup:.2f}x[/]"
         share = [] if row.share_of_floor is None else [f"{row.share_of_floor:.0%}"]
-        errors = (f"{row.error:.1e}", f"{row.error_budget:.1e}")
+        pairs = (row.error, row.error_budget, row.gradient_error, row.gradient_budget)
+        errors = [f"{number:.1e}" for number in pairs if number is not None]
         dense_ms = f"{'~' if row.dense_extrapolated else ''}{_ms(row.dense_ms)}"
         options = [str(value) if (value := getattr(row, name)) is not None else "none" for name in varying]
         table.add_row(f"{row.n:,}", *options, dense_ms, _ms(row.ms_p50), speed, *share, *memory, *errors)
@@ -514,7 +577,8 @@ def show(rows: list[Row], out: Path) -> None:
         f"What this says: dense attention's time grows with N squared; NSA ({best.backend} backend) reads per query "
         f"{compressed}, {best.k} selected blocks of {best.l_select} and a window of {best.w}. NSA is faster "
         f"{crossover}; best: {best.speedup:.2f}x at N = {best.n:,}. Errors are the largest against fp64 on "
-        f"{SAMPLED_ROWS} rows or more (all, if N is smaller); each is within its budget, so the times count."
+        f"{SAMPLED_ROWS} rows or more (all, if N is smaller){', and of the gradients they give' if backward else ''}; "
+        f"each is within its budget, so the times count."
     )
     if any(row.dense_extrapolated for row in rows):
         console.print("~ is not measured: the time at the largest measured N, times the square of the ratio of N.")
@@ -555,7 +619,9 @@ def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:
     if peaks is not None:
         for option in options:
             own = list({row.n: row for row in rows if (row.l, row.num_cmp) == option}.values())
-            bounds = [dense_floor_ms(row.sizes, peaks) / row.floor_ms for row in own if row.floor_ms]
+            bounds = [
+                dense_floor_ms(row.sizes, peaks, backward=row.backward) / row.floor_ms for row in own if row.floor_ms
+            ]
             label = f"roofline l={option[0]} num_cmp={_none(option[1])}"
             color = f"C{options.index(option)}"
             speed.loglog([row.n for row in own], bounds, "--", color=color, label=label)

@@ -1,8 +1,9 @@
 """Packed documents against the other ways to run them: padded to the longest, or one call after the other.
 
-Lengths are drawn log-uniformly between 256 and 32K tokens from a fixed seed until TOKENS are reached. The packed result
-must equal each document's alone, bit for bit, or nothing is timed.
-Writes OUT.json: {device, versions, commit, tokens, lengths, rows: [{name, ms_p50, peak_gib, tokens_per_ms}]}.
+Lengths are drawn log-uniformly between 256 and 32K tokens from a fixed seed until TOKENS are reached. The packed output
+must equal each document's alone, bit for bit, and with --backward gradients but for rounding, or nothing is timed.
+Writes OUT.json: {device, versions, commit, direction, tokens, lengths,
+rows: [{name, ms_p50, peak_gib, tokens_per_ms}]}. peak_gib is beyond the inputs; with --backward it is everything alive.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,10 +24,10 @@ import torch
 from torch import Tensor
 
 from bench.common import positive
-from bench.inputs import Sizes, make_problem
+from bench.inputs import Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
-from bench.timing import measure
-from nsa import NSAConfig, nsa_forward
+from bench.timing import GIB, measure
+from nsa import NSAConfig, nsa, nsa_forward
 
 SHORTEST, LONGEST = 256, 32 << 10
 HEADS, KV_HEADS, DIM = 8, 2, 128
@@ -39,11 +41,12 @@ class Row:
     tokens_per_ms: float
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=positive, default=256 << 10, help="of all documents; default: 256K")
+    parser.add_argument("--backward", action="store_true", help="forward + backward")
     parser.add_argument("--out", default=str(LOCAL_RESULTS / "varlen"), help="results, without suffix")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     device, config = torch.device("cuda"), NSAConfig()
@@ -51,40 +54,107 @@ def main() -> None:
     print(f"{len(lengths)} documents, {sum(lengths):,} tokens, from {min(lengths):,} to {max(lengths):,}")
 
     sizes = Sizes(1, sum(lengths), HEADS, KV_HEADS, DIM)
-    problem = make_problem("random", sizes, device=device, dtype=torch.bfloat16)
-    q, k, v, weight = problem.q[0], problem.k[0], problem.v[0], problem.gate_proj_weight
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    slices = [slice(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
-    padded_q, padded_k, padded_v = (_padded(x, slices) for x in (q, k, v))
-
-    def packed() -> Tensor:
-        return nsa_forward(q, k, v, gate_proj_weight=weight, cu_seqlens=bounds, config=config)
-
-    def padded() -> Tensor:
-        return nsa_forward(padded_q, padded_k, padded_v, gate_proj_weight=weight, config=config)
-
-    def one_by_one() -> list[Tensor]:
-        return [nsa_forward(q[None, s], k[None, s], v[None, s], gate_proj_weight=weight, config=config) for s in slices]
-
-    out = packed()
-    for some, alone in zip(slices, one_by_one(), strict=True):
-        if not torch.equal(out[some], alone[0]):
-            raise SystemExit(f"tokens {some.start} to {some.stop} differ from their document alone: no times")
-    ways: dict[str, Callable[[], object]] = {"packed": packed, "padded": padded, "one by one": one_by_one}
+    problem = make_problem("random", sizes, device=device, dtype=torch.bfloat16, requires_grad=args.backward)
+    packed, padded, one_by_one = make_ways(problem, lengths, config, args.backward)
+    wrong = compare(packed.call(), one_by_one.call(), lengths)
+    if wrong is not None:
+        raise SystemExit(f"{wrong}: no times")
     rows = []
-    for name, call in ways.items():
-        timing = measure(call, device, seconds=0.5)
-        rows.append(Row(name, timing.ms_p50, timing.peak_gib, sum(lengths) / timing.ms_p50))
+    for way in (packed, padded, one_by_one):
+        timing = measure(way.call, device, seconds=0.5)
+        peak_gib = timing.peak_gib
+        if args.backward and peak_gib is not None:
+            peak_gib += sum(tensor.nbytes for tensor in way.given) / GIB
+        rows.append(Row(way.name, timing.ms_p50, peak_gib, sum(lengths) / timing.ms_p50))
         rate = f"{rows[-1].tokens_per_ms:7.0f} tokens/ms"
-        print(f"{name:<12}{timing.ms_p50:9.3f} ms  {timing.peak_gib or 0:6.2f} GiB  {rate}")
+        print(f"{way.name:<12}{timing.ms_p50:9.3f} ms  {peak_gib or 0:6.2f} GiB  {rate}")
     content = {
         **environment(device),
+        "direction": "fwd+bwd" if args.backward else "fwd",
         "tokens": sum(lengths),
         "lengths": lengths,
         "command": command_line(),
         "rows": [asdict(row) for row in rows],
     }
     write_json(Path(args.out).with_suffix(".json"), content)
+
+
+Results = dict[str, Tensor]
+"""out; with backward also the gradients of q, k, v and the gates' projection."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the documents are run."""
+
+    name: str
+    call: Callable[[], list[Results]]
+    """Results of each call of the op that it takes."""
+    given: list[Tensor]
+    """What exists before: inputs and do."""
+
+
+def make_ways(problem: Problem, lengths: list[int], config: NSAConfig, backward: bool) -> tuple[Way, Way, Way]:
+    """Packed; padded to the longest; one by one. Args: `problem`, of one sequence as long as all documents."""
+    weight, do = problem.gate_proj_weight, torch.randn_like(problem.q[0])
+    tokens = problem.q[0].detach(), problem.k[0].detach(), problem.v[0].detach()
+    starts = [0, *accumulate(lengths)]
+    slices = [slice(start, stop) for start, stop in pairwise(starts)]
+    bounds = torch.tensor(starts, dtype=torch.int32, device=do.device)
+
+    def leaves(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return [change(x).requires_grad_(backward) for x in tokens]
+
+    def run(qkv: list[Tensor], do: Tensor, **packed: Tensor) -> Results:
+        q, k, v = qkv
+        given: dict[str, Any] = {"gate_proj_weight": weight, "config": config, **packed}
+        if not backward:
+            return {"out": nsa_forward(q, k, v, **given)}
+        out = nsa(q, k, v, **given)
+        wanted = {"q": q, "k": k, "v": v, **({} if weight is None else {"gate_proj_weight": weight})}
+        gradients = torch.autograd.grad(out, list(wanted.values()), do, materialize_grads=True)
+        return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
+
+    packed, padded_do = leaves(Tensor.detach), _padded(do, slices)
+    padded = leaves(lambda x: _padded(x, slices))
+    alone = [leaves(lambda x, some=some: x[None, some].detach()) for some in slices]  # type: ignore[misc]
+    return (
+        Way("packed", lambda: [run(packed, do, cu_seqlens=bounds)], [*packed, do]),
+        Way("padded", lambda: [run(padded, padded_do)], [*padded, padded_do]),
+        Way(
+            "one by one",
+            lambda: [run(one, do[None, some]) for one, some in zip(alone, slices, strict=True)],
+            [*packed, do],
+        ),
+    )
+
+
+def compare(packed: list[Results], alone: list[Results], lengths: list[int]) -> str | None:
+    """What is wrong with the packed results, or None.
+
+    Outputs must be the same bits. Gradients are sums whose order differs: packed ones may be off by the dtype's eps in
+    the root mean square, which is more than the roundings of the parts and the result amount to (each at most eps / 2),
+    of the document's or of all documents' gradient (a row that sees one key has none but rounding).
+    """
+    whole = dict(packed[0])
+    starts = [0, *accumulate(lengths)]
+    mean_squares = {name: tensor.float().square().mean() for name, tensor in whole.items()}
+    for (start, stop), expected in zip(pairwise(starts), alone, strict=True):
+        for name in [name for name in whole if name != "gate_proj_weight"]:
+            got, right = whole[name][start:stop], expected[name][0]
+            if not (torch.equal(got, right) if name == "out" else _close(got, right, mean_squares[name])):
+                what = "" if name == "out" else f" in the gradient of {name}"
+                return f"tokens {start} to {stop} differ from their document alone{what}"
+    if "gate_proj_weight" in whole:
+        total = torch.stack([expected["gate_proj_weight"].float() for expected in alone]).sum(0)
+        if not _close(whole["gate_proj_weight"], total, mean_squares["gate_proj_weight"]):
+            return "the gradient of gate_proj_weight differs from the sum over documents"
+    return None
+
+
+def _close(got: Tensor, right: Tensor, mean_square: Tensor) -> bool:
+    error = (got.float() - right.float()).square().mean()
+    return bool(error <= torch.finfo(got.dtype).eps ** 2 * torch.maximum(right.float().square().mean(), mean_square))
 
 
 def draw_lengths(tokens: int) -> list[int]:

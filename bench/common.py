@@ -51,7 +51,13 @@ def resolve_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 def nsa_facts(
-    sizes: Sizes, config: NSAConfig, device: torch.device, dtype: torch.dtype, *, backward: bool
+    sizes: Sizes,
+    config: NSAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    backward: bool,
+    recompute: bool = False,
 ) -> dispatch.Call:
     """What the dispatcher asks of a call like this one, before any tensor is made.
 
@@ -64,7 +70,7 @@ def nsa_facts(
     )
     inputs = NSAInputs(q, k, k)
     inputs.check(config)
-    options = {"inputs": inputs, "config": config, "deterministic": False, "recompute": False}
+    options = {"inputs": inputs, "config": config, "deterministic": False, "recompute": recompute}
     return dispatch.Call("nsa", device, dtype, backward=backward, options=options)
 
 

@@ -125,6 +125,7 @@ class Settings:
     device: str
     dtype: str
     backward: bool
+    recompute: bool
     batch: int
     heads: int
     kv_heads: int
@@ -190,6 +191,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", choices=usable, default=usable[0], help="default: %(default)s")
     add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal FlashAttention-4 or PyTorch SDPA")
     add("--backward", action="store_true", help="probe forward + backward")
+    add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
     add("--preset", choices=PRESETS, help="NSAConfig.seed() or .paper(); default: seed")
     for option in CONFIG_OPTIONS:
         add(f"--{option.replace('_', '-')}", type=int, metavar="N", help="as in NSAConfig; default: the preset's")
@@ -241,12 +243,15 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
     options = {name: getattr(arguments, name) for name in CONFIG_OPTIONS if getattr(arguments, name) is not None}
     if arguments.op == "dense" and (options or arguments.preset or arguments.backend):
         parser.error("--preset, --backend and the options of NSAConfig go with --op nsa, got --op dense")
+    if arguments.recompute and not (arguments.backward and arguments.op == "nsa"):
+        parser.error("--recompute goes with --op nsa and --backward")
     resolve_sizes(parser, arguments)
     settings = Settings(
         op=arguments.op,
         device=arguments.device,
         dtype=arguments.dtype,
         backward=arguments.backward,
+        recompute=arguments.recompute,
         batch=arguments.batch,
         heads=arguments.heads,
         kv_heads=arguments.kv_heads,
@@ -300,6 +305,7 @@ def backend_for(settings: Settings) -> tuple[str | None, str]:
         torch.device(settings.device),
         DTYPES[settings.dtype],
         backward=settings.backward,
+        recompute=settings.recompute,
     )
     return choose_backend(call, settings.backend)
 
@@ -320,7 +326,8 @@ class Trial:
     seconds: float
     """The op alone, in a process that runs it for the first time."""
     peak_gib: float | None
-    """With the inputs (on a CPU also library code read from disk meanwhile); None when the process could not tell."""
+    """Of everything: inputs, out, with --backward do and gradients, temporaries (on a CPU also library code read from
+    disk meanwhile); None when the process could not tell."""
     why: Failure | None = None
     reason: str | None = None
     """What the failure said."""
@@ -486,7 +493,7 @@ def run_op(settings: Settings, problem: Problem) -> dict[str, Tensor]:
         with torch.set_grad_enabled(settings.backward):
             out = dense_for(settings).attention(*leaves.values())
     else:
-        attention = nsa if settings.backward else nsa_forward
+        attention = partial(nsa, recompute=settings.recompute) if settings.backward else nsa_forward
         out = attention(
             *leaves.values(),
             gate_proj_weight=problem.gate_proj_weight,
@@ -596,6 +603,7 @@ def announce(settings: Settings, memory_limit: int | None, device: str, notes: l
     if memory_limit is not None:
         parts.append(f"memory limit {memory_limit / 2**20:,.0f} MiB")
     passes = "forward + backward" if settings.backward else "forward"
+    passes += ", recomputing" if settings.recompute else ""
     say(f"Longest sequence for {settings.op} {passes} on {device}: {'; '.join(parts)}", style="bold")
     for note in filter(None, notes):
         say(note, style="yellow")
@@ -617,7 +625,7 @@ def show(state: State, bracket: Bracket, granularity: int) -> None:
         peak = "?" if trial.peak_gib is None else f"{trial.peak_gib:.3f}"
         table.add_row(f"{tokens:,}", fits, f"{trial.seconds:.2f}", peak)
     console.print(table)
-    say("One cold run each; memory with the inputs.")
+    say("One cold run each; memory of everything: inputs, results and temporaries.")
     found = "nothing fits" if bracket.fits is None else f"fits N={bracket.fits:,}"
     if bracket.fails is None:
         end = "which is --max-seqlen"

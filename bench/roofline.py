@@ -1,8 +1,13 @@
-"""The least time that arithmetic and memory traffic allow a forward pass, at a device's peak rates."""
+"""The least time that arithmetic and memory traffic allow, at a device's peak rates: forward, and forward + backward.
+
+Attention multiplies matrices over every visible pair of a query and a key: two products forward (scores, output) and
+five backward (scores again, dP, dV, dQ, dK), each 2·D FLOPs a pair and head.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.inputs import Sizes
 from nsa import NSAConfig
@@ -22,6 +27,8 @@ DEFAULT_TBS = 4.8
 SCORE_PRODUCTS = 3
 """16-bit products that make one score: the mean query of a tile is a float32 number, in three parts."""
 
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+
 
 def choose_peaks(device: str, tflops: float | None, tbs: float | None) -> Peaks | None:
     """What is given, then what is known of the device of this name; None when that is no TFLOP/s."""
@@ -31,31 +38,86 @@ def choose_peaks(device: str, tflops: float | None, tbs: float | None) -> Peaks 
     return Peaks(tflops or known.tflops, tbs or known.tbs)
 
 
-def nsa_floor_ms(sizes: Sizes, config: NSAConfig, peaks: Peaks, itemsize: int = 2) -> float:
+def nsa_floor_ms(sizes: Sizes, config: NSAConfig, peaks: Peaks, itemsize: int = 2, *, backward: bool = False) -> float:
     """Milliseconds of NSA's causal forward in separate branches: FLOPs at peak plus bytes at peak.
 
-    FLOPs: 4·D·H for each pair of a query and a key, over the compressed entries (with num_cmp_selected_blocks at most
-    that many blocks of them), the selected blocks and the window; and the scores of all past entries for each tile.
+    FLOPs: two products for each pair of a query and a key, over the compressed entries (with num_cmp_selected_blocks at
+    most that many blocks of them), the selected blocks and the window; and scores of all past entries for each tile.
     Bytes: the branches read q, k, v once and write three outputs; the gate reads q and these and writes out.
+
+    Args:
+        backward: forward + backward: five products more for each pair; and q, k, v, the three outputs and do read
+            once, dq, dk and dv written once. What `recompute` computes again does not count.
     """
-    n, entries = sizes.tokens, config.num_compressed(sizes.tokens)
-    chosen = config.num_cmp_selected_blocks
-    compressed = mean_keys(entries, entries if chosen is None else chosen * config.n_block_size)
-    selected = mean_keys(n, config.num_selected_blocks * config.select_size)
-    window = mean_keys(n, config.window_size)
-    flops = score_flops(sizes, config) + attention_flops(sizes, compressed + selected + window)
-    values = n * sizes.dim * (9 * sizes.heads + 2 * sizes.kv_heads)
-    return sizes.batch * (flops / (peaks.tflops * 1e12) + values * itemsize / (peaks.tbs * 1e12)) * 1e3
+    n, products = sizes.tokens, FORWARD_PRODUCTS + BACKWARD_PRODUCTS * backward
+    flops = score_flops(sizes, config) + attention_flops(sizes, sum(branch_keys(n, config)), products)
+    values = 9 * sizes.heads + 2 * sizes.kv_heads
+    if backward:
+        values += 6 * sizes.heads + 4 * sizes.kv_heads
+    moved = n * sizes.dim * values * itemsize
+    return sizes.batch * (flops / (peaks.tflops * 1e12) + moved / (peaks.tbs * 1e12)) * 1e3
 
 
-def dense_floor_ms(sizes: Sizes, peaks: Peaks) -> float:
+def dense_floor_ms(sizes: Sizes, peaks: Peaks, *, backward: bool = False) -> float:
     """Milliseconds of dense causal attention's arithmetic at peak."""
-    return sizes.batch * attention_flops(sizes, sizes.tokens / 2) / (peaks.tflops * 1e12) * 1e3
+    products = FORWARD_PRODUCTS + BACKWARD_PRODUCTS * backward
+    return sizes.batch * attention_flops(sizes, sizes.tokens / 2, products) / (peaks.tflops * 1e12) * 1e3
 
 
-def attention_flops(sizes: Sizes, keys: float) -> float:
+def branch_keys(tokens: int, config: NSAConfig) -> tuple[float, float, float]:
+    """Keys that a row sees on average: compressed, selected, window."""
+    entries, chosen = config.num_compressed(tokens), config.num_cmp_selected_blocks
+    return (
+        mean_keys(entries, entries if chosen is None else chosen * config.n_block_size),
+        mean_keys(tokens, config.num_selected_blocks * config.select_size),
+        mean_keys(tokens, config.window_size),
+    )
+
+
+class Work(NamedTuple):
+    """What a stage must move and compute."""
+
+    bytes: float
+    flops: float = 0
+
+    def floor_ms(self, tbs: float, tflops: float) -> float:
+        """The longer of the two."""
+        return max(self.bytes / tbs, self.flops / tflops) / 1e9
+
+
+def backward_work(sizes: Sizes, config: NSAConfig) -> dict[str, Work]:
+    """Of the stages of NSA's backward on CUDA, for 16-bit inputs with projected gates; lse's, delta's and logits fp32.
+
+    A branch reads q, o, do, k, v and writes dq, dk, dv (compressed entries' in fp32); the split kernels read delta, not
+    o, and make S and dP in both halves. Lists: bits are cleared, set and read, and each choice is read and listed once.
+    """
+    n, batch, heads, kv_heads, dim = sizes.tokens, sizes.batch, sizes.heads, sizes.kv_heads, sizes.dim
+    number = 4 * batch * n * heads  # bytes of one fp32 number for each row and head
+    row, key = 2 * batch * n * heads * dim, 2 * batch * n * kv_heads * dim
+    entry = 2 * batch * config.num_compressed(n) * kv_heads * dim
+    compressed, selected, window = (batch * attention_flops(sizes, keys, 1) for keys in branch_keys(n, config))
+    tiles, blocks = -(-n // config.q_tile_size), -(-n // config.select_size)
+    of_choice = 4 * batch * (kv_heads if config.shares_heads else heads)
+    choices, bits = of_choice * tiles * config.num_selected_blocks, of_choice * blocks * -(-tiles // 32)
+    statistics = 2 * number
+    return {
+        # q, do, three o's; three lse's read and written, delta, gates and their logits' gradients
+        "gate gradients": Work(5 * row + (3 + 3 + 1 + 3 + 3) * number),
+        "selected, lists": Work(3 * bits + 2 * choices),
+        "compressed": Work(4 * row + number + (1 + 2) * 2 * entry, BACKWARD_PRODUCTS * compressed),
+        "selected, FA4": Work(4 * row + number + 4 * key, BACKWARD_PRODUCTS * selected),
+        "selected, split": Work(3 * row + statistics + 4 * key, BACKWARD_PRODUCTS * selected),
+        "split, dq": Work(3 * row + statistics + 2 * key, 3 * selected),
+        "split, dk dv": Work(2 * row + statistics + 4 * key, 4 * selected),
+        "window": Work(4 * row + number + 4 * key, BACKWARD_PRODUCTS * window),
+        "query sums": Work(4 * row + 3 * number),
+        "key sums": Work((4 + 2) * key + 2 * 2 * entry),
+    }
+
+
+def attention_flops(sizes: Sizes, keys: float, products: int = FORWARD_PRODUCTS) -> float:
     """Of one sequence whose rows see that many keys on average."""
-    return 4 * sizes.tokens * keys * sizes.dim * sizes.heads
+    return 2 * products * sizes.tokens * keys * sizes.dim * sizes.heads
 
 
 def score_flops(sizes: Sizes, config: NSAConfig) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cute_kernels import fa4
 from cute_kernels import selected_backward as split
-from cute_kernels.block_lists import BlockLists, Keys
+from cute_kernels.block_lists import BlockLists
 from cute_kernels.compress import block_means
 from cute_kernels.device import vectorizable
 from cute_kernels.documents import sizes
@@ -187,7 +187,7 @@ def nsa_backward(
     do = vectorizable(do.unsqueeze(0) if packed else do)
     results = _Results(call)
     if call.inputs.q.numel() > 0:
-        for heads in _passes(call):
+        for heads in passes(call):
             _differentiate(call, kept, do, heads, results, deterministic)
         results.finish()
     return {
@@ -196,7 +196,7 @@ def nsa_backward(
     }
 
 
-def _passes(call: Call) -> Iterator[slice]:
+def passes(call: Call) -> Iterator[slice]:
     """Key/value heads to process at once."""
     batch, rows, heads, dim = call.attended.q.shape
     kv_heads, v_dim = call.inputs.k.shape[2], call.inputs.v.shape[-1]
@@ -367,7 +367,7 @@ def compressed_backward(
     if indices is not None:
         size = plan.config.n_block_size
         bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=True, documents=documents)
-        for piece, lists in _pieces(plan, gradients, bits, keys, size=size, width=size, entries=True):
+        for piece, lists in pieces(plan, gradients, bits, size=size, width=size, entries=True):
             fa4.compressed_backward(piece.gradients, lists, **how)
     elif not keys.causal:
         fa4.compressed_backward(gradients, None, **how, deterministic=deterministic)
@@ -459,12 +459,12 @@ def selected_backward(
         )
         return
     width = plan.rules.width(size)
-    for piece, lists in _pieces(plan, gradients, bits, plan.token, size=size, width=width, entries=False):
+    for piece, lists in pieces(plan, gradients, bits, size=size, width=width, entries=False):
         where = {"first_row": piece.first_row, "first_key": piece.first_key}
         fa4.selected_backward(piece.gradients, lists, causal=causal, scale=plan.scale, **where)
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """What one call of a backward with lists handles."""
 
     gradients: fa4.Gradients
@@ -472,21 +472,21 @@ class _Piece(NamedTuple):
     first_key: int
 
 
-def _pieces(
-    plan: Plan, gradients: fa4.Gradients, bits: Tensor, keys: Keys, *, size: int, width: int, entries: bool
-) -> Iterator[tuple[_Piece, BlockLists]]:
+def pieces(
+    plan: Plan, gradients: fa4.Gradients, bits: Tensor, *, size: int, width: int, entries: bool
+) -> Iterator[tuple[Piece, BlockLists]]:
     """Parts of a backward whose lists fit LIST_BYTES: everything, or one key/value head and some blocks of keys.
 
     Between pieces, the sums of dq are kept in fp32.
 
     Args:
-        entries: keys are compressed entries, whose blocks are not divided where one head is too much.
+        entries: keys are compressed entries, not tokens; only tokens are divided by blocks, where one head is too much.
     """
     q, k = gradients.q, gradients.k
     batch, num_rows, heads, _ = q.shape
     num_keys, kv_heads = k.shape[1:3]
     tiles, blocks = -(-num_rows // plan.tile), -(-num_keys // width)
-    documents = plan.documents if entries else None  # entries of l = d = 1 look like tokens
+    keys, documents = (plan.entry, plan.documents) if entries else (plan.token, None)
 
     def lists(of: Tensor, query_heads: int, some: range, first_tile: int = 0) -> BlockLists:
         return transposed_lists(
@@ -504,7 +504,7 @@ def _pieces(
         )
 
     if list_bytes(batch * heads, blocks, tiles) <= LIST_BYTES:
-        yield _Piece(gradients, 0, 0), lists(bits, heads, range(blocks))
+        yield Piece(gradients, 0, 0), lists(bits, heads, range(blocks))
         return
     group, select_group = heads // kv_heads, bits.shape[1] // kv_heads
     most = blocks if entries else max(1, LIST_BYTES // list_bytes(group, 1, tiles))
@@ -520,7 +520,7 @@ def _pieces(
                 lse=gradients.lse[of_rows[0], of_rows[2]],
             )
             if most >= blocks:
-                yield _Piece(one, 0, 0), lists(mine, group, range(blocks))
+                yield Piece(one, 0, 0), lists(mine, group, range(blocks))
                 continue
             total = torch.zeros_like(one.dq, dtype=torch.float32)
             for start in range(0, blocks, most):
@@ -538,7 +538,7 @@ def _pieces(
                     lse=one.lse[..., first_row:],
                     dq=dq,
                 )
-                yield _Piece(piece, first_row, first_key), lists(mine, group, some, first_tile)
+                yield Piece(piece, first_row, first_key), lists(mine, group, some, first_tile)
                 total[:, first_row:] += dq
             one.dq.copy_(total)
 

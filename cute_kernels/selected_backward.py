@@ -964,17 +964,58 @@ def selected_backward(
     Returns:
         dq, dk, dv. Rows without keys and keys without rows have zeros.
     """
-    batch, rows, heads, dim = q.shape
-    num_keys, kv_heads = k.shape[1:3]
     dq, dk, dv = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         for x, out in ((q, dq), (k, dk), (v, dv))
     )
+    if lists.width != UNIT or size % UNIT:
+        raise ValueError(f"needs lists of {UNIT} keys and whole units, got {lists.width} and {size}")
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    tile, group, units = lists.rows, heads // kv_heads, size // UNIT
-    _dq(dim, q.dtype, causal, tile).run(q, do, k, v, lse, delta, *lists.tensors, dq, scale)
+    given = q, k, v, do, lse, delta, lists
+    selected_dq(*given, causal=causal, scale=scale, dq=dq)
+    selected_dkv(*given, bits, size=size, causal=causal, scale=scale, dk=dk, dv=dv)
+    return dq, dk, dv
 
+
+def selected_dq(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    lists: BlockLists,
+    *,
+    causal: bool,
+    scale: float,
+    dq: Tensor,
+) -> None:
+    """The queries' half of `selected_backward`, for at least one row and one key."""
+    run = _dq(q.shape[-1], q.dtype, causal, lists.rows).run
+    run(q, do, k, v, lse, delta, *lists.tensors, dq, scale)
+
+
+def selected_dkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    lists: BlockLists,
+    bits: Tensor,
+    *,
+    size: int,
+    causal: bool,
+    scale: float,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """The keys' half of `selected_backward`, for at least one row and one key."""
+    batch, rows, heads, dim = q.shape
+    num_keys, kv_heads = k.shape[1:3]
+    tile, group, units = lists.rows, heads // kv_heads, size // UNIT
     tiles, blocks, part = -(-rows // tile), batch * kv_heads * -(-num_keys // size), (units, 2, UNIT, dim)
     chosen = -(-lists.mask_index.shape[3] // units)  # lists have room for every block that a tile chose
     sizes = Sizes.of(batch * heads * tiles * chosen, group * tiles, blocks, 4 * math.prod(part))
@@ -991,4 +1032,3 @@ def selected_backward(
     run(q, do, k, v, lse, delta, sums, visits, segments, dk, dv, parts, scale)
     if sizes.cut > 0:
         _add(dim, q.dtype, size).run(counts, sums, segments, parts, dk, dv, scale)
-    return dq, dk, dv

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,16 +14,20 @@ import torch
 from torch import Tensor
 
 from cute_kernels import backward, documents, fa4, forward
-from cute_kernels.block_lists import WORD, BlockLists, Keys
+from cute_kernels.block_lists import Keys
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, PUBLIC_ENTRY, ROW, SHIFT, TILE, TOKEN, UNIT, Documents
 from cute_kernels.gate_backward import GateResults
-from nsa import NSAConfig, reference
-from nsa.tensors import NSAInputs
+from nsa import NSAConfig
+from nsa.tensors import NSAAux, NSAInputs
+from tests import fa4_model as model
 
 
-def install(patch: pytest.MonkeyPatch, rules: fa4.Rules) -> None:
+def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
+    """Twins in place of what needs a GPU; attention over lists is that of `arch`, with lists by `rules`."""
     patch.setattr(fa4, "rules", lambda _: rules)
-    for name in ("phases_backward", "compressed_backward", "selected_backward", "window_backward"):
+    for name in ("compressed_backward", "selected_backward"):
+        patch.setattr(fa4, name, partial(getattr(model, name), arch))
+    for name in ("phases_backward", "window_backward"):
         patch.setattr(fa4, name, globals()[name])
     for name in (
         "gate_gradients",
@@ -42,83 +47,14 @@ def install(patch: pytest.MonkeyPatch, rules: fa4.Rules) -> None:
 
 
 def differentiate(gradients: fa4.Gradients, visible: Tensor, scale: float) -> None:
-    """For pairs visible `[B or 1,H or 1,rows,keys]`."""
-    g = gradients
-    group = g.q.shape[2] // g.k.shape[2]
-    q, do, o = (x.transpose(1, 2) for x in (g.q, g.do, g.o))
-    k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (g.k, g.v))
-    p = torch.exp(q @ k.mT * scale - g.lse[..., None]).masked_fill(~visible, 0.0)
-    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
-    for target, x in ((g.dq, ds @ k * scale), (g.dk, ds.mT @ q * scale), (g.dv, p.mT @ do)):
-        x = x.transpose(1, 2)
-        target.copy_(x if target is g.dq else x.unflatten(2, (-1, group)).sum(3))
+    """For pairs visible `[rows,keys]` to every batch and head."""
+    pairs = visible.int()
+    model.attend_backward(gradients, lambda *_: (pairs, 0 * pairs), scale)
 
 
 def phases_backward(gradients: fa4.Gradients, *, scale: float, deterministic: bool = False) -> None:
     row, key = (torch.arange(x.shape[1]) for x in (gradients.q, gradients.k))
-    differentiate(gradients, (key <= row[:, None] + len(key) - len(row))[None, None], scale)
-
-
-def listed(lists: BlockLists, rows: int, keys: int, seen: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Pairs of transposed lists; `seen` refines those of `mask`."""
-    row, key = torch.arange(rows)[:, None], torch.arange(keys)
-    batch, heads, blocks = lists.mask_count.shape
-    visible = torch.zeros((batch, heads, rows, keys), dtype=torch.bool)
-    mask = seen(row, key)
-    for kind in ("mask", "full"):
-        counts, indices = getattr(lists, f"{kind}_count"), getattr(lists, f"{kind}_index")
-        for b, h, block in torch.cartesian_prod(*map(torch.arange, (batch, heads, blocks))).tolist():
-            there = slice(block * lists.width, (block + 1) * lists.width)
-            for tile in indices[b, h, block, : counts[b, h, block]].tolist():
-                here = slice(tile * lists.rows, (tile + 1) * lists.rows)
-                assert not visible[b, h, here, there].any(), "listed twice"
-                inside = mask[min(b, len(mask) - 1), min(h, mask.shape[1] - 1)] if mask.dim() == 4 else mask
-                visible[b, h, here, there] = inside[here, there] if kind == "mask" else True
-    return visible
-
-
-def compressed_backward(
-    gradients: fa4.Gradients,
-    lists: BlockLists | None,
-    *,
-    length: int,
-    stride: int,
-    first_row: int,
-    scale: float,
-    shifts: Tensor | None = None,
-    deterministic: bool = False,
-) -> None:
-    rows, keys = gradients.q.shape[1], gradients.k.shape[1]
-    if lists is None:
-        differentiate(gradients, torch.ones((1, 1, rows, keys), dtype=torch.bool), scale)
-        return
-    shift = torch.full((rows,), first_row)
-    if shifts is not None:
-        shift = shifts.repeat_interleave(rows // len(shifts))
-    visible = listed(lists, rows, keys, lambda row, key: key * stride + length - 1 <= row + shift[:, None])
-    differentiate(gradients, visible, scale)
-
-
-def selected_backward(
-    gradients: fa4.Gradients,
-    lists: BlockLists,
-    *,
-    causal: bool,
-    first_row: int = 0,
-    first_key: int = 0,
-    scale: float,
-) -> None:
-    rows, keys, heads = gradients.q.shape[1], gradients.k.shape[1], gradients.q.shape[2]
-
-    def seen(row: Tensor, key: Tensor) -> Tensor:
-        inside = (key + first_key <= row + first_row) if causal else torch.ones((rows, keys), dtype=torch.bool)
-        if lists.bits is None:
-            return inside
-        tile, unit = (row + first_row) // lists.rows, (key + first_key) // lists.unit
-        bits = lists.bits.repeat_interleave(heads // lists.bits.shape[1], 1)
-        return inside & ((bits[:, :, unit, tile // WORD] >> tile % WORD) & 1 == 1)
-
-    differentiate(gradients, listed(lists, rows, keys, seen), scale)
+    differentiate(gradients, key <= row[:, None] + len(key) - len(row), scale)
 
 
 def window_backward(
@@ -130,90 +66,37 @@ def window_backward(
     documents: tuple[Tensor, Tensor] | None = None,
     deterministic: bool = False,
 ) -> None:
+    if documents is not None:
+        # Other rows are neither read nor written
+        for first, used in zip(*(x.tolist() for x in documents), strict=False):
+            there = slice(first, first + used)
+            rows = {name: x[..., there] if name == "lse" else x[:, there] for name, x in vars(gradients).items()}
+            window_backward(fa4.Gradients(**rows), left=left, right=right, scale=scale)
+        return
     row = torch.arange(gradients.q.shape[1])[:, None]
     key = torch.arange(gradients.k.shape[1])
-    visible = (key >= row - left) & (key <= row + right)
-    if documents is not None:
-        first, used = documents
-        document = torch.searchsorted(first[1:].contiguous(), key, right=True)
-        used_up = key - first[:-1][document.clamp(max=len(used) - 1)] >= used[document.clamp(max=len(used) - 1)]
-        document = torch.where(used_up, -1, document)
-        visible &= (document[:, None] == document) & (document >= 0)
-    differentiate(gradients, visible[None, None], scale)
+    differentiate(gradients, (key >= row - left) & (key <= row + right), scale)
 
 
-# Lists
+# Lists. What is of documents counts from the beginning of aligned buffers.
 
 
 def tile_bits(
     indices: Tensor, *, size: int, num_keys: int, entries: bool, documents: Documents | None = None
 ) -> Tensor:
-    batch, heads, tiles, _ = indices.shape
-    bits = torch.zeros((batch, heads, -(-num_keys // size), max(2, -(-tiles // WORD))), dtype=torch.int32)
-    for b, h, tile in torch.cartesian_prod(*map(torch.arange, (batch, heads, tiles))).tolist():
-        for block in indices[b, h, tile][indices[b, h, tile] >= 0].tolist():
-            if documents is not None:
-                first = documents.bounds[ENTRY if entries else ROW, documents.tiles[DOCUMENT, tile]]
-                block += int(first) // size
-            bits[b, h, block, tile // WORD] |= torch.tensor(1 << tile % WORD, dtype=torch.int64).int()
-    return bits
-
-
-def lists_of(tiles_of: Callable[[int, int, int], tuple[list[int], list[int]]], *shape: int) -> list[Tensor]:
-    batch, heads, blocks = shape
-    found = [[[tiles_of(b, h, n) for n in range(blocks)] for h in range(heads)] for b in range(batch)]
-    tensors = []
-    for kind in (0, 1):
-        rows = [block[kind] for of_batch in found for of_head in of_batch for block in of_head]
-        places = max([1, *map(len, rows)])
-        tensors.append(torch.tensor([len(row) for row in rows], dtype=torch.int32).view(shape))
-        padded = [[*row, *[1 << 30] * (places - len(row))] for row in rows]
-        tensors.append(torch.tensor(padded, dtype=torch.int32).view(*shape, places))
-    return tensors
-
-
-def split(tiles: list[int], seen: Callable[[int], int], block: int, width: int, rows: int, end: int) -> Any:
-    """(mask, full): `seen` says how many keys a row sees."""
-    some = [t for t in tiles if seen(min((t + 1) * rows, end) - 1) > block * width]
-    full = [t for t in some if seen(t * rows) >= (block + 1) * width]
-    return [t for t in some if t not in full], full
+    if documents is not None:
+        first = documents.bounds[ENTRY if entries else ROW, documents.tiles[DOCUMENT]] // size
+        indices = torch.where(indices < 0, indices, indices + first[:, None])
+    return model.tile_bits(indices, size=size, num_keys=num_keys)
 
 
 def transposed_lists(
-    bits: Tensor,
-    heads: int,
-    keys: Keys,
-    *,
-    size: int,
-    width: int,
-    rows: int,
-    num_keys: int,
-    num_rows: int,
-    blocks: range,
-    first_tile: int = 0,
-    documents: Documents | None = None,
-) -> BlockLists:
-    group = heads // bits.shape[1]
-
-    def seen(row: int) -> int:
-        if not keys.causal:
-            return num_keys
-        shift = 0 if documents is None else int(documents.shifts[row // rows])
-        return 1 << 30 if (count := (row + shift + 1 - keys.length) // keys.stride + 1) >= num_keys else count
-
-    def tiles_of(b: int, h: int, n: int) -> tuple[list[int], list[int]]:
-        block = blocks[n]
-        chosen = range(block * width // size, min(((block + 1) * width - 1) // size + 1, bits.shape[2]))
-        words = bits[b, h // group, chosen.start : chosen.stop]
-        tiles = [t for t in range(-(-num_rows // rows)) if bool(((words[:, t // WORD] >> t % WORD) & 1).any())]
-        mask, full = split(tiles, seen, block, width, rows, num_rows)
-        if size % width:
-            mask, full = sorted(mask + full), []
-        return [t - first_tile for t in mask], [t - first_tile for t in full]
-
-    made = lists_of(tiles_of, bits.shape[0], heads, len(blocks))
-    exact = size % width == 0
-    return BlockLists(*made, rows, width, None if exact else bits, 0 if exact else size)
+    bits: Tensor, heads: int, keys: Keys, *, rows: int, documents: Documents | None = None, **sizes: Any
+) -> model.Lists:
+    positions = None
+    if documents is not None:
+        positions = torch.arange(sizes["num_rows"]) + documents.shifts.repeat_interleave(rows)
+    return model.transposed_lists(bits, heads, keys_of_model(keys), rows=rows, positions=positions, **sizes)
 
 
 def transposed_prefix_lists(
@@ -227,24 +110,31 @@ def transposed_prefix_lists(
     num_rows: int,
     device: torch.device,
     documents: Documents | None = None,
-) -> BlockLists:
-    def tiles_of(_: int, __: int, n: int) -> tuple[list[int], list[int]]:
-        first, end, shift = 0, num_rows, 0
-        if documents is not None:
-            firsts = documents.bounds[ENTRY]
-            document = int((firsts[:-1] <= n * width).nonzero()[-1])
-            first = int(documents.bounds[ROW, document])
-            end = first + int(documents.bounds[LENGTH, document])
-            shift = int(firsts[document]) * keys.stride - first
+) -> model.Lists:
+    sizes = {"width": width, "rows": rows, "num_keys": num_keys, "num_rows": num_rows}
+    if documents is None:
+        return model.transposed_prefix_lists(batch, heads, keys_of_model(keys), **sizes)
+    # Every tile chooses the blocks of its document
+    blocks = torch.arange(-(-num_keys // width))
+    of_block = torch.searchsorted(documents.bounds[ENTRY, :-1].contiguous(), blocks * width, right=True) - 1
+    of_tile = documents.tiles[DOCUMENT].repeat_interleave(documents.tile // rows)
+    chosen = torch.where(of_tile[:, None] == of_block, blocks, -1).expand(batch, 1, -1, -1)
+    bits = model.tile_bits(chosen, size=width, num_keys=num_keys)
+    # Rows behind a document stand where its last one stands, tiles of such rows before everything
+    end = (documents.bounds[ROW] + documents.bounds[LENGTH])[of_tile].repeat_interleave(rows)
+    row = torch.arange(num_rows)
+    last = torch.minimum(row, end - 1)
+    positions = last + documents.shifts.repeat_interleave(documents.tile)
+    unused = row // rows * rows >= end
+    positions = positions.masked_fill(unused, -1)
+    lists = range(len(blocks))
+    return model.transposed_lists(
+        bits, heads, keys_of_model(keys), size=width, blocks=lists, positions=positions, **sizes
+    )
 
-        def seen(row: int) -> int:
-            return (row + shift + 1 - keys.length) // keys.stride + 1
 
-        tiles = list(range(first // rows, -(-end // rows)))
-        mask, full = split(tiles, seen, n, width, rows, end)
-        return mask, full
-
-    return BlockLists(*lists_of(tiles_of, batch, heads, -(-num_keys // width)), rows, width)
+def keys_of_model(keys: Keys) -> model.Keys:
+    return model.Keys(keys.length, keys.stride, keys.causal)
 
 
 # Gates, sums, pooling
@@ -312,25 +202,32 @@ def key_gradients(
     for i, (target, parts) in enumerate(((dk, k_parts), (dv, v_parts))):
         total = sum((by_token(part, documents) for part in parts), torch.zeros_like(target))
         if entries is not None:
-            for j in range(entries[i].shape[1]):
-                first, entry, length = j * keys.stride, j, target.shape[1]
-                if documents is not None:
-                    document = int((documents.bounds[ENTRY, :-1] <= j).nonzero()[-1])
-                    inside = (j - int(documents.bounds[ENTRY, document])) * keys.stride
-                    first = int(documents.bounds[TOKEN, document]) + inside
-                    length = int(documents.bounds[TOKEN, document] + documents.bounds[LENGTH, document])
-                if first + keys.length <= length:
-                    total[:, first : first + keys.length] += entries[i][:, entry : entry + 1] / keys.length
+            start, exists = places_of_entries(entries[i].shape[1], target.shape[1], keys, documents)
+            tokens = (start[exists, None] + torch.arange(keys.length)).flatten()
+            total.index_add_(
+                1, tokens, (entries[i][:, exists] / keys.length).repeat_interleave(keys.length, 1).to(total)
+            )
         target.copy_(total)
+
+
+def places_of_entries(entries: int, tokens: int, keys: Keys, documents: Documents | None) -> tuple[Tensor, Tensor]:
+    """The first token of each entry, and whether there is such an entry."""
+    entry = torch.arange(entries)
+    if documents is None:
+        return entry * keys.stride, entry * keys.stride + keys.length <= tokens
+    first, token = documents.bounds[ENTRY, :-1].contiguous(), documents.bounds[TOKEN]
+    document = torch.searchsorted(first, entry, right=True) - 1
+    start = token[document] + (entry - first[document]) * keys.stride
+    return start, start + keys.length <= token[document + 1]
 
 
 def block_means(
     k: Tensor, v: Tensor, length: int, stride: int, dtype: torch.dtype, documents: Documents | None = None
 ) -> tuple[Tensor, Tensor]:
     if documents is None:
-        k_mean, v_mean = (x.unfold(1, length, stride).mean(-1) for x in (k, v))
+        k_mean, v_mean = (x.unfold(1, length, stride).mean(-1).to(dtype) for x in (k, v))
         return k_mean, v_mean
-    pooled = [x.new_zeros((1, documents.num_entries, *x.shape[2:])) for x in (k, v)]
+    pooled = [x.new_zeros((1, documents.num_entries, *x.shape[2:]), dtype=dtype) for x in (k, v)]
     for i in range(documents.bounds.shape[1] - 1):
         first, count = int(documents.bounds[TOKEN, i]), int(documents.bounds[LENGTH, i])
         if count >= length:
@@ -388,22 +285,48 @@ def align_rows(made: Documents, k: Tensor, v: Tensor | None = None, q: Tensor | 
 # What the forward keeps
 
 
-def saved(inputs: NSAInputs, config: NSAConfig, indices: Tensor) -> backward.Saved:
-    """Of a fixed-length call with these selections, from the reference."""
-    _, aux = reference.nsa(inputs, config, indices=indices)
-    gates = aux.gates if inputs.gate_proj_weight is not None else None
-    cmp_indices = aux.cmp_indices
+def saved(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> backward.Saved:
+    """What the forward keeps, from what the reference returns."""
+    outputs, lses = (aux.o_cmp, aux.o_slc, aux.o_win), (aux.lse_cmp, aux.lse_slc, aux.lse_win)
+    k_cmp, v_cmp, gates, indices, cmp_indices = aux.k_cmp, aux.v_cmp, aux.gates, aux.indices, aux.cmp_indices
+    if inputs.cu_seqlens is None:
+        if cmp_indices is not None and cmp_indices.shape[-1] * config.n_block_size >= k_cmp.shape[1]:
+            cmp_indices = None  # all blocks
+    else:
+        length, stride = config.compress_block_size, config.stride
+        rows = (x[None] for x in (inputs.q, inputs.k, inputs.v))
+        made, _ = lay_out(*rows, inputs.cu_seqlens, tile=config.q_tile_size, length=length, stride=stride)
+        # Only attention to the window leaves out rows that are not used
+        unused = (3.0, 3.0, torch.nan)
+        outputs = tuple(spread(x, made, 0, fill) for x, fill in zip(outputs, unused, strict=True))
+        lses = tuple(spread(x, made, 1, fill) for x, fill in zip(lses, unused, strict=True))
+        _, exists = places_of_entries(made.num_entries, len(inputs.q), Keys(length, stride), made)
+        k_cmp, v_cmp = (align_entries(x, exists) for x in (k_cmp, v_cmp))
+        gates, indices = gates[None], indices[None]
+        cmp_indices = None if cmp_indices is None else cmp_indices[None]
     given = inputs.k_cmp is not None
     return backward.Saved(
-        None if given else aux.k_cmp,
-        None if given else aux.v_cmp,
+        None if given else k_cmp,
+        None if given else v_cmp,
         indices,
         cmp_indices,
-        gates,
-        aux.o_cmp,
-        aux.o_slc,
-        aux.o_win,
-        aux.lse_cmp,
-        aux.lse_slc,
-        aux.lse_win,
+        gates if inputs.gate_proj_weight is not None else None,
+        *outputs,
+        *lses,
     )
+
+
+def spread(packed: Tensor, made: Documents, dim: int, fill: float) -> Tensor:
+    """Rows along `dim` as aligned ones `[1,...]`."""
+    shape = list(packed.shape)
+    shape[dim] = made.num_tiles * made.tile
+    used = made.rows >= 0
+    places, values = made.rows[used].long(), packed.index_select(dim, used.nonzero()[:, 0])
+    return packed.new_full(shape, fill).index_copy(dim, places, values)[None]
+
+
+def align_entries(packed: Tensor, exists: Tensor) -> Tensor:
+    """Entries without gaps as aligned ones `[1,...]`."""
+    aligned = packed.new_zeros((len(exists), *packed.shape[1:]))
+    aligned[exists] = packed[: int(exists.sum())]
+    return aligned[None]

@@ -3,7 +3,7 @@
 This is what FlashAttention-4 4.0.0b36 does, read from block_sparse_utils.py, mask.py and flash_{fwd,bwd}_sm{90,100}.py,
 not what it should do: blocks that are listed twice count twice, and keys behind the last one, where no mask takes them
 out, are rows of zeros (TMA fills what it reads out of bounds). Lists are built here too, by definition rather than in
-the way of cute_kernels.block_lists. Needs torch alone; lists stay on the CPU, attention runs where its inputs are.
+the way of cute_kernels' kernels. Needs torch alone; lists stay on the CPU, attention runs where its inputs are.
 
 The backward takes transposed lists: for each block of keys the query tiles that see it. As FA4 reads them
 
@@ -18,7 +18,6 @@ The backward takes transposed lists: for each block of keys the query tiles that
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -26,6 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from cute_kernels.fa4 import Gradients
 
 MaskMod = Callable[[Tensor, Tensor], Tensor]
 """Which of keys `[n]` each of rows `[m, 1]` may see, bool `[m, n]`."""
@@ -96,7 +97,7 @@ def chosen_lists(
 ) -> Lists:
     """What cute_kernels.block_lists.chosen_lists gives."""
     chosen = _chosen_blocks(indices, -(-num_keys // size))
-    mask, full = _kinds(chosen, heads, keys, size, width, rows, num_keys, range(rows_from, rows_to))
+    mask, full = _kinds(chosen, heads, keys, size, width, rows, num_keys, torch.arange(rows_from, rows_to))
     bits, unit = _forward_bits(chosen, size, width, num_keys)
     return Lists(*_listed(mask), *_listed(full), rows, width, bits, unit)
 
@@ -113,13 +114,15 @@ def prefix_lists(
     rows_to: int,
 ) -> Lists:
     """What cute_kernels.block_lists.prefix_lists gives: everything is chosen."""
-    mask, full = _all_kinds(batch, heads, keys, width, rows, num_keys, range(rows_from, rows_to))
+    row = torch.arange(rows_from, rows_to)
+    every = _every(batch, row, rows, width, num_keys)
+    mask, full = _kinds(every, heads, keys, width, width, rows, num_keys, row)
     return Lists(*_listed(mask), *_listed(full), rows, width)
 
 
-def tile_bits(indices: Tensor, blocks: int) -> Tensor:
-    """What cute_kernels.block_lists.tile_bits gives: which tiles chose each block, int32 `[B,S,blocks,words]`."""
-    return _packed(_chosen_blocks(indices, blocks).transpose(2, 3))
+def tile_bits(indices: Tensor, *, size: int, num_keys: int) -> Tensor:
+    """What cute_kernels.transposed_lists.tile_bits gives: which tiles chose each block, int32 `[B,S,blocks,words]`."""
+    return _packed(_chosen_blocks(indices, -(-num_keys // size)).mT)
 
 
 def transposed_lists(
@@ -131,45 +134,41 @@ def transposed_lists(
     width: int,
     rows: int,
     num_keys: int,
-    rows_from: int = 0,
-    rows_to: int,
-    first_block: int = 0,
-    blocks: int | None = None,
+    num_rows: int,
+    blocks: range,
+    first_tile: int = 0,
+    positions: Tensor | None = None,
 ) -> Lists:
-    """What cute_kernels.block_lists.transposed_lists gives, for blocks of `width` keys from `first_block` on.
+    """What cute_kernels.transposed_lists.transposed_lists gives.
 
-    A block that ends behind the keys is in `mask` for every tile, as it is forward. Bits of the result are the forward
-    ones, of all keys.
+    Args:
+        positions: where rows stand among the tokens of the keys, int64 `[num_rows]`; None: row i at i.
     """
-    tiles = -(-(rows_to - rows_from) // rows)
-    chosen = _unpacked(bits)[..., :tiles].transpose(2, 3)
-    mask, full = _kinds(chosen, heads, keys, size, width, rows, num_keys, range(rows_from, rows_to))
-    columns = _columns(first_block, blocks)
-    forward, unit = _forward_bits(chosen, size, width, num_keys)
-    return Lists(*_listed(mask[columns].mT), *_listed(full[columns].mT), rows, width, forward, unit)
+    chosen = _unpacked(bits)[..., : -(-num_rows // rows)].mT
+    row = torch.arange(num_rows) if positions is None else positions
+    mask, full = _kinds(chosen, heads, keys, size, width, rows, num_keys, row, backward=True)
+    exact = size % width == 0
+    if not exact:
+        mask, full = mask | full, torch.zeros_like(full)
+    mask, full = (flags[..., blocks.start : blocks.stop].mT for flags in (mask, full))
+    assert not (mask | full)[..., :first_tile].any(), "tiles before first_tile see a block"
+    mask, full = mask[..., first_tile:], full[..., first_tile:]
+    return Lists(*_listed(mask), *_listed(full), rows, width, None if exact else bits, 0 if exact else size)
 
 
 def transposed_prefix_lists(
-    batch: int,
-    heads: int,
-    keys: Keys,
-    *,
-    width: int,
-    rows: int,
-    num_keys: int,
-    rows_from: int = 0,
-    rows_to: int,
-    first_block: int = 0,
-    blocks: int | None = None,
+    batch: int, heads: int, keys: Keys, *, width: int, rows: int, num_keys: int, num_rows: int
 ) -> Lists:
-    """What cute_kernels.block_lists.transposed_prefix_lists gives: everything is chosen."""
-    mask, full = _all_kinds(batch, heads, keys, width, rows, num_keys, range(rows_from, rows_to))
-    columns = _columns(first_block, blocks)
-    return Lists(*_listed(mask[columns].mT), *_listed(full[columns].mT), rows, width)
+    """What cute_kernels.transposed_lists.transposed_prefix_lists gives: everything is chosen."""
+    row = torch.arange(num_rows)
+    every = _every(batch, row, rows, width, num_keys)
+    mask, full = _kinds(every, heads, keys, width, width, rows, num_keys, row, backward=True)
+    return Lists(*_listed(mask.mT), *_listed(full.mT), rows, width)
 
 
-def _columns(first: int, count: int | None) -> tuple[Any, slice]:
-    return ..., slice(first, None if count is None else first + count)
+def _every(batch: int, row: Tensor, rows: int, width: int, num_keys: int) -> Tensor:
+    """Every tile of `rows` rows chose every block."""
+    return torch.ones((batch, 1, -(-len(row) // rows), -(-num_keys // width)), dtype=torch.bool)
 
 
 def _chosen_blocks(indices: Tensor, blocks: int) -> Tensor:
@@ -179,31 +178,35 @@ def _chosen_blocks(indices: Tensor, blocks: int) -> Tensor:
 
 
 def _kinds(
-    chosen: Tensor, heads: int, keys: Keys, size: int, width: int, rows: int, num_keys: int, all_rows: range
+    chosen: Tensor,
+    heads: int,
+    keys: Keys,
+    size: int,
+    width: int,
+    rows: int,
+    num_keys: int,
+    row: Tensor,
+    *,
+    backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Which blocks of `width` keys are in `mask` and which in `full` of each tile, bool `[B,H,tiles,blocks]`.
 
-    `chosen [B,S,tiles,n]` says which blocks of `size` keys the tiles chose.
+    `chosen [B,S,tiles,n]` says which blocks of `size` keys the tiles chose, `row` where all rows stand. A block that
+    ends behind the keys can be in `full` in the backward only, which masks the end of the keys everywhere.
     """
     position = torch.arange(-(-num_keys // width) * width)
+    exists = position < num_keys
     wanted = torch.nn.functional.pad(chosen, [0, 1])[..., (position // size).clamp(max=chosen.shape[-1])]
     wanted = wanted.repeat_interleave(heads // chosen.shape[1], dim=1).unflatten(-1, (-1, width))
-    row = torch.arange(all_rows.start, all_rows.stop)
     seen, seen_by_all = [], []
     for first in range(0, len(row), rows):
-        visible = keys.visible(row[first : first + rows], position) & (position < num_keys)
-        seen.append(visible.any(0).view(-1, width).any(-1))
-        seen_by_all.append(visible.all(0).view(-1, width).all(-1))
-    full = wanted.all(-1) & torch.stack(seen_by_all)
-    return wanted.any(-1) & torch.stack(seen) & ~full, full
-
-
-def _all_kinds(
-    batch: int, heads: int, keys: Keys, width: int, rows: int, num_keys: int, all_rows: range
-) -> tuple[Tensor, Tensor]:
-    """As `_kinds`, with everything chosen."""
-    every = torch.ones((batch, 1, -(-len(all_rows) // rows), -(-num_keys // width)), dtype=torch.bool)
-    return _kinds(every, heads, keys, width, width, rows, num_keys, all_rows)
+        visible = keys.visible(row[first : first + rows], position)
+        seen.append((visible & exists).any(0).view(-1, width).any(-1))
+        by_all = visible | ~exists if backward else visible & exists
+        seen_by_all.append(by_all.all(0).view(-1, width).all(-1))
+    some = wanted.any(-1) & torch.stack(seen)
+    full = some & wanted.all(-1) & torch.stack(seen_by_all)
+    return some & ~full, full
 
 
 def _forward_bits(chosen: Tensor, size: int, width: int, num_keys: int) -> tuple[Tensor | None, int]:
@@ -211,13 +214,13 @@ def _forward_bits(chosen: Tensor, size: int, width: int, num_keys: int) -> tuple
     unit = math.gcd(size, width)
     if size % width == 0:
         return None, unit
-    words = _packed(chosen.repeat_interleave(size // unit, dim=-1)[..., : -(-num_keys // unit)])
-    return torch.nn.functional.pad(words, [0, max(0, 2 - words.shape[-1])]), unit  # FA4 wants two words or more
+    return _packed(chosen.repeat_interleave(size // unit, dim=-1)[..., : -(-num_keys // unit)]), unit
 
 
 def _packed(flags: Tensor) -> Tensor:
-    """Bits of the last dim in words, int32 `[..., ceil(n/32)]`."""
-    flags = torch.nn.functional.pad(flags, [0, -flags.shape[-1] % WORD]).long()
+    """Bits of the last dim in words, int32 `[..., ceil(n/32)]`, of which FA4 wants two or more."""
+    count = flags.shape[-1]
+    flags = torch.nn.functional.pad(flags, [0, max(-count % WORD, 2 * WORD - count)]).long()
     return (flags.unflatten(-1, (-1, WORD)) << torch.arange(WORD)).sum(-1).int()  # bit 31 is the sign
 
 
@@ -227,7 +230,10 @@ def _unpacked(words: Tensor) -> Tensor:
 
 def _listed(flags: Tensor) -> tuple[Tensor, Tensor]:
     """The ascending numbers of the last dim that are set in flags `[B,H,n,m]`, as counts and lists."""
-    return _padded([row.nonzero()[:, 0].tolist() for row in flags.flatten(0, 2)], *flags.shape[:3])
+    count = flags.sum(-1, dtype=torch.int32)
+    places = max(1, int(count.max())) if count.numel() else 1
+    set_first = flags.int().argsort(dim=-1, descending=True, stable=True)[..., :places]
+    return count, torch.where(torch.arange(places) < count[..., None], set_first, NOT_READ).int()
 
 
 def _padded(lists: list[list[int]], *shape: int) -> tuple[Tensor, Tensor]:
@@ -299,7 +305,7 @@ def backward_pairs(
     causal: bool = False,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """How often each pair enters the gradients of one batch and head, by transposed lists; int64 `[rows, keys]`.
+    """How often each pair enters the gradients of one batch and head, by transposed lists; int32 `[rows, keys]`.
 
     Causality is as in `visible_pairs`, but where it is on FA4 ignores the mask_mod.
 
@@ -310,27 +316,36 @@ def backward_pairs(
         ValueError: FA4 takes no such tiles or blocks on `arch`.
     """
     _check_transposed(arch, lists, num_rows, num_keys)
-    pairs, again = torch.zeros((2, num_rows, num_keys), dtype=torch.int64)
-    for block, kind in itertools.product(range(lists.mask_count.shape[2]), ("mask", "full")):
-        there = slice(block * lists.width, min((block + 1) * lists.width, num_keys))
-        key = torch.arange(there.start, there.stop)
-        for tile in lists.listed(kind, batch, head, block):
-            first, stop = tile * lists.rows, (tile + 1) * lists.rows
-            if tile < 0 or first >= num_rows:
-                raise ValueError(f"listed tiles must have rows, got tile {tile}")
-            here = slice(first, min(stop, num_rows))
-            row = torch.arange(here.start, here.stop)[:, None]
-            seen = torch.ones(len(row), len(key), dtype=torch.bool)
-            if causal:
-                seen &= key <= row + num_keys - num_rows
-            elif mask_mod is not None and kind == "mask":
-                seen &= mask_mod(row, key)
-            pairs[here, there] += seen
-            if arch == "sm_100" and (causal or mask_mod is None):
-                whole_tiles_behind = (stop - num_rows) // BACKWARD_ROWS[arch]
-                last = (num_rows - 1) // BACKWARD_ROWS[arch] * BACKWARD_ROWS[arch]
-                again[last:, there] += max(0, whole_tiles_behind)
+    row, key = torch.arange(num_rows)[:, None], torch.arange(num_keys)
+    masks, fulls = (_visits(lists, kind, batch, head, -(-num_rows // lists.rows)) for kind in ("mask", "full"))
+
+    def by_pair(visits: Tensor) -> Tensor:
+        return visits.repeat_interleave(lists.rows, 0)[:num_rows].repeat_interleave(lists.width, 1)[:, :num_keys]
+
+    if causal:
+        pairs = by_pair(masks + fulls) * (key <= row + num_keys - num_rows)
+    elif mask_mod is not None:
+        pairs = by_pair(masks) * mask_mod(row, key) + by_pair(fulls)
+    else:
+        pairs = by_pair(masks + fulls)
+    again = torch.zeros_like(pairs)
+    if arch == "sm_100" and (causal or mask_mod is None):
+        last = (num_rows - 1) // BACKWARD_ROWS[arch] * BACKWARD_ROWS[arch]
+        whole_tiles_behind = -num_rows % lists.rows // BACKWARD_ROWS[arch]
+        again[last:] = by_pair(masks + fulls)[last:] * whole_tiles_behind
     return pairs, again
+
+
+def _visits(lists: Lists, kind: str, batch: int, head: int, tiles: int) -> Tensor:
+    """How often each block lists each tile, int32 `[tiles, blocks]`."""
+    count, index = (getattr(lists, f"{kind}_{name}")[batch, head].long() for name in ("count", "index"))
+    read = torch.arange(index.shape[1]) < count[:, None]
+    wrong = index[read & ((index < 0) | (index >= tiles))]
+    if len(wrong) > 0:
+        raise ValueError(f"listed tiles must have rows, got tile {int(wrong[0])}")
+    visits = torch.zeros((len(count), tiles + 1), dtype=torch.int32)
+    visits.scatter_add_(1, torch.where(read, index, tiles), torch.ones_like(index, dtype=torch.int32))
+    return visits[:, :tiles].T
 
 
 BACKWARD_ROWS = {"sm_90": 64, "sm_100": 128}
@@ -409,39 +424,31 @@ def attend(
     return o, lse
 
 
-def attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    pairs: Callable[[int, int], tuple[Tensor, Tensor]],
-    scale: float,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(gradients: Gradients, pairs: Callable[[int, int], tuple[Tensor, Tensor]], scale: float) -> None:
     """dq, dk and dv of `attend` by what it returned, each pair as often as `pairs(batch, head)` says.
 
-    All computed in `dtype`; exponentials and sums over heads, if that is wider, in fp32. For rows with an lse of -inf
+    All computed in q's dtype; exponentials and sums over heads, if that is wider, in fp32. For rows with an lse of -inf
     FA4 takes 0.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k, v, out, dout = (x.to(dtype) for x in (q, k, v, out, dout))
-    lse = torch.where(lse == -math.inf, 0, lse).to(wide)
-    delta = (out.to(wide) * dout.to(wide)).sum(-1)
+    q, k, v, do = gradients.q, gradients.k, gradients.v, gradients.do
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    lse = torch.where(gradients.lse == -math.inf, 0, gradients.lse).to(wide)
+    delta = (gradients.o.to(wide) * do.to(wide)).sum(-1)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     for b in range(q.shape[0]):
         for head in range(q.shape[2]):
             count, again = (x.to(q.device) for x in pairs(b, head))
             at, kv = (b, slice(None), head), (b, slice(None), head // group)
-            logits = torch.where(count + again > 0, (q[at] @ k[kv].T * scale).to(wide), -math.inf)
+            every = count + again
+            logits = torch.where(every > 0, (q[at] @ k[kv].T * scale).to(wide), -math.inf)
             weights = torch.exp(logits - lse[b, head, :, None])
-            steps = weights * ((dout[at] @ v[kv].T).to(wide) - delta[at][:, None])
+            steps = weights * ((do[at] @ v[kv].T).to(wide) - delta[at][:, None])
             dq[at] = (count * steps).to(dtype) @ k[kv] * scale
-            dk[kv] += ((count + again) * steps).to(dtype).T @ q[at] * scale
-            dv[kv] += ((count + again) * weights).to(dtype).T @ dout[at]
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+            dk[kv] += (every * steps).to(dtype).T @ q[at] * scale
+            dv[kv] += (every * weights).to(dtype).T @ do[at]
+    for target, x in ((gradients.dq, dq), (gradients.dk, dk), (gradients.dv, dv)):
+        target.copy_(x)
 
 
 # Twins of cute_kernels.fa4's attentions over lists
@@ -473,49 +480,47 @@ def selected(
 
 def selected_backward(
     arch: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
+    gradients: Gradients,
     lists: Lists,
     *,
     causal: bool,
-    first_row: int,
-    scale: float,
+    first_row: int = 0,
     first_key: int = 0,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What cute_kernels.fa4.selected_backward gives: with native causality where that is right, else with a mask_mod.
-
-    Row 0 is token `first_row`, key 0 is token `first_key`.
-    """
-    sizes: dict[str, Any] = {"num_rows": q.shape[1], "num_keys": k.shape[1]}
-    ends_meet = first_row + q.shape[1] == first_key + k.shape[1]
-    native = arch == "sm_90" and lists.bits is None and (ends_meet or not causal)
+    scale: float,
+) -> None:
+    """What cute_kernels.fa4.selected_backward does."""
+    num_rows, num_keys, heads = gradients.q.shape[1], gradients.k.shape[1], gradients.q.shape[2]
 
     def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
-        if native:
-            return backward_pairs(arch, lists, batch, head, causal=causal, **sizes)
-        chosen = _chosen(lists, batch, head, q.shape[2], causal=causal, first_row=first_row, first_key=first_key)
-        return backward_pairs(arch, lists, batch, head, mask_mod=chosen, **sizes)
+        words = None if lists.bits is None else lists.bits[batch, head // (heads // lists.bits.shape[1])]
+        chosen = _chosen_by_tile(lists, words, causal=causal, first_row=first_row, first_key=first_key)
+        return backward_pairs(arch, lists, batch, head, num_rows=num_rows, num_keys=num_keys, mask_mod=chosen)
 
-    return attend_backward(q, k, v, out, dout, lse, pairs, scale, dtype)
+    attend_backward(gradients, pairs, scale)
 
 
-def _chosen(
-    lists: Lists, batch: int, head: int, heads: int, *, causal: bool, first_row: int, first_key: int = 0
-) -> MaskMod:
+def _chosen(lists: Lists, batch: int, head: int, heads: int, *, causal: bool, first_row: int) -> MaskMod:
     """Whether a token's unit was chosen for the row's tile and, with causality, the token is not behind the row."""
-    words = None if lists.bits is None else lists.bits[batch, head // (heads // lists.bits.shape[1])]  # [tiles, words]
+    assert lists.bits is not None
+    words = lists.bits[batch, head // (heads // lists.bits.shape[1])]  # [tiles, words]
 
     def chosen(row: Tensor, key: Tensor) -> Tensor:
-        token = key + first_key
-        inside = (token <= row + first_row) | (not causal)
+        bit = key // lists.unit
+        inside = (words[row // lists.rows, bit // WORD] >> (bit % WORD)) & 1 == 1
+        return inside & (key <= row + first_row) if causal else inside
+
+    return chosen
+
+
+def _chosen_by_tile(lists: Lists, words: Tensor | None, *, causal: bool, first_row: int, first_key: int) -> MaskMod:
+    """As `_chosen`, by `words [blocks, words]` of tile_bits if there are any, which count all rows and keys."""
+
+    def chosen(row: Tensor, key: Tensor) -> Tensor:
+        row, key = row + first_row, key + first_key
+        inside = (key <= row) | (not causal)
         if words is not None:
-            bit = token // lists.unit
-            inside = inside & ((words[row // lists.rows, bit // WORD] >> (bit % WORD)) & 1 == 1)
+            tile = row // lists.rows
+            inside = inside & ((words[key // lists.unit, tile // WORD] >> (tile % WORD)) & 1 == 1)
         return inside
 
     return chosen
@@ -536,36 +541,36 @@ def compressed(
 ) -> tuple[Tensor, Tensor]:
     """What cute_kernels.fa4.compressed gives with lists."""
     sizes: dict[str, Any] = {"num_rows": q.shape[1], "num_keys": k.shape[1]}
-    ended = _ended(length, stride, first_row)
+
+    def ended(row: Tensor, entry: Tensor) -> Tensor:
+        return entry * stride + (length - 1) <= row + first_row
+
     return attend(q, k, v, lambda b, head: visible_pairs(arch, lists, b, head, mask_mod=ended, **sizes), scale, dtype)
 
 
 def compressed_backward(
     arch: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    lists: Lists,
+    gradients: Gradients,
+    lists: Lists | None,
     *,
     length: int,
     stride: int,
     first_row: int,
     scale: float,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What cute_kernels.fa4.compressed_backward gives. Entries from j on: `first_row` less j * stride."""
-    sizes: dict[str, Any] = {"num_rows": q.shape[1], "num_keys": k.shape[1]}
-    ended = _ended(length, stride, first_row)
+    shifts: Tensor | None = None,
+    deterministic: bool = False,
+) -> None:
+    """What cute_kernels.fa4.compressed_backward does."""
+    num_rows, num_keys = gradients.q.shape[1], gradients.k.shape[1]
+
+    def ended(row: Tensor, entry: Tensor) -> Tensor:
+        shift = first_row if shifts is None else shifts[row // (num_rows // len(shifts))]
+        return entry * stride + (length - 1) <= row + shift
 
     def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
-        return backward_pairs(arch, lists, batch, head, mask_mod=ended, **sizes)
+        if lists is None:
+            every = torch.ones((num_rows, num_keys), dtype=torch.int32)
+            return every, 0 * every
+        return backward_pairs(arch, lists, batch, head, num_rows=num_rows, num_keys=num_keys, mask_mod=ended)
 
-    return attend_backward(q, k, v, out, dout, lse, pairs, scale, dtype)
-
-
-def _ended(length: int, stride: int, first_row: int) -> MaskMod:
-    """Whether the block of an entry has ended."""
-    return lambda row, entry: entry * stride + (length - 1) <= row + first_row
+    attend_backward(gradients, pairs, scale)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import backward, fa4
+from cute_kernels import backward, fa4, forward
 from nsa import NSAConfig, reference
 from nsa.tensors import NSAInputs
 from tests import backward_twins as twins
@@ -21,7 +21,7 @@ SOME = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_bloc
 
 @pytest.fixture(params=RULES)
 def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    twins.install(monkeypatch, RULES[request.param])
+    twins.install(monkeypatch, request.param, RULES[request.param])
     return str(request.param)
 
 
@@ -35,9 +35,12 @@ def oracle(inputs: NSAInputs, config: NSAConfig, do: Tensor, **fixed: Any) -> di
 
 def check(inputs: NSAInputs, config: NSAConfig) -> None:
     out, aux = reference.nsa(inputs, config)
-    fixed = {"indices": aux.indices.long(), "cmp_indices": aux.cmp_indices}
     do = torch.randn_like(out)
-    got = backward.nsa_backward(inputs, config, twins.saved(inputs, config, aux.indices).to_list(), do)
+    saved = twins.saved(inputs, config, aux).to_list()
+    like = backward.nsa_saved_like(inputs, config, recompute=False)
+    assert [tensor.shape for tensor in saved] == [tensor.shape for tensor in like]
+    got = backward.nsa_backward(inputs, config, saved, do)
+    fixed = {} if inputs.packed else {"indices": aux.indices, "cmp_indices": aux.cmp_indices}
     expected = oracle(inputs, config, do, **fixed)
     assert set(got) == set(expected)
     for name, gradient in got.items():
@@ -45,36 +48,54 @@ def check(inputs: NSAInputs, config: NSAConfig) -> None:
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def some_inputs(tokens: int, *, group: int = 2, batch: int = 2, **extra: Any) -> NSAInputs:
-    return make_inputs(tokens, heads=2 * group, kv_heads=2, dim=4, v_dim=2, batch=batch, seed=tokens, **extra)
+def some_inputs(tokens: int, *, group: int = 2, batch: int | None = 2) -> NSAInputs:
+    return make_inputs(tokens, heads=2 * group, kv_heads=2, dim=4, v_dim=2, batch=batch, seed=tokens)
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 64, 300, 777])
+def packed_inputs(*lengths: int, behind: int = 13) -> NSAInputs:
+    """Documents and some tokens that belong to none."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    return replace(some_inputs(sum(lengths) + behind, batch=None), cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 64, 300, 540])
 def test_lengths(tokens: int, arch: str) -> None:
     check(some_inputs(tokens), SOME)
 
 
+@pytest.mark.parametrize("batch", [1, 2], ids=["phases", "lists"])
 @pytest.mark.parametrize(
     "changes",
     [
         {"compress_stride": 8},
         {"compress_stride": 5},
         {"compress_block_size": 64},
+        {"causal": False},
+        {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
+        {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "causal": False},
+        {"softmax_scale": 0.3},
+    ],
+    ids=str,
+)
+def test_options_of_the_compressed_branch(changes: dict[str, Any], batch: int, arch: str) -> None:
+    check(some_inputs(520, batch=batch), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"select_block_size": 128},
         {"select_block_size": 192},
-        {"causal": False},
+        {"select_block_size": 192, "causal": False},
         {"share_heads_in_group": True},
-        {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "n_block_size": 128},
         {"num_selected_blocks": 0},
         {"window_size": 0},
-        {"softmax_scale": 0.3},
         {"q_tile_size": 512},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("batch", [1, 2])
-def test_options(changes: dict[str, Any], batch: int, arch: str) -> None:
-    check(some_inputs(700, batch=batch), replace(SOME, **changes))
+def test_options(changes: dict[str, Any], arch: str) -> None:
+    check(some_inputs(520), replace(SOME, **changes))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -86,29 +107,40 @@ def test_phases_equal_lists(batch: int, arch: str, monkeypatch: pytest.MonkeyPat
             check(some_inputs(tokens, batch=batch), replace(SOME, compress_stride=stride))
 
 
-def test_heads_and_lists_in_pieces(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
-    for list_bytes in (1 << 30, 500, 100):
-        monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
-        for shared in (False, True):
-            config = replace(SOME, share_heads_in_group=shared, num_cmp_selected_blocks=3, compress_block_size=1)
-            check(some_inputs(1000), config)
+@pytest.mark.parametrize(("passes", "list_bytes"), [(1, 250), (1, 60), (2, 250), (2, 130), (2, 60)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
+        {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "share_heads_in_group": True},
+        {"causal": False},
+    ],
+    ids=str,
+)
+def test_heads_and_lists_in_pieces(
+    changes: dict[str, Any], passes: int, list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of a key/value head take 216 bytes for each batch on sm_90, 120 on sm_100; those of a block take 24."""
+    if passes == 2:
+        monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
+    check(some_inputs(520), replace(SOME, **changes))
 
 
 def extras(inputs: NSAInputs, names: tuple[str, ...]) -> NSAInputs:
     """More of the optional tensors."""
-    batch, tokens, heads, dim = inputs.q.shape
-    kv_heads, v_dim = inputs.v.shape[2:]
-    entries = SOME.num_compressed(tokens)
+    *lead, heads, dim = inputs.q.shape
+    kv_heads, v_dim = inputs.v.shape[-2:]
+    entries = SOME.num_compressed(lead[-1])
     shapes = {
         "w_k_compress": (kv_heads, dim, dim),
         "w_v_compress": (kv_heads, v_dim, v_dim),
         "gate_proj_weight": (heads, 3, dim),
-        "gates": (batch, tokens, heads, 3),
-        "k_cmp": (batch, entries, kv_heads, dim),
-        "v_cmp": (batch, entries, kv_heads, v_dim),
-        **{f"k_{branch}": (batch, tokens, kv_heads, dim) for branch in ("slc", "win")},
-        **{f"v_{branch}": (batch, tokens, kv_heads, v_dim) for branch in ("slc", "win")},
+        "gates": (*lead, heads, 3),
+        "k_cmp": (*lead[:-1], entries, kv_heads, dim),
+        "v_cmp": (*lead[:-1], entries, kv_heads, v_dim),
+        **{f"k_{branch}": (*lead, kv_heads, dim) for branch in ("slc", "win")},
+        **{f"v_{branch}": (*lead, kv_heads, v_dim) for branch in ("slc", "win")},
     }
     return replace(inputs, **{name: torch.randn(shapes[name], dtype=inputs.q.dtype) for name in names})
 
@@ -130,4 +162,88 @@ def extras(inputs: NSAInputs, names: tuple[str, ...]) -> NSAInputs:
 def test_optional_tensors(names: tuple[str, ...], one_pass: bool, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not one_pass:
         monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
-    check(extras(some_inputs(500), names), SOME)
+    check(extras(some_inputs(300), names), SOME)
+
+
+# Packed documents
+
+LENGTHS = (1, 0, 70, 300, 16)
+SOME_ENTRIES = {"num_cmp_selected_blocks": 2, "compress_block_size": 1}
+"""Of three blocks of entries, a document of 300 tokens attends to two."""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "behind"),
+    [(LENGTHS, 13), ((300,), 0), ((256, 256, 1), 0), ((0, 20), 300), ((1, 5), 3), ((0, 0), 13), ((0, 0), 0)],
+    ids=str,
+)
+def test_documents(lengths: tuple[int, ...], behind: int, arch: str) -> None:
+    check(packed_inputs(*lengths, behind=behind), SOME)
+
+
+def test_tiles_of_documents_longer_than_those_of_lists(arch: str) -> None:
+    check(packed_inputs(20, 600), replace(SOME, q_tile_size=512))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compress_block_size": 1},
+        {"compress_block_size": 4, "compress_stride": 2},
+        SOME_ENTRIES,
+        {"num_cmp_selected_blocks": 2, "compress_block_size": 64},
+        {"select_block_size": 128},
+        {"share_heads_in_group": True},
+        {"num_selected_blocks": 0},
+        {"window_size": 0},
+    ],
+    ids=str,
+)
+def test_options_of_documents(changes: dict[str, Any], arch: str) -> None:
+    check(packed_inputs(70, 0, 300), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize("list_bytes", [600, 250])
+def test_heads_and_lists_of_documents_in_pieces(list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
+    check(packed_inputs(*LENGTHS), replace(SOME, **SOME_ENTRIES))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gate_proj_weight",),
+        ("gates",),
+        ("w_k_compress",),
+        ("w_v_compress", "gate_proj_weight"),
+        ("k_slc", "v_slc"),
+        ("k_slc", "v_slc", "k_win", "v_win", "gates"),
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("changes", [{"compress_stride": 8}, SOME_ENTRIES], ids=["all entries", "some"])
+def test_optional_tensors_of_documents(names: tuple[str, ...], changes: dict[str, Any], arch: str) -> None:
+    check(extras(packed_inputs(70, 0, 130), names), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_split_backward_gets_lists_of_its_unit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4's lists are 128 keys wide where that divides l'."""
+    from cute_kernels.selected_backward import UNIT
+
+    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    monkeypatch.setattr(forward, "chosen_lists", lambda *_, width, **__: width)
+    widths = []
+
+    def split(q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, *rest: Any, **out: Any) -> None:
+        widths.append(rest[0])
+        for name in ("dq", "dk", "dv"):
+            out[name].zero_()
+
+    monkeypatch.setattr(backward.split, "selected_backward", split)
+    inputs, config = some_inputs(300), replace(SOME, select_block_size=size)
+    out, aux = reference.nsa(inputs, config)
+    saved = twins.saved(inputs, config, aux).to_list()
+    backward.nsa_backward(inputs, config, saved, torch.randn_like(out), deterministic=True)
+    assert widths == [UNIT]

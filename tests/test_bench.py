@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from bench import bench_sparse_attn_e2e as e2e
+from bench import bench_varlen as varlen
 from bench.common import choose_backend, choose_dense
+from bench.gradient_check import GradientError
 from bench.inputs import SINK_TOKENS, Problem, Sizes, make_problem, standard_library_text
-from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
-from bench.timing import measure, peak_memory
+from bench.roofline import Peaks, Work, backward_work, choose_peaks, dense_floor_ms, nsa_floor_ms
+from bench.timing import GIB, Timing, measure, peak_memory
 from dispatch import Call
 from nsa import NSAConfig, nsa_forward_aux
 
@@ -38,10 +40,11 @@ def documented_fields() -> set[str]:
     "options",
     [
         ["--seqlens", "64,300", "--input", "text"],
-        ["--seqlens", "300", "--backward", "--ungated", "--dtype", "bf16"],
+        ["--seqlens", "300,1500", "--backward", "--recompute", "--dtype", "bf16"],
+        ["--seqlens", "300", "--backward", "--ungated", "--num-cmp", "2", "--block-sizes", "4", "--k", "3"],
         ["--seqlens", "100", "--preset", "paper", "--batch", "2", "--kv-heads", "2"],
     ],
-    ids=["forward on text", "backward in bf16", "paper"],
+    ids=["forward on text", "backward in bf16", "backward of some, ungated", "paper"],
 )
 def test_writes_what_it_promises(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert e2e.main([*SMALL, *options, "--out", str(tmp_path / "run")]) == 0
@@ -51,6 +54,12 @@ def test_writes_what_it_promises(options: list[str], tmp_path: Path, capsys: pyt
     for row in content["rows"]:
         assert set(row) == documented_fields()
         assert 0 <= row["error"] <= row["error_budget"] < 0.1
+        assert row["recompute"] == ("--recompute" in options)
+        if row["pass"] == "fwd+bwd":
+            assert 0 < row["gradient_error"] <= row["gradient_budget"] < 5
+            assert row["peak_gib"] >= 2 * row["n"] * 3 * 16 * (2 if row["dtype"] == "bf16" else 4) / GIB
+        else:
+            assert (row["gradient_error"], row["gradient_budget"]) == (None, None)
         assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
         assert row["speedup"] == pytest.approx(row["dense_ms"] / row["ms_p50"])
         assert (row["dense"], row["dense_extrapolated"], row["mode"]) == ("PyTorch SDPA", False, "eager")
@@ -82,6 +91,78 @@ def test_no_speed_on_a_red_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not (tmp_path / "run.csv").exists()
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate_proj_weight"])
+def test_no_speed_on_a_wrong_gradient(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output is right, and one gradient by a hundredth too large."""
+    right = e2e.nsa
+
+    def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        tensors = {"q": q, "k": k, "v": v, "gate_proj_weight": keywords.pop("gate_proj_weight")}
+        tensors[name] = Larger.apply(tensors[name])
+        return right(**tensors, **keywords)
+
+    monkeypatch.setattr(e2e, "nsa", wrong)
+    monkeypatch.setattr(e2e, "measure", lambda *_, **__: pytest.fail("timed a wrong result"))
+    assert e2e.main([*SMALL, "--seqlens", "1500", "--backward", "--out", str(tmp_path / "run")]) == 1
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["rows"] == []
+    (red,) = content["red"]
+    assert f"of the gradient of {name} is above the budget" in red
+
+
+class Larger(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 1.01
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+@pytest.mark.parametrize("row", [0, 300, -1])
+def test_every_row_of_dq_is_checked(row: int, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of tiles that are not sampled, whose gradient is zero."""
+    problem = make_problem("random", Sizes(1, 1500, 2, 1, 16), device=CPU, dtype=torch.float32, requires_grad=True)
+    variant = e2e.Variant(NSAConfig(), "reference", ("eager",), backward=True)
+    sample, wrong = e2e.check(problem, variant)
+    assert wrong == []
+    assert (300 in sample.positions.tolist()) is False
+    problem.q.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([row % 1500]), value))
+    _, wrong = e2e.check(problem, variant)
+    assert len(wrong) == 1
+    assert "of the gradient of q is above the budget" in wrong[0]
+
+
+def test_the_worst_gradient_is_told() -> None:
+    errors = [GradientError(*x) for x in (("q", 0.0, 0.0), ("k", 3.0, 4.0), ("v", 1.0, 1.5), ("w", 2.0, 1.0))]
+    assert [error.within for error in errors] == [True, True, True, False]
+    assert [error.share for error in errors] == [0, 0.75, pytest.approx(2 / 3), 2]
+    assert GradientError("q", float("nan"), 1.0).share == GradientError("q", 1.0, 0.0).share == float("inf")
+
+
+def test_memory_of_forward_and_backward_is_everything() -> None:
+    q, k = torch.empty(1, 1024, 8, 128), torch.empty(1, 1024, 2, 128)
+    timing = Timing(1, 2, 3, 0.25, 4)
+    assert e2e.everything(timing, [q, k, k]).peak_gib == 0.25 + (2 * 1024 + 2 * 256) * 1024 * 4 / GIB
+    assert e2e.everything(replace(timing, peak_gib=None), [q, k, k]).peak_gib is None
+
+
+def test_recompute_reaches_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, given = e2e.nsa, []
+
+    def recording(*args: Any, **keywords: Any) -> torch.Tensor:
+        given.append(keywords["recompute"])
+        return right(*args, **keywords)
+
+    monkeypatch.setattr(e2e, "nsa", recording)
+    for options in ([], ["--recompute"]):
+        assert e2e.main([*SMALL, "--seqlens", "64", "--backward", *options, "--out", str(tmp_path / "run")]) == 0
+        assert set(given) == {bool(options)}
+        given.clear()
+
+
 @pytest.mark.parametrize("backward", [[], ["--backward"]])
 def test_the_timed_call_must_be_the_checked_one(
     backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -91,9 +172,10 @@ def test_the_timed_call_must_be_the_checked_one(
     right = getattr(e2e, timed)
 
     def other(*args: Any, **keywords: Any) -> torch.Tensor:
-        out = right(*args, **keywords).clone()
-        out[0, -1, 0, 0] = torch.nextafter(out[0, -1, 0, 0], out.new_tensor(9.0))
-        return out
+        out = right(*args, **keywords)
+        other = out.detach().clone()
+        other[0, -1, 0, 0] = torch.nextafter(other[0, -1, 0, 0], out.new_tensor(9.0))
+        return out + (other - out.detach())
 
     monkeypatch.setattr(e2e, timed, other)
     monkeypatch.setattr(e2e, "measure", lambda *_, **__: pytest.fail("timed another call"))
@@ -179,9 +261,9 @@ def test_a_wrong_graph_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     sizes = Sizes(1, 64, 2, 1, 16)
     problem = make_problem("random", sizes, device=CPU, dtype=torch.float32)
     variant = e2e.Variant(NSAConfig(), "reference", ("graph",))
-    sample, wrong = e2e.check(problem, variant, backward=False)
+    sample, wrong = e2e.check(problem, variant)
     assert wrong == []
-    call = e2e.nsa_call(problem, variant, backward=False)
+    call = e2e.nsa_call(problem, variant)
     monkeypatch.setattr(e2e, "capture", lambda *args: fake_capture(*args, missing=0))
     timing = e2e.measure_mode("graph", call, sample, CPU, 0)
     assert timing is not None
@@ -214,13 +296,15 @@ def test_modes_by_device_and_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         modes("--device", "cuda", "--modes", "eager,graph")
 
 
-def test_the_plot_shows_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backward", [[], ["--backward"]])
+def test_the_plot_shows_every_line(backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both modes, two numbers of compressed blocks, an extrapolated baseline and the roofline, from one real row."""
     from matplotlib import pyplot as plt
 
     kept: list[Any] = []
     monkeypatch.setattr(plt, "close", kept.append)
-    assert e2e.main([*SMALL, "--seqlens", "1024", "--peak-tflops", "0.1", "--out", str(tmp_path / "run")]) == 0
+    sizes = ["--seqlens", "1024", "--peak-tflops", "0.1", *backward]
+    assert e2e.main([*SMALL, *sizes, "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())["rows"][0]
     row = e2e.Row(**{("direction" if name == "pass" else name): value for name, value in content.items()})
     rows = [
@@ -240,7 +324,8 @@ def test_the_plot_shows_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert list(lines[f"NSA (reference) l=64 num_cmp={num_cmp}, {mode}"].get_xdata()) == [1024, 2048]
         roofline = lines[f"roofline l=64 num_cmp={num_cmp}"]
         assert roofline.get_linestyle() == "--"
-        bounds = [dense_floor_ms(Sizes(1, n, 2, 1, 16), Peaks(0.1, 1)) / row.floor_ms for n in (1024, 2048)]
+        dense = (dense_floor_ms(Sizes(1, n, 2, 1, 16), Peaks(0.1, 1), backward=bool(backward)) for n in (1024, 2048))
+        bounds = [ms / row.floor_ms for ms in dense]
         assert list(roofline.get_ydata()) == pytest.approx(bounds)
     baselines = {line.get_label(): list(line.get_xdata()) for line in times.get_lines()}
     assert baselines["PyTorch SDPA"] == [1024]
@@ -258,6 +343,7 @@ def test_the_plot_shows_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--modes", "eager,lazy"], "argument --modes: must be one of eager, graph, got 'lazy'"),
         (["--num-cmp", "none,0"], "argument --num-cmp: must be a positive integer such as 4096 or 4K, got '0'"),
         (["--preset", "paper", "--num-cmp", "16"], "num_cmp_selected_blocks"),
+        (["--recompute"], "--recompute goes with --backward"),
         (["--w", "-1"], "window_size must be at least 0, got -1"),
         (["--seqlens", "256", "--no-dense-above", "128"], "must leave a length to measure, at least 256, got 128"),
     ],
@@ -337,12 +423,43 @@ def test_floor_by_hand() -> None:
     assert nsa_floor_ms(sizes, config, Peaks(2, 1e9)) == pytest.approx(2 * flops / 2e9)
     assert nsa_floor_ms(sizes, config, Peaks(1e9, 4), itemsize=4) == pytest.approx(2 * values * 4 / 4e9)
 
+    # Backward: five products instead of two; q, three outputs, do, k, v and the gradients of q, k, v.
+    more = 4096 * (32 + 248 + 126) * 10 * 32 * 4
+    traffic = 4096 * 32 * (4 + 3 * 4 + 4 + 2 + 2 + 4 + 2 + 2)
+    both = nsa_floor_ms(sizes, config, peaks, backward=True)
+    assert both == pytest.approx(2 * (flops + more + (values + traffic) * 2) / 1e9)
+    assert dense_floor_ms(sizes, peaks, backward=True) == pytest.approx(3.5 * dense_floor_ms(sizes, peaks))
+
     # Two blocks of 8 entries: 16 of them, but 8 on average in the first quarter of the rows.
     some = replace(config, num_cmp_selected_blocks=2, n_block_size=8)
     fewer = 2 * 4096 * (32 - (8 + 3 * 16) / 4) * 4 * 32 * 4 / 1e9
     assert nsa_floor_ms(sizes, config, peaks) - nsa_floor_ms(sizes, some, peaks) == pytest.approx(fewer)
     every = replace(config, num_cmp_selected_blocks=16)
     assert nsa_floor_ms(sizes, every, peaks) == nsa_floor_ms(sizes, config, peaks)
+
+
+def test_work_of_the_backward_by_hand() -> None:
+    """One head of one number and 2048 tokens; half of 32 entries visible, 192 keys selected, 64 in the window."""
+    config = NSAConfig(num_selected_blocks=4, window_size=64)
+    n = 2048
+    compressed, selected, window = 16 * n, (256 - 16) * n, (64 - 1) * n
+    work = backward_work(Sizes(1, n, 1, 1, 1), config)
+    assert work == {
+        "gate gradients": Work((5 * 2 + 13 * 4) * n),
+        "selected, lists": Work((3 * 32 * 1 + 2 * 8 * 4) * 4),
+        "compressed": Work((4 * 2 + 4) * n + 32 * (2 * 2 + 2 * 4), 5 * 2 * compressed),
+        "selected, FA4": Work((4 * 2 + 4 + 4 * 2) * n, 5 * 2 * selected),
+        "selected, split": Work((3 * 2 + 2 * 4 + 4 * 2) * n, 5 * 2 * selected),
+        "split, dq": Work((3 * 2 + 2 * 4 + 2 * 2) * n, 3 * 2 * selected),
+        "split, dk dv": Work((2 * 2 + 2 * 4 + 4 * 2) * n, 4 * 2 * selected),
+        "window": Work((4 * 2 + 4 + 4 * 2) * n, 5 * 2 * window),
+        "query sums": Work((4 * 2 + 3 * 4) * n),
+        "key sums": Work(6 * 2 * n + 32 * 2 * 4),
+    }
+    larger = backward_work(Sizes(2, n, 4, 2, 8), config)
+    assert larger["window"] == Work(2 * (8 * (4 * 2 * 4 + 4 * 2 * 2) + 4 * 4) * n, 2 * 4 * 8 * work["window"].flops)
+    assert Work(3e9, 4e9).floor_ms(tbs=1, tflops=2) == 3
+    assert Work(3e9, 8e9).floor_ms(tbs=1, tflops=2) == 4
 
 
 def test_peaks_are_known_or_given() -> None:
@@ -443,6 +560,89 @@ def test_on_a_gpu_graphs_and_the_baseline(kind: str, tmp_path: Path) -> None:
     assert {(row["backend"], row["dense"]) for row in rows} == {("cute", "FlashAttention-4")}
     out = 2048 * 4 * 64 * 2 / 2**30
     assert all(row["peak_gib"] > out for row in rows)
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+def test_on_a_gpu_forward_and_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
+    options = [
+        "--device",
+        "cuda",
+        "--heads",
+        "4",
+        "--dim",
+        "64",
+        "--seqlens",
+        "2500",
+        "--backward",
+        "--backend",
+        "cute",
+    ]
+    files = ["--seconds", "0", "--out", str(tmp_path / "run")]
+    for more in ([], ["--recompute", "--num-cmp", "1", "--block-sizes", "16", "--select-size", "64"]):
+        assert e2e.main([*options, *more, *files]) == 0
+        (row,) = json.loads((tmp_path / "run.json").read_text())["rows"]
+        assert (row["pass"], row["mode"], row["dense"]) == ("fwd+bwd", "eager", "FlashAttention-4")
+        assert 0 < row["gradient_error"] <= row["gradient_budget"]
+        # q, out, do, dq, and k, v and their gradients of one head instead of four
+        assert row["peak_gib"] > 2500 * 64 * 2 * (4 * 4 + 4 * 1) / GIB
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("num_cmp", [None, 2])
+def test_on_a_gpu_stages_of_the_backward(num_cmp: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runs in a graph, for all heads at once and for one after the other."""
+    from bench import bench_nsa_stages
+    from cute_kernels import backward
+
+    config = NSAConfig(
+        compress_block_size=16, select_block_size=64, num_selected_blocks=4, num_cmp_selected_blocks=num_cmp
+    )
+    names = [*backward_work(Sizes(1, 8000, 8, 2, 128), config), "forward, saving", "backward", "all"]
+    if torch.cuda.get_device_capability()[0] != 9:
+        names = [name for name in names if "split" not in name]
+    for most in (backward.TEMPORARY_BYTES, 1):
+        monkeypatch.setattr(backward, "TEMPORARY_BYTES", most)
+        rows = bench_nsa_stages.backward_stages(8000, config, 4.0, 900.0)
+        assert [row.stage for row in rows] == names
+        assert all(row.floor_ms > 0 and 0 < row.share < 1.5 for row in rows)
+    assert backward.SPLIT is False
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("backward", [[], ["--backward"]])
+def test_on_a_gpu_packed_documents(backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
+    monkeypatch.setattr(varlen, "LONGEST", 1024)
+    varlen.main(["--tokens", "4K", *backward, "--out", str(tmp_path / "run")])
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["direction"] == ("fwd+bwd" if backward else "fwd")
+    assert [row["name"] for row in content["rows"]] == ["packed", "padded", "one by one"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_ways_to_run_documents_agree(backward: bool) -> None:
+    """On the CPU, where the reference runs each; wrong results are found."""
+    lengths = [40, 1, 25]
+    sizes = Sizes(1, sum(lengths), 4, 2, 8)
+    problem = make_problem("random", sizes, device=CPU, dtype=torch.float32, requires_grad=backward)
+    config = NSAConfig(compress_block_size=4, num_selected_blocks=3, window_size=8, q_tile_size=16)
+    packed, padded, one_by_one = varlen.make_ways(problem, lengths, config, backward)
+    assert [way.name for way in (packed, padded, one_by_one)] == ["packed", "padded", "one by one"]
+    (whole,), (behind,), alone = packed.call(), padded.call(), one_by_one.call()
+    assert behind["out"].shape == (3, 40, 4, 8)
+    torch.testing.assert_close(behind["out"][0, :32], whole["out"][:32])  # whole tiles do not see the padding
+    assert set(whole) == set(behind) == {"out", *(("q", "k", "v", "gate_proj_weight") if backward else ())}
+    assert varlen.compare([whole], alone, lengths) is None
+    for name, tensor in whole.items():
+        changed = tensor.clone()
+        changed[0] += 1e-2 * tensor.abs().max()
+        wrong = varlen.compare([{**whole, name: changed}], alone, lengths)
+        assert wrong is not None
+        assert ("0 to 40" in wrong) == (name != "gate_proj_weight")
 
 
 def test_peak_memory_sees_temporaries() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import nsa.reference as reference
 from cute_kernels import fa4
+from cute_kernels.fa4 import Gradients
 from nsa import NSAConfig
 from nsa.tensors import NSAInputs
 from tests import fa4_model as model
@@ -29,8 +30,6 @@ from tests.fa4_cases import (
     TILES,
     TOKENS,
     assert_same_lists,
-    chunk,
-    chunks_of,
     low_precision_qkv,
     on_device,
     random_blocks,
@@ -40,24 +39,30 @@ from tests.helpers import assert_within_budget, make_inputs, make_qkv
 
 WIDTHS = pytest.mark.parametrize(("arch", "width"), [("sm_90", 64), ("sm_90", 128), ("sm_100", 128), ("sm_100", 256)])
 """Blocks of 64 keys need FA4's tile configuration replaced; those of 256 run with 2-CTA instructions at D = 128."""
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def ranges(blocks: int, count: int) -> list[dict[str, int]]:
+def ranges(blocks: int, count: int) -> list[range]:
     """Ranges of at most `count` blocks; 0: one of all."""
     step = count or max(blocks, 1)
-    return [{"first_block": first, "blocks": min(step, blocks - first)} for first in range(0, blocks, step)]
+    return [range(first, min(first + step, blocks)) for first in range(0, blocks, step)]
 
 
-def assert_gradients(parts: list[Gradients], expected: tuple[Tensor, ...], start: int, stop: int) -> None:
-    """Gradients of rows start ... stop - 1, in parts by range of keys, are the oracle's, which has 0 for other keys."""
-    dq, dk, dv = sum(part[0] for part in parts), *(torch.cat([part[i] for part in parts], 1) for i in (1, 2))
-    tolerance = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(dq, expected[0][:, start:stop], **tolerance)
-    for got, whole in ((dk, expected[1]), (dv, expected[2])):
-        keys = got.shape[1]
-        torch.testing.assert_close(got, whole[:, :keys], **tolerance)
-        assert not whole[:, keys:].any()
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor) -> Gradients:
+    return Gradients(q, k, v, o, do, lse, *(torch.full_like(x, math.nan) for x in (q, k, v)))
+
+
+def assert_gradients(got: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, ...]) -> None:
+    for gradient, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
+
+
+def part(gradients: Gradients, blocks: range, width: int, tile: int, *, causal: bool) -> tuple[Gradients, int, int]:
+    """Empty gradients for a range of keys and the rows that may see them, the first of these rows and keys."""
+    first_key = blocks.start * width
+    first_row = first_key // tile * tile if causal else 0
+    q, o, do = (x[:, first_row:] for x in (gradients.q, gradients.o, gradients.do))
+    k, v = (x[:, first_key : blocks.stop * width] for x in (gradients.k, gradients.v))
+    return empty_gradients(q, k, v, o, do, gradients.lse[..., first_row:]), first_row, first_key
 
 
 # Lists, read as FA4 reads them, give what autograd of the oracle gives
@@ -73,13 +78,11 @@ def assert_gradients(parts: list[Gradients], expected: tuple[Tensor, ...], start
     count=st.integers(1, 9),
     group=st.sampled_from([1, 2, 3]),
     shared=st.booleans(),
-    first=st.integers(0, 7),
-    last=st.integers(0, 7),
     blocks_at_once=st.integers(0, 3),
     seed=st.integers(0, 2**31),
 )
-@example(300, 256, 128, 3, 1, True, 0, 1, 0, 0)  # rows end in the first half of a tile
-@example(900, 256, 64, 9, 2, False, 1, 2, 1, 0)  # ranges of keys that end before the rows
+@example(300, 256, 128, 3, 1, True, 0, 0)  # rows end in the first half of a tile
+@example(900, 256, 64, 9, 2, False, 1, 0)  # ranges of keys whose rows begin later
 def test_selected_branch(
     arch: str,
     width: int,
@@ -90,13 +93,9 @@ def test_selected_branch(
     count: int,
     group: int,
     shared: bool,
-    first: int,
-    last: int,
     blocks_at_once: int,
     seed: int,
 ) -> None:
-    start, stop = chunk(tokens, tile, first, last)
-    keys = stop if causal else tokens
     config = NSAConfig(
         select_block_size=size,
         num_selected_blocks=count,
@@ -107,69 +106,38 @@ def test_selected_branch(
     )
     inputs = make_inputs(tokens, heads=2 * group, kv_heads=2, dim=4, v_dim=3, seed=seed, requires_grad=True)
     select_heads = 2 if shared else 2 * group
-    indices = random_blocks((1, select_heads, -(-tokens // tile)), -(-keys // size), count, seed)
+    indices = random_blocks((1, select_heads, -(-tokens // tile)), -(-tokens // size), count, seed)
     _, aux = reference.nsa(inputs, config, indices=indices)
-    dout = torch.zeros_like(aux.o_slc)
-    dout[:, start:stop] = torch.randn_like(dout[:, start:stop])
-    expected = torch.autograd.grad(aux.o_slc, (inputs.q, inputs.k, inputs.v), dout)
+    do = torch.randn_like(aux.o_slc)
+    expected = torch.autograd.grad(aux.o_slc, (inputs.q, inputs.k, inputs.v), do)
 
-    bits = model.tile_bits(indices[:, :, start // tile : -(-stop // tile)], -(-keys // size))
-    sizes = {"size": size, "width": width, "rows": tile, "num_keys": keys, "rows_from": start, "rows_to": stop}
-    rows = tuple(x[:, start:stop].detach() for x in (inputs.q, aux.o_slc, dout))
-    parts = []
-    for blocks in ranges(-(-keys // width), blocks_at_once):
-        lists = model.transposed_lists(bits, 2 * group, Keys(causal=causal), **sizes, **blocks)
-        first_key = blocks["first_block"] * width
-        there = slice(first_key, min(first_key + blocks["blocks"] * width, keys))
-        k, v = inputs.k[:, there].detach(), inputs.v[:, there].detach()
-        how: dict[str, Any] = {"causal": causal, "first_row": start, "first_key": first_key, "scale": config.scale(4)}
-        lse = aux.lse_slc[..., start:stop]
-        parts.append(model.selected_backward(arch, rows[0], k, v, rows[1], rows[2], lse, lists, **how))
-    assert_gradients(parts, expected, start, stop)
+    bits = model.tile_bits(indices, size=size, num_keys=tokens)
+    sizes = {"size": size, "width": width, "rows": tile, "num_keys": tokens, "num_rows": tokens}
+    whole = empty_gradients(*(x.detach() for x in (inputs.q, inputs.k, inputs.v, aux.o_slc, do, aux.lse_slc)))
+    dq, dks, dvs = torch.zeros_like(whole.q), [], []
+    for blocks in ranges(-(-tokens // width), blocks_at_once):
+        some, first_row, first_key = part(whole, blocks, width, tile, causal=causal)
+        keys, first_tile = Keys(causal=causal), first_row // tile
+        lists = model.transposed_lists(bits, 2 * group, keys, **sizes, blocks=blocks, first_tile=first_tile)
+        where: dict[str, Any] = {"first_row": first_row, "first_key": first_key}
+        model.selected_backward(arch, some, lists, causal=causal, scale=config.scale(4), **where)
+        dq[:, first_row:] += some.dq
+        dks.append(some.dk)
+        dvs.append(some.dv)
+    assert_gradients((dq, torch.cat(dks, 1), torch.cat(dvs, 1)), expected)
 
 
 def gradients_of_entries(
-    inputs: NSAInputs, config: NSAConfig, start: int, stop: int, **selections: Tensor
-) -> tuple[NSAInputs, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Inputs with compressed entries as leaves; o, dout and lse of rows start ... stop - 1; dq, dk_cmp and dv_cmp."""
+    inputs: NSAInputs, config: NSAConfig, **selections: Tensor
+) -> tuple[Gradients, tuple[Tensor, ...]]:
+    """Empty gradients of the compressed branch with entries of its own, and what they should become."""
     entries = config.num_compressed(inputs.q.shape[1])
     heads, kv_heads, dim = inputs.q.shape[2], *inputs.k.shape[2:]
     _, k, v = make_qkv(entries, heads, kv_heads, dim, inputs.v.shape[-1], seed=entries, requires_grad=True)
-    inputs = replace(inputs, k_cmp=k, v_cmp=v)
-    _, aux = reference.nsa(inputs, config, **selections)
-    dout = torch.zeros_like(aux.o_cmp)
-    dout[:, start:stop] = torch.randn_like(dout[:, start:stop])
-    expected = torch.autograd.grad(aux.o_cmp, (inputs.q, k, v), dout)
-    o = aux.o_cmp[:, start:stop].detach()
-    return inputs, (o, dout[:, start:stop], aux.lse_cmp[..., start:stop]), expected
-
-
-def entry_parts(
-    arch: str,
-    inputs: NSAInputs,
-    of_rows: tuple[Tensor, ...],
-    build: Callable[..., Lists],
-    *,
-    num_keys: int,
-    width: int,
-    blocks_at_once: int,
-    start: int,
-    stop: int,
-    length: int,
-    stride: int,
-) -> list[Gradients]:
-    """Gradients by range of entries, for which the rows begin as much earlier as the range begins later."""
-    assert inputs.k_cmp is not None
-    assert inputs.v_cmp is not None
-    q, parts = inputs.q[:, start:stop].detach(), []
-    for blocks in ranges(-(-num_keys // width), blocks_at_once):
-        first = blocks["first_block"] * width
-        there = slice(first, min(first + blocks["blocks"] * width, num_keys))
-        k, v = inputs.k_cmp[:, there].detach(), inputs.v_cmp[:, there].detach()
-        how: dict[str, Any] = {"length": length, "stride": stride, "first_row": start - first * stride}
-        scale = NSAConfig().scale(q.shape[-1])
-        parts.append(model.compressed_backward(arch, q, k, v, *of_rows, build(**blocks), **how, scale=scale))
-    return parts
+    _, aux = reference.nsa(replace(inputs, k_cmp=k, v_cmp=v), config, **selections)
+    do = torch.randn_like(aux.o_cmp)
+    expected = torch.autograd.grad(aux.o_cmp, (inputs.q, k, v), do)
+    return empty_gradients(*(x.detach() for x in (inputs.q, k, v, aux.o_cmp, do, aux.lse_cmp))), expected
 
 
 @WIDTHS
@@ -179,36 +147,22 @@ def entry_parts(
     rows=st.sampled_from([128, 256]),
     compression=st.sampled_from(COMPRESSIONS),
     group=st.sampled_from([1, 2, 3]),
-    first=st.integers(0, 7),
-    last=st.integers(0, 7),
-    blocks_at_once=st.integers(0, 2),
     seed=st.integers(0, 2**31),
 )
 def test_compressed_branch(
-    arch: str,
-    width: int,
-    tokens: int,
-    rows: int,
-    compression: tuple[int, int],
-    group: int,
-    first: int,
-    last: int,
-    blocks_at_once: int,
-    seed: int,
+    arch: str, width: int, tokens: int, rows: int, compression: tuple[int, int], group: int, seed: int
 ) -> None:
     length, stride = compression
-    start, stop = chunk(tokens, rows, first, last)
     config = NSAConfig(compress_block_size=length, compress_stride=stride, num_selected_blocks=0, window_size=0)
-    inputs = make_inputs(tokens, heads=2 * group, kv_heads=2, dim=4, v_dim=3, seed=seed, requires_grad=True)
-    entries = config.num_compressed(stop)
+    entries = config.num_compressed(tokens)
     if entries == 0:
         return
-    inputs, of_rows, expected = gradients_of_entries(inputs, config, start, stop)
-    sizes = {"width": width, "rows": rows, "num_keys": entries, "rows_from": start, "rows_to": stop}
-    build = partial(model.transposed_prefix_lists, 1, 2 * group, Keys(length, stride), **sizes)
-    how: dict[str, Any] = {"length": length, "stride": stride, "start": start, "stop": stop, "width": width}
-    parts = entry_parts(arch, inputs, of_rows, build, num_keys=entries, blocks_at_once=blocks_at_once, **how)
-    assert_gradients(parts, expected, start, stop)
+    inputs = make_inputs(tokens, heads=2 * group, kv_heads=2, dim=4, v_dim=3, seed=seed, requires_grad=True)
+    got, expected = gradients_of_entries(inputs, config)
+    sizes = {"width": width, "rows": rows, "num_keys": entries, "num_rows": tokens}
+    lists = model.transposed_prefix_lists(1, 2 * group, Keys(length, stride), **sizes)
+    model.compressed_backward(arch, got, lists, length=length, stride=stride, first_row=0, scale=config.scale(4))
+    assert_gradients((got.dq, got.dk, got.dv), expected)
 
 
 @WIDTHS
@@ -221,9 +175,6 @@ def test_compressed_branch(
     parts_of_a_block=st.sampled_from([1, 2]),
     more=st.integers(0, 3),
     group=st.sampled_from([1, 2, 3]),
-    first=st.integers(0, 7),
-    last=st.integers(0, 7),
-    blocks_at_once=st.integers(0, 2),
     seed=st.integers(0, 2**31),
 )
 def test_chosen_blocks_of_the_compressed_branch(
@@ -236,12 +187,8 @@ def test_chosen_blocks_of_the_compressed_branch(
     parts_of_a_block: int,
     more: int,
     group: int,
-    first: int,
-    last: int,
-    blocks_at_once: int,
     seed: int,
 ) -> None:
-    start, stop = chunk(tokens, tile, first, last)
     length, stride = compression
     size = width * parts_of_a_block
     config = NSAConfig(
@@ -259,19 +206,17 @@ def test_chosen_blocks_of_the_compressed_branch(
         return
     inputs = make_inputs(tokens, heads=2 * group, kv_heads=2, dim=4, v_dim=3, seed=seed, requires_grad=True)
     tiles, blocks = -(-tokens // tile), -(-entries // size)
-    chosen = {
-        "indices": torch.empty((1, 2 * group, tiles, 0), dtype=torch.int32),
-        "cmp_indices": random_blocks((1, 2 * group, tiles), blocks, config.num_cmp_selected_blocks or 0, seed),
-    }
-    inputs, of_rows, expected = gradients_of_entries(inputs, config, start, stop, **chosen)
-    bits = model.tile_bits(chosen["cmp_indices"][:, :, start // tile : -(-stop // tile)], blocks)
-    sizes = {"size": size, "width": width, "rows": tile, "num_keys": entries, "rows_from": start, "rows_to": stop}
-    build = partial(model.transposed_lists, bits, 2 * group, Keys(length, stride, causal), **sizes)
+    indices = random_blocks((1, 2 * group, tiles), blocks, config.num_cmp_selected_blocks or 0, seed)
+    nothing = torch.empty((1, 2 * group, tiles, 0), dtype=torch.int32)
+    got, expected = gradients_of_entries(inputs, config, indices=nothing, cmp_indices=indices)
+    bits = model.tile_bits(indices, size=size, num_keys=entries)
+    sizes = {"size": size, "width": width, "rows": tile, "num_keys": entries, "num_rows": tokens}
+    every = range(-(-entries // width))
+    lists = model.transposed_lists(bits, 2 * group, Keys(length, stride, causal), **sizes, blocks=every)
     if not causal:
         length, stride = 1, 0
-    how: dict[str, Any] = {"length": length, "stride": stride, "start": start, "stop": stop, "width": width}
-    parts = entry_parts(arch, inputs, of_rows, build, num_keys=entries, blocks_at_once=blocks_at_once, **how)
-    assert_gradients(parts, expected, start, stop)
+    model.compressed_backward(arch, got, lists, length=length, stride=stride, first_row=0, scale=config.scale(4))
+    assert_gradients((got.dq, got.dk, got.dv), expected)
 
 
 def test_tile_bits() -> None:
@@ -279,35 +224,64 @@ def test_tile_bits() -> None:
     indices[0, 0, 0] = torch.tensor([0, 2])
     indices[0, 0, 31, 0] = 2
     indices[0, 0, 33, 0] = 1
-    assert model.tile_bits(indices, 3).tolist() == [[[[1, 0], [0, 2], [1 - 2**31, 0]]]]
+    assert model.tile_bits(indices, size=64, num_keys=150).tolist() == [[[[1, 0], [0, 2], [1 - 2**31, 0]]]]
+
+
+def all_lists(indices: Tensor, heads: int, keys: Keys, **sizes: Any) -> Lists:
+    """For all blocks, from `[B,S,tiles,k]`."""
+    bits = model.tile_bits(indices, size=sizes["size"], num_keys=sizes["num_keys"])
+    return model.transposed_lists(bits, heads, keys, **sizes, blocks=range(-(-sizes["num_keys"] // sizes["width"])))
 
 
 def test_transposed_lists_hold_what_causality_leaves() -> None:
     indices = torch.arange(4, dtype=torch.int32).expand(1, 1, 2, 4)
-    sizes: dict[str, Any] = {"width": 128, "rows": 256, "num_keys": 500, "rows_to": 500}
-    chosen = model.transposed_lists(model.tile_bits(indices, 4), 1, Keys(), size=128, **sizes)
+    sizes: dict[str, Any] = {"width": 128, "rows": 256, "num_keys": 500, "num_rows": 500}
+    chosen = all_lists(indices, 1, Keys(), size=128, **sizes)
     for lists in (chosen, model.transposed_prefix_lists(1, 1, Keys(), **sizes)):
         assert [lists.listed("mask", 0, 0, block) for block in range(4)] == [[0], [0], [1], [1]]
         assert [lists.listed("full", 0, 0, block) for block in range(4)] == [[1], [1], [], []]
 
 
-def test_transposed_lists_hold_what_forward_lists_hold() -> None:
-    keys, heads = Keys(), 4
-    sizes: dict[str, Any] = {"size": 64, "width": 128, "rows": 128, "num_keys": 900, "rows_from": 0, "rows_to": 900}
-    indices = random_blocks((2, 2, 8), 15, 5, seed=0)
-    forward = model.chosen_lists(indices, heads, keys, **sizes)
-    lists = model.transposed_lists(model.tile_bits(indices, 15), heads, keys, **sizes)
-    assert forward.bits is not None
-    assert lists.bits is not None
-    assert torch.equal(lists.bits, forward.bits)
-    for kind in ("mask", "full"):
-        listed = False
-        for batch, head in torch.cartesian_prod(torch.arange(2), torch.arange(4)).tolist():
-            by_tile = {(t, block) for t in range(8) for block in forward.listed(kind, batch, head, t)}
-            by_block = {(t, block) for block in range(8) for t in lists.listed(kind, batch, head, block)}
+def test_blocks_that_end_behind_the_keys_can_be_full() -> None:
+    indices = torch.arange(3, dtype=torch.int32).expand(1, 1, 2, 3)
+    sizes: dict[str, Any] = {"size": 128, "width": 128, "rows": 256, "num_keys": 300, "num_rows": 512}
+    for keys, tiles in ((Keys(causal=False), [0, 1]), (Keys(length=2), [])):
+        lists = all_lists(indices, 1, keys, **sizes)
+        assert lists.listed("full", 0, 0, 2) == tiles
+    few = model.transposed_prefix_lists(1, 1, Keys(16, 16), width=128, rows=256, num_keys=10, num_rows=512)
+    assert (few.listed("mask", 0, 0, 0), few.listed("full", 0, 0, 0)) == ([0], [1])
+
+
+def test_tiles_in_a_list_count_from_the_first_one() -> None:
+    indices = torch.tensor([[0, -1], [0, 2], [2, 3], [0, 3]], dtype=torch.int32).view(1, 1, 4, 2)
+    sizes: dict[str, Any] = {"size": 128, "width": 128, "rows": 128, "num_keys": 500, "num_rows": 500}
+    bits = model.tile_bits(indices, size=128, num_keys=500)
+    lists = model.transposed_lists(bits, 1, Keys(), **sizes, blocks=range(2, 4), first_tile=2)
+    assert [lists.listed("mask", 0, 0, block) for block in range(2)] == [[0], [1]]
+    with pytest.raises(AssertionError, match="see a block"):
+        model.transposed_lists(bits, 1, Keys(), **sizes, blocks=range(1), first_tile=2)
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_transposed_lists_hold_what_forward_lists_hold(size: int) -> None:
+    keys, heads, blocks = Keys(), 4, -(-900 // size)
+    sizes: dict[str, Any] = {"size": size, "width": 128, "rows": 128, "num_keys": 900}
+    indices = random_blocks((2, 2, 8), blocks, 5, seed=0)
+    forward = model.chosen_lists(indices, heads, keys, rows_from=0, rows_to=900, **sizes)
+    lists = all_lists(indices, heads, keys, num_rows=900, **sizes)
+    exact = size % 128 == 0
+    assert (lists.bits is None) == (forward.bits is None) == exact
+    for batch, head in torch.cartesian_prod(torch.arange(2), torch.arange(4)).tolist():
+        by_tile: dict[str, set[tuple[int, int]]] = {}
+        by_block: dict[str, set[tuple[int, int]]] = {}
+        for kind in ("mask", "full"):
+            by_tile[kind] = {(t, block) for t in range(8) for block in forward.listed(kind, batch, head, t)}
+            by_block[kind] = {(t, block) for block in range(8) for t in lists.listed(kind, batch, head, block)}
+        if exact:
             assert by_tile == by_block
-            listed |= bool(by_tile)
-        assert listed
+        else:
+            assert by_block == {"mask": by_tile["mask"] | by_tile["full"], "full": set()}
+        assert by_block["mask"]
 
 
 # The model sees mistakes
@@ -321,7 +295,7 @@ def pairs(arch: str, lists: Lists, num_rows: int, num_keys: int, **how: Any) -> 
 
 
 def causal_pairs(tokens: int) -> Tensor:
-    return torch.ones((tokens, tokens), dtype=torch.int64).tril()
+    return torch.ones((tokens, tokens), dtype=torch.int32).tril()
 
 
 def past(row: Tensor, key: Tensor) -> Tensor:
@@ -343,7 +317,7 @@ def test_diagonal_blocks_among_full_ones_show_the_future_to_a_mask_mod(arch: str
     lists = Lists.planted([[], [0], [1], [1]], [[0, 1], [1], [], []], rows=256, width=128)
     assert torch.equal(pairs(arch, lists, 512, 512, causal=True), causal_pairs(512))
     too_many = pairs(arch, lists, 512, 512, mask_mod=past) - causal_pairs(512)
-    assert too_many[:128, :128].equal(torch.ones(128, 128, dtype=torch.int64).triu(1))
+    assert too_many[:128, :128].equal(torch.ones(128, 128, dtype=torch.int32).triu(1))
     assert int(too_many.sum()) == 128 * 127 // 2
 
 
@@ -362,16 +336,17 @@ def test_native_causality_of_a_slice_ends_with_the_slice(arch: str) -> None:
     first_two = Lists.planted([[0], [0]], [[1], [1]], rows=256, width=128)
     got = pairs(arch, first_two, 512, 256, causal=True)
     assert int(got[:256].sum()) == 0
-    shifted = model.selected_backward(arch, *rows_of_ones(512, 256), first_two, causal=True, first_row=0, scale=1.0)
-    right = model.selected_backward(arch, *rows_of_ones(512, 512), RIGHT, causal=True, first_row=0, scale=1.0)
-    torch.testing.assert_close(shifted[2], right[2][:, :256])
+    shifted, right = dv_of_ones(arch, 512, 256, first_two), dv_of_ones(arch, 512, 512, RIGHT)
+    assert torch.equal(shifted, right[:256])
 
 
-def rows_of_ones(rows: int, keys: int) -> tuple[Tensor, ...]:
-    """q, k, v, out, dout and lse with which dv of a key is the number of rows that see it."""
+def dv_of_ones(arch: str, rows: int, keys: int, lists: Lists, *, causal: bool = True, first_key: int = 0) -> Tensor:
+    """How many rows see each key: dv of a selected branch with weights and gradients of 1."""
     ones = torch.ones(1, max(rows, keys), 1, 1, dtype=torch.float64)
     q, k = 0 * ones[:, :rows], ones[:, :keys]
-    return q, k, k, q, q + 1, q[..., 0].mT
+    gradients = empty_gradients(q, k, k, q, q + 1, q[..., 0].mT)
+    model.selected_backward(arch, gradients, lists, causal=causal, first_key=first_key, scale=1.0)
+    return gradients.dv.flatten()
 
 
 @ARCHS
@@ -395,14 +370,14 @@ def test_tile_listed_twice_counts_twice(arch: str, masks: list[list[int]], fulls
     q, k, v = make_qkv(512, heads=1, kv_heads=1, dim=4)
     k, v = k[:, :keys], v[:, :keys]
     out, lse = model.attend(q, k, v, lambda *_: torch.ones(512, keys), 0.5)
-    dout = torch.randn_like(out)
-    how: dict[str, Any] = {"causal": False, "first_row": 0, "scale": 0.5}
+    do = torch.randn_like(out)
     once = Lists.planted([[], []], [[0], []], rows=256, width=lists.width)
     rest = Lists.planted([[], [1]], [[1], []], rows=256, width=lists.width)
-    twice, first, others = (
-        model.selected_backward(arch, q, k, v, out, dout, lse, which, **how) for which in (lists, once, rest)
-    )
-    for got, one, other in zip(twice, first, others, strict=True):
+    twice, first, others = (empty_gradients(q, k, v, out, do, lse) for _ in range(3))
+    for gradients, which in ((twice, lists), (first, once), (others, rest)):
+        model.selected_backward(arch, gradients, which, causal=False, scale=0.5)
+    for name in ("dq", "dk", "dv"):
+        got, one, other = (getattr(gradients, name) for gradients in (twice, first, others))
         assert one.abs().max() > 0.01
         torch.testing.assert_close(got, 2 * one + other)
 
@@ -433,27 +408,23 @@ def test_tiles_behind_the_last_row_do_not_reach_dq() -> None:
     every, again = model.backward_pairs("sm_100", fulls, 0, 0, num_rows=300, num_keys=300)
     q, k, v = make_qkv(300, heads=1, kv_heads=1, dim=4)
     out, lse = model.attend(q, k, v, lambda *_: every, 0.5)
-    arguments = (q, k, v, out, torch.randn_like(out), lse)
-    got, right, extra = (
-        model.attend_backward(*arguments, lambda *_, counts=counts: counts, 0.5)
-        for counts in ((every, again), (every, 0 * again), (again, 0 * again))
-    )
-    assert torch.equal(got[0], right[0])
-    for i in (1, 2):
-        assert extra[i].abs().max() > 0.01
-        torch.testing.assert_close(got[i], right[i] + extra[i])
+    do = torch.randn_like(out)
+    got, right, extra = (empty_gradients(q, k, v, out, do, lse) for _ in range(3))
+    for gradients, counts in ((got, (every, again)), (right, (every, 0 * again)), (extra, (again, 0 * again))):
+        model.attend_backward(gradients, lambda *_, counts=counts: counts, 0.5)
+    assert torch.equal(got.dq, right.dq)
+    for name in ("dk", "dv"):
+        assert getattr(extra, name).abs().max() > 0.01
+        torch.testing.assert_close(getattr(got, name), getattr(right, name) + getattr(extra, name))
 
 
 @ARCHS
 def test_wide_blocks_without_refinement_reach_what_was_not_chosen(arch: str) -> None:
     indices = torch.tensor([1, 2], dtype=torch.int32).view(1, 1, 1, 2)
-    sizes: dict[str, Any] = {"size": 64, "width": 128, "rows": 256, "num_keys": 256, "rows_to": 256}
-    lists = model.transposed_lists(model.tile_bits(indices, 4), 1, Keys(causal=False), **sizes)
+    sizes: dict[str, Any] = {"size": 64, "width": 128, "rows": 256, "num_keys": 256, "num_rows": 256}
+    lists = all_lists(indices, 1, Keys(causal=False), **sizes)
     assert [lists.listed("mask", 0, 0, block) for block in (0, 1)] == [[0], [0]]
-    how: dict[str, Any] = {"causal": False, "first_row": 0, "scale": 1.0}
-    of_ones = rows_of_ones(256, 256)
-    right = model.selected_backward(arch, *of_ones, lists, **how)[2].flatten()
-    wrong = model.selected_backward(arch, *of_ones, replace(lists, bits=None), **how)[2].flatten()
+    right, wrong = (dv_of_ones(arch, 256, 256, which, causal=False) for which in (lists, replace(lists, bits=None)))
     assert right.tolist() == [0.0] * 64 + [256.0] * 128 + [0.0] * 64
     assert wrong.tolist() == [256.0] * 256
 
@@ -461,13 +432,10 @@ def test_wide_blocks_without_refinement_reach_what_was_not_chosen(arch: str) -> 
 @ARCHS
 def test_range_of_keys_that_forgets_where_it_begins_reads_the_bits_of_others(arch: str) -> None:
     indices = torch.tensor([0, 3], dtype=torch.int32).view(1, 1, 1, 2)
-    sizes: dict[str, Any] = {"size": 64, "width": 128, "rows": 256, "num_keys": 256, "rows_to": 256}
-    lists = model.transposed_lists(model.tile_bits(indices, 4), 1, Keys(causal=False), **sizes, first_block=1)
-    how: dict[str, Any] = {"causal": False, "first_row": 0, "scale": 1.0}
-    right, wrong = (
-        model.selected_backward(arch, *rows_of_ones(256, 128), lists, **how, first_key=first)[2].flatten()
-        for first in (128, 0)
-    )
+    sizes: dict[str, Any] = {"size": 64, "width": 128, "rows": 256, "num_keys": 256, "num_rows": 256}
+    bits = model.tile_bits(indices, size=64, num_keys=256)
+    lists = model.transposed_lists(bits, 1, Keys(causal=False), **sizes, blocks=range(1, 2))
+    right, wrong = (dv_of_ones(arch, 256, 128, lists, causal=False, first_key=first) for first in (128, 0))
     assert right.tolist() == [0.0] * 64 + [256.0] * 64
     assert wrong.tolist() == [256.0] * 64 + [0.0] * 64
 
@@ -477,14 +445,14 @@ def test_rows_and_blocks_without_each_other_get_zero(arch: str) -> None:
     q, k, v = make_qkv(512, heads=1, kv_heads=1, dim=4)
     forward = Lists.planted([[], [1, 2, 3]], [[], []], rows=256, width=128)
     lists = Lists.planted([[], [1], [1], [1]], [[], [], [], []], rows=256, width=128)
-    how: dict[str, Any] = {"causal": False, "first_row": 0, "scale": 0.5}
-    out, lse = model.selected(arch, q, k, v, forward, **how)
+    out, lse = model.selected(arch, q, k, v, forward, causal=False, first_row=0, scale=0.5)
     assert bool((lse[..., :256] == -math.inf).all())
-    dq, dk, dv = model.selected_backward(arch, q, k, v, out, torch.randn_like(out), lse, lists, **how)
-    assert not dq[:, :256].any()
-    assert not dk[:, :128].any()
-    assert not dv[:, :128].any()
-    for gradient in (dq[:, 256:], dk[:, 128:], dv[:, 128:]):
+    got = empty_gradients(q, k, v, out, torch.randn_like(out), lse)
+    model.selected_backward(arch, got, lists, causal=False, scale=0.5)
+    assert not got.dq[:, :256].any()
+    assert not got.dk[:, :128].any()
+    assert not got.dv[:, :128].any()
+    for gradient in (got.dq[:, 256:], got.dk[:, 128:], got.dv[:, 128:]):
         assert bool(torch.isfinite(gradient).all())
         assert bool(gradient.any())
 
@@ -539,19 +507,31 @@ def test_malformed_lists_are_wrong() -> None:
 # The model against FA4 on sm_90
 
 
-def assert_predicted(got: Gradients, predict: Callable[..., Gradients], name: str) -> None:
+Door = Callable[[Gradients, Any], None]
+"""Fills in gradients by lists."""
+
+
+def assert_predicted(given: Gradients, lists: Lists, door: Door, predict: Door, name: str) -> None:
     """FA4's gradients are what the model predicts, to the accuracy of bf16."""
-    exact, low = predict(dtype=torch.float64), predict(dtype=torch.bfloat16)
-    for which, *gradients in zip(("dq", "dk", "dv"), got, exact, low, strict=True):
-        assert_within_budget(*gradients, f"{which} of {name}")
+    inputs = given.q, given.k, given.v, given.o, given.do
+    got, exact, low = (
+        empty_gradients(*(x.to(dtype) for x in inputs), given.lse)
+        for dtype in (torch.bfloat16, torch.float64, torch.bfloat16)
+    )
+    door(got, on_device(lists))
+    for gradients in (exact, low):
+        predict(gradients, lists)
+    for which in ("dq", "dk", "dv"):
+        values = (getattr(gradients, which) for gradients in (got, exact, low))
+        assert_within_budget(*values, f"{which} of {name}")
 
 
-def of_rows(attended: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """What backward takes from forward: out and a dout in bf16, lse in fp32."""
-    out, lse = attended
-    generator = torch.Generator().manual_seed(out.shape[1])
-    dout = torch.randn(out.shape, generator=generator).to(out.device)
-    return out.bfloat16(), dout.bfloat16(), lse.float()
+def after_forward(q: Tensor, k: Tensor, v: Tensor, attended: tuple[Tensor, Tensor]) -> Gradients:
+    """What backward takes from a forward: o and some do in bf16, lse in fp32."""
+    o, lse = attended
+    generator = torch.Generator().manual_seed(o.shape[1])
+    do = torch.randn(o.shape, generator=generator).to(o.device)
+    return empty_gradients(q, k, v, o.bfloat16(), do.bfloat16(), lse.float())
 
 
 @pytest.mark.cuda
@@ -571,19 +551,20 @@ def test_fa4_selects_backward_what_the_model_predicts(
         q, k, v = low_precision_qkv(tokens, dim)
         indices = random_blocks((2, 2, -(-tokens // tile)), -(-tokens // size), 5, seed=tokens)
         keys = Keys(causal=causal)
-        sizes: dict[str, Any] = {"size": size, "width": width, "rows": tile, "num_keys": tokens, "rows_to": tokens}
-        forward = model.chosen_lists(indices, 4, keys, rows_from=0, **sizes)
-        how: dict[str, Any] = {"causal": causal, "first_row": 0, "scale": dim**-0.5}
-        out, dout, lse = of_rows(model.selected("sm_90", q, k, v, forward, **how))
-        bits = model.tile_bits(indices, -(-tokens // size))
+        sizes: dict[str, Any] = {"size": size, "width": width, "rows": tile, "num_keys": tokens}
+        forward = model.chosen_lists(indices, 4, keys, rows_from=0, rows_to=tokens, **sizes)
+        how: dict[str, Any] = {"causal": causal, "scale": dim**-0.5}
+        whole = after_forward(q, k, v, model.selected("sm_90", q, k, v, forward, first_row=0, **how))
+        bits = model.tile_bits(indices, size=size, num_keys=tokens)
         for blocks in ranges(-(-tokens // width), blocks_at_once):
-            lists = model.transposed_lists(bits, 4, keys, **sizes, **blocks)
-            first_key = blocks["first_block"] * width
-            there = slice(first_key, first_key + blocks["blocks"] * width)
-            arguments, where = (q, k[:, there], v[:, there], out, dout, lse), {**how, "first_key": first_key}
-            got = fa4.selected_backward(*arguments, on_device(lists), **where)
-            predict = partial(model.selected_backward, "sm_90", *arguments, lists, **where)
-            assert_predicted(got, predict, f"{tokens} tokens, keys from {first_key}")
+            some, first_row, first_key = part(whole, blocks, width, tile, causal=causal)
+            lists = model.transposed_lists(
+                bits, 4, keys, **sizes, num_rows=tokens, blocks=blocks, first_tile=first_row // tile
+            )
+            where = {**how, "first_row": first_row, "first_key": first_key}
+            door, predict = fa4.selected_backward, partial(model.selected_backward, "sm_90")
+            name = f"{tokens} tokens, keys from {first_key}"
+            assert_predicted(some, lists, partial(door, **where), partial(predict, **where), name)
 
 
 @pytest.mark.cuda
@@ -598,35 +579,49 @@ def test_fa4_compresses_backward_what_the_model_predicts(
         entries = NSAConfig(compress_block_size=length, compress_stride=stride).num_compressed(tokens)
         q, *_ = low_precision_qkv(tokens, dim)
         _, k, v = low_precision_qkv(entries, dim)
-        sizes: dict[str, Any] = {"width": width, "rows": rows, "num_keys": entries, "rows_from": 0, "rows_to": tokens}
+        sizes: dict[str, Any] = {"width": width, "rows": rows, "num_keys": entries}
         keys = Keys(length, stride)
         how: dict[str, Any] = {"length": length, "stride": stride, "first_row": 0, "scale": dim**-0.5}
-        forward = model.prefix_lists(2, 4, keys, **sizes)
-        arguments = (q, k, v, *of_rows(model.compressed("sm_90", q, k, v, forward, **how)))
-        lists = model.transposed_prefix_lists(2, 4, keys, **sizes)
-        got = fa4.compressed_backward(*arguments, on_device(lists), **how)
-        predict = partial(model.compressed_backward, "sm_90", *arguments, lists, **how)
-        assert_predicted(got, predict, f"{tokens} tokens")
+        forward = model.prefix_lists(2, 4, keys, rows_from=0, rows_to=tokens, **sizes)
+        given = after_forward(q, k, v, model.compressed("sm_90", q, k, v, forward, **how))
+        lists = model.transposed_prefix_lists(2, 4, keys, num_rows=tokens, **sizes)
+        door, predict = fa4.compressed_backward, partial(model.compressed_backward, "sm_90")
+        assert_predicted(given, lists, partial(door, **how), partial(predict, **how), f"{tokens} tokens")
+
+
+def fa4_natively(gradients: Gradients, lists: Any, *, scale: float) -> None:
+    fa4._differentiate(gradients, scale, causal=True, lists=lists)
+
+
+def model_natively(gradients: Gradients, lists: Lists, *, scale: float) -> None:
+    sizes = {"num_rows": gradients.q.shape[1], "num_keys": gradients.k.shape[1]}
+
+    def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
+        return model.backward_pairs("sm_90", lists, batch, head, causal=True, **sizes)
+
+    model.attend_backward(gradients, pairs, scale)
 
 
 @pytest.mark.cuda
 @NOISY
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("masked", ["nothing", "causal", "mask_mod"])
+@pytest.mark.parametrize("masked", ["nothing", "native causality", "mask_mod"])
 @pytest.mark.parametrize("name", MALFORMED)
 def test_fa4_does_with_malformed_lists_what_the_model_predicts(name: str, masked: str, dim: int) -> None:
     lists = Lists.planted(*MALFORMED[name], rows=128, width=128)
     q, k, v = low_precision_qkv(300, dim, heads=1, kv_heads=1, batch=1)
-    arguments = (q, k, v, *of_rows(model.attend(q, k, v, lambda *_: torch.ones(300, 300), dim**-0.5)))
-    how: dict[str, Any] = {"first_row": 0, "scale": dim**-0.5}
-    if masked == "mask_mod":  # entries end 30 tokens before their rows at the earliest
-        how |= {"length": 31, "stride": 1}
-        door, predict = fa4.compressed_backward, model.compressed_backward
+    given = after_forward(q, k, v, model.attend(q, k, v, lambda *_: torch.ones(300, 300), dim**-0.5))
+    door: Door
+    predict: Door
+    if masked == "native causality":  # no door uses it with lists
+        door, predict = partial(fa4_natively, scale=dim**-0.5), partial(model_natively, scale=dim**-0.5)
+    elif masked == "mask_mod":  # entries end 30 tokens before their rows at the earliest
+        how: dict[str, Any] = {"length": 31, "stride": 1, "first_row": 0, "scale": dim**-0.5}
+        door, predict = partial(fa4.compressed_backward, **how), partial(model.compressed_backward, "sm_90", **how)
     else:
-        how |= {"causal": masked == "causal"}
-        door, predict = fa4.selected_backward, model.selected_backward
-    got = door(*arguments, on_device(lists), **how)
-    assert_predicted(got, partial(predict, "sm_90", *arguments, lists, **how), name)
+        how = {"causal": False, "scale": dim**-0.5}
+        door, predict = partial(fa4.selected_backward, **how), partial(model.selected_backward, "sm_90", **how)
+    assert_predicted(given, lists, door, predict, name)
 
 
 # The kernels that build lists against their twins
@@ -638,24 +633,43 @@ def test_fa4_does_with_malformed_lists_what_the_model_predicts(name: str, masked
 @pytest.mark.parametrize("tile", [128, 512])
 @pytest.mark.parametrize(("size", "width"), [(64, 64), (64, 128), (192, 64), (192, 128), (256, 128)], ids=str)
 def test_kernel_lists_tiles_that_chose_blocks(size: int, width: int, tile: int, causal: bool) -> None:
-    from cute_kernels import block_lists
+    from cute_kernels import block_lists, transposed_lists
 
     for number, tokens in enumerate([*TOKENS, 6000]):  # the last has more tiles than a word has bits
         batch, select_heads, group = [(1, 1, 1), (2, 2, 1), (1, 2, 4), (3, 1, 2)][number % 4]
-        for start, stop in chunks_of(tokens, tile):
-            keys = stop if causal else tokens
-            tiles = -(-(stop - start) // tile)
-            indices = random_blocks((batch, select_heads, tiles), -(-keys // size), 1 + number * 7 % 40, seed=number)
-            expected = model.tile_bits(indices, -(-keys // size))
-            bits = block_lists.tile_bits(indices.cuda(), -(-keys // size))
+        shape = batch, select_heads, -(-tokens // tile)
+        indices = random_blocks(shape, -(-tokens // size), 1 + number * 7 % 40, seed=number)
+        expected = model.tile_bits(indices, size=size, num_keys=tokens)
+        bits = transposed_lists.tile_bits(indices.cuda(), size=size, num_keys=tokens, entries=False)
+        assert torch.equal(bits.cpu(), expected)
+        sizes: dict[str, Any] = {"size": size, "width": width, "rows": tile, "num_keys": tokens, "num_rows": tokens}
+        heads = select_heads * group
+        for blocks in ranges(-(-tokens // width), 3 * (number % 2)):
+            first_tile = blocks.start * width // tile if causal else 0
+            where: dict[str, Any] = {**sizes, "blocks": blocks, "first_tile": first_tile}
+            got = transposed_lists.transposed_lists(bits, heads, block_lists.Keys(causal=causal), **where)
+            assert_same_lists(got, model.transposed_lists(expected, heads, Keys(causal=causal), **where))
+
+
+@pytest.mark.cuda
+@NOISY
+@CAUSAL
+@pytest.mark.parametrize(("length", "stride"), COMPRESSIONS, ids=str)
+def test_kernel_lists_tiles_that_chose_entries(length: int, stride: int, causal: bool) -> None:
+    from cute_kernels import block_lists, transposed_lists
+
+    for tokens in (128, 257, 1000):
+        entries = NSAConfig(compress_block_size=length, compress_stride=stride).num_compressed(tokens)
+        for width, rows in ((64, 128), (128, 256)):
+            blocks = -(-entries // width)
+            indices = random_blocks((2, 3, -(-tokens // rows)), blocks, 2, seed=tokens)
+            expected = model.tile_bits(indices, size=width, num_keys=entries)
+            bits = transposed_lists.tile_bits(indices.cuda(), size=width, num_keys=entries, entries=True)
             assert torch.equal(bits.cpu(), expected)
-            how: dict[str, Any] = {"size": size, "width": width, "rows": tile, "num_keys": keys}
-            how |= {"rows_from": start, "rows_to": stop}
-            heads = select_heads * group
-            for blocks in ranges(-(-keys // width), 3 * (number % 2)):
-                got = block_lists.transposed_lists(bits, heads, block_lists.Keys(causal=causal), **how, **blocks)
-                twin = model.transposed_lists(expected, heads, Keys(causal=causal), **how, **blocks)
-                assert_same_lists(replace(got, bits=None), replace(twin, bits=None))
+            sizes: dict[str, Any] = {"size": width, "width": width, "rows": rows, "num_keys": entries}
+            sizes |= {"num_rows": tokens, "blocks": range(blocks)}
+            got = transposed_lists.transposed_lists(bits, 3, block_lists.Keys(length, stride, causal), **sizes)
+            assert_same_lists(got, model.transposed_lists(expected, 3, Keys(length, stride, causal), **sizes))
 
 
 @pytest.mark.cuda
@@ -664,13 +678,12 @@ def test_kernel_lists_tiles_that_chose_blocks(size: int, width: int, tile: int, 
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(("length", "stride"), COMPRESSIONS, ids=str)
 def test_kernel_lists_tiles_that_see_entries(length: int, stride: int, width: int, rows: int) -> None:
-    from cute_kernels import block_lists
+    from cute_kernels import block_lists, transposed_lists
 
     config = NSAConfig(compress_block_size=length, compress_stride=stride)
     for tokens in (128, 257, 1000):
-        for start, stop in chunks_of(tokens, rows):
-            how: dict[str, Any] = {"width": width, "rows": rows, "num_keys": config.num_compressed(stop)}
-            how |= {"rows_from": start, "rows_to": stop}
-            device = torch.device("cuda")
-            got = block_lists.transposed_prefix_lists(2, 3, block_lists.Keys(length, stride), device=device, **how)
-            assert_same_lists(got, model.transposed_prefix_lists(2, 3, Keys(length, stride), **how))
+        sizes: dict[str, Any] = {"width": width, "rows": rows, "num_keys": config.num_compressed(tokens)}
+        sizes |= {"num_rows": tokens}
+        keys = block_lists.Keys(length, stride)
+        got = transposed_lists.transposed_prefix_lists(2, 3, keys, device=torch.device("cuda"), **sizes)
+        assert_same_lists(got, model.transposed_prefix_lists(2, 3, Keys(length, stride), **sizes))

@@ -129,6 +129,8 @@ def test_bad_memory_sizes_are_named(text: str, capsys: pytest.CaptureFixture[str
         (["--start", "0"], "argument --start: must be a positive integer such as 4096 or 4K, got '0'"),
         (["--timeout", "soon"], "argument --timeout: must be a number of seconds above 0, got 'soon'"),
         (["--op", "dense", "--window-size", "64"], "go with --op nsa"),
+        (["--recompute"], "--recompute goes with --op nsa and --backward"),
+        (["--recompute", "--backward", "--op", "dense"], "--recompute goes with --op nsa and --backward"),
         (["--window-size", "-3"], "window_size must be at least 0, got -3"),
         (["--backend", "abacus"], "backend must be one of cute, reference"),
         (["--backend", "cute"], "cute: runs on CUDA devices, got cpu"),
@@ -147,6 +149,39 @@ def test_options_reach_the_configuration() -> None:
     assert settings.config == NSAConfig.paper(window_size=64)
     assert (settings.direction, settings.backend, note) == ("fwd+bwd", "reference", "")
     assert settings.dense is None
+
+
+@pytest.mark.parametrize("recompute", [[], ["--recompute"]])
+def test_the_training_path_is_probed(recompute: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that need gradients, with recompute as asked for; the output and every gradient are looked at."""
+    right, given = probe.nsa, []
+
+    def recording(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        given.append((keywords["recompute"], all(x.requires_grad for x in tensors)))
+        return right(*tensors, **keywords)
+
+    monkeypatch.setattr(probe, "nsa", recording)
+    _, settings, _ = probe.parse([*SMALL, "--backward", *recompute])
+    results = probe.run_op(settings, probe.make_inputs(settings, 100))
+    assert given == [(bool(recompute), True)]
+    gradients = [f"the gradient of {name}" for name in ("q", "k", "v", "gate_proj_weight")]
+    assert list(results) == ["the output", *gradients]
+    for name, tensor in results.items():
+        probe.check_finite(name, tensor)
+        assert tensor.any()
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("recompute", [[], ["--recompute"]])
+def test_a_trial_on_a_gpu_counts_everything(recompute: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
+    sizes = ["--device", "cuda", "--heads", "4", "--kv-heads", "1", "--dim", "64", "--backend", "cute"]
+    _, settings, _ = probe.parse([*sizes, "--backward", *recompute])
+    trial = probe.run_trial(settings, 5000)
+    assert trial.fits
+    assert trial.peak_gib is not None
+    assert trial.peak_gib > 5000 * 64 * 2 * (4 * 4 + 4 * 1) / 2**30
 
 
 def test_on_a_gpu_without_kernels_the_reference_runs_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +360,14 @@ def test_a_second_run_repeats_no_trial(run_main: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [["--dim", "32"], ["--backward"], ["--window-size", "64"], ["--memory-limit", "61MiB"]]
+    "change",
+    [
+        ["--dim", "32"],
+        ["--backward"],
+        ["--backward", "--recompute"],
+        ["--window-size", "64"],
+        ["--memory-limit", "61MiB"],
+    ],
 )
 def test_other_settings_start_anew_and_say_so(run_main: Any, change: list[str]) -> None:
     run_main(Trials(room=5000))

@@ -1,0 +1,133 @@
+"""The error of gradients on sampled query tiles, at any N.
+
+With a `do` that is zero outside the sampled tiles, dq, dk, dv and the gates' gradient follow from those tiles alone, so
+fp64 autograd of the reference on them is the whole truth: keys that no sampled row sees and rows outside have zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig
+from nsa.reference import nsa_tiles
+from nsa.tensors import NSAInputs
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sampled query tiles, and the blocks that the op under test chose for them."""
+
+    numbers: Tensor
+    """int64 `[n]`, ascending."""
+    indices: Tensor
+    cmp_indices: Tensor | None
+
+    def of_head(self, head: int, kv_heads: int) -> Tiles:
+        """For one key/value head and its query heads."""
+
+        def narrow(chosen: Tensor) -> Tensor:
+            return _heads(chosen, head, kv_heads, dim=1)
+
+        return Tiles(self.numbers, narrow(self.indices), None if self.cmp_indices is None else narrow(self.cmp_indices))
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """The largest deviation of one tensor's gradient from fp64, and what may be expected of the dtype."""
+
+    name: str
+    error: float
+    budget: float
+
+    @property
+    def within(self) -> bool:
+        return self.error <= self.budget
+
+    @property
+    def share(self) -> float:
+        """Of the budget; NaN, or an error without a budget, is the worst."""
+        if not self.within:
+            return self.error / self.budget if self.error > self.budget > 0 else float("inf")
+        return self.error / self.budget if self.budget > 0 else 0.0
+
+
+def sampled_do(like: Tensor, positions: Tensor) -> Tensor:
+    """Normal in the rows at `positions` of `[B,N,H,D_v]`, the same each time; zero elsewhere."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    do = torch.zeros_like(like)
+    shape = like[:, positions].shape
+    do[:, positions] = torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)
+    return do
+
+
+def gradient_errors(
+    gradients: dict[str, Tensor], inputs: NSAInputs, config: NSAConfig, tiles: Tiles, positions: Tensor, do: Tensor
+) -> list[GradientError]:
+    """Errors of the gradients that a call gave for `do`.
+
+    Budget: twice the error of autograd through the same math in the inputs' own dtype, plus one unit of rounding of the
+    largest value. One key/value head at a time, so that fp64 copies of long sequences fit.
+
+    Args:
+        gradients: of q, k, v and, if given, gate_proj_weight.
+        inputs: fixed-length ones, that need no gradients.
+        positions: rows of the tiles; `do` is zero in all others.
+    """
+    kv_heads = inputs.k.shape[2]
+    found: dict[str, list[Tensor]] = {name: [] for name in gradients}
+    outside = gradients["q"].index_fill(1, positions, 0).abs().amax().double()
+    for head in range(kv_heads):
+        one, chosen = _of_head(inputs, head), tiles.of_head(head, kv_heads)
+        rows = _heads(do[:, positions], head, kv_heads)
+        exact = _differentiate(one.map(Tensor.double), config, chosen, positions, rows.double())
+        naive = _differentiate(one, config, chosen, positions, rows)
+        for name, right in exact.items():
+            got = _heads(gradients[name], head, kv_heads, dim=0 if name == "gate_proj_weight" else 2)
+            if name == "q":
+                got = got[:, positions]
+            errors = [(x.double() - right).abs().amax() for x in (got, naive[name])]
+            found[name].append(torch.stack([*errors, right.abs().amax()]))
+    results = []
+    for name, of_heads in found.items():
+        error, naive_error, largest = torch.stack(of_heads).amax(0)
+        if name == "q":
+            error = torch.maximum(error, outside)
+        budget = 2 * naive_error + torch.finfo(inputs.q.dtype).eps * largest
+        results.append(GradientError(name, error.item(), budget.item()))
+    return results
+
+
+def _heads(tensor: Tensor, head: int, kv_heads: int, dim: int = 2) -> Tensor:
+    """Those that belong to one key/value head."""
+    count = tensor.shape[dim] // kv_heads
+    return tensor.narrow(dim, head * count, count)
+
+
+def _of_head(inputs: NSAInputs, head: int) -> NSAInputs:
+    kv_heads, weight = inputs.k.shape[2], inputs.gate_proj_weight
+    q, k, v = (_heads(tensor, head, kv_heads) for tensor in (inputs.q, inputs.k, inputs.v))
+    weight = None if weight is None else _heads(weight, head, kv_heads, dim=0)
+    return replace(inputs, q=q, k=k, v=v, gate_proj_weight=weight)
+
+
+def _differentiate(
+    inputs: NSAInputs, config: NSAConfig, tiles: Tiles, positions: Tensor, do: Tensor
+) -> dict[str, Tensor]:
+    """Autograd of the reference on some tiles, in the inputs' dtype; of q only the tiles' rows."""
+    leaves = inputs.map(lambda tensor: tensor.detach().requires_grad_())
+    out, _ = nsa_tiles(
+        leaves,
+        config,
+        tiles.numbers,
+        indices=tiles.indices,
+        cmp_indices=tiles.cmp_indices,
+        compute_dtype=inputs.q.dtype,
+    )
+    wanted = leaves.tensors()
+    gradients = dict(
+        zip(wanted, torch.autograd.grad(out, list(wanted.values()), do, materialize_grads=True), strict=True)
+    )
+    return {**gradients, "q": gradients["q"][:, positions]}
