@@ -117,7 +117,7 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
         part = attend(call, 0, call.num_rows, lse=True)
         all_gates = gate(call, part, 0, call.num_rows, out)
         indices, cmp_indices = part.indices, part.cmp_indices
-        for branch in BRANCHES:
+        for branch in () if recompute else BRANCHES:
             kept[f"o_{branch}"], kept[f"lse_{branch}"] = getattr(part, branch)
     k_cmp, v_cmp = (None, None) if inputs.k_cmp is not None else (call.k_cmp, call.v_cmp)
     saved = Saved(k_cmp, v_cmp, indices, cmp_indices, all_gates if projected else None, **kept)

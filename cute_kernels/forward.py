@@ -205,6 +205,8 @@ def _plan(config: Any, rules: fa4.Rules, dim: int, entries: int | None) -> Plan:
 def _aligned(inputs: Any) -> Any:
     """The inputs with every row contiguous and aligned, copied where it was not."""
     changed = {}
+    if inputs.gates is not None and inputs.gates.stride(-1) != 1:
+        changed["gates"] = inputs.gates.contiguous()
     for name in ALIGNED:
         tensor = getattr(inputs, name)
         if tensor is not None and (aligned := vectorizable(tensor)) is not tensor:

@@ -40,9 +40,22 @@ def check(call: Any) -> str | None:
     if inputs is None or config is None:
         return None
     reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)
-    if reason is None and call.backward and call.options.get("deterministic"):
-        reason = _refusal_of_determinism(inputs, config, rules)
+    if reason is None and call.backward:
+        reason = _refusal_of_backward(inputs, config)
+        if reason is None and call.options.get("deterministic"):
+            reason = _refusal_of_determinism(inputs, config, rules)
     return reason
+
+
+def _refusal_of_backward(inputs: Any, config: Any) -> str | None:
+    """FlashAttention-4 counts a head's fp32 sums of dq with 32 bits."""
+    rows = inputs.q.shape[-3]
+    if inputs.cu_seqlens is not None:
+        rows += (inputs.cu_seqlens.shape[0] - 1) * config.q_tile_size
+    dim = max(inputs.q.shape[-1], inputs.v.shape[-1])
+    if (rows + config.q_tile_size) * dim >= 1 << 31:
+        return f"takes fewer than 2^31 elements of one head in backward, got {rows} rows of {dim}"
+    return None
 
 
 def can_split(rules: fa4.Rules, dim: int, v_dim: int) -> bool:

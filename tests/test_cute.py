@@ -262,7 +262,7 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, strat
 
     q, k, v = on_gpu(3000, batch=2)
     gates = make_qkv(3000, 8, 8, 3, batch=2, dtype=BF16, device="cuda", seed=5)[0]
-    for config in (SOME, replace(SOME, causal=False), replace(SOME, num_cmp_selected_blocks=2, compress_block_size=16,
+    for config in (SOME, replace(SOME, causal=False), replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4,
                                                                  select_block_size=64)):  # fmt: skip
         expected = nsa_forward(q, k, v, gates=gates, config=config)
         with monkeypatch.context() as patch:
@@ -290,7 +290,7 @@ def test_empty(shape: tuple[int, int]) -> None:
 
 
 def test_cuda_graph_replays_with_new_inputs() -> None:
-    config = replace(SOME, num_cmp_selected_blocks=2, compress_block_size=16, select_block_size=64)
+    config = replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4, select_block_size=64)
     static = on_gpu(4000, seed=1)
     weight = gate_weight()
     for _ in range(2):

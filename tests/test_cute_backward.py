@@ -172,6 +172,15 @@ def test_optional_tensors(names: tuple[str, ...], strategy: str) -> None:
     check(extras(NSAInputs(*on_gpu(1000)), names), SOME)
 
 
+def test_gates_of_any_stride() -> None:
+    inputs = NSAInputs(*on_gpu(500))
+    gates = like(1, 500, 3, 8).transpose(-1, -2)
+    assert torch.equal(
+        nsa_forward(**inputs.tensors(), gates=gates), nsa_forward(**inputs.tensors(), gates=gates.clone())
+    )
+    check(replace(inputs, gates=gates), SOME)
+
+
 def test_learned_compression() -> None:
     """What `compress` holds learns through k_cmp and v_cmp."""
 

@@ -106,6 +106,14 @@ def test_determinism(
     assert ask(inputs, deterministic=True, **options) is None
 
 
+def test_longest_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(support.BACKWARD_VARIABLE, "1")
+    for tokens, reason in ((1 << 24, None), (1 << 25, "takes fewer than 2^31 elements of one head in backward")):
+        q, k, v = (torch.empty(1, tokens, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+        got = ask(NSAInputs(q, k, v), backward=True)
+        assert got is None if reason is None else (got or "").startswith(reason)
+
+
 def test_nothing_is_deterministic_with_blackwells_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(support.BACKWARD_VARIABLE, "1")
     monkeypatch.setenv(device.TARGET_VARIABLE, "sm_100a")
