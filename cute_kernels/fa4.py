@@ -178,32 +178,29 @@ def window(
 
 def compressed_backward(
     gradients: Gradients,
-    lists: BlockLists | None,
+    lists: BlockLists,
     *,
     length: int,
     stride: int,
     first_row: int,
     scale: float,
     shifts: Tensor | None = None,
-    deterministic: bool = False,
 ) -> None:
-    """Backward of `compressed`. `lists`: tiles of rows for each block of entries (transposed_lists.py).
-
-    Args:
-        deterministic: add up in a fixed order, without lists only.
-    """
-    if lists is None:
-        _differentiate(gradients, scale, deterministic=deterministic)
-    elif shifts is not None:
+    """Backward of `compressed`. `lists`: tiles of rows for each block of entries (transposed_lists.py)."""
+    if shifts is not None:
         mask_mod = _ended_in_tile(length, stride, gradients.q.shape[1] // max(shifts.shape[0], 1))
         _differentiate(gradients, scale, lists=lists, mask_mod=mask_mod, tensors=[shifts])
     else:
         _differentiate(gradients, scale, lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
 
 
-def phases_backward(gradients: Gradients, *, scale: float, deterministic: bool = False) -> None:
-    """Backward of attention where row i of M sees entry j of K iff j <= i + K - M."""
-    _differentiate(gradients, scale, causal=True, deterministic=deterministic)
+def dense_backward(gradients: Gradients, *, causal: bool, scale: float, deterministic: bool = False) -> None:
+    """Backward of attention to every entry; causal: where row i of M sees entry j of K iff j <= i + K - M.
+
+    Args:
+        deterministic: add up in a fixed order, which FA4 cannot with lists.
+    """
+    _differentiate(gradients, scale, causal=causal, deterministic=deterministic)
 
 
 def selected_backward(
@@ -290,14 +287,10 @@ def _differentiate(
 ) -> None:
     """FA4's backward. A KV head's dk and dv are added up in fp32 over its query heads, dq over the blocks of keys."""
     from flash_attn.cute import interface
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     given = gradients
     if given.q.shape[-1] != given.v.shape[-1]:  # FA4 wants equal dims where query heads share keys
         gradients = given.to_one_dim()
-    sparse = None
-    if lists is not None:
-        sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
     first, used = documents or (None, None)
     tile_size = interface._tile_size_bwd_sm90
     with _RECORDING, warnings.catch_warnings():
@@ -326,7 +319,7 @@ def _differentiate(
                 mask_mod=mask_mod,
                 aux_tensors=tensors,
                 aux_scalars=_aux(scalars).scalars,
-                block_sparse_tensors=sparse,
+                block_sparse_tensors=_sparse(lists),
                 deterministic=deterministic,
             )
         finally:
@@ -449,12 +442,8 @@ _RECORDING = threading.Lock()
 def _through_interface(
     signature: Any, qkv: tuple[Tensor, Tensor, Tensor], lists: BlockLists | None, **keywords: Any
 ) -> tuple[Tensor, Tensor | None]:
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    sparse = None
-    if lists is not None:
-        sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
     with _RECORDING, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FA4's own deprecations, and that there is no aux data
         recorder = _Recorder(_flash_attn_fwd.compile_cache)
@@ -462,12 +451,19 @@ def _through_interface(
         try:
             # Without detach() FA4 compiles a kernel that writes lse even where nobody asked for it
             detached = (x.detach() for x in qkv)
-            o, lse, *_ = _flash_attn_fwd(*detached, pack_gqa=False, block_sparse_tensors=sparse, **keywords)
+            o, lse, *_ = _flash_attn_fwd(*detached, pack_gqa=False, block_sparse_tensors=_sparse(lists), **keywords)
         finally:
             _flash_attn_fwd.compile_cache = recorder.cache
     if signature is not None and recorder.used is not None:
         _KERNELS[signature] = positional(recorder.used)
     return o, lse
+
+
+def _sparse(lists: BlockLists | None) -> Any:
+    """Lists as FA4's interface takes them."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    return None if lists is None else BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
 
 
 class _Recorder:

@@ -54,10 +54,7 @@ class Resolved(NamedTuple):
     config: NSAConfig
     deterministic: bool
     recompute: bool
-    backend: str | None
-    """As asked for."""
     impl: dispatch.Impl
-    needs_grad: bool
 
     @property
     def training(self) -> Any:
@@ -85,7 +82,7 @@ def resolve(
         backward=needs_grad,
         options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
     )
-    return Resolved(inputs, config, deterministic, recompute, backend, dispatch.resolve(call, backend), needs_grad)
+    return Resolved(inputs, config, deterministic, recompute, dispatch.resolve(call, backend))
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
