@@ -52,8 +52,10 @@ DIFFERENTIABLE = (
 
 BRANCHES = ("cmp", "slc", "win")
 
-SPLIT = False
-"""Whether the selected branch takes the kernels of selected_backward.py wherever it can, not FlashAttention-4's."""
+SPLIT = True
+"""Whether the selected branch takes the kernels of selected_backward.py wherever it can, not FlashAttention-4's.
+
+They take half the time (docs/performance.md). False leaves FlashAttention-4's for comparisons."""
 
 
 class Saved(NamedTuple):
