@@ -1,4 +1,4 @@
-"""NSA as PyTorch operators, for autograd and for torch.compile(fullgraph=True).
+"""NSA as PyTorch operators with autograd, for torch.compile(fullgraph=True). Eager training goes by nsa/eager.py.
 
     nsa_kernels::forward    nsa_forward
     nsa_kernels::saving     out, and what backward wants to know; differentiable
