@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from nsa.ops import Resolved, autocast_off
+from nsa.ops import Resolved, autocast_off, no_second_derivative
 from nsa.tensors import TENSOR_NAMES, NSAInputs
 
 
@@ -33,15 +32,27 @@ class _Training(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * (1 + len(TENSOR_NAMES))
         kept = ctx.saved_tensors
         given: dict[str, Any] = dict(zip(TENSOR_NAMES, kept, strict=False))
         inputs, saved = NSAInputs(**given, max_seqlen=ctx.max_seqlen), kept[len(TENSOR_NAMES) :]
-        with autocast_off(do.device.type):
-            gradients = ctx.training.nsa_backward(inputs, ctx.config, saved, do, deterministic=ctx.deterministic)
+        with torch.no_grad(), autocast_off(do.device.type):
+            by_name = ctx.training.nsa_backward(inputs, ctx.config, saved, do, deterministic=ctx.deterministic)
         _, *needed = ctx.needs_input_grad
         wanted = zip(TENSOR_NAMES, needed, strict=True)
-        return (None, *(gradients.get(name) if needs else None for name, needs in wanted))
+        gradients = [by_name.get(name) if needs else None for name, needs in wanted]
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _Constant.apply(gradients, do, *inputs.tensors().values())
+        return (None, *gradients)
+
+
+class _Constant(torch.autograd.Function):
+    """Gradients whose own gradient is refused. PyTorch's once_differentiable does so only where `do` requires one."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], *sources: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(gradients)
+
+    backward = staticmethod(no_second_derivative)

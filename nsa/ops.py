@@ -168,7 +168,7 @@ def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None,
     return tuple(by_name[name] if needs and tensor is not None else None for name, tensor, needs in needed)
 
 
-def _no_second_derivative(*_: Any, **__: Any) -> None:
+def no_second_derivative(*_: Any, **__: Any) -> None:
     raise RuntimeError("nsa has no second derivative on this backend: call backward() without create_graph")
 
 
@@ -181,7 +181,7 @@ for _name, _implementation, _like in (
     torch.library.impl(_name, "default", _implementation)
     torch.library.register_fake(_name, _like)
 torch.library.register_autograd(SAVING, _differentiate, setup_context=_setup)
-torch.library.register_autograd(BACKWARD, _no_second_derivative)
+torch.library.register_autograd(BACKWARD, no_second_derivative)
 
 
 # How the public functions call them
