@@ -1,8 +1,9 @@
 """Neighborhood attention as a banded flash attention, in plain Triton: for Ascend NPUs, and for NVIDIA GPUs.
 
-Definition (reference.py has it in PyTorch). Tokens fall into C = dilation residue classes, and a class of S rows attends
-within itself. Everything below counts rows of one class: row t is token t * C + r, so dilation is nothing but a larger
-stride between rows. Row t sees the rows start(t) ... start(t) + K - 1 that lie in [0, S), where K = left + right + 1 and
+Definition (reference.py has it in PyTorch). Tokens fall into C = dilation residue classes, and a class of S rows
+attends within itself. Everything below counts rows of one class: row t is token t * C + r, so dilation is nothing but
+a larger stride between rows. Row t sees the rows start(t) ... start(t) + K - 1 that lie in [0, S), where K = left +
+right + 1 and
 
     start(t) = t - left                                    truncate, causal (right = 0)
     start(t) = min(max(t - left, 0), max(S - K, 0))        shift
@@ -11,25 +12,26 @@ stride between rows. Row t sees the rows start(t) ... start(t) + K - 1 that lie 
     delta = sum(o * do)    ds = p * (do v^T - delta)    dq = scale * ds k    dk = scale * ds^T q    dv = p^T do
 
 Tiling. start is monotonic, so BLOCK_M consecutive rows share one contiguous window of keys, start(first) ...
-start(last) + K - 1: BLOCK_M + K - 1 rows at most. `forward` and `dq` walk over it BLOCK_N keys at a time, with an online
-softmax or with the saved LSE. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen by the
-rows u - right ... u + left; with shift, a key below K also by all rows before those, and a key from S - K on also by
-all rows after them (K + max(left, right) rows at the border). It does so for every query head of its key head, so no
-two programs add to one place and results are the same in every run.
+start(last) + K - 1: BLOCK_M + K - 1 rows at most. `forward` and `dq` walk over it BLOCK_N keys at a time, with an
+online softmax or with the saved LSE. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen
+by the rows u - right ... u + left; with shift, a key below K also by all rows before those, and a key from S - K on
+also by all rows after them (K + max(left, right) rows at the border). It does so for every query head of its key head,
+so no two programs add to one place and results are the same in every run.
 
-Every tile is a run of consecutive rows that starts inside its class, masked at its end and never clamped: one block copy
-each. Which pairs see each other is decided on row numbers alone. Sums, softmax and accumulators are fp32; operands of
-`tl.dot` stay in the inputs' dtype.
+Every tile is a run of consecutive rows that starts inside its class, masked at its end and never clamped: one block
+copy each. Which pairs see each other is decided on row numbers alone. Sums, softmax and accumulators are fp32;
+operands of `tl.dot` stay in the inputs' dtype.
 
 LSE and delta are kept as [B, H, C, ceil(N / C)], so that a tile of rows is contiguous in them too.
 
-Work. One piece is a tile of one class of one head; heads are innermost, then classes, so that programs that run together
-read neighboring memory. Programs stride over pieces. Sizes are run-time values: one build per dtype and tiles.
+Work. One piece is a tile of one class of one head; heads are innermost, then classes, so that programs that run
+together read neighboring memory. Programs stride over pieces. Sizes are run-time values: one build per dtype and
+tiles.
 
-Floor. Forward reads q, k, v and writes o: 2 N (H + H_kv) D elements per batch element, and takes 4 N K H D FLOP (the
-tiles take 4 N (BLOCK_M + K - 1) H D and more, on the matrix unit). Backward reads q, k, v, o, do and writes dq, dk, dv: at
-least 4 N (H + H_kv) D elements, and takes 10 N K H D FLOP; two kernels read most of it twice and take 14. Memory: inputs,
-outputs and 4 (forward) or 8 (backward) bytes per row and head.
+Floor. Per batch element, forward reads q, k, v and writes o, 2 N (H + H_kv) D elements, and takes 4 N K H D FLOP;
+whole tiles take 4 N W H D, with W the BLOCK_M + K - 1 keys of a tile rounded up to BLOCK_N. Backward reads q, k, v, o,
+do and writes dq, dk, dv, 4 N (H + H_kv) D elements, and takes 10 N K H D FLOP; as two kernels it reads q, k, v, do
+twice and takes 14 N K H D. Memory: inputs, outputs, and 4 bytes per row and head kept for backward, 8 during it.
 
 Limits: D <= 256, N <= 2^29, fp16, bf16 or fp32, features contiguous.
 """

@@ -14,7 +14,7 @@ compiler for an NPU has confirmed the model: it is a conservative count, to be r
 The product of a grid is at most MAX_GRID. Kernels stride over their work with as many programs as there are cores, so
 grids never ask for larger tiles.
 
-NVIDIA. Tiles live in registers and shared memory; those of `gpu_tiles` compile for sm_90 without spilling its 227 KiB.
+NVIDIA. Tiles live in registers and shared memory; those of `gpu_tiles` fit the 227 KiB of sm_90.
 
 Row numbers are int32 in the kernels, offsets of elements int64.
 """
@@ -110,8 +110,7 @@ def live(kernel: str, tiles: Tiles, itemsize: int) -> Live:
         ub = scores * (2 * (4 + itemsize) + 4 + 1) + kept * (2 * 4 + 4 + itemsize)
         l1 = itemsize * (kept + 2 * 2 * walked + 2 * scores)
     elif kernel == "dq":
-        # crossing: scores and dp in fp32, ds in the inputs' dtype, ds k in fp32; staying: p, mask, accumulator, o and do
-        # in turn for delta, before the loop
+        # crossing: scores and dp in fp32, ds in the inputs' dtype, ds k in fp32; staying: p, mask, accumulator
         ub = scores * (2 * (4 + 4 + itemsize) + 4 + 1) + kept * (2 * 4 + 4 + itemsize)
         l1 = itemsize * (2 * kept + 2 * 2 * walked + 2 * scores)
     else:
