@@ -476,14 +476,15 @@ def _launch(
     q = tensors["q"]
     if q.numel() == 0:
         return
-    options: dict[str, int] = {}
+    sequences, rows_per_class = q.shape[0] * sizes["num_heads"] * sizes["dilation"], sizes["rows_per_class"]
+    call = (kernel, q.dtype, sizes["dim"], kernel_size)
     if backend == "ascend":
-        tiles = tiling.ascend_tiles(kernel, q.dtype, sizes["dim"], kernel_size)
+        device = tiling.device_of()
+        plan = tiling.ascend_plan(*call, sequences=sequences, rows=rows_per_class, device=device)
     else:
-        tiles, options = tiling.gpu_tiles(kernel, q.dtype, sizes["dim"], kernel_size)
-    tiles_per_class = -(-sizes["rows_per_class"] // tiles.block_m)
-    work = q.shape[0] * sizes["num_heads"] * sizes["dilation"] * tiles_per_class
-    grid = tiling.ascend_grid(work, tiling.device_of()) if backend == "ascend" else tiling.gpu_grid(work)
+        plan = tiling.gpu_plan(*call, sequences=sequences, rows=rows_per_class)
+    tiles = plan.tiles
+    work = tiling.work_of(tiles, sequences, rows_per_class)
     strides = {
         f"{name}_{axis}_stride": tensor.stride(i)
         for name, tensor in tensors.items()
@@ -497,4 +498,5 @@ def _launch(
         "BLOCK_D": tiles.block_d,
         "UPCAST": interpreted and q.dtype == torch.bfloat16,  # the interpreter multiplies raw bits of bf16
     }
-    launch(KERNELS[kernel], grid, {**pointers, **sizes, "num_work": work, **strides}, constants, **options)
+    numbers = {**sizes, "num_work": work, **strides}
+    launch(KERNELS[kernel], plan.grid, {**pointers, **numbers}, constants, **plan.options)

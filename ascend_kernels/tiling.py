@@ -74,23 +74,15 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Live:
-    """Bytes of live tiles by memory."""
+class Plan:
+    """How one launch goes."""
 
-    ub: int
-    l1: int
-    l0a: int
-    l0b: int
-    l0c: int
-
-    def fit(self, device: Device) -> bool:
-        return (
-            self.ub <= UB_SHARE * device.ub
-            and self.l1 <= device.l1
-            and self.l0a <= device.l0a
-            and self.l0b <= device.l0b
-            and self.l0c <= device.l0c
-        )
+    tiles: Tiles
+    grid: tuple[int, ...]
+    live_bytes: dict[str, int]
+    """Bytes of live tiles in UB, L1, L0A, L0B and L0C; empty for GPUs, whose compiler counts for itself."""
+    options: dict[str, int]
+    """What the compiler takes beside the tiles."""
 
 
 def block_of(dim: int) -> int:
@@ -98,8 +90,8 @@ def block_of(dim: int) -> int:
     return next(block for block in BLOCKS_D if block >= dim)
 
 
-def live(kernel: str, tiles: Tiles, itemsize: int) -> Live:
-    """The tiles that one iteration of a flash kernel keeps, in bytes."""
+def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
+    """The tiles that one iteration of a flash kernel keeps, by memory."""
     scores, kept, walked = (
         tiles.block_m * tiles.block_n,
         tiles.block_m * tiles.block_d,
@@ -119,7 +111,19 @@ def live(kernel: str, tiles: Tiles, itemsize: int) -> Live:
         l1 = itemsize * (2 * kept + 2 * 2 * walked + 2 * 2 * scores)
     ub += 8 * 4 * max(tiles.block_m, tiles.block_n)  # row maxima, sums, LSE, delta, row numbers
     side = 16 * max(tiles.block_m, tiles.block_n, tiles.block_d)
-    return Live(ub, l1, 2 * side * itemsize, 2 * side * itemsize, 2 * side * 4)
+    return {"UB": ub, "L1": l1, "L0A": 2 * side * itemsize, "L0B": 2 * side * itemsize, "L0C": 2 * side * 4}
+
+
+def fits(live: dict[str, int], device: Device) -> bool:
+    """Whether all of it fits, and no more than UB_SHARE of the UB is taken."""
+    capacity = {
+        "UB": int(UB_SHARE * device.ub),
+        "L1": device.l1,
+        "L0A": device.l0a,
+        "L0B": device.l0b,
+        "L0C": device.l0c,
+    }
+    return all(size <= capacity[memory] for memory, size in live.items())
 
 
 def device_of(name: str = "A2", ub: int | None = None) -> Device:
@@ -155,7 +159,7 @@ def ascend_tiles(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int) ->
         return (2 * rows * block_d * dtype.itemsize + scores + steps * STEP_BYTES) / tiles.block_m
 
     candidates = (Tiles(block_m, block_n, block_d) for block_m in BLOCKS for block_n in BLOCKS)
-    return min((tiles for tiles in candidates if live(kernel, tiles, dtype.itemsize).fit(smallest)), key=cost)
+    return min((tiles for tiles in candidates if fits(live_bytes(kernel, tiles, dtype.itemsize), smallest)), key=cost)
 
 
 def specialisations() -> Iterator[tuple[str, torch.dtype, Tiles]]:
@@ -170,22 +174,40 @@ def specialisations() -> Iterator[tuple[str, torch.dtype, Tiles]]:
     yield from seen
 
 
-def ascend_grid(work: int, device: Device) -> tuple[int]:
-    """One program per core at most; each strides over its share of the work."""
-    return (max(1, min(work, device.cores, MAX_GRID)),)
+def ascend_plan(
+    kernel: str,
+    dtype: torch.dtype,
+    dim: int,
+    kernel_size: int,
+    *,
+    sequences: int,
+    rows: int,
+    device: Device,
+) -> Plan:
+    """Tiles, and one program per core at most; each strides over its share of the work.
+
+    Args:
+        sequences: classes of all heads and batch elements. rows: in each of them.
+    """
+    tiles = ascend_tiles(kernel, dtype, dim, kernel_size)
+    grid = (max(1, min(work_of(tiles, sequences, rows), device.cores, MAX_GRID)),)
+    return Plan(tiles, grid, live_bytes(kernel, tiles, dtype.itemsize), {})
 
 
-def gpu_tiles(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int) -> tuple[Tiles, dict[str, int]]:
-    """Tiles for an NVIDIA GPU, and the compiler's options."""
+def work_of(tiles: Tiles, sequences: int, rows: int) -> int:
+    """Pieces of work: tiles of all sequences."""
+    return sequences * -(-rows // tiles.block_m)
+
+
+def gpu_plan(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int, *, sequences: int, rows: int) -> Plan:
+    """Tiles for an NVIDIA GPU, and one program per piece of work."""
     block_d = block_of(dim)
+    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
     if dtype == torch.float32:
-        return Tiles(32, 32, block_d), {"num_warps": 4, "num_stages": 1}
-    if block_d == 256:
-        return Tiles(64 if kernel == "forward" else 32, 32, block_d), {"num_warps": 4, "num_stages": 2}
-    one_pass = kernel == "forward" and 64 < 64 + kernel_size - 1 <= 128
-    return Tiles(64, 128 if one_pass else 64, block_d), {"num_warps": 4, "num_stages": 2}
-
-
-def gpu_grid(work: int) -> tuple[int]:
-    """One program per piece of work."""
-    return (min(work, (1 << 31) - 1),)
+        tiles, options = Tiles(32, 32, block_d), {**options, "num_warps": 8 if block_d == 256 else 4, "num_stages": 1}
+    elif block_d == 256:
+        tiles = Tiles(64 if kernel == "forward" else 32, 32, block_d)
+    else:
+        one_pass = kernel == "forward" and 64 < 64 + kernel_size - 1 <= 128
+        tiles = Tiles(64, 128 if one_pass else 64, block_d)
+    return Plan(tiles, (min(work_of(tiles, sequences, rows), (1 << 31) - 1),), {}, options)

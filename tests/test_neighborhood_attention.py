@@ -207,7 +207,7 @@ def test_specialisations_are_few_and_fit_every_device() -> None:
     assert len(found) == len(set(found)) <= 80
     for kernel, dtype, tiles in found:
         for device in tiling.DEVICES.values():
-            assert tiling.live(kernel, tiles, dtype.itemsize).fit(device), (kernel, dtype, tiles, device)
+            assert tiling.fits(tiling.live_bytes(kernel, tiles, dtype.itemsize), device), (kernel, tiles, device)
 
 
 def test_planner_on_random_shapes() -> None:
@@ -220,22 +220,21 @@ def test_planner_on_random_shapes() -> None:
         kernel_size = int(2 ** draw.uniform(0, 29))
         dim = draw.randint(1, tiling.MAX_DIM)
         device = tiling.device_of(draw.choice(list(tiling.DEVICES)))
-        tiles = tiling.ascend_tiles(kernel, dtype, dim, kernel_size)
+        heads = draw.randint(1, 256)
+        plan = tiling.ascend_plan(kernel, dtype, dim, kernel_size, sequences=heads, rows=tokens, device=device)
+        tiles, live = plan.tiles, plan.live_bytes
         assert (kernel, dtype, tiles) in known
         assert tiles.block_d >= dim
-        live = tiling.live(kernel, tiles, dtype.itemsize)
-        assert live.ub <= 0.75 * device.ub
-        assert (live.l1, live.l0a, live.l0b, live.l0c) <= (device.l1, device.l0a, device.l0b, device.l0c)
-        heads = draw.randint(1, 256)
-        (grid,) = tiling.ascend_grid(heads * -(-tokens // tiles.block_m), device)
-        assert 1 <= grid <= min(device.cores, 65535)
+        capacity = {"UB": 0.75 * device.ub, "L1": device.l1, "L0A": device.l0a, "L0B": device.l0b, "L0C": device.l0c}
+        assert all(live[memory] <= capacity[memory] for memory in capacity)
+        assert 1 <= math.prod(plan.grid) <= min(device.cores, 65535)
         reach = min(kernel_size, 2 * tokens)
         assert tokens + reach + tiles.block_m + tiles.block_n < 2**31
 
 
 def test_an_oversize_tile_does_not_fit() -> None:
     tiles = tiling.Tiles(128, 128, 256)
-    assert not tiling.live("forward", tiles, 4).fit(tiling.DEVICES["950"])
+    assert not tiling.fits(tiling.live_bytes("forward", tiles, 4), tiling.DEVICES["950"])
 
 
 def test_ub_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
