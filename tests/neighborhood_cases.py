@@ -45,7 +45,7 @@ def check(
     )
     for name, mine, exact, theirs in zip(NAMES, got, oracle, low, strict=True):
         assert mine.dtype == dtype
-        # Sums over D in fp32, in another order than PyTorch's; ds is a difference of two, which cancel in a row of one key
+        # Sums over D in fp32, in another order than PyTorch's; ds is a difference of two, which may cancel
         rounding = dim * torch.finfo(torch.float32).eps
         assert_within_budget(mine, exact, theirs, f"{name} of N={tokens} {options}", slack=rounding)
 
