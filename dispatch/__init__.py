@@ -10,7 +10,10 @@ from typing import Any
 
 from dispatch.registry import BackendError, Call, Impl, Verdict, explain, resolve
 
-OPS = {"nsa": "nsa.api:nsa"}
+OPS = {
+    "nsa": "nsa.api:nsa",
+    "neighborhood_attention": "nsa.neighborhood_attention:neighborhood_attention",
+}
 """Public functions by op; imported on first use, since their modules import this one."""
 
 __all__ = ["BackendError", "Call", "Impl", "Verdict", "explain", "resolve", *OPS]

@@ -13,4 +13,24 @@ ROWS: tuple[Impl, ...] = (
         training="cute_kernels.backward",
     ),
     Impl("nsa", "reference", target="nsa.reference:nsa", check="nsa.reference:check"),
+    Impl(
+        "neighborhood_attention",
+        "triton",
+        target="ascend_kernels.neighborhood_attention:forward",
+        check="ascend_kernels.support:check_gpu",
+        training="ascend_kernels.neighborhood_attention",
+    ),
+    Impl(
+        "neighborhood_attention",
+        "ascend",
+        target="ascend_kernels.neighborhood_attention:forward",
+        check="ascend_kernels.support:check_npu",
+        training="ascend_kernels.neighborhood_attention",
+    ),
+    Impl(
+        "neighborhood_attention",
+        "reference",
+        target="ascend_kernels.reference:neighborhood_attention",
+        check="ascend_kernels.reference:check",
+    ),
 )

@@ -1,0 +1,502 @@
+"""Neighborhood attention as a banded flash attention, in plain Triton: for Ascend NPUs, and for NVIDIA GPUs.
+
+Definition (reference.py has it in PyTorch). Tokens fall into C = dilation residue classes, and a class of S rows
+attends within itself. Everything below counts rows of one class: row t is token t * C + r, so dilation is nothing but
+a larger stride between rows. Row t sees the rows start(t) ... start(t) + K - 1 that lie in [0, S), where K = left +
+right + 1 and
+
+    start(t) = t - left                                    truncate, causal (right = 0)
+    start(t) = min(max(t - left, 0), max(S - K, 0))        shift
+
+    s = scale * q k^T    p = exp(s - m) / sum    o = p v    lse = m + log(sum)
+    delta = sum(o * do)    ds = p * (do v^T - delta)    dq = scale * ds k    dk = scale * ds^T q    dv = p^T do
+
+Tiling. start is monotonic, so BLOCK_M consecutive rows share one contiguous window of keys, start(first) ...
+start(last) + K - 1: BLOCK_M + K - 1 rows at most. `forward` and `dq` walk over it BLOCK_N keys at a time, with an
+online softmax or with the saved LSE. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen
+by the rows u - right ... u + left; with shift, a key below K also by all rows before those, and a key from S - K on
+also by all rows after them (K + max(left, right) rows at the border). It does so for every query head of its key head,
+so no two programs add to one place and results are the same in every run.
+
+Every tile is a run of consecutive rows that starts inside its class, masked at its end and never clamped: one block
+copy each. Which pairs see each other is decided on row numbers alone. Sums, softmax and accumulators are fp32;
+operands of `tl.dot` stay in the inputs' dtype.
+
+LSE and delta are kept as [B, H, C, ceil(N / C)], so that a tile of rows is contiguous in them too.
+
+Work. One piece is a tile of one class of one head; heads are innermost, then classes, so that programs that run
+together read neighboring memory. Programs stride over pieces. Sizes are run-time values: one build per dtype and
+tiles.
+
+Floor. Per batch element, forward reads q, k, v and writes o, 2 N (H + H_kv) D elements, and takes 4 N K H D FLOP;
+whole tiles take 4 N W H D, with W the BLOCK_M + K - 1 keys of a tile rounded up to BLOCK_N. Backward reads q, k, v, o,
+do and writes dq, dk, dv, 4 N (H + H_kv) D elements, and takes 10 N K H D FLOP; as two kernels it reads q, k, v, do
+twice and takes 14 N K H D. Memory: inputs, outputs, and 4 bytes per row and head kept for backward, 8 during it.
+
+Limits: D <= 256, N <= 2^29, fp16, bf16 or fp32, features contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ascend_kernels import tiling
+from ascend_kernels.launch import launch
+
+# Kernels
+
+SIZES = ("num_work", "num_tokens", "num_heads", "group_size", "dilation", "rows_per_class", "left", "right", "shift")
+"""Run-time values that must not make builds of their own; strides and D may, for their alignment."""
+
+
+@triton.jit
+def _piece(i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M: tl.constexpr):
+    """Batch element, head and residue class (int64), first row of the tile and rows of the class (int32)."""
+    num_tiles = tl.cdiv(rows_per_class, BLOCK_M)
+    i_outer = i_work // num_heads
+    i_class = i_outer % dilation
+    i_tile = i_outer // dilation % num_tiles
+    i_batch = i_outer // dilation // num_tiles
+    return (
+        tl.cast(i_batch, tl.int64),
+        tl.cast(i_work % num_heads, tl.int64),
+        tl.cast(i_class, tl.int64),
+        tl.cast(i_tile * BLOCK_M, tl.int32),
+        tl.cast((num_tokens - i_class + dilation - 1) // dilation, tl.int32),
+    )
+
+
+@triton.jit
+def _window_start(o_rows, num_rows, left, right, shift):
+    """First key of rows' windows; below 0 where a truncated one starts before its class."""
+    lowest = tl.where(shift != 0, 0, -left)
+    highest = tl.where(shift != 0, tl.maximum(num_rows - (left + right + 1), 0), num_rows)
+    return tl.minimum(tl.maximum(o_rows - left, lowest), highest)
+
+
+@triton.jit
+def _class_base(p, i_batch, i_head, i_class, batch_stride, token_stride, head_stride):
+    """Where a class of a head starts."""
+    return p + i_batch * batch_stride + i_head * head_stride + i_class * token_stride
+
+
+@triton.jit
+def _load_rows(p_class, o_rows, o_dim, row_stride, num_rows, dim, UPCAST: tl.constexpr):
+    """Rows of a class, zeros past its end."""
+    mask = (o_rows < num_rows)[:, None] & (o_dim < dim)[None, :]
+    b_rows = tl.load(p_class + o_rows.to(tl.int64)[:, None] * row_stride + o_dim[None, :], mask=mask, other=0.0)
+    if UPCAST:
+        b_rows = b_rows.to(tl.float32)
+    return b_rows
+
+
+@triton.jit
+def _store_rows(p_class, b_rows, o_rows, o_dim, row_stride, num_rows, dim):
+    mask = (o_rows < num_rows)[:, None] & (o_dim < dim)[None, :]
+    p_rows = p_class + o_rows.to(tl.int64)[:, None] * row_stride + o_dim[None, :]
+    tl.store(p_rows, b_rows.to(p_class.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_o,
+    p_lse,
+    scale,
+    num_work,
+    num_tokens,
+    num_heads,
+    group_size,
+    dilation,
+    rows_per_class,
+    left,
+    right,
+    shift,
+    dim,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
+    o_batch_stride,
+    o_token_stride,
+    o_head_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """o and lse of BLOCK_M queries per piece of work."""
+    o_dim = tl.arange(0, BLOCK_D)
+    wide_dilation = tl.cast(dilation, tl.int64)
+    for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        i_batch, i_head, i_class, i_row, num_rows = _piece(
+            i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
+        )
+        i_kv_head = i_head // group_size
+        p_q_class = _class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
+        p_k_class = _class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
+        p_v_class = _class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
+        p_o_class = _class_base(p_o, i_batch, i_head, i_class, o_batch_stride, o_token_stride, o_head_stride)
+        p_lse_class = p_lse + ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
+
+        o_q = i_row + tl.arange(0, BLOCK_M)
+        o_start = _window_start(o_q, num_rows, left, right, shift)
+        b_q = _load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
+        b_o = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+
+        last_row = tl.minimum(i_row + BLOCK_M, num_rows) - 1
+        first_key = tl.maximum(_window_start(i_row, num_rows, left, right, shift), 0)
+        end_key = tl.minimum(_window_start(last_row, num_rows, left, right, shift) + left + right + 1, num_rows)
+        for i_key in range(first_key, end_key, BLOCK_N):
+            o_k = i_key + tl.arange(0, BLOCK_N)
+            b_k = _load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
+            b_v = _load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
+            o_slot = o_k[None, :] - o_start[:, None]
+            visible = (o_slot >= 0) & (o_slot <= left + right) & (o_k < num_rows)[None, :]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+            b_s = tl.where(visible, b_s, float("-inf"))
+            b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
+            b_finite_max = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # rows whose window is still ahead
+            b_p = tl.exp(b_s - b_finite_max[:, None])
+            b_keep = tl.exp(b_max - b_finite_max)
+            b_sum = b_sum * b_keep + tl.sum(b_p, 1)
+            b_o = b_o * b_keep[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+            b_max = b_new_max
+
+        within = o_q < num_rows
+        b_sum = tl.where(within, b_sum, 1.0)
+        _store_rows(p_o_class, b_o / b_sum[:, None], o_q, o_dim, wide_dilation * o_token_stride, num_rows, dim)
+        tl.store(p_lse_class + o_q, b_max + tl.log(b_sum), mask=within)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dq_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_o,
+    p_do,
+    p_lse,
+    p_delta,
+    p_dq,
+    scale,
+    num_work,
+    num_tokens,
+    num_heads,
+    group_size,
+    dilation,
+    rows_per_class,
+    left,
+    right,
+    shift,
+    dim,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
+    o_batch_stride,
+    o_token_stride,
+    o_head_stride,
+    do_batch_stride,
+    do_token_stride,
+    do_head_stride,
+    dq_batch_stride,
+    dq_token_stride,
+    dq_head_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """dq and delta of BLOCK_M queries per piece of work."""
+    o_dim = tl.arange(0, BLOCK_D)
+    wide_dilation = tl.cast(dilation, tl.int64)
+    for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        i_batch, i_head, i_class, i_row, num_rows = _piece(
+            i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
+        )
+        i_kv_head = i_head // group_size
+        p_q_class = _class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
+        p_k_class = _class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
+        p_v_class = _class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
+        p_o_class = _class_base(p_o, i_batch, i_head, i_class, o_batch_stride, o_token_stride, o_head_stride)
+        p_do_class = _class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
+        p_dq_class = _class_base(p_dq, i_batch, i_head, i_class, dq_batch_stride, dq_token_stride, dq_head_stride)
+        i_lse_class = ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
+
+        o_q = i_row + tl.arange(0, BLOCK_M)
+        within = o_q < num_rows
+        o_start = _window_start(o_q, num_rows, left, right, shift)
+        b_o = _load_rows(p_o_class, o_q, o_dim, wide_dilation * o_token_stride, num_rows, dim, UPCAST)
+        b_do = _load_rows(p_do_class, o_q, o_dim, wide_dilation * do_token_stride, num_rows, dim, UPCAST)
+        b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+        tl.store(p_delta + i_lse_class + o_q, b_delta, mask=within)
+        b_q = _load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
+        b_lse = tl.load(p_lse + i_lse_class + o_q, mask=within, other=0.0)
+        b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+
+        last_row = tl.minimum(i_row + BLOCK_M, num_rows) - 1
+        first_key = tl.maximum(_window_start(i_row, num_rows, left, right, shift), 0)
+        end_key = tl.minimum(_window_start(last_row, num_rows, left, right, shift) + left + right + 1, num_rows)
+        for i_key in range(first_key, end_key, BLOCK_N):
+            o_k = i_key + tl.arange(0, BLOCK_N)
+            b_k = _load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
+            b_v = _load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
+            o_slot = o_k[None, :] - o_start[:, None]
+            visible = (o_slot >= 0) & (o_slot <= left + right) & (o_k < num_rows)[None, :]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+            b_p = tl.exp(tl.where(visible, b_s, float("-inf")) - b_lse[:, None])
+            b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
+            b_ds = b_p * (b_dp - b_delta[:, None])
+            b_dq += tl.dot(b_ds.to(b_k.dtype), b_k, input_precision="ieee")
+
+        _store_rows(p_dq_class, b_dq * scale, o_q, o_dim, wide_dilation * dq_token_stride, num_rows, dim)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dkdv_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_do,
+    p_lse,
+    p_delta,
+    p_dk,
+    p_dv,
+    scale,
+    num_work,
+    num_tokens,
+    num_heads,
+    group_size,
+    dilation,
+    rows_per_class,
+    left,
+    right,
+    shift,
+    dim,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
+    do_batch_stride,
+    do_token_stride,
+    do_head_stride,
+    dk_batch_stride,
+    dk_token_stride,
+    dk_head_stride,
+    dv_batch_stride,
+    dv_token_stride,
+    dv_head_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """dk and dv of BLOCK_M keys per piece of work, summed over the query heads of the group. num_heads is H_kv here."""
+    o_dim = tl.arange(0, BLOCK_D)
+    wide_dilation = tl.cast(dilation, tl.int64)
+    for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        i_batch, i_kv_head, i_class, i_row, num_rows = _piece(
+            i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
+        )
+        p_k_class = _class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
+        p_v_class = _class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
+        p_dk_class = _class_base(p_dk, i_batch, i_kv_head, i_class, dk_batch_stride, dk_token_stride, dk_head_stride)
+        p_dv_class = _class_base(p_dv, i_batch, i_kv_head, i_class, dv_batch_stride, dv_token_stride, dv_head_stride)
+
+        o_k = i_row + tl.arange(0, BLOCK_M)
+        b_k = _load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
+        b_v = _load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
+        b_dk = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        b_dv = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+
+        last_key = tl.minimum(i_row + BLOCK_M, num_rows) - 1
+        # With shift, keys of the first window are seen from the first row on, those of the last one to the last row.
+        from_start = (shift != 0) & (i_row <= left + right)
+        to_end = (shift != 0) & (last_key >= num_rows - (left + right + 1))
+        first_query = tl.where(from_start, 0, tl.maximum(i_row - right, 0))
+        end_query = tl.where(to_end, num_rows, tl.minimum(last_key + left + 1, num_rows))
+        for i_member in range(0, group_size):
+            i_head = i_kv_head * group_size + i_member
+            p_q_class = _class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
+            p_do_class = _class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
+            i_lse_class = ((i_batch * num_heads * group_size + i_head) * dilation + i_class) * rows_per_class
+            for i_query in range(first_query, end_query, BLOCK_N):
+                o_q = i_query + tl.arange(0, BLOCK_N)
+                within = o_q < num_rows
+                b_q = _load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
+                b_do = _load_rows(p_do_class, o_q, o_dim, wide_dilation * do_token_stride, num_rows, dim, UPCAST)
+                b_lse = tl.load(p_lse + i_lse_class + o_q, mask=within, other=0.0)
+                b_delta = tl.load(p_delta + i_lse_class + o_q, mask=within, other=0.0)
+                o_slot = o_k[:, None] - _window_start(o_q, num_rows, left, right, shift)[None, :]
+                visible = (o_slot >= 0) & (o_slot <= left + right) & within[None, :]
+                b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * scale
+                b_p = tl.exp(tl.where(visible, b_s, float("-inf")) - b_lse[None, :])
+                b_dv += tl.dot(b_p.to(b_do.dtype), b_do, input_precision="ieee")
+                b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
+                b_ds = b_p * (b_dp - b_delta[None, :])
+                b_dk += tl.dot(b_ds.to(b_q.dtype), b_q, input_precision="ieee")
+
+        _store_rows(p_dk_class, b_dk * scale, o_k, o_dim, wide_dilation * dk_token_stride, num_rows, dim)
+        _store_rows(p_dv_class, b_dv, o_k, o_dim, wide_dilation * dv_token_stride, num_rows, dim)
+
+
+# Launchers
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel_size: int,
+    dilation: int,
+    softmax_scale: float | None,
+    boundary: str,
+    causal: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Forward of checked inputs.
+
+    Args:
+        q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`.
+        backend: "triton" or "ascend", whose tiles and grid to use.
+
+    Returns:
+        out like q, contiguous, and LSE `[B, H, C, ceil(N / C)]` fp32 for `backward`, with C = min(dilation, N).
+    """
+    q, k, v = (_rows_contiguous(tensor) for tensor in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sizes = _sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
+    lse = _per_row(q, sizes)
+    _launch("forward", backend, kernel_size, sizes, {"q": q, "k": k, "v": v, "o": out}, {"p_lse": lse})
+    return out, lse
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    kernel_size: int,
+    dilation: int,
+    softmax_scale: float | None,
+    boundary: str,
+    causal: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous, from what `forward` took and gave. Bitwise the same in every run."""
+    do, q, k, v, out = (_rows_contiguous(tensor) for tensor in (do, q, k, v, out))
+    dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    sizes = _sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
+    delta = _per_row(q, sizes)
+    rows = {"p_lse": lse, "p_delta": delta}
+    tensors = {"q": q, "k": k, "v": v, "do": do}
+    _launch("dq", backend, kernel_size, sizes, {**tensors, "o": out, "dq": dq}, rows)
+    per_key = {**sizes, "num_heads": k.shape[2]}
+    _launch("dkdv", backend, kernel_size, per_key, {**tensors, "dk": dk, "dv": dv}, rows)
+    return dq, dk, dv
+
+
+KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+
+
+def _sizes(
+    q: Tensor,
+    k: Tensor,
+    kernel_size: int,
+    dilation: int,
+    softmax_scale: float | None,
+    boundary: str,
+    causal: bool,
+) -> dict[str, Any]:
+    """The numbers that kernels take beside strides and num_work. Windows and classes past N rows change nothing."""
+    _, num_tokens, num_heads, dim = q.shape
+    classes = max(1, min(dilation, num_tokens))
+    left = kernel_size - 1 if causal else kernel_size // 2
+    return {
+        "scale": 1 / math.sqrt(dim) if softmax_scale is None else float(softmax_scale),
+        "num_tokens": num_tokens,
+        "num_heads": num_heads,
+        "group_size": num_heads // k.shape[2],
+        "dilation": classes,
+        "rows_per_class": -(-num_tokens // classes),
+        "left": min(left, num_tokens),
+        "right": min(kernel_size - 1 - left, num_tokens),
+        "shift": int(boundary == "shift" and not causal),
+        "dim": dim,
+    }
+
+
+def _per_row(q: Tensor, sizes: dict[str, Any]) -> Tensor:
+    shape = (q.shape[0], q.shape[2], sizes["dilation"], sizes["rows_per_class"])
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _rows_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _launch(
+    kernel: str,
+    backend: str,
+    kernel_size: int,
+    sizes: dict[str, Any],
+    tensors: dict[str, Tensor],
+    rows: dict[str, Tensor],
+) -> None:
+    q = tensors["q"]
+    if q.numel() == 0:
+        return
+    sequences, rows_per_class = q.shape[0] * sizes["num_heads"] * sizes["dilation"], sizes["rows_per_class"]
+    call = (kernel, q.dtype, sizes["dim"], kernel_size)
+    if backend == "ascend":
+        device = tiling.device_of()
+        plan = tiling.ascend_plan(*call, sequences=sequences, rows=rows_per_class, device=device)
+    else:
+        plan = tiling.gpu_plan(*call, sequences=sequences, rows=rows_per_class)
+    tiles = plan.tiles
+    work = tiling.work_of(tiles, sequences, rows_per_class)
+    strides = {
+        f"{name}_{axis}_stride": tensor.stride(i)
+        for name, tensor in tensors.items()
+        for i, axis in enumerate(("batch", "token", "head"))
+    }
+    pointers = {f"p_{name}": tensor for name, tensor in tensors.items()} | rows
+    interpreted = not isinstance(KERNELS[kernel], triton.JITFunction)
+    constants = {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_D": tiles.block_d,
+        "UPCAST": interpreted and q.dtype == torch.bfloat16,  # the interpreter multiplies raw bits of bf16
+    }
+    numbers = {**sizes, "num_work": work, **strides}
+    launch(KERNELS[kernel], plan.grid, {**pointers, **numbers}, constants, **plan.options)

@@ -1,0 +1,59 @@
+"""Whether the Triton kernels take a call, asked by the dispatcher before anything is launched. Needs torch alone."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ascend_kernels.launch import only_recording
+from ascend_kernels.tiling import DTYPES, MAX_DIM, MAX_TOKENS
+
+
+def check_gpu(call: Any) -> str | None:
+    """Why upstream Triton cannot run the call (dispatch.Call) on a GPU, or None."""
+    return _check(call, "cuda", "CUDA devices", "pip install triton")
+
+
+def check_npu(call: Any) -> str | None:
+    """Why triton-ascend cannot run the call (dispatch.Call) on an NPU, or None."""
+    return _check(call, "npu", "Ascend NPUs", 'pip install "nsa-kernels[npu]"')
+
+
+def _check(call: Any, device_type: str, devices: str, install: str) -> str | None:
+    if call.device_type != device_type and not (call.device_type == "cpu" and call.named and _takes_cpu_tensors()):
+        simulated = ", and on the CPU when named, with TRITON_INTERPRET=1" if call.device_type == "cpu" else ""
+        return f"runs on {devices}{simulated}, got {call.device_type}"
+    if call.device_type == "cuda" and not torch.cuda.is_available():
+        return "no NVIDIA GPU is visible"
+    if call.device_type == "npu" and not (hasattr(torch, "npu") and torch.npu.is_available()):
+        return "no Ascend NPU is visible (torch_npu must be imported)"
+    if not _has_triton():
+        return f"triton is not installed: {install}"
+    if call.dtype not in DTYPES:
+        return f"takes float16, bfloat16 and float32, got {str(call.dtype).removeprefix('torch.')}"
+    if call.options.get("band"):
+        return "its band kernel is not written yet: backend='reference' gives the band"
+    algorithm = call.options.get("algorithm", "auto")
+    if algorithm not in ("auto", "flash"):
+        return f"has algorithm 'flash' only so far, got {algorithm!r}"
+    shape = call.options.get("shape")
+    if shape is not None and shape[3] > MAX_DIM:
+        return f"takes D up to {MAX_DIM}, got {shape[3]}"
+    if shape is not None and shape[1] > MAX_TOKENS:
+        return f"takes N up to {MAX_TOKENS}, got {shape[1]}"
+    return None
+
+
+def _has_triton() -> bool:
+    try:
+        return find_spec("triton") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _takes_cpu_tensors() -> bool:
+    """Triton's interpreter runs kernels on CPU tensors; a recording without runs touches no data."""
+    return os.environ.get("TRITON_INTERPRET") == "1" or only_recording()

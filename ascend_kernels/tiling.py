@@ -1,0 +1,213 @@
+"""Tiles and grids: what fits the memories of each device, and which specialisations of the kernels exist at all.
+
+Ascend. A program of a flash kernel (neighborhood_attention.py) keeps a tile of BLOCK_M rows and walks over the rows of
+the other side, BLOCK_N at a time. Its live tiles are counted memory by memory:
+
+    UB          the vector unit's: scores, probabilities, masks, accumulators, and whatever crosses to or from the cube
+    L1          operands of `tl.dot`, whole tiles: q k v (forward), q k v do (backward), and p or ds on their way back
+    L0A, L0B    operands of one cube instruction, L0C its fp32 result; compilers cut a `tl.dot` into pieces of at least
+                16 x 16 x 16, so only a tile's short sides are held against these
+
+Tiles that cross between memories are counted twice (double buffering), and the sum may take UB_SHARE of the UB. No
+compiler for an NPU has confirmed the model: it is a conservative count, to be replaced by measurements on a device.
+
+The product of a grid is at most MAX_GRID. Kernels stride over their work with as many programs as there are cores, so
+grids never ask for larger tiles.
+
+NVIDIA. Tiles live in registers and shared memory; those of `gpu_tiles` fit the 227 KiB of sm_90.
+
+Row numbers are int32 in the kernels, offsets of elements int64.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+KIB = 1024
+MAX_GRID = 65535
+MAX_TOKENS = 1 << 29
+"""Row numbers, reaching a window and a tile past both ends, stay far inside int32."""
+UB_VARIABLE = "NSA_KERNELS_UB_BYTES"
+UB_SHARE = 0.75
+MIN_UB = 192 * KIB
+"""The smallest UB for which every specialisation exists."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """On-chip memories in bytes, and AI cores (one cube unit each): inferred from public documents, not measured."""
+
+    name: str
+    ub: int
+    l1: int
+    l0a: int
+    l0b: int
+    l0c: int
+    cores: int
+
+
+DEVICES = {
+    "A2": Device("A2", 192 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 20),
+    "A3": Device("A3", 192 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 24),
+    "950": Device("950", 256 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 256 * KIB, 28),
+}
+
+KERNELS = ("forward", "dq", "dkdv")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+BLOCKS_D = (32, 64, 128, 256)
+BLOCKS = (16, 32, 64, 128)
+MAX_DIM = BLOCKS_D[-1]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows a program keeps, rows it takes at a time, and features (a power of two, at least 32)."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one launch goes."""
+
+    tiles: Tiles
+    grid: tuple[int, ...]
+    live_bytes: dict[str, int]
+    """Bytes of live tiles in UB, L1, L0A, L0B and L0C; empty for GPUs, whose compiler counts for itself."""
+    options: dict[str, int]
+    """What the compiler takes beside the tiles."""
+
+
+def block_of(dim: int) -> int:
+    """Features a tile has for head dim D."""
+    return next(block for block in BLOCKS_D if block >= dim)
+
+
+def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
+    """The tiles that one iteration of a flash kernel keeps, by memory."""
+    scores, kept, walked = (
+        tiles.block_m * tiles.block_n,
+        tiles.block_m * tiles.block_d,
+        tiles.block_n * tiles.block_d,
+    )
+    if kernel == "forward":
+        # crossing: scores in fp32, p in the inputs' dtype, p v in fp32, o; staying: p, mask, accumulator
+        ub = scores * (2 * (4 + itemsize) + 4 + 1) + kept * (2 * 4 + 4 + itemsize)
+        l1 = itemsize * (kept + 2 * 2 * walked + 2 * scores)
+    elif kernel == "dq":
+        # crossing: scores and dp in fp32, ds in the inputs' dtype, ds k in fp32; staying: p, mask, accumulator
+        ub = scores * (2 * (4 + 4 + itemsize) + 4 + 1) + kept * (2 * 4 + 4 + itemsize)
+        l1 = itemsize * (2 * kept + 2 * 2 * walked + 2 * scores)
+    else:
+        # as dq, with p and ds crossing and two accumulators
+        ub = scores * (2 * (4 + 4 + 2 * itemsize) + 4 + 1) + kept * (2 * 4 + 2 * 4 + itemsize)
+        l1 = itemsize * (2 * kept + 2 * 2 * walked + 2 * 2 * scores)
+    ub += 8 * 4 * max(tiles.block_m, tiles.block_n)  # row maxima, sums, LSE, delta, row numbers
+    side = 16 * max(tiles.block_m, tiles.block_n, tiles.block_d)
+    return {"UB": ub, "L1": l1, "L0A": 2 * side * itemsize, "L0B": 2 * side * itemsize, "L0C": 2 * side * 4}
+
+
+def fits(live: dict[str, int], device: Device) -> bool:
+    """Whether all of it fits, and no more than UB_SHARE of the UB is taken."""
+    capacity = {
+        "UB": int(UB_SHARE * device.ub),
+        "L1": device.l1,
+        "L0A": device.l0a,
+        "L0B": device.l0b,
+        "L0C": device.l0c,
+    }
+    return all(size <= capacity[memory] for memory, size in live.items())
+
+
+def device_of(name: str = "A2", ub: int | None = None) -> Device:
+    """A device by name, with the UB given, or by the environment variable NSA_KERNELS_UB_BYTES, or as listed."""
+    listed = DEVICES[name]
+    size = ub if ub is not None else int(os.environ.get(UB_VARIABLE) or listed.ub)
+    if size < MIN_UB:
+        raise ValueError(f"the UB must have at least {MIN_UB} bytes, got {size}")
+    return Device(name, size, listed.l1, listed.l0a, listed.l0b, listed.l0c, listed.cores)
+
+
+TIERS = (16, 128)
+"""Window sizes that tiles are chosen for; the last one also stands for all that are larger."""
+STEP_BYTES = 32 * KIB
+"""What a step of the inner loop costs beside its traffic, as traffic: a guess, until a device has been measured."""
+
+
+@lru_cache
+def ascend_tiles(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int) -> Tiles:
+    """Tiles for a call: those that cost least per kept row for the widest window of the tier.
+
+    The cost is traffic (walked rows into L1, scores between cube and vector unit) and steps. They fit a UB of MIN_UB
+    bytes, so every device takes them, and they are few.
+    """
+    tier = next((tier for tier in TIERS if kernel_size <= tier), TIERS[-1])
+    smallest = Device("smallest", MIN_UB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 1)
+    block_d = block_of(dim)
+
+    def cost(tiles: Tiles) -> float:
+        rows = tiles.block_m + tier - 1
+        steps = -(-rows // tiles.block_n)
+        scores = steps * tiles.block_m * tiles.block_n * (8 if kernel == "forward" else 16)
+        return (2 * rows * block_d * dtype.itemsize + scores + steps * STEP_BYTES) / tiles.block_m
+
+    candidates = (Tiles(block_m, block_n, block_d) for block_m in BLOCKS for block_n in BLOCKS)
+    return min((tiles for tiles in candidates if fits(live_bytes(kernel, tiles, dtype.itemsize), smallest)), key=cost)
+
+
+def specialisations() -> Iterator[tuple[str, torch.dtype, Tiles]]:
+    """Every (kernel, dtype, tiles) that `ascend_tiles` can return, once."""
+    seen = {
+        (kernel, dtype, ascend_tiles(kernel, dtype, block_d, tier)): None
+        for kernel in KERNELS
+        for dtype in DTYPES
+        for block_d in BLOCKS_D
+        for tier in TIERS
+    }
+    yield from seen
+
+
+def ascend_plan(
+    kernel: str,
+    dtype: torch.dtype,
+    dim: int,
+    kernel_size: int,
+    *,
+    sequences: int,
+    rows: int,
+    device: Device,
+) -> Plan:
+    """Tiles, and one program per core at most; each strides over its share of the work.
+
+    Args:
+        sequences: classes of all heads and batch elements. rows: in each of them.
+    """
+    tiles = ascend_tiles(kernel, dtype, dim, kernel_size)
+    grid = (max(1, min(work_of(tiles, sequences, rows), device.cores, MAX_GRID)),)
+    return Plan(tiles, grid, live_bytes(kernel, tiles, dtype.itemsize), {})
+
+
+def work_of(tiles: Tiles, sequences: int, rows: int) -> int:
+    """Pieces of work: tiles of all sequences."""
+    return sequences * -(-rows // tiles.block_m)
+
+
+def gpu_plan(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int, *, sequences: int, rows: int) -> Plan:
+    """Tiles for an NVIDIA GPU, and one program per piece of work."""
+    block_d = block_of(dim)
+    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    if dtype == torch.float32:
+        tiles, options = Tiles(32, 32, block_d), {**options, "num_warps": 8 if block_d == 256 else 4, "num_stages": 1}
+    elif block_d == 256:
+        tiles = Tiles(64 if kernel == "forward" else 32, 32, block_d)
+    else:
+        one_pass = kernel == "forward" and 64 < 64 + kernel_size - 1 <= 128
+        tiles = Tiles(64, 128 if one_pass else 64, block_d)
+    return Plan(tiles, (min(work_of(tiles, sequences, rows), (1 << 31) - 1),), {}, options)

@@ -1,0 +1,185 @@
+"""Neighborhood attention: the public functions. Validate, route, differentiate; ascend_kernels/ computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dispatch
+from nsa.ops import autocast_off
+
+BOUNDARIES = ("truncate", "shift")
+ALGORITHMS = ("auto", "flash", "band", "dense")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def neighborhood_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel_size: int = 7,
+    dilation: int = 1,
+    softmax_scale: float | None = None,
+    boundary: str = "truncate",
+    causal: bool = False,
+    algorithm: str = "auto",
+    backend: str | None = None,
+) -> Tensor:
+    """1-D neighborhood attention, differentiable: each token attends to the `kernel_size` tokens around it.
+
+    Args:
+        q: `[B,N,H,D]`; fp16, bf16 or fp32, on the CPU also fp64.
+        k, v: `[B,N,H_kv,D]`, q's dtype; H a multiple of H_kv.
+        kernel_size: keys in a window, at least 1. Offsets are -(k//2) ... k//2 for an odd one and -k/2 ... k/2 - 1
+            for an even one, times `dilation`.
+        dilation: distance between neighbors, at least 1.
+        softmax_scale: None means 1/sqrt(D).
+        boundary: "truncate" drops neighbors before the first or after the last token; "shift" moves the window inside,
+            so that every query has min(kernel_size, tokens of its residue class modulo dilation) keys, as in NATTEN.
+        causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
+        algorithm: "auto" is "flash". The reference has one algorithm and takes any name.
+        backend: "triton", "ascend" or "reference"; None reads NSA_KERNELS_BACKEND, then takes the first that can run.
+
+    Returns:
+        `[B,N,H,D]` in q's dtype.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed.
+        dispatch.BackendError: when no backend can run the call, with the reason of each.
+    """
+    window = _Window(kernel_size, dilation, softmax_scale, boundary, causal)
+    impl = _resolve(q, k, v, window, algorithm, backend, band=False)
+    with autocast_off(q.device.type):
+        if impl.training is None:
+            out: Tensor = impl.load()(q, k, v, **asdict(window))[0]
+            return out
+        result: Tensor = _Trained.apply(q, k, v, impl, window)
+        return result
+
+
+def neighborhood_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel_size: int = 7,
+    dilation: int = 1,
+    softmax_scale: float | None = None,
+    boundary: str = "truncate",
+    causal: bool = False,
+    algorithm: str = "auto",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`neighborhood_attention` without a graph, and its probabilities.
+
+    Returns:
+        out, and the band `[B,H,N,kernel_size]` in fp32 (fp64 for fp64 inputs): slot s is the key s * dilation after the
+        window's start, and 0 where there is no such key. With "shift", slot 0 is the start of the moved window.
+    """
+    window = _Window(kernel_size, dilation, softmax_scale, boundary, causal)
+    with torch.no_grad(), autocast_off(q.device.type if isinstance(q, Tensor) else "cpu"):
+        impl = _resolve(q, k, v, window, algorithm, backend, band=True)
+        out, band, _ = impl.load()(q, k, v, **asdict(window))
+    return out, band
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The options that change the result, checked."""
+
+    kernel_size: int
+    dilation: int
+    softmax_scale: float | None
+    boundary: str
+    causal: bool
+
+    def __post_init__(self) -> None:
+        for name in ("kernel_size", "dilation"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        scale = self.softmax_scale
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
+            raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"softmax_scale must be finite, got {scale}")
+        _check_choice("boundary", self.boundary, BOUNDARIES)
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal must be True or False, got {self.causal!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have the layout [B,N,heads,D], got shape {list(tensor.shape)}")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(q.dtype)}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must be {_short(q.dtype)} (q is {_short(q.dtype)}), got {_short(tensor.dtype)}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+    batch, num_tokens, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    if dim == 0 or heads == 0:
+        raise ValueError(f"q must have at least one head and D >= 1, got shape {list(q.shape)}")
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(f"q must have a multiple of k's H_kv={kv_heads} heads (at least one), got H={heads}")
+    for name, tensor in (("k", k), ("v", v)):
+        wanted = [batch, num_tokens, kv_heads, dim]
+        if list(tensor.shape) != wanted:
+            raise ValueError(f"{name} must have the shape {wanted}, got {list(tensor.shape)}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _resolve(
+    q: Tensor, k: Tensor, v: Tensor, window: _Window, algorithm: str, backend: str | None, *, band: bool
+) -> dispatch.Impl:
+    """Check everything and find the backend that takes the call."""
+    _check_choice("algorithm", algorithm, ALGORITHMS)
+    _check_tensors(q, k, v)
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+    options = {**asdict(window), "algorithm": algorithm, "band": band, "shape": tuple(q.shape)}
+    call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=needs_grad, options=options)
+    return dispatch.resolve(call, backend)
+
+
+class _Trained(torch.autograd.Function):
+    """A backend with a backward of its own: `forward` and `backward` of the module that its row names."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, impl: dispatch.Impl, window: _Window) -> Tensor:
+        out: Tensor
+        out, lse = impl.load()(q, k, v, **asdict(window), backend=impl.backend)
+        ctx.impl, ctx.window = impl, window
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        with autocast_off(do.device.type):
+            gradients = ctx.impl.load_training().backward(
+                do, *ctx.saved_tensors, **asdict(ctx.window), backend=ctx.impl.backend
+            )
+        return (*gradients, None, None)

@@ -1,0 +1,121 @@
+"""Neighborhood attention's kernels in Triton's interpreter, on CPU tensors; test_neighborhood_attention.py runs this
+file in processes of its own, since TRITON_INTERPRET must be set before triton is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import dispatch
+from ascend_kernels import tiling
+from ascend_kernels.launch import recording
+from dispatch import neighborhood_attention
+from tests.helpers import make_qkv
+from tests.neighborhood_cases import check
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "truncate": {},
+    "shift": {"boundary": "shift"},
+    "causal": {"boundary": "shift", "causal": True},
+}
+
+
+@contextmanager
+def small_tiles(monkeypatch: pytest.MonkeyPatch, cores: int = 3) -> Iterator[None]:
+    """Tiles of 16 rows on few cores: borders everywhere, several steps of the inner loop and over the work."""
+    few = {name: replace(device, cores=cores) for name, device in tiling.DEVICES.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(tiling, "ascend_tiles", lambda *a: tiling.Tiles(16, 16, tiling.block_of(a[2])))
+        patch.setattr(tiling, "DEVICES", few)
+        yield
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_every_short_length(window: str, dtype: torch.dtype) -> None:
+    """N = 1 ... 70, alternating dtypes; kernel sizes 1 ... 8 with dilations 1 ... 3 come in all pairs."""
+    for tokens in range(1 if dtype == torch.float32 else 2, 71, 2):
+        grouped = tokens % 5 == 0
+        check(
+            "ascend",
+            tokens,
+            heads=1 + grouped,
+            dtype=dtype,
+            kernel_size=1 + tokens // 2 % 8,
+            dilation=1 + tokens % 3,
+            **WINDOWS[window],
+        )
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kernel_size", [1, 2, 17, 18, 33, 40])
+def test_borders_of_tiles(window: str, kernel_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_tiles(monkeypatch):
+        check("ascend", 49, heads=1, kernel_size=kernel_size, **WINDOWS[window])
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "features not a power of two": {"tokens": 40, "dim": 40, "kernel_size": 5},
+    "wide features": {"tokens": 37, "dim": 64, "kernel_size": 6, "dilation": 2, "boundary": "shift", "heads": 4},
+    "widest features": {"tokens": 20, "dim": 256, "kernel_size": 4, "dtype": torch.float16},
+    "a batch of head-major groups": {"tokens": 33, "batch": 2, "heads": 4, "kv_heads": 2, "head_major": True},
+    "fewer tokens than keys": {"tokens": 5, "kernel_size": 64, "boundary": "shift"},
+    "fewer tokens than keys, causal": {"tokens": 5, "kernel_size": 63, "causal": True, "dilation": 2},
+    "fewer tokens than the dilation": {"tokens": 5, "kernel_size": 3, "dilation": 1000},
+    "a dilation beyond int32": {"tokens": 5, "kernel_size": 1 << 12, "dilation": 1 << 40},
+    "a scale": {"tokens": 21, "kernel_size": 7, "softmax_scale": 0.7},
+    "bf16": {"tokens": 70, "kernel_size": 9, "dtype": torch.bfloat16, "kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_options(case: str) -> None:
+    check("ascend", **CASES[case])
+
+
+def test_tiles_of_the_gpu() -> None:
+    check("triton", 100, kernel_size=31, boundary="shift")
+
+
+def test_no_tokens() -> None:
+    q, k, v = make_qkv(0, dtype=torch.float32, requires_grad=True)
+    out = neighborhood_attention(q, k, v, backend="ascend")
+    out.sum().backward()
+    assert out.shape == q.shape
+    assert q.grad is not None
+
+
+def test_results_repeat_and_launches_are_recorded() -> None:
+    q, k, v = make_qkv(50, dtype=torch.float32, requires_grad=True)
+    gradients = []
+    for _ in range(2):
+        with recording(run=True) as launches:
+            out = neighborhood_attention(q, k, v, kernel_size=9, backend="ascend")
+            gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+        assert [launch.kernel.fn.__name__ for launch in launches] == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_rows_outside_the_window_do_not_matter() -> None:
+    """Changing keys outside a row's window leaves its output bit-identical."""
+    q, k, v = make_qkv(60, dtype=torch.float32)
+    for window in WINDOWS.values():
+        before = neighborhood_attention(q, k, v, kernel_size=6, dilation=2, backend="ascend", **window)
+        k2, v2 = k.clone(), v.clone()
+        k2[:, 40:] += 1
+        v2[:, 40:] += 1
+        after = neighborhood_attention(q, k2, v2, kernel_size=6, dilation=2, backend="ascend", **window)
+        assert torch.equal(before[:, :36], after[:, :36])
+        assert not torch.equal(before[:, 40:], after[:, 40:])
+
+
+def test_what_is_not_written_yet_is_refused_with_the_reason() -> None:
+    q, k, v = make_qkv(8, dtype=torch.float32)
+    with pytest.raises(dispatch.BackendError, match="has algorithm 'flash' only so far, got 'band'"):
+        neighborhood_attention(q, k, v, algorithm="band", backend="ascend")

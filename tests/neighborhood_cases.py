@@ -1,0 +1,60 @@
+"""One check of neighborhood attention's kernels against fp64, shared by the interpreter's tests and those on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_kernels import reference
+from dispatch import neighborhood_attention
+from tests.helpers import assert_within_budget, make_qkv
+
+NAMES = ("output", "dq", "dk", "dv")
+
+
+def check(
+    backend: str,
+    tokens: int,
+    *,
+    heads: int = 2,
+    kv_heads: int = 1,
+    dim: int = 16,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    head_major: bool = False,
+    **options: Any,
+) -> None:
+    """Output and gradients of the public op within the budget of helpers.py.
+
+    Args:
+        head_major: inputs are `[B,H,N,D]` in memory.
+        options: keywords of neighborhood_attention.
+    """
+    inputs = make_qkv(tokens, heads, kv_heads, dim, batch=batch, dtype=dtype, device=device, seed=tokens)
+    if head_major:
+        q, k, v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs)
+        inputs = (q, k, v)
+    do = make_qkv(tokens, heads, kv_heads, dim, batch=batch, dtype=dtype, device=device, seed=tokens + 1)[0]
+    got = _with_gradients(lambda *qkv: neighborhood_attention(*qkv, backend=backend, **options), inputs, do)
+    oracle = _with_gradients(lambda *qkv: reference.neighborhood_attention(*qkv, **options)[0], _fp64(inputs), do)
+    low = _with_gradients(
+        lambda *qkv: reference.neighborhood_attention(*qkv, compute_dtype=dtype, **options)[0], inputs, do
+    )
+    for name, mine, exact, theirs in zip(NAMES, got, oracle, low, strict=True):
+        assert mine.dtype == dtype
+        # Sums over D in fp32, in another order than PyTorch's; ds is a difference of two, which may cancel
+        rounding = dim * torch.finfo(torch.float32).eps
+        assert_within_budget(mine, exact, theirs, f"{name} of N={tokens} {options}", slack=rounding)
+
+
+def _fp64(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor.double() for tensor in tensors)
+
+
+def _with_gradients(function: Any, inputs: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = function(*leaves)
+    return (out.detach(), *torch.autograd.grad(out, leaves, do.to(out.dtype)))

@@ -1,0 +1,304 @@
+"""Neighborhood attention: two oracles that agree, the kernels in the interpreter and on a GPU, arguments, tiles."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dispatch
+from ascend_kernels import reference, tiling
+from ascend_kernels.launch import launch, only_recording, recording
+from dispatch import neighborhood_attention
+from nsa.neighborhood_attention import neighborhood_attention_forward
+from tests.helpers import make_qkv
+from tests.neighborhood_cases import check
+from tests.neighborhood_loops import attend, keys_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The oracle
+
+windows = st.fixed_dictionaries(
+    {
+        "kernel_size": st.integers(1, 12),
+        "dilation": st.integers(1, 5),
+        "boundary": st.sampled_from(["truncate", "shift"]),
+        "causal": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=60)
+@given(tokens=st.integers(1, 24), kv_heads=st.integers(1, 2), group=st.integers(1, 2), window=windows)
+def test_oracles_agree(tokens: int, kv_heads: int, group: int, window: dict[str, Any]) -> None:
+    q, k, v = make_qkv(tokens, kv_heads * group, kv_heads, dim=3, seed=tokens)
+    out, band, lse = reference.neighborhood_attention(q, k, v, **window)
+    expected = attend(q.tolist(), k.tolist(), v.tolist(), scale=1 / math.sqrt(3), **window)
+    for mine, theirs in zip((out, band, lse), expected, strict=True):
+        torch.testing.assert_close(mine, torch.tensor(theirs, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=300)
+@given(tokens=st.integers(1, 40), window=windows)
+def test_windows(tokens: int, window: dict[str, Any]) -> None:
+    """Every row sees itself, in order; moved windows have every key that a class can give."""
+    starts = reference.window_starts(tokens, **window).tolist()
+    for i in range(tokens):
+        keys = keys_of(i, tokens, **window)
+        assert i in keys
+        present = [key for key in keys if key is not None]
+        assert present == sorted(set(present))
+        first = next(slot for slot, key in enumerate(keys) if key is not None)
+        assert starts[i] == present[0] - first * window["dilation"]
+        if window["boundary"] == "shift" and not window["causal"]:
+            members = len(range(i % window["dilation"], tokens, window["dilation"]))
+            assert len(present) == min(window["kernel_size"], members)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        {"kernel_size": 4, "dilation": 2, "boundary": "shift"},
+        {"kernel_size": 3, "causal": True},
+        {"kernel_size": 5, "softmax_scale": 0.3},
+    ],
+    ids=str,
+)
+def test_gradients_of_the_oracle(window: dict[str, Any]) -> None:
+    inputs = make_qkv(6, 2, 1, dim=2, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *qkv: reference.neighborhood_attention(*qkv, **window), inputs)
+
+
+def test_chunks_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(50, requires_grad=True)
+    whole = reference.neighborhood_attention(q, k, v)
+    gradients = torch.autograd.grad(whole[0].sum(), (q, k, v))
+    monkeypatch.setattr(reference, "CHUNK_BYTES", 30_000)
+    parts = reference.neighborhood_attention(q, k, v)
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(torch.autograd.grad(parts[0].sum(), (q, k, v)), gradients)
+
+
+# The public functions
+
+
+def test_cpu_tensors_run_the_reference() -> None:
+    q, k, v = make_qkv(30, dtype=torch.float32, requires_grad=True)
+    out, band = neighborhood_attention_forward(q, k, v, kernel_size=4)
+    assert (out.shape, band.shape, band.dtype) == (q.shape, (1, 4, 30, 4), torch.float32)
+    assert not out.requires_grad
+    again = neighborhood_attention(q, k, v, kernel_size=4)
+    torch.testing.assert_close(again, out)
+    again.sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (TypeError, "q must be a torch.Tensor, got list", {"q": []}),
+        (ValueError, r"k must have the layout \[B,N,heads,D\], got shape \[3\]", {"k": torch.zeros(3)}),
+        (
+            TypeError,
+            "q must be bfloat16, float16, float32 or float64, got int64",
+            {"q": torch.zeros(1, 8, 4, 16).long()},
+        ),
+        (TypeError, r"v must be float32 \(q is float32\), got float16", {"v": torch.zeros(1, 8, 2, 16).half()}),
+        (ValueError, r"v must have the shape \[1, 8, 2, 16\], got \[1, 9, 2, 16\]", {"v": torch.zeros(1, 9, 2, 16)}),
+        (ValueError, "q must have a multiple of k's H_kv=3 heads", {"k": torch.zeros(1, 8, 3, 16)}),
+        (ValueError, "q must have at least one head and D >= 1", {"q": torch.zeros(1, 8, 4, 0)}),
+        (TypeError, "kernel_size must be an integer, got 3.0", {"kernel_size": 3.0}),
+        (TypeError, "dilation must be an integer, got True", {"dilation": True}),
+        (ValueError, "kernel_size must be at least 1, got 0", {"kernel_size": 0}),
+        (ValueError, "dilation must be at least 1, got -1", {"dilation": -1}),
+        (TypeError, "softmax_scale must be a number or None, got 'x'", {"softmax_scale": "x"}),
+        (ValueError, "softmax_scale must be finite, got inf", {"softmax_scale": math.inf}),
+        (ValueError, "boundary must be one of truncate, shift, got 'wrap'", {"boundary": "wrap"}),
+        (TypeError, "boundary must be a string, got None", {"boundary": None}),
+        (TypeError, "causal must be True or False, got 1", {"causal": 1}),
+        (ValueError, "algorithm must be one of auto, flash, band, dense, got 'fast'", {"algorithm": "fast"}),
+        (
+            ValueError,
+            "backend must be one of triton, ascend, reference for neighborhood_attention",
+            {"backend": "cute"},
+        ),
+        (dispatch.BackendError, "with TRITON_INTERPRET=1, got cpu", {"backend": "ascend"}),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    q, k, v = make_qkv(8, dtype=torch.float32)
+    with pytest.raises(error, match=message):
+        neighborhood_attention(**{"q": q, "k": k, "v": v, **changes})
+
+
+def refusal(backend: str, device: str, dtype: torch.dtype = torch.float16, **options: Any) -> str | None:
+    call = dispatch.Call("neighborhood_attention", device, dtype, options=options)
+    return {verdict.impl.backend: verdict.reason for verdict in dispatch.explain(call)}[backend]
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert refusal("triton", "cuda") is None
+    assert refusal("triton", "cuda", torch.float64) == "takes float16, bfloat16 and float32, got float64"
+    assert refusal("triton", "cuda", shape=(1, 9, 1, 257)) == "takes D up to 256, got 257"
+    assert refusal("triton", "cuda", shape=(1, 1 << 30, 1, 16)) == "takes N up to 536870912, got 1073741824"
+    assert "backend='reference' gives the band" in str(refusal("triton", "cuda", band=True))
+    assert refusal("triton", "cuda", algorithm="dense") == "has algorithm 'flash' only so far, got 'dense'"
+    assert refusal("ascend", "cuda") == "runs on Ascend NPUs, got cuda"
+    assert "no Ascend NPU is visible" in str(refusal("ascend", "npu"))
+    monkeypatch.setattr("ascend_kernels.support.find_spec", lambda _: None)
+    assert refusal("triton", "cuda") == "triton is not installed: pip install triton"
+
+
+# Launches
+
+
+def test_recordings() -> None:
+    ran = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **given: ran.append((grid, given))
+
+    x = torch.zeros(1)
+    with recording(run=True) as outer:
+        launch(Kernel(), (2,), {"p_x": x}, {"BLOCK": 16}, num_warps=4)
+        with recording(run=False) as inner:
+            assert only_recording()
+            launch(Kernel(), (3,), {"p_x": x}, {"BLOCK": 32})
+    assert not only_recording()
+    assert ran == [((2,), {"p_x": x, "BLOCK": 16, "num_warps": 4})]
+    assert [(one.grid, one.constants, one.options) for one in outer] == [
+        ((2,), {"BLOCK": 16}, {"num_warps": 4}),
+        ((3,), {"BLOCK": 32}, {}),
+    ]
+    assert inner == outer[1:]
+
+
+def test_recording_takes_cpu_tensors_through_the_public_op() -> None:
+    """As the tests of other compilers do: what an NPU would be given, from a process without one."""
+    q, k, v = make_qkv(5000, heads=8, dtype=torch.bfloat16, requires_grad=True)
+    with recording(run=False) as launches:
+        out = neighborhood_attention(q, k, v, kernel_size=600, dilation=2, backend="ascend")
+        torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert [launch.kernel.__name__ for launch in launches] == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
+    for one in launches:
+        assert set(one.arguments) | set(one.constants) == set(one.kernel.arg_names)
+        assert one.grid == (20,)
+        assert one.constants["UPCAST"] is False
+
+
+# Tiles
+
+
+def test_specialisations_are_few_and_fit_every_device() -> None:
+    found = list(tiling.specialisations())
+    assert len(found) == len(set(found)) <= 80
+    for kernel, dtype, tiles in found:
+        for device in tiling.DEVICES.values():
+            assert tiling.fits(tiling.live_bytes(kernel, tiles, dtype.itemsize), device), (kernel, tiles, device)
+
+
+def test_planner_on_random_shapes() -> None:
+    """10,000 shapes: tiles are among the specialisations, grids are small, and all row numbers are int32."""
+    known = set(tiling.specialisations())
+    draw = random.Random(0)
+    for _ in range(10_000):
+        kernel, dtype = draw.choice(tiling.KERNELS), draw.choice(tiling.DTYPES)
+        tokens = int(2 ** draw.uniform(0, 29))
+        kernel_size = int(2 ** draw.uniform(0, 29))
+        dim = draw.randint(1, tiling.MAX_DIM)
+        device = tiling.device_of(draw.choice(list(tiling.DEVICES)))
+        heads = draw.randint(1, 256)
+        plan = tiling.ascend_plan(kernel, dtype, dim, kernel_size, sequences=heads, rows=tokens, device=device)
+        tiles, live = plan.tiles, plan.live_bytes
+        assert (kernel, dtype, tiles) in known
+        assert tiles.block_d >= dim
+        capacity = {"UB": 0.75 * device.ub, "L1": device.l1, "L0A": device.l0a, "L0B": device.l0b, "L0C": device.l0c}
+        assert all(live[memory] <= capacity[memory] for memory in capacity)
+        assert 1 <= math.prod(plan.grid) <= min(device.cores, 65535)
+        reach = min(kernel_size, 2 * tokens)
+        assert tokens + reach + tiles.block_m + tiles.block_n < 2**31
+
+
+def test_an_oversize_tile_does_not_fit() -> None:
+    tiles = tiling.Tiles(128, 128, 256)
+    assert not tiling.fits(tiling.live_bytes("forward", tiles, 4), tiling.DEVICES["950"])
+
+
+def test_ub_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiling.device_of("A3", ub=256 * 1024).ub == 256 * 1024
+    monkeypatch.setenv(tiling.UB_VARIABLE, "1024")
+    with pytest.raises(ValueError, match="must have at least 196608 bytes, got 1024"):
+        tiling.device_of()
+
+
+# The kernels
+
+
+@pytest.mark.parametrize(
+    "part", ["every_short_length and fp32", "every_short_length and fp16", "not every_short_length"]
+)
+def test_interpreted(part: str) -> None:
+    """In a process where Triton interprets: interpreted_neighborhood_attention.py."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part]
+    done = subprocess.run(
+        [*command, "tests/interpreted_neighborhood_attention.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+GPU_CASES: dict[str, dict[str, Any]] = {
+    "short": {"tokens": 33, "kernel_size": 7, "kv_heads": 2},
+    "plain": {"tokens": 2304, "dim": 64, "kernel_size": 7, "heads": 4, "kv_heads": 4},
+    "even, moved, dilated, grouped": {
+        "tokens": 4099,
+        "dim": 128,
+        "kernel_size": 64,
+        "dilation": 3,
+        "boundary": "shift",
+        "heads": 8,
+        "kv_heads": 2,
+    },
+    "causal": {"tokens": 3001, "dim": 80, "kernel_size": 300, "causal": True, "batch": 2},
+    "widest features": {"tokens": 1500, "dim": 256, "kernel_size": 129, "boundary": "shift"},
+    "head-major": {"tokens": 2049, "dim": 128, "kernel_size": 9, "head_major": True, "heads": 4, "kv_heads": 4},
+    "long": {"tokens": 65536, "dim": 128, "kernel_size": 63, "dilation": 8},
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_on_a_gpu(case: str, dtype: torch.dtype) -> None:
+    check("triton", device="cuda", dtype=dtype, **GPU_CASES[case])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("boundary", ["truncate", "shift"])
+def test_every_short_length_on_a_gpu(boundary: str) -> None:
+    for tokens in range(1, 71):
+        check(
+            "triton",
+            tokens,
+            device="cuda",
+            kernel_size=1 + tokens % 8,
+            dilation=1 + tokens % 3,
+            boundary=boundary,
+        )
