@@ -66,3 +66,14 @@ def writes_between_rows(p_x, p_out, rows, columns, x_stride, out_stride, ROWS: t
     mask = (o_row < rows)[:, None] & (o_column < out_stride)[None, :] & ((o_row < rows - 1)[:, None] | (o_column < columns))
     p_tile = p_out + o_row[:, None] * out_stride + o_column[None, :]
     tl.store(p_tile, tl.zeros((ROWS, COLUMNS), dtype=p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sums_unloaded_lanes(p_x, p_out, rows, columns, x_stride, out_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The load has a mask but no `other`: the sum takes whatever the tile held."""
+    o_row, o_column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    mask = (o_row < rows)[:, None] & (o_column < columns)[None, :]
+    b_x = tl.load(p_x + o_row[:, None] * x_stride + o_column[None, :], mask=mask).to(tl.float32)
+    b_out = b_x / tl.sum(b_x, 1)[:, None]
+    p_tile = p_out + o_row[:, None] * out_stride + o_column[None, :]
+    tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=mask)
