@@ -1,61 +1,74 @@
-"""The one way to launch a kernel: it can be recorded, so that proofs get the launches of the public op, not copies of them."""
+"""The one door through which these kernels are launched, so that what a public call launches can be recorded.
+
+Tests hand the recorded launches to other compilers, which then run the same kernel objects on the same arguments as
+the op itself does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and everything that it was called with; tensors are the caller's own, not copies."""
+    """One launch of a `@triton.jit` kernel."""
 
     kernel: Any
-    """The `@triton.jit` function."""
     grid: tuple[int, ...]
-    arguments: dict[str, Tensor | int | float]
-    """By parameter name."""
+    arguments: dict[str, Any]
+    """Tensors and numbers by parameter name."""
     constants: dict[str, Any]
-    """`tl.constexpr` parameters by name."""
+    """The `tl.constexpr` parameters."""
     options: dict[str, Any]
-    """`num_warps` and the like."""
+    """What the compiler takes beside them, such as num_warps."""
 
 
-class _Recorder(NamedTuple):
+@dataclass(frozen=True)
+class _Recorder:
     launches: list[Launch]
     run: bool
 
 
-_recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
-
-
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: Mapping[str, Tensor | int | float],
-    constants: Mapping[str, Any],
-    **options: Any,
-) -> None:
-    """Run `kernel[grid](**arguments, **constants, **options)`, and record it inside `recording`."""
-    recorder = _recorder.get()
-    if recorder is not None:
-        recorder.launches.append(Launch(kernel, tuple(grid), dict(arguments), dict(constants), dict(options)))
-        if not recorder.run:
-            return
-    kernel[tuple(grid)](**arguments, **constants, **options)
+_recorders: list[_Recorder] = []
 
 
 @contextmanager
 def recording(*, run: bool) -> Iterator[list[Launch]]:
-    """Collect the launches made inside. `run=False` launches nothing: outputs stay as they were allocated."""
-    launches: list[Launch] = []
-    token = _recorder.set(_Recorder(launches, run))
+    """Collect the launches of the block, in order.
+
+    Args:
+        run: also run them. Without, outputs stay uninitialised, and CPU tensors are taken by kernels for a device.
+    """
+    recorder = _Recorder([], run)
+    _recorders.append(recorder)
     try:
-        yield launches
+        yield recorder.launches
     finally:
-        _recorder.reset(token)
+        _recorders.pop()
+
+
+def only_recording() -> bool:
+    """Whether launches are recorded and not run."""
+    return any(not recorder.run for recorder in _recorders)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any], **options: Any
+) -> None:
+    """Record the launch for every `recording` around it, then run it on the device of its tensors."""
+    for recorder in _recorders:
+        recorder.launches.append(Launch(kernel, grid, dict(arguments), dict(constants), options))
+    if only_recording():
+        return
+    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+    if device.type == "cpu":
+        kernel[grid](**arguments, **constants, **options)
+        return
+    with torch.get_device_module(device).device(device):  # Triton launches on the current device
+        kernel[grid](**arguments, **constants, **options)

@@ -1,4 +1,4 @@
-"""Every test: fixed seeds, uninitialised memory filled with NaN, and no skip but for hardware or a toolchain that is not there."""
+"""Every test: fixed seeds, uninitialised memory filled with NaN, no skip but for absent hardware or toolchain."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ PYTHONS = ("3.11", "3.10")
 TORCH = "torch==2.13.0"
 TRITON_ASCEND = "triton-ascend==3.2.0"
 SMALL_PACKAGES = ("pybind11", "numpy<2.4", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "filelock")
-"""pybind11 and numpy for triton-ascend, which does not say so; the rest for torch, whose other dependencies are not needed."""
+"""pybind11 and numpy for triton-ascend, which does not say so; the rest for torch, as far as importing it needs."""
 
 DEBIAN_PACKAGES = ("mlir-19-tools", "llvm-19")
 LIBRARIES = re.compile(r"lib(mlir-19|llvm19|xml2|icu|z3|edit|bsd|md|tinfo|ffi|zstd|lzma)[\w.-]*")
@@ -45,7 +45,7 @@ LLVM_TOOLS = ("mlir-opt", "mlir-translate", "opt", "llc")
 
 
 def find_python() -> str:
-    """This Python if triton-ascend has wheels for it, else one on PATH; empty when there is none."""
+    """The running Python if triton-ascend has wheels for it, else one on PATH; empty when there is none."""
     if "{}.{}".format(*sys.version_info[:2]) in PYTHONS:
         return sys.executable
     found = (shutil.which(f"python{version}") for version in PYTHONS)
@@ -165,7 +165,12 @@ def set_up_mlir() -> dict[str, str]:
         downloads.mkdir()
         packages = apt.closure(DEBIAN_PACKAGES)
         # -q=2: apt warns of its own sandbox for every file that root downloads.
-        run_step(f"{len(packages)} Debian packages", ["apt-get", "-q=2", *apt.options, "download", *packages], downloads, advice)
+        run_step(
+            f"{len(packages)} Debian packages",
+            ["apt-get", "-q=2", *apt.options, "download", *packages],
+            downloads,
+            advice,
+        )
         files = sorted(downloads.glob("*.deb"))
         unpack = "; ".join(f"dpkg -x {shlex.quote(str(file))} {shlex.quote(str(mlir))}" for file in files)
         run_step("unpack", ["sh", "-ec", unpack], ROOT, "Is the disk full?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -32,7 +33,7 @@ class Child:
         self.environment = {**os.environ, "PYTHONPATH": str(toolchain.ROOT), **environment}
         self.process: subprocess.Popen[str] | None = None
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the child
-        atexit.register(self.stop)
+        atexit.register(self.close)
 
     def ask(self, task: str, what: str, request: dict[str, Any], timeout: float = 300) -> dict[str, Any]:
         """Answer of one request; `what` names the kernel and the launch in errors."""
@@ -74,13 +75,18 @@ class Child:
         process, self.process = self.process, None
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # a request that it never read
+                    pipe.close()
         try:
             status = process.wait(5)
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
         return how_it_ended(status)
+
+    def close(self) -> None:
+        self.stop()
+        self.log.close()
 
 
 def how_it_ended(status: int) -> str:

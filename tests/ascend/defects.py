@@ -13,7 +13,9 @@ def one_row_too_many(p_x, p_out, rows, columns, x_stride, out_stride, ROWS: tl.c
     for i_tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         o_row = i_tile * ROWS + tl.arange(0, ROWS)
         mask = (o_row <= rows)[:, None] & (o_column < columns)[None, :]
-        b_x = tl.load(p_x + o_row[:, None] * x_stride + o_column[None, :], mask=mask, other=-float("inf")).to(tl.float32)
+        b_x = tl.load(p_x + o_row[:, None] * x_stride + o_column[None, :], mask=mask, other=-float("inf")).to(
+            tl.float32
+        )
         b_exp = tl.exp(b_x - tl.max(b_x, 1)[:, None])
         b_out = b_exp / tl.sum(b_exp, 1)[:, None]
         p_tile = p_out + o_row[:, None] * out_stride + o_column[None, :]
@@ -27,7 +29,9 @@ def one_row_too_early(p_x, p_out, rows, columns, x_stride, out_stride, ROWS: tl.
     for i_tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         o_row = i_tile * ROWS + tl.arange(0, ROWS)
         mask = (o_row < rows)[:, None] & (o_column < columns)[None, :]
-        b_x = tl.load(p_x + o_row[:, None] * x_stride + o_column[None, :], mask=mask, other=-float("inf")).to(tl.float32)
+        b_x = tl.load(p_x + o_row[:, None] * x_stride + o_column[None, :], mask=mask, other=-float("inf")).to(
+            tl.float32
+        )
         b_exp = tl.exp(b_x - tl.max(b_x, 1)[:, None])
         b_out = b_exp / tl.sum(b_exp, 1)[:, None]
         p_tile = p_out + (o_row[:, None] - (columns > 0)) * out_stride + o_column[None, :]
@@ -61,19 +65,8 @@ def upcast_matmul(p_a, p_b, p_out, m, n, k, M: tl.constexpr, N: tl.constexpr, K:
 
 @triton.jit
 def writes_between_rows(p_x, p_out, rows, columns, x_stride, out_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Fills `out_stride` columns of each row, so what lies between the rows too."""
+    """Fills `out_stride` columns of all rows but the last, so what lies between the rows too."""
     o_row, o_column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    mask = (o_row < rows)[:, None] & (o_column < out_stride)[None, :] & ((o_row < rows - 1)[:, None] | (o_column < columns))
+    mask = (o_row < rows - 1)[:, None] & (o_column < out_stride)[None, :]
     p_tile = p_out + o_row[:, None] * out_stride + o_column[None, :]
     tl.store(p_tile, tl.zeros((ROWS, COLUMNS), dtype=p_out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def sums_unloaded_lanes(p_x, p_out, rows, columns, x_stride, out_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The load has a mask but no `other`: the sum takes whatever the tile held."""
-    o_row, o_column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    mask = (o_row < rows)[:, None] & (o_column < columns)[None, :]
-    b_x = tl.load(p_x + o_row[:, None] * x_stride + o_column[None, :], mask=mask).to(tl.float32)
-    b_out = b_x / tl.sum(b_x, 1)[:, None]
-    p_tile = p_out + o_row[:, None] * out_stride + o_column[None, :]
-    tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=mask)

@@ -48,7 +48,9 @@ def softmax_kernel(p_x, p_out, rows, columns, x_stride, out_stride, ROWS: tl.con
     for i_tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         o_row = i_tile * ROWS + tl.arange(0, ROWS)
         mask = (o_row < rows)[:, None] & (o_column < columns)[None, :]
-        b_x = tl.load(p_x + o_row[:, None] * x_stride + o_column[None, :], mask=mask, other=-float("inf")).to(tl.float32)
+        b_x = tl.load(p_x + o_row[:, None] * x_stride + o_column[None, :], mask=mask, other=-float("inf")).to(
+            tl.float32
+        )
         b_exp = tl.exp(b_x - tl.max(b_x, 1)[:, None])
         b_out = b_exp / tl.sum(b_exp, 1)[:, None]
         p_tile = p_out + o_row[:, None] * out_stride + o_column[None, :]

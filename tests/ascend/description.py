@@ -1,7 +1,7 @@
 """A launch as JSON: what a process with another Triton needs to compile the same kernel with the same specialisation.
 
-Sizes do not appear. Triton specialises an int by whether it is 1, a multiple of 16 or needs 64 bits, and a pointer by its
-alignment; each class is described by one representative, so that launches of all shapes share their lowered kernel.
+Sizes do not appear. Triton specialises an int by whether it is 1, a multiple of 16 or needs 64 bits, and a pointer by
+its alignment; one representative describes each class, so that launches of all shapes share their lowered kernel.
 """
 
 from __future__ import annotations

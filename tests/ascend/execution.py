@@ -1,7 +1,7 @@
 """Runs a lowered kernel on the tensors of its launch, in a child process, and returns the results to those tensors.
 
-Arguments whose bytes overlap (views of one storage) share a region of guarded memory; the others get one each. Bytes of a
-region that belong to no argument hold NaN there and must come back as they were.
+Arguments whose bytes overlap (views of one storage) share a region of guarded memory; the others get one each. Bytes of
+a region that belong to no argument hold NaN there and must come back as they were.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from children import ProofError, how_it_ended
 from native import Native
 from torch import Tensor
 
 from ascend_kernels.launch import Launch
-from children import ProofError, how_it_ended
 
 CHILD = Path(__file__).with_name("guarded_child.py")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -174,5 +174,3 @@ def fault(status: int, lines: list[dict[str, Any]], progress: Path, regions: lis
         distance, side = (address - end, "past the end") if address >= end else (start - address, "before the start")
         near.append((abs(distance), f"{abs(distance)} bytes {side} of {', '.join(region.views)}"))
     return f"{story}: {min(near)[1]}" if address and near else story
-
-

@@ -70,7 +70,9 @@ def assert_no_single_element_loops(linalg: str, what: str = "kernel") -> None:
 
 def assert_matmul_inputs(linalg: str, dtype: str, what: str = "kernel") -> None:
     """There are matmuls, and all take operands of `dtype` ("bf16", "f16", "f32"), not of an upcast."""
-    inputs = re.findall(r"linalg\.(?:batch_)?matmul\w*\b.*? ins\([^:]*: tensor<[\dx]*x(\w+)>, tensor<[\dx]*x(\w+)>\)", linalg)
+    inputs = re.findall(
+        r"linalg\.(?:batch_)?matmul\w*\b.*? ins\([^:]*: tensor<[\dx]*x(\w+)>, tensor<[\dx]*x(\w+)>\)", linalg
+    )
     assert inputs, f"{what}: no matmul"
     assert count_matmuls(linalg) == len(inputs), f"{what}: a matmul whose operands cannot be read"
     assert {name for pair in inputs for name in pair} == {dtype}, f"{what}: matmul operands {inputs}, not {dtype}"

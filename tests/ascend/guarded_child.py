@@ -2,8 +2,8 @@
 
     argv[1]: the request (execution.py)  ->  a line of stdout per placement  ->  regions written beside their inputs
 
-In the first placement each region ends where a guard page begins, in the second it begins where one ends. A program that
-leaves its tensors dies of SIGSEGV; the file of the request's `progress` then holds which program, and the address.
+In the first placement each region ends where a guard page begins, in the second it begins where one ends. A program
+that leaves its tensors dies of SIGSEGV; the request's `progress` file then holds which program, and the address.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def run(request: dict[str, Any], progress: Any) -> None:
         report({"placement": placement, "addresses": [region.address for region in regions]})
         lock, workspace = (Region(bytes(SCRATCH_BYTES), at_end=at_end) for _ in range(2))
         values = [
-            (regions[value["region"]].address + value["offset"], value["elements"]) if "region" in value else value["value"]
+            (regions[value["region"]].address + value["offset"], value["elements"])
+            if "region" in value
+            else value["value"]
             for value in request["arguments"]
         ]
         scratch = [(lock.address, SCRATCH_BYTES), (workspace.address, SCRATCH_BYTES)]

@@ -38,7 +38,7 @@ void memrefCopy(int64_t item, Unranked *source, Unranked *target) {
     }
 }
 
-/* Tiles: NaN in every float type before their first write, freed together when a program ends. */
+/* Tiles: NaN in every float type before their first write; nothing frees them one by one, so all at a program's end. */
 typedef struct Tile {
     struct Tile *next;
     char data[] __attribute__((aligned(64)));

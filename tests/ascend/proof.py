@@ -1,11 +1,11 @@
 """The four checks of a kernel's launches, captured from the public op: the harness's interface.
 
-    with recording(run=False) as launches:
-        out = op(...)                   # outputs stay as allocated: NaN, for torch.empty in tests
-    execute(launches)                   # out now holds what the lowered kernels computed
-    interpret(launches)                 # the same by upstream Triton's interpreter
-    lower(launch).linalg                # for gates.py
-    compile_ptx(launch).ptx             # upstream's code for an NVIDIA architecture
+with recording(run=False) as launches:
+    out = op(...)                   # outputs stay as allocated: NaN, for torch.empty in tests
+execute(launches)                   # out now holds what the lowered kernels computed
+interpret(launches)                 # the same by upstream Triton's interpreter
+lower(launch).linalg                # for gates.py
+compile_ptx(launch).ptx             # upstream's code for an NVIDIA architecture
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Ptx:
 def name_of(launch: Launch) -> str:
     """Kernel and launch, as errors show them."""
     shown = {
-        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, torch.Tensor) else value
+        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else value
         for name, value in launch.arguments.items()
     }
     values = ", ".join(f"{name}={value}" for name, value in {**shown, **launch.constants}.items())

@@ -123,7 +123,9 @@ def test_swapped_arguments_are_caught() -> None:
 def test_row_too_many_is_caught() -> None:
     """As a failure that names the kernel, the launch, the program and the tensor; this process lives on."""
     _, _, launches = softmax_of(defects.one_row_too_many)
-    story = r"launch 0, one_row_too_many\[5\]\(p_x=float32\[37, 19\].*SIGSEGV in program \(4, 0, 0\).* past the end of p_x"
+    story = (
+        r"launch 0, one_row_too_many\[5\]\(p_x=float32\[37, 19\].*SIGSEGV in program \(4, 0, 0\).* past the end of p_x"
+    )
     with pytest.raises(proof.MemoryFault, match=story):
         proof.execute(launches)
 
@@ -181,13 +183,6 @@ def test_upcast_before_the_matmul_is_caught() -> None:
 
 
 @pytest.mark.ascend
-def test_lanes_that_were_never_loaded_are_nan() -> None:
-    _, out, launches = softmax_of(defects.sums_unloaded_lanes, rows=8)
-    proof.execute(launches)
-    assert out.isnan().all()
-
-
-@pytest.mark.ascend
 def test_writes_between_rows_are_caught() -> None:
     out, x = torch.zeros(8, 24)[:, :16], torch.zeros(8, 16)
     arguments = {"p_x": x, "p_out": out, "rows": 8, "columns": 16, "x_stride": 16, "out_stride": 24}
@@ -220,7 +215,7 @@ def test_views_of_one_storage_share_their_memory() -> None:
 
 
 @pytest.mark.ascend
-def test_transposed_and_expanded_inputs() -> None:
+def test_expanded_input() -> None:
     x = torch.randn(1, 19).expand(37, 19)
     out, launches = capture(demo.softmax, x)
     proof.execute(launches)
@@ -271,8 +266,8 @@ def test_recording() -> None:
     launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
     with recording(run=True) as run:
         launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
-        with recording(run=False) as only:
-            launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
+    with recording(run=False) as only:
+        launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
     assert kernel.calls == [everything] * 2
     assert run == only == [Launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, {"num_warps": 8})]
     assert only[0].arguments["p_x"] is x

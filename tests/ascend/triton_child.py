@@ -1,6 +1,6 @@
 """A child process that holds one Triton: triton-ascend, upstream, or upstream's interpreter. Started by children.py.
 
-Each line of stdin is a request in JSON, each line of stdout its answer. Kernels are imported from their own source file.
+Each line of stdin is a request in JSON, each line of stdout its answer. Kernels come from their own source file.
 """
 
 from __future__ import annotations
