@@ -66,9 +66,9 @@ format: ## rewrite the sources to the house format
 	$(VENV_PYTHON) -m ruff check --fix .
 	$(VENV_PYTHON) -m ruff format .
 
-clean: ## remove caches and build outputs, but not the toolchain in .cache
+clean: ## remove caches and build outputs, but not .cache
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find . \( -path ./$(VENV) -o -path ./.git \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## clean, and remove .venv and .cache
-	rm -rf $(VENV) .cache
+distclean: clean ## clean, and remove .venv and the Ascend toolchain
+	rm -rf $(VENV) .cache/ascend

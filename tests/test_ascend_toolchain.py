@@ -21,6 +21,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setattr(tool, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(tool.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(tool, "free_disk_gb", lambda _: 100.0)
+    monkeypatch.setattr(tool, "is_usable", lambda _: True)
     return tool
 
 
@@ -50,6 +51,8 @@ def test_other_python_is_taken_from_the_path(tool: ModuleType, monkeypatch: pyte
     assert tool.find_python() in (sys.executable, "/bin/python3.11")
     monkeypatch.setattr(tool.sys, "version_info", (3, 13, 1))
     assert tool.find_python() == "/bin/python3.11"
+    monkeypatch.setattr(tool, "is_usable", lambda path: path.endswith("3.10"))
+    assert tool.find_python() == "/bin/python3.10"
 
 
 def test_stamp(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

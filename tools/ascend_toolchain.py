@@ -49,7 +49,12 @@ def find_python() -> str:
     if "{}.{}".format(*sys.version_info[:2]) in PYTHONS:
         return sys.executable
     found = (shutil.which(f"python{version}") for version in PYTHONS)
-    return next((path for path in found if path), "")
+    return next((path for path in found if path and is_usable(path)), "")
+
+
+def is_usable(python: str) -> bool:
+    """Whether it starts and can make environments: version managers leave commands on PATH that do neither."""
+    return subprocess.run([python, "-c", "import ensurepip, venv"], check=False, capture_output=True).returncode == 0
 
 
 def preflight() -> list[str]:

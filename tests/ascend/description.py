@@ -21,34 +21,38 @@ ALIGNMENT = 16
 
 def describe(launch: Launch) -> dict[str, Any]:
     function = launch.kernel.fn
+    unspecialised = {parameter.name for parameter in launch.kernel.params if parameter.do_not_specialize}
     return {
         "file": str(Path(function.__globals__["__file__"]).resolve()),
         "module": function.__module__,
         "kernel": function.__qualname__,
-        "arguments": {name: describe_argument(value) for name, value in launch.arguments.items()},
+        "arguments": {
+            name: describe_argument(value, specialised=name not in unspecialised)
+            for name, value in launch.arguments.items()
+        },
         "constants": {name: describe_constant(name, value) for name, value in launch.constants.items()},
         "options": launch.options,
     }
 
 
-def describe_argument(value: Any) -> dict[str, Any]:
+def describe_argument(value: Any, *, specialised: bool = True) -> dict[str, Any]:
     if isinstance(value, torch.Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "aligned": value.data_ptr() % ALIGNMENT == 0}
     if isinstance(value, bool) or value is None:
         return {"value": value}
     if isinstance(value, int):
-        return {"value": representative(value)}
+        return {"value": representative(value, specialised=specialised)}
     if isinstance(value, float):
         return {"value": 0.5}
     raise TypeError(f"a kernel's argument is a Tensor, an int or a float, got {type(value).__name__}")
 
 
-def representative(value: int) -> int:
-    """An int that Triton specialises as it does `value`."""
-    if value == 1:
+def representative(value: int, *, specialised: bool = True) -> int:
+    """An int that Triton treats as it does `value`; `do_not_specialize` leaves only its width."""
+    if specialised and value == 1:
         return 1
     wide = 0 if -(2**31) <= value < 2**31 else 2**40
-    return wide + (ALIGNMENT if value % ALIGNMENT == 0 else ALIGNMENT + 1)
+    return wide + (ALIGNMENT if specialised and value % ALIGNMENT == 0 else ALIGNMENT + 1)
 
 
 def describe_constant(name: str, value: Any) -> Any:

@@ -278,7 +278,10 @@ def test_ints_are_described_by_what_triton_specialises(value: int) -> None:
     described = description.representative(value)
     assert (described == 1) == (value == 1)
     assert (described % 16 == 0) == (value % 16 == 0)
-    assert (-(2**31) <= described < 2**31) == (-(2**31) <= value < 2**31)
+    narrow = -(2**31) <= value < 2**31
+    assert (-(2**31) <= described < 2**31) == narrow
+    unspecialised = description.representative(value, specialised=False)
+    assert unspecialised == description.representative(3 if narrow else 2**40 + 3)
 
 
 def test_arguments_that_cannot_be_described() -> None:
