@@ -125,26 +125,25 @@ def run(launch: Launch, native: Native, parameters: tuple[str, ...], what: str, 
             names = ", ".join(regions[lines[-1]["region"]].views)
             raise MemoryFault(f"execute {what}: {lines[-1]['error']} ({names})")
         for region, path, content in zip(regions, paths, contents, strict=True):
-            after = torch.frombuffer(bytearray(path.with_suffix(".out").read_bytes()), dtype=torch.uint8)
-            take_back(region, content, after, what)
+            take_back(region, content, bytes_tensor(path.with_suffix(".out").read_bytes()), what)
 
 
 def is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
+def bytes_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8)
+
+
 def before(region: Region) -> Tensor:
     """The region's bytes: its tensors, and NaN between them."""
-    size = region.end - region.start
-    memory = torch.frombuffer(bytearray(ctypes.string_at(region.start, size)), dtype=torch.uint8) if size else EMPTY
+    memory = bytes_tensor(ctypes.string_at(region.start, region.end - region.start))
     content = torch.full_like(memory, GAP)
     for name, tensor in region.views.items():
         if tensor.numel():
             region.view_of(name, content).copy_(region.view_of(name, memory))
     return content
-
-
-EMPTY = torch.zeros(0, dtype=torch.uint8)
 
 
 def take_back(region: Region, content: Tensor, after: Tensor, what: str) -> None:

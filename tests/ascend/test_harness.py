@@ -223,6 +223,13 @@ def test_expanded_input() -> None:
 
 
 @pytest.mark.ascend
+def test_inputs_without_elements() -> None:
+    out, launches = capture(demo.matmul, torch.ones(3, 0), torch.ones(0, 4))
+    proof.execute(launches)
+    assert torch.equal(out, torch.zeros(3, 4))
+
+
+@pytest.mark.ascend
 def test_lowered_kernels_are_kept_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     proof.lower(capture(demo.softmax, torch.randn(37, 19))[1][0])
     monkeypatch.setattr(children, "triton_ascend", lambda: pytest.fail("lowered again"))
