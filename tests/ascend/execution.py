@@ -1,13 +1,14 @@
 """Runs a lowered kernel on the tensors of its launch, in a child process, and returns the results to those tensors.
 
-Arguments whose bytes overlap (views of one storage) share a region of guarded memory; the others get one each. Bytes of
-a region that belong to no argument hold NaN there and must come back as they were.
+Each argument gets a region of guarded memory, from its first to its last element; those that share elements share one.
+Bytes of a region that belong to no argument hold NaN there and must come back as they were.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from ascend_kernels.launch import Launch
 CHILD = Path(__file__).with_name("guarded_child.py")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GAP = 0xFF
+FAULTS = (-signal.SIGSEGV, -signal.SIGBUS)
 
 
 class MemoryFault(ProofError):
@@ -66,6 +68,28 @@ def extent(tensor: Tensor) -> int:
 
 
 def regions_of(tensors: dict[str, Tensor]) -> list[Region]:
+    """Regions in the order of addresses. Views that interleave without sharing an element are kept apart."""
+    merged = regions_of_overlapping_extents(tensors)
+    return [part for region in merged for part in (split(region) if are_disjoint(region) else [region])]
+
+
+def are_disjoint(region: Region) -> bool:
+    covered = torch.zeros(region.end - region.start, dtype=torch.uint8)
+    for name, tensor in region.views.items():
+        if tensor.numel():
+            region.view_of(name, covered).fill_(-1)
+    distinct = sum(without_expanded_dims(tensor).nbytes for tensor in region.views.values())
+    return int(covered.count_nonzero()) == distinct
+
+
+def split(region: Region) -> list[Region]:
+    return [
+        Region(tensor.data_ptr(), tensor.data_ptr() + extent(tensor), {name: tensor})
+        for name, tensor in region.views.items()
+    ]
+
+
+def regions_of_overlapping_extents(tensors: dict[str, Tensor]) -> list[Region]:
     regions: list[Region] = []
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
         start = tensor.data_ptr()
@@ -117,7 +141,7 @@ def run(launch: Launch, native: Native, parameters: tuple[str, ...], what: str, 
         except subprocess.TimeoutExpired as error:
             raise ProofError(f"execute {what}: no end after {timeout:.0f} s") from error
         lines = [json.loads(line) for line in done.stdout.splitlines()]
-        if done.returncode < 0:
+        if done.returncode in FAULTS:
             raise MemoryFault(f"execute {what}: {fault(done.returncode, lines, progress, regions)}")
         if done.returncode or not lines:
             raise ProofError(f"execute {what}: {how_it_ended(done.returncode)}\n{done.stderr[-4000:]}")

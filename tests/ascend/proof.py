@@ -1,11 +1,13 @@
-"""The four checks of a kernel's launches, captured from the public op: the harness's interface.
+"""The harness's interface: the four checks of a kernel's launches, which are captured from the public op.
 
-with recording(run=False) as launches:
-    out = op(...)                   # outputs stay as allocated: NaN, for torch.empty in tests
-execute(launches)                   # out now holds what the lowered kernels computed
-interpret(launches)                 # the same by upstream Triton's interpreter
-lower(launch).linalg                # for gates.py
-compile_ptx(launch).ptx             # upstream's code for an NVIDIA architecture
+    with recording(run=False) as launches:
+        out = op(...)                   # outputs stay as allocated: NaN, for torch.empty in tests
+    execute(launches)                   # out now holds what the lowered kernels computed
+    interpret(launches)                 # the same by upstream Triton's interpreter, for fp32 and fp16
+    lower(launch).linalg                # for gates.py
+    compile_ptx(launch).ptx             # upstream's code for an NVIDIA architecture
+
+Lowered kernels and PTX are kept under .cache/ascend.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def test_writes_between_rows_are_caught() -> None:
 
 
 @pytest.mark.ascend
-def test_views_of_one_storage_share_their_memory() -> None:
+def test_views_of_one_storage() -> None:
     """x and the output side by side in each row; the rest of the storage and autograd's versions stay as they are."""
     storage = torch.randn(9, 50)
     before = storage.clone()
@@ -206,12 +206,21 @@ def test_views_of_one_storage_share_their_memory() -> None:
     with recording(run=False) as launches:
         launch(demo.softmax_kernel, plan.grid, arguments, {"ROWS": plan.rows, "COLUMNS": plan.columns})
     version = storage._version
-    assert len(execution.regions_of({"p_x": x, "p_out": out})) == 1
+    assert len(execution.regions_of({"p_x": x, "p_out": out})) == 2, "no element in common: guarded apart"
     proof.execute(launches)
     before[:, 25:45] = out
     assert torch.equal(storage, before)
     assert_within_budget(out, torch.softmax(x.double(), 1), torch.softmax(x, 1))
     assert storage._version == version
+
+
+@pytest.mark.ascend
+def test_in_place_launch_shares_memory() -> None:
+    x = torch.randn(9, 20)
+    oracle, low_precision = torch.softmax(x.double(), 1), torch.softmax(x, 1)
+    _, launches = capture(demo.softmax, x, p_out=x)
+    proof.execute(launches)
+    assert_within_budget(x, oracle, low_precision)
 
 
 @pytest.mark.ascend
