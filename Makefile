@@ -15,10 +15,10 @@ TEST_EXTRAS := dev,bench,cuda
 else
 TEST_EXTRAS := dev,bench
 WITHOUT_CUDA_EXTRA := --ignore=tests/test_compile.py --ignore=tests/test_backward_steps.py \
-	--deselect=tests/test_selected_backward.py::test_memory_is_bounded
+	--deselect=tests/test_selected_backward.py::test_memory_is_bounded --ignore=tests/ascend
 endif
 
-.PHONY: help demo train-demo test lint format test-gpu compile-all clean distclean
+.PHONY: help demo train-demo test test-ascend lint format test-gpu compile-all clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -35,8 +35,13 @@ train-demo: ## set up and train tiny language models with dense attention, NSA a
 
 test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda" --cov=nsa --cov=dispatch --cov-fail-under=95 \
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda and not ascend" --cov=nsa --cov=dispatch --cov-fail-under=95 \
 		$(WITHOUT_CUDA_EXTRA) $(ARGS)
+
+test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests
+	$(bootstrap) --extras dev,bench
+	$(VENV_PYTHON) tools/ascend_toolchain.py
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m ascend tests/ascend $(ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
 ifeq ($(PYTHON_GIVEN),)
@@ -61,9 +66,9 @@ format: ## rewrite the sources to the house format
 	$(VENV_PYTHON) -m ruff check --fix .
 	$(VENV_PYTHON) -m ruff format .
 
-clean: ## remove caches and build outputs
+clean: ## remove caches and build outputs, but not .cache
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find . \( -path ./$(VENV) -o -path ./.git \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## clean, and remove .venv
-	rm -rf $(VENV)
+distclean: clean ## clean, and remove .venv and the Ascend toolchain
+	rm -rf $(VENV) .cache/ascend

@@ -1,4 +1,4 @@
-"""Every test: fixed seeds, uninitialised memory filled with NaN, and no skip but for hardware that is not there."""
+"""Every test: fixed seeds, uninitialised memory filled with NaN, no skip but for absent hardware or toolchain."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 HARDWARE = {"cuda": torch.cuda.is_available}
+MAY_SKIP = {*HARDWARE, "ascend"}
+"""`ascend`: tests/ascend/conftest.py skips these without their toolchain; `.ci/run` has it."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """A skip for any other reason than absent hardware is a failure: a check that looks green must have run."""
+    """Any other skip is a failure: a check that looks green must have run."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
-    if report.skipped and not any(item.get_closest_marker(marker) for marker in HARDWARE):
+    if report.skipped and not any(item.get_closest_marker(marker) for marker in MAY_SKIP):
         report.outcome = "failed"
         report.longrepr = (
-            f"{item.nodeid} was skipped, but only tests marked {sorted(HARDWARE)} may skip: {report.longrepr}"
+            f"{item.nodeid} was skipped, but only tests marked {sorted(MAY_SKIP)} may skip: {report.longrepr}"
         )

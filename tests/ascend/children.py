@@ -1,0 +1,108 @@
+"""Child processes that keep a Triton warm and answer requests; one that dies fails its request, not the test run."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import toolchain
+
+SCRIPT = Path(__file__).with_name("triton_child.py")
+LINES_SHOWN = 30
+
+
+class ProofError(Exception):
+    """A kernel could not be lowered, compiled or executed; the message names it and the launch."""
+
+
+class Child:
+    """One `triton_child.py`, started on the first request and again after a death."""
+
+    def __init__(self, python: str, environment: dict[str, str]) -> None:
+        self.command = [python, str(SCRIPT)]
+        self.environment = {**os.environ, "PYTHONPATH": str(toolchain.ROOT), **environment}
+        self.process: subprocess.Popen[str] | None = None
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the child
+        atexit.register(self.close)
+
+    def ask(self, task: str, what: str, request: dict[str, Any], timeout: float = 300) -> dict[str, Any]:
+        """Answer of one request; `what` names the kernel and the launch in errors."""
+        if self.process is None:
+            self.log.truncate(0)
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.log,
+                text=True,
+            )
+        stdin, stdout = self.process.stdin, self.process.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("the child has no pipes")
+        try:
+            stdin.write(json.dumps({"task": task, **request}) + "\n")
+            stdin.flush()
+            answered = bool(select.select([stdout], [], [], timeout)[0])
+            line = stdout.readline() if answered else ""
+        except BrokenPipeError:
+            answered, line = True, ""
+        if not line:
+            cause = self.stop() if answered else f"no answer in {timeout:.0f} s"
+            self.stop()
+            self.log.seek(0)
+            last_lines = "\n".join(self.log.read().splitlines()[-LINES_SHOWN:])
+            raise ProofError(f"{task} {what}: {cause}\n{last_lines}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ProofError(f"{task} {what}: {answer['error']}")
+        return answer
+
+    def stop(self) -> str:
+        """End the process; returns how it had ended."""
+        if self.process is None:
+            return "not running"
+        process, self.process = self.process, None
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # a request that it never read
+                    pipe.close()
+        try:
+            status = process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        return how_it_ended(status)
+
+    def close(self) -> None:
+        self.stop()
+        self.log.close()
+
+
+def how_it_ended(status: int) -> str:
+    return f"died of {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+@functools.cache
+def triton_ascend() -> Child:
+    return Child(str(toolchain.ASCEND_PYTHON), {"TRITON_DISABLE_LINE_INFO": "1"})
+
+
+@functools.cache
+def upstream() -> Child:
+    return Child(sys.executable, {"TRITON_INTERPRET": "0"})
+
+
+@functools.cache
+def interpreter() -> Child:
+    return Child(sys.executable, {"TRITON_INTERPRET": "1"})

@@ -1,0 +1,129 @@
+"""Runs one lowered kernel over its grid, twice, with PROT_NONE pages around its tensors. Standard library only.
+
+    argv[1]: the request (execution.py)  ->  a line of stdout per placement  ->  regions written beside their inputs
+
+In the first placement each region ends where a guard page begins, in the second it begins where one ends. A program
+that leaves its tensors dies of SIGSEGV; the request's `progress` file then holds which program, and the address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import mmap
+import sys
+from pathlib import Path
+from typing import Any
+
+PAGE = mmap.PAGESIZE
+PLACEMENTS = ("before a guard page", "after a guard page")
+SLACK = 0xA5
+SCALARS = {
+    "i1": ctypes.c_bool,
+    "i8": ctypes.c_int8,
+    "i16": ctypes.c_int16,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "f32": ctypes.c_float,
+    "f64": ctypes.c_double,
+}
+SCRATCH_BYTES = 1 << 16
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Region:
+    """Memory between two guard pages, filled from a file."""
+
+    def __init__(self, content: bytes, *, at_end: bool) -> None:
+        self.size = len(content)
+        inner = max(PAGE, -(-self.size // PAGE) * PAGE)
+        # Python's mmap has no PROT_NONE: 0 is its value on every Linux.
+        whole = libc.mmap(None, inner + 2 * PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        if whole is None or whole == ctypes.c_void_p(-1).value:
+            raise MemoryError(f"mmap of {inner} bytes failed")
+        start = whole + PAGE
+        if libc.mprotect(start, inner, mmap.PROT_READ | mmap.PROT_WRITE):
+            raise MemoryError(f"mprotect of {inner} bytes failed")
+        ctypes.memset(start, SLACK, inner)
+        slack = inner - self.size
+        self.address = start + (slack if at_end else 0)
+        self.slack = (start if at_end else start + self.size, slack)
+        ctypes.memmove(self.address, content, self.size)
+
+    def content(self) -> bytes:
+        return ctypes.string_at(self.address, self.size)
+
+    def slack_is_untouched(self) -> bool:
+        return ctypes.string_at(*self.slack) == bytes([SLACK]) * self.slack[1]
+
+
+def pack(kinds: list[str], values: list[Any]) -> list[Any]:
+    """C arguments: a memref is two pointers, an offset, a size and a stride."""
+    packed: list[Any] = []
+    for kind, value in zip(kinds, values, strict=True):
+        if kind == "memref":
+            address, elements = value
+            pointer = ctypes.c_void_p(address)
+            packed += [pointer, pointer, ctypes.c_int64(0), ctypes.c_int64(elements), ctypes.c_int64(1)]
+        else:
+            packed.append(SCALARS[kind](value))
+    return packed
+
+
+def report(line: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def run(request: dict[str, Any], progress: Any) -> None:
+    library = ctypes.CDLL(request["library"])
+    function = getattr(library, request["function"])
+    function.restype = None
+    library.note_faults_at(ctypes.byref(progress, 4 * 8))
+    grid = [*request["grid"], 1, 1][:3]
+    results: list[list[bytes]] = []
+    for at_end, placement in zip((True, False), PLACEMENTS, strict=True):
+        regions = [Region(Path(path).read_bytes(), at_end=at_end) for path in request["regions"]]
+        report({"placement": placement, "addresses": [region.address for region in regions]})
+        lock, workspace = (Region(bytes(SCRATCH_BYTES), at_end=at_end) for _ in range(2))
+        values = [
+            (regions[value["region"]].address + value["offset"], value["elements"])
+            if "region" in value
+            else value["value"]
+            for value in request["arguments"]
+        ]
+        scratch = [(lock.address, SCRATCH_BYTES), (workspace.address, SCRATCH_BYTES)]
+        packed = pack(request["kinds"], [*scratch, *values, *grid, 0, 0, 0])
+        x_argument, y_argument, z_argument = packed[-3:]
+        for z, y, x in itertools.product(*(range(size) for size in reversed(grid))):
+            x_argument.value, y_argument.value, z_argument.value = x, y, z
+            progress[1], progress[2], progress[3] = x, y, z
+            function(*packed)
+            library.end_program()
+        for index, region in enumerate(regions):
+            if not region.slack_is_untouched():
+                report({"error": f"region {index} was written outside its tensors", "region": index})
+                return
+        results.append([region.content() for region in regions])
+    for index, (first, second) in enumerate(zip(*results, strict=True)):
+        if first != second:
+            report({"error": "results depend on memory outside the tensors", "region": index})
+            return
+        Path(request["regions"][index] + ".out").write_bytes(first)
+    report({"done": True})
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    with open(request["progress"], "r+b") as file:
+        shared = mmap.mmap(file.fileno(), 5 * 8)
+    run(request, (ctypes.c_int64 * 5).from_buffer(shared))
+
+
+if __name__ == "__main__":
+    main()

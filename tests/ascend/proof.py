@@ -1,0 +1,126 @@
+"""The harness's interface: the four checks of a kernel's launches, which are captured from the public op.
+
+    with recording(run=False) as launches:
+        out = op(...)                   # outputs stay as allocated: NaN, for torch.empty in tests
+    execute(launches)                   # out now holds what the lowered kernels computed
+    interpret(launches)                 # the same by upstream Triton's interpreter, for fp32 and fp16
+    lower(launch).linalg                # for gates.py
+    compile_ptx(launch).ptx             # upstream's code for an NVIDIA architecture
+
+Lowered kernels and PTX are kept under .cache/ascend.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import children
+import execution
+import native
+import toolchain
+import torch
+import triton
+from children import ProofError
+from description import describe, key_of
+from execution import MemoryFault
+from gates import assert_grid
+
+from ascend_kernels.launch import Launch
+
+__all__ = ["Lowered", "MemoryFault", "ProofError", "Ptx", "compile_ptx", "execute", "interpret", "lower"]
+
+ARCH = "Ascend910B4"
+CHILD_SOURCE = Path(children.SCRIPT)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    ttir: str
+    linalg: str
+    parameters: tuple[str, ...]
+    """Run-time parameters that are left after specialisation, in order."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ptx:
+    ptx: str
+    shared_bytes: int
+
+
+def name_of(launch: Launch) -> str:
+    """Kernel and launch, as errors show them."""
+    shown = {
+        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in launch.arguments.items()
+    }
+    values = ", ".join(f"{name}={value}" for name, value in {**shown, **launch.constants}.items())
+    return f"{launch.kernel.fn.__name__}{list(launch.grid)}({values})"
+
+
+def lower(launch: Launch, arch: str = ARCH) -> Lowered:
+    """By triton-ascend, with the signature and constants of the launch; from the cache where it was done before.
+
+    Raises:
+        ProofError: triton-ascend refuses the kernel.
+    """
+    key = key_of(launch, arch, toolchain.version(), CHILD_SOURCE.read_text(encoding="utf-8"))
+    path = toolchain.CACHE / "lowered" / f"{key}.json"
+    if not path.exists():
+        answer = children.triton_ascend().ask("lower", name_of(launch), {**describe(launch), "arch": arch})
+        toolchain.write_atomically(path, json.dumps(answer).encode())
+    answer = json.loads(path.read_text(encoding="utf-8"))
+    return Lowered(**{**answer, "parameters": tuple(answer["parameters"])})
+
+
+def execute(launches: Sequence[Launch], *, timeout: float = 300) -> None:
+    """Run the lowered kernels in order on the CPU, under guard pages; tensors of the launches get the results.
+
+    Raises:
+        MemoryFault: an access outside the tensors. ProofError: any other failure. AssertionError: a grid too large.
+    """
+    for index, launch in enumerate(launches):
+        what = f"launch {index}, {name_of(launch)}"
+        assert_grid(launch.grid, what)
+        lowered = lower(launch)
+        execution.run(launch, native.build(lowered.linalg, what), lowered.parameters, what, timeout)
+
+
+def interpret(launches: Sequence[Launch], *, timeout: float = 300) -> None:
+    """Run the kernels in order by upstream Triton's interpreter; tensors of the launches get the results."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "launches"
+        torch.save([serialized(launch) for launch in launches], path)
+        what = "; ".join(map(name_of, launches))
+        children.interpreter().ask("interpret", what, {"path": str(path)}, timeout)
+        results = torch.load(path, weights_only=True)
+    for launch, result in zip(launches, results, strict=True):
+        for name, value in launch.arguments.items():
+            if isinstance(value, torch.Tensor) and value.numel():
+                own = execution.without_expanded_dims(value)
+                execution.raw(own).copy_(execution.raw(execution.without_expanded_dims(result[name])))
+
+
+def serialized(launch: Launch) -> dict[str, Any]:
+    """Tensors stay tensors, so that views of one storage stay that."""
+    arguments = {
+        name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in launch.arguments.items()
+    }
+    return {**describe(launch), "grid": launch.grid, "arguments": arguments, "constants": launch.constants}
+
+
+def compile_ptx(launch: Launch, capability: int = 90) -> Ptx:
+    """Upstream Triton's PTX for an NVIDIA architecture, and the shared memory that it asks for."""
+    key = key_of(launch, str(capability), triton.__version__, CHILD_SOURCE.read_text(encoding="utf-8"))
+    path = toolchain.CACHE / "ptx" / f"{key}.json"
+    if not path.exists():
+        request = {**describe(launch), "capability": capability}
+        toolchain.write_atomically(path, json.dumps(children.upstream().ask("ptx", name_of(launch), request)).encode())
+    return Ptx(**json.loads(path.read_text(encoding="utf-8")))

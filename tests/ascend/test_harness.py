@@ -1,0 +1,307 @@
+"""The harness on three small ops, and on a planted defect of each class: every one must be caught."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import children
+import defects
+import demo
+import description
+import execution
+import gates
+import proof
+import pytest
+import torch
+from gates import CAPACITY, MAX_GRID
+from helpers import assert_within_budget
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ascend_kernels.launch import Launch, launch, recording
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHARED_BYTES_SM90 = 227 << 10
+Op = Callable[..., Tensor]
+
+
+def column_sums(x: Tensor) -> Tensor:
+    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+OPS: dict[str, tuple[Op, Op, tuple[tuple[int, int], ...]]] = {
+    "softmax": (demo.softmax, lambda x: torch.softmax(x, 1), ((37, 19),)),
+    "one row": (demo.softmax, lambda x: torch.softmax(x, 1), ((1, 1),)),
+    "matmul": (demo.matmul, torch.matmul, ((70, 50), (50, 40))),
+    "grid-stride sums": (demo.column_sums, column_sums, ((700, 40),)),
+}
+
+
+def capture(op: Callable[..., Tensor], *arguments: object, **keywords: object) -> tuple[Tensor, list[Launch]]:
+    with recording(run=False) as launches:
+        out = op(*arguments, **keywords)
+    return out, launches
+
+
+def inputs(name: str, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in OPS[name][2]]
+
+
+def check(name: str, run: Callable[[list[Launch]], None], dtype: torch.dtype) -> None:
+    op, same_in_torch, _ = OPS[name]
+    given_inputs = inputs(name, dtype)
+    out, launches = capture(op, *given_inputs)
+    assert out.isnan().all(), "recorded only: nothing has run"
+    run(launches)
+    oracle = same_in_torch(*(x.double() for x in given_inputs))
+    assert_within_budget(out, oracle, same_in_torch(*given_inputs), name)
+
+
+# ---------------------------------------------------------------- the four checks
+
+
+@pytest.mark.ascend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_executed_linalg_is_right(name: str, dtype: torch.dtype) -> None:
+    check(name, proof.execute, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_interpreted_kernel_is_right(name: str, dtype: torch.dtype) -> None:
+    check(name, proof.interpret, dtype)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_compile_for_sm_90(name: str) -> None:
+    for one in capture(OPS[name][0], *inputs(name, torch.bfloat16))[1]:
+        compiled = proof.compile_ptx(one)
+        assert ".target sm_90" in compiled.ptx
+        assert compiled.shared_bytes <= SHARED_BYTES_SM90
+        assert ("mma" in compiled.ptx) == (name == "matmul")
+
+
+@pytest.mark.ascend
+@pytest.mark.parametrize("name", OPS)
+def test_gates_pass_kernels_of_block_copies(name: str) -> None:
+    for one in capture(OPS[name][0], *inputs(name, torch.bfloat16))[1]:
+        linalg = proof.lower(one).linalg
+        gates.assert_no_single_element_loops(linalg)
+        is_matmul = name == "matmul"
+        assert gates.count(linalg, "linalg.matmul") == is_matmul
+        assert gates.count_block_copies(linalg) == {"load": 1 + is_matmul, "store": 1}
+
+
+@pytest.mark.ascend
+def test_bf16_stays_bf16_up_to_the_matmul() -> None:
+    (one,) = capture(demo.matmul, *inputs("matmul", torch.bfloat16))[1]
+    gates.assert_matmul_inputs(proof.lower(one).linalg, "bf16")
+
+
+# ---------------------------------------------------------------- planted defects
+
+
+def softmax_of(kernel: object, rows: int = 37) -> tuple[Tensor, Tensor, list[Launch]]:
+    x = torch.randn(rows, 19)
+    return x, *capture(demo.softmax, x, kernel=kernel)
+
+
+@pytest.mark.ascend
+def test_swapped_arguments_are_caught() -> None:
+    x = torch.randn(37, 19)
+    out, launches = capture(demo.softmax, x, rows=19, columns=37)
+    proof.execute(launches)
+    with pytest.raises(AssertionError, match="NaN"):
+        assert_within_budget(out, torch.softmax(x.double(), 1), torch.softmax(x, 1))
+
+
+@pytest.mark.ascend
+def test_row_too_many_is_caught() -> None:
+    """As a failure that names the kernel, the launch, the program and the tensor; this process lives on."""
+    _, _, launches = softmax_of(defects.one_row_too_many)
+    story = (
+        r"launch 0, one_row_too_many\[5\]\(p_x=float32\[37, 19\].*SIGSEGV in program \(4, 0, 0\).* past the end of p_x"
+    )
+    with pytest.raises(proof.MemoryFault, match=story):
+        proof.execute(launches)
+
+
+@pytest.mark.ascend
+def test_row_before_the_first_is_caught() -> None:
+    _, _, launches = softmax_of(defects.one_row_too_early)
+    with pytest.raises(proof.MemoryFault, match=r"one_row_too_early.*p_out"):
+        proof.execute(launches)
+
+
+@pytest.mark.ascend
+def test_clamp_is_caught() -> None:
+    x, out, launches = softmax_of(defects.clamped_rows)
+    proof.execute(launches)
+    assert_within_budget(out, torch.softmax(x.double(), 1), torch.softmax(x, 1))
+    with pytest.raises(AssertionError, match="loops over single elements"):
+        gates.assert_no_single_element_loops(proof.lower(launches[0]).linalg)
+
+
+@pytest.mark.ascend
+def test_oversize_tile_is_caught() -> None:
+    """By the plan's own count; and a plan that counts less than its kernel's tiles is caught by those."""
+    raised = demo.RowPlan(512, 128, (1,))
+    with pytest.raises(AssertionError, match=f"1048576 bytes live in UB, A2 has {CAPACITY['A2']['UB']}"):
+        gates.assert_plan(raised)
+    (one,) = capture(demo.softmax, torch.randn(600, 100), plan=raised)[1]
+    linalg = proof.lower(one).linalg
+    gates.assert_plan_is_honest(raised, linalg)
+    with pytest.raises(AssertionError, match="a tile of 262144 bytes, the plan counts 1024"):
+        gates.assert_plan_is_honest(SimpleNamespace(grid=(1,), live_bytes={"UB": 1024}), linalg)
+
+
+@pytest.mark.parametrize("grid", [(MAX_GRID + 1,), (256, 16, 16), (0,)])
+def test_grid_overflow_is_caught(grid: tuple[int, ...]) -> None:
+    """Before anything is lowered: the product counts, not each dim."""
+    plan = demo.RowPlan(8, 32, grid)
+    with pytest.raises(AssertionError, match="programs"):
+        gates.assert_plan(plan)
+    _, launches = capture(demo.softmax, torch.randn(37, 19), plan=plan)
+    with pytest.raises(AssertionError, match=r"launch 0, softmax_kernel.*programs"):
+        proof.execute(launches)
+
+
+@pytest.mark.ascend
+def test_upcast_before_the_matmul_is_caught() -> None:
+    a, b, out = torch.ones(16, 16).bfloat16(), torch.ones(16, 16).bfloat16(), torch.empty(16, 16)
+    arguments = {"p_a": a, "p_b": b, "p_out": out, "m": 16, "n": 16, "k": 16}
+    with recording(run=False) as launches:
+        launch(defects.upcast_matmul, (1,), arguments, {"M": 16, "N": 16, "K": 16})
+    linalg = proof.lower(launches[0]).linalg
+    gates.assert_matmul_inputs(linalg, "f32")
+    with pytest.raises(AssertionError, match="not bf16"):
+        gates.assert_matmul_inputs(linalg, "bf16")
+
+
+@pytest.mark.ascend
+def test_writes_between_rows_are_caught() -> None:
+    out, x = torch.zeros(8, 24)[:, :16], torch.zeros(8, 16)
+    arguments = {"p_x": x, "p_out": out, "rows": 8, "columns": 16, "x_stride": 16, "out_stride": 24}
+    with recording(run=False) as launches:
+        launch(defects.writes_between_rows, (1,), arguments, {"ROWS": 8, "COLUMNS": 32})
+    with pytest.raises(proof.MemoryFault, match="between the elements of p_out"):
+        proof.execute(launches)
+
+
+# ---------------------------------------------------------------- what executing promises
+
+
+@pytest.mark.ascend
+def test_views_of_one_storage() -> None:
+    """x and the output side by side in each row; the rest of the storage and autograd's versions stay as they are."""
+    storage = torch.randn(9, 50)
+    before = storage.clone()
+    x, out = storage[:, :20], storage[:, 25:45]
+    arguments = {"p_x": x, "p_out": out, "rows": 9, "columns": 20, "x_stride": 50, "out_stride": 50}
+    plan = demo.plan_rows(9, 20)
+    with recording(run=False) as launches:
+        launch(demo.softmax_kernel, plan.grid, arguments, {"ROWS": plan.rows, "COLUMNS": plan.columns})
+    version = storage._version
+    assert len(execution.regions_of({"p_x": x, "p_out": out})) == 2, "no element in common: guarded apart"
+    proof.execute(launches)
+    before[:, 25:45] = out
+    assert torch.equal(storage, before)
+    assert_within_budget(out, torch.softmax(x.double(), 1), torch.softmax(x, 1))
+    assert storage._version == version
+
+
+@pytest.mark.ascend
+def test_in_place_launch_shares_memory() -> None:
+    x = torch.randn(9, 20)
+    oracle, low_precision = torch.softmax(x.double(), 1), torch.softmax(x, 1)
+    _, launches = capture(demo.softmax, x, p_out=x)
+    proof.execute(launches)
+    assert_within_budget(x, oracle, low_precision)
+
+
+@pytest.mark.ascend
+def test_expanded_input() -> None:
+    x = torch.randn(1, 19).expand(37, 19)
+    out, launches = capture(demo.softmax, x)
+    proof.execute(launches)
+    assert_within_budget(out, torch.softmax(x.double(), 1), torch.softmax(x, 1))
+
+
+@pytest.mark.ascend
+def test_inputs_without_elements() -> None:
+    out, launches = capture(demo.matmul, torch.ones(3, 0), torch.ones(0, 4))
+    proof.execute(launches)
+    assert torch.equal(out, torch.zeros(3, 4))
+
+
+@pytest.mark.ascend
+def test_lowered_kernels_are_kept_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof.lower(capture(demo.softmax, torch.randn(37, 19))[1][0])
+    monkeypatch.setattr(children, "triton_ascend", lambda: pytest.fail("lowered again"))
+    proof.lower(capture(demo.softmax, torch.randn(99, 21))[1][0])
+    with pytest.raises(pytest.fail.Exception, match="lowered again"):
+        proof.lower(capture(demo.softmax, torch.randn(37, 7), plan=demo.RowPlan(2, 8, (3,)))[1][0])
+
+
+@pytest.mark.ascend
+def test_refused_kernel_is_a_failure() -> None:
+    """And the child answers the next request."""
+    with recording(run=False) as launches:
+        launch(demo.softmax_kernel, (1,), {"p_x": 3}, {"ROWS": 3, "COLUMNS": 8})
+    with pytest.raises(proof.ProofError, match=r"lower softmax_kernel\[1\]"):
+        proof.lower(launches[0])
+    check("softmax", proof.execute, torch.float32)
+
+
+def test_dead_child_is_a_failure() -> None:
+    child = children.Child(str(shutil.which("false")), {})
+    with pytest.raises(proof.ProofError, match="lower some kernel: exit status 1"):
+        child.ask("lower", "some kernel", {})
+
+
+# ---------------------------------------------------------------- recording and describing
+
+
+class Kernel:
+    """Stands in for a `@triton.jit` function: remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[int, ...], dict[str, object]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda **keywords: self.calls.append((grid, keywords))
+
+
+def test_recording() -> None:
+    kernel, x = Kernel(), torch.ones(3)
+    everything = ((2, 1), {"p_x": x, "n": 3, "SIZE": 4, "num_warps": 8})
+    launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
+    with recording(run=True) as run:
+        launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
+    with recording(run=False) as only:
+        launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
+    assert kernel.calls == [everything] * 2
+    assert run == only == [Launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, {"num_warps": 8})]
+    assert only[0].arguments["p_x"] is x
+
+
+@given(st.integers(-(2**62), 2**62))
+def test_ints_are_described_by_what_triton_specialises(value: int) -> None:
+    described = description.representative(value)
+    assert (described == 1) == (value == 1)
+    assert (described % 16 == 0) == (value % 16 == 0)
+    narrow = -(2**31) <= value < 2**31
+    assert (-(2**31) <= described < 2**31) == narrow
+    unspecialised = description.representative(value, specialised=False)
+    assert unspecialised == description.representative(3 if narrow else 2**40 + 3)
+
+
+def test_arguments_that_cannot_be_described() -> None:
+    with pytest.raises(TypeError, match="got list"):
+        description.describe_argument([1])
+    with pytest.raises(TypeError, match="constant SIZE"):
+        description.describe_constant("SIZE", torch.float32)

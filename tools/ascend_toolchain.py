@@ -1,0 +1,243 @@
+#!/usr/bin/env python3
+"""Puts what proves the Ascend kernels into .cache/ascend, without root; `make test-ascend` begins with it.
+
+    venv   triton-ascend, which is a package named `triton` and so never shares an environment with upstream Triton
+    mlir   MLIR and LLVM 19: Debian packages, downloaded by apt and unpacked, not installed
+
+A call that finds a fitting stamp does nothing. Standard library only. TORCH_INDEX: address of a package index for the
+torch step alone, as in tools/bootstrap.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bootstrap import ROOT, SetUpError, free_disk_gb, run_step
+
+CACHE = ROOT / ".cache" / "ascend"
+STAMP_NAME = "toolchain.json"
+DISK_GB = 3.0
+PYTHONS = ("3.11", "3.10")
+"""triton-ascend has wheels for these; nsa-kernels begins with 3.10."""
+
+TORCH = "torch==2.13.0"
+TRITON_ASCEND = "triton-ascend==3.2.0"
+SMALL_PACKAGES = ("pybind11", "numpy<2.4", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "filelock")
+"""pybind11 and numpy for triton-ascend, which does not say so; the rest for torch, as far as importing it needs."""
+
+DEBIAN_PACKAGES = ("mlir-19-tools", "llvm-19")
+LIBRARIES = re.compile(r"lib(mlir-19|llvm19|xml2|icu|z3|edit|bsd|md|tinfo|ffi|zstd|lzma)[\w.-]*")
+"""Dependencies that are unpacked too; the C and C++ libraries are the system's."""
+LLVM_TOOLS = ("mlir-opt", "mlir-translate", "opt", "llc")
+
+
+# ---------------------------------------------------------------- what this machine has
+
+
+def find_python() -> str:
+    """The running Python if triton-ascend has wheels for it, else one on PATH; empty when there is none."""
+    if "{}.{}".format(*sys.version_info[:2]) in PYTHONS:
+        return sys.executable
+    found = (shutil.which(f"python{version}") for version in PYTHONS)
+    return next((path for path in found if path and is_usable(path)), "")
+
+
+def is_usable(python: str) -> bool:
+    """Whether it starts and can make environments: version managers leave commands on PATH that do neither."""
+    return subprocess.run([python, "-c", "import ensurepip, venv"], check=False, capture_output=True).returncode == 0
+
+
+def preflight() -> list[str]:
+    """What stands in the way, one message each; empty when the set-up can begin."""
+    problems = []
+    if not find_python():
+        problems.append(
+            f"No Python {' or '.join(PYTHONS)}: triton-ascend has no wheels for other versions.\n"
+            "    Name one: make PYTHON=python3.11 test-ascend (your system's packages, conda and uv all offer one)."
+        )
+    missing = [name for name in ("apt-get", "apt-cache", "dpkg", "dpkg-query") if shutil.which(name) is None]
+    if missing:
+        problems.append(
+            f"No {', '.join(missing)}: MLIR 19 comes from Debian packages (Debian 12, Ubuntu 24.04 or newer).\n"
+            "    Elsewhere, run it in a container of one of these."
+        )
+    if shutil.which("cc") is None:
+        problems.append("No C compiler `cc`, which links the lowered kernels. On Debian or Ubuntu: apt install gcc.")
+    free_gb = free_disk_gb(CACHE)
+    if free_gb < DISK_GB:
+        problems.append(f"Too little disk: {free_gb:.1f} GB free for {CACHE}, the set-up needs about {DISK_GB:.0f} GB.")
+    return problems
+
+
+def wanted_stamp() -> dict[str, Any]:
+    return {"python": [TORCH, TRITON_ASCEND, *SMALL_PACKAGES], "debian": list(DEBIAN_PACKAGES)}
+
+
+def read_stamp() -> dict[str, Any]:
+    try:
+        stamp = json.loads((CACHE / STAMP_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+# ---------------------------------------------------------------- triton-ascend
+
+
+def set_up_triton() -> None:
+    venv = CACHE / "venv"
+    advice = (
+        "What to try before running make again:\n"
+        "    network  Behind a proxy, set HTTPS_PROXY. pip's own settings (`pip config list`) are used as they are.\n"
+        "    torch    TORCH_INDEX=<address of a package index> takes torch, and only torch, from there: a CPU-only\n"
+        "             build, because one for CUDA cannot be imported without the libraries that are left out here."
+    )
+    pip = [str(venv / "bin" / "python"), "-I", "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
+    index = os.environ.get("TORCH_INDEX", "").strip()
+    check = "import torch, triton, triton.backends.ascend, numpy, pybind11"
+    for title, command in (
+        ("venv", [find_python(), "-m", "venv", "--clear", str(venv)]),
+        (TORCH, [*pip, "--no-deps", *(["--index-url", index] if index else []), TORCH]),
+        (TRITON_ASCEND, [*pip, "--no-deps", TRITON_ASCEND]),
+        ("what they need", [*pip, *SMALL_PACKAGES]),
+        ("import", [str(venv / "bin" / "python"), "-I", "-c", check]),
+    ):
+        run_step(title, command, ROOT, advice)
+
+
+# ---------------------------------------------------------------- MLIR and LLVM
+
+
+class Apt:
+    """apt as any user may run it: with caches, and where the system has none package lists, in a folder of ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "cache" / "archives" / "partial").mkdir(parents=True)
+        self.options = ["-o", f"Dir::Cache={folder / 'cache'}"]
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [command[0], *self.options, *command[1:]], cwd=self.folder, capture_output=True, text=True, check=False
+        )
+
+    def knows(self, packages: Sequence[str]) -> bool:
+        return self.run("apt-cache", "show", *packages).returncode == 0
+
+    def update(self) -> str:
+        """Fetch package lists into our folder; a source that fails does not matter if others have the packages."""
+        lists = self.folder / "lists"
+        (lists / "partial").mkdir(parents=True)
+        self.options += ["-o", f"Dir::State::Lists={lists}", "-o", "Acquire::Languages=none"]
+        return self.run("apt-get", "update").stderr
+
+    def closure(self, packages: Sequence[str]) -> list[str]:
+        """The packages and the libraries that they need."""
+        no = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
+        listed = self.run("apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in no), *packages)
+        names = {line.strip() for line in listed.stdout.splitlines() if line and not line[0].isspace()}
+        return sorted({*packages, *filter(LIBRARIES.fullmatch, names)})
+
+
+def set_up_mlir() -> dict[str, str]:
+    """Returns the unpacked packages' versions."""
+    mlir = CACHE / "mlir"
+    advice = "Is there a network? Behind a proxy, set http_proxy for apt."
+    shutil.rmtree(mlir, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        apt = Apt(Path(folder))
+        if not apt.knows(DEBIAN_PACKAGES):
+            print("  package lists (the system's have no MLIR 19) ... ", end="", flush=True)
+            errors = apt.update()
+            if not apt.knows(DEBIAN_PACKAGES):
+                print("failed", flush=True)
+                raise SetUpError(
+                    f"no package source offers {' and '.join(DEBIAN_PACKAGES)}. Debian 12 and Ubuntu 24.04 do.\n"
+                    f"{errors[-2000:]}\n{advice}"
+                )
+            print("fetched", flush=True)
+        downloads = Path(folder) / "downloads"
+        downloads.mkdir()
+        packages = apt.closure(DEBIAN_PACKAGES)
+        # -q=2: apt warns of its own sandbox for every file that root downloads.
+        run_step(
+            f"{len(packages)} Debian packages",
+            ["apt-get", "-q=2", *apt.options, "download", *packages],
+            downloads,
+            advice,
+        )
+        files = sorted(downloads.glob("*.deb"))
+        unpack = "; ".join(f"dpkg -x {shlex.quote(str(file))} {shlex.quote(str(mlir))}" for file in files)
+        run_step("unpack", ["sh", "-ec", unpack], ROOT, "Is the disk full?")
+        versions = dict(package_version(file) for file in files)
+    keep_only_what_is_used(mlir)
+    libraries = ":".join([str(mlir / "usr/lib/llvm-19/lib"), *map(str, (mlir / "usr/lib").glob("*-linux-gnu"))])
+    for name in LLVM_TOOLS:
+        tool = str(mlir / "usr/lib/llvm-19/bin" / name)
+        run_step(name, ["env", f"LD_LIBRARY_PATH={libraries}", tool, "--version"], ROOT, "Report it with these lines.")
+    return versions
+
+
+def package_version(file: Path) -> tuple[str, str]:
+    shown = subprocess.run(
+        ["dpkg-deb", "--showformat", "${Package} ${Version}", "--show", str(file)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    name, _, version = shown.stdout.partition(" ")
+    return name, version
+
+
+def keep_only_what_is_used(mlir: Path) -> None:
+    """The four tools and the libraries: half of the packages' size."""
+    for path in (mlir / "usr/lib/llvm-19/bin").iterdir():
+        if path.name not in LLVM_TOOLS:
+            path.unlink()
+    for folder in ("usr/bin", "usr/share", "usr/include", "etc"):
+        shutil.rmtree(mlir / folder, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def set_up() -> None:
+    found, wanted = read_stamp(), wanted_stamp()
+    if {key: found.get(key) for key in wanted} == wanted:
+        print("The Ascend toolchain is up to date (.cache/ascend)")
+        return
+    problems = preflight()
+    if problems:
+        raise SetUpError("\n".join(["cannot begin.", *(f"  - {problem}" for problem in problems)]))
+    print("Setting up the Ascend toolchain in .cache/ascend (a minute or more, once)", flush=True)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    (CACHE / STAMP_NAME).unlink(missing_ok=True)
+    set_up_triton()
+    stamp = {**wanted, "packages": set_up_mlir()}
+    (CACHE / STAMP_NAME).write_text(json.dumps(stamp, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    try:
+        set_up()
+    except SetUpError as error:
+        print(f"Ascend toolchain: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nAscend toolchain: interrupted; the next call begins again.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
