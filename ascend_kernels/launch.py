@@ -36,6 +36,7 @@ class _Recorder:
 
 
 _recorders: list[_Recorder] = []
+"""Of the process, not of a thread: autograd runs backward on a device in a thread of its own."""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import dispatch
 from ascend_kernels import reference, tiling
-from ascend_kernels.launch import launch, only_recording, recording
+from ascend_kernels.launch import recording
 from dispatch import neighborhood_attention
 from nsa.neighborhood_attention import neighborhood_attention_forward
 from tests.helpers import make_qkv
@@ -162,28 +162,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Launches
-
-
-def test_recordings() -> None:
-    ran = []
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda **given: ran.append((grid, given))
-
-    x = torch.zeros(1)
-    with recording(run=True) as outer:
-        launch(Kernel(), (2,), {"p_x": x}, {"BLOCK": 16}, num_warps=4)
-        with recording(run=False) as inner:
-            assert only_recording()
-            launch(Kernel(), (3,), {"p_x": x}, {"BLOCK": 32})
-    assert not only_recording()
-    assert ran == [((2,), {"p_x": x, "BLOCK": 16, "num_warps": 4})]
-    assert [(one.grid, one.constants, one.options) for one in outer] == [
-        ((2,), {"BLOCK": 16}, {"num_warps": 4}),
-        ((3,), {"BLOCK": 32}, {}),
-    ]
-    assert inner == outer[1:]
 
 
 def test_recording_takes_cpu_tensors_through_the_public_op() -> None:

@@ -16,12 +16,12 @@ import proof
 import pytest
 import torch
 from gates import CAPACITY, MAX_GRID
-from helpers import assert_within_budget
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ascend_kernels.launch import Launch, launch, recording
+from tests.helpers import assert_within_budget
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHARED_BYTES_SM90 = 227 << 10
@@ -263,30 +263,7 @@ def test_dead_child_is_a_failure() -> None:
         child.ask("lower", "some kernel", {})
 
 
-# ---------------------------------------------------------------- recording and describing
-
-
-class Kernel:
-    """Stands in for a `@triton.jit` function: remembers its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[tuple[int, ...], dict[str, object]]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda **keywords: self.calls.append((grid, keywords))
-
-
-def test_recording() -> None:
-    kernel, x = Kernel(), torch.ones(3)
-    everything = ((2, 1), {"p_x": x, "n": 3, "SIZE": 4, "num_warps": 8})
-    launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
-    with recording(run=True) as run:
-        launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
-    with recording(run=False) as only:
-        launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
-    assert kernel.calls == [everything] * 2
-    assert run == only == [Launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, {"num_warps": 8})]
-    assert only[0].arguments["p_x"] is x
+# ---------------------------------------------------------------- describing
 
 
 @given(st.integers(-(2**62), 2**62))

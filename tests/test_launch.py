@@ -1,0 +1,61 @@
+"""The one door for launches: what is recorded, what runs, and from which threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from ascend_kernels.launch import Launch, launch, only_recording, recording
+
+
+class Kernel:
+    """Stands in for a `@triton.jit` function: remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda **given: self.calls.append((grid, given))
+
+
+def test_launches_run_and_are_recorded_as_asked() -> None:
+    kernel, x = Kernel(), torch.ones(3)
+
+    def call() -> None:
+        launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, num_warps=8)
+
+    call()
+    with recording(run=True) as run:
+        call()
+    with recording(run=False) as only:
+        call()
+    assert kernel.calls == [((2, 1), {"p_x": x, "n": 3, "SIZE": 4, "num_warps": 8})] * 2
+    assert run == only == [Launch(kernel, (2, 1), {"p_x": x, "n": 3}, {"SIZE": 4}, {"num_warps": 8})]
+    assert only[0].arguments["p_x"] is x
+
+
+def test_recordings_nest() -> None:
+    """Each sees what is launched within it; nothing runs while one of them only records."""
+    kernel, x = Kernel(), torch.zeros(1)
+    with recording(run=True) as outer:
+        launch(kernel, (2,), {"p_x": x}, {})
+        with recording(run=False) as inner:
+            assert only_recording()
+            launch(kernel, (3,), {"p_x": x}, {})
+    assert not only_recording()
+    assert [grid for grid, _ in kernel.calls] == [(2,)]
+    assert [one.grid for one in outer] == [(2,), (3,)]
+    assert inner == outer[1:]
+
+
+def test_launches_of_other_threads_are_recorded() -> None:
+    """Autograd runs backward on a device in a thread of its own."""
+    kernel = Kernel()
+    with recording(run=False) as launches:
+        thread = threading.Thread(target=launch, args=(kernel, (1,), {"p_x": torch.zeros(1)}, {}))
+        thread.start()
+        thread.join()
+    assert [one.grid for one in launches] == [(1,)]
+    assert kernel.calls == []
