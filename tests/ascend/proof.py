@@ -3,7 +3,7 @@
     with recording(run=False) as launches:
         out = op(...)                   # outputs stay as allocated: NaN, for torch.empty in tests
     execute(launches)                   # out now holds what the lowered kernels computed
-    interpret(launches)                 # the same by upstream Triton's interpreter, for fp32 and fp16
+    interpret(launches)                 # the same by upstream Triton's interpreter, not for bf16
     lower(launch).linalg                # for gates.py
     compile_ptx(launch).ptx             # upstream's code for an NVIDIA architecture
 
@@ -25,6 +25,7 @@ import native
 import toolchain
 import torch
 import triton
+import triton.language as tl
 from children import ProofError
 from description import describe, key_of
 from execution import MemoryFault
@@ -94,7 +95,13 @@ def execute(launches: Sequence[Launch], *, timeout: float = 300) -> None:
 
 
 def interpret(launches: Sequence[Launch], *, timeout: float = 300) -> None:
-    """Run the kernels in order by upstream Triton's interpreter; tensors of the launches get the results."""
+    """Run the kernels in order by upstream Triton's interpreter; tensors of the launches get the results.
+
+    Raises:
+        TypeError: a launch has bf16, before anything runs. ProofError: the interpreter fails.
+    """
+    for index, launch in enumerate(launches):
+        refuse_bf16(launch, f"launch {index}, {name_of(launch)}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "launches"
         torch.save([serialized(launch) for launch in launches], path)
@@ -106,6 +113,17 @@ def interpret(launches: Sequence[Launch], *, timeout: float = 300) -> None:
             if isinstance(value, torch.Tensor) and value.numel():
                 own = execution.without_expanded_dims(value)
                 execution.raw(own).copy_(execution.raw(execution.without_expanded_dims(result[name])))
+
+
+def refuse_bf16(launch: Launch, what: str) -> None:
+    """Wrong results would pass for the kernel's, and right ones prove nothing about its bf16."""
+    for name, value in {**launch.arguments, **launch.constants}.items():
+        dtype = value.dtype if isinstance(value, torch.Tensor) else value
+        if dtype in (torch.bfloat16, tl.bfloat16):
+            raise TypeError(
+                f"interpret {what}: {name} is bfloat16, which Triton's interpreter does not model faithfully (its "
+                "tl.dot multiplies the raw bits); execute the lowered kernel instead"
+            )
 
 
 def serialized(launch: Launch) -> dict[str, Any]:

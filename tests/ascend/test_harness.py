@@ -15,6 +15,7 @@ import gates
 import proof
 import pytest
 import torch
+import triton.language as tl
 from gates import CAPACITY, MAX_GRID
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,21 @@ def test_executed_linalg_is_right(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_interpreted_kernel_is_right(name: str, dtype: torch.dtype) -> None:
     check(name, proof.interpret, dtype)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_interpreting_bf16_is_refused(name: str) -> None:
+    out, launches = capture(OPS[name][0], *inputs(name, torch.bfloat16))
+    with pytest.raises(TypeError, match=r"launch 0, \w+_kernel\[.*p_\w is bfloat16, .* does not model faithfully"):
+        proof.interpret(launches)
+    assert out.isnan().all(), "nothing has run"
+
+
+def test_interpreting_a_cast_to_bf16_is_refused() -> None:
+    with recording(run=False) as launches:
+        launch(demo.softmax_kernel, (1,), {"p_x": torch.ones(3)}, {"DTYPE": tl.bfloat16})
+    with pytest.raises(TypeError, match="DTYPE is bfloat16"):
+        proof.interpret(launches)
 
 
 @pytest.mark.parametrize("name", OPS)
