@@ -58,6 +58,7 @@ DEVICES = {
 }
 
 KERNELS = ("forward", "dq", "dkdv")
+DENSE_KERNELS = ("dense_dv", "dense_ds", "dense_dqdk")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BLOCKS_D = (32, 64, 128, 256)
 BLOCKS = (16, 32, 64, 128)
@@ -91,7 +92,7 @@ def block_of(dim: int) -> int:
 
 
 def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
-    """The tiles that one iteration of a flash kernel keeps, by memory."""
+    """The tiles that one iteration of a kernel keeps, by memory."""
     scores, kept, walked = (
         tiles.block_m * tiles.block_n,
         tiles.block_m * tiles.block_d,
@@ -105,6 +106,18 @@ def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
         # crossing: scores and dp in fp32, ds in the inputs' dtype, ds k in fp32; staying: p, mask, accumulator
         ub = scores * (2 * (4 + 4 + itemsize) + 4 + 1) + kept * (2 * 4 + 4 + itemsize)
         l1 = itemsize * (2 * kept + 2 * 2 * walked + 2 * scores)
+    elif kernel == "dense_dv":
+        # crossing: p in fp32 and in the inputs' dtype, p^T do in fp32; staying: accumulator
+        ub = scores * 2 * (4 + itemsize) + kept * (2 * 4 + 4 + itemsize)
+        l1 = itemsize * (2 * scores + 2 * walked)
+    elif kernel == "dense_ds":
+        # crossing: dp and p in fp32, ds in the inputs' dtype; staying: dp, ds
+        ub = scores * (2 * (4 + 4 + itemsize) + 4 + 4)
+        l1 = itemsize * (2 * kept + 2 * walked)
+    elif kernel == "dense_dqdk":
+        # crossing: ds in and out, ds k in fp32; staying: mask, two accumulators
+        ub = scores * (2 * 2 * itemsize + 1) + kept * (2 * 4 + 2 * 4 + itemsize)
+        l1 = itemsize * (2 * scores + 2 * walked)
     else:
         # as dq, with p and ds crossing and two accumulators
         ub = scores * (2 * (4 + 4 + 2 * itemsize) + 4 + 1) + kept * (2 * 4 + 2 * 4 + itemsize)
@@ -172,6 +185,7 @@ def specialisations() -> Iterator[tuple[str, torch.dtype, Tiles]]:
         for tier in TIERS
     }
     yield from seen
+    yield from ((kernel, dtype, dense_tiles(kernel, dtype)) for kernel in DENSE_KERNELS for dtype in DTYPES)
 
 
 def ascend_plan(
@@ -211,3 +225,46 @@ def gpu_plan(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int, *, seq
         one_pass = kernel == "forward" and 64 < 64 + kernel_size - 1 <= 128
         tiles = Tiles(64, 128 if one_pass else 64, block_d)
     return Plan(tiles, (min(work_of(tiles, sequences, rows), (1 << 31) - 1),), {}, options)
+
+
+GPU_CORES = 132
+"""Persistent programs of a GPU that is not there to be asked: an H200 has as many multiprocessors."""
+
+
+def dense_tiles(kernel: str, dtype: torch.dtype) -> Tiles:
+    """Tiles of the dense backward on Ascend, for every D: features are one more dimension of the work."""
+    narrow = dtype == torch.float32 and kernel == "dense_dqdk"  # two accumulators beside 64 x 64 tiles exceed the UB
+    return Tiles(64, 32 if narrow else 64, 64)
+
+
+def dense_work(kernel: str, tiles: Tiles, sequences: int, tokens: int, dim: int) -> int:
+    """Pieces of work: tiles of rows, and of features where the kernel's results have them."""
+    slices = 1 if kernel == "dense_ds" else -(-dim // tiles.block_d)
+    return work_of(tiles, sequences, tokens) * slices
+
+
+def dense_plan(
+    kernel: str,
+    dtype: torch.dtype,
+    dim: int,
+    *,
+    sequences: int,
+    tokens: int,
+    backend: str,
+    cores: int | None,
+) -> Plan:
+    """Tiles, and a grid that is plain, with a program per piece of work, or persistent.
+
+    Args:
+        sequences: heads whose results the kernel writes, of all batch elements.
+        backend: "ascend" or "triton".
+        cores: programs of a persistent grid; None for a plain one.
+    """
+    if backend == "ascend":
+        tiles, options = dense_tiles(kernel, dtype), {}
+        live = live_bytes(kernel, tiles, dtype.itemsize)
+    else:
+        tiles = Tiles(32, 32, 64) if dtype == torch.float32 else Tiles(64, 64, 64)
+        options, live = {"num_warps": 4, "num_stages": 2}, {}
+    work = dense_work(kernel, tiles, sequences, tokens, dim)
+    return Plan(tiles, (work if cores is None else min(work, cores),), live, options)
