@@ -8,6 +8,10 @@ the other side, BLOCK_N at a time. Its live tiles are counted memory by memory:
     L0A, L0B    operands of one cube instruction, L0C its fp32 result; compilers cut a `tl.dot` into pieces of at least
                 16 x 16 x 16, so only a tile's short sides are held against these
 
+A program of the band's kernels (band_kernels.py) keeps BLOCK_M rows or keys of the band and takes BLOCK_N of the other
+side and BLOCK_D features at a time. The UB holds fp32 tiles of the band, dense and by slots, with masks, and the
+accumulator of a result.
+
 Tiles that cross between memories are counted twice (double buffering), and the sum may take UB_SHARE of the UB. No
 compiler for an NPU has confirmed the model: it is a conservative count, to be replaced by measurements on a device.
 
@@ -21,6 +25,7 @@ Row numbers are int32 in the kernels, offsets of elements int64.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +41,8 @@ UB_VARIABLE = "NSA_KERNELS_UB_BYTES"
 UB_SHARE = 0.75
 MIN_UB = 192 * KIB
 """The smallest UB for which every specialisation exists."""
+VECTOR_CORES = 2
+"""Vector cores per AI core."""
 
 
 @dataclass(frozen=True)
@@ -175,14 +182,112 @@ def ascend_tiles(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int) ->
     return min((tiles for tiles in candidates if fits(live_bytes(kernel, tiles, dtype.itemsize), smallest)), key=cost)
 
 
+BAND_KERNELS = ("band_scores", "band_ds", "band_rows", "band_columns", "band_gradients", "band_expand")
+BAND_LENGTHS = (1024,)
+"""Rows of a class up to which the band's kernels take smaller tiles, to have work for all cores."""
+BAND_BLOCK_D = 64
+CHUNK_BYTES = 256 << 20
+CHUNK_SHARE = 0.08
+"""What a chunk's band may take: so many bytes, or that share of the device's memory where it is more."""
+
+
+def band_live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
+    """The tiles that one iteration of a kernel of the band keeps, by memory."""
+    pairs, kept, walked = (
+        tiles.block_m * tiles.block_n,
+        tiles.block_m * tiles.block_d,
+        tiles.block_n * tiles.block_d,
+    )
+    ub = 8 * 4 * max(tiles.block_m, tiles.block_n)  # row maxima, sums, delta, row numbers
+    if kernel == "band_expand":
+        # crossing: the tile, in and out; staying: slots, mask
+        return {"UB": ub + pairs * (2 * 4 + 2 * 4 + 4 + 1)}
+    if kernel in ("band_scores", "band_ds"):
+        # crossing: products, the stored tile, p of ds; staying: sums and slots, one slot's line, the tile and its mask
+        slots = tiles.block_m * tiles.block_m
+        ub += pairs * (2 * 4 + 4 + 4 + 4) + slots * (2 * 4 + 2 * 4 + 4 + 1)
+        l1 = itemsize * 2 * (kept + walked)
+    else:
+        # crossing: the band's tile, its operand, products, the result; staying: slots, mask, accumulator
+        ub += pairs * (2 * 4 + 2 * itemsize + 4 + 1) + kept * (2 * 4 + 4 + itemsize)
+        l1 = itemsize * 2 * (pairs + walked)
+    side = 16 * max(tiles.block_m, tiles.block_n, tiles.block_d)
+    return {"UB": ub, "L1": l1, "L0A": 2 * side * itemsize, "L0B": 2 * side * itemsize, "L0C": 2 * side * 4}
+
+
+@lru_cache
+def band_tiles(kernel: str, dtype: torch.dtype, rows: int) -> Tiles:
+    """Tiles for classes of so many rows: for a UB of MIN_UB bytes, and few.
+
+    A slot costs the kernels that write a band BLOCK_N + BLOCK_M of the vector unit's work per row, so their tiles are
+    small; the others take the largest that fit, where sequences are long.
+    """
+    small = Tiles(32, 64, BAND_BLOCK_D)
+    large = Tiles(64, 64, BAND_BLOCK_D)
+    takes_large = kernel in ("band_rows", "band_columns", "band_gradients") and rows > BAND_LENGTHS[-1]
+    smallest = Device("smallest", MIN_UB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 1)
+    return large if takes_large and fits(band_live_bytes(kernel, large, dtype.itemsize), smallest) else small
+
+
+def band_plan(
+    kernel: str,
+    dtype: torch.dtype,
+    dim: int,
+    *,
+    batch: int,
+    sequences: int,
+    rows: int,
+    device: Device | None,
+) -> tuple[Plan, tuple[int, ...]]:
+    """How a kernel of the band is launched, and pieces of work along each axis of its grid, which programs stride over.
+
+    Args:
+        sequences: classes of all heads of a batch element. rows: in each of them.
+        device: None for an NVIDIA GPU.
+    """
+    tiles = band_tiles(kernel, dtype, rows)
+    features = 1 if kernel in ("band_scores", "band_ds", "band_expand") else -(-dim // tiles.block_d)
+    along_rows = -(-rows // tiles.block_m) * features
+    work: tuple[int, ...]
+    if kernel == "band_gradients":
+        work = (along_rows, sequences, batch)
+    else:
+        work = (along_rows * sequences * batch,)
+    if device is None:
+        grid = tuple(min(size, (1 << 31) - 1 if axis == 0 else MAX_GRID) for axis, size in enumerate(work))
+        return Plan(tiles, grid, {}, {"num_warps": 4, "num_stages": 2 if dtype.itemsize == 2 else 1}), work
+    programs = min(MAX_GRID, device.cores * (VECTOR_CORES if kernel == "band_expand" else 1))
+    grid = ()
+    for size in reversed(work):
+        grid = (min(size, programs // math.prod(grid)), *grid)
+    return Plan(tiles, grid, band_live_bytes(kernel, tiles, dtype.itemsize), {}), work
+
+
+def chunks(batch: int, bytes_each: int, memory: int) -> list[slice]:
+    """Batch elements in runs whose band takes at most CHUNK_BYTES or CHUNK_SHARE of the memory, one element at least.
+
+    Args:
+        bytes_each: the band of one batch element. memory: bytes of the device.
+    """
+    limit = max(CHUNK_BYTES, int(CHUNK_SHARE * memory))
+    size = max(1, limit // max(1, bytes_each))
+    return [slice(start, min(start + size, batch)) for start in range(0, batch, size)]
+
+
 def specialisations() -> Iterator[tuple[str, torch.dtype, Tiles]]:
-    """Every (kernel, dtype, tiles) that `ascend_tiles` can return, once."""
+    """Every (kernel, dtype, tiles) that `ascend_tiles` and `band_tiles` can return, once."""
     seen = {
         (kernel, dtype, ascend_tiles(kernel, dtype, block_d, tier)): None
         for kernel in KERNELS
         for dtype in DTYPES
         for block_d in BLOCKS_D
         for tier in TIERS
+    }
+    seen |= {
+        (kernel, dtype, band_tiles(kernel, dtype, rows)): None
+        for kernel in BAND_KERNELS
+        for dtype in (DTYPES if kernel != "band_expand" else (torch.float32,))
+        for rows in (BAND_LENGTHS[-1], MAX_TOKENS)
     }
     yield from seen
     yield from ((kernel, dtype, dense_tiles(kernel, dtype)) for kernel in DENSE_KERNELS for dtype in DTYPES)
