@@ -50,6 +50,33 @@ def window_starts(num_tokens: int, kernel_size: int, dilation: int, boundary: st
     return start * dilation + residue
 
 
+def band_of(
+    attn: Tensor, kernel_size: int, dilation: int, boundary: str, causal: bool, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The band `[B,H,N,kernel_size]` of a dense `[B,H,N,N]`, in `dtype`; what lies outside of the windows is left."""
+    num_tokens = attn.shape[-1]
+    dilation = min(dilation, max(num_tokens, 1))
+    with attn.device:
+        starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal)
+        keys, exists = _keys(starts, torch.arange(kernel_size) * dilation, num_tokens)
+    return attn.gather(-1, keys.expand(*attn.shape[:-1], kernel_size)).to(dtype).masked_fill_(~exists, 0)
+
+
+def _keys(starts: Tensor, slots: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Tokens of rows' slots `[n, kernel_size]`, moved into the sequence where there is none, and whether there is."""
+    keys = starts[:, None] + slots
+    exists = (keys >= 0) & (keys < num_tokens)
+    return keys.clamp(0, max(num_tokens - 1, 0)), exists
+
+
+def _chunks(k: Tensor, kernel_size: int, dtype: torch.dtype) -> list[slice]:
+    """Rows whose gathered keys and values stay small; one empty chunk where there are none."""
+    batch, num_tokens, kv_heads, dim = k.shape
+    per_row = 2 * max(1, batch * kernel_size * kv_heads * dim) * dtype.itemsize
+    size = max(1, CHUNK_BYTES // per_row)
+    return [slice(first, first + size) for first in range(0, max(num_tokens, 1), size)]
+
+
 def neighborhood_attention(
     q: Tensor,
     k: Tensor,
@@ -73,7 +100,7 @@ def neighborhood_attention(
         out `[B,N,H,D]` in q's dtype; the band `[B,H,N,kernel_size]`, fp32 (fp64 for fp64 inputs): the probability of
         slot s, the key s * dilation after the window's start, 0 where there is none; and LSE `[B,H,N]` likewise.
     """
-    batch, num_tokens, heads, dim = q.shape
+    num_tokens, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]
     scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
     result_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -85,9 +112,7 @@ def neighborhood_attention(
 
     def rows(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The rows of one chunk, q `[B,n,H,D]`, with their windows' starts `[n]`."""
-        keys = start[:, None] + slots  # [n, kernel_size]
-        exists = (keys >= 0) & (keys < num_tokens)
-        keys = keys.clamp(0, max(num_tokens - 1, 0))
+        keys, exists = _keys(start, slots, num_tokens)
         grouped = q.to(dtype).unflatten(2, (kv_heads, heads // kv_heads))
         scores = torch.einsum("bnhgd,bnshd->bhgns", grouped, k[:, keys].to(dtype)) * scale
         scores = scores.masked_fill(~exists, -math.inf)
@@ -95,11 +120,9 @@ def neighborhood_attention(
         out = torch.einsum("bhgns,bnshd->bnhgd", p, v[:, keys].to(dtype).masked_fill(~exists[..., None, None], 0))
         return out.flatten(2, 3), p.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
 
-    per_row = 2 * max(1, batch * kernel_size * kv_heads * dim) * dtype.itemsize
-    size = max(1, CHUNK_BYTES // per_row)
     parts = []
-    for first in range(0, max(num_tokens, 1), size):
-        chunk = (q[:, first : first + size], k, v, starts[first : first + size])
+    for some in _chunks(k, kernel_size, dtype):
+        chunk = (q[:, some], k, v, starts[some])
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             parts.append(checkpoint(rows, *chunk, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -107,3 +130,55 @@ def neighborhood_attention(
     outs, bands, lses = zip(*parts, strict=True)
     out, band, lse = torch.cat(outs, 1), torch.cat(bands, 2), torch.cat(lses, 2)
     return out.to(q.dtype), band.to(result_dtype), lse.to(result_dtype)
+
+
+def neighborhood_attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn: Tensor,
+    *,
+    kernel_size: int,
+    dilation: int,
+    softmax_scale: float | None,
+    boundary: str,
+    causal: bool,
+    path: str = "auto",
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients from probabilities, of checked inputs.
+
+    Args:
+        do, q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`.
+        attn: the band `[B,H,N,kernel_size]`, or probabilities of all pairs `[B,H,N,N]`.
+        path: taken and ignored: there is one way here.
+        compute_dtype: as in `neighborhood_attention`.
+
+    Returns:
+        dq, dk, dv like q, k, v.
+    """
+    num_tokens, heads, dim = q.shape[1:]
+    kv_heads = k.shape[2]
+    scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
+    result_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype or result_dtype
+    dilation = min(dilation, max(num_tokens, 1))
+    if attn.shape[-1] != kernel_size:
+        attn = band_of(attn, kernel_size, dilation, boundary, causal, dtype=result_dtype)
+
+    starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal).to(q.device)
+    slots = torch.arange(kernel_size, device=q.device) * dilation
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.zeros(k.shape, dtype=result_dtype, device=k.device) for _ in range(2))
+    for some in _chunks(k, kernel_size, dtype):
+        keys, exists = _keys(starts[some], slots, num_tokens)
+        p = attn[:, :, some].to(dtype).masked_fill(~exists, 0).unflatten(1, (kv_heads, heads // kv_heads))
+        grouped_do, grouped_q = (x[:, some].to(dtype).unflatten(2, (kv_heads, heads // kv_heads)) for x in (do, q))
+        dp = torch.einsum("bnhgd,bnshd->bhgns", grouped_do, v[:, keys].to(dtype)).masked_fill(~exists, 0)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        dq[:, some] = (torch.einsum("bhgns,bnshd->bnhgd", ds, k[:, keys].to(dtype)) * scale).flatten(2, 3).to(q.dtype)
+        for gradient, weights, rows in ((dk, ds * scale, grouped_q), (dv, p, grouped_do)):
+            per_slot = torch.einsum("bhgns,bnhgd->bnshd", weights, rows)
+            gradient.index_add_(1, keys.flatten(), per_slot.flatten(1, 2).to(result_dtype))
+    return dq, dk.to(k.dtype), dv.to(v.dtype)

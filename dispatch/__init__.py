@@ -13,6 +13,7 @@ from dispatch.registry import BackendError, Call, Impl, Verdict, explain, resolv
 OPS = {
     "nsa": "nsa.api:nsa",
     "neighborhood_attention": "nsa.neighborhood_attention:neighborhood_attention",
+    "neighborhood_attention_backward": "nsa.neighborhood_attention:neighborhood_attention_backward",
 }
 """Public functions by op; imported on first use, since their modules import this one."""
 

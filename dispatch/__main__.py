@@ -29,7 +29,7 @@ def main() -> None:
             dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
             for verdict in explain(Call(op, device_type, dtype)):
                 state = "runs" if verdict.reason is None else f"no: {verdict.reason}"
-                print(f"  {op:<24}{device_type:<6}{verdict.impl.backend:<11}{state}")
+                print(f"  {op:<33}{device_type:<6}{verdict.impl.backend:<11}{state}")
 
 
 if __name__ == "__main__":

@@ -33,4 +33,22 @@ ROWS: tuple[Impl, ...] = (
         target="ascend_kernels.reference:neighborhood_attention",
         check="ascend_kernels.reference:check",
     ),
+    Impl(
+        "neighborhood_attention_backward",
+        "triton",
+        target="ascend_kernels.attention_backward:backward",
+        check="ascend_kernels.support:check_gpu",
+    ),
+    Impl(
+        "neighborhood_attention_backward",
+        "ascend",
+        target="ascend_kernels.attention_backward:backward",
+        check="ascend_kernels.support:check_npu",
+    ),
+    Impl(
+        "neighborhood_attention_backward",
+        "reference",
+        target="ascend_kernels.reference:neighborhood_attention_backward",
+        check="ascend_kernels.reference:check",
+    ),
 )

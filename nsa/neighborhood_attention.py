@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 import dispatch
+from nsa.backward_cache import BackwardCache
 from nsa.ops import autocast_off
 
 BOUNDARIES = ("truncate", "shift")
 ALGORITHMS = ("auto", "flash", "band", "dense")
+PATHS = ("auto", "sparse", "dense")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -89,6 +91,68 @@ def neighborhood_attention_forward(
     return out, band
 
 
+def neighborhood_attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn: Tensor,
+    *,
+    kernel_size: int = 7,
+    dilation: int = 1,
+    softmax_scale: float | None = None,
+    boundary: str = "truncate",
+    causal: bool = False,
+    path: str = "auto",
+    cache: BackwardCache | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `neighborhood_attention` from its probabilities, without a graph.
+
+    Args:
+        do: the gradient of out, `[B,N,H,D]` in q's dtype.
+        q, k, v, kernel_size, dilation, softmax_scale, boundary, causal, backend: as in the forward.
+        attn: probabilities in any floating dtype, taken as fp32 (fp64 for fp64 inputs): the band
+            `[B,H,N,kernel_size]` that `neighborhood_attention_forward` gives, or all pairs `[B,H,N,N]`, which must be
+            0 outside of the windows. Where kernel_size == N it is taken for a band; all pairs can then be given with a
+            larger kernel_size, since their zeros say which keys there were.
+        path: "dense" multiplies matrices of all pairs, for N <= 2048 and while one key head with its query heads fits
+            a workspace of max(512 MiB, 18 % of the device's memory) and a grid of 65535 programs; "sparse" works on
+            the band; "auto" is dense within these limits, and sparse beyond. Both do as many heads and batch elements
+            at a time as fit that workspace. The reference has one way and takes any name.
+        cache: gives the gradients of an unchanged call again without computing them.
+
+    Returns:
+        dq, dk, dv in q's dtype.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed; so
+            path="dense" beyond its limits.
+        dispatch.BackendError: when no backend can run the call, with the reason of each.
+    """
+    window = _Window(kernel_size, dilation, softmax_scale, boundary, causal)
+    _check_choice("path", path, PATHS)
+    if cache is not None and not isinstance(cache, BackwardCache):
+        raise TypeError(f"cache must be a BackwardCache or None, got {type(cache).__name__}")
+    _check_tensors(q, k, v)
+    _check_backward_tensors(do, attn, q, kernel_size)
+    options = {**asdict(window), "path": path, "shape": tuple(q.shape)}
+    call = dispatch.Call("neighborhood_attention_backward", q.device, q.dtype, backward=True, options=options)
+    impl = dispatch.resolve(call, backend)
+    named = {} if impl.backend == "reference" else {"backend": impl.backend}
+
+    def compute() -> tuple[Tensor, ...]:
+        with torch.no_grad(), autocast_off(q.device.type):
+            result: tuple[Tensor, ...] = impl.load()(do, q, k, v, attn, **asdict(window), path=path, **named)
+            return result
+
+    if cache is None:
+        dq, dk, dv = compute()
+    else:
+        dq, dk, dv = cache.gradients((do, q, k, v, attn), (window, path, impl.backend), compute)
+    return dq, dk, dv
+
+
 @dataclass(frozen=True)
 class _Window:
     """The options that change the result, checked."""
@@ -146,6 +210,24 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         wanted = [batch, num_tokens, kv_heads, dim]
         if list(tensor.shape) != wanted:
             raise ValueError(f"{name} must have the shape {wanted}, got {list(tensor.shape)}")
+
+
+def _check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, kernel_size: int) -> None:
+    for name, tensor in (("do", do), ("attn", attn)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+    if do.dtype != q.dtype:
+        raise TypeError(f"do must be {_short(q.dtype)} (q is {_short(q.dtype)}), got {_short(do.dtype)}")
+    if do.shape != q.shape:
+        raise ValueError(f"do must have q's shape {list(q.shape)}, got {list(do.shape)}")
+    if attn.dtype not in DTYPES:
+        raise TypeError(f"attn must be bfloat16, float16, float32 or float64, got {_short(attn.dtype)}")
+    batch, num_tokens, heads, _ = q.shape
+    band, dense = [batch, heads, num_tokens, kernel_size], [batch, heads, num_tokens, num_tokens]
+    if list(attn.shape) not in (band, dense):
+        raise ValueError(f"attn must be a band {band} or of all pairs {dense}, got shape {list(attn.shape)}")
 
 
 def _short(dtype: torch.dtype) -> str:

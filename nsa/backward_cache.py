@@ -1,0 +1,82 @@
+"""Gradients kept for calls that are made again with the same tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Gradients = tuple[Tensor, ...]
+
+
+class BackwardCache:
+    """The gradients of the last `capacity` different calls; the one used longest ago goes first.
+
+    A call is the same when its tensors are the same objects, unchanged since, and its options are equal. The cache
+    holds the tensors, so that their memory cannot become another tensor's while they are compared with; and it asks
+    PyTorch's version counters, also those of the gradients it gave out: changed ones are computed again. What PyTorch
+    does not count, it cannot see: writes through `Tensor.data`, and those of other libraries to a tensor's memory.
+    Inference tensors have no counters, and their gradients are not kept.
+
+    Memory: inputs and gradients of up to `capacity` calls, until they are replaced or `clear` is called. Not to be
+    shared between threads.
+
+    Args:
+        capacity: calls to keep, at least 1.
+    """
+
+    def __init__(self, capacity: int = 4) -> None:
+        if isinstance(capacity, bool) or not isinstance(capacity, int):
+            raise TypeError(f"capacity must be an integer, got {capacity!r}")
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.capacity = capacity
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        self._entries.clear()
+
+    def gradients(self, inputs: tuple[Tensor, ...], options: Hashable, compute: Callable[[], Gradients]) -> Gradients:
+        """What an unchanged call with these inputs and options computed, or else `compute()`, which is kept.
+
+        Args:
+            options: all that the gradients depend on beside `inputs`.
+        """
+        if any(tensor.is_inference() for tensor in inputs):
+            return compute()
+        key = (tuple(id(tensor) for tensor in inputs), options)  # held by the entry, so no other tensor has their ids
+        entry = self._entries.get(key)
+        if entry is not None and entry.states == _states(entry.tensors):
+            self._entries.move_to_end(key)
+            return entry.tensors[len(inputs) :]
+        self._entries.pop(key, None)  # before computing, which needs the memory
+        states = _states(inputs)
+        result = compute()
+        if any(tensor.is_inference() for tensor in result):
+            return result
+        self._entries[key] = _Entry((*inputs, *result), (*states, *_states(result)))
+        if len(self._entries) > self.capacity:
+            self._entries.popitem(last=False)
+        return result
+
+
+@dataclass(frozen=True)
+class _Entry:
+    tensors: tuple[Tensor, ...]
+    """Inputs, then gradients."""
+    states: tuple[Any, ...]
+    """Theirs when they were computed."""
+
+
+def _states(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """What changes when values do: PyTorch's count of changes in place, and which memory is looked at, and how."""
+    return tuple(
+        (tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors
+    )
