@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -16,9 +14,9 @@ class BackwardCache:
     """The gradients of the last `capacity` different calls; the one used longest ago goes first.
 
     A call is the same when its tensors are the same objects, unchanged since, and its options are equal. The cache
-    holds the tensors, so that their memory cannot become another tensor's while they are compared with; and it asks
+    holds the tensors and their memory, so that neither can become another's while they are compared with; and it asks
     PyTorch's version counters, also those of the gradients it gave out: changed ones are computed again. What PyTorch
-    does not count, it cannot see: writes through `Tensor.data`, and those of other libraries to a tensor's memory.
+    does not count, it cannot see: values written through `Tensor.data`, and by other libraries to a tensor's memory.
     Inference tensors have no counters, and their gradients are not kept.
 
     Memory: inputs and gradients of up to `capacity` calls, until they are replaced or `clear` is called. Not to be
@@ -34,7 +32,7 @@ class BackwardCache:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         self.capacity = capacity
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Hashable, tuple[_Snapshot, _Snapshot]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -51,32 +49,35 @@ class BackwardCache:
         """
         if any(tensor.is_inference() for tensor in inputs):
             return compute()
-        key = (tuple(id(tensor) for tensor in inputs), options)  # held by the entry, so no other tensor has their ids
-        entry = self._entries.get(key)
-        if entry is not None and entry.states == _states(entry.tensors):
+        key = (tuple(id(tensor) for tensor in inputs), options)  # entries hold them, so no other tensor has their ids
+        found = self._entries.get(key)
+        if found is not None and all(snapshot.is_unchanged() for snapshot in found):
             self._entries.move_to_end(key)
-            return entry.tensors[len(inputs) :]
+            return found[1].tensors
         self._entries.pop(key, None)  # before computing, which needs the memory
-        states = _states(inputs)
+        taken = _Snapshot(inputs)
         result = compute()
         if any(tensor.is_inference() for tensor in result):
             return result
-        self._entries[key] = _Entry((*inputs, *result), (*states, *_states(result)))
+        self._entries[key] = (taken, _Snapshot(result))
         if len(self._entries) > self.capacity:
             self._entries.popitem(last=False)
         return result
 
 
-@dataclass(frozen=True)
-class _Entry:
-    tensors: tuple[Tensor, ...]
-    """Inputs, then gradients."""
-    states: tuple[Any, ...]
-    """Theirs when they were computed."""
+class _Snapshot:
+    """Tensors, held with their memory, and how to see that they have changed."""
 
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._states = self._now()
 
-def _states(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """What changes when values do: PyTorch's count of changes in place, and which memory is looked at, and how."""
-    return tuple(
-        (tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors
-    )
+    def is_unchanged(self) -> bool:
+        return self._states == self._now()
+
+    def _now(self) -> list[tuple[object, ...]]:
+        """PyTorch's count of changes in place, and which memory is looked at, and how."""
+        return [
+            (x._version, x.untyped_storage()._cdata, x.data_ptr(), x.dtype, x.shape, x.stride()) for x in self.tensors
+        ]
