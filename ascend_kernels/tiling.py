@@ -65,6 +65,7 @@ DEVICES = {
 }
 
 KERNELS = ("forward", "dq", "dkdv")
+BAND_KERNELS = ("band_scores", "band_ds", "band_rows", "band_columns", "band_gradients", "band_expand")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BLOCKS_D = (32, 64, 128, 256)
 BLOCKS = (16, 32, 64, 128)
@@ -98,7 +99,9 @@ def block_of(dim: int) -> int:
 
 
 def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
-    """The tiles that one iteration of a flash kernel keeps, by memory."""
+    """The tiles that one iteration of a kernel keeps, by memory."""
+    if kernel in BAND_KERNELS:
+        return _band_live_bytes(kernel, tiles, itemsize)
     scores, kept, walked = (
         tiles.block_m * tiles.block_n,
         tiles.block_m * tiles.block_d,
@@ -142,6 +145,8 @@ def device_of(name: str = "A2", ub: int | None = None) -> Device:
     return Device(name, size, listed.l1, listed.l0a, listed.l0b, listed.l0c, listed.cores)
 
 
+MIN_BLOCK_D = 64
+"""Features of a tile on Ascend, at least: narrower heads take the same builds, of which there are to be few."""
 TIERS = (16, 128)
 """Window sizes that tiles are chosen for; the last one also stands for all that are larger."""
 STEP_BYTES = 32 * KIB
@@ -157,7 +162,7 @@ def ascend_tiles(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int) ->
     """
     tier = next((tier for tier in TIERS if kernel_size <= tier), TIERS[-1])
     smallest = Device("smallest", MIN_UB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 1)
-    block_d = block_of(dim)
+    block_d = max(MIN_BLOCK_D, block_of(dim))
 
     def cost(tiles: Tiles) -> float:
         rows = tiles.block_m + tier - 1
@@ -169,17 +174,14 @@ def ascend_tiles(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int) ->
     return min((tiles for tiles in candidates if fits(live_bytes(kernel, tiles, dtype.itemsize), smallest)), key=cost)
 
 
-BAND_KERNELS = ("band_scores", "band_ds", "band_rows", "band_columns", "band_gradients", "band_expand")
 BAND_LENGTHS = (1024,)
 """Rows of a class up to which the band's kernels take smaller tiles, to have work for all cores."""
-BAND_BLOCK_D = 64
 CHUNK_BYTES = 256 << 20
 CHUNK_SHARE = 0.08
 """What a chunk's band may take: so many bytes, or that share of the device's memory where it is more."""
 
 
-def band_live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
-    """The tiles that one iteration of a kernel of the band keeps, by memory."""
+def _band_live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
     pairs, kept, walked = (
         tiles.block_m * tiles.block_n,
         tiles.block_m * tiles.block_d,
@@ -209,11 +211,11 @@ def band_tiles(kernel: str, dtype: torch.dtype, rows: int) -> Tiles:
     A slot costs the kernels that write a band BLOCK_N + BLOCK_M of the vector unit's work per row, so their tiles are
     small; the others take the largest that fit, where sequences are long.
     """
-    small = Tiles(32, 64, BAND_BLOCK_D)
-    large = Tiles(64, 64, BAND_BLOCK_D)
+    small = Tiles(32, 64, MIN_BLOCK_D)
+    large = Tiles(64, 64, MIN_BLOCK_D)
     takes_large = kernel in ("band_rows", "band_columns", "band_gradients") and rows > BAND_LENGTHS[-1]
     smallest = Device("smallest", MIN_UB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 1)
-    return large if takes_large and fits(band_live_bytes(kernel, large, dtype.itemsize), smallest) else small
+    return large if takes_large and fits(live_bytes(kernel, large, dtype.itemsize), smallest) else small
 
 
 def band_plan(
@@ -247,7 +249,7 @@ def band_plan(
     grid = ()
     for size in reversed(work):
         grid = (min(size, programs // math.prod(grid)), *grid)
-    return Plan(tiles, grid, band_live_bytes(kernel, tiles, dtype.itemsize), {}), work
+    return Plan(tiles, grid, live_bytes(kernel, tiles, dtype.itemsize), {}), work
 
 
 def chunks(batch: int, bytes_each: int, memory: int) -> list[slice]:

@@ -117,5 +117,5 @@ def test_rows_outside_the_window_do_not_matter() -> None:
 
 def test_what_is_not_written_yet_is_refused_with_the_reason() -> None:
     q, k, v = make_qkv(8, dtype=torch.float32)
-    with pytest.raises(dispatch.BackendError, match="has algorithm 'flash' only so far, got 'band'"):
-        neighborhood_attention(q, k, v, algorithm="band", backend="ascend")
+    with pytest.raises(dispatch.BackendError, match="has algorithms 'flash' and 'band' only so far, got 'dense'"):
+        neighborhood_attention(q, k, v, algorithm="dense", backend="ascend")
