@@ -21,21 +21,11 @@ from ascend_kernels import band_attention, dense_attention, reference, tiling
 MAX_DENSE_TOKENS = 2048
 MIN_WORKSPACE_LIMIT = 512 << 20
 WORKSPACE_SHARE = 0.18
-ABSENT_DEVICE_MEMORY = 64 << 30
-"""Of an A2, for calls without a device: the interpreter's, and recordings."""
 
 
 def workspace_limit(memory: int) -> int:
     """Bytes that a backward may take beside inputs and gradients on a device with `memory` bytes."""
     return max(MIN_WORKSPACE_LIMIT, int(WORKSPACE_SHARE * memory))
-
-
-def device_memory(device: torch.device) -> int:
-    """All memory of a device in bytes."""
-    if device.type == "cpu":
-        return ABSENT_DEVICE_MEMORY
-    memory: int = torch.get_device_module(device).get_device_properties(device).total_memory
-    return memory
 
 
 def dense_refusal(q: Tensor, k: Tensor, *, backend: str, copies_attn: bool = True) -> str | None:
@@ -47,7 +37,7 @@ def dense_refusal(q: Tensor, k: Tensor, *, backend: str, copies_attn: bool = Tru
     tokens, group_size = q.shape[1], q.shape[2] // k.shape[2]
     if tokens > MAX_DENSE_TOKENS:
         return f"takes N up to {MAX_DENSE_TOKENS}, got {tokens}"
-    needed, limit = _dense_workspace(q, group_size, copies_attn), workspace_limit(device_memory(q.device))
+    needed, limit = _dense_workspace(q, group_size, copies_attn), workspace_limit(tiling.memory_of(q.device))
     if needed > limit:
         return (
             f"takes a workspace up to {limit} bytes, the larger of 512 MiB and 18 % of the device's memory; "
@@ -111,7 +101,7 @@ def backward(
     else:  # ds, and the band where it is gathered or cast
         needed = group_size * tokens * kernel_size * 4 * (1 if is_band and as_it_is else 2)
         per_chunk = batch * kv_heads
-    per_chunk = min(per_chunk, workspace_limit(device_memory(q.device)) // max(1, needed))
+    per_chunk = min(per_chunk, workspace_limit(tiling.memory_of(q.device)) // max(1, needed))
 
     def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if dense:

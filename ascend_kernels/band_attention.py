@@ -54,7 +54,7 @@ def forward(
     if return_band:
         parts = [slice(0, batch)]
     else:
-        parts = tiling.chunks(batch, 4 * heads * num_tokens * kernel_size, _memory_of(q.device))
+        parts = tiling.chunks(batch, 4 * heads * num_tokens * kernel_size, tiling.memory_of(q.device))
     largest = max((part.stop - part.start for part in parts), default=0)
     band = torch.empty((largest, *shape), dtype=torch.float32, device=q.device)
     for part in parts:
@@ -125,14 +125,6 @@ def _band_sizes(
     sizes = _sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     left = kernel_size - 1 if causal else kernel_size // 2
     return {**sizes, "left": left, "right": kernel_size - 1 - left}
-
-
-def _memory_of(device: torch.device) -> int:
-    """Bytes of the device's memory; 0 for CPU tensors, which simulators take."""
-    if device.type == "cpu":
-        return 0
-    total: int = torch.get_device_module(device).mem_get_info(device)[1]
-    return total
 
 
 def _launch(

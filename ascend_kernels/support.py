@@ -34,11 +34,10 @@ def _check(call: Any, device_type: str, devices: str, install: str) -> str | Non
         return f"triton is not installed: {install}"
     if call.dtype not in DTYPES:
         return f"takes float16, bfloat16 and float32, got {str(call.dtype).removeprefix('torch.')}"
-    if call.options.get("band"):
-        return "its band kernel is not written yet: backend='reference' gives the band"
-    algorithm = call.options.get("algorithm", "auto")
-    if algorithm not in ("auto", "flash"):
-        return f"has algorithm 'flash' only so far, got {algorithm!r}"
+    kernel_size = call.options.get("kernel_size", 1)
+    has_band = call.options.get("band") or call.options.get("algorithm") in ("band", "dense")
+    if has_band and kernel_size > MAX_TOKENS:
+        return f"has bands of up to {MAX_TOKENS} slots, got kernel_size {kernel_size}"
     shape = call.options.get("shape")
     if shape is not None and shape[3] > MAX_DIM:
         return f"takes D up to {MAX_DIM}, got {shape[3]}"

@@ -12,6 +12,8 @@ A program of the band's kernels (band_kernels.py) keeps BLOCK_M rows or keys of 
 side and BLOCK_D features at a time. The UB holds fp32 tiles of the band, dense and by slots, with masks, and the
 accumulator of a result.
 
+A program of the dense backward's kernels (dense_attention.py) does the same with fp32 tiles of matrices of all pairs.
+
 Tiles that cross between memories are counted twice (double buffering), and the sum may take UB_SHARE of the UB. No
 compiler for an NPU has confirmed the model: it is a conservative count, to be replaced by measurements on a device.
 
@@ -65,6 +67,7 @@ DEVICES = {
 }
 
 KERNELS = ("forward", "dq", "dkdv")
+BAND_KERNELS = ("band_scores", "band_ds", "band_rows", "band_columns", "band_gradients", "band_expand")
 DENSE_KERNELS = ("dense_dv", "dense_ds", "dense_dqdk")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BLOCKS_D = (32, 64, 128, 256)
@@ -100,6 +103,8 @@ def block_of(dim: int) -> int:
 
 def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
     """The tiles that one iteration of a kernel keeps, by memory."""
+    if kernel in BAND_KERNELS:
+        return _band_live_bytes(kernel, tiles, itemsize)
     scores, kept, walked = (
         tiles.block_m * tiles.block_n,
         tiles.block_m * tiles.block_d,
@@ -155,6 +160,8 @@ def device_of(name: str = "A2", ub: int | None = None) -> Device:
     return Device(name, size, listed.l1, listed.l0a, listed.l0b, listed.l0c, listed.cores)
 
 
+MIN_BLOCK_D = 64
+"""Features of a tile on Ascend, at least: narrower heads take the same builds, of which there are to be few."""
 TIERS = (16, 128)
 """Window sizes that tiles are chosen for; the last one also stands for all that are larger."""
 STEP_BYTES = 32 * KIB
@@ -170,7 +177,7 @@ def ascend_tiles(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int) ->
     """
     tier = next((tier for tier in TIERS if kernel_size <= tier), TIERS[-1])
     smallest = Device("smallest", MIN_UB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 1)
-    block_d = block_of(dim)
+    block_d = max(MIN_BLOCK_D, block_of(dim))
 
     def cost(tiles: Tiles) -> float:
         rows = tiles.block_m + tier - 1
@@ -182,17 +189,14 @@ def ascend_tiles(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int) ->
     return min((tiles for tiles in candidates if fits(live_bytes(kernel, tiles, dtype.itemsize), smallest)), key=cost)
 
 
-BAND_KERNELS = ("band_scores", "band_ds", "band_rows", "band_columns", "band_gradients", "band_expand")
 BAND_LENGTHS = (1024,)
 """Rows of a class up to which the band's kernels take smaller tiles, to have work for all cores."""
-BAND_BLOCK_D = 64
 CHUNK_BYTES = 256 << 20
 CHUNK_SHARE = 0.08
 """What a chunk's band may take: so many bytes, or that share of the device's memory where it is more."""
 
 
-def band_live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
-    """The tiles that one iteration of a kernel of the band keeps, by memory."""
+def _band_live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
     pairs, kept, walked = (
         tiles.block_m * tiles.block_n,
         tiles.block_m * tiles.block_d,
@@ -222,11 +226,11 @@ def band_tiles(kernel: str, dtype: torch.dtype, rows: int) -> Tiles:
     A slot costs the kernels that write a band BLOCK_N + BLOCK_M of the vector unit's work per row, so their tiles are
     small; the others take the largest that fit, where sequences are long.
     """
-    small = Tiles(32, 64, BAND_BLOCK_D)
-    large = Tiles(64, 64, BAND_BLOCK_D)
+    small = Tiles(32, 64, MIN_BLOCK_D)
+    large = Tiles(64, 64, MIN_BLOCK_D)
     takes_large = kernel in ("band_rows", "band_columns", "band_gradients") and rows > BAND_LENGTHS[-1]
     smallest = Device("smallest", MIN_UB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 1)
-    return large if takes_large and fits(band_live_bytes(kernel, large, dtype.itemsize), smallest) else small
+    return large if takes_large and fits(live_bytes(kernel, large, dtype.itemsize), smallest) else small
 
 
 def band_plan(
@@ -260,7 +264,15 @@ def band_plan(
     grid = ()
     for size in reversed(work):
         grid = (min(size, programs // math.prod(grid)), *grid)
-    return Plan(tiles, grid, band_live_bytes(kernel, tiles, dtype.itemsize), {}), work
+    return Plan(tiles, grid, live_bytes(kernel, tiles, dtype.itemsize), {}), work
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a device's memory; 0 for CPU tensors, which simulators take: then the smallest limits hold."""
+    if device.type == "cpu":
+        return 0
+    memory: int = torch.get_device_module(device).get_device_properties(device).total_memory
+    return memory
 
 
 def chunks(batch: int, bytes_each: int, memory: int) -> list[slice]:
@@ -272,64 +284,6 @@ def chunks(batch: int, bytes_each: int, memory: int) -> list[slice]:
     limit = max(CHUNK_BYTES, int(CHUNK_SHARE * memory))
     size = max(1, limit // max(1, bytes_each))
     return [slice(start, min(start + size, batch)) for start in range(0, batch, size)]
-
-
-def specialisations() -> Iterator[tuple[str, torch.dtype, Tiles]]:
-    """Every (kernel, dtype, tiles) that `ascend_tiles` and `band_tiles` can return, once."""
-    seen = {
-        (kernel, dtype, ascend_tiles(kernel, dtype, block_d, tier)): None
-        for kernel in KERNELS
-        for dtype in DTYPES
-        for block_d in BLOCKS_D
-        for tier in TIERS
-    }
-    seen |= {
-        (kernel, dtype, band_tiles(kernel, dtype, rows)): None
-        for kernel in BAND_KERNELS
-        for dtype in (DTYPES if kernel != "band_expand" else (torch.float32,))
-        for rows in (BAND_LENGTHS[-1], MAX_TOKENS)
-    }
-    yield from seen
-    yield from ((kernel, dtype, dense_tiles(kernel, dtype)) for kernel in DENSE_KERNELS for dtype in DTYPES)
-
-
-def ascend_plan(
-    kernel: str,
-    dtype: torch.dtype,
-    dim: int,
-    kernel_size: int,
-    *,
-    sequences: int,
-    rows: int,
-    device: Device,
-) -> Plan:
-    """Tiles, and one program per core at most; each strides over its share of the work.
-
-    Args:
-        sequences: classes of all heads and batch elements. rows: in each of them.
-    """
-    tiles = ascend_tiles(kernel, dtype, dim, kernel_size)
-    grid = (max(1, min(work_of(tiles, sequences, rows), device.cores, MAX_GRID)),)
-    return Plan(tiles, grid, live_bytes(kernel, tiles, dtype.itemsize), {})
-
-
-def work_of(tiles: Tiles, sequences: int, rows: int) -> int:
-    """Pieces of work: tiles of all sequences."""
-    return sequences * -(-rows // tiles.block_m)
-
-
-def gpu_plan(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int, *, sequences: int, rows: int) -> Plan:
-    """Tiles for an NVIDIA GPU, and one program per piece of work."""
-    block_d = block_of(dim)
-    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
-    if dtype == torch.float32:
-        tiles, options = Tiles(32, 32, block_d), {**options, "num_warps": 8 if block_d == 256 else 4, "num_stages": 1}
-    elif block_d == 256:
-        tiles = Tiles(64 if kernel == "forward" else 32, 32, block_d)
-    else:
-        one_pass = kernel == "forward" and 64 < 64 + kernel_size - 1 <= 128
-        tiles = Tiles(64, 128 if one_pass else 64, block_d)
-    return Plan(tiles, (min(work_of(tiles, sequences, rows), (1 << 31) - 1),), {}, options)
 
 
 GPU_CORES = 132
@@ -373,3 +327,61 @@ def dense_plan(
         options, live = {"num_warps": 4, "num_stages": 2}, {}
     work = dense_work(kernel, tiles, sequences, tokens, dim)
     return Plan(tiles, (work if cores is None else min(work, cores),), live, options)
+
+
+def specialisations() -> Iterator[tuple[str, torch.dtype, Tiles]]:
+    """Every (kernel, dtype, tiles) that `ascend_tiles`, `band_tiles` and `dense_tiles` can return, once."""
+    seen = {
+        (kernel, dtype, ascend_tiles(kernel, dtype, block_d, tier)): None
+        for kernel in KERNELS
+        for dtype in DTYPES
+        for block_d in BLOCKS_D
+        for tier in TIERS
+    }
+    seen |= {
+        (kernel, dtype, band_tiles(kernel, dtype, rows)): None
+        for kernel in BAND_KERNELS
+        for dtype in (DTYPES if kernel != "band_expand" else (torch.float32,))
+        for rows in (BAND_LENGTHS[-1], MAX_TOKENS)
+    }
+    seen |= {(kernel, dtype, dense_tiles(kernel, dtype)): None for kernel in DENSE_KERNELS for dtype in DTYPES}
+    yield from seen
+
+
+def ascend_plan(
+    kernel: str,
+    dtype: torch.dtype,
+    dim: int,
+    kernel_size: int,
+    *,
+    sequences: int,
+    rows: int,
+    device: Device,
+) -> Plan:
+    """Tiles, and one program per core at most; each strides over its share of the work.
+
+    Args:
+        sequences: classes of all heads and batch elements. rows: in each of them.
+    """
+    tiles = ascend_tiles(kernel, dtype, dim, kernel_size)
+    grid = (max(1, min(work_of(tiles, sequences, rows), device.cores, MAX_GRID)),)
+    return Plan(tiles, grid, live_bytes(kernel, tiles, dtype.itemsize), {})
+
+
+def work_of(tiles: Tiles, sequences: int, rows: int) -> int:
+    """Pieces of work: tiles of all sequences."""
+    return sequences * -(-rows // tiles.block_m)
+
+
+def gpu_plan(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int, *, sequences: int, rows: int) -> Plan:
+    """Tiles for an NVIDIA GPU, and one program per piece of work."""
+    block_d = block_of(dim)
+    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    if dtype == torch.float32:
+        tiles, options = Tiles(32, 32, block_d), {**options, "num_warps": 8 if block_d == 256 else 4, "num_stages": 1}
+    elif block_d == 256:
+        tiles = Tiles(64 if kernel == "forward" else 32, 32, block_d)
+    else:
+        one_pass = kernel == "forward" and 64 < 64 + kernel_size - 1 <= 128
+        tiles = Tiles(64, 128 if one_pass else 64, block_d)
+    return Plan(tiles, (min(work_of(tiles, sequences, rows), (1 << 31) - 1),), {}, options)

@@ -16,16 +16,16 @@ ROWS: tuple[Impl, ...] = (
     Impl(
         "neighborhood_attention",
         "triton",
-        target="ascend_kernels.neighborhood_attention:forward",
+        target="ascend_kernels.algorithms:forward",
         check="ascend_kernels.support:check_gpu",
-        training="ascend_kernels.neighborhood_attention",
+        training="ascend_kernels.algorithms",
     ),
     Impl(
         "neighborhood_attention",
         "ascend",
-        target="ascend_kernels.neighborhood_attention:forward",
+        target="ascend_kernels.algorithms:forward",
         check="ascend_kernels.support:check_npu",
-        training="ascend_kernels.neighborhood_attention",
+        training="ascend_kernels.algorithms",
     ),
     Impl(
         "neighborhood_attention",

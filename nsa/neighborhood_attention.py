@@ -45,14 +45,18 @@ def neighborhood_attention(
         boundary: "truncate" drops neighbors before the first or after the last token; "shift" moves the window inside,
             so that every query has min(kernel_size, tokens of its residue class modulo dilation) keys, as in NATTEN.
         causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
-        algorithm: "auto" is "flash". The reference has one algorithm and takes any name.
+        algorithm: "flash" recomputes probabilities in backward, memory is that of the inputs; "band" computes
+            `[B,H,N,kernel_size]` of them in fp32, keeps them for backward, and without gradients takes batch elements
+            in chunks; its backward is that of `neighborhood_attention_backward` with path "auto", and that of "dense"
+            with path "dense". "auto" is "flash". The reference has one algorithm and takes any name.
         backend: "triton", "ascend" or "reference"; None reads NSA_KERNELS_BACKEND, then takes the first that can run.
 
     Returns:
         `[B,N,H,D]` in q's dtype.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed.
+        TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed; so
+            algorithm="dense" beyond the limits of its backward, where there will be one.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
     """
     window = _Window(kernel_size, dilation, softmax_scale, boundary, causal)
@@ -61,7 +65,13 @@ def neighborhood_attention(
         if impl.training is None:
             out: Tensor = impl.load()(q, k, v, **asdict(window))[0]
             return out
-        result: Tensor = _Trained.apply(q, k, v, impl, window)
+        options = {**asdict(window), "backend": impl.backend}
+        if algorithm in ("band", "dense"):
+            options["algorithm"] = algorithm
+            if not _needs_grad(q, k, v):
+                out = impl.load()(q, k, v, **options, keep=False)[0]
+                return out
+        result: Tensor = _Trained.apply(q, k, v, impl, options)
         return result
 
 
@@ -87,7 +97,10 @@ def neighborhood_attention_forward(
     window = _Window(kernel_size, dilation, softmax_scale, boundary, causal)
     with torch.no_grad(), autocast_off(q.device.type if isinstance(q, Tensor) else "cpu"):
         impl = _resolve(q, k, v, window, algorithm, backend, band=True)
-        out, band, _ = impl.load()(q, k, v, **asdict(window))
+        if impl.training is None:
+            out, band, _ = impl.load()(q, k, v, **asdict(window))
+        else:
+            out, band = impl.load()(q, k, v, **asdict(window), backend=impl.backend, algorithm="band")
     return out, band
 
 
@@ -136,7 +149,7 @@ def neighborhood_attention_backward(
         raise TypeError(f"cache must be a BackwardCache or None, got {type(cache).__name__}")
     _check_tensors(q, k, v)
     _check_backward_tensors(do, attn, q, kernel_size)
-    options = {**asdict(window), "path": path, "shape": tuple(q.shape)}
+    options = {**asdict(window), "path": path, "band": True, "shape": tuple(q.shape)}
     call = dispatch.Call("neighborhood_attention_backward", q.device, q.dtype, backward=True, options=options)
     impl = dispatch.resolve(call, backend)
     named = {} if impl.backend == "reference" else {"backend": impl.backend}
@@ -240,28 +253,29 @@ def _resolve(
     """Check everything and find the backend that takes the call."""
     _check_choice("algorithm", algorithm, ALGORITHMS)
     _check_tensors(q, k, v)
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
     options = {**asdict(window), "algorithm": algorithm, "band": band, "shape": tuple(q.shape)}
-    call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=needs_grad, options=options)
+    call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=_needs_grad(q, k, v), options=options)
     return dispatch.resolve(call, backend)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 class _Trained(torch.autograd.Function):
     """A backend with a backward of its own: `forward` and `backward` of the module that its row names."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, impl: dispatch.Impl, window: _Window) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, impl: dispatch.Impl, options: dict[str, Any]) -> Tensor:
         out: Tensor
-        out, lse = impl.load()(q, k, v, **asdict(window), backend=impl.backend)
-        ctx.impl, ctx.window = impl, window
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, kept = impl.load()(q, k, v, **options)
+        ctx.impl, ctx.options = impl, options
+        ctx.save_for_backward(q, k, v, out, kept)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         with autocast_off(do.device.type):
-            gradients = ctx.impl.load_training().backward(
-                do, *ctx.saved_tensors, **asdict(ctx.window), backend=ctx.impl.backend
-            )
+            gradients = ctx.impl.load_training().backward(do, *ctx.saved_tensors, **ctx.options)
         return (*gradients, None, None)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import dispatch
 from ascend_kernels import tiling
 from ascend_kernels.launch import recording
 from dispatch import neighborhood_attention
@@ -115,7 +114,6 @@ def test_rows_outside_the_window_do_not_matter() -> None:
         assert not torch.equal(before[:, 40:], after[:, 40:])
 
 
-def test_what_is_not_written_yet_is_refused_with_the_reason() -> None:
-    q, k, v = make_qkv(8, dtype=torch.float32)
-    with pytest.raises(dispatch.BackendError, match="has algorithm 'flash' only so far, got 'band'"):
-        neighborhood_attention(q, k, v, algorithm="band", backend="ascend")
+@pytest.mark.parametrize("algorithm", ["band", "dense"])
+def test_algorithms(algorithm: str) -> None:
+    check("ascend", 40, heads=4, kv_heads=2, kernel_size=6, dilation=2, boundary="shift", algorithm=algorithm)

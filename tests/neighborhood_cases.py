@@ -25,20 +25,23 @@ def check(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     head_major: bool = False,
+    algorithm: str = "auto",
     **options: Any,
 ) -> None:
     """Output and gradients of the public op within the budget of helpers.py.
 
     Args:
         head_major: inputs are `[B,H,N,D]` in memory.
-        options: keywords of neighborhood_attention.
+        options: keywords of neighborhood_attention that change the result.
     """
     inputs = make_qkv(tokens, heads, kv_heads, dim, batch=batch, dtype=dtype, device=device, seed=tokens)
     if head_major:
         q, k, v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs)
         inputs = (q, k, v)
     do = make_qkv(tokens, heads, kv_heads, dim, batch=batch, dtype=dtype, device=device, seed=tokens + 1)[0]
-    got = _with_gradients(lambda *qkv: neighborhood_attention(*qkv, backend=backend, **options), inputs, do)
+    got = _with_gradients(
+        lambda *qkv: neighborhood_attention(*qkv, algorithm=algorithm, backend=backend, **options), inputs, do
+    )
     oracle = _with_gradients(lambda *qkv: reference.neighborhood_attention(*qkv, **options)[0], _fp64(inputs), do)
     low = _with_gradients(
         lambda *qkv: reference.neighborhood_attention(*qkv, compute_dtype=dtype, **options)[0], inputs, do

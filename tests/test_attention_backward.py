@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import dispatch
 from ascend_kernels import attention_backward, reference, tiling
 from ascend_kernels.launch import Launch, recording
-from dispatch import neighborhood_attention_backward
+from dispatch import neighborhood_attention, neighborhood_attention_backward
 from nsa.neighborhood_attention import neighborhood_attention_forward
 from tests import backward_cases
 from tests.helpers import make_qkv
@@ -104,14 +104,15 @@ def test_bad_arguments_are_named() -> None:
 
 # Routing
 
+FORWARD = ["scores_kernel", "rows_kernel"]
 DENSE = ["dense_dv_kernel", "dense_ds_kernel", "dense_dqdk_kernel"]
 SPARSE = ["ds_kernel", "gradients_kernel"]
 EXPAND = ["expand_kernel"]
 
-MOVES = {
-    "_to_copy", "alias", "clone", "copy_", "detach", "empty", "expand", "fill_", "gather", "masked_fill_", "new_empty",
-    "select", "slice", "transpose", "unsqueeze", "view", "zero_", "zeros",
-}  # fmt: skip
+MOVES = (
+    "_to_copy alias clone copy_ detach empty empty_like expand fill_ gather masked_fill_ new_empty select slice "
+    "transpose unsqueeze view zero_ zeros"
+)
 
 
 class OnlyMoves(TorchDispatchMode):
@@ -123,7 +124,7 @@ class OnlyMoves(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         if any(tensor.is_floating_point() for tensor in tensors):
-            assert func.overloadpacket.__name__ in MOVES, f"PyTorch computes {func}"
+            assert func.overloadpacket.__name__ in MOVES.split(), f"PyTorch computes {func}"
         return result
 
 
@@ -160,6 +161,30 @@ def test_launched_kernels(path: str, tokens: int, dense: bool, backend: str) -> 
         assert names(launches) == SPARSE
 
 
+@pytest.mark.parametrize("backend", ["ascend", "triton"])
+@pytest.mark.parametrize("tokens", [2048, 2049, 2304, 4096])
+@pytest.mark.parametrize("algorithm", ["auto", "flash", "band", "dense"])
+def test_launched_kernels_of_the_differentiable_op(algorithm: str, tokens: int, backend: str) -> None:
+    q, k, v = make_qkv(tokens, 1, 1, dtype=torch.float16, requires_grad=True)
+    call = {"algorithm": algorithm, "backend": backend}
+    with recording(run=False) as launches, OnlyMoves():
+        if algorithm == "dense" and tokens > 2048:
+            with pytest.raises(ValueError, match=f"algorithm='dense' takes N up to 2048, got {tokens}"):
+                neighborhood_attention(q, k, v, **call)
+            assert not launches
+            neighborhood_attention(q.detach(), k.detach(), v.detach(), **call)  # nothing to differentiate
+            assert names(launches) == FORWARD
+            return
+        out = neighborhood_attention(q, k, v, **call)
+        torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    if algorithm in ("auto", "flash"):
+        assert names(launches) == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
+    elif tokens <= 2048:
+        assert names(launches) == FORWARD + EXPAND + DENSE
+    else:
+        assert names(launches) == FORWARD + SPARSE
+
+
 def recorded(heads: int, tokens: int = 2048, path: str = "auto", dense: bool = False) -> list[str]:
     """Launches for one key head with so many query heads, whose tensors have no memory."""
     q, k, v = (torch.empty((1, tokens, n, 16), dtype=torch.float16, device="meta") for n in (heads, 1, 1))
@@ -177,7 +202,7 @@ def test_workspace_of_the_dense_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_backward.workspace_limit(64 << 30) == int(0.18 * (64 << 30))
     per_head = 2048 * 2048 * 6
     for memory, heads in ((0, (512 << 20) // per_head), (32 << 30, int(0.18 * (32 << 30)) // per_head)):
-        monkeypatch.setattr(attention_backward, "device_memory", lambda device, memory=memory: memory)
+        monkeypatch.setattr(tiling, "memory_of", lambda device, memory=memory: memory)
         assert recorded(heads) == EXPAND + DENSE
         assert recorded(heads + 1) == SPARSE
         assert recorded(heads + 1, path="sparse") == SPARSE
@@ -187,7 +212,7 @@ def test_workspace_of_the_dense_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_grid_of_the_dense_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_backward, "device_memory", lambda device: 64 << 30)
+    monkeypatch.setattr(tiling, "memory_of", lambda device: 64 << 30)
     monkeypatch.setattr(tiling, "MAX_GRID", 64)  # tiles of 64 rows: 32 programs a head
     assert recorded(2) == EXPAND + DENSE
     assert recorded(3) == SPARSE

@@ -168,7 +168,7 @@ def test_works_with_torch_alone() -> None:
     for module, extra in (("cutlass", "cuda"), ("flash_attn.cute", "cuda"), ("torch_npu", "npu")):
         line = next(line for line in done.stdout.splitlines() if line.strip().startswith(module))
         assert f'not installed: pip install "nsa-kernels[{extra}]"' in line
-    assert "nsa                     cpu   reference  runs" in done.stdout
+    assert "nsa                              cpu   reference  runs" in done.stdout
 
 
 @pytest.mark.parametrize("package", ["cutlass", "flash_attn", "triton", "torch_npu"])
@@ -296,6 +296,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     main()
     lines = capsys.readouterr().out.splitlines()
-    assert "  nsa                     cpu   reference  runs" in lines
+    assert "  nsa                              cpu   reference  runs" in lines
     refused = "runs on npu only when named: backend='reference' (correct everywhere, fast nowhere)"
-    assert f"  nsa                     npu   reference  no: {refused}" in lines
+    assert f"  nsa                              npu   reference  no: {refused}" in lines

@@ -153,8 +153,17 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("triton", "cuda", torch.float64) == "takes float16, bfloat16 and float32, got float64"
     assert refusal("triton", "cuda", shape=(1, 9, 1, 257)) == "takes D up to 256, got 257"
     assert refusal("triton", "cuda", shape=(1, 1 << 30, 1, 16)) == "takes N up to 536870912, got 1073741824"
-    assert "backend='reference' gives the band" in str(refusal("triton", "cuda", band=True))
-    assert refusal("triton", "cuda", algorithm="dense") == "has algorithm 'flash' only so far, got 'dense'"
+    assert refusal("triton", "cuda", band=True, kernel_size=9) is None
+    assert refusal("triton", "cuda", algorithm="flash", kernel_size=1 << 40) is None
+    assert refusal("triton", "cuda", algorithm="band", kernel_size=1 << 30) == (
+        "has bands of up to 536870912 slots, got kernel_size 1073741824"
+    )
+    too_wide = {"kernel_size": 1 << 30}
+    assert refusal("triton", "cuda", algorithm="flash", **too_wide) is None
+    for options in ({"algorithm": "band"}, {"algorithm": "dense"}, {"band": True}):
+        assert refusal("triton", "cuda", **options, **too_wide) == (
+            "has bands of up to 536870912 slots, got kernel_size 1073741824"
+        )
     assert refusal("ascend", "cuda") == "runs on Ascend NPUs, got cuda"
     assert "no Ascend NPU is visible" in str(refusal("ascend", "npu"))
     monkeypatch.setattr("ascend_kernels.support.find_spec", lambda _: None)

@@ -1,0 +1,93 @@
+"""One check of the band's kernels against fp64, shared by the interpreter's tests, the executed ones and a GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_kernels import band_attention, reference
+from tests.helpers import assert_within_budget, make_qkv
+
+NAMES = ("output", "band", "dq", "dk", "dv")
+
+Run = Callable[[Callable[[], Any]], Any]
+"""Calls a launcher and gives its results: as it is, or with its launches run in another way."""
+
+
+def check(
+    run: Run,
+    backend: str,
+    tokens: int,
+    *,
+    heads: int = 2,
+    kv_heads: int = 1,
+    dim: int = 16,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    layout: str = "token-major",
+    softmax_scale: float | None = None,
+    **window: Any,
+) -> None:
+    """All launchers: values within the budget of helpers.py, exact expansion, and fused gradients as separate ones.
+
+    Args:
+        layout: "token-major", "head-major" (`[B,H,N,D]` in memory), or "strided" (every second feature of a tensor).
+        window: kernel_size, dilation, boundary, causal.
+    """
+    window = {"kernel_size": 7, "dilation": 1, "boundary": "truncate", "causal": False, **window}
+    options = {**window, "softmax_scale": softmax_scale}
+    many = {"batch": batch, "dtype": dtype, "device": device}
+    q, k, v = (_laid_out(tensor, layout) for tensor in make_qkv(tokens, heads, kv_heads, dim, seed=tokens, **many))
+    do = _laid_out(make_qkv(tokens, heads, kv_heads, dim, seed=tokens + 1, **many)[0], layout)
+
+    out, band = run(lambda: band_attention.forward(q, k, v, **options, backend=backend))
+    gradients = run(lambda: band_attention.backward(do, q, k, v, band, **options, backend=backend))
+    separate = run(lambda: band_attention.backward(do, q, k, v, band, **options, backend=backend, fused=False))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, separate, strict=True))
+    assert band.dtype == torch.float32
+    assert all(tensor.dtype == dtype for tensor in (out, *gradients))
+
+    exact = _oracle(q.double(), k.double(), v.double(), do.double(), options, None)
+    low = _oracle(q, k, v, do, options, dtype)
+    rounding = dim * torch.finfo(torch.float32).eps  # sums over D in fp32, in another order than PyTorch's
+    for name, mine, truth, theirs in zip(NAMES, (out, band, *gradients), exact, low, strict=True):
+        assert_within_budget(mine, truth, theirs, f"{name} of N={tokens} {options}", slack=rounding)
+    assert torch.equal(band == 0, exact[1] == 0)
+
+    if tokens * tokens <= 1 << 16:
+        of_window = {name: value for name, value in window.items() if name != "kernel_size"}
+        dense = run(lambda: band_attention.expand_band(band, **of_window, backend=backend))
+        assert torch.equal(dense, expanded(band, **window))
+
+
+def expanded(band: Tensor, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
+    """The band as `[B,H,N,N]`, slot by slot."""
+    tokens = band.shape[2]
+    starts = reference.window_starts(tokens, kernel_size, dilation, boundary, causal).tolist()
+    dense = torch.zeros(*band.shape[:3], tokens, dtype=band.dtype, device=band.device)
+    for i, start in enumerate(starts):
+        for slot in range(kernel_size):
+            key = start + slot * dilation
+            if 0 <= key < tokens:
+                dense[:, :, i, key] = band[:, :, i, slot]
+    return dense
+
+
+def _laid_out(tensor: Tensor, layout: str) -> Tensor:
+    if layout == "head-major":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "strided":
+        return torch.stack([tensor, torch.full_like(tensor, torch.nan)], -1).flatten(-2)[..., ::2]
+    return tensor
+
+
+def _oracle(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: dict[str, Any], compute_dtype: torch.dtype | None
+) -> tuple[Tensor, ...]:
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out, band, _ = reference.neighborhood_attention(*leaves, **options, compute_dtype=compute_dtype)
+    return (out.detach(), band.detach(), *torch.autograd.grad(out, leaves, do.to(out.dtype)))
