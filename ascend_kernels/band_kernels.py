@@ -20,8 +20,10 @@ Reading a band. Row t of a stretch of rows has start(t) = slope * t + first, so 
     t * row_stride + u - start(t)  =  t * (row_stride - slope) + u - first
 
 That is a dense matrix with another row stride, keys contiguous: a tile of it is one block copy, by rows and (`tl.trans`
-on the way to the cube) by columns, and no slot is gathered. All of a class's (t, u) lie within its band; what is not
-in the window of t belongs to neighboring rows, and is masked on chip. Windows have at most three stretches:
+on the way to the cube) by columns, and no slot is gathered. All (t, u) of a stretch lie within its class's band; what
+is not in the window of t belongs to neighboring rows, and is masked on chip. Rows of a tile overlap in memory where
+row_stride - slope < BLOCK_N: bishengir's library then copies row by row (read in its source, not seen on a device).
+Windows have at most three stretches:
 
     rows 0 ... left - 1            slope 0, first 0         shift only: windows held by the first row
     rows left ... S - right - 1    slope 1, first -left     all rows, unless shift
@@ -67,11 +69,11 @@ def _stretch(i_stretch, num_rows, left, right, shift):
 
 
 @triton.jit
-def _load_dense(p_band_class, o_rows, o_keys, first_row, end_row, first_key, end_key, slope, first, window, row_stride):
+def _load_dense(p_band_class, o_rows, o_keys, first_row, end_row, end_key, slope, first, window, row_stride):
     """The band of a stretch as a dense `[rows, keys]` tile: one block, with zeros outside of windows and limits."""
     p_tile = p_band_class + o_rows.to(tl.int64)[:, None] * (row_stride - slope) + (o_keys - first)[None, :]
-    rows, keys = (o_rows >= first_row) & (o_rows < end_row), (o_keys >= first_key) & (o_keys < end_key)
-    b_tile = tl.load(p_tile, mask=rows[:, None] & keys[None, :], other=0.0)
+    rows = (o_rows >= first_row) & (o_rows < end_row)
+    b_tile = tl.load(p_tile, mask=rows[:, None] & (o_keys < end_key)[None, :], other=0.0)
     o_slot = (o_keys - first)[None, :] - (slope * o_rows)[:, None]
     return tl.where((o_slot >= 0) & (o_slot < window), b_tile, 0.0)
 
@@ -112,7 +114,6 @@ def _band_times_rows(
                 o_keys,
                 first_row,
                 end_row,
-                first_key,
                 end_key,
                 slope,
                 first,
@@ -168,7 +169,6 @@ def _band_times_columns(
                     o_keys,
                     first_row,
                     end_row,
-                    first_key,
                     end_key,
                     slope,
                     first,
@@ -572,7 +572,7 @@ def gradients_kernel(
     band_head_stride = tl.cast(num_tokens, tl.int64) * window
     for i_outer in range(tl.program_id(2), num_batches, tl.num_programs(2)):
         i_batch = tl.cast(i_outer, tl.int64)
-        for i_middle in range(tl.program_id(1), num_heads * dilation, tl.num_programs(1)):
+        for i_middle in range(tl.program_id(1), num_heads * wide_dilation, tl.num_programs(1)):
             i_kv_head = tl.cast(i_middle % num_heads, tl.int64)
             i_class = tl.cast(i_middle // num_heads, tl.int64)
             i_first_head = i_kv_head * group_size
@@ -710,7 +710,6 @@ def expand_kernel(
                     o_keys,
                     first_row,
                     end_row,
-                    first_key,
                     end_key,
                     slope,
                     first,
