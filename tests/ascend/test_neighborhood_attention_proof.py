@@ -57,6 +57,21 @@ def gate(launches: list[Launch]) -> None:
         gates.assert_matmul_inputs(linalg, MLIR_NAMES[one.arguments["p_q"].dtype], name)
         assert gates.count(linalg, "linalg.matmul") == MATMULS[name]
         assert gates.count_block_copies(linalg) == COPIES[name]
+        plan = plan_of(one)
+        gates.assert_plan_is_honest(plan, linalg, name)
+        for device in tiling.DEVICES:
+            gates.assert_plan(plan, device, name)
+
+
+def plan_of(one: Launch) -> tiling.Plan:
+    """What the planner counts for the tiles and the grid that were launched."""
+    tiles = tiles_of(one)
+    kernel, itemsize = one.kernel.fn.__name__.removesuffix("_kernel"), one.arguments["p_q"].element_size()
+    return tiling.Plan(tiles, one.grid, tiling.live_bytes(kernel, tiles, itemsize), one.options)
+
+
+def tiles_of(one: Launch) -> tiling.Tiles:
+    return tiling.Tiles(*(one.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D")))
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +92,7 @@ def test_every_specialisation(dtype: torch.dtype, block_d: int, tier: int) -> No
         neighborhood_cases.check("ascend", 150, heads=2, dim=block_d, dtype=dtype, kernel_size=tier, boundary="shift")
     known = set(tiling.specialisations())
     for one in launches:
-        tiles = tiling.Tiles(*(one.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D")))
-        assert (one.kernel.fn.__name__.removesuffix("_kernel"), dtype, tiles) in known
+        assert (one.kernel.fn.__name__.removesuffix("_kernel"), dtype, tiles_of(one)) in known
 
 
 CASES: dict[str, dict[str, Any]] = {
