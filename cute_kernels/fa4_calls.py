@@ -287,9 +287,11 @@ def _differentiate_by_interface(
     from flash_attn.cute import interface
 
     narrow = seen.lists is not None and seen.lists.width == NARROW
-    own_tiles, tiles = interface._tile_size_bwd_sm90, []
+    own_tiles, tiles, thread = interface._tile_size_bwd_sm90, [], threading.get_ident()
 
     def choose_tiles(*sizes: Any, **more: Any) -> Any:
+        if threading.get_ident() != thread:
+            return own_tiles(*sizes, **more)
         tiles.append(_narrow_tiles() if narrow else own_tiles(*sizes, **more))
         return tiles[-1]
 
