@@ -6,10 +6,14 @@ five backward (scores again, dP, dV, dQ, dK), each 2·D FLOPs a pair and head.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bench.inputs import Sizes
+import torch
+
+from ascend_kernels.tiling import Tiles, ascend_tiles
+from bench.inputs import Neighborhood, Sizes
 from nsa import NSAConfig
 
 
@@ -131,3 +135,128 @@ def mean_keys(keys: int, most: int) -> float:
     if most >= keys:
         return keys / 2
     return most - most * most / (2 * keys)
+
+
+# Neighborhood attention
+
+
+def neighborhood_bytes(shape: Neighborhood, direction: str, itemsize: int = 2) -> int:
+    """The byte floor: forward reads q, k, v and writes o; backward reads q, k, v, o, do and writes dq, dk, dv.
+
+    Args:
+        direction: "fwd", "bwd" or "fwd+bwd".
+    """
+    tensors = {"fwd": 4, "bwd": 8, "fwd+bwd": 12}[direction]
+    return tensors * itemsize * shape.batch * shape.tokens * shape.heads * shape.dim
+
+
+class AscendWork(NamedTuple):
+    """What one pass takes on an NPU, by the model of docs/neighborhood_attention.md."""
+
+    l1_bytes: float
+    """Operands of the cube, from global memory."""
+    ub_bytes: float
+    """In and out of the vector unit's memory, what comes from the cube and goes there included."""
+    cube_flops: float
+    vector_flops: float
+    """Of products; masks and exponentials are left out."""
+    kept_bytes: float
+    """Beside inputs and outputs: what lies in global memory between kernels or passes."""
+
+    def times(self, rows: int) -> AscendWork:
+        return AscendWork(*(rows * value for value in self))
+
+
+DENSE_TILES = Tiles(64, 64, 0)
+"""An example, for the dense path; its features do not matter here."""
+
+
+def neighborhood_work(shape: Neighborhood, algorithm: str, *, backward: bool) -> AscendWork:
+    """Of "flash", "band" or "dense" on 16-bit tensors, with the flash kernels' own tiles, away from borders.
+
+    Raises:
+        ValueError: for the dense forward, which does not exist: it is the band's.
+    """
+    if algorithm == "flash":
+        kernels = ("dq", "dkdv") if backward else ("forward",)
+        parts = [_flash_row(shape, kernel) for kernel in kernels]
+        kept = parts[0].kept_bytes
+        row = AscendWork(*(sum(values) for values in zip(*parts, strict=True)))._replace(kept_bytes=kept)
+    elif algorithm == "band":
+        row = _band_row(shape, backward)
+    elif algorithm == "dense" and backward:
+        row = _dense_row(shape)
+    else:
+        raise ValueError(f"no {algorithm!r} {'backward' if backward else 'forward'} is modelled")
+    return row.times(shape.batch * shape.tokens * shape.heads)
+
+
+ITEM = 2
+"""Bytes of a 16-bit number."""
+FP32 = 4
+
+
+def _flash_row(shape: Neighborhood, kernel: str) -> AscendWork:
+    """Of one row that a kernel keeps; a tile of BLOCK_M walks over `walked` rows, BLOCK_N at a time."""
+    tiles = ascend_tiles(kernel, torch.bfloat16, shape.dim, shape.kernel_size)
+    steps = -(-(tiles.block_m + shape.kernel_size - 1) // tiles.block_n)
+    walked = steps * tiles.block_n
+    row: float = shape.dim * ITEM
+    share = walked / tiles.block_m
+    if kernel == "forward":
+        # s in, p out, p v in; o, lse
+        ub = walked * (FP32 + ITEM) + steps * shape.dim * FP32 + row + FP32
+        return AscendWork(row + 2 * share * row, ub, 4 * walked * shape.dim, 0, FP32)
+    if kernel == "dq":
+        # o, do; s and dp in, ds out, ds k in; dq, lse, delta
+        ub = 2 * row + walked * (2 * FP32 + ITEM) + steps * shape.dim * FP32 + row + 2 * FP32
+        return AscendWork(2 * row + 2 * share * row, ub, 6 * walked * shape.dim, 0, 2 * FP32)
+    # s and dp in, p and ds out, p do and ds q in; dk, dv; lse and delta of walked rows
+    ub = walked * (2 * FP32 + 2 * ITEM) + steps * 2 * shape.dim * FP32 + 2 * row + share * 2 * FP32
+    return AscendWork(2 * row + 2 * share * row, ub, 8 * walked * shape.dim, 0, 2 * FP32)
+
+
+def _band_row(shape: Neighborhood, backward: bool) -> AscendWork:
+    """Of one row: a key for each slot, no cube. The band is fp32."""
+    k, row = shape.kernel_size, shape.dim * ITEM
+    if not backward:
+        # q and keys, band written; band, values, o
+        return AscendWork(0, (2 * k + 2) * row + 2 * k * FP32, 0, 4 * k * shape.dim, k * FP32)
+    # do, values, band, ds written; ds, keys, dq; ds, band, queries, do's, dk, dv
+    return AscendWork(0, (4 * k + 4) * row + 5 * k * FP32, 0, 8 * k * shape.dim, 2 * k * FP32)
+
+
+def _dense_row(shape: Neighborhood) -> AscendWork:
+    """Of one row: fp32 probabilities spread out of the band, then four kernels' worth of products over tiles in reach.
+
+    Dilation does not help: rows between the neighbors are multiplied, too.
+    """
+    reach = DENSE_TILES.block_m + (shape.kernel_size - 1) * shape.dilation
+    steps = -(-min(reach, shape.tokens) // DENSE_TILES.block_n)
+    walked, row = steps * DENSE_TILES.block_n, shape.dim * ITEM
+    share = walked / DENSE_TILES.block_m
+    spread = shape.kernel_size * FP32 + walked * FP32
+    dv = walked * (FP32 + ITEM) + steps * shape.dim * FP32 + row
+    ds = walked * (2 * FP32 + 2 * FP32 + ITEM)  # p twice, dp twice
+    dqdk = walked * 2 * 2 * ITEM + 2 * steps * shape.dim * FP32 + 2 * row
+    l1 = share * row + (row + 2 * share * row) + 2 * share * row
+    kept = shape.kernel_size * FP32 + shape.tokens * (FP32 + ITEM)
+    return AscendWork(l1, spread + dv + ds + dqdk, 10 * walked * shape.dim, 0, kept)
+
+
+def neighborhood_table(shapes: Iterable[Neighborhood]) -> str:
+    """The model's figures as a table in Markdown: 10^9 bytes and FLOPs."""
+    lines = [
+        "| B,H,S,D,k,dilation | pass | algorithm | floor GB | L1 GB | UB GB | cube GFLOP | vector GFLOP | kept GB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for shape in shapes:
+        for direction, algorithms in (("fwd", ("flash", "band")), ("bwd", ("flash", "band", "dense"))):
+            for algorithm in algorithms:
+                work = neighborhood_work(shape, algorithm, backward=direction == "bwd")
+                figures = (neighborhood_bytes(shape, direction), *work)
+                cells = " | ".join(
+                    f"{figure / 1e9:.3g}" if figure < 1e12 else f"{figure / 1e9:,.0f}" for figure in figures
+                )
+                lines.append(f"| {shape} | {direction} | {algorithm} | {cells} |")
+    return "\n".join(lines)
