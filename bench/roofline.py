@@ -151,112 +151,139 @@ def neighborhood_bytes(shape: Neighborhood, direction: str, itemsize: int = 2) -
 
 
 class AscendWork(NamedTuple):
-    """What one pass takes on an NPU, by the model of docs/neighborhood_attention.md."""
+    """What one pass takes on an NPU, by the model of docs/neighborhood_attention.md; for parts of a row, per row."""
 
     l1_bytes: float
     """Operands of the cube, from global memory."""
     ub_bytes: float
     """In and out of the vector unit's memory, what comes from the cube and goes there included."""
     cube_flops: float
-    vector_flops: float
-    """Of products; masks and exponentials are left out."""
-    kept_bytes: float
+    kept_bytes: float = 0
     """Beside inputs and outputs: what lies in global memory between kernels or passes."""
 
-    def times(self, rows: int) -> AscendWork:
-        return AscendWork(*(rows * value for value in self))
+    def plus(self, other: AscendWork) -> AscendWork:
+        return AscendWork(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def times(self, count: float) -> AscendWork:
+        return AscendWork(*(count * value for value in self))
 
 
-DENSE_TILES = Tiles(64, 64, 0)
-"""An example, for the dense path; its features do not matter here."""
+ITEM, FP32 = 2, 4
+"""Bytes of a number: of the inputs, and on the chip."""
+SLOT_TILES = Tiles(32, 64, 64)
+"""Of the kernels that write a band or read it by slots."""
+BAND_TILES = DENSE_TILES = Tiles(64, 64, 64)
+"""Of the kernels that multiply a band or a dense matrix with rows."""
 
 
 def neighborhood_work(shape: Neighborhood, algorithm: str, *, backward: bool) -> AscendWork:
-    """Of "flash", "band" or "dense" on 16-bit tensors, with the flash kernels' own tiles, away from borders.
+    """Of "flash", "band" or "dense" on 16-bit tensors with truncated windows, away from borders.
 
     Raises:
-        ValueError: for the dense forward, which does not exist: it is the band's.
+        ValueError: for the dense forward, which is the band's.
     """
-    if algorithm == "flash":
-        kernels = ("dq", "dkdv") if backward else ("forward",)
-        parts = [_flash_row(shape, kernel) for kernel in kernels]
-        kept = parts[0].kept_bytes
-        row = AscendWork(*(sum(values) for values in zip(*parts, strict=True)))._replace(kept_bytes=kept)
-    elif algorithm == "band":
-        row = _band_row(shape, backward)
-    elif algorithm == "dense" and backward:
-        row = _dense_row(shape)
-    else:
-        raise ValueError(f"no {algorithm!r} {'backward' if backward else 'forward'} is modelled")
-    return row.times(shape.batch * shape.tokens * shape.heads)
+    if algorithm == "dense" and not backward:
+        raise ValueError("the dense algorithm has a backward only; its forward is the band's")
+    per_row = {"flash": _flash_row, "band": _band_row, "dense": _dense_row}[algorithm](shape, backward)
+    return per_row.times(shape.batch * shape.tokens * shape.heads)
 
 
-ITEM = 2
-"""Bytes of a 16-bit number."""
-FP32 = 4
+def _flash_row(shape: Neighborhood, backward: bool) -> AscendWork:
+    """A tile of BLOCK_M rows walks over the rows of the other side, BLOCK_N at a time, all features at once."""
 
+    def kernel(
+        name: str, products: int, held: int, scores: int, results: int, once: int, beside: int = 0
+    ) -> AscendWork:
+        """Args: operands held; what crosses the UB: bytes a pair, fp32 rows a step, bytes once, bytes a walked row."""
+        tiles = ascend_tiles(name, torch.bfloat16, shape.dim, shape.kernel_size)
+        steps = _steps(shape, tiles)
+        walked = steps * tiles.block_n
+        ub = walked * scores + steps * results * shape.dim * FP32 + once + walked / tiles.block_m * beside
+        l1 = (held + 2 * walked / tiles.block_m) * shape.dim * ITEM
+        return AscendWork(l1, ub, products * 2 * walked * shape.dim)
 
-def _flash_row(shape: Neighborhood, kernel: str) -> AscendWork:
-    """Of one row that a kernel keeps; a tile of BLOCK_M walks over `walked` rows, BLOCK_N at a time."""
-    tiles = ascend_tiles(kernel, torch.bfloat16, shape.dim, shape.kernel_size)
-    steps = -(-(tiles.block_m + shape.kernel_size - 1) // tiles.block_n)
-    walked = steps * tiles.block_n
-    row: float = shape.dim * ITEM
-    share = walked / tiles.block_m
-    if kernel == "forward":
-        # s in, p out, p v in; o, lse
-        ub = walked * (FP32 + ITEM) + steps * shape.dim * FP32 + row + FP32
-        return AscendWork(row + 2 * share * row, ub, 4 * walked * shape.dim, 0, FP32)
-    if kernel == "dq":
-        # o, do; s and dp in, ds out, ds k in; dq, lse, delta
-        ub = 2 * row + walked * (2 * FP32 + ITEM) + steps * shape.dim * FP32 + row + 2 * FP32
-        return AscendWork(2 * row + 2 * share * row, ub, 6 * walked * shape.dim, 0, 2 * FP32)
-    # s and dp in, p and ds out, p do and ds q in; dk, dv; lse and delta of walked rows
-    ub = walked * (2 * FP32 + 2 * ITEM) + steps * 2 * shape.dim * FP32 + 2 * row + share * 2 * FP32
-    return AscendWork(2 * row + 2 * share * row, ub, 8 * walked * shape.dim, 0, 2 * FP32)
+    row = shape.dim * ITEM
+    if not backward:
+        # s in and p out; p v in; o, lse
+        forward = kernel("forward", 2, 1, FP32 + ITEM, 1, row + FP32)
+        return forward._replace(kept_bytes=FP32)
+    # s, dp in and ds out; ds k in; o and do for delta, dq, lse, delta
+    dq = kernel("dq", 3, 2, 2 * FP32 + ITEM, 1, 3 * row + 2 * FP32)
+    # s, dp in and p, ds out; p do and ds q in; dk, dv; lse and delta of walked rows
+    dkdv = kernel("dkdv", 4, 2, 2 * FP32 + 2 * ITEM, 2, 2 * row, 2 * FP32)
+    return dq.plus(dkdv)._replace(kept_bytes=2 * FP32)
 
 
 def _band_row(shape: Neighborhood, backward: bool) -> AscendWork:
-    """Of one row: a key for each slot, no cube. The band is fp32."""
-    k, row = shape.kernel_size, shape.dim * ITEM
+    """The band is fp32; a window beyond one tile of slots is multiplied twice: for its sums, and to be stored."""
+    slots, row = shape.kernel_size * FP32, shape.dim * ITEM
+    tiles, slices = SLOT_TILES, -(-shape.dim // SLOT_TILES.block_d)
+    products = -(-shape.kernel_size // tiles.block_m)
+    rounds = 1 if products == 1 else 2
+    products *= rounds
+    share = tiles.block_n / tiles.block_m
+    write = AscendWork(
+        products * (1 + share) * row,
+        products * slices * tiles.block_n * FP32 + slots,
+        products * 2 * tiles.block_n * shape.dim,
+    )
+    multiply = _times_rows(shape, _steps(shape, BAND_TILES), BAND_TILES, FP32 + ITEM)
     if not backward:
-        # q and keys, band written; band, values, o
-        return AscendWork(0, (2 * k + 2) * row + 2 * k * FP32, 0, 4 * k * shape.dim, k * FP32)
-    # do, values, band, ds written; ds, keys, dq; ds, band, queries, do's, dk, dv
-    return AscendWork(0, (4 * k + 4) * row + 5 * k * FP32, 0, 8 * k * shape.dim, 2 * k * FP32)
+        return write.plus(multiply)._replace(kept_bytes=slots)
+    ds = write.plus(AscendWork(0, rounds * slots, 0))  # p read
+    return ds.plus(multiply.times(3))._replace(kept_bytes=2 * slots)
 
 
-def _dense_row(shape: Neighborhood) -> AscendWork:
-    """Of one row: fp32 probabilities spread out of the band, then four kernels' worth of products over tiles in reach.
+def _dense_row(shape: Neighborhood, backward: bool) -> AscendWork:
+    """Backward: the band spread out in zeros, then products over the tiles that hold a key in reach.
 
     Dilation does not help: rows between the neighbors are multiplied, too.
     """
-    reach = DENSE_TILES.block_m + (shape.kernel_size - 1) * shape.dilation
-    steps = -(-min(reach, shape.tokens) // DENSE_TILES.block_n)
-    walked, row = steps * DENSE_TILES.block_n, shape.dim * ITEM
-    share = walked / DENSE_TILES.block_m
-    spread = shape.kernel_size * FP32 + walked * FP32
-    dv = walked * (FP32 + ITEM) + steps * shape.dim * FP32 + row
-    ds = walked * (2 * FP32 + 2 * FP32 + ITEM)  # p twice, dp twice
-    dqdk = walked * 2 * 2 * ITEM + 2 * steps * shape.dim * FP32 + 2 * row
-    l1 = share * row + (row + 2 * share * row) + 2 * share * row
+    tiles, slices, row = DENSE_TILES, -(-shape.dim // DENSE_TILES.block_d), shape.dim * ITEM
+    sides = sum(-(-side * shape.dilation // tiles.block_n) for side in (shape.left, shape.right))
+    steps = min(1 + sides, -(-shape.tokens // tiles.block_n))
+    walked, share = steps * tiles.block_n, steps * tiles.block_n / tiles.block_m
+    spread = shape.tokens * FP32 + 2 * _steps(shape, SLOT_TILES) * SLOT_TILES.block_n * FP32
+    dv = _times_rows(shape, steps, tiles, FP32 + ITEM)
+    # twice, for delta and for ds: p, dp in; do is read again with every tile of v
+    twice = AscendWork((steps + share) * row, (1 + slices) * walked * FP32, 2 * walked * shape.dim).times(2)
+    dq_dk = _times_rows(shape, steps, tiles, 2 * ITEM).times(2)  # ds in, masked and out
     kept = shape.kernel_size * FP32 + shape.tokens * (FP32 + ITEM)
-    return AscendWork(l1, spread + dv + ds + dqdk, 10 * walked * shape.dim, 0, kept)
+    parts = AscendWork(0, spread + walked * ITEM, 0).plus(dv).plus(twice).plus(dq_dk)
+    return parts._replace(kept_bytes=kept)
+
+
+def _steps(shape: Neighborhood, tiles: Tiles) -> int:
+    """Tiles of BLOCK_N rows of a class over the windows of BLOCK_M rows."""
+    return -(-(tiles.block_m + shape.kernel_size - 1) // tiles.block_n)
+
+
+def _times_rows(shape: Neighborhood, steps: int, tiles: Tiles, crossing: int) -> AscendWork:
+    """A matrix in memory times rows: read and, as an operand, written once for each slice of features.
+
+    Args:
+        crossing: bytes of an element that cross the UB.
+    """
+    walked, slices = steps * tiles.block_n, -(-shape.dim // tiles.block_d)
+    return AscendWork(
+        walked / tiles.block_m * shape.dim * ITEM,
+        slices * walked * crossing + steps * shape.dim * FP32 + shape.dim * ITEM,
+        2 * walked * shape.dim,
+    )
 
 
 def neighborhood_table(shapes: Iterable[Neighborhood]) -> str:
     """The model's figures as a table in Markdown: 10^9 bytes and FLOPs."""
-    lines = [
-        "| B,H,S,D,k,dilation | pass | algorithm | floor GB | L1 GB | UB GB | cube GFLOP | vector GFLOP | kept GB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heading = ("B,H,S,D,k,dilation", "pass", "algorithm", "floor GB", "L1 GB", "UB GB", "cube GFLOP", "kept GB")
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
     for shape in shapes:
         for direction, algorithms in (("fwd", ("flash", "band")), ("bwd", ("flash", "band", "dense"))):
             for algorithm in algorithms:
                 work = neighborhood_work(shape, algorithm, backward=direction == "bwd")
-                figures = (neighborhood_bytes(shape, direction), *work)
-                cells = " | ".join(
-                    f"{figure / 1e9:.3g}" if figure < 1e12 else f"{figure / 1e9:,.0f}" for figure in figures
-                )
-                lines.append(f"| {shape} | {direction} | {algorithm} | {cells} |")
+                figures = [_giga(figure) for figure in (neighborhood_bytes(shape, direction), *work)]
+                lines.append(f"| {' | '.join((str(shape), direction, algorithm, *figures))} |")
     return "\n".join(lines)
+
+
+def _giga(value: float) -> str:
+    return f"{value / 1e9:.3g}" if value < 1e12 else f"{value / 1e9:,.0f}"

@@ -23,6 +23,7 @@ from bench.inputs import Neighborhood, make_problem
 from bench.neighborhood_peers import PEERS, Candidate, Unavailable, block_mask, make_peer, residue_classes
 from bench.roofline import AscendWork, neighborhood_bytes, neighborhood_table, neighborhood_work
 from bench.timing import GIB
+from tools import draw_windows
 
 CPU = torch.device("cpu")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -386,58 +387,78 @@ def test_byte_floor_by_hand() -> None:
 
 
 def test_work_of_one_row_by_hand() -> None:
-    """k = 7, D = 64: rows of 128 bytes."""
+    """k = 7, D = 64: rows of 128 bytes, of 256 in fp32, bands of 28."""
     shape = Neighborhood(1, 1, 1, 64, 7)
     tiles = [ascend_tiles(kernel, torch.bfloat16, 64, 7) for kernel in ("forward", "dq", "dkdv")]
     assert {(tile.block_m, tile.block_n) for tile in tiles} == {(32, 64)}, "the figures below are for these"
-    # 38 rows fit one step of 64, two for each row that is kept
+
+    # Flash: 38 keys fit one step of 64, two of them for each of 32 rows
     assert neighborhood_work(shape, "flash", backward=False) == AscendWork(
-        l1_bytes=128 + 2 * 2 * 128,
-        ub_bytes=64 * (4 + 2) + 64 * 4 + 128 + 4,
-        cube_flops=2 * 2 * 64 * 64,
-        vector_flops=0,
-        kept_bytes=4,
+        l1_bytes=128 + 2 * 2 * 128, ub_bytes=64 * (4 + 2) + 256 + 128 + 4, cube_flops=2 * 2 * 64 * 64, kept_bytes=4
     )
-    dq = 2 * 128 + 64 * (4 + 4 + 2) + 64 * 4 + 128 + 4 + 4
-    dkdv = 64 * (4 + 4 + 2 + 2) + 2 * 64 * 4 + 2 * 128 + 2 * (4 + 4)
+    dq = 2 * 128 + 64 * (4 + 4 + 2) + 256 + 128 + 4 + 4
+    dkdv = 64 * (4 + 4 + 2 + 2) + 2 * 256 + 2 * 128 + 2 * (4 + 4)
     assert neighborhood_work(shape, "flash", backward=True) == AscendWork(
-        l1_bytes=2 * (2 * 128 + 2 * 2 * 128),
-        ub_bytes=dq + dkdv,
-        cube_flops=(3 + 4) * 2 * 64 * 64,
-        vector_flops=0,
-        kept_bytes=8,
+        l1_bytes=2 * (2 * 128 + 2 * 2 * 128), ub_bytes=dq + dkdv, cube_flops=(3 + 4) * 2 * 64 * 64, kept_bytes=8
     )
+
+    # Band: written by tiles of 32 rows and 64 keys, multiplied by tiles of 64 rows, whose 70 keys take two of 64
+    l1, ub, cube = 2 * 128, 128 * (4 + 2) + 2 * 256 + 128, 2 * 128 * 64
     assert neighborhood_work(shape, "band", backward=False) == AscendWork(
-        l1_bytes=0,
-        ub_bytes=(1 + 7 + 7 + 1) * 128 + 2 * 7 * 4,
-        cube_flops=0,
-        vector_flops=2 * 2 * 7 * 64,
-        kept_bytes=7 * 4,
+        l1_bytes=128 + 2 * 128 + l1, ub_bytes=64 * 4 + 28 + ub, cube_flops=2 * 64 * 64 + cube, kept_bytes=28
     )
     assert neighborhood_work(shape, "band", backward=True) == AscendWork(
-        l1_bytes=0,
-        ub_bytes=(1 + 7 + 7 + 1 + 7 + 7 + 2) * 128 + 5 * 7 * 4,
-        cube_flops=0,
-        vector_flops=4 * 2 * 7 * 64,
-        kept_bytes=2 * 7 * 4,
+        l1_bytes=128 + 2 * 128 + 3 * l1,
+        ub_bytes=64 * 4 + 2 * 28 + 3 * ub,
+        cube_flops=2 * 64 * 64 + 3 * cube,
+        kept_bytes=2 * 28,
     )
-    # Tiles of 64 queries see 70 keys: two tiles of 64, where there are that many; of one row, one.
-    work = neighborhood_work(Neighborhood(1, 1, 1000, 64, 7), "dense", backward=True)
-    ub = (7 * 4 + 128 * 4) + (128 * 6 + 2 * 256 + 128) + 128 * 18 + (128 * 8 + 2 * 2 * 256 + 2 * 128)
-    assert work == AscendWork(
-        l1_bytes=1000 * (2 * 128 + 128 + 4 * 128 + 4 * 128),
-        ub_bytes=1000 * ub,
-        cube_flops=1000 * 5 * 2 * 128 * 64,
-        vector_flops=0,
-        kept_bytes=1000 * (7 * 4 + 1000 * (4 + 2)),
+
+    # Dense: a tile of 64 queries sees its own keys' tile and one on either side
+    dv = 192 * (4 + 2) + 3 * 256 + 128
+    ds = 2 * 192 * (4 + 4) + 192 * 2
+    dqdk = 2 * (192 * (2 + 2) + 3 * 256 + 128)
+    assert neighborhood_work(Neighborhood(1, 1, 1000, 64, 7), "dense", backward=True) == AscendWork(
+        l1_bytes=1000 * (3 * 128 + 2 * (3 + 3) * 128 + 2 * 3 * 128),
+        ub_bytes=1000 * (4 * 1000 + 2 * 64 * 4 + dv + ds + dqdk),
+        cube_flops=1000 * 5 * 2 * 192 * 64,
+        kept_bytes=1000 * (28 + 1000 * (4 + 2)),
     )
-    with pytest.raises(ValueError, match="no 'dense' forward is modelled"):
+    with pytest.raises(ValueError, match="its forward is the band's"):
         neighborhood_work(shape, "dense", backward=False)
+
+
+def test_work_of_wide_windows_and_two_slices() -> None:
+    """Two tiles of slots are multiplied twice each; D = 128 is two slices of 64; dilation fills the dense tiles."""
+    band = neighborhood_work(Neighborhood(1, 1, 1, 128, 63), "band", backward=False)
+    assert band == AscendWork(
+        l1_bytes=4 * 3 * 256 + 2 * 256,
+        ub_bytes=4 * 2 * 64 * 4 + 63 * 4 + 2 * 128 * (4 + 2) + 2 * 128 * 4 + 256,
+        cube_flops=4 * 2 * 64 * 128 + 2 * 128 * 128,
+        kept_bytes=63 * 4,
+    )
+    near, far = (
+        neighborhood_work(Neighborhood(1, 1, 1024, 64, 15, dilation), "dense", backward=True) for dilation in (1, 16)
+    )
+    assert near.cube_flops == 1024 * 5 * 2 * 3 * 64 * 64
+    assert far.cube_flops == 1024 * 5 * 2 * 5 * 64 * 64  # 7 * 16 = 112 tokens on either side
 
 
 def test_the_documented_model_is_computed() -> None:
     page = (DOCS / "neighborhood_attention.md").read_text(encoding="utf-8")
-    assert neighborhood_table(bench.SHAPES["long"]) in page
+    assert neighborhood_table([bench.SHAPES["seed"][1], *bench.SHAPES["long"]]) in page
+
+
+def test_the_picture_is_the_definition() -> None:
+    """The file is what the tool draws, and the tool draws the windows of the reference."""
+    assert draw_windows.PICTURE.read_text(encoding="utf-8") == draw_windows.draw()
+    truncated, shifted = (draw_windows.cells(5, 1, boundary, False) for boundary in ("truncate", "shift"))
+    assert [cell for cell in truncated if cell[0] == 0] == [
+        *((0, -2, "dropped"), (0, -1, "dropped"), (0, 0, "own"), (0, 1, "seen"), (0, 2, "seen"))
+    ]
+    assert [cell for cell in shifted if cell[0] == 9] == [
+        *((9, 5, "moved"), (9, 6, "moved"), (9, 7, "seen"), (9, 8, "seen"), (9, 9, "own"))
+    ]
 
 
 # On a GPU
