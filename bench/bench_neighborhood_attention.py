@@ -238,9 +238,10 @@ def run(
                 continue
             peers: dict[tuple[str, str], Measured] = {}
             for name in PEERS:
+                candidate = find_peer(name, shape, do)
                 for direction in plan.passes:
                     progress.update(steps, description=f"{shape} {direction}: {name}")
-                    found = measure_peer(name, direction, shape, problem, do, truth, plan)
+                    found = measure_peer(candidate, direction, problem, do, truth, plan)
                     if isinstance(found, Measured):
                         peers[name, direction] = found
                     else:
@@ -414,19 +415,28 @@ def _results(shape: Neighborhood, tensors: list[Tensor], dtype: torch.dtype) -> 
 # What is measured
 
 
-def measure_peer(
-    name: str, direction: str, shape: Neighborhood, problem: Problem, do: Tensor, truth: Truth, plan: Plan
-) -> Measured | str:
-    """A peer's pass, or why there is none: whatever it raises must not end the benchmark."""
+def find_peer(name: str, shape: Neighborhood, do: Tensor) -> Candidate | str:
+    """A peer for a shape, or why there is none: whatever it raises must not end the benchmark."""
     try:
-        candidate = make_peer(name, shape, do.device, do.dtype)
-        measured = measure_pass(candidate, direction, problem, do, truth, plan, slack=PEER_SLACK)
+        return make_peer(name, shape, do.device, do.dtype)
     except Unavailable as reason:
         return str(reason)
+    except Exception as error:
+        return _first_line(error)
+
+
+def measure_peer(
+    candidate: Candidate | str, direction: str, problem: Problem, do: Tensor, truth: Truth, plan: Plan
+) -> Measured | str:
+    """A peer's pass, or why there is none, likewise."""
+    if isinstance(candidate, str):
+        return candidate
+    try:
+        measured = measure_pass(candidate, direction, problem, do, truth, plan, slack=PEER_SLACK)
     except torch.OutOfMemoryError:
         return "out of memory"
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return _first_line(error)
     return measured if measured.error.within else _above(measured.error)
 
 
@@ -538,6 +548,10 @@ class Passes:
 
 
 # What is shown
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _above(error: GradientError) -> str:

@@ -265,15 +265,18 @@ def test_peers_that_fail_are_null(
 
 
 def test_whatever_a_peer_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem("random", SHAPE.sizes, device=CPU, dtype=torch.float32, gated=False)
-    do = torch.randn_like(problem.q)
-    given: Any = ("fa4", "fwd", SHAPE, problem, do, bench.make_truth(SHAPE, problem, do), bench.Plan.of(["full"], 0))
+    """When it is made, and when it runs."""
 
-    def broken(*_: Any) -> Candidate:
+    def broken(*_: Any) -> Any:
         raise AssertionError("not with this shape\nand a page of details")
 
+    problem = make_problem("random", SHAPE.sizes, device=CPU, dtype=torch.float32, gated=False)
+    do = torch.randn_like(problem.q)
+    given: Any = ("fwd", problem, do, bench.make_truth(SHAPE, problem, do), bench.Plan.of(["full"], 0))
+    assert bench.measure_peer(Candidate("fa4", broken), *given) == "AssertionError: not with this shape"
     monkeypatch.setattr(bench, "make_peer", broken)
-    assert bench.measure_peer(*given) == "AssertionError: not with this shape"
+    reason = bench.find_peer("fa4", SHAPE, do)
+    assert reason == bench.measure_peer(reason, *given) == "AssertionError: not with this shape"
 
 
 def test_peers_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
