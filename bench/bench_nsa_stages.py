@@ -201,8 +201,7 @@ def make_pass(
     call: forward.Call, saved: backward.Saved, do: Tensor, results: tuple[Tensor, ...], kv_heads: slice
 ) -> Pass:
     """Args: `results`, dq, dk and dv of all heads; the compressed branch writes into dq too."""
-    group = call.inputs.q.shape[2] // call.inputs.k.shape[2]
-    heads = slice(kv_heads.start * group, kv_heads.stop * group)
+    heads = call.query_heads(kv_heads)
     some, part = call.of_heads(kv_heads), saved.part(heads, heads)
     if part is None or saved.gates is None:
         raise ValueError("needs the branches' outputs and projected gates")

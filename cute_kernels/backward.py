@@ -52,8 +52,10 @@ DIFFERENTIABLE = (
 
 BRANCHES = ("cmp", "slc", "win")
 
-SPLIT = False
-"""Whether the selected branch takes the kernels of selected_backward.py wherever it can, not FlashAttention-4's."""
+SPLIT = True
+"""Whether the selected branch takes the kernels of selected_backward.py wherever it can, not FlashAttention-4's.
+
+They take half the time (docs/performance.md). False leaves FlashAttention-4's for comparisons."""
 
 
 class Saved(NamedTuple):
@@ -234,9 +236,8 @@ def _differentiate(
     call: Call, saved: Saved, do: Tensor, kv_heads: slice, results: _Results, deterministic: bool
 ) -> None:
     """Everything that belongs to some key/value heads."""
-    inputs, documents, config = call.inputs, call.plan.documents, call.plan.config
-    group = inputs.q.shape[2] // inputs.k.shape[2]
-    heads = slice(kv_heads.start * group, kv_heads.stop * group)
+    documents, config = call.plan.documents, call.plan.config
+    heads = call.query_heads(kv_heads)
     select_heads = kv_heads if config.shares_heads else heads
     some = call.of_heads(kv_heads)
     part = saved.part(heads, select_heads)
@@ -370,7 +371,7 @@ def compressed_backward(
         for piece, lists in pieces(plan, gradients, bits, size=size, width=size, entries=True):
             fa4.compressed_backward(piece.gradients, lists, **how)
     elif not keys.causal:
-        fa4.compressed_backward(gradients, None, **how, deterministic=deterministic)
+        fa4.dense_backward(gradients, causal=False, scale=plan.scale, deterministic=deterministic)
     else:
         lists = transposed_prefix_lists(
             batch,
@@ -401,12 +402,7 @@ def _compressed_by_phases(plan: Plan, given: fa4.Gradients, deterministic: bool)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (given.k, given.v))
 
     def differentiate(gradients: fa4.Gradients, b: int, seen: int, *, causal: bool) -> None:
-        if causal:
-            fa4.phases_backward(gradients, scale=plan.scale, deterministic=deterministic)
-        else:
-            fa4.compressed_backward(
-                gradients, None, length=1, stride=0, first_row=0, scale=plan.scale, deterministic=deterministic
-            )
+        fa4.dense_backward(gradients, causal=causal, scale=plan.scale, deterministic=deterministic)
         dk[b, :seen] += gradients.dk.sum(0, dtype=torch.float32)
         dv[b, :seen] += gradients.dv.sum(0, dtype=torch.float32)
 

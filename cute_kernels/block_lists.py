@@ -270,18 +270,19 @@ class PrefixLists:
                 mMaskIndex[0, 0, item, i] = before + fulls + i
 
 
+def fake_lists() -> list[Any]:
+    """BlockLists.tensors to compile with."""
+    return [fake(torch.int32, *[None] * dims, aligned=False) for dims in (3, 4, 3, 4)]
+
+
 @lru_cache
 def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, packed: bool) -> Kernel:
-    counts = [fake(torch.int32, None, None, None, aligned=False) for _ in range(2)]
-    indices = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(3)]
+    indices = fake(torch.int32, None, None, None, None, aligned=False)
     bits = fake(torch.int32, None, None, None, None, aligned=False) if size % width else None
     return compile_kernel(
         ChosenLists(keys, size, width, rows, entries=entries),
-        indices[0],
-        counts[0],
-        indices[1],
-        counts[1],
-        indices[2],
+        indices,
+        *fake_lists(),
         bits,
         *(fake_tables() if packed else (None, None)),
         *[Int32(0)] * 3,
@@ -290,14 +291,9 @@ def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, pack
 
 @lru_cache
 def _prefix(keys: Keys, width: int, rows: int, tile: int | None) -> Kernel:
-    counts = [fake(torch.int32, None, None, None, aligned=False) for _ in range(2)]
-    indices = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
         PrefixLists(keys, width, rows, tile),
-        counts[0],
-        indices[0],
-        counts[1],
-        indices[1],
+        *fake_lists(),
         *((None, None) if tile is None else fake_tables()),
         *[Int32(0)] * 3,
     )

@@ -112,10 +112,14 @@ class Call(NamedTuple):
         q = self.inputs.q
         return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
 
+    def query_heads(self, heads: slice) -> slice:
+        """The query heads of some key/value heads."""
+        group = self.inputs.q.shape[2] // self.inputs.k.shape[2]
+        return slice(heads.start * group, heads.stop * group)
+
     def of_heads(self, heads: slice) -> Call:
         """For some key/value heads and their query heads."""
-        group = self.inputs.q.shape[2] // self.inputs.k.shape[2]
-        of_queries = slice(heads.start * group, heads.stop * group)
+        of_queries = self.query_heads(heads)
 
         def narrow(inputs: Any) -> Any:
             changed = {}

@@ -46,7 +46,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 from torch import Tensor
 
-from cute_kernels.block_lists import WORD, BlockLists
+from cute_kernels.block_lists import WORD, BlockLists, fake_lists
 from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
 from cute_kernels.warp import LANES, lowest_bit, prefix_sum
 
@@ -849,12 +849,11 @@ class AddSegments:
 def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     statistics = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
-    lists = [fake(torch.int32, *[None] * dims, aligned=False) for dims in (3, 4, 3, 4)]
     return compile_kernel(
         SelectedDQ(dim, CUTE_DTYPES[dtype], causal, tile),
         *rows,
         *statistics,
-        *lists,
+        *fake_lists(),
         fake(dtype, None, None, None, dim),
         Float32(0.0),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from functools import cache
 from typing import Any
@@ -14,7 +13,6 @@ from cute_kernels import fa4
 from cute_kernels.device import compute_capability
 
 INSTALL = 'pip install "nsa-kernels[cuda]"'
-BACKWARD_VARIABLE = "NSA_KERNELS_TRY_BACKWARD"
 SELECT_UNIT = 64
 MAX_BLOCKS = 1024
 MAX_ENTRIES = 128
@@ -35,8 +33,6 @@ def check(call: Any) -> str | None:
     if rules is None:
         major, minor = compute_capability(device.index or 0)
         return f"needs compute capability 9.x or 10.x, this device has {major}.{minor}"
-    if call.backward and os.environ.get(BACKWARD_VARIABLE) != "1":
-        return f"has a backward that was compiled but not yet run on a GPU: {BACKWARD_VARIABLE}=1 tries it"
     if inputs is None or config is None:
         return None
     reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)

@@ -23,7 +23,7 @@ import torch
 from cutlass import Int32, const_expr
 from torch import Tensor
 
-from cute_kernels.block_lists import THREADS, WORD, BlockLists, Keys, int32_tensors
+from cute_kernels.block_lists import THREADS, WORD, BlockLists, Keys, fake_lists, int32_tensors
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, SHIFT, Documents, document_at, fake_tables
 from cute_kernels.jit import Kernel, compile_kernel, fake
 from cute_kernels.warp import LANES, lowest_bit, prefix_sum
@@ -268,21 +268,17 @@ def _bits(size: int, *, entries: bool, packed: bool) -> Kernel:
     return compile_kernel(TileBits(size, entries=entries), *tensors, *(fake_tables() if packed else (None, None)))
 
 
-def _fake_lists() -> list[Any]:
-    return [fake(torch.int32, *[None] * dims, aligned=False) for dims in (3, 4, 3, 4)]
-
-
 @lru_cache
 def _transposed(keys: Keys, size: int, width: int, rows: int, *, shifted: bool) -> Kernel:
     bits = fake(torch.int32, None, None, None, None, aligned=False)
     tiles = fake_tables()[1] if shifted else None
-    return compile_kernel(TransposedLists(keys, size, width, rows), bits, *_fake_lists(), tiles, *[Int32(0)] * 4)
+    return compile_kernel(TransposedLists(keys, size, width, rows), bits, *fake_lists(), tiles, *[Int32(0)] * 4)
 
 
 @lru_cache
 def _prefix(keys: Keys, width: int, rows: int, *, packed: bool) -> Kernel:
     bounds = fake_tables()[0] if packed else None
-    return compile_kernel(TransposedPrefixLists(keys, width, rows), *_fake_lists(), bounds, *[Int32(0)] * 2)
+    return compile_kernel(TransposedPrefixLists(keys, width, rows), *fake_lists(), bounds, *[Int32(0)] * 2)
 
 
 def tile_bits(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nsa import ops
+from nsa import eager, ops
 from nsa.config import NSAConfig, NSAOptions, check_options
 from nsa.reference import pooled
 from nsa.tensors import NSAAux, NSAInputs
@@ -93,8 +93,7 @@ def _run(
         if call.impl.training is not None and config.compress != "mean":
             inputs, config = pooled(inputs, config)
         if call.impl.training is not None and needs_grad:
-            tensors = inputs.tensors()
-            return ops.call_saving(**tensors, max_seqlen=max_seqlen, config=config, **flags), None
+            return eager.train(call._replace(inputs=inputs, config=config)), None
         out, aux = call.impl.load()(inputs, config, aux=want_aux)
     return out, NSAAux(*aux) if want_aux else None
 

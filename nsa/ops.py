@@ -1,4 +1,4 @@
-"""NSA as PyTorch operators, for autograd and for torch.compile(fullgraph=True).
+"""NSA as PyTorch operators with autograd, for torch.compile(fullgraph=True). Eager training goes by nsa/eager.py.
 
     nsa_kernels::forward    nsa_forward
     nsa_kernels::saving     out, and what backward wants to know; differentiable
@@ -54,10 +54,7 @@ class Resolved(NamedTuple):
     config: NSAConfig
     deterministic: bool
     recompute: bool
-    backend: str | None
-    """As asked for."""
     impl: dispatch.Impl
-    needs_grad: bool
 
     @property
     def training(self) -> Any:
@@ -85,7 +82,7 @@ def resolve(
         backward=needs_grad,
         options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
     )
-    return Resolved(inputs, config, deterministic, recompute, backend, dispatch.resolve(call, backend), needs_grad)
+    return Resolved(inputs, config, deterministic, recompute, dispatch.resolve(call, backend))
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
@@ -171,7 +168,7 @@ def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None,
     return tuple(by_name[name] if needs and tensor is not None else None for name, tensor, needs in needed)
 
 
-def _no_second_derivative(*_: Any, **__: Any) -> None:
+def no_second_derivative(*_: Any, **__: Any) -> None:
     raise RuntimeError("nsa has no second derivative on this backend: call backward() without create_graph")
 
 
@@ -184,7 +181,7 @@ for _name, _implementation, _like in (
     torch.library.impl(_name, "default", _implementation)
     torch.library.register_fake(_name, _like)
 torch.library.register_autograd(SAVING, _differentiate, setup_context=_setup)
-torch.library.register_autograd(BACKWARD, _no_second_derivative)
+torch.library.register_autograd(BACKWARD, no_second_derivative)
 
 
 # How the public functions call them

@@ -27,7 +27,7 @@ def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
     patch.setattr(fa4, "rules", lambda _: rules)
     for name in ("compressed_backward", "selected_backward"):
         patch.setattr(fa4, name, partial(getattr(model, name), arch))
-    for name in ("phases_backward", "window_backward"):
+    for name in ("dense_backward", "window_backward"):
         patch.setattr(fa4, name, globals()[name])
     for name in (
         "gate_gradients",
@@ -52,9 +52,10 @@ def differentiate(gradients: fa4.Gradients, visible: Tensor, scale: float) -> No
     model.attend_backward(gradients, lambda *_: (pairs, 0 * pairs), scale)
 
 
-def phases_backward(gradients: fa4.Gradients, *, scale: float, deterministic: bool = False) -> None:
+def dense_backward(gradients: fa4.Gradients, *, causal: bool, scale: float, deterministic: bool = False) -> None:
     row, key = (torch.arange(x.shape[1]) for x in (gradients.q, gradients.k))
-    differentiate(gradients, key <= row[:, None] + len(key) - len(row), scale)
+    behind = len(key) - len(row) if causal else len(key)
+    differentiate(gradients, key <= row[:, None] + behind, scale)
 
 
 def window_backward(

@@ -54,7 +54,12 @@ def on_device(lists: Lists) -> Any:
     from cute_kernels.block_lists import BlockLists
 
     values: dict[str, Any] = vars(lists)
-    return BlockLists(**{name: value.cuda() if isinstance(value, Tensor) else value for name, value in values.items()})
+    return BlockLists(
+        **{
+            name: value.cuda().clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+    )
 
 
 def low_precision_qkv(tokens: int, dim: int, *, heads: int = 4, kv_heads: int = 2, batch: int = 2) -> list[Tensor]:

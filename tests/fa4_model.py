@@ -551,14 +551,13 @@ def compressed(
 def compressed_backward(
     arch: str,
     gradients: Gradients,
-    lists: Lists | None,
+    lists: Lists,
     *,
     length: int,
     stride: int,
     first_row: int,
     scale: float,
     shifts: Tensor | None = None,
-    deterministic: bool = False,
 ) -> None:
     """What cute_kernels.fa4.compressed_backward does."""
     num_rows, num_keys = gradients.q.shape[1], gradients.k.shape[1]
@@ -568,9 +567,6 @@ def compressed_backward(
         return entry * stride + (length - 1) <= row + shift
 
     def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
-        if lists is None:
-            every = torch.ones((num_rows, num_keys), dtype=torch.int32)
-            return every, 0 * every
         return backward_pairs(arch, lists, batch, head, num_rows=num_rows, num_keys=num_keys, mask_mod=ended)
 
     attend_backward(gradients, pairs, scale)

@@ -122,7 +122,7 @@ class Larger(torch.autograd.Function):
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])
 @pytest.mark.parametrize("row", [0, 300, -1])
-def test_every_row_of_dq_is_checked(row: int, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_of_dq_is_checked(row: int, value: float) -> None:
     """Also those of tiles that are not sampled, whose gradient is zero."""
     problem = make_problem("random", Sizes(1, 1500, 2, 1, 16), device=CPU, dtype=torch.float32, requires_grad=True)
     variant = e2e.Variant(NSAConfig(), "reference", ("eager",), backward=True)
@@ -564,8 +564,7 @@ def test_on_a_gpu_graphs_and_the_baseline(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
-def test_on_a_gpu_forward_and_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
+def test_on_a_gpu_forward_and_backward(tmp_path: Path) -> None:
     options = [
         "--device",
         "cuda",
@@ -608,14 +607,13 @@ def test_on_a_gpu_stages_of_the_backward(num_cmp: int | None, monkeypatch: pytes
         rows = bench_nsa_stages.backward_stages(8000, config, 4.0, 900.0)
         assert [row.stage for row in rows] == names
         assert all(row.floor_ms > 0 and 0 < row.share < 1.5 for row in rows)
-    assert backward.SPLIT is False
+    assert backward.SPLIT is True
 
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("backward", [[], ["--backward"]])
 def test_on_a_gpu_packed_documents(backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
     monkeypatch.setattr(varlen, "LONGEST", 1024)
     varlen.main(["--tokens", "4K", *backward, "--out", str(tmp_path / "run")])
     content = json.loads((tmp_path / "run.json").read_text())

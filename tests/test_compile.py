@@ -45,7 +45,7 @@ def fa4_calls() -> set[str]:
     """Public functions of cute_kernels.fa4 that call FlashAttention-4."""
     tree = ast.parse((ROOT / "cute_kernels" / "fa4.py").read_text(encoding="utf-8"))
     public = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    calls = re.compile(r"_(attend|differentiate)\(")
+    calls = re.compile(r"\b(attend|differentiate)\(")
     return {f"fa4.{function.name}" for function in public if calls.search(ast.unparse(function))}
 
 

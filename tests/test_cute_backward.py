@@ -24,11 +24,6 @@ SLACK = 1e-4
 SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096, 8191)
 
 
-@pytest.fixture(autouse=True)
-def _try_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
-
-
 @pytest.fixture(params=["sm_90", "sm_100"])
 def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("NSA_KERNELS_FA4_STRATEGY", request.param)
@@ -476,10 +471,10 @@ def test_what_cannot_be_deterministic_is_refused(changes: dict[str, Any], got: s
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("shared", [True, False])
-def test_split_backward(batch: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selected_backward_of_fa4(batch: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels import backward
 
-    monkeypatch.setattr(backward, "SPLIT", True)
+    monkeypatch.setattr(backward, "SPLIT", False)
     config = replace(SOME, share_heads_in_group=shared)
     check(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), config)
     monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)

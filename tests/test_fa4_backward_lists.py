@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nsa.reference as reference
-from cute_kernels import fa4
+from cute_kernels import fa4, fa4_calls
 from cute_kernels.fa4 import Gradients
 from nsa import NSAConfig
 from nsa.tensors import NSAInputs
@@ -590,7 +590,7 @@ def test_fa4_compresses_backward_what_the_model_predicts(
 
 
 def fa4_natively(gradients: Gradients, lists: Any, *, scale: float) -> None:
-    fa4._differentiate(gradients, scale, causal=True, lists=lists)
+    fa4_calls.differentiate(gradients, fa4_calls.Visible(causal=True, lists=lists), scale=scale)
 
 
 def model_natively(gradients: Gradients, lists: Lists, *, scale: float) -> None:

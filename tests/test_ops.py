@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import nsa.ops as ops
-from nsa import NSAConfig, nsa, nsa_forward
+from nsa import NSAConfig, eager, nsa, nsa_forward, ops
 from nsa.config import OPTION_NAMES
-from nsa.tensors import TENSOR_NAMES
+from nsa.tensors import TENSOR_NAMES, NSAInputs
 from tests.helpers import SMALL, make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -87,6 +86,25 @@ def test_operator_gives_every_gradient() -> None:
         assert torch.equal(x, y)
     (only,) = torch.autograd.grad(ops.call_saving(q.detach(), k, v, config=SMALL["seed"]).sum(), v)
     assert only.shape == v.shape
+
+
+@pytest.mark.parametrize("extra", [{}, {"cu_seqlens": torch.tensor([0, 30, 75], dtype=torch.int32), "max_seqlen": 45}])
+def test_eager_training_is_what_the_operators_do(extra: dict[str, Any]) -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(75, batch=None if extra else 1))
+    weight = torch.randn(4, 3, q.shape[-1]).double().requires_grad_()
+    config, flags = SMALL["seed"], {"deterministic": False, "recompute": True, "backend": None}
+    inputs = NSAInputs(q, k, v, gate_proj_weight=weight, **extra)
+    out = eager.train(ops.resolve(inputs, config, **flags, needs_grad=True))
+    expected = ops.call_saving(q, k, v, gate_proj_weight=weight, config=config, **extra)
+    assert torch.equal(out, expected)
+    do, wanted = torch.randn_like(q), (q, v, weight)  # not k's
+    got = torch.autograd.grad(out, wanted, do, retain_graph=True)
+    for x, y in zip(got, torch.autograd.grad(expected, wanted, do), strict=True):
+        assert torch.equal(x, y)
+    for need in (True, False):
+        (first,) = torch.autograd.grad(out, q, do.requires_grad_(need), create_graph=True)
+        with pytest.raises(RuntimeError, match="nsa has no second derivative"):
+            first.sum().backward()
 
 
 def test_second_derivative_is_refused() -> None:

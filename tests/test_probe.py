@@ -174,8 +174,7 @@ def test_the_training_path_is_probed(recompute: list[str], monkeypatch: pytest.M
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("recompute", [[], ["--recompute"]])
-def test_a_trial_on_a_gpu_counts_everything(recompute: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSA_KERNELS_TRY_BACKWARD", "1")
+def test_a_trial_on_a_gpu_counts_everything(recompute: list[str]) -> None:
     sizes = ["--device", "cuda", "--heads", "4", "--kv-heads", "1", "--dim", "64", "--backend", "cute"]
     _, settings, _ = probe.parse([*sizes, "--backward", *recompute])
     trial = probe.run_trial(settings, 5000)

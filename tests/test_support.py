@@ -71,7 +71,6 @@ def test_takes_packed_documents() -> None:
         ({"num_cmp_selected_blocks": 9, "n_block_size": 96}, "takes n_block_size 64 or 128 on this device, got 96"),
         ({"num_selected_blocks": 1025}, "chooses at most 1024 blocks per tile, got 1025"),
         ({"compress_stride": 1, "select_block_size": 128}, "takes at most 128 compressed blocks over one select block"),
-        ({"backward": True}, "not yet run on a GPU: NSA_KERNELS_TRY_BACKWARD=1 tries it"),
     ],
     ids=str,
 )
@@ -79,8 +78,7 @@ def test_refuses(options: dict[str, Any], reason: str) -> None:
     assert reason in (ask(**options) or "")
 
 
-def test_backward_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(support.BACKWARD_VARIABLE, "1")
+def test_takes_backward() -> None:
     assert ask(backward=True) is None
     assert ask(packed(), backward=True) is None
 
@@ -96,18 +94,14 @@ def test_backward_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
         (NSAInputs(*make_qkv(300, 4, 2, 64, 128, dtype=torch.bfloat16)), {}, "D=64, D_v=128"),
     ],
 )
-def test_determinism(
-    inputs: NSAInputs | None, options: dict[str, Any], got: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_determinism(inputs: NSAInputs | None, options: dict[str, Any], got: str | None) -> None:
     """FlashAttention-4 adds what block lists name with atomics."""
-    monkeypatch.setenv(support.BACKWARD_VARIABLE, "1")
     reason = ask(inputs, backward=True, deterministic=True, **options)
     assert reason is None if got is None else (reason or "").endswith(got)
     assert ask(inputs, deterministic=True, **options) is None
 
 
-def test_longest_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(support.BACKWARD_VARIABLE, "1")
+def test_longest_backward() -> None:
     for tokens, reason in ((1 << 24, None), (1 << 25, "takes fewer than 2^31 elements of one head in backward")):
         q, k, v = (torch.empty(1, tokens, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
         got = ask(NSAInputs(q, k, v), backward=True)
@@ -115,7 +109,6 @@ def test_longest_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_deterministic_with_blackwells_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(support.BACKWARD_VARIABLE, "1")
     monkeypatch.setenv(device.TARGET_VARIABLE, "sm_100a")
     device.compute_capability.cache_clear()
     assert (ask(backward=True, deterministic=True) or "").endswith("got Blackwell's tiles")

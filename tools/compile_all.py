@@ -397,10 +397,10 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
         ("fa4.compressed_backward", "prefix"): compressed(),
         ("fa4.compressed_backward", "chosen"): compressed(every_head=True),
         ("fa4.compressed_backward", "prefix,packed"): compressed(packed=True),
-        ("fa4.compressed_backward", "all"): lambda: fa4.compressed_backward(
-            gradients(entries), None, length=32, stride=16, first_row=0, scale=scale
+        ("fa4.dense_backward", "all"): lambda: fa4.dense_backward(gradients(entries), causal=False, scale=scale),
+        ("fa4.dense_backward", "phases"): lambda: fa4.dense_backward(
+            gradients(entries, batch=16), causal=True, scale=scale
         ),
-        ("fa4.phases_backward", "phases"): lambda: fa4.phases_backward(gradients(entries, batch=16), scale=scale),
         ("fa4.window_backward", "window"): window(),
         ("fa4.window_backward", "window,packed"): window(packed=True),
     }
