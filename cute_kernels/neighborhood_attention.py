@@ -35,6 +35,9 @@ SUMS_BYTES = 64 << 20
 TILE = 128
 """Rows are rounded up to this in fp32 sums."""
 
+LSE_ROWS = 4
+"""LSE's rows are padded to a multiple of this: FlashAttention-4 copies one whose strides are not aligned."""
+
 OF_KEYS = frozenset(("k", "v", "dk", "dv"))
 """What has H_kv heads."""
 
@@ -58,13 +61,15 @@ def forward(
         boundary: "truncate", or anything with `causal`. backend: "cute".
 
     Returns:
-        out like q, contiguous, and LSE `[B, C, H, ceil(N / C)]` fp32 for `backward`, with C = min(dilation, N).
+        out like q, contiguous, and LSE `[B, C, H, rows]` fp32 for `backward`, with C = min(dilation, N), and rows at
+        least ceil(N / C); those that no class has are not written.
     """
     q, k, v = (vectorizable(tensor) for tensor in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     batch, num_tokens, heads, _ = q.shape
     classes = _num_classes(num_tokens, dilation)
-    lse = torch.empty((batch, classes, heads, -(-num_tokens // classes)), dtype=torch.float32, device=q.device)
+    rows = -(-num_tokens // (classes * LSE_ROWS)) * LSE_ROWS
+    lse = torch.empty((batch, classes, heads, rows), dtype=torch.float32, device=q.device)
     left, right = _window(kernel_size, causal, num_tokens)
     tensors = (q, k, v, out)
     for piece in _pieces(tensors, classes):
@@ -158,9 +163,16 @@ class _Piece:
 
     def of_lse(self, lse: Tensor) -> Tensor:
         """`[B,C,H,rows]` as this piece of it, `[batch,heads,rows]`."""
-        sequences, classes = (slice(some.start, some.stop) for some in (self.sequences, self.classes))
-        part = lse[sequences, classes, :, : self.rows]
-        return part[0] if self.as_batch else part.view(len(self.sequences), -1, self.rows)
+        _, _, heads, _ = lse.shape
+        sequence_stride, class_stride, head_stride, _ = lse.stride()
+        first = self.sequences.start * sequence_stride + self.classes.start * class_stride
+        if self.as_batch:
+            batch, batch_stride = len(self.classes), class_stride
+        else:
+            batch, batch_stride = len(self.sequences), sequence_stride
+            heads *= len(self.classes)
+        strides = (batch_stride, head_stride, 1)
+        return lse.as_strided((batch, heads, self.rows), strides, lse.storage_offset() + first)
 
 
 def _pieces(tensors: Sequence[Tensor], num_classes: int) -> Iterator[_Piece]:
@@ -197,10 +209,9 @@ def _some_heads(gradients: fa4.Gradients, most_bytes: int) -> Iterator[fa4.Gradi
     per_head = batch * -(-rows // TILE) * TILE * dim * 4 * summed
     count = max(1, most_bytes // per_head)
     for first in range(0, kv_heads, count):
-        kv = slice(first, min(first + count, kv_heads))
-        of_kv = slice(kv.start * group, kv.stop * group)
-        views = {
-            name: tensor[:, of_kv] if name == "lse" else tensor[:, :, kv if name in OF_KEYS else of_kv]
-            for name, tensor in vars(gradients).items()
-        }
+        some = min(count, kv_heads - first)
+        views = {}
+        for name, tensor in vars(gradients).items():
+            per = 1 if name in OF_KEYS else group
+            views[name] = tensor.narrow(1 if name == "lse" else 2, first * per, some * per)
         yield fa4.Gradients(**views)
