@@ -1,4 +1,4 @@
-"""Neighborhood attention: the public functions. Validate, route, differentiate; ascend_kernels/ computes."""
+"""Neighborhood attention: the public functions. Validate, route, differentiate; backends compute."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def neighborhood_attention(
             so that every query has min(kernel_size, tokens of its residue class modulo dilation) keys, as in NATTEN.
         causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
         algorithm: "auto" is "flash". The reference has one algorithm and takes any name.
-        backend: "triton", "ascend" or "reference"; None reads NSA_KERNELS_BACKEND, then takes the first that can run.
+        backend: "cute", "triton", "ascend" or "reference"; None reads NSA_KERNELS_BACKEND, then takes the first that
+            can run. "cute" is FlashAttention-4: 16-bit types, D of 64 or 128, no shifted windows.
 
     Returns:
         `[B,N,H,D]` in q's dtype.
