@@ -11,18 +11,19 @@ Three kernels. `dv` keeps a tile of keys and walks over queries. `ds` keeps a ti
 twice, for delta and for ds: computing dp again moves less than writing it and reading it back would. `dqdk` keeps a
 tile of rows, as queries for dq and as keys for dk. `dv` and `dqdk` take BLOCK_D features of a head per piece of work.
 
-p is 0 outside of the windows, and a key is at most `before` tokens before its query and `after` behind it. Tiles that
-lie beyond are neither read nor written, nor are they in ds, whose memory is not initialised: `dqdk` selects what is
-within reach. Tiles start at multiples of their size and are masked at the last row, never clamped: one block copy
-each. Dilation is not special here: its zeros are multiplied.
+p is 0 outside of the windows, and a key is at most `before` tokens before its query and `after` behind it. Tiles
+without such a pair are skipped: neither read, nor written to ds. All kernels cut matrices into the same square tiles:
+`dqdk` reads those that `ds` wrote, nothing of the rest, which is not initialised. Tiles start at multiples of their
+size and are masked at the last row, never clamped: one block copy each. Dilation is not special here: its zeros are
+multiplied.
 
 Work. Programs stride over pieces of work, heads innermost. A plain launch has a program per piece, so that each takes
 one step; a persistent launch has a program per core. Both give the same bits.
 
-Floor. Per batch element, with W = before + after + 1 <= N the keys in reach, `dv` reads 4 N W H bytes of p and takes
-2 N W H D FLOP, `ds` reads p twice, writes N W H elements and takes 4 N W H D, and `dqdk` reads ds twice and takes
-4 N W H D; q, k, v, do, dq, dk and dv are 2 N (H + H_kv) D elements each pair. `dv` and `dqdk` read p and ds once more
-for every further BLOCK_D features.
+Floor. Per batch element, q, k, v, do, dq, dk and dv are (3 H + 4 H_kv) N D elements. With W = before + after + 1 keys
+in reach, N at most, `dv` reads 4 N W H bytes of p and takes 2 N W H D FLOP; `ds` reads p twice, writes N W H elements
+and takes 4 N W H D; `dqdk` reads ds twice and takes 4 N W H D. `dv` and `dqdk` read p and ds again for every further
+BLOCK_D features. Memory: ds, N^2 H elements.
 
 Limits: N <= 2048, D <= 256, fp16, bf16 or fp32, features contiguous; memory and grids in `attention_backward.py`.
 """
@@ -229,8 +230,6 @@ def dense_dqdk_kernel(
             for i_key in range(first_key, end_key, BLOCK_N):
                 o_k = i_key + tl.arange(0, BLOCK_N)
                 b_ds = _load_rows(p_ds_head, o_rows, o_k, ds_row_stride, num_tokens, num_tokens, UPCAST)
-                o_distance = o_k[None, :] - o_rows[:, None]
-                b_ds = tl.where((o_distance >= -before) & (o_distance <= after), b_ds, 0.0)
                 b_k = _load_rows(p_k_head, o_k, o_dim, k_token_stride, num_tokens, dim, UPCAST)
                 b_dq += tl.dot(b_ds, b_k, input_precision="ieee")
             p_dq_head = p_dq + i_batch * dq_batch_stride + i_head * dq_head_stride
@@ -239,8 +238,6 @@ def dense_dqdk_kernel(
             for i_query in range(first_query, end_query, BLOCK_N):
                 o_q = i_query + tl.arange(0, BLOCK_N)
                 b_ds = _load_rows(p_ds_head, o_q, o_rows, ds_row_stride, num_tokens, num_tokens, UPCAST)
-                o_distance = o_rows[None, :] - o_q[:, None]
-                b_ds = tl.where((o_distance >= -before) & (o_distance <= after), b_ds, 0.0)
                 b_q = _load_rows(p_q_head, o_q, o_dim, q_token_stride, num_tokens, dim, UPCAST)
                 b_dk += tl.dot(tl.trans(b_ds), b_q, input_precision="ieee")
 
@@ -275,7 +272,7 @@ def backward(
         persistent: a program per core instead of one per piece of work; None: on Ascend only.
 
     Returns:
-        dq, dk, dv, contiguous. Memory beside them: `workspace` bytes of ds.
+        dq, dk, dv, contiguous.
     """
     do, q, k, v, attn = (_rows_contiguous(tensor) for tensor in (do, q, k, v, attn))
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))

@@ -127,8 +127,8 @@ def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
         ub = scores * (2 * (4 + 4 + itemsize) + 4 + 4)
         l1 = itemsize * (2 * kept + 2 * walked)
     elif kernel == "dense_dqdk":
-        # crossing: ds in and out, ds k in fp32; staying: mask, two accumulators
-        ub = scores * (2 * 2 * itemsize + 1) + kept * (2 * 4 + 2 * 4 + itemsize)
+        # crossing: ds k in fp32, ds to be transposed; staying: two accumulators
+        ub = scores * 2 * itemsize + kept * (2 * 4 + 2 * 4 + itemsize)
         l1 = itemsize * (2 * scores + 2 * walked)
     else:
         # as dq, with p and ds crossing and two accumulators
@@ -290,10 +290,9 @@ GPU_CORES = 132
 """Persistent programs of a GPU that is not there to be asked: an H200 has as many multiprocessors."""
 
 
-def dense_tiles(kernel: str, dtype: torch.dtype) -> Tiles:
-    """Tiles of the dense backward on Ascend, for every D: features are one more dimension of the work."""
-    narrow = dtype == torch.float32 and kernel == "dense_dqdk"  # two accumulators beside 64 x 64 tiles exceed the UB
-    return Tiles(64, 32 if narrow else 64, 64)
+DENSE_TILES = Tiles(64, 64, 64)
+"""Of the dense backward on Ascend, for every dtype and D: features are one more dimension of the work. Square tiles of
+matrices, the same for all its kernels: one reads what another wrote."""
 
 
 def dense_work(kernel: str, tiles: Tiles, sequences: int, tokens: int, dim: int) -> int:
@@ -320,7 +319,7 @@ def dense_plan(
         cores: programs of a persistent grid; None for a plain one.
     """
     if backend == "ascend":
-        tiles, options = dense_tiles(kernel, dtype), {}
+        tiles, options = DENSE_TILES, {}
         live = live_bytes(kernel, tiles, dtype.itemsize)
     else:
         tiles = Tiles(32, 32, 64) if dtype == torch.float32 else Tiles(64, 64, 64)
@@ -330,7 +329,7 @@ def dense_plan(
 
 
 def specialisations() -> Iterator[tuple[str, torch.dtype, Tiles]]:
-    """Every (kernel, dtype, tiles) that `ascend_tiles`, `band_tiles` and `dense_tiles` can return, once."""
+    """Every (kernel, dtype, tiles) that there is on Ascend, once: of `ascend_tiles`, `band_tiles` and `DENSE_TILES`."""
     seen = {
         (kernel, dtype, ascend_tiles(kernel, dtype, block_d, tier)): None
         for kernel in KERNELS
@@ -344,7 +343,7 @@ def specialisations() -> Iterator[tuple[str, torch.dtype, Tiles]]:
         for dtype in (DTYPES if kernel != "band_expand" else (torch.float32,))
         for rows in (BAND_LENGTHS[-1], MAX_TOKENS)
     }
-    seen |= {(kernel, dtype, dense_tiles(kernel, dtype)): None for kernel in DENSE_KERNELS for dtype in DTYPES}
+    seen |= {(kernel, dtype, DENSE_TILES): None for kernel in DENSE_KERNELS for dtype in DTYPES}
     yield from seen
 
 

@@ -21,13 +21,13 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "causal": {"boundary": "shift", "causal": True},
 }
 SMALL = tiling.Tiles(16, 16, 16)
-OWN_TILES = tiling.dense_tiles
+OWN_TILES = tiling.DENSE_TILES
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16: borders everywhere, and several steps of every loop."""
-    monkeypatch.setattr(tiling, "dense_tiles", lambda kernel, dtype: SMALL)
+    monkeypatch.setattr(tiling, "DENSE_TILES", SMALL)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -77,7 +77,7 @@ def test_options(case: str, path: str) -> None:
 @pytest.mark.parametrize("backend", ["ascend", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_own_tiles(dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "dense_tiles", OWN_TILES)
+    monkeypatch.setattr(tiling, "DENSE_TILES", OWN_TILES)
     check(backend, 130, path="dense", dim=80, dtype=dtype, kernel_size=31, boundary="shift")
 
 

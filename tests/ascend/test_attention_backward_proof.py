@@ -47,7 +47,11 @@ def gate(launches: list[Launch], dtype: torch.dtype) -> None:
         assert gates.count(linalg, "linalg.matmul") == MATMULS[name]
         assert gates.count_block_copies(linalg) == COPIES[name]
         tiles = tiling.Tiles(*(one.constants[block] for block in ("BLOCK_M", "BLOCK_N", "BLOCK_D")))
-        assert (name.removesuffix("_kernel"), dtype, tiles) in known
+        kernel = name.removesuffix("_kernel")
+        assert (kernel, dtype, tiles) in known
+        plan = tiling.Plan(tiles, one.grid, tiling.live_bytes(kernel, tiles, dtype.itemsize), one.options)
+        gates.assert_plan(plan, what=name)
+        gates.assert_plan_is_honest(plan, linalg, name)
 
 
 CASES: dict[str, dict[str, Any]] = {
