@@ -31,7 +31,7 @@ from bench.common import positive
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from bench.roofline import Peaks, attention_flops, backward_work, choose_peaks, mean_keys, nsa_floor_ms, score_flops
-from bench.timing import GIB, capture, measure, peak_memory
+from bench.timing import capture, copy_bandwidth, measure, peak_memory
 from cute_kernels import backward, fa4, forward
 from cute_kernels import selected_backward as split
 from cute_kernels.compress import tile_means
@@ -109,13 +109,6 @@ def milliseconds(call: Callable[[], Any]) -> float:
     """Median GPU time of a captured graph's replays: no host time in it."""
     call()
     return measure(capture(call, DEVICE).replay, DEVICE, seconds=0.5, most=10).ms_p50
-
-
-def copy_bandwidth() -> float:
-    """TB/s of a device-to-device copy, read and written bytes counted; as a graph's node it would be slower."""
-    source = torch.empty(GIB, dtype=torch.uint8, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    return 2 * GIB / measure(lambda: target.copy_(source), DEVICE, seconds=0.1).ms_p50 / 1e9
 
 
 def random_inputs(n: int, batch: int = 1, heads: int = HEADS, kv_heads: int = KV_HEADS) -> NSAInputs:

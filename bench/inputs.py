@@ -39,6 +39,35 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Neighborhood:
+    """Sizes and window of one problem of neighborhood attention; as text "B,H,S,D,k", or "B,H,S,D,k,dilation"."""
+
+    batch: int
+    heads: int
+    tokens: int
+    dim: int
+    kernel_size: int
+    dilation: int = 1
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.batch, self.tokens, self.heads, self.heads, self.dim)
+
+    @property
+    def left(self) -> int:
+        """Neighbors on the left, in steps of `dilation`; an even window's extra one is here."""
+        return self.kernel_size // 2
+
+    @property
+    def right(self) -> int:
+        return self.kernel_size - 1 - self.left
+
+    def __str__(self) -> str:
+        numbers = (self.batch, self.heads, self.tokens, self.dim, self.kernel_size)
+        return ",".join(map(str, numbers if self.dilation == 1 else (*numbers, self.dilation)))
+
+
+@dataclass(frozen=True)
 class Problem:
     """Tensors of one benchmark call. gate_proj_weight is None when the benchmark runs ungated."""
 

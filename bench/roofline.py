@@ -6,10 +6,14 @@ five backward (scores again, dP, dV, dQ, dK), each 2·D FLOPs a pair and head.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bench.inputs import Sizes
+import torch
+
+from ascend_kernels.tiling import Tiles, ascend_tiles
+from bench.inputs import Neighborhood, Sizes
 from nsa import NSAConfig
 
 
@@ -131,3 +135,155 @@ def mean_keys(keys: int, most: int) -> float:
     if most >= keys:
         return keys / 2
     return most - most * most / (2 * keys)
+
+
+# Neighborhood attention
+
+
+def neighborhood_bytes(shape: Neighborhood, direction: str, itemsize: int = 2) -> int:
+    """The byte floor: forward reads q, k, v and writes o; backward reads q, k, v, o, do and writes dq, dk, dv.
+
+    Args:
+        direction: "fwd", "bwd" or "fwd+bwd".
+    """
+    tensors = {"fwd": 4, "bwd": 8, "fwd+bwd": 12}[direction]
+    return tensors * itemsize * shape.batch * shape.tokens * shape.heads * shape.dim
+
+
+class AscendWork(NamedTuple):
+    """What one pass takes on an NPU, by the model of docs/neighborhood_attention.md; for parts of a row, per row."""
+
+    l1_bytes: float
+    """Operands of the cube, from global memory."""
+    ub_bytes: float
+    """In and out of the vector unit's memory, what comes from the cube and goes there included."""
+    cube_flops: float
+    kept_bytes: float = 0
+    """Beside inputs and outputs: what lies in global memory between kernels or passes."""
+
+    def plus(self, other: AscendWork) -> AscendWork:
+        return AscendWork(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def times(self, count: float) -> AscendWork:
+        return AscendWork(*(count * value for value in self))
+
+
+ITEM, FP32 = 2, 4
+"""Bytes of a number: of the inputs, and on the chip."""
+SLOT_TILES = Tiles(32, 64, 64)
+"""Of the kernels that write a band or read it by slots."""
+BAND_TILES = DENSE_TILES = Tiles(64, 64, 64)
+"""Of the kernels that multiply a band or a dense matrix with rows."""
+
+
+def neighborhood_work(shape: Neighborhood, algorithm: str, *, backward: bool) -> AscendWork:
+    """Of "flash", "band" or "dense" on 16-bit tensors with truncated windows, away from borders.
+
+    Raises:
+        ValueError: for the dense forward, which is the band's.
+    """
+    if algorithm == "dense" and not backward:
+        raise ValueError("the dense algorithm has a backward only; its forward is the band's")
+    per_row = {"flash": _flash_row, "band": _band_row, "dense": _dense_row}[algorithm](shape, backward)
+    return per_row.times(shape.batch * shape.tokens * shape.heads)
+
+
+def _flash_row(shape: Neighborhood, backward: bool) -> AscendWork:
+    """A tile of BLOCK_M rows walks over the rows of the other side, BLOCK_N at a time, all features at once."""
+
+    def kernel(
+        name: str, products: int, held: int, scores: int, results: int, once: int, beside: int = 0
+    ) -> AscendWork:
+        """Args: operands held; what crosses the UB: bytes a pair, fp32 rows a step, bytes once, bytes a walked row."""
+        tiles = ascend_tiles(name, torch.bfloat16, shape.dim, shape.kernel_size)
+        steps = _steps(shape, tiles)
+        walked = steps * tiles.block_n
+        ub = walked * scores + steps * results * shape.dim * FP32 + once + walked / tiles.block_m * beside
+        l1 = (held + 2 * walked / tiles.block_m) * shape.dim * ITEM
+        return AscendWork(l1, ub, products * 2 * walked * shape.dim)
+
+    row = shape.dim * ITEM
+    if not backward:
+        # s in and p out; p v in; o, lse
+        forward = kernel("forward", 2, 1, FP32 + ITEM, 1, row + FP32)
+        return forward._replace(kept_bytes=FP32)
+    # s, dp in and ds out; ds k in; o and do for delta, dq, lse, delta
+    dq = kernel("dq", 3, 2, 2 * FP32 + ITEM, 1, 3 * row + 2 * FP32)
+    # s, dp in and p, ds out; p do and ds q in; dk, dv; lse and delta of walked rows
+    dkdv = kernel("dkdv", 4, 2, 2 * FP32 + 2 * ITEM, 2, 2 * row, 2 * FP32)
+    return dq.plus(dkdv)._replace(kept_bytes=2 * FP32)
+
+
+def _band_row(shape: Neighborhood, backward: bool) -> AscendWork:
+    """The band is fp32; a window beyond one tile of slots is multiplied twice: for its sums, and to be stored."""
+    slots, row = shape.kernel_size * FP32, shape.dim * ITEM
+    tiles, slices = SLOT_TILES, -(-shape.dim // SLOT_TILES.block_d)
+    products = -(-shape.kernel_size // tiles.block_m)
+    rounds = 1 if products == 1 else 2
+    products *= rounds
+    share = tiles.block_n / tiles.block_m
+    write = AscendWork(
+        products * (1 + share) * row,
+        products * slices * tiles.block_n * FP32 + slots,
+        products * 2 * tiles.block_n * shape.dim,
+    )
+    multiply = _times_rows(shape, _steps(shape, BAND_TILES), BAND_TILES, FP32 + ITEM)
+    if not backward:
+        return write.plus(multiply)._replace(kept_bytes=slots)
+    ds = write.plus(AscendWork(0, rounds * slots, 0))  # p read
+    return ds.plus(multiply.times(3))._replace(kept_bytes=2 * slots)
+
+
+def _dense_row(shape: Neighborhood, backward: bool) -> AscendWork:
+    """Backward: the band spread out in zeros, then products over the tiles that hold a key in reach.
+
+    Dilation does not help: rows between the neighbors are multiplied, too.
+    """
+    tiles, slices, row = DENSE_TILES, -(-shape.dim // DENSE_TILES.block_d), shape.dim * ITEM
+    sides = sum(-(-side * shape.dilation // tiles.block_n) for side in (shape.left, shape.right))
+    steps = min(1 + sides, -(-shape.tokens // tiles.block_n))
+    walked, share = steps * tiles.block_n, steps * tiles.block_n / tiles.block_m
+    spread = shape.tokens * FP32 + 2 * _steps(shape, SLOT_TILES) * SLOT_TILES.block_n * FP32
+    dv = _times_rows(shape, steps, tiles, FP32 + ITEM)
+    # twice, for delta and for ds: p, dp in; do is read again with every tile of v
+    twice = AscendWork((steps + share) * row, (1 + slices) * walked * FP32, 2 * walked * shape.dim).times(2)
+    dq_dk = _times_rows(shape, steps, tiles, 2 * ITEM).times(2)  # ds in, masked and out
+    kept = shape.kernel_size * FP32 + shape.tokens * (FP32 + ITEM)
+    parts = AscendWork(0, spread + walked * ITEM, 0).plus(dv).plus(twice).plus(dq_dk)
+    return parts._replace(kept_bytes=kept)
+
+
+def _steps(shape: Neighborhood, tiles: Tiles) -> int:
+    """Tiles of BLOCK_N rows of a class over the windows of BLOCK_M rows."""
+    return -(-(tiles.block_m + shape.kernel_size - 1) // tiles.block_n)
+
+
+def _times_rows(shape: Neighborhood, steps: int, tiles: Tiles, crossing: int) -> AscendWork:
+    """A matrix in memory times rows: read and, as an operand, written once for each slice of features.
+
+    Args:
+        crossing: bytes of an element that cross the UB.
+    """
+    walked, slices = steps * tiles.block_n, -(-shape.dim // tiles.block_d)
+    return AscendWork(
+        walked / tiles.block_m * shape.dim * ITEM,
+        slices * walked * crossing + steps * shape.dim * FP32 + shape.dim * ITEM,
+        2 * walked * shape.dim,
+    )
+
+
+def neighborhood_table(shapes: Iterable[Neighborhood]) -> str:
+    """The model's figures as a table in Markdown: 10^9 bytes and FLOPs."""
+    heading = ("B,H,S,D,k,dilation", "pass", "algorithm", "floor GB", "L1 GB", "UB GB", "cube GFLOP", "kept GB")
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+    for shape in shapes:
+        for direction, algorithms in (("fwd", ("flash", "band")), ("bwd", ("flash", "band", "dense"))):
+            for algorithm in algorithms:
+                work = neighborhood_work(shape, algorithm, backward=direction == "bwd")
+                figures = [_giga(figure) for figure in (neighborhood_bytes(shape, direction), *work)]
+                lines.append(f"| {' | '.join((str(shape), direction, algorithm, *figures))} |")
+    return "\n".join(lines)
+
+
+def _giga(value: float) -> str:
+    return f"{value / 1e9:.3g}" if value < 1e12 else f"{value / 1e9:,.0f}"

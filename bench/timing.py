@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 GIB = 2**30
+BUSY_CYCLES = 2_000_000
+"""Of the GPU's clock, about a millisecond: longer than a host takes to start a graph."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,19 @@ class Timing:
     repeats: int
 
 
-def measure(call: Callable[[], Any], device: torch.device, *, seconds: float = 2.0, most: int = 100) -> Timing:
-    """Run `call` once to warm up and to see its memory, then for about `seconds`, and at least three times."""
+def measure(
+    call: Callable[[], Any], device: torch.device, *, seconds: float = 2.0, most: int = 100, host: bool = True
+) -> Timing:
+    """Run `call` once to warm up and to see its memory, then for about `seconds`, and at least three times.
+
+    Args:
+        host: False leaves out, on CUDA, the time the host takes to start the call: the GPU is kept busy meanwhile. For
+            calls that are started within a millisecond, such as replays of a graph.
+    """
     peak_gib = peak_memory(call, device)
     times: list[float] = []
     while len(times) < 3 or (sum(times) < seconds * 1e3 and len(times) < most):
-        times.append(_milliseconds(call, device))
+        times.append(_milliseconds(call, device, host))
     p20, p50, p80 = (_percentile(times, share) for share in (0.2, 0.5, 0.8))
     return Timing(p20, p50, p80, peak_gib, len(times))
 
@@ -65,9 +74,21 @@ def capture(call: Callable[[], Any], device: torch.device) -> Captured:
     return Captured(graph.replay, outs[0], peak_gib)
 
 
-def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:
+def copy_bandwidth() -> float:
+    """TB/s of a copy on the current CUDA device, read and written bytes counted; as a graph's node it would be slower.
+
+    What kernels can reach is measured by it better than by a data sheet.
+    """
+    source = torch.empty(GIB, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * GIB / measure(lambda: target.copy_(source), source.device, seconds=0.1).ms_p50 / 1e9
+
+
+def _milliseconds(call: Callable[[], Any], device: torch.device, host: bool) -> float:
     if device.type == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if not host:
+            torch.cuda._sleep(BUSY_CYCLES)
         start.record()
         call()
         stop.record()

@@ -146,15 +146,17 @@ def window(
     scale: float,
     lse: bool = True,
     documents: tuple[Tensor, Tensor] | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of row i to keys i-left ... i+right, where the last query row is the last key row.
 
     Args:
         documents: in q, k and v (B = 1): first row of each, int32 `[docs+1]`, and number of rows that are used, int32
             `[docs]`. Other rows of o and lse hold anything.
+        into: without documents, o and lse to write instead of new ones; rows of both contiguous, o's aligned like q's.
     """
     if documents is None:
-        return attend(q, k, v, Visible(window=(left, right)), scale=scale, lse=lse)
+        return attend(q, k, v, Visible(window=(left, right)), scale=scale, lse=lse, into=into)
     rows = q.squeeze(0), k.squeeze(0), v.squeeze(0)
     o, sums = attend(*rows, Visible(window=(left, right), documents=documents), scale=scale, lse=lse)
     return o.unsqueeze(0), None if sums is None else sums.unsqueeze(0)

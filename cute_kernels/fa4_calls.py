@@ -164,28 +164,54 @@ _FORWARD: dict[Any, Callable[..., None]] = {}
 """Compiled sm_90 kernels by signature."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible, *, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """FA4's forward."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Visible,
+    *,
+    scale: float,
+    lse: bool,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """FA4's forward.
+
+    Args:
+        into: o, whose rows are aligned, and lse to write, instead of new ones.
+    """
     signature = _signature(q, k, v, seen, lse)
     run = _FORWARD.get(signature)
     if run is None:
-        return _attend_by_interface(signature, q, k, v, seen, scale, lse)
+        return _attend_by_interface(signature, q, k, v, seen, scale, lse, into)
     *batch, rows, heads, _ = q.shape
-    o = torch.empty((*batch, rows, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
-    sums = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
+    sums: Tensor | None
+    if into is None:
+        o = torch.empty((*batch, rows, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
+        sums = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
+    else:
+        o, sums = into
     run(q, k, v, o, sums, scale, *seen.bounds(), None, *seen.window, None, seen.sparse(), seen.aux(), None, None)
     return o, sums
 
 
 def _attend_by_interface(
-    signature: Any, q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float, lse: bool
+    signature: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Visible,
+    scale: float,
+    lse: bool,
+    into: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     # Without detach() FA4 compiles a kernel that writes lse even where nobody asked for it
     qkv = (x.detach() for x in (q, k, v))
+    results = {} if into is None else {"out": into[0], "lse": into[1]}
+    options = {"softmax_scale": scale, "return_lse": lse, "pack_gqa": False, **results, **seen.interface()}
     with _recording(_flash_attn_fwd) as (recorder,):
-        o, sums, *_ = _flash_attn_fwd(*qkv, softmax_scale=scale, return_lse=lse, pack_gqa=False, **seen.interface())
+        o, sums, *_ = _flash_attn_fwd(*qkv, **options)
     if signature is not None and recorder.used:
         _FORWARD[signature] = recorder.used[-1]
     return o, sums
@@ -287,9 +313,11 @@ def _differentiate_by_interface(
     from flash_attn.cute import interface
 
     narrow = seen.lists is not None and seen.lists.width == NARROW
-    own_tiles, tiles = interface._tile_size_bwd_sm90, []
+    own_tiles, tiles, thread = interface._tile_size_bwd_sm90, [], threading.get_ident()
 
     def choose_tiles(*sizes: Any, **more: Any) -> Any:
+        if threading.get_ident() != thread:
+            return own_tiles(*sizes, **more)
         tiles.append(_narrow_tiles() if narrow else own_tiles(*sizes, **more))
         return tiles[-1]
 

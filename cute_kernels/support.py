@@ -16,24 +16,19 @@ INSTALL = 'pip install "nsa-kernels[cuda]"'
 SELECT_UNIT = 64
 MAX_BLOCKS = 1024
 MAX_ENTRIES = 128
+MAX_GRID = 65535
+"""Heads, and sequences or classes, of a call: dimensions of a grid."""
+LARGEST_TILE = 256
 
 
 def check(call: Any) -> str | None:
     """Why the kernels cannot run the call (dispatch.Call), or None."""
-    if call.device_type != "cuda":
-        return f"runs on CUDA devices, got {call.device_type}"
     inputs, config = call.options.get("inputs"), call.options.get("config")
-    if (inputs is None or not inputs.q.is_cuda) and not torch.cuda.is_available():
-        return "no NVIDIA GPU is visible"
-    problem = _package_problem()
+    problem = _machine_problem(call, given=inputs is not None and inputs.q.is_cuda)
     if problem:
         return problem
-    device = torch.device(call.device)
-    rules = fa4.rules(device)
-    if rules is None:
-        major, minor = compute_capability(device.index or 0)
-        return f"needs compute capability 9.x or 10.x, this device has {major}.{minor}"
-    if inputs is None or config is None:
+    rules = fa4.rules(torch.device(call.device))
+    if rules is None or inputs is None or config is None:
         return None
     reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)
     if reason is None and call.backward:
@@ -41,6 +36,60 @@ def check(call: Any) -> str | None:
         if reason is None and call.options.get("deterministic"):
             reason = _refusal_of_determinism(inputs, config, rules)
     return reason
+
+
+def check_neighborhood_attention(call: Any) -> str | None:
+    """Why FlashAttention-4's sliding window cannot stand for neighborhood attention (dispatch.Call), or None."""
+    problem = _machine_problem(call)
+    if problem:
+        return problem
+    options = call.options
+    shape = options.get("shape")
+    dim = fa4.DIMS[0] if shape is None else shape[3]
+    reason = fa4.refusal(call.dtype, dim, dim)
+    if reason:
+        return reason
+    if options.get("band"):
+        return "never has the band: its softmax is fused with both products"
+    algorithm = options.get("algorithm", "auto")
+    if algorithm not in ("auto", "flash"):
+        return f"has algorithm 'flash' only, got {algorithm!r}"
+    if options.get("boundary") == "shift" and not options.get("causal"):
+        return "takes boundary='truncate' only, its window slides past the ends and cannot move inside, got 'shift'"
+    return None if shape is None else _refusal_of_sizes(shape, options.get("dilation", 1), call.backward)
+
+
+def _refusal_of_sizes(shape: tuple[int, ...], dilation: int, backward: bool) -> str | None:
+    """FlashAttention-4's grids, and its 32-bit numbers of keys and of the elements in a head's fp32 sums."""
+    batch, num_tokens, heads, dim = shape
+    if max(batch, heads) > MAX_GRID:
+        return f"takes up to {MAX_GRID} sequences and heads, got B={batch}, H={heads}"
+    if num_tokens >= 1 << 30:
+        return f"takes N below {1 << 30}, got {num_tokens}"
+    rows = -(-num_tokens // max(1, min(dilation, num_tokens)))
+    if backward and (rows + LARGEST_TILE) * dim >= 1 << 31:
+        return f"takes fewer than 2^31 elements of one head and residue class in backward, got {rows} rows of {dim}"
+    return None
+
+
+def _machine_problem(call: Any, *, given: bool = False) -> str | None:
+    """Why nothing of ours runs where the call is to run, or None.
+
+    Args:
+        given: a CUDA tensor is there, and with it a GPU or what stands for one.
+    """
+    if call.device_type != "cuda":
+        return f"runs on CUDA devices, got {call.device_type}"
+    if not given and not torch.cuda.is_available():
+        return "no NVIDIA GPU is visible"
+    problem = _package_problem()
+    if problem:
+        return problem
+    device = torch.device(call.device)
+    if fa4.rules(device) is None:
+        major, minor = compute_capability(device.index or 0)
+        return f"needs compute capability 9.x or 10.x, this device has {major}.{minor}"
+    return None
 
 
 def _refusal_of_backward(inputs: Any, config: Any) -> str | None:

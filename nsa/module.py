@@ -15,6 +15,18 @@ RotaryHook = Callable[[Tensor, Any], Tensor]
 """Rotates queries or keys `[...,heads,D]` by whatever `position_embeddings` holds."""
 
 
+def head_sizes(hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    """H_kv and D of a layer, checked."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+    if head_dim is None:
+        if hidden_size % num_heads != 0:
+            raise ValueError(f"head_dim must be given: hidden_size={hidden_size} is no multiple of {num_heads} heads")
+        head_dim = hidden_size // num_heads
+    return num_kv_heads, head_dim
+
+
 class NSAttention(nn.Module):
     """Self-attention by NSA, in the place of `nn.MultiheadAttention` or of a Llama attention block.
 
@@ -55,15 +67,7 @@ class NSAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads != 0:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        if head_dim is None:
-            if hidden_size % num_heads != 0:
-                raise ValueError(
-                    f"head_dim must be given: hidden_size={hidden_size} is no multiple of {num_heads} heads"
-                )
-            head_dim = hidden_size // num_heads
+        num_kv_heads, head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
         if gate not in ("x", "q", None):
             raise ValueError(f"gate must be 'x', 'q' or None, got {gate!r}")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads

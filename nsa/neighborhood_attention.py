@@ -1,4 +1,4 @@
-"""Neighborhood attention: the public functions. Validate, route, differentiate; ascend_kernels/ computes."""
+"""Neighborhood attention: the public functions. Validate, route, differentiate; backends compute."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def neighborhood_attention(
         algorithm: "flash" recomputes probabilities in backward, memory is that of the inputs; "band" computes
             `[B,H,N,kernel_size]` of them in fp32, keeps them for backward, and without gradients takes batch elements
             in chunks. "auto" is "flash". The reference has one algorithm and takes any name.
-        backend: "triton", "ascend" or "reference"; None reads NSA_KERNELS_BACKEND, then takes the first that can run.
+        backend: "cute", "triton", "ascend" or "reference"; None reads NSA_KERNELS_BACKEND, then takes the first that
+            can run. "cute" is FlashAttention-4: 16-bit types, D of 64 or 128, no shifted windows.
 
     Returns:
         `[B,N,H,D]` in q's dtype.

@@ -129,8 +129,8 @@ def test_cpu_tensors_run_the_reference() -> None:
         (ValueError, "algorithm must be one of auto, flash, band, dense, got 'fast'", {"algorithm": "fast"}),
         (
             ValueError,
-            "backend must be one of triton, ascend, reference for neighborhood_attention",
-            {"backend": "cute"},
+            "backend must be one of cute, triton, ascend, reference for neighborhood_attention",
+            {"backend": "cudnn"},
         ),
         (dispatch.BackendError, "with TRITON_INTERPRET=1, got cpu", {"backend": "ascend"}),
     ],

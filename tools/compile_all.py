@@ -336,9 +336,27 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         ("fa4.window", "window"): window(),
         ("fa4.window", "window,lse"): window(lse=True),
         ("fa4.window", "window,packed"): window(packed=True),
+        ("fa4.window", "neighborhood"): lambda: neighborhood(dim, group, dtype),
     }
     for (kernel, variant), run in variants.items():
         yield Case(kernel, variant, dim, group, dtype, partial(fa4_cubin, run))
+
+
+def neighborhood(dim: int, group: int, dtype: torch.dtype, *, backward: bool = False) -> None:
+    """Neighborhood attention or its backward, with classes of two lengths."""
+    from cute_kernels import neighborhood_attention
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    tokens, dilation, kv_heads = 4096, 3, 2
+    q, (k, v) = empty(1, tokens, group * kv_heads, dim), (empty(1, tokens, kv_heads, dim) for _ in range(2))
+    window: dict[str, Any] = {"kernel_size": 64, "dilation": dilation, "softmax_scale": None, "boundary": "truncate"}
+    if backward:
+        lse = empty(1, dilation, group * kv_heads, tokens // dilation // 4 * 4 + 4, dtype=torch.float32)
+        neighborhood_attention.backward(q, q, k, v, q, lse, causal=False, backend="cute", **window)
+    else:
+        neighborhood_attention.forward(q, k, v, causal=False, backend="cute", **window)
 
 
 def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
@@ -403,6 +421,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
         ),
         ("fa4.window_backward", "window"): window(),
         ("fa4.window_backward", "window,packed"): window(packed=True),
+        ("fa4.window_backward", "neighborhood"): lambda: neighborhood(dim, group, dtype, backward=True),
     }
     for width in rules.widths:
         bits = width > 64

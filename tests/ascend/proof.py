@@ -3,6 +3,7 @@
     with recording(run=False) as launches:
         out = op(...)                   # outputs stay as allocated: NaN, for torch.empty in tests
     execute(launches)                   # out now holds what the lowered kernels computed
+    executed(op, *inputs, gate=...)     # these two, forward and backward: out, differentiable
     interpret(launches)                 # the same by upstream Triton's interpreter, not for bf16
     lower(launch).linalg                # for gates.py
     compile_ptx(launch).ptx             # upstream's code for an NVIDIA architecture
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,12 @@ from description import describe, key_of
 from execution import MemoryFault
 from gates import assert_grid
 
-from ascend_kernels.launch import Launch
+from ascend_kernels.launch import Launch, recording
 
-__all__ = ["Lowered", "MemoryFault", "ProofError", "Ptx", "compile_ptx", "execute", "interpret", "lower"]
+__all__ = ["Lowered", "MemoryFault", "ProofError", "Ptx", "compile_ptx", "execute", "executed", "interpret", "lower"]
 
 ARCH = "Ascend910B4"
+Gate = Callable[[Sequence[Launch]], None]
 CHILD_SOURCE = Path(children.SCRIPT)
 
 
@@ -92,6 +94,30 @@ def execute(launches: Sequence[Launch], *, timeout: float = 300) -> None:
         assert_grid(launch.grid, what)
         lowered = lower(launch)
         execution.run(launch, native.build(lowered.linalg, what), lowered.parameters, what, timeout)
+
+
+def executed(op: Callable[..., torch.Tensor], *inputs: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """`op(*inputs)`, differentiable once, its launches executed; `gate` sees those of forward, then of backward."""
+
+    class Executed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+            ctx.leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+            with torch.enable_grad(), recording(run=False) as launches:
+                ctx.out = op(*ctx.leaves)
+            gate(launches)
+            execute(launches)
+            return ctx.out.detach().clone()
+
+        @staticmethod
+        def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with recording(run=False) as launches:
+                gradients = torch.autograd.grad(ctx.out, ctx.leaves, do)
+            gate(launches)
+            execute(launches)
+            return gradients
+
+    return Executed.apply(*inputs)
 
 
 def interpret(launches: Sequence[Launch], *, timeout: float = 300) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import gates
@@ -25,31 +27,13 @@ COPIES = {
 MLIR_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-def executed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def executed(*qkv: Tensor, **options: Any) -> Tensor:
     """The public op, whose launches run from their Linalg, forward and backward."""
-
-    class Executed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-            ctx.leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-            with torch.enable_grad(), recording(run=False) as launches:
-                ctx.out = neighborhood_attention(*ctx.leaves, **options)
-            gate(launches)
-            proof.execute(launches)
-            return ctx.out.detach().clone()
-
-        @staticmethod
-        def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
-            with recording(run=False) as launches:
-                gradients = torch.autograd.grad(ctx.out, ctx.leaves, do)
-            gate(launches)
-            proof.execute(launches)
-            return gradients
-
-    return Executed.apply(q, k, v)
+    return proof.executed(partial(neighborhood_attention, **options), *qkv, gate=gate)
 
 
-def gate(launches: list[Launch]) -> None:
+def gate(launches: Sequence[Launch]) -> None:
+    assert [one.kernel.fn.__name__ for one in launches] in (["forward_kernel"], ["dq_kernel", "dkdv_kernel"])
     for one in launches:
         name = one.kernel.fn.__name__
         linalg = proof.lower(one).linalg
@@ -57,6 +41,21 @@ def gate(launches: list[Launch]) -> None:
         gates.assert_matmul_inputs(linalg, MLIR_NAMES[one.arguments["p_q"].dtype], name)
         assert gates.count(linalg, "linalg.matmul") == MATMULS[name]
         assert gates.count_block_copies(linalg) == COPIES[name]
+        plan = plan_of(one)
+        gates.assert_plan_is_honest(plan, linalg, name)
+        for device in tiling.DEVICES:
+            gates.assert_plan(plan, device, name)
+
+
+def plan_of(one: Launch) -> tiling.Plan:
+    """What the planner counts for the tiles and the grid that were launched."""
+    tiles = tiles_of(one)
+    kernel, itemsize = one.kernel.fn.__name__.removesuffix("_kernel"), one.arguments["p_q"].element_size()
+    return tiling.Plan(tiles, one.grid, tiling.live_bytes(kernel, tiles, itemsize), one.options)
+
+
+def tiles_of(one: Launch) -> tiling.Tiles:
+    return tiling.Tiles(*(one.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D")))
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +74,10 @@ def test_every_specialisation(dtype: torch.dtype, block_d: int, tier: int) -> No
     """All (dtype, D, tier), which is what `specialisations` is made of."""
     with recording(run=True) as launches:
         neighborhood_cases.check("ascend", 150, heads=2, dim=block_d, dtype=dtype, kernel_size=tier, boundary="shift")
+    assert len(launches) == 3
     known = set(tiling.specialisations())
     for one in launches:
-        tiles = tiling.Tiles(*(one.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D")))
-        assert (one.kernel.fn.__name__.removesuffix("_kernel"), dtype, tiles) in known
+        assert (one.kernel.fn.__name__.removesuffix("_kernel"), dtype, tiles_of(one)) in known
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -1,0 +1,107 @@
+"""NeighborhoodAttention: an attention layer with projections around `neighborhood_attention`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa.module import RotaryHook, head_sizes
+from nsa.neighborhood_attention import ALGORITHMS, _check_choice, _Window, neighborhood_attention
+
+
+class NeighborhoodAttention(nn.Module):
+    """Self-attention of each token to the `kernel_size` tokens around it.
+
+    Projections are named as in NSAttention and Llama: q_proj, k_proj, v_proj, o_proj.
+
+    Args:
+        hidden_size: width of the input and output.
+        num_heads: H. num_kv_heads: H_kv, a divisor of H; None: H.
+        kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend: as in `neighborhood_attention`.
+        head_dim: D; None: hidden_size // num_heads.
+        bias: whether the projections have one, o_proj included.
+        dropout: share of the output's elements that are zeroed in training, behind o_proj. Probabilities are never
+            dropped: no kernel keeps them.
+        rope: hook `(tensor [B,N,heads,D], position_embeddings) -> tensor`, applied to queries and keys; it keeps the
+            dtype, which under autocast is not that of the parameters.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        softmax_scale: float | None = None,
+        boundary: str = "truncate",
+        causal: bool = False,
+        head_dim: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        rope: RotaryHook | None = None,
+        algorithm: str = "auto",
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads, self.head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
+        self.window = _Window(kernel_size, dilation, softmax_scale, boundary, causal)
+        _check_choice("algorithm", algorithm, ALGORITHMS)
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be from 0 to 1, got {dropout}")
+        self.rope, self.algorithm, self.backend = rope, algorithm, backend
+
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias, **place)
+        self.k_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias, **place)
+        self.v_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias, **place)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias, **place)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None) -> Tensor:
+        """Attend within each sequence.
+
+        Args:
+            hidden_states: `[B,N,hidden_size]`.
+            position_embeddings: handed to the `rope` hook as it is.
+
+        Returns:
+            Same shape and dtype as `hidden_states`; under autocast, its dtype.
+
+        Raises:
+            ValueError: `hidden_states` of another layout.
+            TypeError: `position_embeddings` without a `rope` hook to use them.
+        """
+        if hidden_states.dim() != 3:
+            raise ValueError(
+                f"hidden_states must have the layout [B,N,hidden_size], got shape {list(hidden_states.shape)}"
+            )
+        if position_embeddings is not None and self.rope is None:
+            raise TypeError("position_embeddings would be ignored: NeighborhoodAttention was built without a rope hook")
+        q = self._rotate(self._heads(self.q_proj(hidden_states)), position_embeddings)
+        k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
+        v = self._heads(self.v_proj(hidden_states))
+        out = neighborhood_attention(q, k, v, **asdict(self.window), algorithm=self.algorithm, backend=self.backend)
+        result: Tensor = self.dropout(self.o_proj(out.flatten(-2)))
+        return result
+
+    def extra_repr(self) -> str:
+        options = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, **asdict(self.window)}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        split: Tensor = projected.unflatten(-1, (projected.shape[-1] // self.head_dim, self.head_dim))
+        return split
+
+    def _rotate(self, tensor: Tensor, position_embeddings: Any) -> Tensor:
+        return tensor if self.rope is None else self.rope(tensor, position_embeddings)

@@ -1,0 +1,177 @@
+"""NeighborhoodAttention: the function between projections, its arguments, and training with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dispatch import neighborhood_attention
+from nsa import NeighborhoodAttention
+from tests.neighborhood_training import WINDOWS, assert_same_curve
+from tests.test_module import rotary_table, rotate
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH, HEADS, KV_HEADS = 32, 4, 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "truncate": {"kernel_size": 5},
+    "shift": {"kernel_size": 6, "dilation": 2, "boundary": "shift", "softmax_scale": 0.4},
+    "causal": {"kernel_size": 4, "dilation": 3, "causal": True},
+}
+
+
+@pytest.mark.parametrize("kv_heads", [None, KV_HEADS, 1])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_parameter_learns(options: dict[str, Any], kv_heads: int | None) -> None:
+    layer = NeighborhoodAttention(WIDTH, HEADS, kv_heads, head_dim=6, bias=True, rope=rotate, **options)
+    x = torch.randn(2, 30, WIDTH, requires_grad=True)
+    out = layer(x, rotary_table(30, 6))
+    assert out.shape == x.shape
+    out.square().sum().backward()
+    for name, parameter in [("x", x), *layer.named_parameters()]:
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_is_the_function_between_projections(options: dict[str, Any]) -> None:
+    layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, **options)
+    x = torch.randn(2, 30, WIDTH)
+    q, k, v = (
+        project(x).unflatten(-1, (heads, -1))
+        for project, heads in ((layer.q_proj, HEADS), (layer.k_proj, KV_HEADS), (layer.v_proj, KV_HEADS))
+    )
+    expected = layer.o_proj(neighborhood_attention(q, k, v, **options).flatten(-2))
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_names_of_weights() -> None:
+    layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, head_dim=16, bias=True, dropout=0.5)
+    shapes = {name: list(tensor.shape) for name, tensor in layer.state_dict().items()}
+    assert shapes == {
+        "q_proj.weight": [64, WIDTH],
+        "q_proj.bias": [64],
+        "k_proj.weight": [32, WIDTH],
+        "k_proj.bias": [32],
+        "v_proj.weight": [32, WIDTH],
+        "v_proj.bias": [32],
+        "o_proj.weight": [WIDTH, 64],
+        "o_proj.bias": [WIDTH],
+    }
+    assert all(name.endswith("weight") for name in NeighborhoodAttention(WIDTH, HEADS).state_dict())
+
+
+def test_dropout_zeroes_outputs_in_training_only() -> None:
+    layer = NeighborhoodAttention(WIDTH, HEADS, dropout=0.5)
+    x = torch.randn(1, 100, WIDTH)
+    kept = layer.eval()(x)
+    assert torch.equal(kept, layer(x))
+    dropped = layer.train()(x)
+    zero = dropped == 0
+    assert 0.4 < zero.double().mean() < 0.6
+    torch.testing.assert_close(dropped[~zero], 2 * kept[~zero])
+
+
+@pytest.mark.parametrize("boundary", ["truncate", "shift"])
+def test_under_autocast_only_the_projections_lose_precision(boundary: str) -> None:
+    layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, boundary=boundary)
+    received: dict[str, Any] = {}
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+        received.update(keywords, q=q, k=k, v=v)
+        received["out"] = neighborhood_attention(q, k, v, **keywords)
+        return received["out"]
+
+    x = torch.randn(2, 50, WIDTH, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        patch.setattr("nsa.neighborhood_module.neighborhood_attention", record)
+        out = layer(x)
+    assert out.dtype == received["q"].dtype == torch.bfloat16
+    expected = received.pop("out")
+    assert torch.equal(neighborhood_attention(**received), expected)
+    out.float().square().sum().backward()
+    for name, parameter in [("x", x), *layer.named_parameters()]:
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_dtype_and_representation() -> None:
+    layer = NeighborhoodAttention(WIDTH, HEADS, kernel_size=9, boundary="shift", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+    assert layer(torch.randn(1, 8, WIDTH, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert (
+        "num_heads=4, num_kv_heads=4, kernel_size=9, dilation=1, softmax_scale=None, boundary='shift', causal=False"
+    ) in repr(layer)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (ValueError, "num_heads must be a multiple of num_kv_heads, got 4 and 3", {"num_kv_heads": 3}),
+        (ValueError, "head_dim must be given: hidden_size=32 is no multiple of 5 heads", {"num_heads": 5}),
+        (TypeError, "kernel_size must be an integer, got 3.0", {"kernel_size": 3.0}),
+        (ValueError, "dilation must be at least 1, got 0", {"dilation": 0}),
+        (TypeError, "softmax_scale must be a number or None, got 'x'", {"softmax_scale": "x"}),
+        (ValueError, "boundary must be one of truncate, shift, got 'wrap'", {"boundary": "wrap"}),
+        (TypeError, "causal must be True or False, got 1", {"causal": 1}),
+        (ValueError, "algorithm must be one of auto, flash, band, dense, got 'fast'", {"algorithm": "fast"}),
+        (ValueError, "dropout must be from 0 to 1, got 1.5", {"dropout": 1.5}),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        NeighborhoodAttention(**{"hidden_size": WIDTH, "num_heads": HEADS, **changes})
+
+
+def test_bad_calls_are_named() -> None:
+    layer = NeighborhoodAttention(WIDTH, HEADS, backend="cudnn")
+    with pytest.raises(
+        ValueError, match=r"hidden_states must have the layout \[B,N,hidden_size\], got shape \[8, 32\]"
+    ):
+        layer(torch.randn(8, WIDTH))
+    with pytest.raises(TypeError, match="NeighborhoodAttention was built without a rope hook"):
+        layer(torch.randn(1, 8, WIDTH), rotary_table(8, 8))
+    with pytest.raises(ValueError, match=r"backend must be one of .* got 'cudnn'"):
+        layer(torch.randn(1, 8, WIDTH))
+
+
+# Training
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+def test_trains_like_plain_pytorch(window: dict[str, Any]) -> None:
+    curve = assert_same_curve("reference", **window)
+    assert curve[-1] < 0.05 * curve[0]
+
+
+def test_trains_like_plain_pytorch_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_neighborhood_module.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("cute", torch.bfloat16), ("triton", torch.bfloat16), ("triton", torch.float32)],
+    ids=["cute-bf16", "triton-bf16", "triton-fp32"],
+)
+def test_trains_like_plain_pytorch_on_a_gpu(backend: str, dtype: torch.dtype, window: dict[str, Any]) -> None:
+    curve = assert_same_curve(backend, device="cuda", dtype=dtype, head_dim=64, **window)
+    assert curve[-1] < 0.05 * curve[0]

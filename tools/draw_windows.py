@@ -1,0 +1,94 @@
+"""Draw docs/neighborhoods.svg: which keys each query sees at the borders, taken from the reference's own definition.
+
+`python -m tools.draw_windows` writes the file; a test holds it against what this module draws.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ascend_kernels.reference import window_starts
+
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "neighborhoods.svg"
+TOKENS = 10
+PANELS = [  # title, kernel_size, dilation, boundary, causal
+    ('boundary="truncate"', 5, 1, "truncate", False),
+    ('boundary="shift"', 5, 1, "shift", False),
+    ('"shift", dilation=2', 3, 2, "shift", False),
+    ("causal=True", 3, 1, "truncate", True),
+]
+CELL, MARGIN, TOP, EDGE = 18, 2, 58, 14
+"""Pixels of a cell, cells for dropped neighbors on either side, pixels for titles, pixels between panels."""
+SIDE = TOKENS * CELL
+PANEL = SIDE + 2 * MARGIN * CELL + EDGE
+STYLE = """
+text { font-family: sans-serif; font-size: 11px; fill: #24292f }
+.title { font-size: 14px; font-weight: bold }
+.middle { text-anchor: middle }
+.grid { stroke: #d0d7de; fill: none }
+.own { fill: #1b4f72 }
+.seen { fill: #85c1e9 }
+.moved { fill: #e67e22 }
+.dropped { fill: none; stroke: #c0392b; stroke-dasharray: 3 2 }
+"""
+LEGEND = {
+    "own": "the query's own key",
+    "seen": "a neighbor",
+    "moved": "a neighbor because the window was moved inside",
+    "dropped": "dropped: there is no such token",
+}
+
+
+def cells(kernel_size: int, dilation: int, boundary: str, causal: bool) -> list[tuple[int, int, str]]:
+    """(query, key, one of LEGEND) for every slot of every window."""
+    found = []
+    starts = window_starts(TOKENS, kernel_size, dilation, boundary, causal).tolist()
+    unmoved = window_starts(TOKENS, kernel_size, dilation, "truncate", causal).tolist()
+    for query, (start, centred) in enumerate(zip(starts, unmoved, strict=True)):
+        for key in range(start, start + kernel_size * dilation, dilation):
+            if not 0 <= key < TOKENS:
+                kind = "dropped"
+            elif key in range(centred, centred + kernel_size * dilation, dilation):
+                kind = "own" if key == query else "seen"
+            else:
+                kind = "moved"
+            found.append((query, key, kind))
+    return found
+
+
+def draw() -> str:
+    """The picture as SVG."""
+    width, height = PANEL * len(PANELS) + EDGE, TOP + SIDE + 42
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',
+        f"<style>{STYLE}</style>",
+        f'<rect width="{width}" height="{height}" rx="8" fill="white"/>',
+    ]
+    for i, (title, kernel_size, *window) in enumerate(PANELS):
+        left = EDGE + i * PANEL + MARGIN * CELL
+        middle = left + SIDE // 2
+        lines += [
+            f'<text x="{middle}" y="20" class="title middle">{title}</text>',
+            f'<text x="{middle}" y="36" class="middle">kernel_size={kernel_size}</text>',
+            f'<text x="{middle}" y="52" class="middle">keys →</text>',
+        ]
+        across = "".join(f"M{left} {TOP + n * CELL}h{SIDE}" for n in range(TOKENS + 1))
+        down = "".join(f"M{left + n * CELL} {TOP}v{SIDE}" for n in range(TOKENS + 1))
+        lines.append(f'<path class="grid" d="{across}{down}"/>')
+        for query, key, kind in cells(kernel_size, *window):
+            lines.append(_square(left + key * CELL + 2, TOP + query * CELL + 2, CELL - 4, kind))
+    x, y = EDGE + CELL // 2, TOP + SIDE // 2
+    lines.append(f'<text x="{x}" y="{y}" class="middle" transform="rotate(-90 {x} {y})">← queries</text>')
+    x, y = EDGE + MARGIN * CELL, height - 24
+    for kind, meaning in LEGEND.items():
+        lines += [_square(x, y, 12, kind), f'<text x="{x + 18}" y="{y + 10}">{meaning}</text>']
+        x += 44 + 6 * len(meaning)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _square(x: int, y: int, size: int, kind: str) -> str:
+    return f'<rect x="{x}" y="{y}" width="{size}" height="{size}" rx="2" class="{kind}"/>'
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw(), encoding="utf-8")
