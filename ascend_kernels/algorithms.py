@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ascend_kernels import attention_backward, band_attention
-from ascend_kernels import neighborhood_attention as flash_attention
+from ascend_kernels import attention_backward, band_attention, flash_attention
 
 
 def forward(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ascend_kernels import band_kernels, tiling
 from ascend_kernels.launch import launch
-from ascend_kernels.neighborhood_attention import _rows_contiguous, _sizes
+from ascend_kernels.rows import rows_contiguous, sizes_of
 
 KERNELS = {
     "band_scores": band_kernels.scores_kernel,
@@ -46,7 +46,7 @@ def forward(
     Returns:
         out like q, contiguous, and the band `[B,H,N,kernel_size]` fp32, 0 where a slot has no key, or None.
     """
-    q, k, v = (_rows_contiguous(tensor) for tensor in (q, k, v))
+    q, k, v = (rows_contiguous(tensor) for tensor in (q, k, v))
     batch, num_tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sizes = _band_sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
@@ -84,7 +84,7 @@ def backward(
     Args:
         fused: dq, dk and dv in one launch; otherwise in three, with the same results.
     """
-    do, q, k, v = (_rows_contiguous(tensor) for tensor in (do, q, k, v))
+    do, q, k, v = (rows_contiguous(tensor) for tensor in (do, q, k, v))
     band = band.contiguous()
     ds = torch.empty(band.shape, dtype=torch.float32, device=band.device)
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
@@ -121,8 +121,8 @@ def _band_sizes(
     boundary: str,
     causal: bool,
 ) -> dict[str, Any]:
-    """As neighborhood_attention.py has them, with all slots of windows that reach past the rows."""
-    sizes = _sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
+    """As rows.py has them, with all slots of windows that reach past the rows."""
+    sizes = sizes_of(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     left = kernel_size - 1 if causal else kernel_size // 2
     return {**sizes, "left": left, "right": kernel_size - 1 - left}
 

@@ -1,6 +1,6 @@
 """Neighborhood attention through its band, in plain Triton: the probabilities `[B,H,N,K]` are kept, never `[N,N]`.
 
-Definition, residue classes and windows are those of neighborhood_attention.py: row t of a class of S rows sees the rows
+Definition, residue classes and windows are those of flash_attention.py: row t of a class of S rows sees the rows
 start(t) ... start(t) + K - 1 that exist, and slot s of row t is key start(t) + s.
 
     s = scale * q k^T     p = softmax over the slots               scores_kernel: q, k -> p
@@ -35,7 +35,7 @@ order, and over the query heads of their key head, so no two programs add to one
 every run.
 
 Products have operands in the inputs' dtype and fp32 sums; p and ds are fp32 in memory and between products. The scale
-is applied to sums, once. Work is split as in neighborhood_attention.py, and into BLOCK_D features.
+is applied to sums, once. Work is split as in flash_attention.py, and into BLOCK_D features.
 
 Floor, per batch element. Forward reads q, k, v and writes o, 2 N (H + H_kv) D elements, writes a band of 4 N K H bytes
 and reads it, and takes 4 N K H D FLOP. Backward reads do, q, k, v and writes dq, dk, dv, (3 H + 4 H_kv) N D elements,
@@ -49,7 +49,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ascend_kernels.neighborhood_attention import SIZES, _class_base, _load_rows, _piece, _store_rows, _window_start
+from ascend_kernels.rows import SIZES, class_base, load_rows, piece, store_rows, window_start
 
 # Parts of kernels
 
@@ -120,7 +120,7 @@ def _band_times_rows(
                 window,
                 band_row_stride,
             )
-            b_x = _load_rows(p_x_class, o_keys, o_dim, x_row_stride, end_key, dim, UPCAST)
+            b_x = load_rows(p_x_class, o_keys, o_dim, x_row_stride, end_key, dim, UPCAST)
             b_sum += tl.dot(b_band.to(b_x.dtype), b_x, input_precision="ieee")
     return b_sum
 
@@ -175,7 +175,7 @@ def _band_times_columns(
                     window,
                     band_row_stride,
                 )
-                b_x = _load_rows(
+                b_x = load_rows(
                     p_x_class + wide_member * x_head_stride, o_rows, o_dim, x_row_stride, end_row, dim, UPCAST
                 )
                 b_sum += tl.dot(tl.trans(b_band.to(b_x.dtype)), b_x, input_precision="ieee")
@@ -202,14 +202,14 @@ def _band_of_products(
 ):
     """a b^T of BLOCK_M rows of a, from i_row, at BLOCK_M slots, from i_slot; 0 where a slot has no key."""
     o_rows = i_row + tl.arange(0, BLOCK_M)
-    o_keys = tl.maximum(_window_start(i_row, num_rows, left, right, shift) + i_slot, 0) + tl.arange(0, BLOCK_N)
+    o_keys = tl.maximum(window_start(i_row, num_rows, left, right, shift) + i_slot, 0) + tl.arange(0, BLOCK_N)
     b_products = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for i_dim in range(0, dim, BLOCK_D):
         o_dim = i_dim + tl.arange(0, BLOCK_D)
-        b_a = _load_rows(p_a_class, o_rows, o_dim, a_row_stride, num_rows, dim, UPCAST)
-        b_b = _load_rows(p_b_class, o_keys, o_dim, b_row_stride, num_rows, dim, UPCAST)
+        b_a = load_rows(p_a_class, o_rows, o_dim, a_row_stride, num_rows, dim, UPCAST)
+        b_b = load_rows(p_b_class, o_keys, o_dim, b_row_stride, num_rows, dim, UPCAST)
         b_products += tl.dot(b_a, tl.trans(b_b), input_precision="ieee")
-    o_slot = o_keys[None, :] - _window_start(o_rows, num_rows, left, right, shift)[:, None] - i_slot
+    o_slot = o_keys[None, :] - window_start(o_rows, num_rows, left, right, shift)[:, None] - i_slot
     o_column = tl.arange(0, BLOCK_M)
     b_band = tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32)
     for i_column in range(0, tl.minimum(left + right + 1 - i_slot, BLOCK_M)):
@@ -264,16 +264,16 @@ def scores_kernel(
     o_column = tl.arange(0, BLOCK_M)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = _piece(
+        i_batch, i_head, i_class, i_row, num_rows = piece(
             i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
-        p_q_class = _class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
-        p_k_class = _class_base(
+        p_q_class = class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
+        p_k_class = class_base(
             p_k, i_batch, i_head // group_size, i_class, k_batch_stride, k_token_stride, k_head_stride
         )
         p_band_class = _band_base(p_band, i_batch, i_head, i_class, num_heads, num_tokens, window)
         o_rows = i_row + tl.arange(0, BLOCK_M)
-        o_start = _window_start(o_rows, num_rows, left, right, shift)
+        o_start = window_start(o_rows, num_rows, left, right, shift)
         b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
         # One tile of slots needs one round; more need one for the sums, and one that stores.
@@ -348,11 +348,11 @@ def ds_kernel(
     o_column = tl.arange(0, BLOCK_M)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = _piece(
+        i_batch, i_head, i_class, i_row, num_rows = piece(
             i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
-        p_do_class = _class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
-        p_v_class = _class_base(
+        p_do_class = class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
+        p_v_class = class_base(
             p_v, i_batch, i_head // group_size, i_class, v_batch_stride, v_token_stride, v_head_stride
         )
         p_band_class = _band_base(p_band, i_batch, i_head, i_class, num_heads, num_tokens, window)
@@ -425,13 +425,13 @@ def rows_kernel(
     num_chunks = tl.cdiv(dim, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = _piece(
+        i_batch, i_head, i_class, i_row, num_rows = piece(
             i_work // num_chunks, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
         o_dim = i_work % num_chunks * BLOCK_D + tl.arange(0, BLOCK_D)
         b_y = _band_times_rows(
             _band_base(p_band, i_batch, i_head, i_class, num_heads, num_tokens, left + right + 1),
-            _class_base(p_x, i_batch, i_head // group_size, i_class, x_batch_stride, x_token_stride, x_head_stride),
+            class_base(p_x, i_batch, i_head // group_size, i_class, x_batch_stride, x_token_stride, x_head_stride),
             i_row,
             o_dim,
             num_rows,
@@ -446,9 +446,9 @@ def rows_kernel(
             BLOCK_D,
             UPCAST,
         )
-        p_y_class = _class_base(p_y, i_batch, i_head, i_class, y_batch_stride, y_token_stride, y_head_stride)
+        p_y_class = class_base(p_y, i_batch, i_head, i_class, y_batch_stride, y_token_stride, y_head_stride)
         o_rows = i_row + tl.arange(0, BLOCK_M)
-        _store_rows(p_y_class, b_y * scale, o_rows, o_dim, wide_dilation * y_token_stride, num_rows, dim)
+        store_rows(p_y_class, b_y * scale, o_rows, o_dim, wide_dilation * y_token_stride, num_rows, dim)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -485,7 +485,7 @@ def columns_kernel(
     num_chunks = tl.cdiv(dim, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_kv_head, i_class, i_key, num_rows = _piece(
+        i_batch, i_kv_head, i_class, i_key, num_rows = piece(
             i_work // num_chunks, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
         i_head = i_kv_head * group_size
@@ -493,7 +493,7 @@ def columns_kernel(
         o_dim = i_work % num_chunks * BLOCK_D + tl.arange(0, BLOCK_D)
         b_y = _band_times_columns(
             _band_base(p_band, i_batch, i_head, i_class, num_heads * group_size, num_tokens, window),
-            _class_base(p_x, i_batch, i_head, i_class, x_batch_stride, x_token_stride, x_head_stride),
+            class_base(p_x, i_batch, i_head, i_class, x_batch_stride, x_token_stride, x_head_stride),
             i_key,
             o_dim,
             num_rows,
@@ -511,9 +511,9 @@ def columns_kernel(
             BLOCK_D,
             UPCAST,
         )
-        p_y_class = _class_base(p_y, i_batch, i_kv_head, i_class, y_batch_stride, y_token_stride, y_head_stride)
+        p_y_class = class_base(p_y, i_batch, i_kv_head, i_class, y_batch_stride, y_token_stride, y_head_stride)
         o_keys = i_key + tl.arange(0, BLOCK_M)
-        _store_rows(p_y_class, b_y * scale, o_keys, o_dim, wide_dilation * y_token_stride, num_rows, dim)
+        store_rows(p_y_class, b_y * scale, o_keys, o_dim, wide_dilation * y_token_stride, num_rows, dim)
 
 
 @triton.jit(do_not_specialize=("num_batches", *SIZES))
@@ -579,17 +579,13 @@ def gradients_kernel(
             num_rows = tl.cast((num_tokens - i_class + dilation - 1) // dilation, tl.int32)
             p_p_class = _band_base(p_p, i_batch, i_first_head, i_class, num_heads * group_size, num_tokens, window)
             p_ds_class = _band_base(p_ds, i_batch, i_first_head, i_class, num_heads * group_size, num_tokens, window)
-            p_q_class = _class_base(p_q, i_batch, i_first_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
-            p_k_class = _class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
-            p_do_class = _class_base(
+            p_q_class = class_base(p_q, i_batch, i_first_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
+            p_k_class = class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
+            p_do_class = class_base(
                 p_do, i_batch, i_first_head, i_class, do_batch_stride, do_token_stride, do_head_stride
             )
-            p_dk_class = _class_base(
-                p_dk, i_batch, i_kv_head, i_class, dk_batch_stride, dk_token_stride, dk_head_stride
-            )
-            p_dv_class = _class_base(
-                p_dv, i_batch, i_kv_head, i_class, dv_batch_stride, dv_token_stride, dv_head_stride
-            )
+            p_dk_class = class_base(p_dk, i_batch, i_kv_head, i_class, dk_batch_stride, dk_token_stride, dk_head_stride)
+            p_dv_class = class_base(p_dv, i_batch, i_kv_head, i_class, dv_batch_stride, dv_token_stride, dv_head_stride)
             for i_work in range(tl.program_id(0), tl.cdiv(rows_per_class, BLOCK_M) * num_chunks, tl.num_programs(0)):
                 i_row = i_work // num_chunks * BLOCK_M
                 o_rows = i_row + tl.arange(0, BLOCK_M)
@@ -614,7 +610,7 @@ def gradients_kernel(
                     BLOCK_D,
                     UPCAST,
                 )
-                _store_rows(p_dv_class, b_dv, o_rows, o_dim, wide_dilation * dv_token_stride, num_rows, dim)
+                store_rows(p_dv_class, b_dv, o_rows, o_dim, wide_dilation * dv_token_stride, num_rows, dim)
                 b_dk = _band_times_columns(
                     p_ds_class,
                     p_q_class,
@@ -635,7 +631,7 @@ def gradients_kernel(
                     BLOCK_D,
                     UPCAST,
                 )
-                _store_rows(p_dk_class, b_dk * scale, o_rows, o_dim, wide_dilation * dk_token_stride, num_rows, dim)
+                store_rows(p_dk_class, b_dk * scale, o_rows, o_dim, wide_dilation * dk_token_stride, num_rows, dim)
                 for i_member in range(0, group_size):
                     wide_member = tl.cast(i_member, tl.int64)
                     b_dq = _band_times_rows(
@@ -655,7 +651,7 @@ def gradients_kernel(
                         BLOCK_D,
                         UPCAST,
                     )
-                    p_dq_class = _class_base(
+                    p_dq_class = class_base(
                         p_dq,
                         i_batch,
                         i_first_head + i_member,
@@ -664,7 +660,7 @@ def gradients_kernel(
                         dq_token_stride,
                         dq_head_stride,
                     )
-                    _store_rows(p_dq_class, b_dq * scale, o_rows, o_dim, wide_dilation * dq_token_stride, num_rows, dim)
+                    store_rows(p_dq_class, b_dq * scale, o_rows, o_dim, wide_dilation * dq_token_stride, num_rows, dim)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -690,7 +686,7 @@ def expand_kernel(
     window = left + right + 1
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = _piece(
+        i_batch, i_head, i_class, i_row, num_rows = piece(
             i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
         p_band_class = _band_base(p_band, i_batch, i_head, i_class, num_heads, num_tokens, window)

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from ascend_kernels import tiling
 from ascend_kernels.launch import launch
-from ascend_kernels.neighborhood_attention import _load_rows, _rows_contiguous, _store_rows
+from ascend_kernels.rows import load_rows, rows_contiguous, store_rows
 
 # Kernels
 
@@ -112,12 +112,12 @@ def dense_dv_kernel(
             p_do_head = p_do + i_batch * do_batch_stride + i_head * do_head_stride
             for i_query in range(first_query, end_query, BLOCK_N):
                 o_q = i_query + tl.arange(0, BLOCK_N)
-                b_p = _load_rows(p_attn_head, o_q, o_k, attn_row_stride, num_tokens, num_tokens, False)
-                b_do = _load_rows(p_do_head, o_q, o_dim, do_token_stride, num_tokens, dim, UPCAST)
+                b_p = load_rows(p_attn_head, o_q, o_k, attn_row_stride, num_tokens, num_tokens, False)
+                b_do = load_rows(p_do_head, o_q, o_dim, do_token_stride, num_tokens, dim, UPCAST)
                 b_dv += tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, input_precision="ieee")
 
         p_dv_head = p_dv + i_batch * dv_batch_stride + i_kv_head * dv_head_stride
-        _store_rows(p_dv_head, b_dv, o_k, o_dim, dv_token_stride, num_tokens, dim)
+        store_rows(p_dv_head, b_dv, o_k, o_dim, dv_token_stride, num_tokens, dim)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -167,15 +167,15 @@ def dense_ds_kernel(
                 b_dp = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
                 for i_dim in range(0, dim, BLOCK_D):
                     o_dim = i_dim + tl.arange(0, BLOCK_D)
-                    b_do = _load_rows(p_do_head, o_q, o_dim, do_token_stride, num_tokens, dim, UPCAST)
-                    b_v = _load_rows(p_v_head, o_k, o_dim, v_token_stride, num_tokens, dim, UPCAST)
+                    b_do = load_rows(p_do_head, o_q, o_dim, do_token_stride, num_tokens, dim, UPCAST)
+                    b_v = load_rows(p_v_head, o_k, o_dim, v_token_stride, num_tokens, dim, UPCAST)
                     b_dp += tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
-                b_p = _load_rows(p_attn_head, o_q, o_k, attn_row_stride, num_tokens, num_tokens, False)
+                b_p = load_rows(p_attn_head, o_q, o_k, attn_row_stride, num_tokens, num_tokens, False)
                 if PASS == 0:
                     b_delta += tl.sum(b_p * b_dp, 1)
                 else:
                     b_ds = b_p * (b_dp - b_delta[:, None])
-                    _store_rows(p_ds_head, b_ds, o_q, o_k, ds_row_stride, num_tokens, num_tokens)
+                    store_rows(p_ds_head, b_ds, o_q, o_k, ds_row_stride, num_tokens, num_tokens)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -229,20 +229,20 @@ def dense_dqdk_kernel(
             b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
             for i_key in range(first_key, end_key, BLOCK_N):
                 o_k = i_key + tl.arange(0, BLOCK_N)
-                b_ds = _load_rows(p_ds_head, o_rows, o_k, ds_row_stride, num_tokens, num_tokens, UPCAST)
-                b_k = _load_rows(p_k_head, o_k, o_dim, k_token_stride, num_tokens, dim, UPCAST)
+                b_ds = load_rows(p_ds_head, o_rows, o_k, ds_row_stride, num_tokens, num_tokens, UPCAST)
+                b_k = load_rows(p_k_head, o_k, o_dim, k_token_stride, num_tokens, dim, UPCAST)
                 b_dq += tl.dot(b_ds, b_k, input_precision="ieee")
             p_dq_head = p_dq + i_batch * dq_batch_stride + i_head * dq_head_stride
-            _store_rows(p_dq_head, b_dq * scale, o_rows, o_dim, dq_token_stride, num_tokens, dim)
+            store_rows(p_dq_head, b_dq * scale, o_rows, o_dim, dq_token_stride, num_tokens, dim)
 
             for i_query in range(first_query, end_query, BLOCK_N):
                 o_q = i_query + tl.arange(0, BLOCK_N)
-                b_ds = _load_rows(p_ds_head, o_q, o_rows, ds_row_stride, num_tokens, num_tokens, UPCAST)
-                b_q = _load_rows(p_q_head, o_q, o_dim, q_token_stride, num_tokens, dim, UPCAST)
+                b_ds = load_rows(p_ds_head, o_q, o_rows, ds_row_stride, num_tokens, num_tokens, UPCAST)
+                b_q = load_rows(p_q_head, o_q, o_dim, q_token_stride, num_tokens, dim, UPCAST)
                 b_dk += tl.dot(tl.trans(b_ds), b_q, input_precision="ieee")
 
         p_dk_head = p_dk + i_batch * dk_batch_stride + i_kv_head * dk_head_stride
-        _store_rows(p_dk_head, b_dk * scale, o_rows, o_dim, dk_token_stride, num_tokens, dim)
+        store_rows(p_dk_head, b_dk * scale, o_rows, o_dim, dk_token_stride, num_tokens, dim)
 
 
 # Launcher
@@ -274,7 +274,7 @@ def backward(
     Returns:
         dq, dk, dv, contiguous.
     """
-    do, q, k, v, attn = (_rows_contiguous(tensor) for tensor in (do, q, k, v, attn))
+    do, q, k, v, attn = (rows_contiguous(tensor) for tensor in (do, q, k, v, attn))
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     if q.numel() == 0:
         return dq, dk, dv

@@ -1,6 +1,6 @@
 """Tiles and grids: what fits the memories of each device, and which specialisations of the kernels exist at all.
 
-Ascend. A program of a flash kernel (neighborhood_attention.py) keeps a tile of BLOCK_M rows and walks over the rows of
+Ascend. A program of a flash kernel (flash_attention.py) keeps a tile of BLOCK_M rows and walks over the rows of
 the other side, BLOCK_N at a time. Its live tiles are counted memory by memory:
 
     UB          the vector unit's: scores, probabilities, masks, accumulators, and whatever crosses to or from the cube

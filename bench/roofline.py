@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ascend_kernels.tiling import Tiles, ascend_tiles
+from ascend_kernels.tiling import DENSE_TILES, MAX_TOKENS, Tiles, ascend_tiles, band_tiles
 from bench.inputs import Neighborhood, Sizes
 from nsa import NSAConfig
 
@@ -170,10 +170,10 @@ class AscendWork(NamedTuple):
 
 ITEM, FP32 = 2, 4
 """Bytes of a number: of the inputs, and on the chip."""
-SLOT_TILES = Tiles(32, 64, 64)
-"""Of the kernels that write a band or read it by slots."""
-BAND_TILES = DENSE_TILES = Tiles(64, 64, 64)
-"""Of the kernels that multiply a band or a dense matrix with rows."""
+SLOT_TILES = band_tiles("band_scores", torch.bfloat16, MAX_TOKENS)
+"""Of the kernels that write a band or spread it out."""
+BAND_TILES = band_tiles("band_rows", torch.bfloat16, MAX_TOKENS)
+"""Of the kernels that multiply a band with rows, for long sequences."""
 
 
 def neighborhood_work(shape: Neighborhood, algorithm: str, *, backward: bool) -> AscendWork:

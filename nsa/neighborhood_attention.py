@@ -60,7 +60,7 @@ def neighborhood_attention(
             algorithm="dense" beyond the limits of its backward, where there will be one.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
     """
-    window = _Window(kernel_size, dilation, softmax_scale, boundary, causal)
+    window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     impl = _resolve(q, k, v, window, algorithm, backend, band=False)
     with autocast_off(q.device.type):
         if impl.training is None:
@@ -95,7 +95,7 @@ def neighborhood_attention_forward(
         out, and the band `[B,H,N,kernel_size]` in fp32 (fp64 for fp64 inputs): slot s is the key s * dilation after the
         window's start, and 0 where there is no such key. With "shift", slot 0 is the start of the moved window.
     """
-    window = _Window(kernel_size, dilation, softmax_scale, boundary, causal)
+    window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     with torch.no_grad(), autocast_off(q.device.type if isinstance(q, Tensor) else "cpu"):
         impl = _resolve(q, k, v, window, algorithm, backend, band=True)
         if impl.training is None:
@@ -144,8 +144,8 @@ def neighborhood_attention_backward(
             path="dense" beyond its limits.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
     """
-    window = _Window(kernel_size, dilation, softmax_scale, boundary, causal)
-    _check_choice("path", path, PATHS)
+    window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
+    check_choice("path", path, PATHS)
     if cache is not None and not isinstance(cache, BackwardCache):
         raise TypeError(f"cache must be a BackwardCache or None, got {type(cache).__name__}")
     _check_tensors(q, k, v)
@@ -168,7 +168,7 @@ def neighborhood_attention_backward(
 
 
 @dataclass(frozen=True)
-class _Window:
+class Window:
     """The options that change the result, checked."""
 
     kernel_size: int
@@ -189,12 +189,12 @@ class _Window:
             raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
         if scale is not None and not math.isfinite(scale):
             raise ValueError(f"softmax_scale must be finite, got {scale}")
-        _check_choice("boundary", self.boundary, BOUNDARIES)
+        check_choice("boundary", self.boundary, BOUNDARIES)
         if not isinstance(self.causal, bool):
             raise TypeError(f"causal must be True or False, got {self.causal!r}")
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {value!r}")
     if value not in choices:
@@ -249,10 +249,10 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _resolve(
-    q: Tensor, k: Tensor, v: Tensor, window: _Window, algorithm: str, backend: str | None, *, band: bool
+    q: Tensor, k: Tensor, v: Tensor, window: Window, algorithm: str, backend: str | None, *, band: bool
 ) -> dispatch.Impl:
     """Check everything and find the backend that takes the call."""
-    _check_choice("algorithm", algorithm, ALGORITHMS)
+    check_choice("algorithm", algorithm, ALGORITHMS)
     _check_tensors(q, k, v)
     options = {**asdict(window), "algorithm": algorithm, "band": band, "shape": tuple(q.shape)}
     call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=_needs_grad(q, k, v), options=options)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.module import RotaryHook, head_sizes
-from nsa.neighborhood_attention import ALGORITHMS, _check_choice, _Window, neighborhood_attention
+from nsa.neighborhood_attention import ALGORITHMS, Window, check_choice, neighborhood_attention
 
 
 class NeighborhoodAttention(nn.Module):
@@ -55,8 +55,8 @@ class NeighborhoodAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads, self.head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
-        self.window = _Window(kernel_size, dilation, softmax_scale, boundary, causal)
-        _check_choice("algorithm", algorithm, ALGORITHMS)
+        self.window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
+        check_choice("algorithm", algorithm, ALGORITHMS)
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be from 0 to 1, got {dropout}")
         self.rope, self.algorithm, self.backend = rope, algorithm, backend

@@ -141,7 +141,7 @@ def test_views(
         (head_major, 24, 5, 4, 4),
         (sequence_minor, 23, 3, 4, 3 + 1),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_few_calls_and_no_copies(
     twin: Twin, layout: Callable[[Tensor], Tensor], tokens: int, batch: int, dilation: int, calls: int
@@ -182,7 +182,9 @@ def test_rows_that_are_not_aligned_are_copied(twin: Twin) -> None:
     assert_like_the_reference((shifted, k, v), q.sum().expand(q.shape), kernel_size=3, dilation=2)
 
 
-@pytest.mark.parametrize("shape", [(1, 0, 2, 4), (0, 5, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 0, 2, 4), (0, 5, 2, 4)], ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_nothing_to_compute(twin: Twin, shape: tuple[int, ...]) -> None:
     empty = torch.zeros(shape, dtype=torch.float64)
     assert_like_the_reference((empty, empty, empty), empty, kernel_size=3, dilation=2)
@@ -219,7 +221,7 @@ def ask(*, dtype: torch.dtype = BF16, backward: bool = True, **options: Any) -> 
         {"shape": (1, 1 << 25, 8, 128), "backward": False},
         {"shape": (1, 1 << 25, 8, 128), "dilation": 4},
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_takes(options: dict[str, Any]) -> None:
     assert ask(**options)["cute"] is None
@@ -238,7 +240,7 @@ def test_takes(options: dict[str, Any]) -> None:
         ({"shape": (1, 1 << 30, 1, 64)}, "takes N below 1073741824, got 1073741824"),
         ({"shape": (1, 1 << 25, 8, 128)}, r"fewer than 2\^31 elements .* in backward, got 33554432 rows of 128"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_refuses(options: dict[str, Any], reason: str) -> None:
     answer = ask(**options)["cute"]

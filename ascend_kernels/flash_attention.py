@@ -38,7 +38,6 @@ Limits: D <= 256, N <= 2^29, fp16, bf16 or fp32, features contiguous.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -48,59 +47,9 @@ from torch import Tensor
 
 from ascend_kernels import tiling
 from ascend_kernels.launch import launch
+from ascend_kernels.rows import SIZES, class_base, load_rows, piece, rows_contiguous, sizes_of, store_rows, window_start
 
 # Kernels
-
-SIZES = ("num_work", "num_tokens", "num_heads", "group_size", "dilation", "rows_per_class", "left", "right", "shift")
-"""Run-time values that must not make builds of their own; strides and D may, for their alignment."""
-
-
-@triton.jit
-def _piece(i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M: tl.constexpr):
-    """Batch element, head and residue class (int64), first row of the tile and rows of the class (int32)."""
-    num_tiles = tl.cdiv(rows_per_class, BLOCK_M)
-    i_outer = i_work // num_heads
-    i_class = i_outer % dilation
-    i_tile = i_outer // dilation % num_tiles
-    i_batch = i_outer // dilation // num_tiles
-    return (
-        tl.cast(i_batch, tl.int64),
-        tl.cast(i_work % num_heads, tl.int64),
-        tl.cast(i_class, tl.int64),
-        tl.cast(i_tile * BLOCK_M, tl.int32),
-        tl.cast((num_tokens - i_class + dilation - 1) // dilation, tl.int32),
-    )
-
-
-@triton.jit
-def _window_start(o_rows, num_rows, left, right, shift):
-    """First key of rows' windows; below 0 where a truncated one starts before its class."""
-    lowest = tl.where(shift != 0, 0, -left)
-    highest = tl.where(shift != 0, tl.maximum(num_rows - (left + right + 1), 0), num_rows)
-    return tl.minimum(tl.maximum(o_rows - left, lowest), highest)
-
-
-@triton.jit
-def _class_base(p, i_batch, i_head, i_class, batch_stride, token_stride, head_stride):
-    """Where a class of a head starts."""
-    return p + i_batch * batch_stride + i_head * head_stride + i_class * token_stride
-
-
-@triton.jit
-def _load_rows(p_class, o_rows, o_dim, row_stride, num_rows, dim, UPCAST: tl.constexpr):
-    """Rows of a class, zeros past its end."""
-    mask = (o_rows < num_rows)[:, None] & (o_dim < dim)[None, :]
-    b_rows = tl.load(p_class + o_rows.to(tl.int64)[:, None] * row_stride + o_dim[None, :], mask=mask, other=0.0)
-    if UPCAST:
-        b_rows = b_rows.to(tl.float32)
-    return b_rows
-
-
-@triton.jit
-def _store_rows(p_class, b_rows, o_rows, o_dim, row_stride, num_rows, dim):
-    mask = (o_rows < num_rows)[:, None] & (o_dim < dim)[None, :]
-    p_rows = p_class + o_rows.to(tl.int64)[:, None] * row_stride + o_dim[None, :]
-    tl.store(p_rows, b_rows.to(p_class.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -142,30 +91,30 @@ def forward_kernel(
     o_dim = tl.arange(0, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = _piece(
+        i_batch, i_head, i_class, i_row, num_rows = piece(
             i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
         i_kv_head = i_head // group_size
-        p_q_class = _class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
-        p_k_class = _class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
-        p_v_class = _class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
-        p_o_class = _class_base(p_o, i_batch, i_head, i_class, o_batch_stride, o_token_stride, o_head_stride)
+        p_q_class = class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
+        p_k_class = class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
+        p_v_class = class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
+        p_o_class = class_base(p_o, i_batch, i_head, i_class, o_batch_stride, o_token_stride, o_head_stride)
         p_lse_class = p_lse + ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
 
         o_q = i_row + tl.arange(0, BLOCK_M)
-        o_start = _window_start(o_q, num_rows, left, right, shift)
-        b_q = _load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
+        o_start = window_start(o_q, num_rows, left, right, shift)
+        b_q = load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
         b_o = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
         last_row = tl.minimum(i_row + BLOCK_M, num_rows) - 1
-        first_key = tl.maximum(_window_start(i_row, num_rows, left, right, shift), 0)
-        end_key = tl.minimum(_window_start(last_row, num_rows, left, right, shift) + left + right + 1, num_rows)
+        first_key = tl.maximum(window_start(i_row, num_rows, left, right, shift), 0)
+        end_key = tl.minimum(window_start(last_row, num_rows, left, right, shift) + left + right + 1, num_rows)
         for i_key in range(first_key, end_key, BLOCK_N):
             o_k = i_key + tl.arange(0, BLOCK_N)
-            b_k = _load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
-            b_v = _load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
+            b_k = load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
+            b_v = load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
             o_slot = o_k[None, :] - o_start[:, None]
             visible = (o_slot >= 0) & (o_slot <= left + right) & (o_k < num_rows)[None, :]
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
@@ -180,7 +129,7 @@ def forward_kernel(
 
         within = o_q < num_rows
         b_sum = tl.where(within, b_sum, 1.0)
-        _store_rows(p_o_class, b_o / b_sum[:, None], o_q, o_dim, wide_dilation * o_token_stride, num_rows, dim)
+        store_rows(p_o_class, b_o / b_sum[:, None], o_q, o_dim, wide_dilation * o_token_stride, num_rows, dim)
         tl.store(p_lse_class + o_q, b_max + tl.log(b_sum), mask=within)
 
 
@@ -232,36 +181,36 @@ def dq_kernel(
     o_dim = tl.arange(0, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = _piece(
+        i_batch, i_head, i_class, i_row, num_rows = piece(
             i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
         i_kv_head = i_head // group_size
-        p_q_class = _class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
-        p_k_class = _class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
-        p_v_class = _class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
-        p_o_class = _class_base(p_o, i_batch, i_head, i_class, o_batch_stride, o_token_stride, o_head_stride)
-        p_do_class = _class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
-        p_dq_class = _class_base(p_dq, i_batch, i_head, i_class, dq_batch_stride, dq_token_stride, dq_head_stride)
+        p_q_class = class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
+        p_k_class = class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
+        p_v_class = class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
+        p_o_class = class_base(p_o, i_batch, i_head, i_class, o_batch_stride, o_token_stride, o_head_stride)
+        p_do_class = class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
+        p_dq_class = class_base(p_dq, i_batch, i_head, i_class, dq_batch_stride, dq_token_stride, dq_head_stride)
         i_lse_class = ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
 
         o_q = i_row + tl.arange(0, BLOCK_M)
         within = o_q < num_rows
-        o_start = _window_start(o_q, num_rows, left, right, shift)
-        b_o = _load_rows(p_o_class, o_q, o_dim, wide_dilation * o_token_stride, num_rows, dim, UPCAST)
-        b_do = _load_rows(p_do_class, o_q, o_dim, wide_dilation * do_token_stride, num_rows, dim, UPCAST)
+        o_start = window_start(o_q, num_rows, left, right, shift)
+        b_o = load_rows(p_o_class, o_q, o_dim, wide_dilation * o_token_stride, num_rows, dim, UPCAST)
+        b_do = load_rows(p_do_class, o_q, o_dim, wide_dilation * do_token_stride, num_rows, dim, UPCAST)
         b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
         tl.store(p_delta + i_lse_class + o_q, b_delta, mask=within)
-        b_q = _load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
+        b_q = load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
         b_lse = tl.load(p_lse + i_lse_class + o_q, mask=within, other=0.0)
         b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
 
         last_row = tl.minimum(i_row + BLOCK_M, num_rows) - 1
-        first_key = tl.maximum(_window_start(i_row, num_rows, left, right, shift), 0)
-        end_key = tl.minimum(_window_start(last_row, num_rows, left, right, shift) + left + right + 1, num_rows)
+        first_key = tl.maximum(window_start(i_row, num_rows, left, right, shift), 0)
+        end_key = tl.minimum(window_start(last_row, num_rows, left, right, shift) + left + right + 1, num_rows)
         for i_key in range(first_key, end_key, BLOCK_N):
             o_k = i_key + tl.arange(0, BLOCK_N)
-            b_k = _load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
-            b_v = _load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
+            b_k = load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
+            b_v = load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
             o_slot = o_k[None, :] - o_start[:, None]
             visible = (o_slot >= 0) & (o_slot <= left + right) & (o_k < num_rows)[None, :]
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
@@ -270,7 +219,7 @@ def dq_kernel(
             b_ds = b_p * (b_dp - b_delta[:, None])
             b_dq += tl.dot(b_ds.to(b_k.dtype), b_k, input_precision="ieee")
 
-        _store_rows(p_dq_class, b_dq * scale, o_q, o_dim, wide_dilation * dq_token_stride, num_rows, dim)
+        store_rows(p_dq_class, b_dq * scale, o_q, o_dim, wide_dilation * dq_token_stride, num_rows, dim)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -321,17 +270,17 @@ def dkdv_kernel(
     o_dim = tl.arange(0, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_kv_head, i_class, i_row, num_rows = _piece(
+        i_batch, i_kv_head, i_class, i_row, num_rows = piece(
             i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
-        p_k_class = _class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
-        p_v_class = _class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
-        p_dk_class = _class_base(p_dk, i_batch, i_kv_head, i_class, dk_batch_stride, dk_token_stride, dk_head_stride)
-        p_dv_class = _class_base(p_dv, i_batch, i_kv_head, i_class, dv_batch_stride, dv_token_stride, dv_head_stride)
+        p_k_class = class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
+        p_v_class = class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
+        p_dk_class = class_base(p_dk, i_batch, i_kv_head, i_class, dk_batch_stride, dk_token_stride, dk_head_stride)
+        p_dv_class = class_base(p_dv, i_batch, i_kv_head, i_class, dv_batch_stride, dv_token_stride, dv_head_stride)
 
         o_k = i_row + tl.arange(0, BLOCK_M)
-        b_k = _load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
-        b_v = _load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
+        b_k = load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
+        b_v = load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
         b_dk = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         b_dv = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
 
@@ -343,17 +292,17 @@ def dkdv_kernel(
         end_query = tl.where(to_end, num_rows, tl.minimum(last_key + left + 1, num_rows))
         for i_member in range(0, group_size):
             i_head = i_kv_head * group_size + i_member
-            p_q_class = _class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
-            p_do_class = _class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
+            p_q_class = class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
+            p_do_class = class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
             i_lse_class = ((i_batch * num_heads * group_size + i_head) * dilation + i_class) * rows_per_class
             for i_query in range(first_query, end_query, BLOCK_N):
                 o_q = i_query + tl.arange(0, BLOCK_N)
                 within = o_q < num_rows
-                b_q = _load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
-                b_do = _load_rows(p_do_class, o_q, o_dim, wide_dilation * do_token_stride, num_rows, dim, UPCAST)
+                b_q = load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
+                b_do = load_rows(p_do_class, o_q, o_dim, wide_dilation * do_token_stride, num_rows, dim, UPCAST)
                 b_lse = tl.load(p_lse + i_lse_class + o_q, mask=within, other=0.0)
                 b_delta = tl.load(p_delta + i_lse_class + o_q, mask=within, other=0.0)
-                o_slot = o_k[:, None] - _window_start(o_q, num_rows, left, right, shift)[None, :]
+                o_slot = o_k[:, None] - window_start(o_q, num_rows, left, right, shift)[None, :]
                 visible = (o_slot >= 0) & (o_slot <= left + right) & within[None, :]
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * scale
                 b_p = tl.exp(tl.where(visible, b_s, float("-inf")) - b_lse[None, :])
@@ -362,8 +311,8 @@ def dkdv_kernel(
                 b_ds = b_p * (b_dp - b_delta[None, :])
                 b_dk += tl.dot(b_ds.to(b_q.dtype), b_q, input_precision="ieee")
 
-        _store_rows(p_dk_class, b_dk * scale, o_k, o_dim, wide_dilation * dk_token_stride, num_rows, dim)
-        _store_rows(p_dv_class, b_dv, o_k, o_dim, wide_dilation * dv_token_stride, num_rows, dim)
+        store_rows(p_dk_class, b_dk * scale, o_k, o_dim, wide_dilation * dk_token_stride, num_rows, dim)
+        store_rows(p_dv_class, b_dv, o_k, o_dim, wide_dilation * dv_token_stride, num_rows, dim)
 
 
 # Launchers
@@ -390,9 +339,9 @@ def forward(
     Returns:
         out like q, contiguous, and LSE `[B, H, C, ceil(N / C)]` fp32 for `backward`, with C = min(dilation, N).
     """
-    q, k, v = (_rows_contiguous(tensor) for tensor in (q, k, v))
+    q, k, v = (rows_contiguous(tensor) for tensor in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sizes = _sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
+    sizes = sizes_of(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     lse = _per_row(q, sizes)
     _launch("forward", backend, kernel_size, sizes, {"q": q, "k": k, "v": v, "o": out}, {"p_lse": lse})
     return out, lse
@@ -414,9 +363,9 @@ def backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous, from what `forward` took and gave. Bitwise the same in every run."""
-    do, q, k, v, out = (_rows_contiguous(tensor) for tensor in (do, q, k, v, out))
+    do, q, k, v, out = (rows_contiguous(tensor) for tensor in (do, q, k, v, out))
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
-    sizes = _sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
+    sizes = sizes_of(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     delta = _per_row(q, sizes)
     rows = {"p_lse": lse, "p_delta": delta}
     tensors = {"q": q, "k": k, "v": v, "do": do}
@@ -429,40 +378,9 @@ def backward(
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 
 
-def _sizes(
-    q: Tensor,
-    k: Tensor,
-    kernel_size: int,
-    dilation: int,
-    softmax_scale: float | None,
-    boundary: str,
-    causal: bool,
-) -> dict[str, Any]:
-    """The numbers that kernels take beside strides and num_work. Windows and classes past N rows change nothing."""
-    _, num_tokens, num_heads, dim = q.shape
-    classes = max(1, min(dilation, num_tokens))
-    left = kernel_size - 1 if causal else kernel_size // 2
-    return {
-        "scale": 1 / math.sqrt(dim) if softmax_scale is None else float(softmax_scale),
-        "num_tokens": num_tokens,
-        "num_heads": num_heads,
-        "group_size": num_heads // k.shape[2],
-        "dilation": classes,
-        "rows_per_class": -(-num_tokens // classes),
-        "left": min(left, num_tokens),
-        "right": min(kernel_size - 1 - left, num_tokens),
-        "shift": int(boundary == "shift" and not causal),
-        "dim": dim,
-    }
-
-
 def _per_row(q: Tensor, sizes: dict[str, Any]) -> Tensor:
     shape = (q.shape[0], q.shape[2], sizes["dilation"], sizes["rows_per_class"])
     return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-
-def _rows_contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _launch(

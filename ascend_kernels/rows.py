@@ -1,0 +1,99 @@
+"""What the kernels of neighborhood attention share: rows of residue classes, and the numbers every launch takes.
+
+Tokens of a class lie `dilation` tokens apart, so a class is addressed by its first token and a larger stride between
+rows. Tiles are runs of consecutive rows, masked at their end and never clamped: one block copy each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SIZES = ("num_work", "num_tokens", "num_heads", "group_size", "dilation", "rows_per_class", "left", "right", "shift")
+"""Run-time values that must not make builds of their own; strides and D may, for their alignment."""
+
+
+@triton.jit
+def piece(i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M: tl.constexpr):
+    """Batch element, head and residue class (int64), first row of the tile and rows of the class (int32)."""
+    num_tiles = tl.cdiv(rows_per_class, BLOCK_M)
+    i_outer = i_work // num_heads
+    i_class = i_outer % dilation
+    i_tile = i_outer // dilation % num_tiles
+    i_batch = i_outer // dilation // num_tiles
+    return (
+        tl.cast(i_batch, tl.int64),
+        tl.cast(i_work % num_heads, tl.int64),
+        tl.cast(i_class, tl.int64),
+        tl.cast(i_tile * BLOCK_M, tl.int32),
+        tl.cast((num_tokens - i_class + dilation - 1) // dilation, tl.int32),
+    )
+
+
+@triton.jit
+def window_start(o_rows, num_rows, left, right, shift):
+    """First key of rows' windows; below 0 where a truncated one starts before its class."""
+    lowest = tl.where(shift != 0, 0, -left)
+    highest = tl.where(shift != 0, tl.maximum(num_rows - (left + right + 1), 0), num_rows)
+    return tl.minimum(tl.maximum(o_rows - left, lowest), highest)
+
+
+@triton.jit
+def class_base(p, i_batch, i_head, i_class, batch_stride, token_stride, head_stride):
+    """Where a class of a head starts."""
+    return p + i_batch * batch_stride + i_head * head_stride + i_class * token_stride
+
+
+@triton.jit
+def load_rows(p_class, o_rows, o_dim, row_stride, num_rows, dim, UPCAST: tl.constexpr):
+    """Rows of a class, zeros past its end."""
+    mask = (o_rows < num_rows)[:, None] & (o_dim < dim)[None, :]
+    b_rows = tl.load(p_class + o_rows.to(tl.int64)[:, None] * row_stride + o_dim[None, :], mask=mask, other=0.0)
+    if UPCAST:
+        b_rows = b_rows.to(tl.float32)
+    return b_rows
+
+
+@triton.jit
+def store_rows(p_class, b_rows, o_rows, o_dim, row_stride, num_rows, dim):
+    mask = (o_rows < num_rows)[:, None] & (o_dim < dim)[None, :]
+    p_rows = p_class + o_rows.to(tl.int64)[:, None] * row_stride + o_dim[None, :]
+    tl.store(p_rows, b_rows.to(p_class.dtype.element_ty), mask=mask)
+
+
+# Launchers
+
+
+def sizes_of(
+    q: Tensor,
+    k: Tensor,
+    kernel_size: int,
+    dilation: int,
+    softmax_scale: float | None,
+    boundary: str,
+    causal: bool,
+) -> dict[str, Any]:
+    """The numbers that kernels take beside strides and num_work. Windows and classes past N rows change nothing."""
+    _, num_tokens, num_heads, dim = q.shape
+    classes = max(1, min(dilation, num_tokens))
+    left = kernel_size - 1 if causal else kernel_size // 2
+    return {
+        "scale": 1 / math.sqrt(dim) if softmax_scale is None else float(softmax_scale),
+        "num_tokens": num_tokens,
+        "num_heads": num_heads,
+        "group_size": num_heads // k.shape[2],
+        "dilation": classes,
+        "rows_per_class": -(-num_tokens // classes),
+        "left": min(left, num_tokens),
+        "right": min(kernel_size - 1 - left, num_tokens),
+        "shift": int(boundary == "shift" and not causal),
+        "dim": dim,
+    }
+
+
+def rows_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
