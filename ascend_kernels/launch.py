@@ -29,7 +29,7 @@ class Launch:
     """What the compiler takes beside them, such as num_warps."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Recorder:
     launches: list[Launch]
     run: bool
@@ -44,14 +44,15 @@ def recording(*, run: bool) -> Iterator[list[Launch]]:
     """Collect the launches of the block, in order.
 
     Args:
-        run: also run them. Without, outputs stay uninitialised, and CPU tensors are taken by kernels for a device.
+        run: also run them. Without, outputs stay uninitialised, and CPU tensors are taken by kernels for a device: for
+            tests only, since launches of all threads are held back.
     """
     recorder = _Recorder([], run)
     _recorders.append(recorder)
     try:
         yield recorder.launches
     finally:
-        _recorders.pop()
+        _recorders.remove(recorder)
 
 
 def only_recording() -> bool:

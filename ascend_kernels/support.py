@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from importlib.util import find_spec
 from typing import Any
@@ -43,6 +44,8 @@ def _check(call: Any, device_type: str, devices: str, install: str) -> str | Non
         return f"takes D up to {MAX_DIM}, got {shape[3]}"
     if shape is not None and shape[1] > MAX_TOKENS:
         return f"takes N up to {MAX_TOKENS}, got {shape[1]}"
+    if shape is not None and math.prod(shape[:3]) > MAX_TOKENS:  # programs stride over fewer than 2^30 tiles, in int32
+        return f"takes up to {MAX_TOKENS} tokens of all heads and sequences, got {math.prod(shape[:3])}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The only door to FlashAttention-4 (flash_attn.cute): the three attentions of NSA, each returning (o, lse).
+"""The only door to FlashAttention-4 (flash_attn.cute): the attentions that NSA is made of, each returning (o, lse).
 
 What FA4 4.0.0b36 does with block lists, read from it and checked against it (tests/fa4_model.py):
 

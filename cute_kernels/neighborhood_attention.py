@@ -207,7 +207,8 @@ def _some_heads(gradients: fa4.Gradients, most_bytes: int) -> Iterator[fa4.Gradi
     group = gradients.q.shape[2] // kv_heads
     summed = group + 2 * (group > 1)  # dq of each, and dk and dv of a group
     per_head = batch * -(-rows // TILE) * TILE * dim * 4 * summed
-    count = max(1, most_bytes // per_head)
+    parts = -(-kv_heads // max(1, most_bytes // per_head))
+    count = -(-kv_heads // parts)  # in equal parts
     for first in range(0, kv_heads, count):
         some = min(count, kv_heads - first)
         views = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+import torch
 from torch import Tensor
 
 Gradients = tuple[Tensor, ...]
@@ -16,8 +17,9 @@ class BackwardCache:
     A call is the same when its tensors are the same objects, unchanged since, and its options are equal. The cache
     holds the tensors and their memory, so that neither can become another's while they are compared with; and it asks
     PyTorch's version counters, also those of the gradients it gave out: changed ones are computed again. What PyTorch
-    does not count, it cannot see: values written through `Tensor.data`, and by other libraries to a tensor's memory.
-    Inference tensors have no counters, and their gradients are not kept.
+    does not count, it cannot see: values written through `Tensor.data`, by the replay of a CUDA graph, and by other
+    libraries and kernels to a tensor's memory. Inference tensors have no counters, and their gradients are not kept;
+    nor are those of calls that a CUDA graph captures.
 
     Memory: inputs and gradients of up to `capacity` calls, until they are replaced or `clear` is called. Not to be
     shared between threads.
@@ -48,6 +50,10 @@ class BackwardCache:
             options: all that the gradients depend on beside `inputs`.
         """
         if any(tensor.is_inference() for tensor in inputs):
+            return compute()
+        if (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        ):  # the graph must hold the backward, not what it gave once
             return compute()
         key = (tuple(id(tensor) for tensor in inputs), options)  # entries hold them, so no other tensor has their ids
         found = self._entries.get(key)

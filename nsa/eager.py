@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops import Resolved, autocast_off, no_second_derivative
+from nsa.derivatives import without_second
+from nsa.ops import Resolved, autocast_off
 from nsa.tensors import TENSOR_NAMES, NSAInputs
 
 
@@ -43,16 +44,4 @@ class _Training(torch.autograd.Function):
         _, *needed = ctx.needs_input_grad
         wanted = zip(TENSOR_NAMES, needed, strict=True)
         gradients = [by_name.get(name) if needs else None for name, needs in wanted]
-        if torch.is_grad_enabled():  # create_graph=True
-            gradients = _Constant.apply(gradients, do, *inputs.tensors().values())
-        return (None, *gradients)
-
-
-class _Constant(torch.autograd.Function):
-    """Gradients whose own gradient is refused. PyTorch's once_differentiable does so only where `do` requires one."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor | None], *sources: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(gradients)
-
-    backward = staticmethod(no_second_derivative)
+        return (None, *without_second("nsa", gradients, do, *inputs.tensors().values()))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import dispatch
 from nsa.backward_cache import BackwardCache
+from nsa.derivatives import without_second
 from nsa.ops import autocast_off
 
 BOUNDARIES = ("truncate", "shift")
@@ -275,8 +276,8 @@ class _Trained(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        with autocast_off(do.device.type):
-            gradients = ctx.impl.load_training().backward(do, *ctx.saved_tensors, **ctx.options)
-        return (*gradients, None, None)
+        inputs = ctx.saved_tensors[:3]
+        with torch.no_grad(), autocast_off(do.device.type):
+            gradients = list(ctx.impl.load_training().backward(do, *ctx.saved_tensors, **ctx.options))
+        return (*without_second("neighborhood_attention", gradients, do, *inputs), None, None)

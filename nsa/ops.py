@@ -23,6 +23,7 @@ from torch import Tensor
 import dispatch
 from nsa import rerun
 from nsa.config import OPTION_NAMES, NSAConfig, check_options
+from nsa.derivatives import refuse_second
 from nsa.tensors import TENSOR_NAMES, NSAInputs
 
 FORWARD, SAVING, BACKWARD = (f"nsa_kernels::{name}" for name in ("forward", "saving", "backward"))
@@ -168,8 +169,8 @@ def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None,
     return tuple(by_name[name] if needs and tensor is not None else None for name, tensor, needs in needed)
 
 
-def no_second_derivative(*_: Any, **__: Any) -> None:
-    raise RuntimeError("nsa has no second derivative on this backend: call backward() without create_graph")
+def _refuse_second(*_: Any, **__: Any) -> None:
+    refuse_second("nsa")
 
 
 for _name, _implementation, _like in (
@@ -181,7 +182,7 @@ for _name, _implementation, _like in (
     torch.library.impl(_name, "default", _implementation)
     torch.library.register_fake(_name, _like)
 torch.library.register_autograd(SAVING, _differentiate, setup_context=_setup)
-torch.library.register_autograd(BACKWARD, no_second_derivative)
+torch.library.register_autograd(BACKWARD, _refuse_second)
 
 
 # How the public functions call them

@@ -114,6 +114,16 @@ def test_rows_outside_the_window_do_not_matter() -> None:
         assert not torch.equal(before[:, 40:], after[:, 40:])
 
 
+@pytest.mark.parametrize("algorithm", ["flash", "band"])
+def test_second_derivatives_are_refused(algorithm: str) -> None:
+    """Also where `do` needs no gradient, or a penalty on gradients would count for nothing."""
+    q, k, v = make_qkv(20, dtype=torch.float32, requires_grad=True)
+    out = neighborhood_attention(q, k, v, algorithm=algorithm, backend="ascend")
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="neighborhood_attention has no second derivative"):
+        first.square().sum().backward()
+
+
 @pytest.mark.parametrize("algorithm", ["band", "dense"])
 def test_algorithms(algorithm: str) -> None:
     check("ascend", 40, heads=4, kv_heads=2, kernel_size=6, dilation=2, boundary="shift", algorithm=algorithm)

@@ -108,6 +108,20 @@ def test_the_least_recently_used_goes() -> None:
     assert computation.runs == 4
 
 
+def test_a_captured_call_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that holds no backward would replay gradients of old values, and what it computes is not there yet."""
+    cache, computation, x = BackwardCache(), Computation(), torch.ones(3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    ask(cache, computation, x)
+    assert len(cache) == 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ask(cache, computation, x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    ask(cache, computation, x)
+    assert computation.runs == 3
+
+
 def test_inference_tensors_are_not_kept() -> None:
     cache, computation = BackwardCache(), Computation()
     with torch.inference_mode():

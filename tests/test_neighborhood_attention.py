@@ -153,6 +153,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("triton", "cuda", torch.float64) == "takes float16, bfloat16 and float32, got float64"
     assert refusal("triton", "cuda", shape=(1, 9, 1, 257)) == "takes D up to 256, got 257"
     assert refusal("triton", "cuda", shape=(1, 1 << 30, 1, 16)) == "takes N up to 536870912, got 1073741824"
+    of_all = "takes up to 536870912 tokens of all heads and sequences, got 536870944"
+    assert refusal("triton", "cuda", shape=(1, (1 << 24) + 1, 32, 16)) == of_all
     assert refusal("triton", "cuda", band=True, kernel_size=9) is None
     assert refusal("triton", "cuda", algorithm="flash", kernel_size=1 << 40) is None
     assert refusal("triton", "cuda", algorithm="band", kernel_size=1 << 30) == (
