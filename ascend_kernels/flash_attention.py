@@ -18,9 +18,9 @@ by the rows u - right ... u + left; with shift, a key below K also by all rows b
 also by all rows after them (K + max(left, right) rows at the border). It does so for every query head of its key head,
 so no two programs add to one place and results are the same in every run.
 
-Every tile is a run of consecutive rows that starts inside its class, masked at its end and never clamped: one block
-copy each. Which pairs see each other is decided on row numbers alone. Sums, softmax and accumulators are fp32;
-operands of `tl.dot` stay in the inputs' dtype.
+Every tile is a run of consecutive rows that starts inside its class, masked where its class or the window ends and
+never clamped: one block copy each, of no row that nobody sees. Which pairs see each other is decided on row numbers
+alone. Sums, softmax and accumulators are fp32; operands of `tl.dot` stay in the inputs' dtype.
 
 LSE and delta are kept as [B, H, C, ceil(N / C)], so that a tile of rows is contiguous in them too.
 
@@ -113,8 +113,8 @@ def forward_kernel(
         end_key = tl.minimum(window_start(last_row, num_rows, left, right, shift) + left + right + 1, num_rows)
         for i_key in range(first_key, end_key, BLOCK_N):
             o_k = i_key + tl.arange(0, BLOCK_N)
-            b_k = load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
-            b_v = load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
+            b_k = load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, end_key, dim, UPCAST)
+            b_v = load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, end_key, dim, UPCAST)
             o_slot = o_k[None, :] - o_start[:, None]
             visible = (o_slot >= 0) & (o_slot <= left + right) & (o_k < num_rows)[None, :]
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
@@ -209,8 +209,8 @@ def dq_kernel(
         end_key = tl.minimum(window_start(last_row, num_rows, left, right, shift) + left + right + 1, num_rows)
         for i_key in range(first_key, end_key, BLOCK_N):
             o_k = i_key + tl.arange(0, BLOCK_N)
-            b_k = load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
-            b_v = load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
+            b_k = load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, end_key, dim, UPCAST)
+            b_v = load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, end_key, dim, UPCAST)
             o_slot = o_k[None, :] - o_start[:, None]
             visible = (o_slot >= 0) & (o_slot <= left + right) & (o_k < num_rows)[None, :]
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
@@ -297,9 +297,9 @@ def dkdv_kernel(
             i_lse_class = ((i_batch * num_heads * group_size + i_head) * dilation + i_class) * rows_per_class
             for i_query in range(first_query, end_query, BLOCK_N):
                 o_q = i_query + tl.arange(0, BLOCK_N)
-                within = o_q < num_rows
-                b_q = load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
-                b_do = load_rows(p_do_class, o_q, o_dim, wide_dilation * do_token_stride, num_rows, dim, UPCAST)
+                within = o_q < end_query
+                b_q = load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, end_query, dim, UPCAST)
+                b_do = load_rows(p_do_class, o_q, o_dim, wide_dilation * do_token_stride, end_query, dim, UPCAST)
                 b_lse = tl.load(p_lse + i_lse_class + o_q, mask=within, other=0.0)
                 b_delta = tl.load(p_delta + i_lse_class + o_q, mask=within, other=0.0)
                 o_slot = o_k[:, None] - window_start(o_q, num_rows, left, right, shift)[None, :]

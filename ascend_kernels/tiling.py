@@ -20,7 +20,7 @@ compiler for an NPU has confirmed the model: it is a conservative count, to be r
 The product of a grid is at most MAX_GRID. Kernels stride over their work with as many programs as there are cores, so
 grids never ask for larger tiles.
 
-NVIDIA. Tiles live in registers and shared memory; those of `gpu_tiles` fit the 227 KiB of sm_90.
+NVIDIA. Tiles live in registers and shared memory; those of `gpu_plan` fit the 227 KiB of sm_90.
 
 Row numbers are int32 in the kernels, offsets of elements int64.
 """
@@ -73,6 +73,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BLOCKS_D = (32, 64, 128, 256)
 BLOCKS = (16, 32, 64, 128)
 MAX_DIM = BLOCKS_D[-1]
+GPU_OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+"""What upstream Triton takes; fusion by name, since its default differs between versions."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,12 @@ def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
         tiles.block_n * tiles.block_d,
     )
     if kernel == "forward":
-        # crossing: scores in fp32, p in the inputs' dtype, p v in fp32, o; staying: p, mask, accumulator
-        ub = scores * (2 * (4 + itemsize) + 4 + 1) + kept * (2 * 4 + 4 + itemsize)
+        # crossing: scores in fp32, p in the inputs' dtype, p v in fp32, o; staying: p, slots, mask, accumulator
+        ub = scores * (2 * (4 + itemsize) + 4 + 4 + 1) + kept * (2 * 4 + 4 + itemsize)
         l1 = itemsize * (kept + 2 * 2 * walked + 2 * scores)
     elif kernel == "dq":
-        # crossing: scores and dp in fp32, ds in the inputs' dtype, ds k in fp32; staying: p, mask, accumulator
-        ub = scores * (2 * (4 + 4 + itemsize) + 4 + 1) + kept * (2 * 4 + 4 + itemsize)
+        # crossing: scores and dp in fp32, ds in the inputs' dtype, ds k in fp32; staying: p, slots, mask, accumulator
+        ub = scores * (2 * (4 + 4 + itemsize) + 4 + 4 + 1) + kept * (2 * 4 + 4 + itemsize)
         l1 = itemsize * (2 * kept + 2 * 2 * walked + 2 * scores)
     elif kernel == "dense_dv":
         # crossing: p in fp32 and in the inputs' dtype, p^T do in fp32; staying: accumulator
@@ -130,10 +132,12 @@ def live_bytes(kernel: str, tiles: Tiles, itemsize: int) -> dict[str, int]:
         # crossing: ds k in fp32, ds to be transposed; staying: two accumulators
         ub = scores * 2 * itemsize + kept * (2 * 4 + 2 * 4 + itemsize)
         l1 = itemsize * (2 * scores + 2 * walked)
-    else:
+    elif kernel == "dkdv":
         # as dq, with p and ds crossing and two accumulators
-        ub = scores * (2 * (4 + 4 + 2 * itemsize) + 4 + 1) + kept * (2 * 4 + 2 * 4 + itemsize)
+        ub = scores * (2 * (4 + 4 + 2 * itemsize) + 4 + 4 + 1) + kept * (2 * 4 + 2 * 4 + itemsize)
         l1 = itemsize * (2 * kept + 2 * 2 * walked + 2 * 2 * scores)
+    else:
+        raise ValueError(f"there is no kernel {kernel!r}")
     ub += 8 * 4 * max(tiles.block_m, tiles.block_n)  # row maxima, sums, LSE, delta, row numbers
     side = 16 * max(tiles.block_m, tiles.block_n, tiles.block_d)
     return {"UB": ub, "L1": l1, "L0A": 2 * side * itemsize, "L0B": 2 * side * itemsize, "L0C": 2 * side * 4}
@@ -259,7 +263,7 @@ def band_plan(
         work = (along_rows * sequences * batch,)
     if device is None:
         grid = tuple(min(size, (1 << 31) - 1 if axis == 0 else MAX_GRID) for axis, size in enumerate(work))
-        return Plan(tiles, grid, {}, {"num_warps": 4, "num_stages": 2 if dtype.itemsize == 2 else 1}), work
+        return Plan(tiles, grid, {}, {**GPU_OPTIONS, "num_stages": 2 if dtype.itemsize == 2 else 1}), work
     programs = min(MAX_GRID, device.cores * (VECTOR_CORES if kernel == "band_expand" else 1))
     grid = ()
     for size in reversed(work):
@@ -323,7 +327,7 @@ def dense_plan(
         live = live_bytes(kernel, tiles, dtype.itemsize)
     else:
         tiles = Tiles(32, 32, 64) if dtype == torch.float32 else Tiles(64, 64, 64)
-        options, live = {"num_warps": 4, "num_stages": 2}, {}
+        options, live = dict(GPU_OPTIONS), {}
     work = dense_work(kernel, tiles, sequences, tokens, dim)
     return Plan(tiles, (work if cores is None else min(work, cores),), live, options)
 
@@ -375,12 +379,12 @@ def work_of(tiles: Tiles, sequences: int, rows: int) -> int:
 def gpu_plan(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int, *, sequences: int, rows: int) -> Plan:
     """Tiles for an NVIDIA GPU, and one program per piece of work."""
     block_d = block_of(dim)
-    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    options = dict(GPU_OPTIONS)
     if dtype == torch.float32:
         tiles, options = Tiles(32, 32, block_d), {**options, "num_warps": 8 if block_d == 256 else 4, "num_stages": 1}
     elif block_d == 256:
         tiles = Tiles(64 if kernel == "forward" else 32, 32, block_d)
     else:
-        one_pass = kernel == "forward" and 64 < 64 + kernel_size - 1 <= 128
+        one_pass = kernel == "forward" and 2 <= kernel_size <= 65
         tiles = Tiles(64, 128 if one_pass else 64, block_d)
     return Plan(tiles, (min(work_of(tiles, sequences, rows), (1 << 31) - 1),), {}, options)
