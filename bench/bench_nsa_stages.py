@@ -213,10 +213,7 @@ def make_pass(
 
 
 def differentiate_gates(call: forward.Call, part: forward.Part, do: Tensor, gates: Tensor) -> GateResults:
-    branches = part.cmp, part.slc, part.win
-    lses = [branch.lse for branch in branches if branch.lse is not None]
-    outputs = [branch.o for branch in branches]
-    return gate_gradients(do, outputs, lses, q=call.inputs.q, gates=gates, projected=True)
+    return gate_gradients(do, part.outputs, part.lses, q=call.inputs.q, gates=gates, projected=True)
 
 
 def backward_stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:

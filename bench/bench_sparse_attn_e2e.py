@@ -46,7 +46,7 @@ from bench.gradient_check import GradientError, Tiles, gradient_errors, sampled_
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
-from bench.timing import GIB, Timing, capture, measure
+from bench.timing import Timing, capture, measure
 from dispatch.device import describe_device, device_types
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.reference import nsa_tiles
@@ -452,10 +452,7 @@ def dense_call(problem: Problem, dense: Dense, backward: bool) -> Callable[[], A
 
 def everything(timing: Timing, given: Sequence[Tensor]) -> Timing:
     """With all that is alive in forward + backward: also the inputs, and do, which is like the first of them."""
-    if timing.peak_gib is None:
-        return timing
-    held = given[0].nbytes + sum(tensor.nbytes for tensor in given)
-    return replace(timing, peak_gib=timing.peak_gib + held / GIB)
+    return timing.holding([given[0], *given])
 
 
 def measure_mode(

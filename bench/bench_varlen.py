@@ -26,7 +26,7 @@ from torch import Tensor
 from bench.common import positive
 from bench.inputs import Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
-from bench.timing import GIB, measure
+from bench.timing import measure
 from nsa import NSAConfig, nsa, nsa_forward
 
 SHORTEST, LONGEST = 256, 32 << 10
@@ -61,13 +61,10 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"{wrong}: no times")
     rows = []
     for way in (packed, padded, one_by_one):
-        timing = measure(way.call, device, seconds=0.5)
-        peak_gib = timing.peak_gib
-        if args.backward and peak_gib is not None:
-            peak_gib += sum(tensor.nbytes for tensor in way.given) / GIB
-        rows.append(Row(way.name, timing.ms_p50, peak_gib, sum(lengths) / timing.ms_p50))
+        timing = measure(way.call, device, seconds=0.5).holding(way.given if args.backward else [])
+        rows.append(Row(way.name, timing.ms_p50, timing.peak_gib, sum(lengths) / timing.ms_p50))
         rate = f"{rows[-1].tokens_per_ms:7.0f} tokens/ms"
-        print(f"{way.name:<12}{timing.ms_p50:9.3f} ms  {peak_gib or 0:6.2f} GiB  {rate}")
+        print(f"{way.name:<12}{timing.ms_p50:9.3f} ms  {timing.peak_gib or 0:6.2f} GiB  {rate}")
     content = {
         **environment(device),
         "direction": "fwd+bwd" if args.backward else "fwd",

@@ -7,12 +7,13 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 GIB = 2**30
 BUSY_CYCLES = 2_000_000
@@ -31,6 +32,12 @@ class Timing:
     ms_p80: float
     peak_gib: float | None
     repeats: int
+
+    def holding(self, tensors: Sequence[Tensor]) -> Timing:
+        """With the memory of tensors that were in use before."""
+        if self.peak_gib is None:
+            return self
+        return replace(self, peak_gib=self.peak_gib + sum(tensor.nbytes for tensor in tensors) / GIB)
 
 
 def measure(

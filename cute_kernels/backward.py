@@ -246,10 +246,9 @@ def _differentiate(
     do = do[:, :, heads]
     projected = saved.gates is not None
     gates = saved.gates[:, :, heads] if saved.gates is not None else some.inputs.gates
-    outputs = [branch.o for branch in (part.cmp, part.slc, part.win)]
-    lses = [branch.lse for branch in (part.cmp, part.slc, part.win) if branch.lse is not None]
+    outputs = part.outputs
     rows = None if documents is None else documents.rows
-    gated = gate_gradients(do, outputs, lses, q=some.inputs.q, gates=gates, projected=projected, rows=rows)
+    gated = gate_gradients(do, outputs, part.lses, q=some.inputs.q, gates=gates, projected=projected, rows=rows)
     indices, cmp_indices = part.indices, part.cmp_indices
     del part
     dos = gated.do or [do if documents is None else documents.align_one(do)] * 3

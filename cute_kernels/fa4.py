@@ -102,13 +102,7 @@ def compressed(
         lists: blocks of entries for each query tile; None: no causality, everything is visible.
         shifts: instead of `first_row`, a number for each of equally many rows, int32 `[tiles]`.
     """
-    if lists is None:
-        seen = Visible()
-    elif shifts is not None:
-        mask_mod = _ended_in_tile(length, stride, q.shape[1] // max(shifts.shape[0], 1))
-        seen = Visible(lists=lists, mask_mod=mask_mod, tensors=[shifts])
-    else:
-        seen = Visible(lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
+    seen = Visible() if lists is None else _ended_entries(q, lists, length, stride, first_row, shifts)
     return attend(q, k, v, seen, scale=scale, lse=lse)
 
 
@@ -176,11 +170,7 @@ def compressed_backward(
     shifts: Tensor | None = None,
 ) -> None:
     """Backward of `compressed`. `lists`: tiles of rows for each block of entries (transposed_lists.py)."""
-    if shifts is not None:
-        mask_mod = _ended_in_tile(length, stride, gradients.q.shape[1] // max(shifts.shape[0], 1))
-        seen = Visible(lists=lists, mask_mod=mask_mod, tensors=[shifts])
-    else:
-        seen = Visible(lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
+    seen = _ended_entries(gradients.q, lists, length, stride, first_row, shifts)
     differentiate(gradients, seen, scale=scale)
 
 
@@ -236,6 +226,16 @@ def window_backward(
 
 
 # Masks for blocks that are visible in part. FA4 hashes them with their constants; runtime values come as scalars.
+
+
+def _ended_entries(
+    q: Tensor, lists: BlockLists, length: int, stride: int, first_row: int, shifts: Tensor | None
+) -> Visible:
+    """Entries whose block has ended, as `compressed` says."""
+    if shifts is None:
+        return Visible(lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
+    mask_mod = _ended_in_tile(length, stride, q.shape[1] // max(shifts.shape[0], 1))
+    return Visible(lists=lists, mask_mod=mask_mod, tensors=[shifts])
 
 
 @lru_cache

@@ -55,6 +55,16 @@ class Part(NamedTuple):
     indices: Tensor
     cmp_indices: Tensor | None
 
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Of the branches, in order."""
+        return [branch.o for branch in (self.cmp, self.slc, self.win)]
+
+    @property
+    def lses(self) -> list[Tensor]:
+        """Of the branches, in order; where they were asked for."""
+        return [branch.lse for branch in (self.cmp, self.slc, self.win) if branch.lse is not None]
+
 
 def nsa(
     inputs: Any,

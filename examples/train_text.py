@@ -334,6 +334,8 @@ class ByteModel(nn.Module):
 
 
 def make_model(variant: str, args: argparse.Namespace) -> ByteModel:
+    """Without values of its own choice: `ByteModel.initialise` comes after."""
+
     def attention() -> NSAttention:
         return make_attention(
             variant,
@@ -345,9 +347,12 @@ def make_model(variant: str, args: argparse.Namespace) -> ByteModel:
             backend=args.backends[variant],
         )
 
-    model = ByteModel(args.layers, args.width, attention, checkpointing=args.checkpointing)
-    model.initialise(args.seed)
-    return model
+    return ByteModel(args.layers, args.width, attention, checkpointing=args.checkpointing)
+
+
+def count_parameters(variant: str, args: argparse.Namespace) -> int:
+    with torch.device("meta"):  # sizes, no values
+        return sum(parameter.numel() for parameter in make_model(variant, args).parameters())
 
 
 # Training
@@ -390,7 +395,9 @@ class Trainer:
         self.starts = training_starts(corpus, args.steps, args.batch, args.context, args.seed).to(self.device)
         held_out = validation_starts(corpus, args.eval_windows, args.context).to(self.device)
         self.validation = take(corpus.validation.to(self.device), held_out, args.context + 1)
-        self.model = make_model(variant, args).to(self.device)
+        self.model = make_model(variant, args)
+        self.model.initialise(args.seed)
+        self.model.to(self.device)
         if args.compile:  # the attention between them is not one graph
             for block in self.model.blocks:
                 block.feed_forward.compile()  # type: ignore[union-attr]
@@ -571,7 +578,7 @@ def facts(args: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
     """What the results file says about the run beside its results."""
     training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "checkpointing", "compile")
     model = {name: getattr(args, name) for name in ("layers", "width", "heads", "kv_heads", "context")}
-    parameters = {variant: sum(p.numel() for p in make_model(variant, args).parameters()) for variant in args.variants}
+    parameters = {variant: count_parameters(variant, args) for variant in args.variants}
     return {
         **environment(torch.device(args.device)),
         "command": command_line(),

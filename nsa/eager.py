@@ -1,6 +1,6 @@
 """Training outside of torch.compile: what the operators of nsa/ops.py do, for a call that was checked already.
 
-PyTorch's autograd for operators takes 0.8 ms of host time a call with as many arguments as theirs.
+PyTorch's autograd for operators takes 0.4 ms of host time a call with as many arguments as theirs, and a second check.
 """
 
 from __future__ import annotations
