@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from ascend_kernels import band_kernels, tiling
+from ascend_kernels.device import npu_of
 from ascend_kernels.launch import launch
 from ascend_kernels.rows import rows_contiguous, sizes_of
 
@@ -132,7 +133,8 @@ def _launch(
 ) -> None:
     """Launch a kernel with those sizes and constants that it has parameters for."""
     kernel = KERNELS[name]
-    batch = next(iter(bands.values())).shape[0]
+    some = next(iter(bands.values()))
+    batch = some.shape[0]
     if batch * sizes["num_tokens"] == 0:
         return
     dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
@@ -143,7 +145,7 @@ def _launch(
         batch=batch,
         sequences=sizes["num_heads"] * sizes["dilation"],
         rows=sizes["rows_per_class"],
-        device=tiling.device_of() if backend == "ascend" else None,
+        device=npu_of(some.device) if backend == "ascend" else None,
     )
     numbers = {**sizes, "num_work": math.prod(work), "num_batches": batch}
     interpreted = not isinstance(kernel, triton.JITFunction)

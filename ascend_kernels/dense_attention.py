@@ -39,6 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels import tiling
+from ascend_kernels.device import gpu_cores, npu_of
 from ascend_kernels.launch import launch
 from ascend_kernels.rows import load_rows, rows_contiguous, store_rows
 
@@ -322,7 +323,9 @@ def _launch(
     some = next(iter(tensors.values()))
     call = (kernel, some.dtype, sizes["dim"])
     sequences, num_tokens = some.shape[0] * sizes["num_heads"], sizes["num_tokens"]
-    cores = _cores(some, backend) if persistent else None
+    cores = None
+    if persistent:
+        cores = npu_of(some.device).cores if backend == "ascend" else gpu_cores(some.device)
     plan = tiling.dense_plan(*call, sequences=sequences, tokens=num_tokens, backend=backend, cores=cores)
     strides = {
         f"{name}_{axis}_stride": tensor.stride(i)
@@ -340,11 +343,3 @@ def _launch(
     }
     numbers = {**sizes, "num_work": tiling.dense_work(kernel, plan.tiles, sequences, num_tokens, sizes["dim"])}
     launch(KERNELS[kernel], plan.grid, {**pointers, **numbers, **strides}, constants, **plan.options)
-
-
-def _cores(tensor: Tensor, backend: str) -> int:
-    if backend == "ascend":
-        return tiling.device_of().cores
-    if tensor.device.type != "cuda":  # the interpreter, or a recording
-        return tiling.GPU_CORES
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count

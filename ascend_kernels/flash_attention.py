@@ -38,6 +38,7 @@ Limits: D <= 256, N <= 2^29, fp16, bf16 or fp32, features contiguous.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,20 +47,35 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels import tiling
+from ascend_kernels.device import gpu_cores, npu_of
 from ascend_kernels.launch import launch
-from ascend_kernels.rows import SIZES, class_base, load_rows, piece, rows_contiguous, sizes_of, store_rows, window_start
+from ascend_kernels.rows import (
+    SIZES,
+    class_base,
+    first_reader,
+    last_reader,
+    load_rows,
+    piece,
+    rows_contiguous,
+    sizes_of,
+    store_rows,
+    window_start,
+)
 
 # Kernels
 
+LN_2 = tl.constexpr(math.log(2))
+LOG2_E = tl.constexpr(math.log2(math.e))
 
-@triton.jit(do_not_specialize=SIZES)
+
+@triton.jit(do_not_specialize=(*SIZES, "rows_per_tile"))
 def forward_kernel(
     p_q,
     p_k,
     p_v,
     p_o,
     p_lse,
-    scale,
+    log2_scale,
     num_work,
     num_tokens,
     num_heads,
@@ -69,6 +85,7 @@ def forward_kernel(
     left,
     right,
     shift,
+    rows_per_tile,
     dim,
     q_batch_stride,
     q_token_stride,
@@ -85,15 +102,26 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    WHOLE_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """o and lse of BLOCK_M queries per piece of work."""
-    o_dim = tl.arange(0, BLOCK_D)
+    """o and lse of `rows_per_tile` queries per piece of work, at most BLOCK_M."""
+    if SAME_STRIDES:
+        o_batch_stride, o_token_stride, o_head_stride = q_batch_stride, q_token_stride, q_head_stride
+        v_batch_stride, v_token_stride, v_head_stride = k_batch_stride, k_token_stride, k_head_stride
+    o_m, o_n, o_dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
+    q_row_stride, o_row_stride = wide_dilation * q_token_stride, wide_dilation * o_token_stride
+    k_row_stride, v_row_stride = wide_dilation * k_token_stride, wide_dilation * v_token_stride
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
         i_batch, i_head, i_class, i_row, num_rows = piece(
-            i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
+            i_work, num_heads, dilation, num_tokens, rows_per_class, rows_per_tile
         )
+        end_row = tl.minimum(i_row + rows_per_tile, num_rows)
+        first_key = tl.maximum(window_start(i_row, num_rows, left, right, shift), 0)
+        end_key = tl.minimum(window_start(end_row - 1, num_rows, left, right, shift) + left + right + 1, num_rows)
         i_kv_head = i_head // group_size
         p_q_class = class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
         p_k_class = class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
@@ -101,39 +129,38 @@ def forward_kernel(
         p_o_class = class_base(p_o, i_batch, i_head, i_class, o_batch_stride, o_token_stride, o_head_stride)
         p_lse_class = p_lse + ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
 
-        o_q = i_row + tl.arange(0, BLOCK_M)
-        o_start = window_start(o_q, num_rows, left, right, shift)
-        b_q = load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
+        o_q = i_row + o_m
+        b_q = load_rows(p_q_class, o_q, o_dim, q_row_stride, end_row, dim, UPCAST, WHOLE_D)
+        o_first = window_start(o_q, num_rows, left, right, shift)
+        o_last = tl.minimum(o_first + left + right, num_rows - 1)
         b_o = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-
-        last_row = tl.minimum(i_row + BLOCK_M, num_rows) - 1
-        first_key = tl.maximum(window_start(i_row, num_rows, left, right, shift), 0)
-        end_key = tl.minimum(window_start(last_row, num_rows, left, right, shift) + left + right + 1, num_rows)
-        for i_key in range(first_key, end_key, BLOCK_N):
-            o_k = i_key + tl.arange(0, BLOCK_N)
-            b_k = load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, end_key, dim, UPCAST)
-            b_v = load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, end_key, dim, UPCAST)
-            o_slot = o_k[None, :] - o_start[:, None]
-            visible = (o_slot >= 0) & (o_slot <= left + right) & (o_k < num_rows)[None, :]
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        num_steps = 1 if ONE_PASS else tl.cdiv(end_key - first_key, BLOCK_N)
+        for i_step in range(0, num_steps):
+            o_k = first_key + i_step * BLOCK_N + o_n
+            b_k = load_rows(p_k_class, o_k, o_dim, k_row_stride, end_key, dim, UPCAST, WHOLE_D)
+            b_v = load_rows(p_v_class, o_k, o_dim, v_row_stride, end_key, dim, UPCAST, WHOLE_D)
+            visible = (o_k[None, :] >= o_first[:, None]) & (o_k[None, :] <= o_last[:, None])
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * log2_scale
             b_s = tl.where(visible, b_s, float("-inf"))
             b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
             b_finite_max = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # rows whose window is still ahead
-            b_p = tl.exp(b_s - b_finite_max[:, None])
-            b_keep = tl.exp(b_max - b_finite_max)
-            b_sum = b_sum * b_keep + tl.sum(b_p, 1)
-            b_o = b_o * b_keep[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+            b_p = tl.exp2(b_s - b_finite_max[:, None])
+            if not ONE_PASS:
+                b_keep = tl.exp2(b_max - b_finite_max)
+                b_sum, b_o = b_sum * b_keep, b_o * b_keep[:, None]
+            b_sum += tl.sum(b_p, 1)
+            b_o += tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
             b_max = b_new_max
 
-        within = o_q < num_rows
+        within = o_q < end_row
         b_sum = tl.where(within, b_sum, 1.0)
-        store_rows(p_o_class, b_o / b_sum[:, None], o_q, o_dim, wide_dilation * o_token_stride, num_rows, dim)
-        tl.store(p_lse_class + o_q, b_max + tl.log(b_sum), mask=within)
+        store_rows(p_o_class, b_o / b_sum[:, None], o_q, o_dim, o_row_stride, end_row, dim, WHOLE_D)
+        tl.store(p_lse_class + o_q, b_max * LN_2 + tl.log(b_sum), mask=within)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=(*SIZES, "rows_per_tile"))
 def dq_kernel(
     p_q,
     p_k,
@@ -143,7 +170,7 @@ def dq_kernel(
     p_lse,
     p_delta,
     p_dq,
-    scale,
+    log2_scale,
     num_work,
     num_tokens,
     num_heads,
@@ -153,6 +180,7 @@ def dq_kernel(
     left,
     right,
     shift,
+    rows_per_tile,
     dim,
     q_batch_stride,
     q_token_stride,
@@ -175,15 +203,29 @@ def dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    WHOLE_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """dq and delta of BLOCK_M queries per piece of work."""
-    o_dim = tl.arange(0, BLOCK_D)
+    """dq and delta of `rows_per_tile` queries per piece of work, at most BLOCK_M."""
+    if SAME_STRIDES:
+        o_batch_stride, o_token_stride, o_head_stride = q_batch_stride, q_token_stride, q_head_stride
+        do_batch_stride, do_token_stride, do_head_stride = q_batch_stride, q_token_stride, q_head_stride
+        dq_batch_stride, dq_token_stride, dq_head_stride = q_batch_stride, q_token_stride, q_head_stride
+        v_batch_stride, v_token_stride, v_head_stride = k_batch_stride, k_token_stride, k_head_stride
+    o_m, o_n, o_dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
+    q_row_stride, dq_row_stride = wide_dilation * q_token_stride, wide_dilation * dq_token_stride
+    o_row_stride, do_row_stride = wide_dilation * o_token_stride, wide_dilation * do_token_stride
+    k_row_stride, v_row_stride = wide_dilation * k_token_stride, wide_dilation * v_token_stride
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
         i_batch, i_head, i_class, i_row, num_rows = piece(
-            i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
+            i_work, num_heads, dilation, num_tokens, rows_per_class, rows_per_tile
         )
+        end_row = tl.minimum(i_row + rows_per_tile, num_rows)
+        first_key = tl.maximum(window_start(i_row, num_rows, left, right, shift), 0)
+        end_key = tl.minimum(window_start(end_row - 1, num_rows, left, right, shift) + left + right + 1, num_rows)
         i_kv_head = i_head // group_size
         p_q_class = class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
         p_k_class = class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
@@ -193,36 +235,34 @@ def dq_kernel(
         p_dq_class = class_base(p_dq, i_batch, i_head, i_class, dq_batch_stride, dq_token_stride, dq_head_stride)
         i_lse_class = ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
 
-        o_q = i_row + tl.arange(0, BLOCK_M)
-        within = o_q < num_rows
-        o_start = window_start(o_q, num_rows, left, right, shift)
-        b_o = load_rows(p_o_class, o_q, o_dim, wide_dilation * o_token_stride, num_rows, dim, UPCAST)
-        b_do = load_rows(p_do_class, o_q, o_dim, wide_dilation * do_token_stride, num_rows, dim, UPCAST)
+        o_q = i_row + o_m
+        within = o_q < end_row
+        b_o = load_rows(p_o_class, o_q, o_dim, o_row_stride, end_row, dim, UPCAST, WHOLE_D)
+        b_do = load_rows(p_do_class, o_q, o_dim, do_row_stride, end_row, dim, UPCAST, WHOLE_D)
         b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
         tl.store(p_delta + i_lse_class + o_q, b_delta, mask=within)
-        b_q = load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, num_rows, dim, UPCAST)
-        b_lse = tl.load(p_lse + i_lse_class + o_q, mask=within, other=0.0)
+        b_q = load_rows(p_q_class, o_q, o_dim, q_row_stride, end_row, dim, UPCAST, WHOLE_D)
+        b_log2_lse = tl.load(p_lse + i_lse_class + o_q, mask=within, other=0.0) * LOG2_E
+        o_first = window_start(o_q, num_rows, left, right, shift)
+        o_last = tl.minimum(o_first + left + right, num_rows - 1)
         b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-
-        last_row = tl.minimum(i_row + BLOCK_M, num_rows) - 1
-        first_key = tl.maximum(window_start(i_row, num_rows, left, right, shift), 0)
-        end_key = tl.minimum(window_start(last_row, num_rows, left, right, shift) + left + right + 1, num_rows)
-        for i_key in range(first_key, end_key, BLOCK_N):
-            o_k = i_key + tl.arange(0, BLOCK_N)
-            b_k = load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, end_key, dim, UPCAST)
-            b_v = load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, end_key, dim, UPCAST)
-            o_slot = o_k[None, :] - o_start[:, None]
-            visible = (o_slot >= 0) & (o_slot <= left + right) & (o_k < num_rows)[None, :]
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
-            b_p = tl.exp(tl.where(visible, b_s, float("-inf")) - b_lse[:, None])
+        num_steps = 1 if ONE_PASS else tl.cdiv(end_key - first_key, BLOCK_N)
+        for i_step in range(0, num_steps):
+            o_k = first_key + i_step * BLOCK_N + o_n
+            b_k = load_rows(p_k_class, o_k, o_dim, k_row_stride, end_key, dim, UPCAST, WHOLE_D)
+            b_v = load_rows(p_v_class, o_k, o_dim, v_row_stride, end_key, dim, UPCAST, WHOLE_D)
+            visible = (o_k[None, :] >= o_first[:, None]) & (o_k[None, :] <= o_last[:, None])
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * log2_scale
+            b_p = tl.exp2(tl.where(visible, b_s, float("-inf")) - b_log2_lse[:, None])
             b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
             b_ds = b_p * (b_dp - b_delta[:, None])
             b_dq += tl.dot(b_ds.to(b_k.dtype), b_k, input_precision="ieee")
 
-        store_rows(p_dq_class, b_dq * scale, o_q, o_dim, wide_dilation * dq_token_stride, num_rows, dim)
+        b_dq = b_dq * (log2_scale * LN_2)
+        store_rows(p_dq_class, b_dq, o_q, o_dim, dq_row_stride, end_row, dim, WHOLE_D)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=(*SIZES, "rows_per_tile"))
 def dkdv_kernel(
     p_q,
     p_k,
@@ -232,7 +272,7 @@ def dkdv_kernel(
     p_delta,
     p_dk,
     p_dv,
-    scale,
+    log2_scale,
     num_work,
     num_tokens,
     num_heads,
@@ -242,6 +282,7 @@ def dkdv_kernel(
     left,
     right,
     shift,
+    rows_per_tile,
     dim,
     q_batch_stride,
     q_token_stride,
@@ -264,55 +305,70 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    WHOLE_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """dk and dv of BLOCK_M keys per piece of work, summed over the query heads of the group. num_heads is H_kv here."""
-    o_dim = tl.arange(0, BLOCK_D)
+    """dk and dv of `rows_per_tile` keys per piece of work, at most BLOCK_M, summed over the query heads of the group.
+
+    num_heads is H_kv here.
+    """
+    if SAME_STRIDES:
+        do_batch_stride, do_token_stride, do_head_stride = q_batch_stride, q_token_stride, q_head_stride
+        v_batch_stride, v_token_stride, v_head_stride = k_batch_stride, k_token_stride, k_head_stride
+        dk_batch_stride, dk_token_stride, dk_head_stride = k_batch_stride, k_token_stride, k_head_stride
+        dv_batch_stride, dv_token_stride, dv_head_stride = k_batch_stride, k_token_stride, k_head_stride
+    o_m, o_n, o_dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
+    k_row_stride, dk_row_stride = wide_dilation * k_token_stride, wide_dilation * dk_token_stride
+    v_row_stride, dv_row_stride = wide_dilation * v_token_stride, wide_dilation * dv_token_stride
+    q_row_stride, do_row_stride = wide_dilation * q_token_stride, wide_dilation * do_token_stride
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
         i_batch, i_kv_head, i_class, i_row, num_rows = piece(
-            i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
+            i_work, num_heads, dilation, num_tokens, rows_per_class, rows_per_tile
         )
+        end_row = tl.minimum(i_row + rows_per_tile, num_rows)
+        first_query = tl.maximum(first_reader(i_row, left, right, shift), 0)
+        end_query = tl.minimum(last_reader(end_row - 1, num_rows, left, right, shift) + 1, num_rows)
         p_k_class = class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
         p_v_class = class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
         p_dk_class = class_base(p_dk, i_batch, i_kv_head, i_class, dk_batch_stride, dk_token_stride, dk_head_stride)
         p_dv_class = class_base(p_dv, i_batch, i_kv_head, i_class, dv_batch_stride, dv_token_stride, dv_head_stride)
 
-        o_k = i_row + tl.arange(0, BLOCK_M)
-        b_k = load_rows(p_k_class, o_k, o_dim, wide_dilation * k_token_stride, num_rows, dim, UPCAST)
-        b_v = load_rows(p_v_class, o_k, o_dim, wide_dilation * v_token_stride, num_rows, dim, UPCAST)
+        o_k = i_row + o_m
+        b_k = load_rows(p_k_class, o_k, o_dim, k_row_stride, end_row, dim, UPCAST, WHOLE_D)
+        b_v = load_rows(p_v_class, o_k, o_dim, v_row_stride, end_row, dim, UPCAST, WHOLE_D)
+        o_first = first_reader(o_k, left, right, shift)
+        o_last = last_reader(o_k, num_rows, left, right, shift)
         b_dk = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         b_dv = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-
-        last_key = tl.minimum(i_row + BLOCK_M, num_rows) - 1
-        # With shift, keys of the first window are seen from the first row on, those of the last one to the last row.
-        from_start = (shift != 0) & (i_row <= left + right)
-        to_end = (shift != 0) & (last_key >= num_rows - (left + right + 1))
-        first_query = tl.where(from_start, 0, tl.maximum(i_row - right, 0))
-        end_query = tl.where(to_end, num_rows, tl.minimum(last_key + left + 1, num_rows))
-        for i_member in range(0, group_size):
+        num_members = group_size if GROUPED else 1
+        num_steps = 1 if ONE_PASS else tl.cdiv(end_query - first_query, BLOCK_N)
+        for i_member in range(0, num_members):
             i_head = i_kv_head * group_size + i_member
             p_q_class = class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
             p_do_class = class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
             i_lse_class = ((i_batch * num_heads * group_size + i_head) * dilation + i_class) * rows_per_class
-            for i_query in range(first_query, end_query, BLOCK_N):
-                o_q = i_query + tl.arange(0, BLOCK_N)
-                within = o_q < end_query
-                b_q = load_rows(p_q_class, o_q, o_dim, wide_dilation * q_token_stride, end_query, dim, UPCAST)
-                b_do = load_rows(p_do_class, o_q, o_dim, wide_dilation * do_token_stride, end_query, dim, UPCAST)
-                b_lse = tl.load(p_lse + i_lse_class + o_q, mask=within, other=0.0)
-                b_delta = tl.load(p_delta + i_lse_class + o_q, mask=within, other=0.0)
-                o_slot = o_k[:, None] - window_start(o_q, num_rows, left, right, shift)[None, :]
-                visible = (o_slot >= 0) & (o_slot <= left + right) & within[None, :]
-                b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * scale
-                b_p = tl.exp(tl.where(visible, b_s, float("-inf")) - b_lse[None, :])
+            for i_step in range(0, num_steps):
+                o_q = first_query + i_step * BLOCK_N + o_n
+                b_q = load_rows(p_q_class, o_q, o_dim, q_row_stride, end_query, dim, UPCAST, WHOLE_D)
+                b_do = load_rows(p_do_class, o_q, o_dim, do_row_stride, end_query, dim, UPCAST, WHOLE_D)
+                # Past the last query do and delta are 0, and so is what comes of them
+                b_log2_lse = tl.load(p_lse + i_lse_class + o_q, mask=o_q < end_query, other=0.0) * LOG2_E
+                b_delta = tl.load(p_delta + i_lse_class + o_q, mask=o_q < end_query, other=0.0)
+                visible = (o_q[None, :] >= o_first[:, None]) & (o_q[None, :] <= o_last[:, None])
+                b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * log2_scale
+                b_p = tl.exp2(tl.where(visible, b_s, float("-inf")) - b_log2_lse[None, :])
                 b_dv += tl.dot(b_p.to(b_do.dtype), b_do, input_precision="ieee")
                 b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
                 b_ds = b_p * (b_dp - b_delta[None, :])
                 b_dk += tl.dot(b_ds.to(b_q.dtype), b_q, input_precision="ieee")
 
-        store_rows(p_dk_class, b_dk * scale, o_k, o_dim, wide_dilation * dk_token_stride, num_rows, dim)
-        store_rows(p_dv_class, b_dv, o_k, o_dim, wide_dilation * dv_token_stride, num_rows, dim)
+        b_dk = b_dk * (log2_scale * LN_2)
+        store_rows(p_dk_class, b_dk, o_k, o_dim, dk_row_stride, end_row, dim, WHOLE_D)
+        store_rows(p_dv_class, b_dv, o_k, o_dim, dv_row_stride, end_row, dim, WHOLE_D)
 
 
 # Launchers
@@ -343,7 +399,7 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sizes = sizes_of(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     lse = _per_row(q, sizes)
-    _launch("forward", backend, kernel_size, sizes, {"q": q, "k": k, "v": v, "o": out}, {"p_lse": lse})
+    _launch("forward", backend, sizes, {"q": q, "k": k, "v": v, "o": out}, {"p_lse": lse})
     return out, lse
 
 
@@ -369,12 +425,13 @@ def backward(
     delta = _per_row(q, sizes)
     rows = {"p_lse": lse, "p_delta": delta}
     tensors = {"q": q, "k": k, "v": v, "do": do}
-    _launch("dq", backend, kernel_size, sizes, {**tensors, "o": out, "dq": dq}, rows)
+    _launch("dq", backend, sizes, {**tensors, "o": out, "dq": dq}, rows)
     per_key = {**sizes, "num_heads": k.shape[2]}
-    _launch("dkdv", backend, kernel_size, per_key, {**tensors, "dk": dk, "dv": dv}, rows)
+    _launch("dkdv", backend, per_key, {**tensors, "dk": dk, "dv": dv}, rows)
     return dq, dk, dv
 
 
+OF_KEYS = ("k", "v", "dk", "dv")
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 
 
@@ -383,10 +440,14 @@ def _per_row(q: Tensor, sizes: dict[str, Any]) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
+def _same_strides(tensors: dict[str, Tensor]) -> bool:
+    """Whether all tensors of queries have the same strides, and all tensors of keys."""
+    return all(tensor.stride() == tensors["k" if name in OF_KEYS else "q"].stride() for name, tensor in tensors.items())
+
+
 def _launch(
     kernel: str,
     backend: str,
-    kernel_size: int,
     sizes: dict[str, Any],
     tensors: dict[str, Tensor],
     rows: dict[str, Tensor],
@@ -394,15 +455,17 @@ def _launch(
     q = tensors["q"]
     if q.numel() == 0:
         return
-    sequences, rows_per_class = q.shape[0] * sizes["num_heads"] * sizes["dilation"], sizes["rows_per_class"]
-    call = (kernel, q.dtype, sizes["dim"], kernel_size)
-    if backend == "ascend":
-        device = tiling.device_of()
-        plan = tiling.ascend_plan(*call, sequences=sequences, rows=rows_per_class, device=device)
+    window = sizes["left"] + sizes["right"] + 1
+    # A moved window may be seen from farther away, and a key from several heads
+    bounded = kernel != "dkdv" or not (sizes["shift"] or sizes["group_size"] > 1)
+    call = (kernel, q.dtype, sizes["dim"], window)
+    work = {"sequences": q.shape[0] * sizes["num_heads"] * sizes["dilation"], "rows": sizes["rows_per_class"]}
+    on_npu = backend == "ascend"
+    if on_npu:
+        plan = tiling.ascend_plan(*call, **work, device=npu_of(q.device))
     else:
-        plan = tiling.gpu_plan(*call, sequences=sequences, rows=rows_per_class)
+        plan = tiling.gpu_plan(*call, **work, cores=gpu_cores(q.device), bounded=bounded)
     tiles = plan.tiles
-    work = tiling.work_of(tiles, sequences, rows_per_class)
     strides = {
         f"{name}_{axis}_stride": tensor.stride(i)
         for name, tensor in tensors.items()
@@ -414,7 +477,19 @@ def _launch(
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "BLOCK_D": tiles.block_d,
+        "ONE_PASS": tiles.one_pass,
+        # GPUs save registers by builds of their own for these; on NPUs builds are to be few
+        "WHOLE_D": not on_npu and tiles.block_d == sizes["dim"],
+        "GROUPED": on_npu or sizes["group_size"] > 1,
+        "SAME_STRIDES": not on_npu and _same_strides(tensors),
         "UPCAST": interpreted and q.dtype == torch.bfloat16,  # the interpreter multiplies raw bits of bf16
     }
-    numbers = {**sizes, "num_work": work, **strides}
+    numbers = {
+        **{name: size for name, size in sizes.items() if name != "scale"},
+        "log2_scale": sizes["scale"] * math.log2(math.e),
+        "num_work": tiling.work_of(tiles, window, **work),
+        "rows_per_tile": tiles.rows_of(window),
+        **strides,
+    }
+    constants = {name: value for name, value in constants.items() if name in KERNELS[kernel].arg_names}
     launch(KERNELS[kernel], plan.grid, {**pointers, **numbers}, constants, **plan.options)

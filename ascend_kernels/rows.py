@@ -18,9 +18,9 @@ SIZES = ("num_work", "num_tokens", "num_heads", "group_size", "dilation", "rows_
 
 
 @triton.jit
-def piece(i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M: tl.constexpr):
+def piece(i_work, num_heads, dilation, num_tokens, rows_per_class, rows_per_tile):
     """Batch element, head and residue class (int64), first row of the tile and rows of the class (int32)."""
-    num_tiles = tl.cdiv(rows_per_class, BLOCK_M)
+    num_tiles = tl.cdiv(rows_per_class, rows_per_tile)
     i_outer = i_work // num_heads
     i_class = i_outer % dilation
     i_tile = i_outer // dilation % num_tiles
@@ -29,7 +29,7 @@ def piece(i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M: tl.c
         tl.cast(i_batch, tl.int64),
         tl.cast(i_work % num_heads, tl.int64),
         tl.cast(i_class, tl.int64),
-        tl.cast(i_tile * BLOCK_M, tl.int32),
+        tl.cast(i_tile * rows_per_tile, tl.int32),
         tl.cast((num_tokens - i_class + dilation - 1) // dilation, tl.int32),
     )
 
@@ -43,15 +43,39 @@ def window_start(o_rows, num_rows, left, right, shift):
 
 
 @triton.jit
+def first_reader(o_keys, left, right, shift):
+    """First row that sees a key; below 0 where no row is."""
+    from_start = (shift != 0) & (o_keys <= left + right)  # keys of the first window
+    return tl.where(from_start, 0, o_keys - right)
+
+
+@triton.jit
+def last_reader(o_keys, num_rows, left, right, shift):
+    """Last row that sees a key; past the class's end where no row is."""
+    to_end = (shift != 0) & (o_keys >= num_rows - (left + right + 1))  # keys of the last window
+    return tl.where(to_end, num_rows - 1, o_keys + left)
+
+
+@triton.jit
 def class_base(p, i_batch, i_head, i_class, batch_stride, token_stride, head_stride):
     """Where a class of a head starts."""
     return p + i_batch * batch_stride + i_head * head_stride + i_class * token_stride
 
 
 @triton.jit
-def load_rows(p_class, o_rows, o_dim, row_stride, num_rows, dim, UPCAST: tl.constexpr):
-    """Rows of a class, zeros past its end."""
-    mask = (o_rows < num_rows)[:, None] & (o_dim < dim)[None, :]
+def tile_mask(o_rows, o_dim, end_row, dim, WHOLE_D: tl.constexpr):
+    """What of a tile there is. WHOLE_D: all features, which GPUs load faster without a mask."""
+    if WHOLE_D:
+        mask = (o_rows < end_row)[:, None]
+    else:
+        mask = (o_rows < end_row)[:, None] & (o_dim < dim)[None, :]
+    return mask
+
+
+@triton.jit
+def load_rows(p_class, o_rows, o_dim, row_stride, end_row, dim, UPCAST: tl.constexpr, WHOLE_D: tl.constexpr = False):
+    """Rows of a class, zeros from end_row on."""
+    mask = tile_mask(o_rows, o_dim, end_row, dim, WHOLE_D)
     b_rows = tl.load(p_class + o_rows.to(tl.int64)[:, None] * row_stride + o_dim[None, :], mask=mask, other=0.0)
     if UPCAST:
         b_rows = b_rows.to(tl.float32)
@@ -59,8 +83,8 @@ def load_rows(p_class, o_rows, o_dim, row_stride, num_rows, dim, UPCAST: tl.cons
 
 
 @triton.jit
-def store_rows(p_class, b_rows, o_rows, o_dim, row_stride, num_rows, dim):
-    mask = (o_rows < num_rows)[:, None] & (o_dim < dim)[None, :]
+def store_rows(p_class, b_rows, o_rows, o_dim, row_stride, end_row, dim, WHOLE_D: tl.constexpr = False):
+    mask = tile_mask(o_rows, o_dim, end_row, dim, WHOLE_D)
     p_rows = p_class + o_rows.to(tl.int64)[:, None] * row_stride + o_dim[None, :]
     tl.store(p_rows, b_rows.to(p_class.dtype.element_ty), mask=mask)
 

@@ -18,6 +18,18 @@ def check_gpu(call: Any) -> str | None:
     return _check(call, "cuda", "CUDA devices", "pip install triton")
 
 
+NARROW = 96
+"""Keys of the widest windows that our kernels are faster at than FlashAttention-4, on an H200."""
+
+
+def check_narrow_gpu(call: Any) -> str | None:
+    """As `check_gpu`; wide windows are left to rows that follow, unless Triton is what the user named."""
+    kernel_size = call.options.get("kernel_size", 1)
+    if kernel_size > NARROW and not call.named:
+        return f"first choice up to kernel_size {NARROW}, got {kernel_size}"
+    return check_gpu(call)
+
+
 def check_npu(call: Any) -> str | None:
     """Why triton-ascend cannot run the call (dispatch.Call) on an NPU, or None."""
     return _check(call, "npu", "Ascend NPUs", 'pip install "nsa-kernels[npu]"')

@@ -28,43 +28,20 @@ Row numbers are int32 in the kernels, offsets of elements int64.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-KIB = 1024
+from ascend_kernels.device import KIB, MIN_UB, Device
+
 MAX_GRID = 65535
 MAX_TOKENS = 1 << 29
 """Row numbers, reaching a window and a tile past both ends, stay far inside int32."""
-UB_VARIABLE = "NSA_KERNELS_UB_BYTES"
 UB_SHARE = 0.75
-MIN_UB = 192 * KIB
-"""The smallest UB for which every specialisation exists."""
 VECTOR_CORES = 2
 """Vector cores per AI core."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """On-chip memories in bytes, and AI cores (one cube unit each): inferred from public documents, not measured."""
-
-    name: str
-    ub: int
-    l1: int
-    l0a: int
-    l0b: int
-    l0c: int
-    cores: int
-
-
-DEVICES = {
-    "A2": Device("A2", 192 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 20),
-    "A3": Device("A3", 192 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 24),
-    "950": Device("950", 256 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 256 * KIB, 28),
-}
 
 KERNELS = ("forward", "dq", "dkdv")
 BAND_KERNELS = ("band_scores", "band_ds", "band_rows", "band_columns", "band_gradients", "band_expand")
@@ -84,6 +61,12 @@ class Tiles:
     block_m: int
     block_n: int
     block_d: int
+    one_pass: bool = False
+    """Whether all that a program takes is one tile; then it keeps so few rows that their windows fit it."""
+
+    def rows_of(self, window: int) -> int:
+        """Rows that a program keeps of windows of so many keys."""
+        return min(self.block_m, self.block_n - window + 1) if self.one_pass else self.block_m
 
 
 @dataclass(frozen=True)
@@ -155,15 +138,6 @@ def fits(live: dict[str, int], device: Device) -> bool:
     return all(size <= capacity[memory] for memory, size in live.items())
 
 
-def device_of(name: str = "A2", ub: int | None = None) -> Device:
-    """A device by name, with the UB given, or by the environment variable NSA_KERNELS_UB_BYTES, or as listed."""
-    listed = DEVICES[name]
-    size = ub if ub is not None else int(os.environ.get(UB_VARIABLE) or listed.ub)
-    if size < MIN_UB:
-        raise ValueError(f"the UB must have at least {MIN_UB} bytes, got {size}")
-    return Device(name, size, listed.l1, listed.l0a, listed.l0b, listed.l0c, listed.cores)
-
-
 MIN_BLOCK_D = 64
 """Features of a tile on Ascend, at least: narrower heads take the same builds, of which there are to be few."""
 TIERS = (16, 128)
@@ -189,7 +163,11 @@ def ascend_tiles(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int) ->
         scores = steps * tiles.block_m * tiles.block_n * (8 if kernel == "forward" else 16)
         return (2 * rows * block_d * dtype.itemsize + scores + steps * STEP_BYTES) / tiles.block_m
 
-    candidates = (Tiles(block_m, block_n, block_d) for block_m in BLOCKS for block_n in BLOCKS)
+    candidates = (
+        Tiles(block_m, block_n, block_d, one_pass=kernel != "dkdv" and block_n >= block_m + tier - 1)
+        for block_m in BLOCKS
+        for block_n in BLOCKS
+    )
     return min((tiles for tiles in candidates if fits(live_bytes(kernel, tiles, dtype.itemsize), smallest)), key=cost)
 
 
@@ -290,10 +268,6 @@ def chunks(batch: int, bytes_each: int, memory: int) -> list[slice]:
     return [slice(start, min(start + size, batch)) for start in range(0, batch, size)]
 
 
-GPU_CORES = 132
-"""Persistent programs of a GPU that is not there to be asked: an H200 has as many multiprocessors."""
-
-
 DENSE_TILES = Tiles(64, 64, 64)
 """Of the dense backward on Ascend, for every dtype and D: features are one more dimension of the work. Square tiles of
 matrices, the same for all its kernels: one reads what another wrote."""
@@ -302,7 +276,7 @@ matrices, the same for all its kernels: one reads what another wrote."""
 def dense_work(kernel: str, tiles: Tiles, sequences: int, tokens: int, dim: int) -> int:
     """Pieces of work: tiles of rows, and of features where the kernel's results have them."""
     slices = 1 if kernel == "dense_ds" else -(-dim // tiles.block_d)
-    return work_of(tiles, sequences, tokens) * slices
+    return work_of(tiles, sequences=sequences, rows=tokens) * slices
 
 
 def dense_plan(
@@ -367,24 +341,59 @@ def ascend_plan(
         sequences: classes of all heads and batch elements. rows: in each of them.
     """
     tiles = ascend_tiles(kernel, dtype, dim, kernel_size)
-    grid = (max(1, min(work_of(tiles, sequences, rows), device.cores, MAX_GRID)),)
+    work = work_of(tiles, kernel_size, sequences=sequences, rows=rows)
+    grid = (max(1, min(work, device.cores, MAX_GRID)),)
     return Plan(tiles, grid, live_bytes(kernel, tiles, dtype.itemsize), {})
 
 
-def work_of(tiles: Tiles, sequences: int, rows: int) -> int:
-    """Pieces of work: tiles of all sequences."""
-    return sequences * -(-rows // tiles.block_m)
+def work_of(tiles: Tiles, window: int = 1, *, sequences: int, rows: int) -> int:
+    """Pieces of work: tiles of all sequences, which keep as many rows as windows of so many keys allow."""
+    return sequences * -(-rows // tiles.rows_of(window))
 
 
-def gpu_plan(kernel: str, dtype: torch.dtype, dim: int, kernel_size: int, *, sequences: int, rows: int) -> Plan:
-    """Tiles for an NVIDIA GPU, and one program per piece of work."""
+GPU_ONE_PASS = {"forward": 17, "dq": 17, "dkdv": 33}
+"""Windows up to which GPUs take one pass over the keys or queries of a tile."""
+
+
+def gpu_plan(
+    kernel: str,
+    dtype: torch.dtype,
+    dim: int,
+    window: int,
+    *,
+    sequences: int,
+    rows: int,
+    cores: int,
+    bounded: bool,
+) -> Plan:
+    """Tiles for an NVIDIA GPU, and a program per piece of work or, for some kernels of one pass, few per
+    multiprocessor, which load a piece while they compute the one before. The best of those measured on an H200, with
+    windows of 7 to 127 keys (docs/neighborhood_attention.md).
+
+    Args:
+        window: keys that a row sees. sequences, rows: as in `ascend_plan`. cores: multiprocessors.
+        bounded: whether rows see, or for dkdv are seen by, window + BLOCK_M - 1 rows of one head at most.
+    """
     block_d = block_of(dim)
-    options = dict(GPU_OPTIONS)
+    options, programs = {"num_warps": 4, "num_stages": 1}, None
     if dtype == torch.float32:
-        tiles, options = Tiles(32, 32, block_d), {**options, "num_warps": 8 if block_d == 256 else 4, "num_stages": 1}
+        tiles = Tiles(32, 32, block_d)
+        options["num_warps"] = 8 if block_d == 256 else 4
     elif block_d == 256:
         tiles = Tiles(64 if kernel == "forward" else 32, 32, block_d)
+        options["num_stages"] = 2
+    elif bounded and window <= GPU_ONE_PASS[kernel]:
+        small = kernel == "dkdv" and block_d < 128 and window <= 17
+        tiles = Tiles(*((16, 32) if small else (32, 64) if kernel == "dkdv" else (64, 64)), block_d, one_pass=True)
+        if kernel != "forward":
+            options["num_stages"], programs = 3, 4 if small else 2
+        elif block_d < 128:
+            options["num_stages"], programs = 2, 4
+        else:
+            options["maxnreg"] = 168
     else:
-        one_pass = kernel == "forward" and 2 <= kernel_size <= 65
-        tiles = Tiles(64, 128 if one_pass else 64, block_d)
-    return Plan(tiles, (min(work_of(tiles, sequences, rows), (1 << 31) - 1),), {}, options)
+        tiles = Tiles(64, 32, block_d)
+        options |= {"num_stages": 2, "maxnreg": 168} if kernel == "forward" else {"num_stages": 3}
+    work = min(work_of(tiles, window, sequences=sequences, rows=rows), (1 << 31) - 1)
+    grid = (work if programs is None else min(work, programs * cores),)
+    return Plan(tiles, grid, {}, GPU_OPTIONS | options)

@@ -164,18 +164,22 @@ def main(argv: list[str] | None = None) -> int:
         soft_wrap=True,
     )
     tbs = args.peak_tbs or (copy_bandwidth() if device.type == "cuda" else None)
-    rows, red, missing = run(args, backends, plan, device, tbs)
+    out = Path(args.out)
+    content = {**facts, "floor_tbs": tbs, "gate": "unfinished", "red": [], "missing": [], "rows": []}
+
+    def save(rows: list[Row]) -> None:
+        """After every shape: a peer that breaks the process's CUDA context must not take the others' results along."""
+        content["rows"] = [row.as_json() for row in rows]
+        write_json(out.with_suffix(".json"), content)
+
+    rows, red, missing = run(args, backends, plan, device, tbs, save)
     for reason in missing:
         console.print(reason, style="yellow", markup=False, soft_wrap=True)
-
-    out = Path(args.out)
-    content = {**facts, "floor_tbs": tbs, "gate": "red" if red else "green", "red": red, "missing": missing, "rows": []}
+    content |= {"gate": "red" if red else "green", "red": red, "missing": missing}
+    save([] if red else rows)
     if red:
-        write_json(out.with_suffix(".json"), content)
         console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
         return 1
-    content["rows"] = [row.as_json() for row in rows]
-    write_json(out.with_suffix(".json"), content)
     write_csv(out.with_suffix(".csv"), content["rows"])
     if plan.timed:
         plot(rows, out.with_suffix(".png"), content["device"], tbs)
@@ -188,6 +192,8 @@ def choose_backends(
 ) -> list[str]:
     """Every backend that runs forward and backward of the shape unasked, the default first; or the named one.
 
+    The reference counts only where there is nothing else.
+
     Raises:
         ValueError, dispatch.BackendError: when there is none.
     """
@@ -199,7 +205,7 @@ def choose_backends(
     call = dispatch.Call("neighborhood_attention", device, dtype, backward=True, options=options)
     first = dispatch.resolve(call, named).backend
     able = [verdict.impl.backend for verdict in dispatch.explain(call, named) if verdict.reason is None]
-    return [first, *(backend for backend in able if backend != first)]
+    return list(dict.fromkeys([first, *(backend for backend in able if backend != "reference")]))
 
 
 def run(
@@ -208,6 +214,7 @@ def run(
     plan: Plan,
     device: torch.device,
     tbs: float | None,
+    save: Callable[[list[Row]], None],
 ) -> tuple[list[Row], list[str], list[str]]:
     """A row for each shape, backend and pass; what is wrong, after which nothing is timed; which peers did not run."""
     rows: list[Row] = []
@@ -251,6 +258,7 @@ def run(
                 of_peers = {peer: peers.get((peer, direction)) for peer in PEERS}
                 default = name == names[0]
                 rows.append(make_row(args, shape, direction, name, default, measured, of_peers, tbs, dtype.itemsize))
+            save(rows)
     every = len(backends) * len(plan.passes)
     missing = [
         f"{name} did not run: {reason} ({'everywhere' if len(where) == every else '; '.join(where)})"

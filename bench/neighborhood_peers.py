@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from bench.inputs import Neighborhood
@@ -74,6 +75,7 @@ def residue_classes(tensor: Tensor, dilation: int) -> Tensor:
 
 def _flex(problem: Neighborhood, device: torch.device, dtype: torch.dtype) -> Candidate:
     torch.compiler.reset()  # each problem compiles anew, and compilations of one function are limited
+    functorch_config.donated_buffer = False  # so that backward may be repeated
     compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(problem, device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

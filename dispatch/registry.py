@@ -28,6 +28,7 @@ class Impl:
 
     op: str
     backend: str
+    """Its name for users. Rows may share one, as one backend may be best at some calls and still run others."""
     target: str
     check: str
     """Predicate on a Call, in a module that needs torch alone: the reason why the row cannot run it, or None."""
@@ -141,7 +142,7 @@ def _requested(backend: str | None, candidates: Sequence[Impl]) -> tuple[str | N
         return None, source
     if not isinstance(backend, str):
         raise TypeError(f"{source} must be a string or None, got {backend!r}")
-    known = [impl.backend for impl in candidates]
+    known = list(dict.fromkeys(impl.backend for impl in candidates))
     if backend not in known:
         raise ValueError(f"{source} must be one of {', '.join(known)} for {candidates[0].op}, got {backend!r}")
     return backend, source

@@ -15,6 +15,13 @@ ROWS: tuple[Impl, ...] = (
     Impl("nsa", "reference", target="nsa.reference:nsa", check="nsa.reference:check"),
     Impl(
         "neighborhood_attention",
+        "triton",
+        target="ascend_kernels.algorithms:forward",
+        check="ascend_kernels.support:check_narrow_gpu",
+        training="ascend_kernels.algorithms",
+    ),
+    Impl(
+        "neighborhood_attention",
         "cute",
         target="cute_kernels.neighborhood_attention:forward",
         check="cute_kernels.support:check_neighborhood_attention",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ascend_kernels import band_attention, tiling
+from ascend_kernels import band_attention, device, tiling
 from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention
 from nsa.neighborhood_attention import neighborhood_attention_forward
@@ -38,9 +38,9 @@ def names(launches: list[Launch]) -> list[str]:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 rows on few cores: borders everywhere, several steps of each loop and over the work."""
-    few = {name: replace(device, cores=3) for name, device in tiling.DEVICES.items()}
+    few = {name: replace(listed, cores=3) for name, listed in device.DEVICES.items()}
     monkeypatch.setattr(tiling, "band_tiles", lambda *_: tiling.Tiles(16, 32, 16))
-    monkeypatch.setattr(tiling, "DEVICES", few)
+    monkeypatch.setattr(device, "DEVICES", few)
 
 
 @pytest.mark.parametrize("window", WINDOWS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ascend_kernels import tiling
+from ascend_kernels import device, tiling
 from ascend_kernels.launch import recording
 from dispatch import neighborhood_attention
 from tests.helpers import make_qkv
@@ -28,10 +28,10 @@ WINDOWS: dict[str, dict[str, Any]] = {
 @contextmanager
 def small_tiles(monkeypatch: pytest.MonkeyPatch, cores: int = 3) -> Iterator[None]:
     """Tiles of 16 rows on few cores: borders everywhere, several steps of the inner loop and over the work."""
-    few = {name: replace(device, cores=cores) for name, device in tiling.DEVICES.items()}
+    few = {name: replace(listed, cores=cores) for name, listed in device.DEVICES.items()}
     with monkeypatch.context() as patch:
         patch.setattr(tiling, "ascend_tiles", lambda *a: tiling.Tiles(16, 16, tiling.block_of(a[2])))
-        patch.setattr(tiling, "DEVICES", few)
+        patch.setattr(device, "DEVICES", few)
         yield
 
 
@@ -78,8 +78,22 @@ def test_options(case: str) -> None:
     check("ascend", **CASES[case])
 
 
-def test_tiles_of_the_gpu() -> None:
-    check("triton", 100, kernel_size=31, boundary="shift")
+GPU_TILES: dict[str, dict[str, Any]] = {
+    "fp32": {"kernel_size": 31, "boundary": "shift"},
+    "one pass": {"kernel_size": 9, "dtype": torch.float16, "kv_heads": 2},
+    "one pass, moved": {"kernel_size": 9, "dtype": torch.float16, "kv_heads": 2, "boundary": "shift"},
+    "one pass, grouped": {"kernel_size": 17, "dtype": torch.float16},
+    "one pass, wide features": {"kernel_size": 16, "dtype": torch.float16, "kv_heads": 2, "dim": 128},
+    "one pass of dkdv": {"kernel_size": 33, "dtype": torch.float16, "kv_heads": 2, "causal": True, "dim": 64},
+    "several": {"kernel_size": 34, "dtype": torch.float16, "kv_heads": 2, "dilation": 2},
+    "packed": {"kernel_size": 9, "dtype": torch.float16, "kv_heads": 2, "packed": True},
+    "all at once": {"kernel_size": 200, "dtype": torch.float16, "kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("case", GPU_TILES)
+def test_tiles_of_the_gpu(case: str) -> None:
+    check("triton", 150, **GPU_TILES[case])
 
 
 def test_no_tokens() -> None:

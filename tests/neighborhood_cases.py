@@ -25,6 +25,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     head_major: bool = False,
+    packed: bool = False,
     algorithm: str = "auto",
     slack: float | None = None,
     **options: Any,
@@ -33,12 +34,16 @@ def check(
 
     Args:
         head_major: inputs are `[B,H,N,D]` in memory.
+        packed: inputs are parts of one tensor `[B,N,H+2*H_kv,D]`, so their strides are not those of the output.
         slack: allowance for differences of sums over D that cancel; None: what fp32 needs for numbers about 1.
         options: keywords of neighborhood_attention that change the result.
     """
     inputs = make_qkv(tokens, heads, kv_heads, dim, batch=batch, dtype=dtype, device=device, seed=tokens)
     if head_major:
         q, k, v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs)
+        inputs = (q, k, v)
+    if packed:
+        q, k, v = torch.cat(inputs, 2).split([heads, kv_heads, kv_heads], 2)
         inputs = (q, k, v)
     do = make_qkv(tokens, heads, kv_heads, dim, batch=batch, dtype=dtype, device=device, seed=tokens + 1)[0]
     got = _with_gradients(
@@ -60,6 +65,6 @@ def _fp64(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _with_gradients(function: Any, inputs: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]  # with their strides
     out = function(*leaves)
     return (out.detach(), *torch.autograd.grad(out, leaves, do.to(out.dtype)))

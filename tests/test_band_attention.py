@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ascend_kernels import band_attention, tiling
+from ascend_kernels.device import DEVICES
 from ascend_kernels.launch import recording
 from dispatch import neighborhood_attention
 from tests.band_cases import check
@@ -35,7 +36,7 @@ def test_planner_on_random_shapes() -> None:
         kernel = draw.choice(tiling.BAND_KERNELS)
         dtype = torch.float32 if kernel == "band_expand" else draw.choice(tiling.DTYPES)
         rows, kernel_size = int(2 ** draw.uniform(0, 29)), int(2 ** draw.uniform(0, 29))
-        device = tiling.device_of(draw.choice(list(tiling.DEVICES)))
+        device = draw.choice(list(DEVICES.values()))
         shape = {"batch": draw.randint(1, 300), "sequences": draw.randint(1, 1 << 12), "rows": rows}
         dim = draw.randint(1, tiling.MAX_DIM)
         plan, work = tiling.band_plan(kernel, dtype, dim, device=device, **shape)
@@ -58,7 +59,7 @@ def test_tiles_grow_with_the_sequence_as_far_as_the_memory_allows() -> None:
     for kernel in ("band_rows", "band_columns", "band_gradients"):
         assert rows_of(kernel, torch.float16, 1025) > rows_of(kernel, torch.float16, 1024)
         too_large = tiling.live_bytes(kernel, tiling.Tiles(64, 64, 64), 4)
-        assert not tiling.fits(too_large, tiling.device_of("A2"))
+        assert not tiling.fits(too_large, DEVICES["A2"])
         assert rows_of(kernel, torch.float32, 1025) == rows_of(kernel, torch.float32, 1024)
 
 

@@ -7,7 +7,9 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 import dispatch
 from ascend_kernels import reference, tiling
+from ascend_kernels.device import DEVICES, UB_VARIABLE, npu_of
 from ascend_kernels.launch import recording
 from dispatch import neighborhood_attention
 from nsa.neighborhood_attention import neighborhood_attention_forward
@@ -129,7 +132,7 @@ def test_cpu_tensors_run_the_reference() -> None:
         (ValueError, "algorithm must be one of auto, flash, band, dense, got 'fast'", {"algorithm": "fast"}),
         (
             ValueError,
-            "backend must be one of cute, triton, ascend, reference for neighborhood_attention",
+            "backend must be one of triton, cute, ascend, reference for neighborhood_attention",
             {"backend": "cudnn"},
         ),
         (dispatch.BackendError, "with TRITON_INTERPRET=1, got cpu", {"backend": "ascend"}),
@@ -145,6 +148,18 @@ def test_bad_arguments_are_named(error: type[Exception], message: str, changes: 
 def refusal(backend: str, device: str, dtype: torch.dtype = torch.float16, **options: Any) -> str | None:
     call = dispatch.Call("neighborhood_attention", device, dtype, options=options)
     return {verdict.impl.backend: verdict.reason for verdict in dispatch.explain(call)}[backend]
+
+
+def test_wide_windows_are_left_to_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    first, *_, again, _, _ = dispatch.explain(
+        dispatch.Call("neighborhood_attention", "cuda", torch.float16, options={"kernel_size": 97})
+    )
+    assert (first.impl.backend, first.reason) == ("triton", "first choice up to kernel_size 96, got 97")
+    assert (again.impl.backend, again.reason) == ("triton", None)
+    for named, kernel_size in ((None, 96), ("triton", 97)):
+        call = dispatch.Call("neighborhood_attention", "cuda", torch.float16, options={"kernel_size": kernel_size})
+        assert dispatch.explain(call, named)[0].reason is None
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +210,7 @@ def test_specialisations_are_few_and_fit_every_device() -> None:
     found = list(tiling.specialisations())
     assert len(found) == len(set(found)) <= 80
     for kernel, dtype, tiles in found:
-        for device in tiling.DEVICES.values():
+        for device in DEVICES.values():
             assert tiling.fits(tiling.live_bytes(kernel, tiles, dtype.itemsize), device), (kernel, tiles, device)
 
 
@@ -208,7 +223,7 @@ def test_planner_on_random_shapes() -> None:
         tokens = int(2 ** draw.uniform(0, 29))
         kernel_size = int(2 ** draw.uniform(0, 29))
         dim = draw.randint(1, tiling.MAX_DIM)
-        device = tiling.device_of(draw.choice(list(tiling.DEVICES)))
+        device = draw.choice(list(DEVICES.values()))
         heads = draw.randint(1, 256)
         plan = tiling.ascend_plan(kernel, dtype, dim, kernel_size, sequences=heads, rows=tokens, device=device)
         tiles, live = plan.tiles, plan.live_bytes
@@ -221,16 +236,62 @@ def test_planner_on_random_shapes() -> None:
         assert tokens + reach + tiles.block_m + tiles.block_n < 2**31
 
 
+@given(
+    kernel=st.sampled_from(tiling.KERNELS),
+    dtype=st.sampled_from(tiling.DTYPES),
+    dim=st.integers(1, tiling.MAX_DIM),
+    window=st.integers(1, 1 << 29) | st.integers(1, 70),
+    rows=st.integers(1, 1 << 29),
+    bounded=st.booleans(),
+)
+def test_plans_for_gpus(kernel: str, dtype: torch.dtype, dim: int, window: int, rows: int, bounded: bool) -> None:
+    """One pass is taken only where a tile holds all that its rows see, and keeps half of the tile's rows at least."""
+    plan = tiling.gpu_plan(kernel, dtype, dim, window, sequences=3, rows=rows, cores=132, bounded=bounded)
+    tiles = plan.tiles
+    kept = tiles.rows_of(window)
+    assert tiles.block_d >= dim
+    assert tiles.block_m // 2 <= kept <= tiles.block_m
+    if tiles.one_pass:
+        assert bounded
+        assert kept + window - 1 <= tiles.block_n
+    work = tiling.work_of(tiles, window, sequences=3, rows=rows)
+    assert 3 * rows <= work * kept < 3 * (rows + kept)
+    assert 1 <= plan.grid[0] <= min(work, 2**31 - 1)
+
+
 def test_an_oversize_tile_does_not_fit() -> None:
     tiles = tiling.Tiles(128, 128, 256)
-    assert not tiling.fits(tiling.live_bytes("forward", tiles, 4), tiling.DEVICES["950"])
+    assert not tiling.fits(tiling.live_bytes("forward", tiles, 4), DEVICES["950"])
 
 
-def test_ub_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tiling.device_of("A3", ub=256 * 1024).ub == 256 * 1024
-    monkeypatch.setenv(tiling.UB_VARIABLE, "1024")
+class FakeDriver:
+    """What of Triton-Ascend's driver is asked: an NPU is not here."""
+
+    def __init__(self, arch: str) -> None:
+        self.active = self.utils = self
+        self.arch = arch
+
+    def get_current_target(self) -> FakeDriver:
+        return self
+
+    def get_device_properties(self, index: int) -> dict[str, int]:
+        return {"num_aicore": 25, "num_vectorcore": 50}
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    npu, cpu = SimpleNamespace(type="npu", index=None), torch.device("cpu")
+    for arch, name in (("Ascend910B4", "A2"), ("Ascend910_9392", "A3"), ("Ascend950PR", "950")):
+        monkeypatch.setattr("triton.runtime.driver", FakeDriver(arch))
+        assert npu_of(npu) == replace(DEVICES[name], cores=25)
+    monkeypatch.setattr("triton.runtime.driver", FakeDriver("Ascend310P3"))
+    with pytest.raises(ValueError, match="Ascend310P3 is none of the NPUs listed"):
+        npu_of(npu)
+    assert npu_of(cpu) == DEVICES["A2"]
+    monkeypatch.setenv(UB_VARIABLE, str(256 * 1024))
+    assert npu_of(npu).ub == npu_of(cpu).ub == 256 * 1024
+    monkeypatch.setenv(UB_VARIABLE, "1024")
     with pytest.raises(ValueError, match="must have at least 196608 bytes, got 1024"):
-        tiling.device_of()
+        npu_of(cpu)
 
 
 # The kernels
@@ -268,6 +329,12 @@ GPU_CASES: dict[str, dict[str, Any]] = {
     "causal": {"tokens": 3001, "dim": 80, "kernel_size": 300, "causal": True, "batch": 2},
     "widest features": {"tokens": 1500, "dim": 256, "kernel_size": 129, "boundary": "shift"},
     "head-major": {"tokens": 2049, "dim": 128, "kernel_size": 9, "head_major": True, "heads": 4, "kv_heads": 4},
+    "one pass": {"tokens": 5000, "dim": 128, "kernel_size": 9, "heads": 4, "kv_heads": 4},
+    "one pass, dilated": {"tokens": 4097, "dim": 128, "kernel_size": 15, "dilation": 8, "kv_heads": 2},
+    "one pass, causal, narrow": {"tokens": 3000, "dim": 64, "kernel_size": 17, "causal": True, "kv_heads": 2},
+    "one pass, moved, grouped": {"tokens": 3000, "dim": 64, "kernel_size": 12, "boundary": "shift"},
+    "one pass of dkdv": {"tokens": 2500, "dim": 128, "kernel_size": 33, "kv_heads": 2},
+    "packed": {"tokens": 2500, "dim": 128, "kernel_size": 9, "packed": True, "heads": 4, "kv_heads": 4},
     "long": {"tokens": 65536, "dim": 128, "kernel_size": 63, "dilation": 8},
 }
 

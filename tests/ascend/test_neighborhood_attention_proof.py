@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ascend_kernels import tiling
+from ascend_kernels.device import DEVICES
 from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention
 from tests import neighborhood_cases
@@ -43,7 +44,7 @@ def gate(launches: Sequence[Launch]) -> None:
         assert gates.count_block_copies(linalg) == COPIES[name]
         plan = plan_of(one)
         gates.assert_plan_is_honest(plan, linalg, name)
-        for device in tiling.DEVICES:
+        for device in DEVICES:
             gates.assert_plan(plan, device, name)
 
 
@@ -55,7 +56,7 @@ def plan_of(one: Launch) -> tiling.Plan:
 
 
 def tiles_of(one: Launch) -> tiling.Tiles:
-    return tiling.Tiles(*(one.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D")))
+    return tiling.Tiles(*(one.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D", "ONE_PASS")))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,72 @@
+"""What the planner must know of a device: on-chip memories of an NPU, and how many cores there are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+KIB = 1024
+UB_VARIABLE = "NSA_KERNELS_UB_BYTES"
+MIN_UB = 192 * KIB
+"""The smallest UB for which every specialisation exists."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """On-chip memories in bytes, and AI cores (one cube unit each): inferred from public documents, not measured."""
+
+    name: str
+    ub: int
+    l1: int
+    l0a: int
+    l0b: int
+    l0c: int
+    cores: int
+
+
+DEVICES = {
+    "A2": Device("A2", 192 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 20),
+    "A3": Device("A3", 192 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 128 * KIB, 24),
+    "950": Device("950", 256 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 256 * KIB, 28),
+}
+ARCHITECTURES = {"Ascend910B": "A2", "Ascend910_93": "A3", "Ascend910_95": "950", "Ascend950": "950"}
+"""How the names of Triton-Ascend's targets begin."""
+
+GPU_CORES = 132
+"""Multiprocessors of a GPU that is not there to be asked: an H200 has as many."""
+
+
+def npu_of(device: torch.device) -> Device:
+    """The NPU that holds tensors; for CPU tensors, which simulators take, an A2.
+
+    Memories are those listed for its architecture, with the UB that NSA_KERNELS_UB_BYTES gives; cores are the driver's.
+
+    Raises:
+        ValueError: the UB is smaller than MIN_UB, or the architecture is not listed and nothing gives its UB.
+    """
+    given = os.environ.get(UB_VARIABLE)
+    if device.type != "npu":
+        found = DEVICES["A2"]
+    else:
+        from triton.runtime import driver
+
+        arch = str(driver.active.get_current_target().arch)
+        name = next((name for prefix, name in ARCHITECTURES.items() if arch.startswith(prefix)), None)
+        if name is None and not given:
+            known = ", ".join(ARCHITECTURES)
+            raise ValueError(f"{arch} is none of the NPUs listed ({known}): set {UB_VARIABLE} to the bytes of its UB")
+        properties = driver.active.utils.get_device_properties(device.index or 0)
+        found = replace(DEVICES[name or "A2"], cores=properties["num_aicore"])
+    ub = int(given) if given else found.ub
+    if ub < MIN_UB:
+        raise ValueError(f"the UB must have at least {MIN_UB} bytes, got {ub}")
+    return replace(found, ub=ub)
+
+
+def gpu_cores(device: torch.device) -> int:
+    """Multiprocessors of the GPU that holds tensors; GPU_CORES for CPU tensors."""
+    if device.type != "cuda":
+        return GPU_CORES
+    return torch.cuda.get_device_properties(device).multi_processor_count
