@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from bench.inputs import Neighborhood
 
 FLEX_BLOCK = 128
+LIGER_TOKENS = 46340
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -126,6 +127,8 @@ def _liger(problem: Neighborhood, device: torch.device, dtype: torch.dtype) -> C
         raise Unavailable(f"not installed: pip install liger-kernel==0.8.5 ({error})") from error
     if problem.kernel_size % 2 == 0:
         raise Unavailable(f"takes odd windows, got {problem.kernel_size}")
+    if problem.tokens > LIGER_TOKENS:
+        raise Unavailable(f"addresses [N,N] with 32 bits, N <= {LIGER_TOKENS}: at 65536 it ended the process")
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = Function.apply(q, k, v, problem.kernel_size, problem.dilation)

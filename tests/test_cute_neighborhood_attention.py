@@ -337,9 +337,11 @@ def test_q_k_and_v_projected_together_on_a_gpu() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
-def test_is_the_default_on_a_gpu() -> None:
+def test_is_the_default_for_wide_windows_on_a_gpu() -> None:
     q, k, v = on_gpu(500)
-    assert torch.equal(neighborhood_attention(q, k, v), neighborhood_attention(q, k, v, backend="cute"))
+    for kernel_size, backend in ((96, "triton"), (97, "cute")):
+        default = neighborhood_attention(q, k, v, kernel_size=kernel_size)
+        assert torch.equal(default, neighborhood_attention(q, k, v, kernel_size=kernel_size, backend=backend))
     with pytest.raises(dispatch.BackendError, match=r"cute: takes boundary='truncate' only"):
         neighborhood_attention(q, k, v, boundary="shift", backend="cute")
 
