@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ascend_kernels import attention_backward, band_attention, flash_attention
@@ -31,6 +32,14 @@ def forward(
     if algorithm != "flash":
         return band_attention.forward(q, k, v, return_band=keep, **options)
     return flash_attention.forward(q, k, v, **options)
+
+
+def kept_like(q: Tensor, k: Tensor, v: Tensor, *, algorithm: str = "flash", **options: Any) -> Tensor:
+    """Uninitialised: what `forward` keeps."""
+    if algorithm != "flash":
+        batch, num_tokens, heads, _ = q.shape
+        return q.new_empty((batch, heads, num_tokens, options["kernel_size"]), dtype=torch.float32)
+    return flash_attention.kept_like(q, k, v, **options)
 
 
 def backward(

@@ -11,12 +11,12 @@ right + 1 and
     s = scale * q k^T    p = exp(s - m) / sum    o = p v    lse = m + log(sum)
     delta = sum(o * do)    ds = p * (do v^T - delta)    dq = scale * ds k    dk = scale * ds^T q    dv = p^T do
 
-Tiling. start is monotonic, so consecutive rows share one contiguous window of keys, M rows M + K - 1 keys. `forward` and
-`dq` keep a tile of BLOCK_M queries and walk over its window BLOCK_N keys at a time, with an online softmax or with the
-saved LSE. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen by the rows u - right ...
-u + left; with shift, a key below K also by all rows before those, and a key from S - K on also by all rows after them.
-It does so for every query head of its key head, so no two programs add to one place and results are the same in every
-run.
+Tiling. start is monotonic, so consecutive rows share one contiguous window of keys, M rows M + K - 1 keys. `forward`
+and `dq` keep a tile of BLOCK_M queries and walk over its window BLOCK_N keys at a time, with an online softmax or with
+the saved LSE. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen by the rows u - right
+... u + left; with shift, a key below K also by all rows before those, and a key from S - K on also by all rows after
+them. It does so for every query head of its key head, so no two programs add to one place and results are the same in
+every run.
 
 One pass. Where K is small against BLOCK_N, a tile keeps no more rows than BLOCK_N - K + 1: then the window is one tile,
 nothing is rescaled, and on NVIDIA GPUs a program that strides over tiles loads the next one while it computes.
@@ -404,6 +404,13 @@ def forward(
     lse = _per_row(q, sizes)
     _launch("forward", backend, sizes, {"q": q, "k": k, "v": v, "o": out}, {"p_lse": lse})
     return out, lse
+
+
+def kept_like(
+    q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int, dilation: int, boundary: str, causal: bool, **_: Any
+) -> Tensor:
+    """Uninitialised LSE, as `forward` gives it."""
+    return _per_row(q, sizes_of(q, k, kernel_size, dilation, 1.0, boundary, causal))
 
 
 def backward(

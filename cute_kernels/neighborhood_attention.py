@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,16 +67,22 @@ def forward(
     """
     q, k, v = (vectorizable(tensor) for tensor in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    batch, num_tokens, heads, _ = q.shape
-    classes = _num_classes(num_tokens, dilation)
-    rows = -(-num_tokens // (classes * LSE_ROWS)) * LSE_ROWS
-    lse = torch.empty((batch, classes, heads, rows), dtype=torch.float32, device=q.device)
+    num_tokens = q.shape[1]
+    classes, lse = _num_classes(num_tokens, dilation), kept_like(q, k, v, dilation=dilation)
     left, right = _window(kernel_size, causal, num_tokens)
     tensors = (q, k, v, out)
     for piece in _pieces(tensors, classes):
         *qkv, o = (piece.of(tensor) for tensor in tensors)
         fa4.window(*qkv, left=left, right=right, scale=_scale(q, softmax_scale), into=(o, piece.of_lse(lse)))
     return out, lse
+
+
+def kept_like(q: Tensor, k: Tensor, v: Tensor, *, dilation: int, **others: Any) -> Tensor:
+    """Uninitialised LSE, as `forward` gives it."""
+    batch, num_tokens, heads = q.shape[:3]
+    classes = _num_classes(num_tokens, dilation)
+    rows = -(-num_tokens // (classes * LSE_ROWS)) * LSE_ROWS
+    return q.new_empty((batch, classes, heads, rows), dtype=torch.float32)
 
 
 def backward(

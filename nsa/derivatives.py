@@ -1,7 +1,10 @@
-"""First derivatives that have none of their own."""
+"""Derivatives inside of operators, and first derivatives that have none of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +22,23 @@ def without_second(op: str, gradients: list[Tensor | None], *sources: Tensor) ->
     if torch.is_grad_enabled():
         return list(_Constant.apply(op, gradients, *sources))
     return gradients
+
+
+def differentiate(function: Callable[..., Tensor], inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:
+    """Gradients of `function(*inputs)`, contiguous, by running it again under autograd; for the inside of operators.
+
+    An operator runs below autograd, and so does all that its thread does meanwhile: another one differentiates.
+    """
+    stream = torch.cuda.stream(torch.cuda.current_stream(do.device)) if do.is_cuda else nullcontext()
+
+    def run() -> list[Tensor]:
+        with stream:
+            leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+            gradients = torch.autograd.grad(function(*leaves), leaves, do, materialize_grads=True)
+        return [gradient.contiguous() for gradient in gradients]
+
+    with ThreadPoolExecutor(1) as other_thread:
+        return other_thread.submit(run).result()
 
 
 def refuse_second(op: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
-from numbers import Real
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,12 +11,17 @@ from torch import Tensor
 import dispatch
 from nsa.backward_cache import BackwardCache
 from nsa.derivatives import without_second
+from nsa.neighborhood_calls import (
+    PATHS,
+    Window,
+    check_backward_tensors,
+    check_choice,
+    check_tensors,
+    needs_grad,
+    resolve,
+)
+from nsa.neighborhood_ops import call_forward
 from nsa.ops import autocast_off
-
-BOUNDARIES = ("truncate", "shift")
-ALGORITHMS = ("auto", "flash", "band", "dense")
-PATHS = ("auto", "sparse", "dense")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def neighborhood_attention(
@@ -61,8 +64,10 @@ def neighborhood_attention(
             algorithm="dense" beyond the limits of its backward, where there will be one.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
     """
+    if torch.compiler.is_compiling():
+        return call_forward(q, k, v, kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend)
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
-    impl = _resolve(q, k, v, window, algorithm, backend, band=False)
+    impl = resolve(q, k, v, window, algorithm, backend, band=False)
     with autocast_off(q.device.type):
         if impl.training is None:
             out: Tensor = impl.load()(q, k, v, **asdict(window))[0]
@@ -70,7 +75,7 @@ def neighborhood_attention(
         options = {**asdict(window), "backend": impl.backend}
         if algorithm in ("band", "dense"):
             options["algorithm"] = algorithm
-            if not _needs_grad(q, k, v):
+            if not needs_grad(q, k, v):
                 out = impl.load()(q, k, v, **options, keep=False)[0]
                 return out
         result: Tensor = _Trained.apply(q, k, v, impl, options)
@@ -98,7 +103,7 @@ def neighborhood_attention_forward(
     """
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     with torch.no_grad(), autocast_off(q.device.type if isinstance(q, Tensor) else "cpu"):
-        impl = _resolve(q, k, v, window, algorithm, backend, band=True)
+        impl = resolve(q, k, v, window, algorithm, backend, band=True)
         if impl.training is None:
             out, band, _ = impl.load()(q, k, v, **asdict(window))
         else:
@@ -149,8 +154,8 @@ def neighborhood_attention_backward(
     check_choice("path", path, PATHS)
     if cache is not None and not isinstance(cache, BackwardCache):
         raise TypeError(f"cache must be a BackwardCache or None, got {type(cache).__name__}")
-    _check_tensors(q, k, v)
-    _check_backward_tensors(do, attn, q, kernel_size)
+    check_tensors(q, k, v)
+    check_backward_tensors(do, attn, q, kernel_size)
     options = {**asdict(window), "path": path, "band": True, "shape": tuple(q.shape)}
     call = dispatch.Call("neighborhood_attention_backward", q.device, q.dtype, backward=True, options=options)
     impl = dispatch.resolve(call, backend)
@@ -166,102 +171,6 @@ def neighborhood_attention_backward(
     else:
         dq, dk, dv = cache.gradients((do, q, k, v, attn), (window, path, impl.backend), compute)
     return dq, dk, dv
-
-
-@dataclass(frozen=True)
-class Window:
-    """The options that change the result, checked."""
-
-    kernel_size: int
-    dilation: int
-    softmax_scale: float | None
-    boundary: str
-    causal: bool
-
-    def __post_init__(self) -> None:
-        for name in ("kernel_size", "dilation"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        scale = self.softmax_scale
-        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
-            raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
-        if scale is not None and not math.isfinite(scale):
-            raise ValueError(f"softmax_scale must be finite, got {scale}")
-        check_choice("boundary", self.boundary, BOUNDARIES)
-        if not isinstance(self.causal, bool):
-            raise TypeError(f"causal must be True or False, got {self.causal!r}")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}")
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have the layout [B,N,heads,D], got shape {list(tensor.shape)}")
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(q.dtype)}")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} must be {_short(q.dtype)} (q is {_short(q.dtype)}), got {_short(tensor.dtype)}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
-    batch, num_tokens, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    if dim == 0 or heads == 0:
-        raise ValueError(f"q must have at least one head and D >= 1, got shape {list(q.shape)}")
-    if kv_heads == 0 or heads % kv_heads != 0:
-        raise ValueError(f"q must have a multiple of k's H_kv={kv_heads} heads (at least one), got H={heads}")
-    for name, tensor in (("k", k), ("v", v)):
-        wanted = [batch, num_tokens, kv_heads, dim]
-        if list(tensor.shape) != wanted:
-            raise ValueError(f"{name} must have the shape {wanted}, got {list(tensor.shape)}")
-
-
-def _check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, kernel_size: int) -> None:
-    for name, tensor in (("do", do), ("attn", attn)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
-    if do.dtype != q.dtype:
-        raise TypeError(f"do must be {_short(q.dtype)} (q is {_short(q.dtype)}), got {_short(do.dtype)}")
-    if do.shape != q.shape:
-        raise ValueError(f"do must have q's shape {list(q.shape)}, got {list(do.shape)}")
-    if attn.dtype not in DTYPES:
-        raise TypeError(f"attn must be bfloat16, float16, float32 or float64, got {_short(attn.dtype)}")
-    batch, num_tokens, heads, _ = q.shape
-    band, dense = [batch, heads, num_tokens, kernel_size], [batch, heads, num_tokens, num_tokens]
-    if list(attn.shape) not in (band, dense):
-        raise ValueError(f"attn must be a band {band} or of all pairs {dense}, got shape {list(attn.shape)}")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _resolve(
-    q: Tensor, k: Tensor, v: Tensor, window: Window, algorithm: str, backend: str | None, *, band: bool
-) -> dispatch.Impl:
-    """Check everything and find the backend that takes the call."""
-    check_choice("algorithm", algorithm, ALGORITHMS)
-    _check_tensors(q, k, v)
-    options = {**asdict(window), "algorithm": algorithm, "band": band, "shape": tuple(q.shape)}
-    call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=_needs_grad(q, k, v), options=options)
-    return dispatch.resolve(call, backend)
-
-
-def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 class _Trained(torch.autograd.Function):

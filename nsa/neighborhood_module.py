@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from nsa.module import RotaryHook, head_sizes
-from nsa.neighborhood_attention import ALGORITHMS, Window, check_choice, neighborhood_attention
+from nsa.neighborhood_attention import neighborhood_attention
+from nsa.neighborhood_calls import ALGORITHMS, Window, check_choice
 
 
 class NeighborhoodAttention(nn.Module):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from dispatch import Impl
 from nsa.config import NSAConfig
+from nsa.derivatives import differentiate
 from nsa.tensors import NSAInputs
 
 
@@ -29,16 +29,12 @@ class Rerun:
         self, inputs: NSAInputs, config: NSAConfig, saved: list[Tensor], do: Tensor, *, deterministic: bool
     ) -> dict[str, Tensor]:
         """Gradients of all floating-point inputs, by name."""
-        stream = torch.cuda.stream(torch.cuda.current_stream(do.device)) if do.is_cuda else nullcontext()
+        names = [name for name, tensor in inputs.tensors().items() if tensor.is_floating_point()]
 
-        def differentiate() -> dict[str, Tensor]:
-            with stream:
-                leaves = inputs.map(lambda tensor: tensor.detach().requires_grad_())
-                wanted = {name: tensor for name, tensor in leaves.tensors().items() if tensor.requires_grad}
-                out, _ = self.run(leaves, config, aux=False)
-                gradients = torch.autograd.grad(out, list(wanted.values()), do, materialize_grads=True)
-            return {name: tensor.contiguous() for name, tensor in zip(wanted, gradients, strict=True)}
+        def run(*tensors: Tensor) -> Tensor:
+            given: dict[str, Any] = dict(zip(names, tensors, strict=True))
+            out: Tensor = self.run(replace(inputs, **given), config, aux=False)[0]
+            return out
 
-        # An operator runs below autograd, and so does all that its thread does meanwhile
-        with ThreadPoolExecutor(1) as other_thread:
-            return other_thread.submit(differentiate).result()
+        gradients = differentiate(run, [getattr(inputs, name) for name in names], do)
+        return dict(zip(names, gradients, strict=True))

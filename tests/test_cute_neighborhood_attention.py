@@ -258,12 +258,13 @@ def test_needs_a_gpu_that_flash_attention_knows(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.usefixtures("hopper")
-def test_goes_before_triton_where_it_can_run() -> None:
+def test_goes_before_triton_where_windows_are_wide_and_it_can_run() -> None:
     def chosen(**options: Any) -> str:
         return dispatch.resolve(dispatch.Call("neighborhood_attention", "cuda:0", BF16, options=options)).backend
 
-    assert chosen(boundary="truncate") == "cute"
-    assert chosen(boundary="shift") == "triton"
+    assert chosen(boundary="truncate", kernel_size=97) == "cute"
+    assert chosen(boundary="truncate", kernel_size=96) == "triton"
+    assert chosen(boundary="shift", kernel_size=97) == "triton"
 
 
 # On a GPU

@@ -1,0 +1,113 @@
+"""What a call of neighborhood attention must be, and which backend takes it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+import dispatch
+
+BOUNDARIES = ("truncate", "shift")
+ALGORITHMS = ("auto", "flash", "band", "dense")
+PATHS = ("auto", "sparse", "dense")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The options that change the result, checked."""
+
+    kernel_size: int
+    dilation: int
+    softmax_scale: float | None
+    boundary: str
+    causal: bool
+
+    def __post_init__(self) -> None:
+        for name in ("kernel_size", "dilation"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        scale = self.softmax_scale
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
+            raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"softmax_scale must be finite, got {scale}")
+        check_choice("boundary", self.boundary, BOUNDARIES)
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal must be True or False, got {self.causal!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have the layout [B,N,heads,D], got shape {list(tensor.shape)}")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(q.dtype)}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must be {_short(q.dtype)} (q is {_short(q.dtype)}), got {_short(tensor.dtype)}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+    batch, num_tokens, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    if dim == 0 or heads == 0:
+        raise ValueError(f"q must have at least one head and D >= 1, got shape {list(q.shape)}")
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(f"q must have a multiple of k's H_kv={kv_heads} heads (at least one), got H={heads}")
+    for name, tensor in (("k", k), ("v", v)):
+        wanted = [batch, num_tokens, kv_heads, dim]
+        if list(tensor.shape) != wanted:
+            raise ValueError(f"{name} must have the shape {wanted}, got {list(tensor.shape)}")
+
+
+def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, kernel_size: int) -> None:
+    for name, tensor in (("do", do), ("attn", attn)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+    if do.dtype != q.dtype:
+        raise TypeError(f"do must be {_short(q.dtype)} (q is {_short(q.dtype)}), got {_short(do.dtype)}")
+    if do.shape != q.shape:
+        raise ValueError(f"do must have q's shape {list(q.shape)}, got {list(do.shape)}")
+    if attn.dtype not in DTYPES:
+        raise TypeError(f"attn must be bfloat16, float16, float32 or float64, got {_short(attn.dtype)}")
+    batch, num_tokens, heads, _ = q.shape
+    band, dense = [batch, heads, num_tokens, kernel_size], [batch, heads, num_tokens, num_tokens]
+    if list(attn.shape) not in (band, dense):
+        raise ValueError(f"attn must be a band {band} or of all pairs {dense}, got shape {list(attn.shape)}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve(
+    q: Tensor, k: Tensor, v: Tensor, window: Window, algorithm: str, backend: str | None, *, band: bool
+) -> dispatch.Impl:
+    """Check everything and find the backend that takes the call."""
+    check_choice("algorithm", algorithm, ALGORITHMS)
+    check_tensors(q, k, v)
+    options = {**asdict(window), "algorithm": algorithm, "band": band, "shape": tuple(q.shape)}
+    call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=needs_grad(q, k, v), options=options)
+    return dispatch.resolve(call, backend)
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
