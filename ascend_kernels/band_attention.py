@@ -83,7 +83,7 @@ def backward(
     """dq, dk, dv, contiguous, from what `forward` took and the band that it gave. Bitwise the same in every run.
 
     Args:
-        fused: dq, dk and dv in one launch; otherwise in three, with the same results.
+        fused: dq, dk and dv in one launch; otherwise in three, which add up in the same order.
     """
     do, q, k, v = (rows_contiguous(tensor) for tensor in (do, q, k, v))
     band = band.contiguous()

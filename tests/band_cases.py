@@ -32,7 +32,10 @@ def check(
     softmax_scale: float | None = None,
     **window: Any,
 ) -> None:
-    """All launchers: values within the budget of helpers.py, exact expansion, and fused gradients as separate ones.
+    """All launchers: values within the budget of helpers.py, and exact expansion.
+
+    On CPU tensors fused and separate gradients also agree in every bit: what runs them rounds each operation as it is
+    written. A GPU's compiler fuses multiplications and additions of each kernel as it likes.
 
     Args:
         layout: "token-major", "head-major" (`[B,H,N,D]` in memory), or "strided" (every second feature of a tensor).
@@ -47,15 +50,17 @@ def check(
     out, band = run(lambda: band_attention.forward(q, k, v, **options, backend=backend))
     gradients = run(lambda: band_attention.backward(do, q, k, v, band, **options, backend=backend))
     separate = run(lambda: band_attention.backward(do, q, k, v, band, **options, backend=backend, fused=False))
-    assert all(torch.equal(a, b) for a, b in zip(gradients, separate, strict=True))
+    if device == "cpu":
+        assert all(torch.equal(a, b) for a, b in zip(gradients, separate, strict=True))
     assert band.dtype == torch.float32
-    assert all(tensor.dtype == dtype for tensor in (out, *gradients))
+    assert all(tensor.dtype == dtype for tensor in (out, *gradients, *separate))
 
     exact = _oracle(q.double(), k.double(), v.double(), do.double(), options, None)
     low = _oracle(q, k, v, do, options, dtype)
     rounding = dim * torch.finfo(torch.float32).eps  # sums over D in fp32, in another order than PyTorch's
-    for name, mine, truth, theirs in zip(NAMES, (out, band, *gradients), exact, low, strict=True):
-        assert_within_budget(mine, truth, theirs, f"{name} of N={tokens} {options}", slack=rounding)
+    for found in (gradients, separate):
+        for name, mine, truth, theirs in zip(NAMES, (out, band, *found), exact, low, strict=True):
+            assert_within_budget(mine, truth, theirs, f"{name} of N={tokens} {options}", slack=rounding)
     assert torch.equal(band == 0, exact[1] == 0)
 
     if tokens * tokens <= 1 << 16:
