@@ -41,7 +41,7 @@ from torch import Tensor
 from ascend_kernels import tiling
 from ascend_kernels.device import gpu_cores, npu_of
 from ascend_kernels.launch import launch
-from ascend_kernels.rows import load_rows, rows_contiguous, store_rows
+from ascend_kernels.rows import empty_like_rows, load_rows, rows_contiguous, store_rows
 
 # Kernels
 
@@ -263,7 +263,8 @@ def backward(
     causal: bool,
     backend: str,
     persistent: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    results: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
     """Gradients from probabilities of checked inputs.
 
     Args:
@@ -271,12 +272,13 @@ def backward(
         attn: `[B,H,N,N]` fp32, 0 outside of the windows.
         backend: "triton" or "ascend", whose tiles and grid to use.
         persistent: a program per core instead of one per piece of work; None: on Ascend only.
+        results: where they go, with any strides of batch elements, tokens and heads; None: new tensors, contiguous.
 
     Returns:
-        dq, dk, dv, contiguous.
+        dq, dk, dv.
     """
     do, q, k, v, attn = (rows_contiguous(tensor) for tensor in (do, q, k, v, attn))
-    dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    dq, dk, dv = results or empty_like_rows(q, k, v)
     if q.numel() == 0:
         return dq, dk, dv
     ds = torch.empty(attn.shape, dtype=q.dtype, device=q.device)

@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dispatch
-from ascend_kernels import attention_backward, reference, tiling
+from ascend_kernels import attention_backward, band_attention, dense_attention, reference, tiling
 from ascend_kernels.device import DEVICES
 from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention, neighborhood_attention_backward
 from nsa.neighborhood_attention import neighborhood_attention_forward
 from tests import backward_cases
 from tests.helpers import make_qkv
+from tests.live_memory import PeakBytes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -219,6 +220,69 @@ def test_grid_of_the_dense_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded(3) == SPARSE
     with pytest.raises(ValueError, match="takes grids up to 64 programs; one key head with its 3 query heads needs 96"):
         recorded(3, path="dense")
+
+
+def every_second(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, not contiguous in any dim."""
+    return tensor.repeat_interleave(2, -1)[..., ::2]
+
+
+ATTN: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "a band": ({}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 4}),
+    "a strided band": ({"strided": True}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
+    "a band in bf16": ({"dtype": torch.bfloat16}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
+    "a strided band in bf16": (
+        {"dtype": torch.bfloat16, "strided": True},
+        {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8},
+    ),
+    "a wide band in bf16": (
+        {"dtype": torch.bfloat16, "slots": 300},
+        {"dense": 64 * 64 * 4 + 64 * 300 * 4, "sparse": 64 * 300 * 8},
+    ),
+    "all pairs": ({"slots": 64}, {"dense": 64 * 64 * 2, "sparse": 64 * 7 * 8}),
+    "strided pairs": ({"slots": 64, "strided": True}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
+    "pairs in bf16": ({"slots": 64, "dtype": torch.bfloat16}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
+    "strided pairs in bf16": (
+        {"slots": 64, "dtype": torch.bfloat16, "strided": True},
+        {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8},
+    ),
+    "pairs in fp64": ({"slots": 64, "dtype": torch.float64}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 12}),
+}
+"""Probabilities of 64 tokens, and bytes of workspace for one query head in fp16."""
+
+
+@pytest.mark.parametrize("strided_rows", [False, True], ids=["rows", "strided rows"])
+@pytest.mark.parametrize("path", ["dense", "sparse"])
+@pytest.mark.parametrize("kind", ATTN)
+def test_chunks_stay_within_the_workspace(
+    kind: str, path: str, strided_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two key heads of three query heads each at a time: what lives beside inputs and gradients was counted.
+
+    It is a little less where what is counted does not live at the same time.
+    """
+    given, per_head = ATTN[kind]
+    slots, strided = given.get("slots", 7), given.get("strided", False)
+    attn = torch.zeros(2, 12, 64, slots, dtype=given.get("dtype", torch.float32))
+    q, do = (torch.zeros(2, 64, 12, 16, dtype=torch.float16) for _ in range(2))
+    k, v = (torch.zeros(2, 64, 4, 16, dtype=torch.float16) for _ in range(2))
+    if strided:
+        attn = every_second(attn)
+    if strided_rows:
+        q, k, v, do = (every_second(tensor) for tensor in (q, k, v, do))
+    needed = 3 * per_head[path] + (8 * 64 * 16 * 2 if strided_rows else 0)
+    indices = 64 * (64 + 10 * 7) if path == "sparse" and slots == 64 else 0
+    limit = indices + 3 * needed - 1
+    launched = []
+    monkeypatch.setattr(attention_backward, "workspace_limit", lambda memory: limit)
+    for module in (band_attention, dense_attention):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: launched.append(kernel.__name__))
+    window = {**backward_cases.WINDOW, "kernel_size": slots if slots != 64 else 7}
+    with PeakBytes() as measured:
+        gradients = attention_backward.backward(do, q, k, v, attn, **window, path=path, backend="triton")
+    workspace = measured.peak - sum(gradient.nbytes for gradient in gradients)
+    assert launched.count("dense_ds_kernel" if path == "dense" else "ds_kernel") == 4
+    assert 0.8 * 2 * needed <= workspace <= 2 * needed + indices
 
 
 @given(batch=st.integers(0, 5), kv_heads=st.integers(1, 7), per_chunk=st.integers(0, 40))
