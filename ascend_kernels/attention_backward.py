@@ -1,7 +1,9 @@
 """The backward of neighborhood attention from saved probabilities: which path, and in which chunks.
 
-    dense    probabilities of all pairs of tokens, matrix products (dense_attention.py): O(N^2) memory, for short N
-    sparse   the band of probabilities (band_attention.py): O(N kernel_size) memory, for any N
+    dense    probabilities of all pairs of tokens, matrix products (dense_attention.py): O(N^2) memory, for short N;
+             on Ascend by plain launches, from N = 1024 on by persistent ones
+    sparse   the band of probabilities (band_attention.py): O(N kernel_size) memory, for any N; dq, dk and dv in one
+             launch, from N = 512 on in three
 
 Each takes the other's probabilities, which are expanded or gathered first. What a path needs beside inputs and
 gradients is its workspace, copies of probabilities and of inputs that kernels cannot read as they are among it; chunks

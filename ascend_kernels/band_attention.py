@@ -22,6 +22,9 @@ KERNELS = {
     "band_gradients": band_kernels.gradients_kernel,
     "band_expand": band_kernels.expand_kernel,
 }
+SEPARATE_TOKENS = 512
+"""N from which gradients take three launches, as in Liger's op for Ascend: the cores then share the work of each launch
+evenly, which the three axes of one launch do not. Below, launches are what takes the time."""
 
 
 def forward(
@@ -79,13 +82,14 @@ def backward(
     boundary: str,
     causal: bool,
     backend: str,
-    fused: bool = True,
+    fused: bool | None = None,
     results: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv from what `forward` took and the band that it gave. Bitwise the same in every run.
 
     Args:
-        fused: dq, dk and dv in one launch; otherwise in three, which add up in the same order.
+        fused: dq, dk and dv in one launch; otherwise in three, which add up in the same order. None: one for N below
+            SEPARATE_TOKENS.
         results: where they go, with any strides of batch elements, tokens and heads; None: new tensors, contiguous.
     """
     do, q, k, v = (rows_contiguous(tensor) for tensor in (do, q, k, v))
@@ -95,7 +99,7 @@ def backward(
     sizes = _band_sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     per_key = {**sizes, "num_heads": k.shape[2]}
     _launch("band_ds", backend, sizes, {"do": do, "v": v}, {"p_band": band, "p_ds": ds})
-    if fused:
+    if q.shape[1] < SEPARATE_TOKENS if fused is None else fused:
         tensors = {"q": q, "k": k, "do": do, "dq": dq, "dk": dk, "dv": dv}
         _launch("band_gradients", backend, per_key, tensors, {"p_p": band, "p_ds": ds})
     else:

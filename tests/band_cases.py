@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +49,10 @@ def check(
     do = _laid_out(make_qkv(tokens, heads, kv_heads, dim, seed=tokens + 1, **many)[0], layout)
 
     out, band = run(lambda: band_attention.forward(q, k, v, **options, backend=backend))
-    gradients = run(lambda: band_attention.backward(do, q, k, v, band, **options, backend=backend))
-    separate = run(lambda: band_attention.backward(do, q, k, v, band, **options, backend=backend, fused=False))
+    gradients, separate = (
+        run(partial(band_attention.backward, do, q, k, v, band, **options, backend=backend, fused=fused))
+        for fused in (True, False)
+    )
     if device == "cpu":
         assert all(torch.equal(a, b) for a, b in zip(gradients, separate, strict=True))
     assert band.dtype == torch.float32

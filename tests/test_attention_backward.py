@@ -108,7 +108,8 @@ def test_bad_arguments_are_named() -> None:
 
 FORWARD = ["scores_kernel", "rows_kernel"]
 DENSE = ["dense_dv_kernel", "dense_ds_kernel", "dense_dqdk_kernel"]
-SPARSE = ["ds_kernel", "gradients_kernel"]
+SPARSE = ["ds_kernel", "rows_kernel", "columns_kernel", "columns_kernel"]
+FUSED = ["ds_kernel", "gradients_kernel"]
 EXPAND = ["expand_kernel"]
 
 MOVES = (
@@ -161,6 +162,27 @@ def test_launched_kernels(path: str, tokens: int, dense: bool, backend: str) -> 
         assert names(launches) == [*([] if dense else EXPAND), *DENSE]
     else:
         assert names(launches) == SPARSE
+
+
+@pytest.mark.parametrize("backend", ["ascend", "triton"])
+def test_one_launch_or_three(backend: str) -> None:
+    """Every kernel of the band can be reached: fused gradients below 512 tokens, separate ones from there on."""
+    for tokens, expected in ((511, FUSED), (512, SPARSE)):
+        q, k, v = make_qkv(tokens, 1, 1, dtype=torch.float16)
+        band = torch.empty((1, 1, tokens, 7), dtype=torch.float32)
+        with recording(run=False) as launches:
+            neighborhood_attention_backward(q, q, k, v, band, kernel_size=7, path="sparse", backend=backend)
+        assert names(launches) == expected
+
+
+def test_plain_or_persistent() -> None:
+    """A program per piece of work, or from 1024 tokens on one per core of an NPU."""
+    for backend, tokens, programs in (("ascend", 1023, 32), ("ascend", 1024, 20), ("triton", 1024, 32)):
+        q, k, v = make_qkv(tokens, 2, 2, dtype=torch.float16)
+        attn = torch.empty((1, 2, tokens, tokens), dtype=torch.float32)
+        with recording(run=False) as launches:
+            neighborhood_attention_backward(q, q, k, v, attn, kernel_size=7, path="dense", backend=backend)
+        assert [one.grid for one in launches] == [(programs,)] * 3
 
 
 @pytest.mark.parametrize("backend", ["ascend", "triton"])
