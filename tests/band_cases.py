@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ascend_kernels import band_attention, reference
+from nsa.neighborhood_attention import neighborhood_attention_backward, neighborhood_attention_forward
 from tests.helpers import assert_within_budget, make_qkv
 
 NAMES = ("output", "band", "dq", "dk", "dv")
 
 Run = Callable[[Callable[[], Any]], Any]
-"""Calls a launcher and gives its results: as it is, or with its launches run in another way."""
+"""Calls a function and gives its results: as it is, or with its launches run in another way."""
 
 
 def check(
@@ -33,7 +34,7 @@ def check(
     softmax_scale: float | None = None,
     **window: Any,
 ) -> None:
-    """All launchers: values within the budget of helpers.py, and exact expansion.
+    """The public functions, and the gradients' other launches: within the budget of helpers.py; expansion: exact.
 
     On CPU tensors fused and separate gradients also agree in every bit: what runs them rounds each operation as it is
     written. A GPU's compiler fuses multiplications and additions of each kernel as it likes.
@@ -48,27 +49,27 @@ def check(
     q, k, v = (_laid_out(tensor, layout) for tensor in make_qkv(tokens, heads, kv_heads, dim, seed=tokens, **many))
     do = _laid_out(make_qkv(tokens, heads, kv_heads, dim, seed=tokens + 1, **many)[0], layout)
 
-    out, band = run(lambda: band_attention.forward(q, k, v, **options, backend=backend))
-    gradients, separate = (
-        run(partial(band_attention.backward, do, q, k, v, band, **options, backend=backend, fused=fused))
-        for fused in (True, False)
-    )
+    out, band = run(partial(neighborhood_attention_forward, q, k, v, **options, backend=backend))
+    inputs = (do, q, k, v, band)
+    gradients = run(partial(neighborhood_attention_backward, *inputs, **options, path="sparse", backend=backend))
+    fused = tokens >= band_attention.SEPARATE_TOKENS
+    others = run(partial(band_attention.backward, *inputs, **options, backend=backend, fused=fused))
     if device == "cpu":
-        assert all(torch.equal(a, b) for a, b in zip(gradients, separate, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
     assert band.dtype == torch.float32
-    assert all(tensor.dtype == dtype for tensor in (out, *gradients, *separate))
+    assert all(tensor.dtype == dtype for tensor in (out, *gradients, *others))
 
     exact = _oracle(q.double(), k.double(), v.double(), do.double(), options, None)
     low = _oracle(q, k, v, do, options, dtype)
     rounding = dim * torch.finfo(torch.float32).eps  # sums over D in fp32, in another order than PyTorch's
-    for found in (gradients, separate):
+    for found in (gradients, others):
         for name, mine, truth, theirs in zip(NAMES, (out, band, *found), exact, low, strict=True):
             assert_within_budget(mine, truth, theirs, f"{name} of N={tokens} {options}", slack=rounding)
     assert torch.equal(band == 0, exact[1] == 0)
 
     if tokens * tokens <= 1 << 16:
         of_window = {name: value for name, value in window.items() if name != "kernel_size"}
-        dense = run(lambda: band_attention.expand_band(band, **of_window, backend=backend))
+        dense = run(partial(band_attention.expand_band, band, **of_window, backend=backend))
         assert torch.equal(dense, expanded(band, **window))
 
 
