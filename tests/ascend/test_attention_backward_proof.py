@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import proof
@@ -11,10 +12,11 @@ import torch
 from neighborhood_gates import DTYPES, executed
 
 from ascend_kernels import dense_attention
-from ascend_kernels.launch import recording
+from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention_backward
 from tests import backward_cases
 
+PATHS = ["dense", "sparse"]
 CASES: dict[str, dict[str, Any]] = {
     "a band": {"tokens": 150, "dim": 64, "kernel_size": 16, "boundary": "shift"},
     "all pairs": {"tokens": 150, "dim": 128, "kernel_size": 9, "dense": True},
@@ -29,12 +31,21 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.ascend
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("path", ["dense", "sparse"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES)
 def test_cases(case: str, path: str, dtype: torch.dtype) -> None:
     inputs, window = backward_cases.make(dtype=dtype, **CASES[case])
     call = partial(neighborhood_attention_backward, *inputs, **window, path=path, backend="ascend")
     backward_cases.assert_gradients(executed(call), inputs, window, case)
+
+
+def launches() -> list[Launch]:
+    """Of all that is executed above, and nothing runs."""
+    with recording(run=False) as found:
+        for dtype, path, case in product(DTYPES, PATHS, CASES.values()):
+            inputs, window = backward_cases.make(dtype=dtype, **case)
+            neighborhood_attention_backward(*inputs, **window, path=path, backend="ascend")
+    return found
 
 
 @pytest.mark.ascend

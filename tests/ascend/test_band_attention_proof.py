@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import proof
@@ -11,10 +12,9 @@ import torch
 from neighborhood_gates import DTYPES, executed, gate
 
 from ascend_kernels import band_attention
-from ascend_kernels.launch import recording
+from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention
-from tests import neighborhood_cases
-from tests.band_cases import check
+from tests import band_cases, neighborhood_cases
 from tests.helpers import make_qkv
 
 CASES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,15 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_cases(case: str, dtype: torch.dtype) -> None:
-    check(executed, "ascend", dtype=dtype, **CASES[case])
+    band_cases.check(executed, "ascend", dtype=dtype, **CASES[case])
+
+
+def launches() -> list[Launch]:
+    """Of all that is executed above, and nothing runs."""
+    with recording(run=False) as found:
+        for dtype, case in product(DTYPES, CASES.values()):
+            band_cases.results(lambda function: function(), "ascend", *band_cases.make(dtype=dtype, **case))
+    return found
 
 
 ALGORITHM_CASES: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import proof
@@ -40,7 +41,12 @@ def _executed_op(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_specialisation(dtype: torch.dtype, block_d: int, tier: int) -> None:
     """All (dtype, D, tier), which is what `specialisations` is made of for the flash kernels."""
-    neighborhood_cases.check("ascend", 150, heads=2, dim=block_d, dtype=dtype, kernel_size=tier, boundary="shift")
+    neighborhood_cases.check("ascend", dtype=dtype, **widest(block_d, tier))
+
+
+def widest(block_d: int, tier: int) -> dict[str, Any]:
+    """The largest head dim and window that tiles are chosen for together."""
+    return {"tokens": 150, "dim": block_d, "kernel_size": tier, "boundary": "shift"}
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -59,6 +65,16 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_cases(case: str, dtype: torch.dtype) -> None:
     neighborhood_cases.check("ascend", dtype=dtype, **CASES[case])
+
+
+def launches() -> list[Launch]:
+    """Of all that is executed above, and nothing runs."""
+    cases = [widest(block_d, tier) for block_d in tiling.BLOCKS_D for tier in tiling.TIERS]
+    with recording(run=False) as found:
+        for dtype, case in product(DTYPES, [*cases, *CASES.values()]):
+            inputs, do, options = neighborhood_cases.make(dtype=dtype, **case)
+            neighborhood_cases.results("ascend", inputs, do, **options)
+    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
