@@ -1,10 +1,13 @@
 """The backward of neighborhood attention from saved probabilities: which path, and in which chunks.
 
-    dense    probabilities of all pairs of tokens, matrix products (dense_attention.py): O(N^2) memory, for short N
-    sparse   the band of probabilities (band_attention.py): O(N kernel_size) memory, for any N
+    dense    probabilities of all pairs of tokens, matrix products (dense_attention.py): O(N^2) memory, for short N;
+             on Ascend by plain launches, from N = 1024 on by persistent ones
+    sparse   the band of probabilities (band_attention.py): O(N kernel_size) memory, for any N; dq, dk and dv in one
+             launch, from N = 512 on in three
 
 Each takes the other's probabilities, which are expanded or gathered first. What a path needs beside inputs and
-gradients is its workspace; chunks over batch elements and key heads keep it within `workspace_limit`. The smallest
+gradients is its workspace, copies of probabilities and of inputs that kernels cannot read as they are among it; chunks
+over batch elements and key heads, which make these copies one by one, keep it within `workspace_limit`. The smallest
 chunk is one key head with its query heads, since dk and dv are sums over these.
 """
 
@@ -17,10 +20,13 @@ import torch
 from torch import Tensor
 
 from ascend_kernels import band_attention, dense_attention, reference, tiling
+from ascend_kernels.rows import empty_like_rows
 
 MAX_DENSE_TOKENS = 2048
 MIN_WORKSPACE_LIMIT = 512 << 20
 WORKSPACE_SHARE = 0.18
+INDEX_BYTES, SLOT_INDEX_BYTES = 64, 10
+"""For each row and each slot of it, whatever the heads: where a band is gathered from, and what of it there is."""
 
 
 def workspace_limit(memory: int) -> int:
@@ -28,16 +34,18 @@ def workspace_limit(memory: int) -> int:
     return max(MIN_WORKSPACE_LIMIT, int(WORKSPACE_SHARE * memory))
 
 
-def dense_refusal(q: Tensor, k: Tensor, *, backend: str, copies_attn: bool = True) -> str | None:
+def dense_refusal(q: Tensor, k: Tensor, *, backend: str, bytes_per_head: int | None = None) -> str | None:
     """The limit of the dense path that a call exceeds even in the smallest chunks, with both numbers; or None.
 
     Args:
-        copies_attn: probabilities must be expanded or cast; not when they come dense and in fp32.
+        bytes_per_head: workspace of a query head, without copies of inputs; None: that of a band that a forward gave.
     """
     tokens, group_size = q.shape[1], q.shape[2] // k.shape[2]
     if tokens > MAX_DENSE_TOKENS:
         return f"takes N up to {MAX_DENSE_TOKENS}, got {tokens}"
-    needed, limit = _dense_workspace(q, group_size, copies_attn), workspace_limit(tiling.memory_of(q.device))
+    if bytes_per_head is None:
+        bytes_per_head = tokens * tokens * (4 + q.element_size())
+    needed, limit = group_size * bytes_per_head, workspace_limit(tiling.memory_of(q.device))
     if needed > limit:
         return (
             f"takes a workspace up to {limit} bytes, the larger of 512 MiB and 18 % of the device's memory; "
@@ -88,45 +96,71 @@ def backward(
     kv_heads = k.shape[2]
     group_size = heads // kv_heads
     is_band = attn.shape[-1] == kernel_size
-    as_it_is = attn.dtype == torch.float32 and attn.stride(-1) == 1
 
-    refusal = dense_refusal(q, k, backend=backend, copies_attn=is_band or not as_it_is)
+    refusal = dense_refusal(q, k, backend=backend, bytes_per_head=_bytes_per_head(q, attn, kernel_size, dense=True))
     if path == "dense" and refusal is not None:
         raise ValueError(f"path='dense' {refusal}")
     dense = path == "dense" or (path == "auto" and refusal is None)
 
-    if dense:
-        needed = _dense_workspace(q, group_size, is_band or not as_it_is)
-        per_chunk = tiling.MAX_GRID // max(1, _dense_programs(q, group_size, backend))
-    else:  # ds, and the band where it is gathered or cast
-        needed = group_size * tokens * kernel_size * 4 * (1 if is_band and as_it_is else 2)
-        per_chunk = batch * kv_heads
-    per_chunk = min(per_chunk, workspace_limit(tiling.memory_of(q.device)) // max(1, needed))
+    most = tiling.MAX_GRID // max(1, _dense_programs(q, group_size, backend)) if dense else batch * kv_heads
+    needed = group_size * _bytes_per_head(q, attn, kernel_size, dense=dense)
+    needed += sum(group_size * _bytes_of_copy(x) for x in (do, q)) + sum(_bytes_of_copy(x) for x in (k, v))
+    indices = 0 if dense or is_band else tokens * (INDEX_BYTES + SLOT_INDEX_BYTES * kernel_size)
+    room = workspace_limit(tiling.memory_of(q.device)) - indices
+    per_chunk = min(most, max(0, room) // max(1, needed))
 
-    def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def write(do: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor, results: tuple[Tensor, ...]) -> None:
+        """Gradients of a chunk; what it made for itself is given up before the next."""
         if dense:
-            matrix = band_attention.expand_band(attn.float(), backend=backend, **window) if is_band else attn.float()
-            return dense_attention.backward(do, q, k, v, matrix, **options)
-        band = attn.float() if is_band else reference.band_of(attn, kernel_size, **window)
-        return band_attention.backward(do, q, k, v, band, **options)
+            matrix = _readable(attn, is_band)
+            if is_band:
+                matrix = band_attention.expand_band(matrix, backend=backend, **window)
+            dense_attention.backward(do, q, k, v, matrix, results=results, **options)
+        else:
+            band = _readable(attn, True) if is_band else reference.band_of(attn, kernel_size, **window)
+            band_attention.backward(do, q, k, v, band, results=results, **options)
 
-    chunks = list(_chunks(batch, kv_heads, per_chunk))
-    if len(chunks) <= 1:
-        return gradients(do, q, k, v, attn)
-    results = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
-    for batches, key_heads in chunks:
+    dq, dk, dv = empty_like_rows(q, k, v)
+    for batches, key_heads in _chunks(batch, kv_heads, per_chunk):
         query_heads = slice(key_heads.start * group_size, key_heads.stop * group_size)
         by_query, by_key = (batches, slice(None), query_heads), (batches, slice(None), key_heads)
-        parts = gradients(do[by_query], q[by_query], k[by_key], v[by_key], attn[batches, query_heads])
-        for result, part, place in zip(results, parts, (by_query, by_key, by_key), strict=True):
-            result[place] = part
-    dq, dk, dv = results
+        results = (dq[by_query], dk[by_key], dv[by_key])
+        write(do[by_query], q[by_query], k[by_key], v[by_key], attn[batches, query_heads], results)
     return dq, dk, dv
 
 
-def _dense_workspace(q: Tensor, group_size: int, copies_attn: bool) -> int:
-    """Bytes of ds, and of probabilities in fp32 where they are copied, of a key head's query heads."""
-    return group_size * q.shape[1] ** 2 * (q.element_size() + 4 * copies_attn)
+def _is_readable(attn: Tensor, is_band: bool) -> bool:
+    """Whether kernels read it as it is: fp32, and a band contiguous, or rows of all pairs."""
+    return attn.dtype == torch.float32 and (attn.is_contiguous() if is_band else attn.stride(-1) == 1)
+
+
+def _readable(attn: Tensor, is_band: bool) -> Tensor:
+    """As kernels read it, with one copy at most."""
+    if _is_readable(attn, is_band):
+        return attn
+    return attn.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+
+
+def _bytes_per_head(q: Tensor, attn: Tensor, kernel_size: int, *, dense: bool) -> int:
+    """Workspace of a path for one query head: ds, and probabilities where they are copied, expanded or gathered."""
+    tokens = q.shape[1]
+    pairs, slots = 4 * tokens * tokens, 4 * tokens * kernel_size
+    is_band = attn.shape[-1] == kernel_size
+    copied = not _is_readable(attn, is_band)
+    if dense:
+        ds = tokens * tokens * q.element_size()
+        if is_band:  # its copy is given up before ds is made
+            return pairs + max(ds, slots if copied else 0)
+        return ds + (pairs if copied else 0)
+    if is_band:
+        return slots + (slots if copied else 0)
+    gathered = tokens * kernel_size * attn.element_size()  # given up before ds is made, where it is cast
+    return slots + max(slots, gathered if attn.dtype != torch.float32 else 0)
+
+
+def _bytes_of_copy(tensor: Tensor) -> int:
+    """Of one head of a tensor `[B,N,heads,D]`, where its rows are copied to be contiguous."""
+    return 0 if tensor.stride(-1) == 1 else tensor.shape[1] * tensor.shape[3] * tensor.element_size()
 
 
 def _dense_programs(q: Tensor, group_size: int, backend: str) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ascend_kernels import band_kernels, tiling
 from ascend_kernels.device import npu_of
 from ascend_kernels.launch import launch
-from ascend_kernels.rows import rows_contiguous, sizes_of
+from ascend_kernels.rows import empty_like_rows, rows_contiguous, sizes_of
 
 KERNELS = {
     "band_scores": band_kernels.scores_kernel,
@@ -22,6 +22,9 @@ KERNELS = {
     "band_gradients": band_kernels.gradients_kernel,
     "band_expand": band_kernels.expand_kernel,
 }
+SEPARATE_TOKENS = 512
+"""N from which gradients take three launches, as in Liger's op for Ascend: the cores then share the work of each launch
+evenly, which the three axes of one launch do not. Below, launches are what takes the time."""
 
 
 def forward(
@@ -47,7 +50,6 @@ def forward(
     Returns:
         out like q, contiguous, and the band `[B,H,N,kernel_size]` fp32, 0 where a slot has no key, or None.
     """
-    q, k, v = (rows_contiguous(tensor) for tensor in (q, k, v))
     batch, num_tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sizes = _band_sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
@@ -60,8 +62,10 @@ def forward(
     band = torch.empty((largest, *shape), dtype=torch.float32, device=q.device)
     for part in parts:
         own = band[: part.stop - part.start]
-        _launch("band_scores", backend, sizes, {"q": q[part], "k": k[part]}, {"p_band": own})
-        _launch("band_rows", backend, {**sizes, "scale": 1.0}, {"x": v[part], "y": out[part]}, {"p_band": own})
+        rows = {name: rows_contiguous(tensor[part]) for name, tensor in (("q", q), ("k", k))}
+        _launch("band_scores", backend, sizes, rows, {"p_band": own})
+        rows = {"x": rows_contiguous(v[part]), "y": out[part]}
+        _launch("band_rows", backend, {**sizes, "scale": 1.0}, rows, {"p_band": own})
     return out, band if return_band else None
 
 
@@ -78,21 +82,24 @@ def backward(
     boundary: str,
     causal: bool,
     backend: str,
-    fused: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, from what `forward` took and the band that it gave. Bitwise the same in every run.
+    fused: bool | None = None,
+    results: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv from what `forward` took and the band that it gave. Bitwise the same in every run.
 
     Args:
-        fused: dq, dk and dv in one launch; otherwise in three, with the same results.
+        fused: dq, dk and dv in one launch; otherwise in three, which add up in the same order. None: one for N below
+            SEPARATE_TOKENS.
+        results: where they go, with any strides of batch elements, tokens and heads; None: new tensors, contiguous.
     """
     do, q, k, v = (rows_contiguous(tensor) for tensor in (do, q, k, v))
     band = band.contiguous()
     ds = torch.empty(band.shape, dtype=torch.float32, device=band.device)
-    dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    dq, dk, dv = results or empty_like_rows(q, k, v)
     sizes = _band_sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     per_key = {**sizes, "num_heads": k.shape[2]}
     _launch("band_ds", backend, sizes, {"do": do, "v": v}, {"p_band": band, "p_ds": ds})
-    if fused:
+    if q.shape[1] < SEPARATE_TOKENS if fused is None else fused:
         tensors = {"q": q, "k": k, "do": do, "dq": dq, "dk": dk, "dv": dv}
         _launch("band_gradients", backend, per_key, tensors, {"p_p": band, "p_ds": ds})
     else:

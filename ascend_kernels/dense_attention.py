@@ -18,7 +18,8 @@ size and are masked at the last row, never clamped: one block copy each. Dilatio
 multiplied.
 
 Work. Programs stride over pieces of work, heads innermost. A plain launch has a program per piece, so that each takes
-one step; a persistent launch has a program per core. Both give the same bits.
+one step; a persistent launch has a program per core. Both give the same bits. NPUs take persistent launches for long
+sequences: a core starts its programs one after the other, each at a cost. A GPU schedules blocks by itself.
 
 Floor. Per batch element, q, k, v, do, dq, dk and dv are (3 H + 4 H_kv) N D elements. With W = before + after + 1 keys
 in reach, N at most, `dv` reads 4 N W H bytes of p and takes 2 N W H D FLOP; `ds` reads p twice, writes N W H elements
@@ -41,7 +42,7 @@ from torch import Tensor
 from ascend_kernels import tiling
 from ascend_kernels.device import gpu_cores, npu_of
 from ascend_kernels.launch import launch
-from ascend_kernels.rows import load_rows, rows_contiguous, store_rows
+from ascend_kernels.rows import empty_like_rows, load_rows, rows_contiguous, store_rows
 
 # Kernels
 
@@ -263,20 +264,22 @@ def backward(
     causal: bool,
     backend: str,
     persistent: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    results: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
     """Gradients from probabilities of checked inputs.
 
     Args:
         do, q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`, q's dtype.
         attn: `[B,H,N,N]` fp32, 0 outside of the windows.
         backend: "triton" or "ascend", whose tiles and grid to use.
-        persistent: a program per core instead of one per piece of work; None: on Ascend only.
+        persistent: a program per core instead of one per piece of work; None: on Ascend, for N from PERSISTENT_TOKENS.
+        results: where they go, with any strides of batch elements, tokens and heads; None: new tensors, contiguous.
 
     Returns:
-        dq, dk, dv, contiguous.
+        dq, dk, dv.
     """
     do, q, k, v, attn = (rows_contiguous(tensor) for tensor in (do, q, k, v, attn))
-    dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    dq, dk, dv = results or empty_like_rows(q, k, v)
     if q.numel() == 0:
         return dq, dk, dv
     ds = torch.empty(attn.shape, dtype=q.dtype, device=q.device)
@@ -291,7 +294,7 @@ def backward(
         "dim": dim,
     }
     scale = {"scale": 1 / math.sqrt(dim) if softmax_scale is None else float(softmax_scale)}
-    chosen = backend == "ascend" if persistent is None else persistent
+    chosen = backend == "ascend" and num_tokens >= PERSISTENT_TOKENS if persistent is None else persistent
     _launch("dense_dv", backend, chosen, sizes, {"attn": attn}, {"do": do, "dv": dv})
     per_query = {**sizes, "num_heads": num_heads}
     _launch("dense_ds", backend, chosen, per_query, {"attn": attn, "ds": ds}, {"do": do, "v": v})
@@ -308,6 +311,8 @@ def _farthest(num_tokens: int, kernel_size: int, dilation: int, boundary: str, c
     return min(left * dilation, num_tokens), min(right * dilation, num_tokens)
 
 
+PERSISTENT_TOKENS = 1024
+"""As in Liger's op for Ascend, there in fp32 alone."""
 KERNELS = {"dense_dv": dense_dv_kernel, "dense_ds": dense_ds_kernel, "dense_dqdk": dense_dqdk_kernel}
 
 

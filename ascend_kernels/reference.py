@@ -87,18 +87,21 @@ def neighborhood_attention(
     softmax_scale: float | None = None,
     boundary: str = "truncate",
     causal: bool = False,
+    return_band: bool = True,
     compute_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Neighborhood attention of checked inputs.
 
     Args:
         q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`, H a multiple of H_kv.
+        return_band: without, no more of the band exists at a time than one chunk of rows has.
         compute_dtype: dtype of all arithmetic, instead of fp32 (fp64 for fp64 inputs). The inputs' own low precision
             gives the "same math in low-precision PyTorch" of the error budget.
 
     Returns:
         out `[B,N,H,D]` in q's dtype; the band `[B,H,N,kernel_size]`, fp32 (fp64 for fp64 inputs): the probability of
-        slot s, the key s * dilation after the window's start, 0 where there is none; and LSE `[B,H,N]` likewise.
+        slot s, the key s * dilation after the window's start, 0 where there is none, or None; and LSE `[B,H,N]` in the
+        band's dtype.
     """
     num_tokens, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]
@@ -110,15 +113,16 @@ def neighborhood_attention(
     starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal).to(q.device)
     slots = torch.arange(kernel_size, device=q.device) * dilation
 
-    def rows(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows of one chunk, q `[B,n,H,D]`, with their windows' starts `[n]`."""
+    def rows(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, ...]:
+        """out, LSE and, if it is wanted, the band of one chunk of rows, q `[B,n,H,D]`, with windows' starts `[n]`."""
         keys, exists = _keys(start, slots, num_tokens)
         grouped = q.to(dtype).unflatten(2, (kv_heads, heads // kv_heads))
         scores = torch.einsum("bnhgd,bnshd->bhgns", grouped, k[:, keys].to(dtype)) * scale
         scores = scores.masked_fill(~exists, -math.inf)
         p = scores.softmax(-1)
         out = torch.einsum("bhgns,bnshd->bnhgd", p, v[:, keys].to(dtype).masked_fill(~exists[..., None, None], 0))
-        return out.flatten(2, 3), p.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
+        results = (out.flatten(2, 3).to(q.dtype), scores.logsumexp(-1).flatten(1, 2).to(result_dtype))
+        return (*results, p.flatten(1, 2).to(result_dtype)) if return_band else results
 
     parts = []
     for some in _chunks(k, kernel_size, dtype):
@@ -127,9 +131,8 @@ def neighborhood_attention(
             parts.append(checkpoint(rows, *chunk, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(rows(*chunk))
-    outs, bands, lses = zip(*parts, strict=True)
-    out, band, lse = torch.cat(outs, 1), torch.cat(bands, 2), torch.cat(lses, 2)
-    return out.to(q.dtype), band.to(result_dtype), lse.to(result_dtype)
+    outs, lses, *bands = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(bands[0], 2) if bands else None, torch.cat(lses, 2)
 
 
 def neighborhood_attention_backward(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -121,3 +122,8 @@ def sizes_of(
 
 def rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def empty_like_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """New contiguous tensors of the same shapes."""
+    return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors)

@@ -416,7 +416,7 @@ def _results(shape: Neighborhood, tensors: list[Tensor], dtype: torch.dtype) -> 
     """Of the reference computing in `dtype`; args: q, k, v, do."""
     *leaves, do = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in leaves]
-    out = reference.neighborhood_attention(*leaves, **window(shape), compute_dtype=dtype)[0]
+    out = reference.neighborhood_attention(*leaves, **window(shape), return_band=False, compute_dtype=dtype)[0]
     return {"out": out.detach(), **dict(zip(RESULTS["bwd"], torch.autograd.grad(out, leaves, do), strict=True))}
 
 

@@ -70,7 +70,7 @@ def neighborhood_attention(
     impl = resolve(q, k, v, window, algorithm, backend, band=False)
     with autocast_off(q.device.type):
         if impl.training is None:
-            out: Tensor = impl.load()(q, k, v, **asdict(window))[0]
+            out: Tensor = impl.load()(q, k, v, **asdict(window), return_band=False)[0]
             return out
         options = {**asdict(window), "backend": impl.backend}
         if algorithm in ("band", "dense"):

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ascend_kernels import band_attention, reference
+from nsa.neighborhood_attention import neighborhood_attention_backward, neighborhood_attention_forward
 from tests.helpers import assert_within_budget, make_qkv
 
 NAMES = ("output", "band", "dq", "dk", "dv")
 
 Run = Callable[[Callable[[], Any]], Any]
-"""Calls a launcher and gives its results: as it is, or with its launches run in another way."""
+"""Calls a function and gives its results: as it is, or with its launches run in another way."""
 
 
-def check(
-    run: Run,
-    backend: str,
+def make(
     tokens: int,
     *,
     heads: int = 2,
@@ -31,37 +31,61 @@ def check(
     layout: str = "token-major",
     softmax_scale: float | None = None,
     **window: Any,
-) -> None:
-    """All launchers: values within the budget of helpers.py, exact expansion, and fused gradients as separate ones.
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """do, q, k, v, and all options.
 
     Args:
         layout: "token-major", "head-major" (`[B,H,N,D]` in memory), or "strided" (every second feature of a tensor).
         window: kernel_size, dilation, boundary, causal.
     """
     window = {"kernel_size": 7, "dilation": 1, "boundary": "truncate", "causal": False, **window}
-    options = {**window, "softmax_scale": softmax_scale}
     many = {"batch": batch, "dtype": dtype, "device": device}
-    q, k, v = (_laid_out(tensor, layout) for tensor in make_qkv(tokens, heads, kv_heads, dim, seed=tokens, **many))
-    do = _laid_out(make_qkv(tokens, heads, kv_heads, dim, seed=tokens + 1, **many)[0], layout)
+    q, k, v = make_qkv(tokens, heads, kv_heads, dim, seed=tokens, **many)  # type: ignore[arg-type]
+    do = make_qkv(tokens, heads, kv_heads, dim, seed=tokens + 1, **many)[0]  # type: ignore[arg-type]
+    inputs = tuple(_laid_out(tensor, layout) for tensor in (do, q, k, v))
+    return inputs, {**window, "softmax_scale": softmax_scale}
 
-    out, band = run(lambda: band_attention.forward(q, k, v, **options, backend=backend))
-    gradients = run(lambda: band_attention.backward(do, q, k, v, band, **options, backend=backend))
-    separate = run(lambda: band_attention.backward(do, q, k, v, band, **options, backend=backend, fused=False))
-    assert all(torch.equal(a, b) for a, b in zip(gradients, separate, strict=True))
+
+def results(run: Run, backend: str, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """What the public functions give, and what they launch for other lengths: gradients, expanded probabilities."""
+    tokens = inputs[0].shape[1]
+    out, band = run(partial(neighborhood_attention_forward, *inputs[1:], **options, backend=backend))
+    inputs = (*inputs, band)
+    gradients = run(partial(neighborhood_attention_backward, *inputs, **options, path="sparse", backend=backend))
+    fused = tokens >= band_attention.SEPARATE_TOKENS
+    others = run(partial(band_attention.backward, *inputs, **options, backend=backend, fused=fused))
+    found = {"out": out, "band": band, "gradients": gradients, "others": others}
+    if tokens * tokens <= 1 << 16:
+        window = {name: options[name] for name in ("dilation", "boundary", "causal")}
+        found["dense"] = run(partial(band_attention.expand_band, band, **window, backend=backend))
+    return found
+
+
+def check(run: Run, backend: str, tokens: int, **options: Any) -> None:
+    """All results within the budget of helpers.py, and the expansion exact; `options` as of `make`.
+
+    On CPU tensors fused and separate gradients also agree in every bit: what runs them rounds each operation as it is
+    written. A GPU's compiler fuses multiplications and additions of each kernel as it likes.
+    """
+    inputs, options = make(tokens, **options)
+    got = results(run, backend, inputs, options)
+    do, q, k, v = inputs
+    out, band = got["out"], got["band"]
+    if q.device.type == "cpu":
+        assert all(torch.equal(a, b) for a, b in zip(got["gradients"], got["others"], strict=True))
     assert band.dtype == torch.float32
-    assert all(tensor.dtype == dtype for tensor in (out, *gradients))
+    assert all(tensor.dtype == q.dtype for tensor in (out, *got["gradients"], *got["others"]))
 
     exact = _oracle(q.double(), k.double(), v.double(), do.double(), options, None)
-    low = _oracle(q, k, v, do, options, dtype)
-    rounding = dim * torch.finfo(torch.float32).eps  # sums over D in fp32, in another order than PyTorch's
-    for name, mine, truth, theirs in zip(NAMES, (out, band, *gradients), exact, low, strict=True):
-        assert_within_budget(mine, truth, theirs, f"{name} of N={tokens} {options}", slack=rounding)
+    low = _oracle(q, k, v, do, options, q.dtype)
+    rounding = q.shape[-1] * torch.finfo(torch.float32).eps  # sums over D in fp32, in another order than PyTorch's
+    for gradients in (got["gradients"], got["others"]):
+        for name, mine, truth, theirs in zip(NAMES, (out, band, *gradients), exact, low, strict=True):
+            assert_within_budget(mine, truth, theirs, f"{name} of N={tokens} {options}", slack=rounding)
     assert torch.equal(band == 0, exact[1] == 0)
-
-    if tokens * tokens <= 1 << 16:
-        of_window = {name: value for name, value in window.items() if name != "kernel_size"}
-        dense = run(lambda: band_attention.expand_band(band, **of_window, backend=backend))
-        assert torch.equal(dense, expanded(band, **window))
+    if "dense" in got:
+        window = {name: value for name, value in options.items() if name != "softmax_scale"}
+        assert torch.equal(got["dense"], expanded(band, **window))
 
 
 def expanded(band: Tensor, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:

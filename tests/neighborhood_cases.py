@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from tests.helpers import assert_within_budget, make_qkv
 NAMES = ("output", "dq", "dk", "dv")
 
 
-def check(
-    backend: str,
+def make(
     tokens: int,
     *,
     heads: int = 2,
@@ -26,33 +26,45 @@ def check(
     device: str = "cpu",
     head_major: bool = False,
     packed: bool = False,
-    algorithm: str = "auto",
-    slack: float | None = None,
     **options: Any,
-) -> None:
-    """Output and gradients of the public op within the budget of helpers.py.
+) -> tuple[tuple[Tensor, ...], Tensor, dict[str, Any]]:
+    """q, k, v; the gradient of out; and the options that are left.
 
     Args:
         head_major: inputs are `[B,H,N,D]` in memory.
         packed: inputs are parts of one tensor `[B,N,H+2*H_kv,D]`, so their strides are not those of the output.
-        slack: allowance for differences of sums over D that cancel; None: what fp32 needs for numbers about 1.
-        options: keywords of neighborhood_attention that change the result.
     """
-    inputs = make_qkv(tokens, heads, kv_heads, dim, batch=batch, dtype=dtype, device=device, seed=tokens)
+    shape = {"batch": batch, "dtype": dtype, "device": device}
+    inputs: tuple[Tensor, ...] = make_qkv(tokens, heads, kv_heads, dim, seed=tokens, **shape)  # type: ignore[arg-type]
     if head_major:
-        q, k, v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs)
-        inputs = (q, k, v)
+        inputs = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs)
     if packed:
-        q, k, v = torch.cat(inputs, 2).split([heads, kv_heads, kv_heads], 2)
-        inputs = (q, k, v)
-    do = make_qkv(tokens, heads, kv_heads, dim, batch=batch, dtype=dtype, device=device, seed=tokens + 1)[0]
-    got = _with_gradients(
-        lambda *qkv: neighborhood_attention(*qkv, algorithm=algorithm, backend=backend, **options), inputs, do
-    )
-    oracle = _with_gradients(lambda *qkv: reference.neighborhood_attention(*qkv, **options)[0], _fp64(inputs), do)
-    low = _with_gradients(
-        lambda *qkv: reference.neighborhood_attention(*qkv, compute_dtype=dtype, **options)[0], inputs, do
-    )
+        inputs = torch.cat(inputs, 2).split([heads, kv_heads, kv_heads], 2)
+    do = make_qkv(tokens, heads, kv_heads, dim, seed=tokens + 1, **shape)[0]  # type: ignore[arg-type]
+    return inputs, do, options
+
+
+def results(
+    backend: str, inputs: tuple[Tensor, ...], do: Tensor, algorithm: str = "auto", **options: Any
+) -> tuple[Tensor, ...]:
+    """Output and gradients of the public op."""
+    call = partial(neighborhood_attention, **options, algorithm=algorithm, backend=backend)
+    return _with_gradients(call, inputs, do)
+
+
+def check(backend: str, tokens: int, *, algorithm: str = "auto", slack: float | None = None, **options: Any) -> None:
+    """Output and gradients of the public op within the budget of helpers.py.
+
+    Args:
+        slack: allowance for differences of sums over D that cancel; None: what fp32 needs for numbers about 1.
+        options: of `make`, and keywords of neighborhood_attention that change the result.
+    """
+    inputs, do, options = make(tokens, **options)
+    got = results(backend, inputs, do, algorithm, **options)
+    dim, dtype = do.shape[-1], do.dtype
+    exactly = partial(reference.neighborhood_attention, **options, return_band=False)
+    oracle = _with_gradients(lambda *qkv: exactly(*qkv)[0], _fp64(inputs), do)
+    low = _with_gradients(lambda *qkv: exactly(*qkv, compute_dtype=dtype)[0], inputs, do)
     for name, mine, exact, theirs in zip(NAMES, got, oracle, low, strict=True):
         assert mine.dtype == dtype
         # Sums over D in fp32, in another order than PyTorch's; ds is a difference of two, which may cancel

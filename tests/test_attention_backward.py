@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dispatch
-from ascend_kernels import attention_backward, reference, tiling
+from ascend_kernels import attention_backward, band_attention, dense_attention, reference, tiling
 from ascend_kernels.device import DEVICES
 from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention, neighborhood_attention_backward
 from nsa.neighborhood_attention import neighborhood_attention_forward
 from tests import backward_cases
 from tests.helpers import make_qkv
+from tests.live_memory import PeakBytes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -107,7 +108,8 @@ def test_bad_arguments_are_named() -> None:
 
 FORWARD = ["scores_kernel", "rows_kernel"]
 DENSE = ["dense_dv_kernel", "dense_ds_kernel", "dense_dqdk_kernel"]
-SPARSE = ["ds_kernel", "gradients_kernel"]
+SPARSE = ["ds_kernel", "rows_kernel", "columns_kernel", "columns_kernel"]
+FUSED = ["ds_kernel", "gradients_kernel"]
 EXPAND = ["expand_kernel"]
 
 MOVES = (
@@ -160,6 +162,27 @@ def test_launched_kernels(path: str, tokens: int, dense: bool, backend: str) -> 
         assert names(launches) == [*([] if dense else EXPAND), *DENSE]
     else:
         assert names(launches) == SPARSE
+
+
+@pytest.mark.parametrize("backend", ["ascend", "triton"])
+def test_one_launch_or_three(backend: str) -> None:
+    """Every kernel of the band can be reached: fused gradients below 512 tokens, separate ones from there on."""
+    for tokens, expected in ((511, FUSED), (512, SPARSE)):
+        q, k, v = make_qkv(tokens, 1, 1, dtype=torch.float16)
+        band = torch.empty((1, 1, tokens, 7), dtype=torch.float32)
+        with recording(run=False) as launches:
+            neighborhood_attention_backward(q, q, k, v, band, kernel_size=7, path="sparse", backend=backend)
+        assert names(launches) == expected
+
+
+def test_plain_or_persistent() -> None:
+    """A program per piece of work, or from 1024 tokens on one per core of an NPU."""
+    for backend, tokens, programs in (("ascend", 1023, 32), ("ascend", 1024, 20), ("triton", 1024, 32)):
+        q, k, v = make_qkv(tokens, 2, 2, dtype=torch.float16)
+        attn = torch.empty((1, 2, tokens, tokens), dtype=torch.float32)
+        with recording(run=False) as launches:
+            neighborhood_attention_backward(q, q, k, v, attn, kernel_size=7, path="dense", backend=backend)
+        assert [one.grid for one in launches] == [(programs,)] * 3
 
 
 @pytest.mark.parametrize("backend", ["ascend", "triton"])
@@ -219,6 +242,69 @@ def test_grid_of_the_dense_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded(3) == SPARSE
     with pytest.raises(ValueError, match="takes grids up to 64 programs; one key head with its 3 query heads needs 96"):
         recorded(3, path="dense")
+
+
+def every_second(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, not contiguous in any dim."""
+    return tensor.repeat_interleave(2, -1)[..., ::2]
+
+
+ATTN: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "a band": ({}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 4}),
+    "a strided band": ({"strided": True}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
+    "a band in bf16": ({"dtype": torch.bfloat16}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
+    "a strided band in bf16": (
+        {"dtype": torch.bfloat16, "strided": True},
+        {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8},
+    ),
+    "a wide band in bf16": (
+        {"dtype": torch.bfloat16, "slots": 300},
+        {"dense": 64 * 64 * 4 + 64 * 300 * 4, "sparse": 64 * 300 * 8},
+    ),
+    "all pairs": ({"slots": 64}, {"dense": 64 * 64 * 2, "sparse": 64 * 7 * 8}),
+    "strided pairs": ({"slots": 64, "strided": True}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
+    "pairs in bf16": ({"slots": 64, "dtype": torch.bfloat16}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8}),
+    "strided pairs in bf16": (
+        {"slots": 64, "dtype": torch.bfloat16, "strided": True},
+        {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 8},
+    ),
+    "pairs in fp64": ({"slots": 64, "dtype": torch.float64}, {"dense": 64 * 64 * 6, "sparse": 64 * 7 * 12}),
+}
+"""Probabilities of 64 tokens, and bytes of workspace for one query head in fp16."""
+
+
+@pytest.mark.parametrize("strided_rows", [False, True], ids=["rows", "strided rows"])
+@pytest.mark.parametrize("path", ["dense", "sparse"])
+@pytest.mark.parametrize("kind", ATTN)
+def test_chunks_stay_within_the_workspace(
+    kind: str, path: str, strided_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two key heads of three query heads each at a time: what lives beside inputs and gradients was counted.
+
+    It is a little less where what is counted does not live at the same time.
+    """
+    given, per_head = ATTN[kind]
+    slots, strided = given.get("slots", 7), given.get("strided", False)
+    attn = torch.zeros(2, 12, 64, slots, dtype=given.get("dtype", torch.float32))
+    q, do = (torch.zeros(2, 64, 12, 16, dtype=torch.float16) for _ in range(2))
+    k, v = (torch.zeros(2, 64, 4, 16, dtype=torch.float16) for _ in range(2))
+    if strided:
+        attn = every_second(attn)
+    if strided_rows:
+        q, k, v, do = (every_second(tensor) for tensor in (q, k, v, do))
+    needed = 3 * per_head[path] + (8 * 64 * 16 * 2 if strided_rows else 0)
+    indices = 64 * (64 + 10 * 7) if path == "sparse" and slots == 64 else 0
+    limit = indices + 3 * needed - 1
+    launched = []
+    monkeypatch.setattr(attention_backward, "workspace_limit", lambda memory: limit)
+    for module in (band_attention, dense_attention):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: launched.append(kernel.__name__))
+    window = {**backward_cases.WINDOW, "kernel_size": slots if slots != 64 else 7}
+    with PeakBytes() as measured:
+        gradients = attention_backward.backward(do, q, k, v, attn, **window, path=path, backend="triton")
+    workspace = measured.peak - sum(gradient.nbytes for gradient in gradients)
+    assert launched.count("dense_ds_kernel" if path == "dense" else "ds_kernel") == 4
+    assert 0.8 * 2 * needed <= workspace <= 2 * needed + indices
 
 
 @given(batch=st.integers(0, 5), kv_heads=st.integers(1, 7), per_chunk=st.integers(0, 40))

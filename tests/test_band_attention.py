@@ -80,13 +80,17 @@ def test_launches_that_an_npu_would_be_given() -> None:
     with recording(run=False) as launches:
         out = neighborhood_attention(q, k, v, kernel_size=60, dilation=2, algorithm="band", backend="ascend")
         torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+        short = torch.empty(1, 300, 8, 16)
+        given = torch.empty(1, 8, 300, 9)
+        window = {"kernel_size": 9, "dilation": 2, "softmax_scale": None, "boundary": "truncate", "causal": False}
+        band_attention.backward(short, short, short, short, given, **window, backend="ascend")
         band = out.new_empty(1, 8, 300, 9, dtype=torch.float32)
         band_attention.expand_band(band, dilation=1, boundary="shift", causal=False, backend="ascend")
     assert [(one.kernel.__name__, one.grid) for one in launches] == [
         ("scores_kernel", (20,)),
         ("rows_kernel", (20,)),
-        ("ds_kernel", (20,)),
-        ("gradients_kernel", (5, 4, 1)),
+        *(("ds_kernel", (20,)), ("rows_kernel", (20,)), ("columns_kernel", (20,)), ("columns_kernel", (20,))),
+        *(("ds_kernel", (20,)), ("gradients_kernel", (1, 16, 1))),
         ("expand_kernel", (40,)),
     ]
     for one in launches:

@@ -24,6 +24,7 @@ from ascend_kernels.launch import recording
 from dispatch import neighborhood_attention
 from nsa.neighborhood_attention import neighborhood_attention_forward
 from tests.helpers import make_qkv
+from tests.live_memory import PeakBytes
 from tests.neighborhood_cases import check
 from tests.neighborhood_loops import attend, keys_of
 
@@ -90,6 +91,32 @@ def test_chunks_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = reference.neighborhood_attention(q, k, v)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(torch.autograd.grad(parts[0].sum(), (q, k, v)), gradients)
+
+
+def test_the_band_is_not_kept_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public op takes out alone: a band of 64 slots would be four times as large as all of q, k, v and out."""
+    q, k, v = make_qkv(4096, 1, 1, dim=4, dtype=torch.float32)
+    size = 4096 * 64 * 4
+    monkeypatch.setattr(reference, "CHUNK_BYTES", size // 4)
+    with PeakBytes() as with_band:
+        expected, band = neighborhood_attention_forward(q, k, v, kernel_size=64)
+    assert band.nbytes == size
+    assert with_band.peak > 2 * size  # chunks of it, and their concatenation
+    with PeakBytes() as out_alone:
+        out = neighborhood_attention(q, k, v, kernel_size=64)
+    assert out_alone.peak < size
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("return_band", [True, False])
+def test_gradients_with_and_without_the_band(return_band: bool) -> None:
+    q, k, v = make_qkv(20, requires_grad=True)
+    out, band, lse = reference.neighborhood_attention(q, k, v, return_band=return_band)
+    assert (band is not None) == return_band
+    got = torch.autograd.grad((out.sum() + lse.sum()), (q, k, v))
+    whole, _, sums = reference.neighborhood_attention(q, k, v)
+    assert torch.equal(out, whole)
+    torch.testing.assert_close(got, torch.autograd.grad(whole.sum() + sums.sum(), (q, k, v)))
 
 
 # The public functions

@@ -1,59 +1,22 @@
-"""The dense backward's launches, captured from the public function: lowered by triton-ascend, executed, gated."""
+"""The backward from probabilities: launches of the public function, lowered by triton-ascend, executed, gated."""
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
 from typing import Any
 
-import gates
 import proof
 import pytest
 import torch
+from neighborhood_gates import DTYPES, executed
 
-from ascend_kernels import dense_attention, tiling
+from ascend_kernels import dense_attention
 from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention_backward
 from tests import backward_cases
 
-MATMULS = {"dense_dv_kernel": 1, "dense_ds_kernel": 2, "dense_dqdk_kernel": 2}
-COPIES = {
-    "dense_dv_kernel": {"load": 2, "store": 1},
-    "dense_ds_kernel": {"load": 6, "store": 1},
-    "dense_dqdk_kernel": {"load": 4, "store": 2},
-}
-MLIR_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def launches_of(inputs: tuple[torch.Tensor, ...], window: dict[str, Any], persistent: bool | None) -> Any:
-    """Gradients not computed yet, and what computes them."""
-    with recording(run=False) as launches:
-        if persistent is None:
-            gradients = neighborhood_attention_backward(*inputs, **window, path="dense", backend="ascend")
-        else:
-            gradients = dense_attention.backward(*inputs, **window, backend="ascend", persistent=persistent)
-    return gradients, launches
-
-
-def gate(launches: list[Launch], dtype: torch.dtype) -> None:
-    """Block copies and matrix products of the inputs' dtype only, with tiles from the list."""
-    known = set(tiling.specialisations())
-    for one in launches:
-        name = one.kernel.fn.__name__
-        if name not in MATMULS:
-            continue  # the expansion of a band
-        linalg = proof.lower(one).linalg
-        gates.assert_no_single_element_loops(linalg, name)
-        gates.assert_matmul_inputs(linalg, MLIR_NAMES[dtype], name)
-        assert gates.count(linalg, "linalg.matmul") == MATMULS[name]
-        assert gates.count_block_copies(linalg) == COPIES[name]
-        tiles = tiling.Tiles(*(one.constants[block] for block in ("BLOCK_M", "BLOCK_N", "BLOCK_D")))
-        kernel = name.removesuffix("_kernel")
-        assert (kernel, dtype, tiles) in known
-        plan = tiling.Plan(tiles, one.grid, tiling.live_bytes(kernel, tiles, dtype.itemsize), one.options)
-        gates.assert_plan(plan, what=name)
-        gates.assert_plan_is_honest(plan, linalg, name)
-
-
+PATHS = ["dense", "sparse"]
 CASES: dict[str, dict[str, Any]] = {
     "a band": {"tokens": 150, "dim": 64, "kernel_size": 16, "boundary": "shift"},
     "all pairs": {"tokens": 150, "dim": 128, "kernel_size": 9, "dense": True},
@@ -68,14 +31,21 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.ascend
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES)
-def test_cases(case: str, dtype: torch.dtype) -> None:
-    """These are all specialisations: tiles depend on the dtype alone."""
+def test_cases(case: str, path: str, dtype: torch.dtype) -> None:
     inputs, window = backward_cases.make(dtype=dtype, **CASES[case])
-    gradients, launches = launches_of(inputs, window, None)
-    gate(launches, dtype)
-    proof.execute(launches)
-    backward_cases.assert_gradients(gradients, inputs, window, case)
+    call = partial(neighborhood_attention_backward, *inputs, **window, path=path, backend="ascend")
+    backward_cases.assert_gradients(executed(call), inputs, window, case)
+
+
+def launches() -> list[Launch]:
+    """Of all that is executed above, and nothing runs."""
+    with recording(run=False) as found:
+        for dtype, path, case in product(DTYPES, PATHS, CASES.values()):
+            inputs, window = backward_cases.make(dtype=dtype, **case)
+            neighborhood_attention_backward(*inputs, **window, path=path, backend="ascend")
+    return found
 
 
 @pytest.mark.ascend
@@ -83,10 +53,10 @@ def test_plain_and_persistent_give_the_same_bits() -> None:
     inputs, window = backward_cases.make(150, dim=80, heads=8, kv_heads=4, batch=2, dtype=torch.bfloat16, dense=True)
     results = []
     for persistent in (False, True):
-        gradients, launches = launches_of(inputs, window, persistent)
+        with recording(run=False) as launches:
+            results.append(dense_attention.backward(*inputs, **window, backend="ascend", persistent=persistent))
         assert [one.grid for one in launches] == ([(20,)] * 3 if persistent else [(48,), (48,), (48,)])
         proof.execute(launches)
-        results.append(gradients)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
