@@ -42,7 +42,9 @@ def _resolved(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[dispatch.
     window = Window(*given)
     impl = resolve(q, k, v, window, algorithm, backend, band=False)
     keywords = asdict(window)
-    if impl.training is not None:
+    if impl.training is None:
+        keywords["return_band"] = False
+    else:
         keywords["backend"] = impl.backend
         if algorithm in ("band", "dense"):
             keywords["algorithm"] = algorithm
