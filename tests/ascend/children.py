@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,15 @@ import toolchain
 
 SCRIPT = Path(__file__).with_name("triton_child.py")
 LINES_SHOWN = 30
+LOWERING_ATTEMPTS = 3
 
 
 class ProofError(Exception):
     """A kernel could not be lowered, compiled or executed; the message names it and the launch."""
+
+
+class Crash(ProofError):
+    """The child died of SIGSEGV while it held the request."""
 
 
 class Child:
@@ -58,20 +64,21 @@ class Child:
         except BrokenPipeError:
             answered, line = True, ""
         if not line:
-            cause = self.stop() if answered else f"no answer in {timeout:.0f} s"
-            self.stop()
+            status = self.stop()
+            cause = how_it_ended(status) if answered else f"no answer in {timeout:.0f} s"
             self.log.seek(0)
             last_lines = "\n".join(self.log.read().splitlines()[-LINES_SHOWN:])
-            raise ProofError(f"{task} {what}: {cause}\n{last_lines}")
+            error = Crash if answered and status == -signal.SIGSEGV else ProofError
+            raise error(f"{task} {what}: {cause}\n{last_lines}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ProofError(f"{task} {what}: {answer['error']}")
         return answer
 
-    def stop(self) -> str:
-        """End the process; returns how it had ended."""
+    def stop(self) -> int:
+        """End the process; returns its exit status, as `subprocess` has it."""
         if self.process is None:
-            return "not running"
+            return 0
         process, self.process = self.process, None
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
@@ -82,7 +89,7 @@ class Child:
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
-        return how_it_ended(status)
+        return status
 
     def close(self) -> None:
         self.stop()
@@ -96,6 +103,22 @@ def how_it_ended(status: int) -> str:
 @functools.cache
 def triton_ascend() -> Child:
     return Child(str(toolchain.ASCEND_PYTHON), {"TRITON_DISABLE_LINE_INFO": "1"})
+
+
+def lowered_by(child: Child, what: str, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to "lower". triton-ascend sometimes dies of SIGSEGV for no fault of the kernel: then, and only then,
+    the request goes to a new child, LOWERING_ATTEMPTS times in all, with a warning each time.
+    """
+    for attempt in range(1, LOWERING_ATTEMPTS):
+        try:
+            return child.ask("lower", what, request)
+        except Crash as crash:
+            warnings.warn(
+                f"triton-ascend crashed, attempt {attempt} of {LOWERING_ATTEMPTS}: {crash}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return child.ask("lower", what, request)
 
 
 @functools.cache

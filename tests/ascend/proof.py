@@ -77,7 +77,8 @@ def lower(launch: Launch, arch: str = ARCH) -> Lowered:
     key = key_of(launch, arch, toolchain.version(), CHILD_SOURCE.read_text(encoding="utf-8"))
     path = toolchain.CACHE / "lowered" / f"{key}.json"
     if not path.exists():
-        answer = children.triton_ascend().ask("lower", name_of(launch), {**describe(launch), "arch": arch})
+        request = {**describe(launch), "arch": arch}
+        answer = children.lowered_by(children.triton_ascend(), name_of(launch), request)
         toolchain.write_atomically(path, json.dumps(answer).encode())
     answer = json.loads(path.read_text(encoding="utf-8"))
     return Lowered(**{**answer, "parameters": tuple(answer["parameters"])})

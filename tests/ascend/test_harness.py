@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import children
 import defects
@@ -12,6 +15,7 @@ import demo
 import description
 import execution
 import gates
+import native
 import proof
 import pytest
 import torch
@@ -147,6 +151,24 @@ def test_row_too_many_is_caught() -> None:
 
 
 @pytest.mark.ascend
+def test_guard_page_hit_is_never_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a SIGSEGV too, but of the kernel: one process runs, and dies."""
+    _, _, launches = softmax_of(defects.one_row_too_many)
+    children_run: list[object] = []
+    run = subprocess.run
+
+    def counted(command: list[str], **keywords: Any) -> Any:
+        children_run.append(command)
+        return run(command, **keywords)
+
+    native.build(proof.lower(launches[0]).linalg, "one row too many")
+    monkeypatch.setattr(subprocess, "run", counted)
+    with pytest.raises(proof.MemoryFault):
+        proof.execute(launches)
+    assert len(children_run) == 1
+
+
+@pytest.mark.ascend
 def test_row_before_the_first_is_caught() -> None:
     _, _, launches = softmax_of(defects.one_row_too_early)
     with pytest.raises(proof.MemoryFault, match=r"one_row_too_early.*p_out"):
@@ -277,6 +299,58 @@ def test_dead_child_is_a_failure() -> None:
     child = children.Child(str(shutil.which("false")), {})
     with pytest.raises(proof.ProofError, match="lower some kernel: exit status 1"):
         child.ask("lower", "some kernel", {})
+
+
+class Starts:
+    """A child whose program is a shell script, and how often it was started."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        self.log = folder / "starts"
+        program = folder / "program"
+        program.write_text(f"#!/bin/sh\necho start >> {self.log}\n{script}\n", encoding="utf-8")
+        program.chmod(0o755)
+        self.child = children.Child(str(program), {})
+
+    def __len__(self) -> int:
+        return len(self.log.read_text(encoding="utf-8").splitlines())
+
+
+CRASH = "read -r request; kill -SEGV $$"
+
+
+def test_lowering_is_tried_again_after_a_crash(tmp_path: Path) -> None:
+    starts = Starts(
+        tmp_path, f"""[ "$(wc -l < {tmp_path}/starts)" = 1 ] && {{ {CRASH}; }}\necho '{{"linalg": "it"}}'"""
+    )
+    with pytest.warns(RuntimeWarning, match="attempt 1 of 3: lower some kernel: died of SIGSEGV") as warned:
+        assert children.lowered_by(starts.child, "some kernel", {}) == {"linalg": "it"}
+    assert (len(starts), len(warned)) == (2, 1)
+
+
+def test_persistent_crash_of_lowering_is_a_failure(tmp_path: Path) -> None:
+    starts = Starts(tmp_path, CRASH)
+    with (
+        pytest.warns(RuntimeWarning, match="triton-ascend crashed") as warned,
+        pytest.raises(proof.ProofError, match="lower some kernel: died of SIGSEGV"),
+    ):
+        children.lowered_by(starts.child, "some kernel", {})
+    assert (len(starts), len(warned)) == (children.LOWERING_ATTEMPTS, children.LOWERING_ATTEMPTS - 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "story"),
+    [
+        ("read -r request; kill -KILL $$", "died of SIGKILL"),
+        ("exit 1", "exit status 1"),
+        ("""echo '{"error": "refused"}'""", "refused"),
+    ],
+)
+def test_lowering_is_tried_once_where_no_compiler_crashed(script: str, story: str, tmp_path: Path) -> None:
+    """A warning would be an error here."""
+    starts = Starts(tmp_path, script)
+    with pytest.raises(proof.ProofError, match=story):
+        children.lowered_by(starts.child, "some kernel", {})
+    assert len(starts) == 1
 
 
 # ---------------------------------------------------------------- describing

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -107,6 +108,9 @@ def lower(request: dict[str, Any]) -> dict[str, Any]:
     try:
         linalg = ascend.ttir_to_linalg(module, metadata, options, named_ops=True)
     except subprocess.CalledProcessError as error:
+        if error.returncode == -signal.SIGSEGV:  # a part of the compiler: its crash is this process's
+            os.write(2, error.stderr)
+            os.kill(os.getpid(), signal.SIGSEGV)
         raise RuntimeError(f"triton-adapter-opt refused the kernel: {error.stderr.decode()}") from error
     parameters = [name for name in signature if name not in constants]
     return {"ttir": ttir, "linalg": linalg, "parameters": parameters, "seconds": time.monotonic() - start}
