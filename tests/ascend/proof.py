@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,18 @@ def lower(launch: Launch, arch: str = ARCH) -> Lowered:
 def execute(launches: Sequence[Launch], *, timeout: float = 300) -> None:
     """Run the lowered kernels in order on the CPU, under guard pages; tensors of the launches get the results.
 
+    One child process runs them, until one fails.
+
     Raises:
         MemoryFault: an access outside the tensors. ProofError: any other failure. AssertionError: a grid too large.
     """
-    for index, launch in enumerate(launches):
-        what = f"launch {index}, {name_of(launch)}"
-        assert_grid(launch.grid, what)
-        lowered = lower(launch)
-        execution.run(launch, native.build(lowered.linalg, what), lowered.parameters, what, timeout)
+    with closing(children.guarded()) as child:
+        for index, launch in enumerate(launches):
+            what = f"launch {index}, {name_of(launch)}"
+            assert_grid(launch.grid, what)
+            lowered = lower(launch)
+            binary = native.build(lowered.linalg, what)
+            execution.run(launch, binary, lowered.parameters, what, child=child, timeout=timeout)
 
 
 def executed(op: Callable[..., torch.Tensor], *inputs: torch.Tensor, gate: Gate) -> torch.Tensor:

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import children
 import defects
@@ -152,20 +151,15 @@ def test_row_too_many_is_caught() -> None:
 
 @pytest.mark.ascend
 def test_guard_page_hit_is_never_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a SIGSEGV too, but of the kernel: one process runs, and dies."""
+    """It is a SIGSEGV too, but of the kernel: one process is started, and dies."""
     _, _, launches = softmax_of(defects.one_row_too_many)
-    children_run: list[object] = []
-    run = subprocess.run
-
-    def counted(command: list[str], **keywords: Any) -> Any:
-        children_run.append(command)
-        return run(command, **keywords)
-
     native.build(proof.lower(launches[0]).linalg, "one row too many")
-    monkeypatch.setattr(subprocess, "run", counted)
+    started: list[object] = []
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(a) or start(*a, **k))
     with pytest.raises(proof.MemoryFault):
         proof.execute(launches)
-    assert len(children_run) == 1
+    assert len(started) == 1
 
 
 @pytest.mark.ascend
@@ -296,7 +290,7 @@ def test_refused_kernel_is_a_failure() -> None:
 
 
 def test_dead_child_is_a_failure() -> None:
-    child = children.Child(str(shutil.which("false")), {})
+    child = children.Child(str(shutil.which("false")))
     with pytest.raises(proof.ProofError, match="lower some kernel: exit status 1"):
         child.ask("lower", "some kernel", {})
 
@@ -309,7 +303,7 @@ class Starts:
         program = folder / "program"
         program.write_text(f"#!/bin/sh\necho start >> {self.log}\n{script}\n", encoding="utf-8")
         program.chmod(0o755)
-        self.child = children.Child(str(program), {})
+        self.child = children.Child(str(program))
 
     def __len__(self) -> int:
         return len(self.log.read_text(encoding="utf-8").splitlines())
