@@ -13,6 +13,7 @@ Lowered kernels and PTX are kept under .cache/ascend.
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ __all__ = ["Lowered", "MemoryFault", "ProofError", "Ptx", "compile_ptx", "execut
 
 ARCH = "Ascend910B4"
 Gate = Callable[[Sequence[Launch]], None]
-CHILD_SOURCE = Path(children.SCRIPT)
+CHILD_SOURCE = children.SCRIPT.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,17 @@ def lower(launch: Launch, arch: str = ARCH) -> Lowered:
     Raises:
         ProofError: triton-ascend refuses the kernel.
     """
-    key = key_of(launch, arch, toolchain.version(), CHILD_SOURCE.read_text(encoding="utf-8"))
+    key = key_of(launch, arch, toolchain.version(), CHILD_SOURCE)
     path = toolchain.CACHE / "lowered" / f"{key}.json"
     if not path.exists():
         request = {**describe(launch), "arch": arch}
         answer = children.lowered_by(children.triton_ascend(), name_of(launch), request)
         toolchain.write_atomically(path, json.dumps(answer).encode())
+    return kept(path)
+
+
+@functools.cache
+def kept(path: Path) -> Lowered:
     answer = json.loads(path.read_text(encoding="utf-8"))
     return Lowered(**{**answer, "parameters": tuple(answer["parameters"])})
 
@@ -98,7 +104,7 @@ def execute(launches: Sequence[Launch], *, timeout: float = 300) -> None:
             what = f"launch {index}, {name_of(launch)}"
             assert_grid(launch.grid, what)
             lowered = lower(launch)
-            binary = native.build(lowered.linalg, what)
+            binary = native.build(lowered.linalg, launch.kernel.fn.__name__)
             execution.run(launch, binary, lowered.parameters, what, child=child, timeout=timeout)
 
 
@@ -168,7 +174,7 @@ def serialized(launch: Launch) -> dict[str, Any]:
 
 def compile_ptx(launch: Launch, capability: int = 90) -> Ptx:
     """Upstream Triton's PTX for an NVIDIA architecture, and the shared memory that it asks for."""
-    key = key_of(launch, str(capability), triton.__version__, CHILD_SOURCE.read_text(encoding="utf-8"))
+    key = key_of(launch, str(capability), triton.__version__, CHILD_SOURCE)
     path = toolchain.CACHE / "ptx" / f"{key}.json"
     if not path.exists():
         request = {**describe(launch), "capability": capability}
