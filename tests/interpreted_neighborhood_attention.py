@@ -16,13 +16,7 @@ from ascend_kernels import device, tiling
 from ascend_kernels.launch import recording
 from dispatch import neighborhood_attention
 from tests.helpers import make_qkv
-from tests.neighborhood_cases import check
-
-WINDOWS: dict[str, dict[str, Any]] = {
-    "truncate": {},
-    "shift": {"boundary": "shift"},
-    "causal": {"boundary": "shift", "causal": True},
-}
+from tests.neighborhood_cases import WINDOWS, check
 
 
 @contextmanager

@@ -30,12 +30,13 @@ def gate_flash(launches: Sequence[Launch]) -> None:
     gate(launches)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _executed_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighborhood_cases, "neighborhood_attention", executed)
 
 
 @pytest.mark.ascend
+@pytest.mark.usefixtures("_executed_op")
 @pytest.mark.parametrize("tier", tiling.TIERS)
 @pytest.mark.parametrize("block_d", tiling.BLOCKS_D)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,10 +62,31 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ascend
+@pytest.mark.usefixtures("_executed_op")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_cases(case: str, dtype: torch.dtype) -> None:
     neighborhood_cases.check("ascend", dtype=dtype, **CASES[case])
+
+
+@pytest.mark.ascend
+@pytest.mark.parametrize("window", neighborhood_cases.WINDOWS)
+@pytest.mark.parametrize("kernel_size", [1, 2, 3, 4, 7])
+def test_every_short_length(kernel_size: int, window: str) -> None:
+    """N = 1 ... 70 with every such window, dtypes and dilations in turn. One process executes them all: sizes are
+    run-time values, and nothing on the host comes between forward and backward.
+    """
+    cases = []
+    for tokens in range(1, 71):
+        kind = {"dtype": DTYPES[(tokens + kernel_size) % 3], "heads": 1 + (tokens % 5 == 0)}
+        size = {"kernel_size": kernel_size, "dilation": 1 + tokens // 3 % 2}
+        cases.append(neighborhood_cases.make(tokens, **kind, **size, **neighborhood_cases.WINDOWS[window]))
+    with recording(run=False) as launches:
+        results = [neighborhood_cases.results("ascend", inputs, do, **options) for inputs, do, options in cases]
+    assert [one.kernel.fn.__name__ for one in launches] == ["forward_kernel", "dq_kernel", "dkdv_kernel"] * 70
+    proof.execute(launches)
+    for got, (inputs, do, options) in zip(results, cases, strict=True):
+        neighborhood_cases.assert_right(got, inputs, do, **options)
 
 
 def launches() -> list[Launch]:
