@@ -76,7 +76,10 @@ def pack(kinds: list[str], values: list[Any]) -> list[Any]:
             pointer = ctypes.c_void_p(address)
             packed += [pointer, pointer, ctypes.c_int64(0), ctypes.c_int64(elements), ctypes.c_int64(1)]
         else:
-            packed.append(SCALARS[kind](value))
+            scalar = SCALARS[kind](value)
+            if isinstance(value, int) and scalar.value != value:
+                raise OverflowError(f"{value} is no {kind}")
+            packed.append(scalar)
     return packed
 
 

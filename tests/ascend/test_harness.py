@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import children
 import defects
@@ -14,9 +16,11 @@ import demo
 import description
 import execution
 import gates
+import guarded_child
 import native
 import proof
 import pytest
+import toolchain
 import torch
 import triton.language as tl
 from gates import CAPACITY, MAX_GRID
@@ -25,7 +29,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ascend_kernels.launch import Launch, launch, recording
-from tests.helpers import assert_within_budget
+from dispatch import neighborhood_attention
+from tests.helpers import assert_within_budget, make_qkv
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHARED_BYTES_SM90 = 227 << 10
@@ -119,6 +124,59 @@ def test_gates_pass_kernels_of_block_copies(name: str) -> None:
 def test_bf16_stays_bf16_up_to_the_matmul() -> None:
     (one,) = capture(demo.matmul, *inputs("matmul", torch.bfloat16))[1]
     gates.assert_matmul_inputs(proof.lower(one).linalg, "bf16")
+
+
+@pytest.mark.ascend
+def test_what_is_executed_is_what_the_op_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is derived again: other processes are asked for the captured kernel, grid, arguments and constants."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+    ask = children.Child.ask
+
+    def listen(child: children.Child, task: str, what: str, request: dict[str, Any], *more: float) -> dict[str, Any]:
+        asked.append((task, request))
+        return ask(child, task, what, request, *more)
+
+    monkeypatch.setattr(children.Child, "ask", listen)
+    monkeypatch.setattr(toolchain, "CACHE", tmp_path)  # where nothing has been lowered
+    q, k, v = make_qkv(70, heads=6, kv_heads=3, dim=40, dtype=torch.bfloat16)
+    _, launches = capture(neighborhood_attention, q, k, v, kernel_size=6, dilation=3, backend="ascend")
+    proof.execute(launches)
+    (one,) = launches
+    (_, lowered), (_, executed) = asked
+    assert [task for task, _ in asked] == ["lower", "execute"]
+
+    assert getattr(importlib.import_module(lowered["module"]), lowered["kernel"]) is one.kernel
+    assert one.kernel.src in lowered["sources"]
+    assert (lowered["constants"], lowered["options"]) == (one.constants, one.options)
+    assert lowered["arguments"].keys() == one.arguments.keys()
+
+    assert executed["grid"] == one.grid
+    parameters = proof.lower(one).parameters
+    folded = set(one.arguments) - set(parameters)
+    assert all(one.arguments[name] == 1 for name in folded), "Triton folds ones, nothing else"
+    tensors = {}
+    for name, argument in zip(parameters, executed["arguments"], strict=True):
+        if "region" in argument:
+            tensors[name] = argument["elements"]
+        else:
+            assert argument["value"] == one.arguments[name]
+    assert tensors == {name: x.numel() for name, x in one.arguments.items() if isinstance(x, Tensor)}
+
+
+@pytest.mark.ascend
+def test_another_kernel_than_was_launched_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As when its file changed after this process, or a child, has read it."""
+    monkeypatch.setattr(toolchain, "CACHE", tmp_path)
+    _, launches = capture(demo.softmax, torch.ones(3, 5))
+    monkeypatch.setattr(description, "sources", lambda _: ("def softmax_kernel(): ...",))
+    with pytest.raises(proof.ProofError, match=r"demo.py has another softmax_kernel than was launched"):
+        proof.execute(launches)
+
+
+def test_numbers_too_large_for_their_parameter_are_refused() -> None:
+    """C types would cut them off."""
+    with pytest.raises(OverflowError, match="2147483648 is no i32"):
+        guarded_child.pack(["i32"], [1 << 31])
 
 
 # ---------------------------------------------------------------- planted defects
@@ -301,7 +359,7 @@ class Starts:
     def __init__(self, folder: Path, script: str) -> None:
         self.log = folder / "starts"
         program = folder / "program"
-        program.write_text(f"#!/bin/sh\necho start >> {self.log}\n{script}\n", encoding="utf-8")
+        program.write_text(f"#!/bin/sh\necho start >> {self.log}\nread -r request\n{script}\n", encoding="utf-8")
         program.chmod(0o755)
         self.child = children.Child(str(program))
 
@@ -309,7 +367,7 @@ class Starts:
         return len(self.log.read_text(encoding="utf-8").splitlines())
 
 
-CRASH = "read -r request; kill -SEGV $$"
+CRASH = "kill -SEGV $$"
 
 
 def test_lowering_is_tried_again_after_a_crash(tmp_path: Path) -> None:
@@ -334,7 +392,7 @@ def test_persistent_crash_of_lowering_is_a_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "story"),
     [
-        ("read -r request; kill -KILL $$", "died of SIGKILL"),
+        ("kill -KILL $$", "died of SIGKILL"),
         ("exit 1", "exit status 1"),
         ("""echo '{"error": "refused"}'""", "refused"),
     ],

@@ -63,8 +63,12 @@ def import_kernel(request: dict[str, Any]) -> Any:
 def warm_up(request: dict[str, Any], target: Any) -> Any:
     """Let the kernel's JIT specialise and compile for a device that is not there."""
     import triton.language as tl
+    from description import sources
     from triton.runtime import driver
 
+    kernel = import_kernel(request)
+    if list(sources(kernel)) != request["sources"]:
+        raise RuntimeError(f"{request['file']} has another {request['kernel']} than was launched")
     driver.set_active(StandInDriver(target))
     arguments = {
         name: StandIn(**value) if "dtype" in value else value["value"] for name, value in request["arguments"].items()
@@ -73,7 +77,7 @@ def warm_up(request: dict[str, Any], target: Any) -> Any:
         name: tl.dtype(value["tl.dtype"]) if isinstance(value, dict) else value
         for name, value in request["constants"].items()
     }
-    return import_kernel(request).run(grid=(1,), warmup=True, **arguments, **constants, **request["options"])
+    return kernel.run(grid=(1,), warmup=True, **arguments, **constants, **request["options"])
 
 
 def lower(request: dict[str, Any]) -> dict[str, Any]:
