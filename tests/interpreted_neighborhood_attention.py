@@ -55,6 +55,8 @@ def test_borders_of_tiles(window: str, kernel_size: int, monkeypatch: pytest.Mon
 
 CASES: dict[str, dict[str, Any]] = {
     "features not a power of two": {"tokens": 40, "dim": 40, "kernel_size": 5},
+    "features that are padded": {"tokens": 40, "dim": 123, "kernel_size": 5, "softmax_scale": 0.2},
+    "one feature": {"tokens": 20, "dim": 1, "dtype": torch.float16},
     "wide features": {"tokens": 37, "dim": 64, "kernel_size": 6, "dilation": 2, "boundary": "shift", "heads": 4},
     "widest features": {"tokens": 20, "dim": 256, "kernel_size": 4, "dtype": torch.float16},
     "a batch of head-major groups": {"tokens": 33, "batch": 2, "heads": 4, "kv_heads": 2, "head_major": True},
