@@ -6,6 +6,7 @@ import importlib
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import description
 import execution
 import gates
 import guarded_child
+import liveness
 import native
 import proof
 import pytest
@@ -28,6 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ascend_kernels import tiling
 from ascend_kernels.launch import Launch, launch, recording
 from dispatch import neighborhood_attention
 from tests.helpers import assert_within_budget, make_qkv
@@ -245,8 +248,56 @@ def test_oversize_tile_is_caught() -> None:
     (one,) = capture(demo.softmax, torch.randn(600, 100), plan=raised)[1]
     linalg = proof.lower(one).linalg
     gates.assert_plan_is_honest(raised, linalg)
-    with pytest.raises(AssertionError, match="a tile of 262144 bytes, the plan counts 1024"):
+    with pytest.raises(AssertionError, match="keeps 264192 bytes alive in UB, the plan counts 1024"):
         gates.assert_plan_is_honest(SimpleNamespace(grid=(1,), live_bytes={"UB": 1024}), linalg)
+
+
+@pytest.mark.ascend
+def test_larger_tiles_than_planned_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel launched with four times the rows and twice the keys of its plan. The count of whole tiles leaves room
+    for less: plans count twice what crosses between memories.
+    """
+    tiles, larger = tiling.Tiles(32, 64, 64), tiling.Tiles(128, 128, 64)
+    plan = tiling.Plan(tiles, (1,), tiling.live_bytes("forward", tiles, 2), {})
+    q, k, v = make_qkv(70, dim=64, dtype=torch.bfloat16)
+    linalg = {}
+    for launched in (tiles, larger):
+        monkeypatch.setattr(tiling, "ascend_tiles", lambda *_, launched=launched: launched)
+        (one,) = capture(neighborhood_attention, q, k, v, backend="ascend")[1]
+        linalg[launched] = proof.lower(one).linalg
+    gates.assert_plan_is_honest(plan, linalg[tiles])
+    with pytest.raises(AssertionError, match=r"keeps 65536 bytes alive in L1, the plan counts 45056"):
+        gates.assert_plan_is_honest(replace(plan, live_bytes={**plan.live_bytes, "UB": 1 << 20}), linalg[larger])
+    with pytest.raises(AssertionError, match=r"keeps \d+ bytes alive in UB, the plan counts 73728"):
+        gates.assert_plan_is_honest(plan, linalg[larger])
+
+
+LOOP = """
+func.func @k(%arg0: memref<?xf32>) attributes {x} {
+  %0 = tensor.empty() : tensor<8x4xf32>
+  %1 = linalg.fill ins(%cst : f32) outs(%0 : tensor<8x4xf32>) -> tensor<8x4xf32>
+  %2 = bufferization.to_tensor %alloc restrict writable : memref<8x4xf16>
+  %3 = math.exp %1 : tensor<8x4xf32>
+  %4:2 = scf.for %arg1 = %c0 to %c8 step %c1 iter_args(%arg2 = %1, %arg3 = %c0) -> (tensor<8x4xf32>, i32)  : i32 {
+    %5 = bufferization.to_tensor %alloc_0 restrict writable : memref<4x4xf16>
+    %6 = linalg.matmul ins(%2, %5 : tensor<8x4xf16>, tensor<4x4xf16>) outs(%1 : tensor<8x4xf32>) -> tensor<8x4xf32>
+    %7 = arith.cmpf oeq, %6, %3 : tensor<8x4xf32>
+    %8 = arith.select %7, %arg2, %6 : tensor<8x4xi1>, tensor<8x4xf32>
+    scf.yield %8, %c0 : tensor<8x4xf32>, i32
+  }
+  scf.for %arg1 = %c0 to %c8 step %c1  : i32 {
+    %5 = arith.addf %4#0, %4#0 : tensor<8x4xf32>
+    bufferization.materialize_in_destination %5 in writable %view : (tensor<8x4xf32>, memref<8x4xf32>) -> ()
+  }
+"""
+
+
+def test_tiles_alive_at_once_are_counted() -> None:
+    """Before the select: %3, which the next iteration needs again, the accumulator %arg2, the product %6 and its mask.
+
+    %2 stays for all products. %5 in the second loop is another tile than in the first.
+    """
+    assert liveness.live_bytes(LOOP) == {"UB": 3 * 128 + 32, "L1": 64 + 32}
 
 
 @pytest.mark.parametrize("grid", [(MAX_GRID + 1,), (256, 16, 16), (0,)])
