@@ -373,9 +373,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 # The kernels
 
 
-@pytest.mark.parametrize(
-    "part", ["every_short_length and fp32", "every_short_length and fp16", "not every_short_length"]
-)
+@pytest.mark.parametrize("part", ["short_lengths", "not short_lengths"])
 def test_interpreted(part: str) -> None:
     """In a process where Triton interprets: interpreted_neighborhood_attention.py."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part]
