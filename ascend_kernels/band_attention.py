@@ -52,7 +52,7 @@ def forward(
     """
     batch, num_tokens, heads, _ = q.shape
     dim = q.shape[-1]
-    out = q.new_empty((*q.shape[:-1], features_of(dim, backend)))
+    out = torch.empty((*q.shape[:-1], features_of(dim, backend)), dtype=q.dtype, device=q.device)
     sizes = _band_sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     shape = (heads, num_tokens, kernel_size)
     if return_band:
