@@ -6,9 +6,9 @@
              launch, from N = 512 on in three
 
 Each takes the other's probabilities, which are expanded or gathered first. What a path needs beside inputs and
-gradients is its workspace, copies of probabilities and of inputs that kernels cannot read as they are among it; chunks
-over batch elements and key heads, which make these copies one by one, keep it within `workspace_limit`. The smallest
-chunk is one key head with its query heads, since dk and dv are sums over these.
+gradients is its workspace, copies of probabilities, inputs and gradients that kernels cannot take as they are among
+it; chunks over batch elements and key heads, which make these copies one by one, keep it within `workspace_limit`. The
+smallest chunk is one key head with its query heads, since dk and dv are sums over these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ascend_kernels import band_attention, dense_attention, reference, tiling
-from ascend_kernels.rows import empty_like_rows
+from ascend_kernels.rows import empty_like_rows, features_of, is_readable
 
 MAX_DENSE_TOKENS = 2048
 MIN_WORKSPACE_LIMIT = 512 << 20
@@ -104,7 +104,9 @@ def backward(
 
     most = tiling.MAX_GRID // max(1, _dense_programs(q, group_size, backend)) if dense else batch * kv_heads
     needed = group_size * _bytes_per_head(q, attn, kernel_size, dense=dense)
-    needed += sum(group_size * _bytes_of_copy(x) for x in (do, q)) + sum(_bytes_of_copy(x) for x in (k, v))
+    dq, dk, dv = empty_like_rows(q, k, v)
+    needed += sum(group_size * _bytes_of_copy(x, backend) for x in (do, q, dq))
+    needed += sum(_bytes_of_copy(x, backend) for x in (k, v, dk, dv))
     indices = 0 if dense or is_band else tokens * (INDEX_BYTES + SLOT_INDEX_BYTES * kernel_size)
     room = workspace_limit(tiling.memory_of(q.device)) - indices
     per_chunk = min(most, max(0, room) // max(1, needed))
@@ -120,7 +122,6 @@ def backward(
             band = _readable(attn, True) if is_band else reference.band_of(attn, kernel_size, **window)
             band_attention.backward(do, q, k, v, band, results=results, **options)
 
-    dq, dk, dv = empty_like_rows(q, k, v)
     for batches, key_heads in _chunks(batch, kv_heads, per_chunk):
         query_heads = slice(key_heads.start * group_size, key_heads.stop * group_size)
         by_query, by_key = (batches, slice(None), query_heads), (batches, slice(None), key_heads)
@@ -158,9 +159,10 @@ def _bytes_per_head(q: Tensor, attn: Tensor, kernel_size: int, *, dense: bool) -
     return slots + max(slots, gathered if attn.dtype != torch.float32 else 0)
 
 
-def _bytes_of_copy(tensor: Tensor) -> int:
-    """Of one head of a tensor `[B,N,heads,D]`, where its rows are copied to be contiguous."""
-    return 0 if tensor.stride(-1) == 1 else tensor.shape[1] * tensor.shape[3] * tensor.element_size()
+def _bytes_of_copy(tensor: Tensor, backend: str) -> int:
+    """Of one head of a tensor `[B,N,heads,D]`, whose rows are copied where kernels cannot take them as they are."""
+    size = tensor.shape[1] * features_of(tensor.shape[3], backend) * tensor.element_size()
+    return 0 if is_readable(tensor, backend) else size
 
 
 def _dense_programs(q: Tensor, group_size: int, backend: str) -> int:

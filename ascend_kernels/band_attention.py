@@ -12,7 +12,7 @@ from torch import Tensor
 from ascend_kernels import band_kernels, tiling
 from ascend_kernels.device import npu_of
 from ascend_kernels.launch import launch
-from ascend_kernels.rows import empty_like_rows, rows_contiguous, sizes_of
+from ascend_kernels.rows import features_of, handed_over, readable, sizes_of, without_padding, writable
 
 KERNELS = {
     "band_scores": band_kernels.scores_kernel,
@@ -51,7 +51,8 @@ def forward(
         out like q, contiguous, and the band `[B,H,N,kernel_size]` fp32, 0 where a slot has no key, or None.
     """
     batch, num_tokens, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dim = q.shape[-1]
+    out = torch.empty((*q.shape[:-1], features_of(dim, backend)), dtype=q.dtype, device=q.device)
     sizes = _band_sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     shape = (heads, num_tokens, kernel_size)
     if return_band:
@@ -62,11 +63,11 @@ def forward(
     band = torch.empty((largest, *shape), dtype=torch.float32, device=q.device)
     for part in parts:
         own = band[: part.stop - part.start]
-        rows = {name: rows_contiguous(tensor[part]) for name, tensor in (("q", q), ("k", k))}
+        rows = {name: readable(tensor[part], backend) for name, tensor in (("q", q), ("k", k))}
         _launch("band_scores", backend, sizes, rows, {"p_band": own})
-        rows = {"x": rows_contiguous(v[part]), "y": out[part]}
+        rows = {"x": readable(v[part], backend), "y": out[part]}
         _launch("band_rows", backend, {**sizes, "scale": 1.0}, rows, {"p_band": own})
-    return out, band if return_band else None
+    return without_padding(out, dim), band if return_band else None
 
 
 def backward(
@@ -92,11 +93,12 @@ def backward(
             SEPARATE_TOKENS.
         results: where they go, with any strides of batch elements, tokens and heads; None: new tensors, contiguous.
     """
-    do, q, k, v = (rows_contiguous(tensor) for tensor in (do, q, k, v))
+    sizes = _band_sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
+    dim = q.shape[-1]
+    do, q, k, v = (readable(tensor, backend) for tensor in (do, q, k, v))
     band = band.contiguous()
     ds = torch.empty(band.shape, dtype=torch.float32, device=band.device)
-    dq, dk, dv = results or empty_like_rows(q, k, v)
-    sizes = _band_sizes(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
+    dq, dk, dv = written = writable(results, (q, k, v), backend)
     per_key = {**sizes, "num_heads": k.shape[2]}
     _launch("band_ds", backend, sizes, {"do": do, "v": v}, {"p_band": band, "p_ds": ds})
     if q.shape[1] < SEPARATE_TOKENS if fused is None else fused:
@@ -106,7 +108,7 @@ def backward(
         _launch("band_rows", backend, sizes, {"x": k, "y": dq}, {"p_band": ds})
         _launch("band_columns", backend, per_key, {"x": q, "y": dk}, {"p_band": ds})
         _launch("band_columns", backend, {**per_key, "scale": 1.0}, {"x": do, "y": dv}, {"p_band": band})
-    return dq, dk, dv
+    return handed_over(written, results, dim)
 
 
 def expand_band(band: Tensor, *, dilation: int, boundary: str, causal: bool, backend: str) -> Tensor:
@@ -144,17 +146,17 @@ def _launch(
     batch = some.shape[0]
     if batch * sizes["num_tokens"] == 0:
         return
-    dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
+    dtype, dim = next(((rows.dtype, rows.shape[-1]) for rows in tensors.values()), (torch.float32, 1))
     plan, work = tiling.band_plan(
         name,
         dtype,
-        sizes["dim"],
+        dim,
         batch=batch,
         sequences=sizes["num_heads"] * sizes["dilation"],
         rows=sizes["rows_per_class"],
         device=npu_of(some.device) if backend == "ascend" else None,
     )
-    numbers = {**sizes, "num_work": math.prod(work), "num_batches": batch}
+    numbers = {**sizes, "dim": dim, "num_work": math.prod(work), "num_batches": batch}
     interpreted = not isinstance(kernel, triton.JITFunction)
     constants = {
         "BLOCK_M": plan.tiles.block_m,

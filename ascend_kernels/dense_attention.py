@@ -26,12 +26,12 @@ in reach, N at most, `dv` reads 4 N W H bytes of p and takes 2 N W H D FLOP; `ds
 and takes 4 N W H D; `dqdk` reads ds twice and takes 4 N W H D. `dv` and `dqdk` read p and ds again for every further
 BLOCK_D features. Memory: ds, N^2 H elements.
 
-Limits: N <= 2048, D <= 256, fp16, bf16 or fp32, features contiguous; memory and grids in `attention_backward.py`.
+Limits: N <= 2048, D <= 256, fp16, bf16 or fp32; features contiguous, and on NPUs padded (`rows.readable`); memory and
+grids in `attention_backward.py`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from torch import Tensor
 from ascend_kernels import tiling
 from ascend_kernels.device import gpu_cores, npu_of
 from ascend_kernels.launch import launch
-from ascend_kernels.rows import empty_like_rows, load_rows, rows_contiguous, store_rows
+from ascend_kernels.rows import handed_over, load_rows, readable, scale_of, store_rows, writable
 
 # Kernels
 
@@ -278,12 +278,14 @@ def backward(
     Returns:
         dq, dk, dv.
     """
-    do, q, k, v, attn = (rows_contiguous(tensor) for tensor in (do, q, k, v, attn))
-    dq, dk, dv = results or empty_like_rows(q, k, v)
+    dim, scale = q.shape[-1], {"scale": scale_of(q, softmax_scale)}
+    do, q, k, v = (readable(tensor, backend) for tensor in (do, q, k, v))
+    attn = attn if attn.stride(-1) == 1 else attn.contiguous()
+    dq, dk, dv = written = writable(results, (q, k, v), backend)
     if q.numel() == 0:
-        return dq, dk, dv
+        return handed_over(written, results, dim)
     ds = torch.empty(attn.shape, dtype=q.dtype, device=q.device)
-    _, num_tokens, num_heads, dim = q.shape
+    num_tokens, num_heads = q.shape[1:3]
     before, after = _farthest(num_tokens, kernel_size, dilation, boundary, causal)
     sizes = {
         "num_tokens": num_tokens,
@@ -291,15 +293,14 @@ def backward(
         "group_size": num_heads // k.shape[2],
         "before": before,
         "after": after,
-        "dim": dim,
+        "dim": q.shape[-1],
     }
-    scale = {"scale": 1 / math.sqrt(dim) if softmax_scale is None else float(softmax_scale)}
     chosen = backend == "ascend" and num_tokens >= PERSISTENT_TOKENS if persistent is None else persistent
     _launch("dense_dv", backend, chosen, sizes, {"attn": attn}, {"do": do, "dv": dv})
     per_query = {**sizes, "num_heads": num_heads}
     _launch("dense_ds", backend, chosen, per_query, {"attn": attn, "ds": ds}, {"do": do, "v": v})
     _launch("dense_dqdk", backend, chosen, {**sizes, **scale}, {"ds": ds}, {"q": q, "k": k, "dq": dq, "dk": dk})
-    return dq, dk, dv
+    return handed_over(written, results, dim)
 
 
 def _farthest(num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> tuple[int, int]:

@@ -36,7 +36,7 @@ whole tiles take 4 N W H D, with W the BLOCK_M + K - 1 keys of a tile rounded up
 do and writes dq, dk, dv, 4 N (H + H_kv) D elements, and takes 10 N K H D FLOP; as two kernels it reads q, k, v, do
 twice and takes 14 N K H D. Memory: inputs, outputs, and 4 bytes per row and head kept for backward, 8 during it.
 
-Limits: D <= 256, N <= 2^29, fp16, bf16 or fp32, features contiguous.
+Limits: D <= 256, N <= 2^29, fp16, bf16 or fp32; features contiguous, and on NPUs padded (`rows.readable`).
 """
 
 from __future__ import annotations
@@ -55,14 +55,16 @@ from ascend_kernels.launch import launch
 from ascend_kernels.rows import (
     SIZES,
     class_base,
+    empty_like_rows,
     first_reader,
     last_reader,
     load_rows,
     piece,
-    rows_contiguous,
+    readable,
     sizes_of,
     store_rows,
     window_start,
+    without_padding,
 )
 
 # Kernels
@@ -398,12 +400,13 @@ def forward(
     Returns:
         out like q, contiguous, and LSE `[B, H, C, ceil(N / C)]` fp32 for `backward`, with C = min(dilation, N).
     """
-    q, k, v = (rows_contiguous(tensor) for tensor in (q, k, v))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sizes = sizes_of(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
+    dim = q.shape[-1]
+    q, k, v = (readable(tensor, backend) for tensor in (q, k, v))
+    (out,) = empty_like_rows(q)
     lse = _per_row(q, sizes)
     _launch("forward", backend, sizes, {"q": q, "k": k, "v": v, "o": out}, {"p_lse": lse})
-    return out, lse
+    return without_padding(out, dim), lse
 
 
 def kept_like(
@@ -429,16 +432,17 @@ def backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous, from what `forward` took and gave. Bitwise the same in every run."""
-    do, q, k, v, out = (rows_contiguous(tensor) for tensor in (do, q, k, v, out))
-    dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     sizes = sizes_of(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
+    dim = q.shape[-1]
+    do, q, k, v, out = (readable(tensor, backend) for tensor in (do, q, k, v, out))
+    dq, dk, dv = empty_like_rows(q, k, v)
     delta = _per_row(q, sizes)
     rows = {"p_lse": lse, "p_delta": delta}
     tensors = {"q": q, "k": k, "v": v, "do": do}
     _launch("dq", backend, sizes, {**tensors, "o": out, "dq": dq}, rows)
     per_key = {**sizes, "num_heads": k.shape[2]}
     _launch("dkdv", backend, per_key, {**tensors, "dk": dk, "dv": dv}, rows)
-    return dq, dk, dv
+    return without_padding(dq, dim), without_padding(dk, dim), without_padding(dv, dim)
 
 
 OF_KEYS = ("k", "v", "dk", "dv")
@@ -468,7 +472,8 @@ def _launch(
     window = sizes["left"] + sizes["right"] + 1
     # A moved window may be seen from farther away, and a key from several heads
     bounded = kernel != "dkdv" or not (sizes["shift"] or sizes["group_size"] > 1)
-    call = (kernel, q.dtype, sizes["dim"], window)
+    dim = q.shape[-1]
+    call = (kernel, q.dtype, dim, window)
     work = {"sequences": q.shape[0] * sizes["num_heads"] * sizes["dilation"], "rows": sizes["rows_per_class"]}
     on_npu = backend == "ascend"
     if on_npu:
@@ -489,13 +494,14 @@ def _launch(
         "BLOCK_D": tiles.block_d,
         "ONE_PASS": tiles.one_pass,
         # GPUs save registers by builds of their own for these; on NPUs builds are to be few
-        "WHOLE_D": not on_npu and tiles.block_d == sizes["dim"],
+        "WHOLE_D": not on_npu and tiles.block_d == dim,
         "GROUPED": on_npu or sizes["group_size"] > 1,
         "SAME_STRIDES": not on_npu and _same_strides(tensors),
         "UPCAST": interpreted and q.dtype == torch.bfloat16,  # the interpreter multiplies raw bits of bf16
     }
     numbers = {
         **{name: size for name, size in sizes.items() if name != "scale"},
+        "dim": dim,
         "log2_scale": sizes["scale"] * math.log2(math.e),
         "num_work": tiling.work_of(tiles, window, **work),
         "rows_per_tile": tiles.rows_of(window),

@@ -6,7 +6,7 @@ the op itself does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ class Launch:
 @dataclass(frozen=True, eq=False)
 class _Recorder:
     launches: list[Launch]
-    run: bool
+    run: bool | Callable[[Launch], None]
 
 
 _recorders: list[_Recorder] = []
@@ -40,12 +40,12 @@ _recorders: list[_Recorder] = []
 
 
 @contextmanager
-def recording(*, run: bool) -> Iterator[list[Launch]]:
+def recording(*, run: bool | Callable[[Launch], None]) -> Iterator[list[Launch]]:
     """Collect the launches of the block, in order.
 
     Args:
         run: also run them. Without, outputs stay uninitialised, and CPU tensors are taken by kernels for a device: for
-            tests only, since launches of all threads are held back.
+            tests only, since launches of all threads are held back. A function runs each launch in the device's place.
     """
     recorder = _Recorder([], run)
     _recorders.append(recorder)
@@ -56,17 +56,20 @@ def recording(*, run: bool) -> Iterator[list[Launch]]:
 
 
 def only_recording() -> bool:
-    """Whether launches are recorded and not run."""
-    return any(not recorder.run for recorder in _recorders)
+    """Whether launches are recorded and not run on a device."""
+    return any(recorder.run is not True for recorder in _recorders)
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any], **options: Any
 ) -> None:
-    """Record the launch for every `recording` around it, then run it on the device of its tensors."""
+    """Record the launch for every `recording` around it, then run it on the device of its tensors, or as they ask."""
     for recorder in _recorders:
         recorder.launches.append(Launch(kernel, grid, dict(arguments), dict(constants), options))
     if only_recording():
+        for recorder in _recorders:
+            if callable(recorder.run):
+                recorder.run(recorder.launches[-1])
         return
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     if device.type == "cpu":

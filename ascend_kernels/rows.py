@@ -93,6 +93,10 @@ def store_rows(p_class, b_rows, o_rows, o_dim, row_stride, end_row, dim, WHOLE_D
 # Launchers
 
 
+def scale_of(q: Tensor, softmax_scale: float | None) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+
+
 def sizes_of(
     q: Tensor,
     k: Tensor,
@@ -102,12 +106,15 @@ def sizes_of(
     boundary: str,
     causal: bool,
 ) -> dict[str, Any]:
-    """The numbers that kernels take beside strides and num_work. Windows and classes past N rows change nothing."""
-    _, num_tokens, num_heads, dim = q.shape
+    """The numbers that kernels take beside strides, features and num_work, of inputs as they came, without padding.
+
+    Windows and classes past N rows change nothing.
+    """
+    num_tokens, num_heads = q.shape[1:3]
     classes = max(1, min(dilation, num_tokens))
     left = kernel_size - 1 if causal else kernel_size // 2
     return {
-        "scale": 1 / math.sqrt(dim) if softmax_scale is None else float(softmax_scale),
+        "scale": scale_of(q, softmax_scale),
         "num_tokens": num_tokens,
         "num_heads": num_heads,
         "group_size": num_heads // k.shape[2],
@@ -116,14 +123,70 @@ def sizes_of(
         "left": min(left, num_tokens),
         "right": min(kernel_size - 1 - left, num_tokens),
         "shift": int(boundary == "shift" and not causal),
-        "dim": dim,
     }
 
 
-def rows_contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+ALIGNMENT = 16
+"""NPUs move rows of whole blocks of 32 bytes: D = 123 faulted on an A3. So many elements are one block of 16-bit types
+and two of fp32."""
+
+
+def is_readable(tensor: Tensor, backend: str) -> bool:
+    """Whether kernels take a tensor as it is: features contiguous; for NPUs, rows that start and end with a block."""
+    if backend != "ascend":
+        return tensor.stride(-1) == 1
+    bytes_of_block = 2 * ALIGNMENT
+    strides = (stride for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size > 1)
+    return (
+        tensor.stride(-1) == 1
+        and tensor.shape[-1] % ALIGNMENT == 0
+        and all(stride % ALIGNMENT == 0 for stride in strides)
+        and tensor.data_ptr() % bytes_of_block == 0
+    )
+
+
+def readable(tensor: Tensor, backend: str) -> Tensor:
+    """The tensor, or a contiguous copy that kernels take, for NPUs with zeros as further features.
+
+    They change no result: products with them are 0, and results of their own, 0 too, are cut off by `without_padding`.
+    """
+    if is_readable(tensor, backend):
+        return tensor
+    if backend != "ascend":
+        return tensor.contiguous()
+    dim = tensor.shape[-1]
+    copy = tensor.new_zeros((*tensor.shape[:-1], features_of(dim, backend)))
+    copy[..., :dim] = tensor
+    return copy
+
+
+def features_of(dim: int, backend: str) -> int:
+    """D as kernels see it."""
+    return -(-dim // ALIGNMENT) * ALIGNMENT if backend == "ascend" else dim
+
+
+def without_padding(tensor: Tensor, dim: int) -> Tensor:
+    """The first `dim` features, contiguous."""
+    return tensor if tensor.shape[-1] == dim else tensor[..., :dim].contiguous()
 
 
 def empty_like_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     """New contiguous tensors of the same shapes."""
     return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors)
+
+
+def writable(results: tuple[Tensor, ...] | None, like: tuple[Tensor, ...], backend: str) -> tuple[Tensor, ...]:
+    """Where kernels write: results where they are given and can be written as they are, else new tensors."""
+    if results is not None and all(is_readable(result, backend) for result in results):
+        return results
+    return empty_like_rows(*like)
+
+
+def handed_over(written: tuple[Tensor, ...], results: tuple[Tensor, ...] | None, dim: int) -> tuple[Tensor, ...]:
+    """What kernels wrote, without padding: in results where they are given."""
+    if results is None:
+        return tuple(without_padding(tensor, dim) for tensor in written)
+    for result, tensor in zip(results, written, strict=True):
+        if result is not tensor:
+            result.copy_(tensor[..., :dim])
+    return results

@@ -56,6 +56,7 @@ def test_borders_of_tiles(window: str, kernel_size: int) -> None:
 
 CASES: dict[str, dict[str, Any]] = {
     "features not a multiple of a tile": {"tokens": 40, "dim": 40, "kernel_size": 5},
+    "features that are padded": {"tokens": 40, "dim": 123, "kernel_size": 5},
     "wide features": {"tokens": 37, "dim": 64, "kernel_size": 6, "dilation": 2, "boundary": "shift", "heads": 4},
     "a batch of head-major groups": {"tokens": 33, "batch": 2, "heads": 4, "kv_heads": 2, "head_major": True},
     "fewer tokens than keys": {"tokens": 5, "kernel_size": 64, "boundary": "shift"},

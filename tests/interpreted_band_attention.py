@@ -62,6 +62,7 @@ def test_borders_of_tiles(window: str, kernel_size: int) -> None:
 
 CASES: dict[str, dict[str, Any]] = {
     "features not a power of two": {"tokens": 40, "dim": 40, "kernel_size": 5},
+    "features that are padded": {"tokens": 40, "dim": 17, "kernel_size": 5},
     "wide features": {"tokens": 37, "dim": 100, "kernel_size": 6, "dilation": 2, "boundary": "shift"},
     "widest features": {"tokens": 20, "dim": 256, "kernel_size": 4, "dtype": torch.float16, "heads": 1},
     "a batch of head-major groups": {"tokens": 33, "batch": 2, "heads": 4, "kv_heads": 2, "layout": "head-major"},

@@ -13,6 +13,11 @@ from dispatch import neighborhood_attention
 from tests.helpers import assert_within_budget, make_qkv
 
 NAMES = ("output", "dq", "dk", "dv")
+WINDOWS: dict[str, dict[str, Any]] = {
+    "truncate": {},
+    "shift": {"boundary": "shift"},
+    "causal": {"boundary": "shift", "causal": True},
+}
 
 
 def make(

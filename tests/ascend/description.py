@@ -6,8 +6,10 @@ its alignment; one representative describes each class, so that launches of all 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ def describe(launch: Launch) -> dict[str, Any]:
         "file": str(Path(function.__globals__["__file__"]).resolve()),
         "module": function.__module__,
         "kernel": function.__qualname__,
+        "sources": sources(launch.kernel),
         "arguments": {
             name: describe_argument(value, specialised=name not in unspecialised)
             for name, value in launch.arguments.items()
@@ -33,6 +36,21 @@ def describe(launch: Launch) -> dict[str, Any]:
         "constants": {name: describe_constant(name, value) for name, value in launch.constants.items()},
         "options": launch.options,
     }
+
+
+@functools.cache
+def sources(kernel: Any) -> tuple[str, ...]:
+    """Of the kernel and all that it calls: what is imported elsewhere by its name must have the same."""
+    found: list[str] = []
+    waiting = [kernel]
+    while waiting:
+        one = waiting.pop()
+        if one.src not in found:
+            found.append(one.src)
+            named = set(re.findall(r"\w+", one.src))
+            its_globals = one.fn.__globals__.items()
+            waiting += [value for name, value in its_globals if name in named and isinstance(value, type(kernel))]
+    return tuple(sorted(found))
 
 
 def describe_argument(value: Any, *, specialised: bool = True) -> dict[str, Any]:

@@ -7,26 +7,21 @@ Bytes of a region that belong to no argument hold NaN there and must come back a
 from __future__ import annotations
 
 import ctypes
-import json
-import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from children import ProofError, how_it_ended
+from children import Child, Crash, ProofError, how_it_ended
 from native import Native
 from torch import Tensor
 
 from ascend_kernels.launch import Launch
 
-CHILD = Path(__file__).with_name("guarded_child.py")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GAP = 0xFF
-FAULTS = (-signal.SIGSEGV, -signal.SIGBUS)
+PLACEMENTS = {1: "before a guard page", 2: "after a guard page"}
 
 
 class MemoryFault(ProofError):
@@ -101,8 +96,13 @@ def regions_of_overlapping_extents(tensors: dict[str, Tensor]) -> list[Region]:
     return regions
 
 
-def run(launch: Launch, native: Native, parameters: tuple[str, ...], what: str, timeout: float) -> None:
+def run(
+    launch: Launch, native: Native, parameters: tuple[str, ...], what: str, *, child: Child, timeout: float
+) -> None:
     """Run every program of the grid, under both placements of guard pages; results replace the tensors' contents.
+
+    Args:
+        child: `children.guarded()`, which may have run other launches before.
 
     Raises:
         MemoryFault: an access outside the tensors, read or written; ProofError: any other death, or no end.
@@ -115,7 +115,7 @@ def run(launch: Launch, native: Native, parameters: tuple[str, ...], what: str, 
         for path, content in zip(paths, contents, strict=True):
             path.write_bytes(content.numpy().tobytes())
         progress = Path(folder) / "progress"
-        progress.write_bytes(bytes(5 * 8))
+        progress.write_bytes(bytes((5 + len(regions)) * 8))
         arguments: list[dict[str, Any]] = []
         for name in parameters:
             value = launch.arguments[name]
@@ -134,20 +134,13 @@ def run(launch: Launch, native: Native, parameters: tuple[str, ...], what: str, 
             "arguments": arguments,
             "progress": str(progress),
         }
-        (Path(folder) / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-I", str(CHILD), str(Path(folder) / "request.json")]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
-        except subprocess.TimeoutExpired as error:
-            raise ProofError(f"execute {what}: no end after {timeout:.0f} s") from error
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
-        if done.returncode in FAULTS:
-            raise MemoryFault(f"execute {what}: {fault(done.returncode, lines, progress, regions)}")
-        if done.returncode or not lines:
-            raise ProofError(f"execute {what}: {how_it_ended(done.returncode)}\n{done.stderr[-4000:]}")
-        if "error" in lines[-1]:
-            names = ", ".join(regions[lines[-1]["region"]].views)
-            raise MemoryFault(f"execute {what}: {lines[-1]['error']} ({names})")
+            answer = child.ask("execute", what, request, timeout)
+        except Crash as crash:
+            raise MemoryFault(f"execute {what}: {fault(crash.status, progress, regions)}") from crash
+        if answer:
+            names = ", ".join(regions[answer["region"]].views)
+            raise MemoryFault(f"execute {what}: {answer['outside']} ({names})")
         for region, path, content in zip(regions, paths, contents, strict=True):
             take_back(region, content, bytes_tensor(path.with_suffix(".out").read_bytes()), what)
 
@@ -185,14 +178,14 @@ def take_back(region: Region, content: Tensor, after: Tensor, what: str) -> None
         raise MemoryFault(f"execute {what}: wrote between the elements of {', '.join(region.views)}")
 
 
-def fault(status: int, lines: list[dict[str, Any]], progress: Path, regions: list[Region]) -> str:
-    x, y, z, address = torch.frombuffer(bytearray(progress.read_bytes()), dtype=torch.int64).tolist()[1:]
-    if not lines:
+def fault(status: int, progress: Path, regions: list[Region]) -> str:
+    noted = torch.frombuffer(bytearray(progress.read_bytes()), dtype=torch.int64).tolist()
+    (x, y, z, address, placement), starts = noted[:5], noted[5:]
+    if not placement:
         return how_it_ended(status)
-    placement = lines[-1]["placement"]
-    story = f"{how_it_ended(status)} in program {(x, y, z)}, tensors {placement}"
+    story = f"{how_it_ended(status)} in program {(x, y, z)}, tensors {PLACEMENTS[placement]}"
     near = []
-    for start, region in zip(lines[-1]["addresses"], regions, strict=True):
+    for start, region in zip(starts, regions, strict=True):
         end = start + region.end - region.start
         distance, side = (address - end, "past the end") if address >= end else (start - address, "before the start")
         near.append((abs(distance), f"{abs(distance)} bytes {side} of {', '.join(region.views)}"))

@@ -1,9 +1,10 @@
-"""Runs one lowered kernel over its grid, twice, with PROT_NONE pages around its tensors. Standard library only.
+"""Runs lowered kernels over their grids, each twice, with PROT_NONE pages around its tensors. Standard library only.
 
-    argv[1]: the request (execution.py)  ->  a line of stdout per placement  ->  regions written beside their inputs
+    a line of stdin: a request (execution.py)  ->  regions written beside their inputs, and a line of stdout
 
 In the first placement each region ends where a guard page begins, in the second it begins where one ends. A program
-that leaves its tensors dies of SIGSEGV; the request's `progress` file then holds which program, and the address.
+that leaves its tensors dies of SIGSEGV; the request's `progress` file then holds which program of which placement, the
+address of the access, and those of the regions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 PAGE = mmap.PAGESIZE
-PLACEMENTS = ("before a guard page", "after a guard page")
 SLACK = 0xA5
 SCALARS = {
     "i1": ctypes.c_bool,
@@ -34,6 +34,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Region:
@@ -46,6 +47,7 @@ class Region:
         whole = libc.mmap(None, inner + 2 * PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         if whole is None or whole == ctypes.c_void_p(-1).value:
             raise MemoryError(f"mmap of {inner} bytes failed")
+        self.mapped = whole, inner + 2 * PAGE
         start = whole + PAGE
         if libc.mprotect(start, inner, mmap.PROT_READ | mmap.PROT_WRITE):
             raise MemoryError(f"mprotect of {inner} bytes failed")
@@ -61,6 +63,9 @@ class Region:
     def slack_is_untouched(self) -> bool:
         return ctypes.string_at(*self.slack) == bytes([SLACK]) * self.slack[1]
 
+    def unmap(self) -> None:
+        libc.munmap(*self.mapped)
+
 
 def pack(kinds: list[str], values: list[Any]) -> list[Any]:
     """C arguments: a memref is two pointers, an offset, a size and a stride."""
@@ -71,25 +76,24 @@ def pack(kinds: list[str], values: list[Any]) -> list[Any]:
             pointer = ctypes.c_void_p(address)
             packed += [pointer, pointer, ctypes.c_int64(0), ctypes.c_int64(elements), ctypes.c_int64(1)]
         else:
-            packed.append(SCALARS[kind](value))
+            scalar = SCALARS[kind](value)
+            if isinstance(value, int) and scalar.value != value:
+                raise OverflowError(f"{value} is no {kind}")
+            packed.append(scalar)
     return packed
 
 
-def report(line: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-
-
-def run(request: dict[str, Any], progress: Any) -> None:
+def run(request: dict[str, Any], progress: Any) -> dict[str, Any]:
     library = ctypes.CDLL(request["library"])
     function = getattr(library, request["function"])
     function.restype = None
-    library.note_faults_at(ctypes.byref(progress, 4 * 8))
+    library.note_faults_at(ctypes.byref(progress, 3 * 8))
     grid = [*request["grid"], 1, 1][:3]
     results: list[list[bytes]] = []
-    for at_end, placement in zip((True, False), PLACEMENTS, strict=True):
+    for placement in (1, 2):
+        at_end = placement == 1
         regions = [Region(Path(path).read_bytes(), at_end=at_end) for path in request["regions"]]
-        report({"placement": placement, "addresses": [region.address for region in regions]})
+        progress[4:] = [placement, *(region.address for region in regions)]
         lock, workspace = (Region(bytes(SCRATCH_BYTES), at_end=at_end) for _ in range(2))
         values = [
             (regions[value["region"]].address + value["offset"], value["elements"])
@@ -102,27 +106,31 @@ def run(request: dict[str, Any], progress: Any) -> None:
         x_argument, y_argument, z_argument = packed[-3:]
         for z, y, x in itertools.product(*(range(size) for size in reversed(grid))):
             x_argument.value, y_argument.value, z_argument.value = x, y, z
-            progress[1], progress[2], progress[3] = x, y, z
+            progress[:3] = [x, y, z]
             function(*packed)
             library.end_program()
         for index, region in enumerate(regions):
             if not region.slack_is_untouched():
-                report({"error": f"region {index} was written outside its tensors", "region": index})
-                return
+                return {"outside": "written outside its tensors", "region": index}
         results.append([region.content() for region in regions])
+        for region in (*regions, lock, workspace):
+            region.unmap()
     for index, (first, second) in enumerate(zip(*results, strict=True)):
         if first != second:
-            report({"error": "results depend on memory outside the tensors", "region": index})
-            return
+            return {"outside": "results depend on memory outside the tensors", "region": index}
         Path(request["regions"][index] + ".out").write_bytes(first)
-    report({"done": True})
+    return {}
 
 
 def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    with open(request["progress"], "r+b") as file:
-        shared = mmap.mmap(file.fileno(), 5 * 8)
-    run(request, (ctypes.c_int64 * 5).from_buffer(shared))
+    for line in sys.stdin:
+        request = json.loads(line)
+        size = (5 + len(request["regions"])) * 8
+        with open(request["progress"], "r+b") as file:
+            shared = mmap.mmap(file.fileno(), size)
+        answer = run(request, (ctypes.c_int64 * (size // 8)).from_buffer(shared))
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import subprocess
@@ -44,6 +45,14 @@ class Native:
     """One of each parameter: "memref", or a scalar's type, such as "i32"."""
 
 
+@functools.cache
+def instructions() -> tuple[str, ...]:
+    """F16C where the CPU has it: without, a conversion of fp16 is a call, and fp16 kernels take ten times as long."""
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    return ("-mattr=+f16c",) if "f16c" in flags else ()
+
+
+@functools.cache
 def build(linalg: str, what: str) -> Native:
     """Compile, or take from the cache; `what` names the kernel in errors."""
     text = re.sub(r"^.*annotation\.mark.*\n", "", linalg, flags=re.MULTILINE)
@@ -52,7 +61,7 @@ def build(linalg: str, what: str) -> Native:
         raise ProofError(f"build {what}: no function in its Linalg")
     function, parameters = head.groups()
     types = re.findall(r"%arg\d+: (\w+)", parameters)
-    content = "\0".join([text, RUNTIME.read_text(encoding="utf-8"), *PASSES, toolchain.version()])
+    content = "\0".join([text, RUNTIME.read_text(encoding="utf-8"), *PASSES, *instructions(), toolchain.version()])
     library = toolchain.CACHE / "native" / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.so"
     if not library.exists():
         toolchain.write_atomically(library, compile_library(text, what))
@@ -71,7 +80,7 @@ def compile_library(text: str, what: str) -> bytes:
             [tool("mlir-opt"), source, *PASSES, "-o", lowered],
             [tool("mlir-translate"), "--mlir-to-llvmir", lowered, "-o", llvm],
             [tool("opt"), "-O2", llvm, "-o", bitcode],
-            [tool("llc"), "-O2", "-relocation-model=pic", "-filetype=obj", bitcode, "-o", obj],
+            [tool("llc"), "-O2", *instructions(), "-relocation-model=pic", "-filetype=obj", bitcode, "-o", obj],
             ["cc", "-O2", "-fPIC", "-shared", str(RUNTIME), obj, "-lm", "-o", library],
         ):
             environment = None if command[0] == "cc" else toolchain.llvm_environment()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import gates
@@ -11,7 +12,7 @@ import torch
 
 from ascend_kernels import tiling
 from ascend_kernels.device import DEVICES
-from ascend_kernels.launch import Launch, recording
+from ascend_kernels.launch import Launch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 MLIR_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -67,10 +68,15 @@ def gate(launches: Sequence[Launch]) -> None:
             gates.assert_plan(plan, device, kernel)
 
 
-def executed(function: Callable[[], Any]) -> Any:
-    """What a function gives, whose launches, all of them gated, run from their Linalg after it has returned."""
-    with recording(run=False) as launches:
-        result = function()
+@contextmanager
+def executing() -> Iterator[list[Launch]]:
+    """Launches of the block run from their Linalg, and must pass the gates."""
+    with proof.executing() as launches:
+        yield launches
     gate(launches)
-    proof.execute(launches)
-    return result
+
+
+def executed(function: Callable[[], Any]) -> Any:
+    """What a function gives, executed so."""
+    with executing():
+        return function()

@@ -1,9 +1,10 @@
 """The harness's interface: the four checks of a kernel's launches, which are captured from the public op.
 
+    with executing() as launches:
+        out = op(...)                   # launches run from their Linalg
     with recording(run=False) as launches:
         out = op(...)                   # outputs stay as allocated: NaN, for torch.empty in tests
-    execute(launches)                   # out now holds what the lowered kernels computed
-    executed(op, *inputs, gate=...)     # these two, forward and backward: out, differentiable
+    execute(launches)                   # out now holds what they computed, unless the op copied it
     interpret(launches)                 # the same by upstream Triton's interpreter, not for bf16
     lower(launch).linalg                # for gates.py
     compile_ptx(launch).ptx             # upstream's code for an NVIDIA architecture
@@ -13,9 +14,12 @@ Lowered kernels and PTX are kept under .cache/ascend.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +38,10 @@ from gates import assert_grid
 
 from ascend_kernels.launch import Launch, recording
 
-__all__ = ["Lowered", "MemoryFault", "ProofError", "Ptx", "compile_ptx", "execute", "executed", "interpret", "lower"]
+__all__ = ["Lowered", "MemoryFault", "ProofError", "Ptx", "compile_ptx", "execute", "executing", "interpret", "lower"]
 
 ARCH = "Ascend910B4"
-Gate = Callable[[Sequence[Launch]], None]
-CHILD_SOURCE = Path(children.SCRIPT)
+CHILD_SOURCE = children.SCRIPT.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,17 @@ def lower(launch: Launch, arch: str = ARCH) -> Lowered:
     Raises:
         ProofError: triton-ascend refuses the kernel.
     """
-    key = key_of(launch, arch, toolchain.version(), CHILD_SOURCE.read_text(encoding="utf-8"))
+    key = key_of(launch, arch, toolchain.version(), CHILD_SOURCE)
     path = toolchain.CACHE / "lowered" / f"{key}.json"
     if not path.exists():
-        answer = children.triton_ascend().ask("lower", name_of(launch), {**describe(launch), "arch": arch})
+        request = {**describe(launch), "arch": arch}
+        answer = children.lowered_by(children.triton_ascend(), name_of(launch), request)
         toolchain.write_atomically(path, json.dumps(answer).encode())
+    return kept(path)
+
+
+@functools.cache
+def kept(path: Path) -> Lowered:
     answer = json.loads(path.read_text(encoding="utf-8"))
     return Lowered(**{**answer, "parameters": tuple(answer["parameters"])})
 
@@ -86,38 +95,33 @@ def lower(launch: Launch, arch: str = ARCH) -> Lowered:
 def execute(launches: Sequence[Launch], *, timeout: float = 300) -> None:
     """Run the lowered kernels in order on the CPU, under guard pages; tensors of the launches get the results.
 
+    One child process runs them, until one fails.
+
     Raises:
         MemoryFault: an access outside the tensors. ProofError: any other failure. AssertionError: a grid too large.
     """
-    for index, launch in enumerate(launches):
-        what = f"launch {index}, {name_of(launch)}"
-        assert_grid(launch.grid, what)
-        lowered = lower(launch)
-        execution.run(launch, native.build(lowered.linalg, what), lowered.parameters, what, timeout)
+    with closing(children.guarded()) as child:
+        for index, launch in enumerate(launches):
+            execute_one(launch, index, child, timeout)
 
 
-def executed(op: Callable[..., torch.Tensor], *inputs: torch.Tensor, gate: Gate) -> torch.Tensor:
-    """`op(*inputs)`, differentiable once, its launches executed; `gate` sees those of forward, then of backward."""
+@contextmanager
+def executing(*, timeout: float = 300) -> Iterator[list[Launch]]:
+    """`execute` for the launches of the block, each when it is made: host code between them sees their results."""
+    numbers = itertools.count()
+    with (
+        closing(children.guarded()) as child,
+        recording(run=lambda launch: execute_one(launch, next(numbers), child, timeout)) as launches,
+    ):
+        yield launches
 
-    class Executed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
-            ctx.leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-            with torch.enable_grad(), recording(run=False) as launches:
-                ctx.out = op(*ctx.leaves)
-            gate(launches)
-            execute(launches)
-            return ctx.out.detach().clone()
 
-        @staticmethod
-        def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            with recording(run=False) as launches:
-                gradients = torch.autograd.grad(ctx.out, ctx.leaves, do)
-            gate(launches)
-            execute(launches)
-            return gradients
-
-    return Executed.apply(*inputs)
+def execute_one(launch: Launch, index: int, child: children.Child, timeout: float) -> None:
+    what = f"launch {index}, {name_of(launch)}"
+    assert_grid(launch.grid, what)
+    lowered = lower(launch)
+    binary = native.build(lowered.linalg, launch.kernel.fn.__name__)
+    execution.run(launch, binary, lowered.parameters, what, child=child, timeout=timeout)
 
 
 def interpret(launches: Sequence[Launch], *, timeout: float = 300) -> None:
@@ -162,7 +166,7 @@ def serialized(launch: Launch) -> dict[str, Any]:
 
 def compile_ptx(launch: Launch, capability: int = 90) -> Ptx:
     """Upstream Triton's PTX for an NVIDIA architecture, and the shared memory that it asks for."""
-    key = key_of(launch, str(capability), triton.__version__, CHILD_SOURCE.read_text(encoding="utf-8"))
+    key = key_of(launch, str(capability), triton.__version__, CHILD_SOURCE)
     path = toolchain.CACHE / "ptx" / f"{key}.json"
     if not path.exists():
         request = {**describe(launch), "capability": capability}

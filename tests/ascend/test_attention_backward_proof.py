@@ -23,8 +23,8 @@ CASES: dict[str, dict[str, Any]] = {
     "the longest": {"tokens": 2048, "dim": 64, "kernel_size": 63, "heads": 1, "dense": True},
     "dilated, grouped, even": {"tokens": 201, "kernel_size": 6, "dilation": 3, "heads": 4, "kv_heads": 2, "dim": 40},
     "causal": {"tokens": 200, "kernel_size": 33, "causal": True, "dim": 256},
-    "fewer tokens than keys": {"tokens": 5, "kernel_size": 64, "boundary": "shift", "dim": 64},
-    "one token": {"tokens": 1, "dim": 64},
+    "fewer tokens than keys, features padded": {"tokens": 5, "kernel_size": 64, "boundary": "shift", "dim": 123},
+    "one token, one feature": {"tokens": 1, "dim": 1},
     "head-major": {"tokens": 100, "dim": 64, "heads": 2, "kv_heads": 2, "head_major": True, "batch": 2, "dense": True},
 }
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import subprocess
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import children
 import defects
@@ -12,8 +17,12 @@ import demo
 import description
 import execution
 import gates
+import guarded_child
+import liveness
+import native
 import proof
 import pytest
+import toolchain
 import torch
 import triton.language as tl
 from gates import CAPACITY, MAX_GRID
@@ -21,8 +30,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ascend_kernels import tiling
 from ascend_kernels.launch import Launch, launch, recording
-from tests.helpers import assert_within_budget
+from dispatch import neighborhood_attention
+from tests.helpers import assert_within_budget, make_qkv
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHARED_BYTES_SM90 = 227 << 10
@@ -118,6 +129,59 @@ def test_bf16_stays_bf16_up_to_the_matmul() -> None:
     gates.assert_matmul_inputs(proof.lower(one).linalg, "bf16")
 
 
+@pytest.mark.ascend
+def test_what_is_executed_is_what_the_op_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is derived again: other processes are asked for the captured kernel, grid, arguments and constants."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+    ask = children.Child.ask
+
+    def listen(child: children.Child, task: str, what: str, request: dict[str, Any], *more: float) -> dict[str, Any]:
+        asked.append((task, request))
+        return ask(child, task, what, request, *more)
+
+    monkeypatch.setattr(children.Child, "ask", listen)
+    monkeypatch.setattr(toolchain, "CACHE", tmp_path)  # where nothing has been lowered
+    q, k, v = make_qkv(70, heads=6, kv_heads=3, dim=40, dtype=torch.bfloat16)
+    _, launches = capture(neighborhood_attention, q, k, v, kernel_size=6, dilation=3, backend="ascend")
+    proof.execute(launches)
+    (one,) = launches
+    (_, lowered), (_, executed) = asked
+    assert [task for task, _ in asked] == ["lower", "execute"]
+
+    assert getattr(importlib.import_module(lowered["module"]), lowered["kernel"]) is one.kernel
+    assert one.kernel.src in lowered["sources"]
+    assert (lowered["constants"], lowered["options"]) == (one.constants, one.options)
+    assert lowered["arguments"].keys() == one.arguments.keys()
+
+    assert executed["grid"] == one.grid
+    parameters = proof.lower(one).parameters
+    folded = set(one.arguments) - set(parameters)
+    assert all(one.arguments[name] == 1 for name in folded), "Triton folds ones, nothing else"
+    tensors = {}
+    for name, argument in zip(parameters, executed["arguments"], strict=True):
+        if "region" in argument:
+            tensors[name] = argument["elements"]
+        else:
+            assert argument["value"] == one.arguments[name]
+    assert tensors == {name: x.numel() for name, x in one.arguments.items() if isinstance(x, Tensor)}
+
+
+@pytest.mark.ascend
+def test_another_kernel_than_was_launched_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As when its file changed after this process, or a child, has read it."""
+    monkeypatch.setattr(toolchain, "CACHE", tmp_path)
+    _, launches = capture(demo.softmax, torch.ones(3, 5))
+    monkeypatch.setattr(description, "sources", lambda _: ("def softmax_kernel(): ...",))
+    with pytest.raises(proof.ProofError, match=r"demo.py has another softmax_kernel than was launched"):
+        proof.execute(launches)
+
+
+def test_numbers_too_large_for_their_parameter_are_refused() -> None:
+    """C types would cut them off."""
+    with pytest.raises(OverflowError, match="2147483648 is no i32"):
+        guarded_child.pack(["i32"], [1 << 31])
+
+
 # ---------------------------------------------------------------- planted defects
 
 
@@ -147,6 +211,19 @@ def test_row_too_many_is_caught() -> None:
 
 
 @pytest.mark.ascend
+def test_guard_page_hit_is_never_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a SIGSEGV too, but of the kernel: one process is started, and dies."""
+    _, _, launches = softmax_of(defects.one_row_too_many)
+    native.build(proof.lower(launches[0]).linalg, "one row too many")
+    started: list[object] = []
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(a) or start(*a, **k))
+    with pytest.raises(proof.MemoryFault):
+        proof.execute(launches)
+    assert len(started) == 1
+
+
+@pytest.mark.ascend
 def test_row_before_the_first_is_caught() -> None:
     _, _, launches = softmax_of(defects.one_row_too_early)
     with pytest.raises(proof.MemoryFault, match=r"one_row_too_early.*p_out"):
@@ -171,8 +248,56 @@ def test_oversize_tile_is_caught() -> None:
     (one,) = capture(demo.softmax, torch.randn(600, 100), plan=raised)[1]
     linalg = proof.lower(one).linalg
     gates.assert_plan_is_honest(raised, linalg)
-    with pytest.raises(AssertionError, match="a tile of 262144 bytes, the plan counts 1024"):
+    with pytest.raises(AssertionError, match="keeps 264192 bytes alive in UB, the plan counts 1024"):
         gates.assert_plan_is_honest(SimpleNamespace(grid=(1,), live_bytes={"UB": 1024}), linalg)
+
+
+@pytest.mark.ascend
+def test_larger_tiles_than_planned_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel launched with four times the rows and twice the keys of its plan. The count of whole tiles leaves room
+    for less: plans count twice what crosses between memories.
+    """
+    tiles, larger = tiling.Tiles(32, 64, 64), tiling.Tiles(128, 128, 64)
+    plan = tiling.Plan(tiles, (1,), tiling.live_bytes("forward", tiles, 2), {})
+    q, k, v = make_qkv(70, dim=64, dtype=torch.bfloat16)
+    linalg = {}
+    for launched in (tiles, larger):
+        monkeypatch.setattr(tiling, "ascend_tiles", lambda *_, launched=launched: launched)
+        (one,) = capture(neighborhood_attention, q, k, v, backend="ascend")[1]
+        linalg[launched] = proof.lower(one).linalg
+    gates.assert_plan_is_honest(plan, linalg[tiles])
+    with pytest.raises(AssertionError, match=r"keeps 65536 bytes alive in L1, the plan counts 45056"):
+        gates.assert_plan_is_honest(replace(plan, live_bytes={**plan.live_bytes, "UB": 1 << 20}), linalg[larger])
+    with pytest.raises(AssertionError, match=r"keeps \d+ bytes alive in UB, the plan counts 73728"):
+        gates.assert_plan_is_honest(plan, linalg[larger])
+
+
+LOOP = """
+func.func @k(%arg0: memref<?xf32>) attributes {x} {
+  %0 = tensor.empty() : tensor<8x4xf32>
+  %1 = linalg.fill ins(%cst : f32) outs(%0 : tensor<8x4xf32>) -> tensor<8x4xf32>
+  %2 = bufferization.to_tensor %alloc restrict writable : memref<8x4xf16>
+  %3 = math.exp %1 : tensor<8x4xf32>
+  %4:2 = scf.for %arg1 = %c0 to %c8 step %c1 iter_args(%arg2 = %1, %arg3 = %c0) -> (tensor<8x4xf32>, i32)  : i32 {
+    %5 = bufferization.to_tensor %alloc_0 restrict writable : memref<4x4xf16>
+    %6 = linalg.matmul ins(%2, %5 : tensor<8x4xf16>, tensor<4x4xf16>) outs(%1 : tensor<8x4xf32>) -> tensor<8x4xf32>
+    %7 = arith.cmpf oeq, %6, %3 : tensor<8x4xf32>
+    %8 = arith.select %7, %arg2, %6 : tensor<8x4xi1>, tensor<8x4xf32>
+    scf.yield %8, %c0 : tensor<8x4xf32>, i32
+  }
+  scf.for %arg1 = %c0 to %c8 step %c1  : i32 {
+    %5 = arith.addf %4#0, %4#0 : tensor<8x4xf32>
+    bufferization.materialize_in_destination %5 in writable %view : (tensor<8x4xf32>, memref<8x4xf32>) -> ()
+  }
+"""
+
+
+def test_tiles_alive_at_once_are_counted() -> None:
+    """Before the select: %3, which the next iteration needs again, the accumulator %arg2, the product %6 and its mask.
+
+    %2 stays for all products. %5 in the second loop is another tile than in the first.
+    """
+    assert liveness.live_bytes(LOOP) == {"UB": 3 * 128 + 32, "L1": 64 + 32}
 
 
 @pytest.mark.parametrize("grid", [(MAX_GRID + 1,), (256, 16, 16), (0,)])
@@ -274,9 +399,61 @@ def test_refused_kernel_is_a_failure() -> None:
 
 
 def test_dead_child_is_a_failure() -> None:
-    child = children.Child(str(shutil.which("false")), {})
+    child = children.Child(str(shutil.which("false")))
     with pytest.raises(proof.ProofError, match="lower some kernel: exit status 1"):
         child.ask("lower", "some kernel", {})
+
+
+class Starts:
+    """A child whose program is a shell script, and how often it was started."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        self.log = folder / "starts"
+        program = folder / "program"
+        program.write_text(f"#!/bin/sh\necho start >> {self.log}\nread -r request\n{script}\n", encoding="utf-8")
+        program.chmod(0o755)
+        self.child = children.Child(str(program))
+
+    def __len__(self) -> int:
+        return len(self.log.read_text(encoding="utf-8").splitlines())
+
+
+CRASH = "kill -SEGV $$"
+
+
+def test_lowering_is_tried_again_after_a_crash(tmp_path: Path) -> None:
+    starts = Starts(
+        tmp_path, f"""[ "$(wc -l < {tmp_path}/starts)" = 1 ] && {{ {CRASH}; }}\necho '{{"linalg": "it"}}'"""
+    )
+    with pytest.warns(RuntimeWarning, match="attempt 1 of 3: lower some kernel: died of SIGSEGV") as warned:
+        assert children.lowered_by(starts.child, "some kernel", {}) == {"linalg": "it"}
+    assert (len(starts), len(warned)) == (2, 1)
+
+
+def test_persistent_crash_of_lowering_is_a_failure(tmp_path: Path) -> None:
+    starts = Starts(tmp_path, CRASH)
+    with (
+        pytest.warns(RuntimeWarning, match="triton-ascend crashed") as warned,
+        pytest.raises(proof.ProofError, match="lower some kernel: died of SIGSEGV"),
+    ):
+        children.lowered_by(starts.child, "some kernel", {})
+    assert (len(starts), len(warned)) == (children.LOWERING_ATTEMPTS, children.LOWERING_ATTEMPTS - 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "story"),
+    [
+        ("kill -KILL $$", "died of SIGKILL"),
+        ("exit 1", "exit status 1"),
+        ("""echo '{"error": "refused"}'""", "refused"),
+    ],
+)
+def test_lowering_is_tried_once_where_no_compiler_crashed(script: str, story: str, tmp_path: Path) -> None:
+    """A warning would be an error here."""
+    starts = Starts(tmp_path, script)
+    with pytest.raises(proof.ProofError, match=story):
+        children.lowered_by(starts.child, "some kernel", {})
+    assert len(starts) == 1
 
 
 # ---------------------------------------------------------------- describing

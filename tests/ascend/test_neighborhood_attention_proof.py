@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
 import proof
 import pytest
 import torch
-from neighborhood_gates import DTYPES, gate
-from torch import Tensor
+from neighborhood_gates import DTYPES, executing
 
 from ascend_kernels import tiling
 from ascend_kernels.launch import Launch, recording
@@ -19,20 +16,14 @@ from dispatch import neighborhood_attention
 from tests import neighborhood_cases
 from tests.helpers import make_qkv
 
-
-def executed(*qkv: Tensor, **options: Any) -> Tensor:
-    """The public op, whose launches run from their Linalg, forward and backward."""
-    return proof.executed(partial(neighborhood_attention, **options), *qkv, gate=gate_flash)
+FLASH = ["forward_kernel", "dq_kernel", "dkdv_kernel"]
 
 
-def gate_flash(launches: Sequence[Launch]) -> None:
-    assert [one.kernel.fn.__name__ for one in launches] in (["forward_kernel"], ["dq_kernel", "dkdv_kernel"])
-    gate(launches)
-
-
-@pytest.fixture(autouse=True)
-def _executed_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighborhood_cases, "neighborhood_attention", executed)
+def check(**case: Any) -> None:
+    """The public op, forward and backward."""
+    with executing() as launches:
+        neighborhood_cases.check("ascend", **case)
+    assert [one.kernel.fn.__name__ for one in launches] == FLASH
 
 
 @pytest.mark.ascend
@@ -41,7 +32,7 @@ def _executed_op(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_specialisation(dtype: torch.dtype, block_d: int, tier: int) -> None:
     """All (dtype, D, tier), which is what `specialisations` is made of for the flash kernels."""
-    neighborhood_cases.check("ascend", dtype=dtype, **widest(block_d, tier))
+    check(dtype=dtype, **widest(block_d, tier))
 
 
 def widest(block_d: int, tier: int) -> dict[str, Any]:
@@ -54,8 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "long": {"tokens": 4096, "kernel_size": 63, "dim": 128, "boundary": "shift"},
     "dilated, grouped, even": {"tokens": 301, "kernel_size": 6, "dilation": 3, "heads": 4, "kv_heads": 2, "dim": 40},
     "causal": {"tokens": 200, "kernel_size": 33, "causal": True, "dim": 64},
-    "fewer tokens than keys": {"tokens": 5, "kernel_size": 64, "boundary": "shift", "dim": 64},
-    "one token": {"tokens": 1, "dim": 64},
+    "fewer tokens than keys, features padded": {"tokens": 5, "kernel_size": 64, "boundary": "shift", "dim": 123},
+    "one token, one feature": {"tokens": 1, "dim": 1},
     "head-major": {"tokens": 100, "dim": 64, "heads": 2, "kv_heads": 2, "head_major": True, "batch": 2},
 }
 
@@ -64,7 +55,21 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_cases(case: str, dtype: torch.dtype) -> None:
-    neighborhood_cases.check("ascend", dtype=dtype, **CASES[case])
+    check(dtype=dtype, **CASES[case])
+
+
+@pytest.mark.ascend
+@pytest.mark.parametrize("window", neighborhood_cases.WINDOWS)
+@pytest.mark.parametrize("kernel_size", [1, 2, 3, 4, 7])
+def test_every_short_length(kernel_size: int, window: str) -> None:
+    """N = 1 ... 70 with every such window, dtypes and dilations in turn; few builds, for sizes are run-time values."""
+    boundary = neighborhood_cases.WINDOWS[window]
+    with proof.executing() as launches:
+        for tokens in range(1, 71):
+            kind = {"dtype": DTYPES[(tokens + kernel_size) % 3], "heads": 1 + (tokens % 5 == 0)}
+            size = {"kernel_size": kernel_size, "dilation": 1 + tokens // 3 % 2}
+            neighborhood_cases.check("ascend", tokens, **kind, **size, **boundary)
+    assert [one.kernel.fn.__name__ for one in launches] == FLASH * 70
 
 
 def launches() -> list[Launch]:

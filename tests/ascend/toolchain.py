@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ def missing() -> str:
     return ""
 
 
+@functools.cache
 def version() -> str:
     """What the results depend on: part of every key of the cache."""
     return json.dumps(json.loads(STAMP.read_text(encoding="utf-8")), sort_keys=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -62,8 +63,12 @@ def import_kernel(request: dict[str, Any]) -> Any:
 def warm_up(request: dict[str, Any], target: Any) -> Any:
     """Let the kernel's JIT specialise and compile for a device that is not there."""
     import triton.language as tl
+    from description import sources
     from triton.runtime import driver
 
+    kernel = import_kernel(request)
+    if list(sources(kernel)) != request["sources"]:
+        raise RuntimeError(f"{request['file']} has another {request['kernel']} than was launched")
     driver.set_active(StandInDriver(target))
     arguments = {
         name: StandIn(**value) if "dtype" in value else value["value"] for name, value in request["arguments"].items()
@@ -72,7 +77,7 @@ def warm_up(request: dict[str, Any], target: Any) -> Any:
         name: tl.dtype(value["tl.dtype"]) if isinstance(value, dict) else value
         for name, value in request["constants"].items()
     }
-    return import_kernel(request).run(grid=(1,), warmup=True, **arguments, **constants, **request["options"])
+    return kernel.run(grid=(1,), warmup=True, **arguments, **constants, **request["options"])
 
 
 def lower(request: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +112,9 @@ def lower(request: dict[str, Any]) -> dict[str, Any]:
     try:
         linalg = ascend.ttir_to_linalg(module, metadata, options, named_ops=True)
     except subprocess.CalledProcessError as error:
+        if error.returncode == -signal.SIGSEGV:  # a part of the compiler: its crash is this process's
+            os.write(2, error.stderr)
+            os.kill(os.getpid(), signal.SIGSEGV)
         raise RuntimeError(f"triton-adapter-opt refused the kernel: {error.stderr.decode()}") from error
     parameters = [name for name in signature if name not in constants]
     return {"ttir": ttir, "linalg": linalg, "parameters": parameters, "seconds": time.monotonic() - start}
