@@ -66,6 +66,15 @@ class Neighborhood:
         numbers = (self.batch, self.heads, self.tokens, self.dim, self.kernel_size)
         return ",".join(map(str, numbers if self.dilation == 1 else (*numbers, self.dilation)))
 
+    def label(self) -> str:
+        """Two lines for the axis of a plot."""
+        dilated = "" if self.dilation == 1 else f" dilation={self.dilation}"
+        return f"B={self.batch} H={self.heads} S={_thousands(self.tokens)}\nD={self.dim} k={self.kernel_size}{dilated}"
+
+
+def _thousands(count: int) -> str:
+    return f"{count // 1024}K" if count % 1024 == 0 else str(count)
+
 
 @dataclass(frozen=True)
 class Problem:
