@@ -65,4 +65,10 @@ ROWS: tuple[Impl, ...] = (
         target="ascend_kernels.reference:neighborhood_attention_backward",
         check="ascend_kernels.reference:check",
     ),
+    Impl(
+        "attention_residual",
+        "reference",
+        target="ascend_kernels.residual_reference:attention_residual",
+        check="ascend_kernels.reference:check",
+    ),
 )
