@@ -1,4 +1,4 @@
-"""Attention residual beside its peers, in one process: Liger's op, the formula under torch.compile and in eager PyTorch.
+"""Attention residual beside its peers, in one process: Liger's op, the formula compiled and in eager PyTorch.
 
 For each shape, backend and pass: the error of what is timed against fp64, then time and peak memory beside the byte
 floor, then the same for every peer (bench/residual_peers.py). A backend's error above its budget is a red gate: no
@@ -18,10 +18,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,6 +31,7 @@ from torch import Tensor
 
 import dispatch
 from ascend_kernels import residual_reference
+from bench.bars import Bar
 from bench.common import DTYPES, able_backends
 from bench.gradient_check import GradientError
 from bench.inputs import Residual
@@ -39,7 +40,6 @@ from bench.pass_report import (
     PassRow,
     add_options,
     benchmark,
-    console,
     ms_text,
     p50,
     pass_fields,
@@ -47,11 +47,9 @@ from bench.pass_report import (
 )
 from bench.passes import Candidate, Case, Measured, Plan, Task
 from bench.residual_peers import EPS, PEERS, make_peer
-from bench.roofline import residual_bytes
+from bench.roofline import residual_bytes, residual_held
 from dispatch import attention_residual
 from dispatch.device import describe_device
-
-from bench.bars import Bar, show_bars  # isort: skip  (needs rich, which pass_report asks for in words)
 
 SHAPES = {
     "tiny": [Residual(4, 2, 60, 48), Residual(3, 1, 37, 123, listed=True)],
@@ -125,8 +123,6 @@ def main(argv: list[str] | None = None) -> int:
     cases = {shape: make_case(shape, names, device, dtype) for shape, names in backends.items()}
     plan = Plan.of(args.modes, args.seconds, wall=True)
     found = benchmark(args, LOOK, cases, plan, partial(make_row, args), bars if args.bars else None)
-    if args.bars and not found.red:
-        show_bars(bars(found.rows), console)
     return 1 if found.red else 0
 
 
@@ -143,7 +139,9 @@ def choose_backends(shape: Residual, device: torch.device, dtype: torch.dtype, n
 def make_case(shape: Residual, backends: list[str], device: torch.device, dtype: torch.dtype) -> Case:
     def ours(backend: str, *leaves: Tensor) -> Tensor:
         *blocks, w_query, w_norm = leaves
-        return attention_residual(blocks if shape.listed else blocks[0], w_query, w_norm, EPS, backend=backend)
+        given = blocks if shape.listed else blocks[0]
+        out: Tensor = attention_residual(given, w_query, w_norm, EPS, backend=backend)
+        return out
 
     return Case(
         partial(make_task, shape, device, dtype),
@@ -180,7 +178,7 @@ def make_row(
         inputs="list" if shape.listed else "stacked",
         wall_ms=p50(measured.wall),
         peak_mib=mib(measured),
-        floor_mib=shape.held(direction) * itemsize / 2**20,
+        floor_mib=residual_held(shape, direction, itemsize) / 2**20,
         **given,
     )
 
@@ -199,7 +197,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"problems, or sets of them: {', '.join(SHAPES)}; default: stacked lists, on a CPU tiny",
     )
     parser.add_argument("--backend", help="as in attention_residual; default: every one that can run")
-    parser.add_argument("--bars", action="store_true", help="hold the figures against the bars that were set for an H200")
+    parser.add_argument(
+        "--bars", action="store_true", help="hold the figures against the bars that were set for an H200"
+    )
     args = parser.parse_args(argv)
     resolve_options(args, [SHAPES["tiny"]], [SHAPES["stacked"], SHAPES["lists"]])
     if args.peak_tbs is None and args.device != "cpu":
@@ -212,11 +212,11 @@ def _shapes(text: str) -> list[Residual]:
     """Argument type: the name of a set, or numbers with commas between them."""
     if text in SHAPES:
         return SHAPES[text]
-    listed = text.endswith(",list")
     numbers = text.removesuffix(",list").split(",")
     if not (len(numbers) == 4 and all(number.isdigit() and int(number) > 0 for number in numbers)):
         raise argparse.ArgumentTypeError(f"must be {', '.join(SHAPES)} or L,B,T,D[,list], got {text!r}")
-    return [Residual(*map(int, numbers), listed=listed)]
+    blocks, batch, tokens, dim = map(int, numbers)
+    return [Residual(blocks, batch, tokens, dim, listed=text.endswith(",list"))]
 
 
 # What is right
@@ -315,51 +315,64 @@ def _results(given: tuple[Tensor, ...], dtype: torch.dtype) -> dict[str, Tensor]
 # The bars
 
 
+def _times(peer: float | None, own: float | None) -> float | None:
+    """How many times as long a peer takes."""
+    return None if peer is None or own is None else peer / own
+
+
+FLOOR, EAGER, LIGER, LIGER_WALL, MEMORY = (
+    "of the floor",
+    "times as fast as eager",
+    "times as fast as Liger",
+    "times as fast as Liger, from Python",
+    "peak memory",
+)
+"""What is held against bars."""
+WIDTHS = {4096: (4096, 8192, 65536), 1024: (4096, 8192), 8192: (4096, 8192)}
+"""Tokens at which each D is held against the floor."""
+MEMORY_BARS = {"fwd": 72.1, "fwd+bwd": 147.0}
+"""MiB at T = 1024, D = 4096."""
+
+
+def figure(what: str, row: Row) -> float | None:
+    return {
+        FLOOR: None if row.share_of_floor is None else 100 * row.share_of_floor,
+        EAGER: _times(row.eager_ms, row.ms_p50),
+        LIGER: _times(row.liger_ms, row.ms_p50),
+        LIGER_WALL: _times(row.liger_wall_ms, row.wall_ms),
+        MEMORY: row.peak_mib,
+    }[what]
+
+
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """What the default backend has to reach on an H200 with 8 blocks, batch 1, bf16, blocks in one tensor."""
-    found = {
+    """What the default backend has to reach on an H200: 8 blocks in one tensor, batch 1, bf16."""
+    held = {
         (row.t, row.d, row.direction): row
         for row in rows
         if row.default and (row.l, row.b, row.inputs, row.dtype) == (8, 1, "stacked", "bf16")
     }
-    result = []
+    found = []
 
-    def bar(tokens: int, dim: int, direction: str, what: str, wanted: float, unit: str = "") -> Bar:
-        row = found.get((tokens, dim, direction))
-        figure = None if row is None else FIGURES[what](row)
-        at_least = what != "MiB"
-        return Bar(f"T={tokens} D={dim} {direction}: {what}", figure, wanted, at_least, unit)
+    def hold(what: str, tokens: int, dim: int, direction: str, wanted: float, unit: str) -> None:
+        row = held.get((tokens, dim, direction))
+        title = f"T={tokens} D={dim} {direction}: {what}"
+        found.append(Bar(title, None if row is None else figure(what, row), wanted, what != MEMORY, unit))
 
-    for tokens, dim in [(4096, 4096), (8192, 4096), (65536, 4096), *((t, d) for d in (1024, 8192) for t in (4096, 8192))]:
-        result.append(bar(tokens, dim, "fwd", "% of the floor", 80, " %"))
-        result.append(bar(tokens, dim, "fwd+bwd", "% of the floor", 65, " %"))
-        if tokens >= 8192:
-            result.append(bar(tokens, dim, "fwd+bwd", "times as fast as eager", 20, "x"))
-    for direction in ("fwd", "fwd+bwd"):
-        result.append(bar(1024, 4096, direction, "times as fast as Liger", 1, "x"))
-        result.append(bar(1024, 4096, direction, "times as fast as Liger, from Python", 1, "x"))
-    for direction, wanted in (("fwd", 72.1), ("fwd+bwd", 147.0)):
-        result.append(bar(1024, 4096, direction, "MiB", wanted, " MiB"))
-        smallest = found.get((1024, 4096, direction))
-        base = None if smallest is None else smallest.peak_mib
-        for tokens in (2048, 4096, 8192):
-            # Linear in T: what does not grow with T may only make larger problems cheaper.
-            limit = tokens / 1024 * (wanted if base is None else base)
-            result.append(bar(tokens, 4096, direction, "MiB", limit, " MiB"))
-    return result
-
-
-def _ratio(above: float | None, below: float | None, factor: float = 1) -> float | None:
-    return None if above is None or below is None else factor * above / below
-
-
-FIGURES: dict[str, Any] = {
-    "% of the floor": lambda row: _ratio(row.floor_ms, row.ms_p50, 100),
-    "times as fast as eager": lambda row: _ratio(row.eager_ms, row.ms_p50),
-    "times as fast as Liger": lambda row: _ratio(row.liger_ms, row.ms_p50),
-    "times as fast as Liger, from Python": lambda row: _ratio(row.liger_wall_ms, row.wall_ms),
-    "MiB": lambda row: row.peak_mib,
-}
+    for dim, lengths in WIDTHS.items():
+        for tokens in lengths:
+            hold(FLOOR, tokens, dim, "fwd", 80, " %")
+            hold(FLOOR, tokens, dim, "fwd+bwd", 65, " %")
+            if tokens >= 8192:
+                hold(EAGER, tokens, dim, "fwd+bwd", 20, "x")
+    for direction, least in MEMORY_BARS.items():
+        hold(LIGER, 1024, 4096, direction, 1, "x")
+        hold(LIGER_WALL, 1024, 4096, direction, 1, "x")
+        hold(MEMORY, 1024, 4096, direction, least, " MiB")
+        # Linear in T: what does not grow with T only makes longer problems cheaper.
+        per_thousand = found[-1].reached or least
+        for thousands in (2, 4, 8):
+            hold(MEMORY, 1024 * thousands, 4096, direction, thousands * per_thousand, " MiB")
+    return found
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import dispatch
 from ascend_kernels import reference
-from bench.common import DTYPES
+from bench.common import DTYPES, able_backends
 from bench.gradient_check import GradientError
 from bench.inputs import Neighborhood, Problem, make_problem
 from bench.neighborhood_peers import PEERS, make_peer
@@ -113,22 +113,14 @@ def main(argv: list[str] | None = None) -> int:
 def choose_backends(
     shape: Neighborhood, device: torch.device, dtype: torch.dtype, algorithm: str, named: str | None
 ) -> list[str]:
-    """Every backend that runs forward and backward of the shape unasked, the default first; or the named one.
-
-    The reference counts only where there is nothing else.
-
-    Raises:
-        ValueError, dispatch.BackendError: when there is none.
-    """
+    """As `able_backends`, of forward and backward."""
     options = {
         **{"kernel_size": shape.kernel_size, "dilation": shape.dilation, "softmax_scale": None},
         **{"boundary": "truncate", "causal": False, "algorithm": algorithm, "band": False},
         "shape": (shape.batch, shape.tokens, shape.heads, shape.dim),
     }
     call = dispatch.Call("neighborhood_attention", device, dtype, backward=True, options=options)
-    first = dispatch.resolve(call, named).backend
-    able = [verdict.impl.backend for verdict in dispatch.explain(call, named) if verdict.reason is None]
-    return list(dict.fromkeys([first, *(backend for backend in able if backend != "reference")]))
+    return able_backends(call, named)
 
 
 def make_case(

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from bench.bars import Bar
 from bench.common import DTYPES
 from bench.passes import MODES, Case, Comparison, Measured, Plan, compare
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
@@ -38,7 +39,7 @@ class Shape(Protocol):
     """Sizes of one problem; `str` of it is what the command line takes."""
 
     def label(self) -> str:
-        """Two short lines, for the axis of a plot."""
+        """Short lines, for the axis of a plot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +162,13 @@ def benchmark(
     cases: Mapping[SomeShape, Case],
     plan: Plan,
     make_row: Callable[[float | None, SomeShape, str, str, bool, Measured, dict[str, Measured | None]], SomeRow],
+    bars: Callable[[Sequence[SomeRow]], list[Bar]] | None = None,
 ) -> Comparison[SomeRow]:
     """Compare and present; files are written after every shape, and hold no rows where a result is wrong.
 
     Args:
         make_row: of the floor's TB/s, then as in `compare`.
+        bars: what the rows have to reach, which is shown and becomes a part of the file.
     """
     device, out = torch.device(args.device), Path(args.out)
     facts = environment(device)
@@ -185,6 +188,9 @@ def benchmark(
     for reason in found.missing:
         console.print(reason, style="yellow", markup=False, soft_wrap=True)
     content |= {"gate": "red" if found.red else "green", "red": found.red, "missing": found.missing}
+    reached = bars(found.rows) if bars and not found.red else []
+    if bars:
+        content["bars"] = [bar.as_json() for bar in reached]
     save([] if found.red else found.rows)
     if found.red:
         console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *found.red, sep="\n  ")
@@ -193,6 +199,8 @@ def benchmark(
     if plan.timed:
         plot(found.rows, out.with_suffix(".png"), look, facts["device"], tbs)
     show(found.rows, out, look, plan)
+    if bars:
+        show_bars(reached)
     return found
 
 
@@ -238,6 +246,20 @@ def show(rows: Sequence[PassRow], out: Path, look: Look, plan: Plan) -> None:
     console.print("Errors are the largest against fp64 on sampled rows, each within its budget, so the figures count.")
     suffixes = (".png", ".csv", ".json") if plan.timed else (".csv", ".json")
     console.print(*(str(relative(out.with_suffix(suffix))) for suffix in suffixes), sep="   ", soft_wrap=True)
+
+
+def show_bars(bars: Sequence[Bar]) -> None:
+    colors = {"pass": "green", "FAIL": "bold red", "not measured": "yellow"}
+    table = Table(title="bars", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("bar", no_wrap=True)
+    table.add_column("wanted", justify="right", no_wrap=True)
+    table.add_column("reached", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for bar in bars:
+        shown, verdict = bar.as_json(), f"[{colors[bar.verdict]}]{bar.verdict}[/]"
+        table.add_row(bar.what, shown["wanted"], shown["reached"] or "-", verdict)
+    Console(width=max(console.width, TABLE_WIDTH)).print(table)
+    console.print(f"{sum(bar.verdict == 'pass' for bar in bars)} of {len(bars)} bars are reached.")
 
 
 def _ratio(row: PassRow, name: str) -> str:
