@@ -254,9 +254,9 @@ def takes_graphs(candidate: Candidate, device: torch.device) -> bool:
 
 
 def release(device: torch.device) -> None:
-    """Give back what graphs and failed calls held."""
-    gc.collect()
+    """Give back what graphs and failed calls held on a GPU."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
