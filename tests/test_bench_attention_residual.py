@@ -58,7 +58,7 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
         shape = Residual(*(row[name] for name in "lbtd"), listed=row["inputs"] == "list")
         assert row["floor_ms"] == pytest.approx(residual_bytes(shape, row["pass"], 4) / 1e7)
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_p50"])
-        assert row["peak_mib"] >= (0.5 if row["pass"] == "fwd" else 1) * row["floor_mib"] > 0
+        assert row["peak_mib"] > 0.5 * row["floor_mib"] > 0, "what a call is given counts"
         assert row["eager_ms"] > 0
         assert row["eager_wall_ms"] == row["eager_ms"]
         assert all(row[f"{peer}_{what}"] is None for peer in ("liger", "compile") for what in ("ms", "wall_ms", "mib"))
