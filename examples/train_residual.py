@@ -203,13 +203,10 @@ def verdict(summaries: list[Summary]) -> str:
     if plain.steps != attending.steps:
         return f"The variants did {plain.steps} and {attending.steps} steps, so they are not compared."
     share = attending.final_val_loss / plain.final_val_loss - 1
-    sentences = [
+    return (
         f"With attention residual the final validation loss is {abs(share):.1%} "
-        f"{'below' if share < 0 else 'above'} that with sums."
-    ]
-    if plain.tokens_per_s and attending.tokens_per_s:
-        sentences.append(f"It reads {attending.tokens_per_s / plain.tokens_per_s:.0%} of the bytes a second.")
-    return " ".join([*sentences, "One seed each: small differences may be noise."])
+        f"{'below' if share < 0 else 'above'} that with sums. One seed each: small differences may be noise."
+    )
 
 
 def _style(variant: str) -> dict[str, Any]:
