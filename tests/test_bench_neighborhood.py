@@ -211,7 +211,7 @@ def test_what_a_graph_replays_is_checked(direction: str, head_major: bool, monke
     """The same call passes, and fails when a replay leaves a row of its results as it was: NaN."""
     problem = make_problem("random", SHAPE.sizes, device=CPU, dtype=torch.float32, gated=False)
     do = torch.randn_like(problem.q)
-    task, plan = bench.make_task(SHAPE, problem, do), Plan.of(MODES, 0)
+    task, plan = bench.make_task(SHAPE, problem, do), Plan.of(MODES, 0, wall=True)
     monkeypatch.setattr(passes, "takes_graphs", lambda *_: True)
     monkeypatch.setattr(passes, "capture", fake_capture)
     candidate = Candidate("a kernel", head_major_reference if head_major else plain_reference, head_major)
@@ -219,6 +219,7 @@ def test_what_a_graph_replays_is_checked(direction: str, head_major: bool, monke
     assert measured.mode == "graph"
     assert measured.error.within
     assert measured.timing is not None
+    assert measured.wall not in (None, measured.timing), "beside replays also a call as Python makes it"
     monkeypatch.setattr(passes, "capture", lambda *args: fake_capture(*args, unwritten=True))
     measured = passes.measure_pass(candidate, direction, task, plan)
     assert not measured.error.within
