@@ -438,7 +438,7 @@ def _rows(
     weights = [_padded(weight.float() if on_npu else weight, dim) for weight in (w_query, w_norm) if weight is not None]
     constants: dict[str, Any] = {"ADDRESS": STACKED.value, "UNIT": 1, "BRANCHES": on_npu}
     pointers: dict[str, Any] = {f"p_{i}": None for i in range(MAX_POINTERS)}
-    table = weights[0]
+    table, members = weights[0], []
     if isinstance(blocks, Tensor):
         rows = _padded(rows_contiguous(blocks), dim)
         pointers["p_0"], block_stride = rows, rows.stride(0)
@@ -454,6 +454,7 @@ def _rows(
     given = {
         **pointers,
         "p_table": table,
+        "members": members,  # no kernel takes them: copies must live until the launch
         "p_w_query": weights[0],
         "p_w_norm": weights[-1],
         "num_tokens": first.shape[-3] * first.shape[-2],
