@@ -102,17 +102,19 @@ def forward_kernel(
     ADDRESS: tl.constexpr,
     UNIT: tl.constexpr,
     BRANCHES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
-    """out, scores, rstd and log-sum-exp. While a tile is computed the next one is loaded, at last that of no token."""
+    """out, scores, rstd and log-sum-exp. AHEAD: a tile is loaded while the one before is computed."""
     o_dim = tl.arange(0, BLOCK_D)
     b_w = load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim)
     num_steps = tl.cdiv(num_blocks, ROWS)
     i_offset = token_offset(tl.program_id(0), tokens_per_batch, batch_stride, token_stride)
-    b_next = load_tile(
-        0, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
-        p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-        ROWS, ADDRESS, UNIT, BRANCHES,
-    )  # fmt: skip
+    if AHEAD:
+        b_next = load_tile(
+            0, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
+            p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+            ROWS, ADDRESS, UNIT, BRANCHES,
+        )  # fmt: skip
     for i_token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         i_after = i_token + tl.num_programs(0)
         i_after_offset = token_offset(i_after, tokens_per_batch, batch_stride, token_stride)
@@ -122,16 +124,21 @@ def forward_kernel(
         b_sum = 0.0
         b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
         for i_step in range(0, num_steps):
-            b_x = b_next.to(tl.float32)
-            last = i_step + 1 == num_steps
-            i_next = tl.where(last, 0, i_step + 1)
-            i_next_offset = tl.where(last, i_after_offset, i_offset)
-            next_dim = tl.where(last, after_dim, dim)
+            i_next, i_next_offset, next_dim = i_step, i_offset, dim
+            if AHEAD:
+                b_x = b_next
+                last = i_step + 1 == num_steps
+                i_next = tl.where(last, 0, i_step + 1)
+                i_next_offset = tl.where(last, i_after_offset, i_offset)
+                next_dim = tl.where(last, after_dim, dim)
             b_next = load_tile(
                 i_next, num_blocks, i_next_offset, block_stride, o_dim, next_dim, p_table,
                 p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
                 ROWS, ADDRESS, UNIT, BRANCHES,
             )  # fmt: skip
+            if not AHEAD:
+                b_x = b_next
+            b_x = b_x.to(tl.float32)
             o_row = i_step * ROWS + tl.arange(0, ROWS)
             there = o_row < num_blocks
             b_rstd = 1.0 / tl.sqrt(tl.sum(b_x * b_x, 1) * inverse_dim + eps)
@@ -195,22 +202,24 @@ def backward_kernel(
     ADDRESS: tl.constexpr,
     UNIT: tl.constexpr,
     BRANCHES: tl.constexpr,
+    AHEAD: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ) -> None:
     """dV, and this program's share of t. ONE_TILE: a token has no more than ROWS rows, and is read once.
 
-    Tiles are loaded ahead, as in forward: those of delta, those of gradients, the first of the next token.
+    AHEAD: as in forward; tiles for delta, then those for gradients, then the first of the next token.
     """
     o_dim = tl.arange(0, BLOCK_D)
     b_w = load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim)
     num_steps = tl.cdiv(num_blocks, ROWS)
     b_t = tl.zeros([BLOCK_D], dtype=tl.float32)
     i_offset = token_offset(tl.program_id(0), tokens_per_batch, batch_stride, token_stride)
-    b_next = load_tile(
-        0, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
-        p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-        ROWS, ADDRESS, UNIT, BRANCHES,
-    )  # fmt: skip
+    if AHEAD:
+        b_next = load_tile(
+            0, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
+            p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+            ROWS, ADDRESS, UNIT, BRANCHES,
+        )  # fmt: skip
     for i_token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         i_after = i_token + tl.num_programs(0)
         i_after_offset = token_offset(i_after, tokens_per_batch, batch_stride, token_stride)
@@ -222,27 +231,37 @@ def backward_kernel(
         b_delta = 0.0
         if not ONE_TILE:
             for i_step in range(0, num_steps):
-                b_x = b_next.to(tl.float32)
-                i_next = tl.where(i_step + 1 == num_steps, 0, i_step + 1)
+                i_next = i_step
+                if AHEAD:
+                    b_x = b_next
+                    i_next = tl.where(i_step + 1 == num_steps, 0, i_step + 1)
                 b_next = load_tile(
                     i_next, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
                     p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
                     ROWS, ADDRESS, UNIT, BRANCHES,
                 )  # fmt: skip
+                if not AHEAD:
+                    b_x = b_next
+                b_x = b_x.to(tl.float32)
                 o_row = i_step * ROWS + tl.arange(0, ROWS)
                 b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
                 b_delta += tl.sum(b_alpha * tl.sum(b_x * b_do[None, :], 1), 0)
         for i_step in range(0, num_steps):
-            b_x = b_next.to(tl.float32)
-            last = i_step + 1 == num_steps
-            i_next = tl.where(last, 0, i_step + 1)
-            i_next_offset = tl.where(last, i_after_offset, i_offset)
-            next_dim = tl.where(last, after_dim, dim)
+            i_next, i_next_offset, next_dim = i_step, i_offset, dim
+            if AHEAD:
+                b_x = b_next
+                last = i_step + 1 == num_steps
+                i_next = tl.where(last, 0, i_step + 1)
+                i_next_offset = tl.where(last, i_after_offset, i_offset)
+                next_dim = tl.where(last, after_dim, dim)
             b_next = load_tile(
                 i_next, num_blocks, i_next_offset, block_stride, o_dim, next_dim, p_table,
                 p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
                 ROWS, ADDRESS, UNIT, BRANCHES,
             )  # fmt: skip
+            if not AHEAD:
+                b_x = b_next
+            b_x = b_x.to(tl.float32)
             o_row = i_step * ROWS + tl.arange(0, ROWS)
             b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
             b_dp = tl.sum(b_x * b_do[None, :], 1)
@@ -317,7 +336,7 @@ def forward(
         overrides: of `residual_tiling.gpu_plan`, to try other tiles.
 
     Returns:
-        out `[B,N,D]`, contiguous, and what `backward` takes: scores and rstd `[T,L]`, log-sum-exp `[T]`, one fp32 tensor.
+        out `[B,N,D]`, and what `backward` takes: scores and rstd `[T,L]`, log-sum-exp `[T]`, one fp32 tensor.
     """
     first = _first(blocks)
     *lead, dim = first.shape[-3:]
@@ -330,7 +349,7 @@ def forward(
         given |= {**_parts(kept, blocks), "p_out": out, "eps": float(eps)}
         for kernel in ("scores", "mix") if plan.tiled else ("forward",):
             _launch(kernel, plan, plan.grid, given, constants)
-    return (out if wide == dim else out[..., :dim].contiguous()), kept
+    return out[..., :dim], kept
 
 
 def kept_like(blocks: Tensor | Sequence[Tensor]) -> Tensor:
@@ -353,7 +372,7 @@ def backward(
     """Gradients, from what `forward` took and kept. Bitwise the same in every run on one device.
 
     Returns:
-        dV `[L,B,N,D]`, contiguous, of lists too; dw_query, and dw_norm or None.
+        dV `[L,B,N,D]`, of lists too; dw_query, and dw_norm or None.
     """
     first = _first(blocks)
     *lead, dim = first.shape[-3:]
@@ -384,16 +403,16 @@ def backward(
         partials = kept.new_empty((plan.programs, wide))
         _launch("backward", plan, plan.grid, given | {"p_partials": partials}, constants)
     dweights = _dweights(partials, given, w_query, w_norm, backend)
-    return (dblocks if wide == dim else dblocks[..., :dim].contiguous()), *dweights
+    return dblocks[..., :dim], *dweights
 
 
 def _dweights(
     partials: Tensor, given: dict[str, Any], w_query: Tensor, w_norm: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor | None]:
     weights = [w_query] if w_norm is None else [w_query, w_norm]
-    taken = [given[name] for name in ("p_w_query", "p_w_norm")[: len(weights)]]
-    results = [weight.new_empty(weight.shape) for weight in taken]
-    parts, plan = tiling.weights_plan(partials.shape[1], npu_of(partials.device) if backend == "ascend" else None)
+    dim = partials.shape[1]
+    results = [partials.new_empty(dim, dtype=weight.dtype) for weight in weights]
+    parts, plan = tiling.weights_plan(dim, npu_of(partials.device) if backend == "ascend" else None)
     given = given | {
         "p_partials": partials,
         "num_partials": partials.shape[0],
@@ -401,9 +420,8 @@ def _dweights(
         "p_dw_norm": results[-1],
     }
     _launch("weights", plan, plan.grid, given, {"BLOCK_P": parts})
-    dim = w_query.shape[0]
-    dw = [result[:dim].to(weight.dtype) for result, weight in zip(results, weights, strict=True)]
-    return dw[0], None if w_norm is None else dw[1]
+    dw_query, *dw_norm = (result[: w_query.shape[0]] for result in results)
+    return dw_query, dw_norm[0] if dw_norm else None
 
 
 def _first(blocks: Tensor | Sequence[Tensor]) -> Tensor:
@@ -511,7 +529,13 @@ def _launch(
     kernel = KERNELS[name]
     runs = -(-given["dim"] // plan.block_d)
     given = {**given, "num_work": given["num_tokens"] * runs}
-    constants = {**constants, "BLOCK_D": plan.block_d, "ROWS": plan.rows, "ONE_TILE": plan.one_tile}
+    constants = {
+        **constants,
+        "BLOCK_D": plan.block_d,
+        "ROWS": plan.rows,
+        "ONE_TILE": plan.one_tile,
+        "AHEAD": plan.ahead,
+    }
     launch(
         kernel,
         grid,

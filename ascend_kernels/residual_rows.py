@@ -48,7 +48,10 @@ def member(i, p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12
 
 
 @triton.jit
-def load_of_member(i, o_elements, mask, p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15):  # fmt: skip
+def load_of_member(
+    i, o_elements, mask,
+    p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+):  # fmt: skip
     """The same elements of block i, by branches: Triton-Ascend has no pointer that is one or another."""
     if i == 0:
         b = tl.load(p_0 + o_elements, mask=mask, other=0.0)
@@ -91,57 +94,35 @@ def load_tile(
     p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
     ROWS: tl.constexpr, ADDRESS: tl.constexpr, UNIT: tl.constexpr, BRANCHES: tl.constexpr,
 ):  # fmt: skip
-    """Rows i_step * ROWS ... + ROWS - 1 of a token as `[ROWS, BLOCK_D]`, zeros where there is no row, and from end_dim on.
+    """Rows i_step * ROWS ... of a token as `[ROWS, BLOCK_D]`, zeros where there is no row, and from end_dim on.
 
     A single row is addressed by scalars: one block copy on an NPU.
     """
-    if ROWS == 1:
-        mask = o_dim < end_dim
-        if ADDRESS == POINTERS:
-            if BRANCHES:
-                b_row = load_of_member(
-                    i_step,
-                    i_offset + o_dim,
-                    mask,
-                    p_0,
-                    p_1,
-                    p_2,
-                    p_3,
-                    p_4,
-                    p_5,
-                    p_6,
-                    p_7,
-                    p_8,
-                    p_9,
-                    p_10,
-                    p_11,
-                    p_12,
-                    p_13,
-                    p_14,
-                    p_15,
-                )
-            else:
-                p_row = member(
-                    i_step, p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15
-                )
-                b_row = tl.load(p_row + i_offset + o_dim, mask=mask, other=0.0)
-        elif ADDRESS == TABLE:
-            b_row = tl.load(p_0 + tl.load(p_table + i_step) * UNIT + i_offset + o_dim, mask=mask, other=0.0)
-        else:
-            i_row = tl.cast(i_step, tl.int64) * block_stride
-            b_row = tl.load(p_0 + i_row + i_offset + o_dim, mask=mask, other=0.0)
-        b_tile = b_row[None, :]
+    o_dims = o_dim[None, :]
+    mask = o_dims < end_dim
+    if ADDRESS == POINTERS and BRANCHES:
+        b_tile = load_of_member(
+            i_step, i_offset + o_dims, mask,
+            p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+        )  # fmt: skip
     else:
-        o_row = i_step * ROWS + tl.arange(0, ROWS)
-        there = o_row < num_blocks
+        if ROWS == 1:
+            o_row = i_step
+            there = num_blocks > 0
+        else:
+            o_row = i_step * ROWS + tl.arange(0, ROWS)[:, None]
+            there = o_row < num_blocks
+            mask = mask & there
         if ADDRESS == POINTERS:
-            p_rows = member(o_row, p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15)
+            p_rows = member(
+                o_row,
+                p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+            )  # fmt: skip
         elif ADDRESS == TABLE:
             p_rows = p_0 + tl.load(p_table + o_row, mask=there, other=0) * UNIT
         else:
-            p_rows = p_0 + o_row.to(tl.int64) * block_stride
-        mask = there[:, None] & (o_dim < end_dim)[None, :]
-        b_tile = tl.load((p_rows + i_offset)[:, None] + o_dim[None, :], mask=mask, other=0.0)
+            p_rows = p_0 + tl.cast(o_row, tl.int64) * block_stride
+        b_tile = tl.load(p_rows + i_offset + o_dims, mask=mask, other=0.0)
     return b_tile
 
 
