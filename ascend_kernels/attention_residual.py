@@ -102,60 +102,47 @@ def forward_kernel(
     ADDRESS: tl.constexpr,
     UNIT: tl.constexpr,
     BRANCHES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    """out, scores, rstd and log-sum-exp. AHEAD: a tile is loaded while the one before is computed."""
+    """out, scores, rstd and log-sum-exp."""
     o_dim = tl.arange(0, BLOCK_D)
     b_w = load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim)
     num_steps = tl.cdiv(num_blocks, ROWS)
-    i_offset = token_offset(tl.program_id(0), tokens_per_batch, batch_stride, token_stride)
-    if AHEAD:
-        b_next = load_tile(
-            0, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
+    my_tokens = tl.cdiv(num_tokens - tl.program_id(0), tl.num_programs(0))
+    b_max = float("-inf")
+    b_sum = 0.0
+    b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for i_work in tl.range(0, my_tokens * num_steps, num_stages=STAGES):
+        i_step = i_work % num_steps
+        i_token = tl.program_id(0) + i_work // num_steps * tl.num_programs(0)
+        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
+        b_x = load_tile(
+            i_step, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
             p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
             ROWS, ADDRESS, UNIT, BRANCHES,
         )  # fmt: skip
-    for i_token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
-        i_after = i_token + tl.num_programs(0)
-        i_after_offset = token_offset(i_after, tokens_per_batch, batch_stride, token_stride)
-        after_dim = tl.where(i_after < num_tokens, dim, 0)
+        b_x = b_x.to(tl.float32)
+        o_row = i_step * ROWS + tl.arange(0, ROWS)
+        there = o_row < num_blocks
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_max = float("-inf")
-        b_sum = 0.0
-        b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
-        for i_step in range(0, num_steps):
-            i_next, i_next_offset, next_dim = i_step, i_offset, dim
-            if AHEAD:
-                b_x = b_next
-                last = i_step + 1 == num_steps
-                i_next = tl.where(last, 0, i_step + 1)
-                i_next_offset = tl.where(last, i_after_offset, i_offset)
-                next_dim = tl.where(last, after_dim, dim)
-            b_next = load_tile(
-                i_next, num_blocks, i_next_offset, block_stride, o_dim, next_dim, p_table,
-                p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-                ROWS, ADDRESS, UNIT, BRANCHES,
-            )  # fmt: skip
-            if not AHEAD:
-                b_x = b_next
-            b_x = b_x.to(tl.float32)
-            o_row = i_step * ROWS + tl.arange(0, ROWS)
-            there = o_row < num_blocks
-            b_rstd = 1.0 / tl.sqrt(tl.sum(b_x * b_x, 1) * inverse_dim + eps)
-            b_score = tl.sum(b_x * b_w[None, :], 1) * b_rstd
-            tl.store(p_scores + i_kept + o_row, b_score, mask=there)
-            tl.store(p_rstd + i_kept + o_row, b_rstd, mask=there)
-            b_score = tl.where(there, b_score, float("-inf"))
-            b_largest = tl.maximum(b_max, tl.max(b_score, 0))
-            b_scale = tl.exp(b_max - b_largest)
-            b_p = tl.exp(b_score - b_largest)
-            b_max = b_largest
-            b_sum = b_sum * b_scale + tl.sum(b_p, 0)
-            b_out = b_out * b_scale + tl.sum(b_p[:, None] * b_x, 0)
-        i_offset = i_after_offset
-        tl.store(p_lse + i_token, b_max + tl.log(b_sum))
-        p_row = p_out + tl.cast(i_token, tl.int64) * dim
-        tl.store(p_row + o_dim, (b_out / b_sum).to(p_out.dtype.element_ty), mask=o_dim < dim)
+        b_rstd = 1.0 / tl.sqrt(tl.sum(b_x * b_x, 1) * inverse_dim + eps)
+        b_score = tl.sum(b_x * b_w[None, :], 1) * b_rstd
+        tl.store(p_scores + i_kept + o_row, b_score, mask=there)
+        tl.store(p_rstd + i_kept + o_row, b_rstd, mask=there)
+        b_score = tl.where(there, b_score, float("-inf"))
+        b_largest = tl.maximum(b_max, tl.max(b_score, 0))
+        b_scale = tl.exp(b_max - b_largest)
+        b_p = tl.exp(b_score - b_largest)
+        b_max = b_largest
+        b_sum = b_sum * b_scale + tl.sum(b_p, 0)
+        b_out = b_out * b_scale + tl.sum(b_p[:, None] * b_x, 0)
+        if i_step == num_steps - 1:
+            tl.store(p_lse + i_token, b_max + tl.log(b_sum))
+            p_row = p_out + tl.cast(i_token, tl.int64) * dim
+            tl.store(p_row + o_dim, (b_out / b_sum).to(p_out.dtype.element_ty), mask=o_dim < dim)
+            b_max = float("-inf")
+            b_sum = 0.0
+            b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -202,79 +189,53 @@ def backward_kernel(
     ADDRESS: tl.constexpr,
     UNIT: tl.constexpr,
     BRANCHES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ) -> None:
-    """dV, and this program's share of t. ONE_TILE: a token has no more than ROWS rows, and is read once.
+    """dV, and this program's share of t.
 
-    AHEAD: as in forward; tiles for delta, then those for gradients, then the first of the next token.
+    ONE_TILE: a token has no more than ROWS rows. Otherwise it has two turns of steps, for delta and for gradients.
     """
     o_dim = tl.arange(0, BLOCK_D)
     b_w = load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim)
     num_steps = tl.cdiv(num_blocks, ROWS)
+    num_turns = 1 if ONE_TILE else 2 * num_steps
+    my_tokens = tl.cdiv(num_tokens - tl.program_id(0), tl.num_programs(0))
     b_t = tl.zeros([BLOCK_D], dtype=tl.float32)
-    i_offset = token_offset(tl.program_id(0), tokens_per_batch, batch_stride, token_stride)
-    if AHEAD:
-        b_next = load_tile(
-            0, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
+    b_do = tl.zeros([BLOCK_D], dtype=tl.float32)
+    b_lse = 0.0
+    b_delta = 0.0
+    for i_work in tl.range(0, my_tokens * num_turns, num_stages=STAGES):
+        i_turn = i_work % num_turns
+        i_step = i_turn % num_steps
+        i_token = tl.program_id(0) + i_work // num_turns * tl.num_programs(0)
+        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
+        b_x = load_tile(
+            i_step, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
             p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
             ROWS, ADDRESS, UNIT, BRANCHES,
         )  # fmt: skip
-    for i_token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
-        i_after = i_token + tl.num_programs(0)
-        i_after_offset = token_offset(i_after, tokens_per_batch, batch_stride, token_stride)
-        after_dim = tl.where(i_after < num_tokens, dim, 0)
+        b_x = b_x.to(tl.float32)
+        o_row = i_step * ROWS + tl.arange(0, ROWS)
+        there = o_row < num_blocks
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = tl.load(p_lse + i_token)
-        p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride)
-        b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
-        b_delta = 0.0
-        if not ONE_TILE:
-            for i_step in range(0, num_steps):
-                i_next = i_step
-                if AHEAD:
-                    b_x = b_next
-                    i_next = tl.where(i_step + 1 == num_steps, 0, i_step + 1)
-                b_next = load_tile(
-                    i_next, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
-                    p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-                    ROWS, ADDRESS, UNIT, BRANCHES,
-                )  # fmt: skip
-                if not AHEAD:
-                    b_x = b_next
-                b_x = b_x.to(tl.float32)
-                o_row = i_step * ROWS + tl.arange(0, ROWS)
-                b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
-                b_delta += tl.sum(b_alpha * tl.sum(b_x * b_do[None, :], 1), 0)
-        for i_step in range(0, num_steps):
-            i_next, i_next_offset, next_dim = i_step, i_offset, dim
-            if AHEAD:
-                b_x = b_next
-                last = i_step + 1 == num_steps
-                i_next = tl.where(last, 0, i_step + 1)
-                i_next_offset = tl.where(last, i_after_offset, i_offset)
-                next_dim = tl.where(last, after_dim, dim)
-            b_next = load_tile(
-                i_next, num_blocks, i_next_offset, block_stride, o_dim, next_dim, p_table,
-                p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-                ROWS, ADDRESS, UNIT, BRANCHES,
-            )  # fmt: skip
-            if not AHEAD:
-                b_x = b_next
-            b_x = b_x.to(tl.float32)
-            o_row = i_step * ROWS + tl.arange(0, ROWS)
-            b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
-            b_dp = tl.sum(b_x * b_do[None, :], 1)
-            if ONE_TILE:
-                b_delta = tl.sum(b_alpha * b_dp, 0)
+        if i_turn == 0:
+            p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride)
+            b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
+            b_lse = tl.load(p_lse + i_token)
+            b_delta = 0.0
+        b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
+        b_dp = tl.sum(b_x * b_do[None, :], 1)
+        if i_turn < num_steps:
+            b_delta += tl.sum(b_alpha * b_dp, 0)
+        if ONE_TILE or i_turn >= num_steps:
             b_f = b_alpha * (b_dp - b_delta) * b_rstd
             b_dx = b_alpha[:, None] * b_do[None, :] + b_f[:, None] * b_w[None, :]
             b_dx -= (b_f * b_rstd * b_score * inverse_dim)[:, None] * b_x
             b_t += tl.sum(b_f[:, None] * b_x, 0)
             p_rows = p_dblocks + o_row.to(tl.int64) * dblock_stride + tl.cast(i_token, tl.int64) * dim
-            mask = (o_row < num_blocks)[:, None] & (o_dim < dim)[None, :]
+            mask = there[:, None] & (o_dim < dim)[None, :]
             tl.store(p_rows[:, None] + o_dim[None, :], b_dx.to(p_dblocks.dtype.element_ty), mask=mask)
-        i_offset = i_after_offset
     tl.store(p_partials + tl.cast(tl.program_id(0), tl.int64) * dim + o_dim, b_t, mask=o_dim < dim)
 
 
@@ -534,7 +495,7 @@ def _launch(
         "BLOCK_D": plan.block_d,
         "ROWS": plan.rows,
         "ONE_TILE": plan.one_tile,
-        "AHEAD": plan.ahead,
+        "STAGES": plan.stages,
     }
     launch(
         kernel,

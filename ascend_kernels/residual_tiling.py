@@ -69,8 +69,8 @@ class Plan:
     """Whether a row is several tiles."""
     one_tile: bool
     """Whether a token is one tile, which backward then reads once."""
-    ahead: bool
-    """Whether a tile is loaded while the one before is computed."""
+    stages: int
+    """Tiles of the loop that are in flight or at work."""
     programs: int
     live_bytes: dict[str, int]
     """Bytes of live tiles in the UB; empty for GPUs, whose compiler counts for itself."""
@@ -116,7 +116,7 @@ def ascend_plan(
     rows = one_tile_rows(dtype, block_d, blocks) if backward and not tiled and not listed else 1
     programs = max(1, min(tokens, device.cores * VECTOR_CORES, MAX_GRID))
     live = live_bytes("backward" if backward else "forward", block_d, rows, dtype.itemsize)
-    return Plan(block_d, rows, tiled, blocks <= rows, False, programs, live, {})
+    return Plan(block_d, rows, tiled, blocks <= rows, 1, programs, live, {})
 
 
 def gpu_plan(
@@ -130,30 +130,30 @@ def gpu_plan(
     rows: int | None = None,
     num_warps: int | None = None,
     programs_per_core: int | None = None,
-    ahead: int = 1,
+    stages: int | None = None,
     **options: int,
 ) -> Plan:
     """Tiles for an NVIDIA GPU, and a few programs per multiprocessor.
 
     Args:
         cores: multiprocessors.
-        rows, num_warps, programs_per_core, ahead: instead of what is chosen here, to try others.
+        rows, num_warps, programs_per_core, stages: instead of what is chosen here, to try others.
         options: of the compiler, such as maxnreg.
     """
     block_d = min(max(32, 1 << (dim - 1).bit_length()), GPU_ROW)
     all_rows = 1 << (blocks - 1).bit_length()
     tiled = block_d < dim
     if tiled:
-        block_d, chosen, warps, per_core = 4096, 1, 8, 4
+        block_d, chosen, warps, depth, per_core = 4096, 1, 8, 1, 4
     else:
         warps = min(16, max(1, block_d // 512))
-        chosen = min(all_rows, max(1, 2048 // block_d))
+        depth, chosen = 4, min(all_rows, max(1, 2048 // block_d))
         per_core = max(1, 32 // warps)
     if rows is not None:
         chosen = min(rows, all_rows)
     programs = max(1, min(tokens, cores * (programs_per_core or per_core)))
     compiler = {"num_warps": num_warps or warps, "num_stages": 1, "enable_fp_fusion": True, **options}
-    return Plan(block_d, chosen, tiled, blocks <= chosen, bool(ahead), programs, {}, compiler)
+    return Plan(block_d, chosen, tiled, blocks <= chosen, stages or depth, programs, {}, compiler)
 
 
 WEIGHTS_PARTS, WEIGHTS_BLOCK_D = 8, 1024
@@ -166,10 +166,10 @@ def weights_plan(dim: int, device: Device | None) -> tuple[int, Plan]:
         device: None for an NVIDIA GPU.
     """
     if device is None:
-        return 64, Plan(64, 1, False, False, False, -(-dim // 64), {}, {"num_warps": 4, "num_stages": 2})
+        return 64, Plan(64, 1, False, False, 1, -(-dim // 64), {}, {"num_warps": 4, "num_stages": 2})
     programs = min(-(-dim // WEIGHTS_BLOCK_D), device.cores * VECTOR_CORES, MAX_GRID)
     live = live_bytes(WEIGHTS, WEIGHTS_BLOCK_D, 1, 4)
-    return WEIGHTS_PARTS, Plan(WEIGHTS_BLOCK_D, 1, False, False, False, programs, live, {})
+    return WEIGHTS_PARTS, Plan(WEIGHTS_BLOCK_D, 1, False, False, 1, programs, live, {})
 
 
 def specialisations() -> Iterator[tuple[str, torch.dtype, int, int]]:
