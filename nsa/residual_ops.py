@@ -50,7 +50,7 @@ def _forward(
         if impl.training is None:
             return impl.load()(given, w_query, w_norm, eps=eps)[0], w_query.new_empty(0)
         out, kept = impl.load()(given, w_query, w_norm, eps=eps, backend=impl.backend)
-    return out, kept
+    return out.contiguous(), kept
 
 
 def _forward_like(
@@ -79,7 +79,7 @@ def _backward(
     with autocast_off(do.device.type):
         if module is not None:
             dblocks, dw_query, dw_norm = module.backward(do, given, w_query, w_norm, kept, backend=impl.backend)
-            return dblocks, dw_query, do.new_empty(0) if dw_norm is None else dw_norm
+            return dblocks.contiguous(), dw_query, do.new_empty(0) if dw_norm is None else dw_norm
         run = impl.load()
         weights = [w_query] if w_norm is None else [w_query, w_norm]
 

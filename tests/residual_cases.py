@@ -114,7 +114,9 @@ def check(
     low = differentiated(oracle(case.do.dtype), case)
     names = ["output", *[f"gradient {i} of {len(case.leaves)}" for i in range(len(case.leaves))]]
     for name, mine, truth, theirs in zip(names, got, exact, low, strict=True):
-        assert_within_budget(mine, truth, theirs, f"{name} of N={tokens} D={dim} L={blocks} {options}")
+        # sums in fp32, in another order than PyTorch's: roundings that add up as a random walk
+        slack = (blocks * dim) ** 0.5 * torch.finfo(torch.float32).eps * truth.abs().max().item() if tokens else 0.0
+        assert_within_budget(mine, truth, theirs, f"{name} of N={tokens} D={dim} L={blocks} {options}", slack=slack)
 
 
 def oracle(compute_dtype: torch.dtype | None = None) -> Callable[..., Tensor]:
