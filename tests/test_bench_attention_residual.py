@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ascend_kernels import residual_reference
+from ascend_kernels.device import DEVICES
+from ascend_kernels.residual_tiling import Plan, ascend_plan, gpu_plan
 from bench import bench_attention_residual as bench
 from bench import pass_report, residual_peers
 from bench.bars import Bar
@@ -338,6 +341,56 @@ def test_every_bar_is_about_its_figure(tmp_path: Path) -> None:
     for other in ({"dtype": "fp16"}, {"inputs": "list"}, {"default": False}, {"l": 4}):
         changed: dict[str, Any] = other
         assert {bar.verdict for bar in bench.bars([replace(row, **changed) for row in rows])} == {"not measured"}
+
+
+# The documented thresholds
+
+DIMS = sorted({size + more for size in (2**power for power in range(1, 16)) for more in (0, 1)})
+"""Around every power of two, where plans change."""
+
+
+def longest(plan: Callable[[int], Plan], holds: Callable[[Plan], bool]) -> int:
+    """The largest D up to which a plan has a property; it has it for all below."""
+    held = [holds(plan(dim)) for dim in DIMS]
+    assert held == sorted(held, reverse=True)
+    return DIMS[sum(held) - 1]
+
+
+def test_the_documented_thresholds_are_those_of_the_plans() -> None:
+    """docs/attention_residual.md says where rows are whole, and where a token is one tile in backward."""
+    page = (ARCHITECTURE.parent / "attention_residual.md").read_text(encoding="utf-8")
+    common: dict[str, Any] = {"dtype": torch.float32, "tokens": 4096}
+
+    def whole(plan: Plan) -> bool:
+        return not plan.tiled
+
+    def one_tile(plan: Plan) -> bool:
+        return plan.one_tile and not plan.tiled
+
+    def of_gpu(backward: bool, blocks: int) -> Callable[[int], Plan]:
+        return lambda dim: gpu_plan(backward=backward, dim=dim, blocks=blocks, cores=132, **common)
+
+    def of_npu(name: str, backward: bool, blocks: int, listed: bool = False) -> Callable[[int], Plan]:
+        options = {"backward": backward, "blocks": blocks, "listed": listed, "device": DEVICES[name], **common}
+        return lambda dim: ascend_plan(dim=dim, **options)
+
+    for names, ub in (("A2, A3", 192), ("950", 256)):
+        for name in names.split(", "):
+            assert DEVICES[name].ub == ub * 1024
+            forward, backward = (longest(of_npu(name, way, 8), whole) for way in (False, True))
+            assert f"| {names} | {ub} KiB | D ≤ {forward} | D ≤ {backward} |" in page
+            tiles = [longest(of_npu(name, True, blocks), one_tile) for blocks in (8, 4, 1)]
+            sentence = "L ≤ 8 up to D = {}, L ≤ 4 up to D = {}; a single block up to D = {}"
+            assert f"| NPU, blocks in one tensor | {sentence.format(*tiles)} |" in page
+            for blocks, listed in ((9, False), (2, True)):
+                assert not any(one_tile(of_npu(name, True, blocks, listed)(dim)) for dim in DIMS)
+            assert longest(of_npu(name, True, 1, listed=True), one_tile) == tiles[-1]
+    forward, backward = (longest(of_gpu(way, 8), whole) for way in (False, True))
+    assert f"| NVIDIA GPU | registers | D ≤ {forward} | D ≤ {backward} |" in page
+    assert "| NVIDIA GPU | L · D ≤ 2048, D rounded up to a power of two; a single block up to D = 16384 |" in page
+    for blocks in (2, 3, 8, 33, 64):
+        assert longest(of_gpu(True, blocks), one_tile) == 1 << (2048 // blocks).bit_length() - 1
+    assert longest(of_gpu(True, 1), one_tile) == 16384
 
 
 # On a GPU
