@@ -9,11 +9,12 @@ Definition (residual_reference.py has it in PyTorch). A token has a row x_i of D
     dx_i = alpha_i * do + f_i * w - f_i * rstd_i * score_i / D * x_i
     t    = sum over tokens and i of f_i * x_i        dw_query = w_norm * t        dw_norm = w_query * t
 
-Kernels. A program strides over tokens and takes ROWS rows of a token at a time, whole rows of at most BLOCK_D features.
-`forward` keeps a running softmax and the output that goes with it, as flash attention does over keys, so that a row is
-read once and forgotten, however many there are. `backward` needs delta before it can write a gradient: it takes the rows
-twice, or once where all of them are one tile (ROWS >= L). It sums its share of t in registers, and `weights` adds the
-shares in a fixed order: no atomics, the same bits in every run on one device. Everything is fp32 from load to store.
+Kernels. A program strides over tokens and takes ROWS rows of a token at a time, whole rows of at most BLOCK_D features:
+one loop over all rows of all its tokens, so that a GPU loads STAGES - 1 tiles ahead whatever L is. `forward` keeps a
+running softmax and the output that goes with it, as flash attention does over keys, so that a row is read once and
+forgotten. `backward` needs delta before it can write a gradient: it takes a token's rows twice, or once where all of
+them are one tile. It sums its share of t in registers, and `weights` adds the shares in a fixed order: no atomics, the
+same bits in every run on one device with one number of programs. Everything is fp32 from load to store.
 Longer rows take the kernels of residual_tiled.py.
 
 Forward keeps 2 L + 1 fp32 numbers per token: score, rstd, and the softmax's log-sum-exp, of which alpha is
@@ -297,7 +298,7 @@ def forward(
         overrides: of `residual_tiling.gpu_plan`, to try other tiles.
 
     Returns:
-        out `[B,N,D]`, and what `backward` takes: scores and rstd `[T,L]`, log-sum-exp `[T]`, one fp32 tensor.
+        out `[B,N,D]`, and what `backward` takes, one fp32 tensor: scores and rstd `[T,L]`, log-sum-exp `[T]`.
     """
     first = _first(blocks)
     *lead, dim = first.shape[-3:]
@@ -426,14 +427,15 @@ def _rows(
         rows, block_stride = members[0], 0
         if len(members) <= MAX_POINTERS:
             constants["ADDRESS"] = POINTERS.value
+            constants["UNIT"] = 1 if on_npu else _unit([member.data_ptr() for member in members], rows.element_size())
             pointers = {name: members[i] if i < len(members) else rows for i, name in enumerate(pointers)}
         else:
-            pointers["p_0"], table, constants["UNIT"] = _table(members, wide_units=not on_npu)
+            pointers["p_0"], table, constants["UNIT"] = _table(members, on_npu)
             constants["ADDRESS"] = TABLE.value
     given = {
         **pointers,
+        "members": members,  # no kernel takes them, but copies must live until the launch
         "p_table": table,
-        "members": members,  # no kernel takes them: copies must live until the launch
         "p_w_query": weights[0],
         "p_w_norm": weights[-1],
         "num_tokens": first.shape[-3] * first.shape[-2],
@@ -449,12 +451,18 @@ def _rows(
     return given, constants
 
 
-def _table(members: list[Tensor], *, wide_units: bool) -> tuple[Tensor, Tensor, int]:
+def _unit(addresses: list[int], itemsize: int) -> int:
+    """Elements in 16 bytes, where all addresses, or distances of such, are multiples of 16 bytes; else 1."""
+    return 16 // itemsize if all(address % 16 == 0 for address in addresses) else 1
+
+
+def _table(members: list[Tensor], on_npu: bool) -> tuple[Tensor, Tensor, int]:
     """The tensor at the lowest address, offsets of all from it in units of elements, and the unit."""
     base = min(members, key=Tensor.data_ptr)
     itemsize = base.element_size()
-    offsets = [(member.data_ptr() - base.data_ptr()) // itemsize for member in members]
-    unit = 16 // itemsize if wide_units and all(offset * itemsize % 16 == 0 for offset in offsets) else 1
+    distances = [member.data_ptr() - base.data_ptr() for member in members]
+    unit = 1 if on_npu else _unit(distances, itemsize)
+    offsets = [distance // itemsize for distance in distances]
     table = torch.empty(len(members), dtype=torch.int64, device=base.device)
     for start in range(0, len(members), MAX_POINTERS):
         piece = [offset // unit for offset in offsets[start : start + MAX_POINTERS]]

@@ -5,8 +5,9 @@ A token has L rows of D features, one of each block. Blocks are read where they 
     STACKED     one tensor: its first block, and a stride
     POINTERS    a list of up to MAX_POINTERS tensors: a pointer to each
     TABLE       a longer list: the tensor at the lowest address, and a table of int64 offsets from it, in units of UNIT
-                elements, so that compilers know what the offsets are multiples of
+                elements
 
+UNIT is the elements of 16 bytes, which GPUs load at once, where all tensors lie at multiples of them; else 1.
 A tile is ROWS rows of a token, masked at the last block and at the last feature.
 """
 
@@ -118,6 +119,8 @@ def load_tile(
                 o_row,
                 p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
             )  # fmt: skip
+            if ROWS > 1 and UNIT > 1:
+                p_rows = tl.multiple_of(p_rows, [16, 16])
         elif ADDRESS == TABLE:
             p_rows = p_0 + tl.load(p_table + o_row, mask=there, other=0) * UNIT
         else:

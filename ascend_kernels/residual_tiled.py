@@ -5,7 +5,7 @@
     products     dp and delta of tokens                       reads V and do
     gradients    dV and shares of t, likewise                 reads V and do
 
-So forward reads V twice, and backward V and do; all else is written once and, but for a few numbers per token, read once.
+So forward reads V twice, and backward V and do; all else is written once, and read once but for a few numbers per token.
 A program of `gradients` keeps to one run of features, whose share of t it sums over the tokens that it strides over.
 """
 
@@ -140,7 +140,7 @@ def mix_kernel(
                 1, ADDRESS, UNIT, BRANCHES,
             )  # fmt: skip
             o_row = i_block + tl.arange(0, 1)
-            b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
+            b_alpha, _, _ = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
             b_out += tl.sum(b_alpha[:, None] * b_x.to(tl.float32), 0)
         p_row = p_out + tl.cast(i_token, tl.int64) * dim
         tl.store(p_row + o_dim, b_out.to(p_out.dtype.element_ty), mask=o_dim < dim)
@@ -204,7 +204,7 @@ def products_kernel(
                 b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
                 b_products += b_x.to(tl.float32) * b_do[None, :]
             o_row = i_block + tl.arange(0, 1)
-            b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
+            b_alpha, _, _ = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
             b_dp = tl.sum(b_products, 1)
             tl.store(p_dp + i_kept + o_row, b_dp)
             b_delta += tl.sum(b_alpha * b_dp, 0)

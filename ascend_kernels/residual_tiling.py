@@ -9,12 +9,11 @@ attention_residual.py, longer ones those of residual_tiled.py.
     256 KiB (950)      D <= 4096         D <= 2048
 
 Up to there forward reads V once, whatever L is, and twice beyond. Backward reads V and do once where a whole token fits
-the UB beside the rows of a program, `one_tile_rows`: L <= 8 up to D = 512 and L <= 4 up to D = 1024, in any dtype on any
-device; of lists, which are read row by row, only where L = 1. It reads V twice and do once for other rows that fit, and
-both twice for longer ones.
+the UB (`one_tile_rows`): L <= 8 up to D = 512 and L <= 4 up to D = 1024, on any device; of lists, which are read row by
+row, only L = 1. It reads V twice and do once for other rows that fit, and both twice for longer ones.
 
-NVIDIA. Tiles live in registers. Rows of up to GPU_ROW features are one tile, so forward reads V once from global memory;
-backward reads a token twice, the second time from caches, unless all of it is a tile.
+NVIDIA. Rows of up to GPU_ROW features are one tile, in registers, so forward reads V once from global memory. Backward
+reads a token twice, the second time from the L2, unless all of it is a tile.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from ascend_kernels.device import DEVICES, KIB, MIN_UB, Device
-from ascend_kernels.tiling import DTYPES, MAX_GRID, UB_SHARE, VECTOR_CORES
+from ascend_kernels.device import DEVICES, MIN_UB, Device
+from ascend_kernels.tiling import DTYPES, MAX_GRID, VECTOR_CORES
 
 PLAIN = ("forward", "backward")
 TILED = ("scores", "mix", "products", "gradients")
@@ -39,7 +37,7 @@ MIN_BLOCK_D = 256
 FP32_PER_FEATURE = {"forward": 12, "backward": 16}
 RULE_SHARE = 0.85
 ONE_TILE_ROWS = (4, 8)
-GPU_ROW = 16384
+GPU_ROW = 8192
 MAX_BLOCKS = 64
 """What the proofs cover; no kernel counts on it."""
 MAX_DIM = 1 << 20
@@ -49,8 +47,8 @@ MAX_DIM = 1 << 20
 def get_optimal_block_d(dim: int, backward: bool, ub: int = MIN_UB) -> int:
     """Features of a tile for rows of D, on an NPU with a UB of so many bytes.
 
-    The next power of two up to 1024; beyond, the largest power of two of which 12 fp32 numbers per feature forward, or 16
-    backward, take 85 % of the UB. A row fits where that is no less than D.
+    The next power of two up to 1024; beyond, the largest power of two at which 12 fp32 numbers per feature forward, or
+    16 backward, take 85 % of the UB. A row fits where that is no less than D.
     """
     if dim <= 1024:
         return 1 << (dim - 1).bit_length()
@@ -129,31 +127,36 @@ def gpu_plan(
     cores: int,
     rows: int | None = None,
     num_warps: int | None = None,
-    programs_per_core: int | None = None,
     stages: int | None = None,
+    programs_per_core: int | None = None,
     **options: int,
 ) -> Plan:
-    """Tiles for an NVIDIA GPU, and a few programs per multiprocessor.
+    """Tiles for an NVIDIA GPU: 32 numbers per thread, in as many programs as its registers hold.
 
     Args:
         cores: multiprocessors.
-        rows, num_warps, programs_per_core, stages: instead of what is chosen here, to try others.
+        rows, num_warps, stages, programs_per_core: instead of what is chosen here, to try others.
         options: of the compiler, such as maxnreg.
     """
-    block_d = min(max(32, 1 << (dim - 1).bit_length()), GPU_ROW)
+    block_d = max(32, 1 << (dim - 1).bit_length())
     all_rows = 1 << (blocks - 1).bit_length()
-    tiled = block_d < dim
+    tiled = block_d > GPU_ROW
     if tiled:
-        block_d, chosen, warps, depth, per_core = 4096, 1, 8, 1, 4
+        block_d, chosen, depth, warps, per_core, registers = 2048, 1, 1, 8, 4, 64
     else:
-        warps = min(16, max(1, block_d // 512))
-        depth, chosen = 4, min(all_rows, max(1, 2048 // block_d))
-        per_core = max(1, 32 // warps)
-    if rows is not None:
-        chosen = min(rows, all_rows)
-    programs = max(1, min(tokens, cores * (programs_per_core or per_core)))
-    compiler = {"num_warps": num_warps or warps, "num_stages": 1, "enable_fp_fusion": True, **options}
-    return Plan(block_d, chosen, tiled, blocks <= chosen, stages or depth, programs, {}, compiler)
+        warps = block_d // 512 if block_d > 1024 else max(1, block_d // 256)
+        chosen, depth = max(1, 1024 * warps // block_d), 3
+        per_core, registers = (max(1, 16 // warps), 128) if backward else (max(2, 24 // warps), 80)
+        if not backward and warps == 16:
+            chosen, depth, registers = 1, 4, 64
+    chosen = min(chosen if rows is None else rows, all_rows)
+    programs = cores * (per_core if programs_per_core is None else programs_per_core)
+    if backward:  # their shares of t take no more than a 32nd of V, unless there is one for each core
+        programs = min(programs, max(cores, tokens * blocks * dtype.itemsize // (32 * 4)))
+    compiler = {"num_warps": num_warps or warps, "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
+    return Plan(
+        block_d, chosen, tiled, blocks <= chosen, stages or depth, max(1, min(tokens, programs)), {}, compiler | options
+    )
 
 
 WEIGHTS_PARTS, WEIGHTS_BLOCK_D = 8, 1024
