@@ -387,10 +387,9 @@ def test_the_documented_thresholds_are_those_of_the_plans() -> None:
             assert longest(of_npu(name, True, 1, listed=True), one_tile) == tiles[-1]
     forward, backward = (longest(of_gpu(way, 8), whole) for way in (False, True))
     assert f"| NVIDIA GPU | registers | D ≤ {forward} | D ≤ {backward} |" in page
-    assert "| NVIDIA GPU | L · D ≤ 2048, D rounded up to a power of two; a single block up to D = 16384 |" in page
-    for blocks in (2, 3, 8, 33, 64):
-        assert longest(of_gpu(True, blocks), one_tile) == 1 << (2048 // blocks).bit_length() - 1
-    assert longest(of_gpu(True, 1), one_tile) == 16384
+    tiles = [longest(of_gpu(True, blocks), one_tile) for blocks in (8, 4, 2, 1)]
+    sentence = "L ≤ 8 up to D = {}, L ≤ 4 up to D = {}, L ≤ 2 up to D = {}; a single block up to D = {}"
+    assert f"| NVIDIA GPU | {sentence.format(*tiles)} |" in page
 
 
 # On a GPU
