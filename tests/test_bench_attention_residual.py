@@ -25,19 +25,11 @@ from bench.inputs import Residual
 from bench.passes import Candidate, Task, Unavailable
 from bench.residual_peers import EPS, PEERS, formula, make_peer
 from bench.roofline import residual_bytes, residual_held
+from tests.bench_helpers import DOCS, Changed, documented_fields
 
 CPU = torch.device("cpu")
-ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 SMALL = ["--device", "cpu", "--seconds", "0"]
 STACKED, LISTED = Residual(3, 2, 33, 16), Residual(5, 1, 20, 24, listed=True)
-
-
-def documented_fields() -> set[str]:
-    """The fields of a row, as docs/architecture.md lists them."""
-    page = ARCHITECTURE.read_text(encoding="utf-8")
-    match = re.search(r"A row of `bench_attention_residual.py`:\n`(.*?)`", page, re.DOTALL)
-    assert match is not None
-    return set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", match[1])))
 
 
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +44,7 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (inputs, direction) for inputs in ("stacked", "list") for direction in ("fwd", "bwd", "fwd+bwd")
     ]
     for row in rows:
-        assert set(row) == documented_fields()
+        assert set(row) == documented_fields("bench_attention_residual.py")
         assert (row["op"], row["backend"], row["default"]) == ("attention_residual", "reference", True)
         assert (row["mode"], row["dtype"]) == ("eager", "fp32")
         assert 0 < row["error"] <= row["error_budget"] < 1e-4
@@ -127,25 +119,6 @@ def test_a_backend_that_cannot_run_says_why() -> None:
 
 
 # The gate
-
-
-class Changed(torch.autograd.Function):
-    """A tensor as it is; its value or its gradient changed in the last element."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.change = backward
-        return _with(x, forward)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _with(gradient, ctx.change), None, None
-
-
-def _with(x: Tensor, change: float) -> Tensor:
-    changed = x.clone()
-    changed.flatten()[-1] += change
-    return changed
 
 
 @pytest.mark.parametrize("value", [1e-2, float("nan")])
@@ -358,7 +331,7 @@ def longest(plan: Callable[[int], Plan], holds: Callable[[Plan], bool]) -> int:
 
 def test_the_documented_thresholds_are_those_of_the_plans() -> None:
     """docs/attention_residual.md says where rows are whole, and where a token is one tile in backward."""
-    page = (ARCHITECTURE.parent / "attention_residual.md").read_text(encoding="utf-8")
+    page = (DOCS / "attention_residual.md").read_text(encoding="utf-8")
     common: dict[str, Any] = {"dtype": torch.float32, "tokens": 4096}
 
     def whole(plan: Plan) -> bool:

@@ -25,21 +25,13 @@ from bench.neighborhood_peers import PEERS, block_mask, make_peer, residue_class
 from bench.passes import MODES, Candidate, Plan, Unavailable
 from bench.roofline import AscendWork, neighborhood_bytes, neighborhood_table, neighborhood_work
 from bench.timing import GIB
+from tests.bench_helpers import DOCS, Changed, documented_fields
 from tools import draw_windows
 
 CPU = torch.device("cpu")
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 SMALL = ["--device", "cpu", "--seconds", "0"]
 SHAPE = Neighborhood(2, 2, 150, 16, 8, 3)
 ONE_SEGMENT = Neighborhood(1, 1, 40, 8, 5)
-
-
-def documented_fields() -> set[str]:
-    """The fields of a row, as docs/architecture.md lists them."""
-    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    match = re.search(r"A row of `bench_neighborhood_attention.py`:\n`(.*?)`", page, re.DOTALL)
-    assert match is not None
-    return set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", match[1])))
 
 
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +44,7 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rows = content["rows"]
     assert [(row["s"], row["pass"]) for row in rows] == [(s, p) for s in (150, 500) for p in ("fwd", "bwd", "fwd+bwd")]
     for row in rows:
-        assert set(row) == documented_fields()
+        assert set(row) == documented_fields("bench_neighborhood_attention.py")
         assert (row["backend"], row["default"], row["mode"], row["dtype"]) == ("reference", True, "eager", "fp32")
         assert 0 < row["error"] <= row["error_budget"] < 1e-4
         assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
@@ -120,25 +112,6 @@ def test_shapes_have_names_and_come_once() -> None:
 
 
 # The gate
-
-
-class Changed(torch.autograd.Function):
-    """Neighborhood attention's result, changed in one element of the output or of a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.backward_change = backward
-        return _with(x, forward)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _with(gradient, ctx.backward_change), None, None
-
-
-def _with(x: Tensor, change: float) -> Tensor:
-    changed = x.clone()
-    changed[0, -1, 0, 0] += change
-    return changed
 
 
 def changed(place: str, change: float) -> Callable[..., Tensor]:
