@@ -1,4 +1,4 @@
-# `make demo`, `make train-demo` and `make test` set up .venv by themselves; PYTHON names the Python it is made from.
+# The demos and `make test` set up .venv by themselves; PYTHON names the Python it is made from.
 PYTHON_GIVEN := $(filter-out undefined,$(origin PYTHON))
 PYTHON ?= python3
 VENV := .venv
@@ -18,12 +18,12 @@ WITHOUT_CUDA_EXTRA := --ignore=tests/test_compile.py --ignore=tests/test_backwar
 	--deselect=tests/test_selected_backward.py::test_memory_is_bounded --ignore=tests/ascend
 endif
 
-.PHONY: help demo train-demo test test-ascend lint format test-gpu compile-all clean distclean
+.PHONY: help demo train-demo residual-demo test test-ascend lint format test-gpu compile-all clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: ## set up and run the short benchmark demo, on this machine's device
 	$(bootstrap) --extras bench
@@ -32,6 +32,10 @@ demo: ## set up and run the short benchmark demo, on this machine's device
 train-demo: ## set up and train tiny language models with dense attention, NSA and parts of NSA, on the CPU
 	$(bootstrap) --extras bench
 	$(VENV_PYTHON) examples/train_text.py --device cpu
+
+residual-demo: ## set up and train tiny language models with sums of layers' outputs and with attention, on the CPU
+	$(bootstrap) --extras bench
+	$(VENV_PYTHON) examples/train_residual.py --device cpu
 
 test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
 	$(bootstrap) --extras $(TEST_EXTRAS)

@@ -35,7 +35,8 @@ def check_npu(call: Any) -> str | None:
     return _check(call, "npu", "Ascend NPUs", 'pip install "nsa-kernels[npu]"')
 
 
-def _check(call: Any, device_type: str, devices: str, install: str) -> str | None:
+def machine_refusal(call: Any, device_type: str, devices: str, install: str) -> str | None:
+    """Why no kernel in Triton can run the call here, whatever its shape, or None."""
     if call.device_type != device_type and not (call.device_type == "cpu" and call.named and _takes_cpu_tensors()):
         simulated = ", and on the CPU when named, with TRITON_INTERPRET=1" if call.device_type == "cpu" else ""
         return f"runs on {devices}{simulated}, got {call.device_type}"
@@ -47,6 +48,13 @@ def _check(call: Any, device_type: str, devices: str, install: str) -> str | Non
         return f"triton is not installed: {install}"
     if call.dtype not in DTYPES:
         return f"takes float16, bfloat16 and float32, got {str(call.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _check(call: Any, device_type: str, devices: str, install: str) -> str | None:
+    refusal = machine_refusal(call, device_type, devices, install)
+    if refusal is not None:
+        return refusal
     kernel_size = call.options.get("kernel_size", 1)
     has_band = call.options.get("band") or call.options.get("algorithm") in ("band", "dense")
     if has_band and kernel_size > MAX_TOKENS:

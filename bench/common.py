@@ -88,6 +88,19 @@ def choose_backend(call: dispatch.Call, named: str | None) -> tuple[str, str]:
         return "reference", f"Running the reference implementation: {error}"
 
 
+def able_backends(call: dispatch.Call, named: str | None) -> list[str]:
+    """Every backend that runs a call unasked, the default first; or the named one.
+
+    The reference counts only where there is nothing else.
+
+    Raises:
+        ValueError, dispatch.BackendError: when there is none.
+    """
+    first = dispatch.resolve(call, named).backend
+    able = [verdict.impl.backend for verdict in dispatch.explain(call, named) if verdict.reason is None]
+    return list(dict.fromkeys([first, *(backend for backend in able if backend != "reference")]))
+
+
 @dataclass(frozen=True)
 class Dense:
     """The baseline: dense causal attention on q `[B,N,H,D]` and k, v `[B,N,H_kv,D]`, and whose it is."""

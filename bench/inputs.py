@@ -66,6 +66,36 @@ class Neighborhood:
         numbers = (self.batch, self.heads, self.tokens, self.dim, self.kernel_size)
         return ",".join(map(str, numbers if self.dilation == 1 else (*numbers, self.dilation)))
 
+    def label(self) -> str:
+        """For the axis of a plot."""
+        dilated = "" if self.dilation == 1 else f" dilation={self.dilation}"
+        return f"B={self.batch} H={self.heads} S={_thousands(self.tokens)}\nD={self.dim} k={self.kernel_size}{dilated}"
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Sizes of one problem of attention residual; as text "L,B,T,D", or "L,B,T,D,list" where `listed`."""
+
+    blocks: int
+    batch: int
+    tokens: int
+    dim: int
+    listed: bool = False
+    """The blocks are tensors of their own."""
+
+    def __str__(self) -> str:
+        sizes = f"{self.blocks},{self.batch},{self.tokens},{self.dim}"
+        return f"{sizes},list" if self.listed else sizes
+
+    def label(self) -> str:
+        """For the axis of a plot."""
+        listed = "\nlist" if self.listed else ""
+        return f"L={self.blocks} B={self.batch} T={_thousands(self.tokens)}\nD={self.dim}{listed}"
+
+
+def _thousands(count: int) -> str:
+    return f"{count // 1024}K" if count % 1024 == 0 else str(count)
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,24 +16,10 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from bench.inputs import Neighborhood
+from bench.passes import Candidate, Unavailable
 
 FLEX_BLOCK = 128
 LIGER_TOKENS = 46340
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Unavailable(Exception):
-    """Why a peer cannot run a problem here."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An implementation of one problem, differentiable."""
-
-    name: str
-    attention: Attention
-    head_major: bool = False
-    """Takes and gives `[B,H,N,D]` instead of `[B,N,H,D]`."""
 
 
 def make_peer(name: str, problem: Neighborhood, device: torch.device, dtype: torch.dtype) -> Candidate:

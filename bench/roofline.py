@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ascend_kernels.tiling import DENSE_TILES, MAX_TOKENS, Tiles, ascend_tiles, band_tiles
-from bench.inputs import Neighborhood, Sizes
+from bench.inputs import Neighborhood, Residual, Sizes
 from nsa import NSAConfig
 
 
@@ -287,3 +287,24 @@ def neighborhood_table(shapes: Iterable[Neighborhood]) -> str:
 
 def _giga(value: float) -> str:
     return f"{value / 1e9:.3g}" if value < 1e12 else f"{value / 1e9:,.0f}"
+
+
+# Attention residual
+
+
+def residual_bytes(shape: Residual, direction: str, itemsize: int = 2) -> int:
+    """The byte floor: forward reads L blocks and writes out; backward reads L blocks and do and writes L gradients.
+
+    The weights and what is kept for backward (8 bytes a token and block) are left out.
+
+    Args:
+        direction: "fwd", "bwd" or "fwd+bwd".
+    """
+    tensors = {"fwd": shape.blocks + 1, "bwd": 2 * shape.blocks + 1, "fwd+bwd": 3 * shape.blocks + 2}[direction]
+    return tensors * itemsize * shape.batch * shape.tokens * shape.dim
+
+
+def residual_held(shape: Residual, direction: str, itemsize: int = 2) -> int:
+    """Bytes of inputs and outputs: blocks and out; with a backward also do and the blocks' gradients."""
+    tensors = shape.blocks + 1 if direction == "fwd" else 2 * shape.blocks + 2
+    return tensors * itemsize * shape.batch * shape.tokens * shape.dim

@@ -14,6 +14,7 @@ OPS = {
     "nsa": "nsa.api:nsa",
     "neighborhood_attention": "nsa.neighborhood_attention:neighborhood_attention",
     "neighborhood_attention_backward": "nsa.neighborhood_attention:neighborhood_attention_backward",
+    "attention_residual": "nsa.attention_residual:attention_residual",
 }
 """Public functions by op; imported on first use, since their modules import this one."""
 

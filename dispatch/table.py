@@ -65,4 +65,24 @@ ROWS: tuple[Impl, ...] = (
         target="ascend_kernels.reference:neighborhood_attention_backward",
         check="ascend_kernels.reference:check",
     ),
+    Impl(
+        "attention_residual",
+        "triton",
+        target="ascend_kernels.attention_residual:forward",
+        check="ascend_kernels.residual_support:check_gpu",
+        training="ascend_kernels.attention_residual",
+    ),
+    Impl(
+        "attention_residual",
+        "ascend",
+        target="ascend_kernels.attention_residual:forward",
+        check="ascend_kernels.residual_support:check_npu",
+        training="ascend_kernels.attention_residual",
+    ),
+    Impl(
+        "attention_residual",
+        "reference",
+        target="ascend_kernels.residual_reference:attention_residual",
+        check="ascend_kernels.reference:check",
+    ),
 )

@@ -19,25 +19,19 @@ from torch.nn.attention.flex_attention import create_block_mask
 from ascend_kernels import reference
 from ascend_kernels.tiling import ascend_tiles
 from bench import bench_neighborhood_attention as bench
+from bench import passes
 from bench.inputs import Neighborhood, make_problem
-from bench.neighborhood_peers import PEERS, Candidate, Unavailable, block_mask, make_peer, residue_classes
+from bench.neighborhood_peers import PEERS, block_mask, make_peer, residue_classes
+from bench.passes import MODES, Candidate, Plan, Unavailable
 from bench.roofline import AscendWork, neighborhood_bytes, neighborhood_table, neighborhood_work
 from bench.timing import GIB
+from tests.bench_helpers import DOCS, Changed, documented_fields
 from tools import draw_windows
 
 CPU = torch.device("cpu")
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 SMALL = ["--device", "cpu", "--seconds", "0"]
 SHAPE = Neighborhood(2, 2, 150, 16, 8, 3)
 ONE_SEGMENT = Neighborhood(1, 1, 40, 8, 5)
-
-
-def documented_fields() -> set[str]:
-    """The fields of a row, as docs/architecture.md lists them."""
-    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    match = re.search(r"A row of `bench_neighborhood_attention.py`:\n`(.*?)`", page, re.DOTALL)
-    assert match is not None
-    return set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", match[1])))
 
 
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +44,7 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rows = content["rows"]
     assert [(row["s"], row["pass"]) for row in rows] == [(s, p) for s in (150, 500) for p in ("fwd", "bwd", "fwd+bwd")]
     for row in rows:
-        assert set(row) == documented_fields()
+        assert set(row) == documented_fields("bench_neighborhood_attention.py")
         assert (row["backend"], row["default"], row["mode"], row["dtype"]) == ("reference", True, "eager", "fp32")
         assert 0 < row["error"] <= row["error_budget"] < 1e-4
         assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
@@ -118,25 +112,6 @@ def test_shapes_have_names_and_come_once() -> None:
 
 
 # The gate
-
-
-class Changed(torch.autograd.Function):
-    """Neighborhood attention's result, changed in one element of the output or of a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.backward_change = backward
-        return _with(x, forward)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _with(gradient, ctx.backward_change), None, None
-
-
-def _with(x: Tensor, change: float) -> Tensor:
-    changed = x.clone()
-    changed[0, -1, 0, 0] += change
-    return changed
 
 
 def changed(place: str, change: float) -> Callable[..., Tensor]:
@@ -209,16 +184,17 @@ def test_what_a_graph_replays_is_checked(direction: str, head_major: bool, monke
     """The same call passes, and fails when a replay leaves a row of its results as it was: NaN."""
     problem = make_problem("random", SHAPE.sizes, device=CPU, dtype=torch.float32, gated=False)
     do = torch.randn_like(problem.q)
-    truth, plan = bench.make_truth(SHAPE, problem, do), bench.Plan.of(bench.MODES, 0)
-    monkeypatch.setattr(bench, "takes_graphs", lambda *_: True)
-    monkeypatch.setattr(bench, "capture", fake_capture)
+    task, plan = bench.make_task(SHAPE, problem, do), Plan.of(MODES, 0, wall=True)
+    monkeypatch.setattr(passes, "takes_graphs", lambda *_: True)
+    monkeypatch.setattr(passes, "capture", fake_capture)
     candidate = Candidate("a kernel", head_major_reference if head_major else plain_reference, head_major)
-    measured = bench.measure_pass(candidate, direction, problem, do, truth, plan)
+    measured = passes.measure_pass(candidate, direction, task, plan)
     assert measured.mode == "graph"
     assert measured.error.within
     assert measured.timing is not None
-    monkeypatch.setattr(bench, "capture", lambda *args: fake_capture(*args, unwritten=True))
-    measured = bench.measure_pass(candidate, direction, problem, do, truth, plan)
+    assert measured.wall not in (None, measured.timing), "beside replays also a call as Python makes it"
+    monkeypatch.setattr(passes, "capture", lambda *args: fake_capture(*args, unwritten=True))
+    measured = passes.measure_pass(candidate, direction, task, plan)
     assert not measured.error.within
     assert measured.timing is None
 
@@ -272,11 +248,10 @@ def test_whatever_a_peer_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
     problem = make_problem("random", SHAPE.sizes, device=CPU, dtype=torch.float32, gated=False)
     do = torch.randn_like(problem.q)
-    given: Any = ("fwd", problem, do, bench.make_truth(SHAPE, problem, do), bench.Plan.of(["full"], 0))
-    assert bench.measure_peer(Candidate("fa4", broken), *given) == "AssertionError: not with this shape"
-    monkeypatch.setattr(bench, "make_peer", broken)
-    reason = bench.find_peer("fa4", SHAPE, do)
-    assert reason == bench.measure_peer(reason, *given) == "AssertionError: not with this shape"
+    given: Any = ("fwd", bench.make_task(SHAPE, problem, do), Plan.of(["full"], 0))
+    assert passes.measure_peer(Candidate("fa4", broken), *given) == "AssertionError: not with this shape"
+    reason = passes.find_peer(broken, given[1])
+    assert reason == passes.measure_peer(reason, *given) == "AssertionError: not with this shape"
 
 
 def test_peers_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +288,7 @@ def test_fa4_is_asked_for_the_same_neighborhood(monkeypatch: pytest.MonkeyPatch)
         candidate = PEERS["fa4"](shape, CPU, torch.bfloat16)
         assert not candidate.head_major
         expected = of_reference(*qkv, shape.kernel_size, shape.dilation)
-        torch.testing.assert_close(candidate.attention(*qkv), expected)
+        torch.testing.assert_close(candidate.call(*qkv), expected)
         assert residue_classes(problem.q, shape.dilation).data_ptr() == problem.q.data_ptr()
     with pytest.raises(Unavailable, match="residue classes of 150 tokens differ in length with dilation 4"):
         PEERS["fa4"](Neighborhood(2, 2, 150, 16, 7, 4), CPU, torch.bfloat16)
@@ -337,7 +312,7 @@ def test_liger_is_asked_for_the_same_neighborhood(monkeypatch: pytest.MonkeyPatc
     problem = make_problem("random", shape.sizes, device=CPU, dtype=torch.float64, gated=False)
     candidate = PEERS["liger"](shape, CPU, torch.float64)
     qkv = (problem.q, problem.k, problem.v)
-    got = candidate.attention(*(tensor.transpose(1, 2) for tensor in qkv)).transpose(1, 2)
+    got = candidate.call(*(tensor.transpose(1, 2) for tensor in qkv)).transpose(1, 2)
     torch.testing.assert_close(got, of_reference(*qkv, 7, 4))
     with pytest.raises(Unavailable, match="takes odd windows, got 8"):
         PEERS["liger"](SHAPE, CPU, torch.float64)
@@ -351,7 +326,7 @@ def test_flex_is_asked_for_the_same_neighborhood(monkeypatch: pytest.MonkeyPatch
         problem = make_problem("random", shape.sizes, device=CPU, dtype=torch.float32, gated=False)
         qkv = (problem.q, problem.k, problem.v)
         candidate = PEERS["flex"](shape, CPU, torch.float32)
-        got = candidate.attention(*(tensor.transpose(1, 2) for tensor in qkv)).transpose(1, 2)
+        got = candidate.call(*(tensor.transpose(1, 2) for tensor in qkv)).transpose(1, 2)
         torch.testing.assert_close(got, of_reference(*qkv, shape.kernel_size, shape.dilation))
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sysconfig
+import zlib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 import nsa.module
+from examples import byte_models
 from examples import train_text as example
 from nsa import nsa_forward_aux
 
@@ -228,15 +230,15 @@ def test_the_split_is_by_file_and_without_leaks(corpus: example.Corpus) -> None:
     assert corpus.facts() == again.facts()
     assert not set(corpus.training_files) & set(corpus.validation_files)
     assert 0.02 < len(corpus.validation_files) / len(corpus.training_files) < 0.1
-    trained = set(bytes(corpus.training.numpy()).split(example.SEPARATOR))
-    held_out = bytes(corpus.validation.numpy()).split(example.SEPARATOR)
+    trained = set(bytes(corpus.training.numpy()).split(byte_models.SEPARATOR))
+    held_out = bytes(corpus.validation.numpy()).split(byte_models.SEPARATOR)
     assert held_out.pop() == b""
     assert len(held_out) == len(corpus.validation_files)
     assert not trained & set(held_out)
 
 
 def test_which_files_count(tmp_path: Path) -> None:
-    held_out = [name for name in (f"{i}.py" for i in range(200)) if example.zlib.crc32(name.encode()) % 20 == 0]
+    held_out = [name for name in (f"{i}.py" for i in range(200)) if zlib.crc32(name.encode()) % 20 == 0]
     texts = {"a/one.py": "one", "a/same.py": "one", "empty.py": "\n", "site-packages/other.py": "other", "x.txt": "x"}
     for name, text in {**texts, held_out[0]: "two\0", held_out[1]: "one\n"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -251,12 +253,12 @@ def test_which_files_count(tmp_path: Path) -> None:
 
 def test_windows_lie_in_their_text(corpus: example.Corpus) -> None:
     small = replace(corpus, training=torch.arange(101).byte(), validation=torch.arange(35).byte())
-    starts = example.training_starts(small, steps=500, batch=2, context=64, seed=0)
+    starts = byte_models.training_starts(small, steps=500, batch=2, context=64, seed=0)
     assert (starts.min(), starts.max()) == (0, 36)
-    windows = example.take(small.training, starts[0], 65)
+    windows = byte_models.take(small.training, starts[0], 65)
     assert torch.equal(windows, starts[0][:, None] + torch.arange(65))
-    assert example.validation_starts(small, windows=5, context=10).tolist() == [0, 11, 22]
-    assert example.validation_starts(small, windows=2, context=10).tolist() == [0, 17]
+    assert byte_models.validation_starts(small, windows=5, context=10).tolist() == [0, 11, 22]
+    assert byte_models.validation_starts(small, windows=2, context=10).tolist() == [0, 17]
 
 
 # What is concluded, and bad arguments

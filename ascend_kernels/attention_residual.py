@@ -1,0 +1,514 @@
+"""Attention residual in plain Triton: for Ascend NPUs, and for NVIDIA GPUs.
+
+Definition (residual_reference.py has it in PyTorch). A token has a row x_i of D features of each of L blocks.
+
+    rstd_i = 1 / sqrt(mean(x_i^2) + eps)     score_i = rstd_i * sum(w * x_i), w = w_query * w_norm
+    alpha  = softmax of score over i         out = sum_i alpha_i * x_i
+
+    dp_i = sum(do * x_i)    delta = sum_i alpha_i * dp_i    ds_i = alpha_i * (dp_i - delta)    f_i = ds_i * rstd_i
+    dx_i = alpha_i * do + f_i * w - f_i * rstd_i * score_i / D * x_i
+    t    = sum over tokens and i of f_i * x_i        dw_query = w_norm * t        dw_norm = w_query * t
+
+Kernels. A program strides over tokens and takes ROWS rows of a token at a time, whole rows of at most BLOCK_D features:
+one loop over all rows of all its tokens, so that a GPU loads STAGES - 1 tiles ahead whatever L is. `forward` keeps a
+running softmax and the output that goes with it, as flash attention does over keys, so that a row is read once and
+forgotten. `backward` needs delta before it can write a gradient: it takes a token's rows twice, or once where all of
+them are one tile. It sums its share of t in registers, and `weights` adds the shares in a fixed order: no atomics, the
+same bits in every run on one device with one number of programs. Everything is fp32 from load to store.
+Longer rows take the kernels of residual_tiled.py.
+
+Forward keeps 2 L + 1 fp32 numbers per token: score, rstd, and the softmax's log-sum-exp, of which alpha is
+exp(score - lse).
+
+Floor, in elements of the blocks' dtype. Forward reads V, T L D, and writes out, T D. Backward reads V and do and writes
+dV, T (2 L + 1) D. The rest is small: fp32, 2 L + 1 per token, and D per program.
+
+Traffic. Forward reads V once wherever a row fits (residual_tiling.py says where). Backward reads do once, and V once
+where a token is one tile; else its second reading of a token comes right after the first, from the caches of a GPU (the
+tokens in flight take less than its L2), and from global memory on an NPU.
+
+Limits: fp16, bf16 or fp32, T <= 2^29; features contiguous, others are copied. On NPUs rows are padded to multiples of
+16 features, by a copy where D is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ascend_kernels import residual_tiled
+from ascend_kernels import residual_tiling as tiling
+from ascend_kernels.device import gpu_cores, npu_of
+from ascend_kernels.launch import launch
+from ascend_kernels.residual_rows import (
+    MAX_POINTERS,
+    OFFSETS,
+    POINTERS,
+    STACKED,
+    TABLE,
+    load_kept,
+    load_tile,
+    load_weight,
+    table_kernel,
+    token_offset,
+)
+from ascend_kernels.rows import rows_contiguous
+
+SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "norm_dim", "num_partials")
+"""Run-time values that must not make builds of their own; strides and D may, for their alignment."""
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    p_0,
+    p_table,
+    p_w_query,
+    p_w_norm,
+    p_out,
+    p_scores,
+    p_rstd,
+    p_lse,
+    num_tokens,
+    num_blocks,
+    tokens_per_batch,
+    dim,
+    norm_dim,
+    inverse_dim,
+    eps,
+    block_stride,
+    batch_stride,
+    token_stride,
+    p_1,
+    p_2,
+    p_3,
+    p_4,
+    p_5,
+    p_6,
+    p_7,
+    p_8,
+    p_9,
+    p_10,
+    p_11,
+    p_12,
+    p_13,
+    p_14,
+    p_15,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADDRESS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """out, scores, rstd and log-sum-exp."""
+    o_dim = tl.arange(0, BLOCK_D)
+    b_w = load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim)
+    num_steps = tl.cdiv(num_blocks, ROWS)
+    my_tokens = tl.cdiv(num_tokens - tl.program_id(0), tl.num_programs(0))
+    b_max = float("-inf")
+    b_sum = 0.0
+    b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for i_work in tl.range(0, my_tokens * num_steps, num_stages=STAGES):
+        i_step = i_work % num_steps
+        i_token = tl.program_id(0) + i_work // num_steps * tl.num_programs(0)
+        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
+        b_x = load_tile(
+            i_step, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
+            p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+            ROWS, ADDRESS, UNIT, BRANCHES,
+        )  # fmt: skip
+        b_x = b_x.to(tl.float32)
+        o_row = i_step * ROWS + tl.arange(0, ROWS)
+        there = o_row < num_blocks
+        i_kept = tl.cast(i_token, tl.int64) * num_blocks
+        b_rstd = 1.0 / tl.sqrt(tl.sum(b_x * b_x, 1) * inverse_dim + eps)
+        b_score = tl.sum(b_x * b_w[None, :], 1) * b_rstd
+        tl.store(p_scores + i_kept + o_row, b_score, mask=there)
+        tl.store(p_rstd + i_kept + o_row, b_rstd, mask=there)
+        b_score = tl.where(there, b_score, float("-inf"))
+        b_largest = tl.maximum(b_max, tl.max(b_score, 0))
+        b_scale = tl.exp(b_max - b_largest)
+        b_p = tl.exp(b_score - b_largest)
+        b_max = b_largest
+        b_sum = b_sum * b_scale + tl.sum(b_p, 0)
+        b_out = b_out * b_scale + tl.sum(b_p[:, None] * b_x, 0)
+        if i_step == num_steps - 1:
+            tl.store(p_lse + i_token, b_max + tl.log(b_sum))
+            p_row = p_out + tl.cast(i_token, tl.int64) * dim
+            tl.store(p_row + o_dim, (b_out / b_sum).to(p_out.dtype.element_ty), mask=o_dim < dim)
+            b_max = float("-inf")
+            b_sum = 0.0
+            b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def backward_kernel(
+    p_0,
+    p_table,
+    p_w_query,
+    p_w_norm,
+    p_do,
+    p_scores,
+    p_rstd,
+    p_lse,
+    p_dblocks,
+    p_partials,
+    num_tokens,
+    num_blocks,
+    tokens_per_batch,
+    dim,
+    norm_dim,
+    inverse_dim,
+    do_batch_stride,
+    do_token_stride,
+    dblock_stride,
+    block_stride,
+    batch_stride,
+    token_stride,
+    p_1,
+    p_2,
+    p_3,
+    p_4,
+    p_5,
+    p_6,
+    p_7,
+    p_8,
+    p_9,
+    p_10,
+    p_11,
+    p_12,
+    p_13,
+    p_14,
+    p_15,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADDRESS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    STAGES: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+) -> None:
+    """dV, and this program's share of t.
+
+    ONE_TILE: a token has no more than ROWS rows. Otherwise it has two turns of steps, for delta and for gradients.
+    """
+    o_dim = tl.arange(0, BLOCK_D)
+    b_w = load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim)
+    num_steps = tl.cdiv(num_blocks, ROWS)
+    num_turns = 1 if ONE_TILE else 2 * num_steps
+    my_tokens = tl.cdiv(num_tokens - tl.program_id(0), tl.num_programs(0))
+    b_t = tl.zeros([BLOCK_D], dtype=tl.float32)
+    b_do = tl.zeros([BLOCK_D], dtype=tl.float32)
+    b_lse = 0.0
+    b_delta = 0.0
+    for i_work in tl.range(0, my_tokens * num_turns, num_stages=STAGES):
+        i_turn = i_work % num_turns
+        i_step = i_turn % num_steps
+        i_token = tl.program_id(0) + i_work // num_turns * tl.num_programs(0)
+        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
+        b_x = load_tile(
+            i_step, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
+            p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+            ROWS, ADDRESS, UNIT, BRANCHES,
+        )  # fmt: skip
+        b_x = b_x.to(tl.float32)
+        o_row = i_step * ROWS + tl.arange(0, ROWS)
+        there = o_row < num_blocks
+        i_kept = tl.cast(i_token, tl.int64) * num_blocks
+        if i_turn == 0:
+            p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride)
+            b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
+            b_lse = tl.load(p_lse + i_token)
+            b_delta = 0.0
+        b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
+        b_dp = tl.sum(b_x * b_do[None, :], 1)
+        if i_turn < num_steps:
+            b_delta += tl.sum(b_alpha * b_dp, 0)
+        if ONE_TILE or i_turn >= num_steps:
+            b_f = b_alpha * (b_dp - b_delta) * b_rstd
+            b_dx = b_alpha[:, None] * b_do[None, :] + b_f[:, None] * b_w[None, :]
+            b_dx -= (b_f * b_rstd * b_score * inverse_dim)[:, None] * b_x
+            b_t += tl.sum(b_f[:, None] * b_x, 0)
+            p_rows = p_dblocks + o_row.to(tl.int64) * dblock_stride + tl.cast(i_token, tl.int64) * dim
+            mask = there[:, None] & (o_dim < dim)[None, :]
+            tl.store(p_rows[:, None] + o_dim[None, :], b_dx.to(p_dblocks.dtype.element_ty), mask=mask)
+    tl.store(p_partials + tl.cast(tl.program_id(0), tl.int64) * dim + o_dim, b_t, mask=o_dim < dim)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def weights_kernel(
+    p_partials,
+    p_w_query,
+    p_w_norm,
+    p_dw_query,
+    p_dw_norm,
+    num_partials,
+    dim,
+    norm_dim,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """dw_query and dw_norm of BLOCK_D features, from the programs' shares of t in their order."""
+    o_part = tl.arange(0, BLOCK_P)
+    for i_dim in range(tl.program_id(0) * BLOCK_D, dim, tl.num_programs(0) * BLOCK_D):
+        o_dim = i_dim + tl.arange(0, BLOCK_D)
+        b_t = tl.zeros([BLOCK_D], dtype=tl.float32)
+        for i_part in range(0, num_partials, BLOCK_P):
+            o_parts = i_part + o_part
+            mask = (o_parts < num_partials)[:, None] & (o_dim < dim)[None, :]
+            b_t += tl.sum(tl.load(p_partials + o_parts[:, None] * dim + o_dim[None, :], mask=mask, other=0.0), 0)
+        b_query = tl.load(p_w_query + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
+        b_norm = tl.load(p_w_norm + o_dim, mask=o_dim < norm_dim, other=1.0).to(tl.float32)
+        tl.store(p_dw_query + o_dim, (b_t * b_norm).to(p_dw_query.dtype.element_ty), mask=o_dim < dim)
+        tl.store(p_dw_norm + o_dim, (b_t * b_query).to(p_dw_norm.dtype.element_ty), mask=o_dim < norm_dim)
+
+
+# Launchers
+
+KERNELS = {
+    "forward": forward_kernel,
+    "backward": backward_kernel,
+    "weights": weights_kernel,
+    "scores": residual_tiled.scores_kernel,
+    "mix": residual_tiled.mix_kernel,
+    "products": residual_tiled.products_kernel,
+    "gradients": residual_tiled.gradients_kernel,
+}
+
+
+def forward(
+    blocks: Tensor | Sequence[Tensor],
+    w_query: Tensor,
+    w_norm: Tensor | None,
+    *,
+    eps: float,
+    backend: str,
+    **overrides: int,
+) -> tuple[Tensor, Tensor]:
+    """Forward of checked inputs.
+
+    Args:
+        blocks: `[L,B,N,D]`, or L tensors `[B,N,D]` of the same strides. w_query, w_norm: `[D]`.
+        backend: "triton" or "ascend", whose tiles and grid to use.
+        overrides: of `residual_tiling.gpu_plan`, to try other tiles.
+
+    Returns:
+        out `[B,N,D]`, and what `backward` takes, one fp32 tensor: scores and rstd `[T,L]`, log-sum-exp `[T]`.
+    """
+    first = _first(blocks)
+    *lead, dim = first.shape[-3:]
+    wide = _padded_dim(dim, backend)
+    out = first.new_empty((*lead, wide))
+    kept = kept_like(blocks)
+    if out.numel():
+        given, constants = _rows(blocks, w_query, w_norm, wide, backend)
+        plan = _plan(blocks, wide, backend, backward=False, **overrides)
+        given |= {**_parts(kept, blocks), "p_out": out, "eps": float(eps)}
+        for kernel in ("scores", "mix") if plan.tiled else ("forward",):
+            _launch(kernel, plan, plan.grid, given, constants)
+    return out[..., :dim], kept
+
+
+def kept_like(blocks: Tensor | Sequence[Tensor]) -> Tensor:
+    """Uninitialised: what `forward` keeps."""
+    first = _first(blocks)
+    tokens = first.shape[-3] * first.shape[-2]
+    return first.new_empty(2 * _aligned(tokens * len(blocks)) + tokens, dtype=torch.float32)
+
+
+def backward(
+    do: Tensor,
+    blocks: Tensor | Sequence[Tensor],
+    w_query: Tensor,
+    w_norm: Tensor | None,
+    kept: Tensor,
+    *,
+    backend: str,
+    **overrides: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients, from what `forward` took and kept. Bitwise the same in every run on one device.
+
+    Returns:
+        dV `[L,B,N,D]`, of lists too; dw_query, and dw_norm or None.
+    """
+    first = _first(blocks)
+    *lead, dim = first.shape[-3:]
+    wide = _padded_dim(dim, backend)
+    dblocks = first.new_empty((len(blocks), *lead, wide))
+    if dblocks.numel() == 0:
+        return dblocks, torch.zeros_like(w_query), None if w_norm is None else torch.zeros_like(w_norm)
+    tokens = dblocks[0].numel() // wide
+    given, constants = _rows(blocks, w_query, w_norm, wide, backend)
+    plan = _plan(blocks, wide, backend, backward=True, **overrides)
+    do = _padded(rows_contiguous(do), wide)
+    given |= {
+        **_parts(kept, blocks),
+        "p_do": do,
+        "do_batch_stride": do.stride(0),
+        "do_token_stride": do.stride(1),
+        "p_dblocks": dblocks,
+        "dblock_stride": dblocks.stride(0),
+    }
+    if plan.tiled:
+        num_runs = -(-wide // plan.block_d)
+        num_parts = max(1, plan.programs // num_runs)
+        partials = kept.new_empty((num_parts, wide))
+        given |= {"p_dp": kept.new_empty(tokens * len(blocks)), "p_delta": kept.new_empty(tokens)}
+        _launch("products", plan, plan.grid, given, constants)
+        _launch("gradients", plan, (num_runs * num_parts,), given | {"p_partials": partials}, constants)
+    else:
+        partials = kept.new_empty((plan.programs, wide))
+        _launch("backward", plan, plan.grid, given | {"p_partials": partials}, constants)
+    dweights = _dweights(partials, given, w_query, w_norm, backend)
+    return dblocks[..., :dim], *dweights
+
+
+def _dweights(
+    partials: Tensor, given: dict[str, Any], w_query: Tensor, w_norm: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor | None]:
+    weights = [w_query] if w_norm is None else [w_query, w_norm]
+    dim = partials.shape[1]
+    results = [partials.new_empty(dim, dtype=weight.dtype) for weight in weights]
+    parts, plan = tiling.weights_plan(dim, npu_of(partials.device) if backend == "ascend" else None)
+    given = given | {
+        "p_partials": partials,
+        "num_partials": partials.shape[0],
+        "p_dw_query": results[0],
+        "p_dw_norm": results[-1],
+    }
+    _launch("weights", plan, plan.grid, given, {"BLOCK_P": parts})
+    dw_query, *dw_norm = (result[: w_query.shape[0]] for result in results)
+    return dw_query, dw_norm[0] if dw_norm else None
+
+
+def _first(blocks: Tensor | Sequence[Tensor]) -> Tensor:
+    return blocks if isinstance(blocks, Tensor) else blocks[0]
+
+
+def _aligned(count: int) -> int:
+    """So many fp32 numbers, and up to three more: what follows begins at a multiple of 16 bytes."""
+    return -(-count // 4) * 4
+
+
+def _padded_dim(dim: int, backend: str) -> int:
+    return -(-dim // tiling.ALIGNMENT) * tiling.ALIGNMENT if backend == "ascend" else dim
+
+
+def _padded(tensor: Tensor, dim: int) -> Tensor:
+    return tensor if tensor.shape[-1] == dim else torch.nn.functional.pad(tensor, (0, dim - tensor.shape[-1]))
+
+
+def _parts(kept: Tensor, blocks: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
+    first = _first(blocks)
+    start = _aligned(first.shape[-3] * first.shape[-2] * len(blocks))
+    return {"p_scores": kept, "p_rstd": kept[start:], "p_lse": kept[2 * start :]}
+
+
+def _rows(
+    blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, dim: int, backend: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What every kernel is given: pointers, strides and sizes; and how it addresses blocks."""
+    first = _first(blocks)
+    on_npu = backend == "ascend"
+    weights = [_padded(weight.float() if on_npu else weight, dim) for weight in (w_query, w_norm) if weight is not None]
+    constants: dict[str, Any] = {"ADDRESS": STACKED.value, "UNIT": 1, "BRANCHES": on_npu}
+    pointers: dict[str, Any] = {f"p_{i}": None for i in range(MAX_POINTERS)}
+    table, members = weights[0], []
+    if isinstance(blocks, Tensor):
+        rows = _padded(rows_contiguous(blocks), dim)
+        pointers["p_0"], block_stride = rows, rows.stride(0)
+    else:
+        members = [_padded(rows_contiguous(block), dim) for block in blocks]
+        rows, block_stride = members[0], 0
+        if len(members) <= MAX_POINTERS:
+            constants["ADDRESS"] = POINTERS.value
+            constants["UNIT"] = 1 if on_npu else _unit([member.data_ptr() for member in members], rows.element_size())
+            pointers = {name: members[i] if i < len(members) else rows for i, name in enumerate(pointers)}
+        else:
+            pointers["p_0"], table, constants["UNIT"] = _table(members, on_npu)
+            constants["ADDRESS"] = TABLE.value
+    given = {
+        **pointers,
+        "members": members,  # no kernel takes them, but copies must live until the launch
+        "p_table": table,
+        "p_w_query": weights[0],
+        "p_w_norm": weights[-1],
+        "num_tokens": first.shape[-3] * first.shape[-2],
+        "num_blocks": len(blocks),
+        "tokens_per_batch": first.shape[-2],
+        "dim": dim,
+        "norm_dim": 0 if w_norm is None else dim,
+        "inverse_dim": 1.0 / first.shape[-1],
+        "block_stride": block_stride,
+        "batch_stride": rows.stride(-3),
+        "token_stride": rows.stride(-2),
+    }
+    return given, constants
+
+
+def _unit(addresses: list[int], itemsize: int) -> int:
+    """Elements in 16 bytes, where all addresses, or distances of such, are multiples of 16 bytes; else 1."""
+    return 16 // itemsize if all(address % 16 == 0 for address in addresses) else 1
+
+
+def _table(members: list[Tensor], on_npu: bool) -> tuple[Tensor, Tensor, int]:
+    """The tensor at the lowest address, offsets of all from it in units of elements, and the unit."""
+    base = min(members, key=Tensor.data_ptr)
+    itemsize = base.element_size()
+    distances = [member.data_ptr() - base.data_ptr() for member in members]
+    unit = 1 if on_npu else _unit(distances, itemsize)
+    offsets = [distance // itemsize for distance in distances]
+    table = torch.empty(len(members), dtype=torch.int64, device=base.device)
+    for start in range(0, len(members), MAX_POINTERS):
+        piece = [offset // unit for offset in offsets[start : start + MAX_POINTERS]]
+        padded = piece + [0] * (MAX_POINTERS - len(piece))
+        given = {"p_table": table[start:], "num_offsets": len(piece), **dict(zip(OFFSETS, padded, strict=True))}
+        launch(table_kernel, (1,), given, {})
+    if len({member.untyped_storage().data_ptr() for member in members}) == 1:  # as a whole, if there is one
+        base = base.as_strided((max(offsets) + _extent(base),), (1,))
+    return base, table, unit
+
+
+def _extent(tensor: Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _plan(
+    blocks: Tensor | Sequence[Tensor], dim: int, backend: str, *, backward: bool, **overrides: int
+) -> tiling.Plan:
+    first = _first(blocks)
+    tokens = first.shape[-3] * first.shape[-2]
+    shape = {"dim": dim, "blocks": len(blocks), "tokens": tokens}
+    if backend == "ascend":
+        listed = not isinstance(blocks, Tensor)
+        npu = npu_of(first.device)
+        return tiling.ascend_plan(backward=backward, dtype=first.dtype, **shape, listed=listed, device=npu)
+    return tiling.gpu_plan(backward=backward, dtype=first.dtype, **shape, cores=gpu_cores(first.device), **overrides)
+
+
+def _launch(
+    name: str, plan: tiling.Plan, grid: tuple[int, ...], given: dict[str, Any], constants: dict[str, Any]
+) -> None:
+    """With those of the arguments and constants that the kernel has."""
+    kernel = KERNELS[name]
+    runs = -(-given["dim"] // plan.block_d)
+    given = {**given, "num_work": given["num_tokens"] * runs}
+    constants = {
+        **constants,
+        "BLOCK_D": plan.block_d,
+        "ROWS": plan.rows,
+        "ONE_TILE": plan.one_tile,
+        "STAGES": plan.stages,
+    }
+    launch(
+        kernel,
+        grid,
+        {argument: given[argument] for argument in kernel.arg_names if argument in given},
+        {constant: constants[constant] for constant in kernel.arg_names if constant in constants},
+        **plan.options,
+    )

@@ -1,0 +1,189 @@
+"""What the kernels of attention residual share: where the rows of a token lie.
+
+A token has L rows of D features, one of each block. Blocks are read where they are:
+
+    STACKED     one tensor: its first block, and a stride
+    POINTERS    a list of up to MAX_POINTERS tensors: a pointer to each
+    TABLE       a longer list: the tensor at the lowest address, and a table of int64 offsets from it, in units of UNIT
+                elements
+
+UNIT is the elements of 16 bytes, which GPUs load at once, where all tensors lie at multiples of them; else 1.
+A tile is ROWS rows of a token, masked at the last block and at the last feature.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAX_POINTERS = 16
+STACKED, POINTERS, TABLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def token_offset(i_token, tokens_per_batch, batch_stride, token_stride):
+    """Elements from a block's start to a token's row, int64."""
+    i_batch = tl.cast(i_token // tokens_per_batch, tl.int64)
+    return i_batch * batch_stride + tl.cast(i_token % tokens_per_batch, tl.int64) * token_stride
+
+
+@triton.jit
+def member(i, p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15):  # fmt: skip
+    """The pointer of block i, or pointers of several."""
+    p = tl.where(i == 1, p_1, p_0)
+    p = tl.where(i == 2, p_2, p)
+    p = tl.where(i == 3, p_3, p)
+    p = tl.where(i == 4, p_4, p)
+    p = tl.where(i == 5, p_5, p)
+    p = tl.where(i == 6, p_6, p)
+    p = tl.where(i == 7, p_7, p)
+    p = tl.where(i == 8, p_8, p)
+    p = tl.where(i == 9, p_9, p)
+    p = tl.where(i == 10, p_10, p)
+    p = tl.where(i == 11, p_11, p)
+    p = tl.where(i == 12, p_12, p)
+    p = tl.where(i == 13, p_13, p)
+    p = tl.where(i == 14, p_14, p)
+    p = tl.where(i == 15, p_15, p)
+    return p
+
+
+@triton.jit
+def load_of_member(
+    i, o_elements, mask,
+    p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+):  # fmt: skip
+    """The same elements of block i, by branches: Triton-Ascend has no pointer that is one or another."""
+    if i == 0:
+        b = tl.load(p_0 + o_elements, mask=mask, other=0.0)
+    elif i == 1:
+        b = tl.load(p_1 + o_elements, mask=mask, other=0.0)
+    elif i == 2:
+        b = tl.load(p_2 + o_elements, mask=mask, other=0.0)
+    elif i == 3:
+        b = tl.load(p_3 + o_elements, mask=mask, other=0.0)
+    elif i == 4:
+        b = tl.load(p_4 + o_elements, mask=mask, other=0.0)
+    elif i == 5:
+        b = tl.load(p_5 + o_elements, mask=mask, other=0.0)
+    elif i == 6:
+        b = tl.load(p_6 + o_elements, mask=mask, other=0.0)
+    elif i == 7:
+        b = tl.load(p_7 + o_elements, mask=mask, other=0.0)
+    elif i == 8:
+        b = tl.load(p_8 + o_elements, mask=mask, other=0.0)
+    elif i == 9:
+        b = tl.load(p_9 + o_elements, mask=mask, other=0.0)
+    elif i == 10:
+        b = tl.load(p_10 + o_elements, mask=mask, other=0.0)
+    elif i == 11:
+        b = tl.load(p_11 + o_elements, mask=mask, other=0.0)
+    elif i == 12:
+        b = tl.load(p_12 + o_elements, mask=mask, other=0.0)
+    elif i == 13:
+        b = tl.load(p_13 + o_elements, mask=mask, other=0.0)
+    elif i == 14:
+        b = tl.load(p_14 + o_elements, mask=mask, other=0.0)
+    else:
+        b = tl.load(p_15 + o_elements, mask=mask, other=0.0)
+    return b
+
+
+@triton.jit
+def load_tile(
+    i_step, num_blocks, i_offset, block_stride, o_dim, end_dim, p_table,
+    p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+    ROWS: tl.constexpr, ADDRESS: tl.constexpr, UNIT: tl.constexpr, BRANCHES: tl.constexpr,
+):  # fmt: skip
+    """Rows i_step * ROWS ... of a token as `[ROWS, BLOCK_D]`, zeros where there is no row, and from end_dim on.
+
+    A single row is addressed by scalars: one block copy on an NPU.
+    """
+    o_dims = o_dim[None, :]
+    mask = o_dims < end_dim
+    if ADDRESS == POINTERS and BRANCHES:
+        b_tile = load_of_member(
+            i_step, i_offset + o_dims, mask,
+            p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+        )  # fmt: skip
+    else:
+        if ROWS == 1:
+            o_row = i_step
+            there = num_blocks > 0
+        else:
+            o_row = i_step * ROWS + tl.arange(0, ROWS)[:, None]
+            there = o_row < num_blocks
+            mask = mask & there
+        if ADDRESS == POINTERS:
+            p_rows = member(
+                o_row,
+                p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+            )  # fmt: skip
+            if ROWS > 1 and UNIT > 1:
+                p_rows = tl.multiple_of(p_rows, [16, 16])
+        elif ADDRESS == TABLE:
+            p_rows = p_0 + tl.load(p_table + o_row, mask=there, other=0) * UNIT
+        else:
+            p_rows = p_0 + tl.cast(o_row, tl.int64) * block_stride
+        b_tile = tl.load(p_rows + i_offset + o_dims, mask=mask, other=0.0)
+    return b_tile
+
+
+@triton.jit
+def load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim):
+    """w_query * w_norm in fp32, zeros from dim on; norm_dim is D, or 0 without a w_norm."""
+    b_query = tl.load(p_w_query + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
+    return b_query * tl.load(p_w_norm + o_dim, mask=o_dim < norm_dim, other=1.0).to(tl.float32)
+
+
+@triton.jit
+def load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse):
+    """alpha, score and rstd of rows, zeros past the last block."""
+    there = o_row < num_blocks
+    b_score = tl.load(p_scores + i_kept + o_row, mask=there, other=0.0)
+    b_rstd = tl.load(p_rstd + i_kept + o_row, mask=there, other=0.0)
+    return tl.where(there, tl.exp(b_score - b_lse), 0.0), b_score, b_rstd
+
+
+OFFSETS = tuple(f"offset_{i}" for i in range(MAX_POINTERS))
+
+
+@triton.jit(do_not_specialize=("num_offsets", *OFFSETS))
+def table_kernel(
+    p_table, num_offsets,
+    offset_0, offset_1, offset_2, offset_3, offset_4, offset_5, offset_6, offset_7,
+    offset_8, offset_9, offset_10, offset_11, offset_12, offset_13, offset_14, offset_15,
+):  # fmt: skip
+    """Write a piece of a table: what a launch is given is part of a CUDA graph, what a copy reads is not."""
+    if num_offsets > 0:
+        tl.store(p_table, tl.cast(offset_0, tl.int64))
+    if num_offsets > 1:
+        tl.store(p_table + 1, tl.cast(offset_1, tl.int64))
+    if num_offsets > 2:
+        tl.store(p_table + 2, tl.cast(offset_2, tl.int64))
+    if num_offsets > 3:
+        tl.store(p_table + 3, tl.cast(offset_3, tl.int64))
+    if num_offsets > 4:
+        tl.store(p_table + 4, tl.cast(offset_4, tl.int64))
+    if num_offsets > 5:
+        tl.store(p_table + 5, tl.cast(offset_5, tl.int64))
+    if num_offsets > 6:
+        tl.store(p_table + 6, tl.cast(offset_6, tl.int64))
+    if num_offsets > 7:
+        tl.store(p_table + 7, tl.cast(offset_7, tl.int64))
+    if num_offsets > 8:
+        tl.store(p_table + 8, tl.cast(offset_8, tl.int64))
+    if num_offsets > 9:
+        tl.store(p_table + 9, tl.cast(offset_9, tl.int64))
+    if num_offsets > 10:
+        tl.store(p_table + 10, tl.cast(offset_10, tl.int64))
+    if num_offsets > 11:
+        tl.store(p_table + 11, tl.cast(offset_11, tl.int64))
+    if num_offsets > 12:
+        tl.store(p_table + 12, tl.cast(offset_12, tl.int64))
+    if num_offsets > 13:
+        tl.store(p_table + 13, tl.cast(offset_13, tl.int64))
+    if num_offsets > 14:
+        tl.store(p_table + 14, tl.cast(offset_14, tl.int64))
+    if num_offsets > 15:
+        tl.store(p_table + 15, tl.cast(offset_15, tl.int64))

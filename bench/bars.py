@@ -1,0 +1,30 @@
+"""Bars: what a figure of a benchmark has to reach, and whether it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One of them. `reached` is None where it was not measured, which is no pass."""
+
+    what: str
+    reached: float | None
+    wanted: float
+    at_least: bool
+    """Else at most."""
+    unit: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.reached is None:
+            return "not measured"
+        return "pass" if (self.reached >= self.wanted if self.at_least else self.reached <= self.wanted) else "FAIL"
+
+    def as_json(self) -> dict[str, Any]:
+        """Figures rounded for readers; the verdict is of the figures themselves."""
+        wanted = f"{'>=' if self.at_least else '<='} {self.wanted:,.4g}{self.unit}"
+        reached = None if self.reached is None else f"{self.reached:,.4g}{self.unit}"
+        return {"bar": self.what, "wanted": wanted, "reached": reached, "verdict": self.verdict}

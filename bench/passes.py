@@ -1,0 +1,314 @@
+"""An op's passes beside its peers', in one process: what the benchmarks of single ops share.
+
+For each case: the error of what is timed against fp64, then times and peak memory, then the same of every peer. An
+error above its budget is a red gate: nothing more is timed. A peer that is missing, runs out of memory or computes
+something else is left out, and the reason is kept.
+
+On CUDA, what is checked and timed is a CUDA graph, without the time to start it; elsewhere a call as Python makes it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from bench.gradient_check import GradientError
+from bench.timing import GIB, Timing, capture, measure, peak_memory
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+PASSES = {"forward": "fwd", "backward": "bwd", "full": "fwd+bwd"}
+MODES = (*PASSES, "memory")
+PEER_SLACK = 4
+"""A peer may be off by so many budgets: it computes the same thing, if not as exactly."""
+
+Shape = TypeVar("Shape")
+Row = TypeVar("Row")
+
+
+class Unavailable(Exception):
+    """Why a peer cannot run a problem here."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An implementation of one problem, differentiable: `call(*leaves)` gives its output."""
+
+    name: str
+    call: Callable[..., Tensor]
+    head_major: bool = False
+    """Takes and gives `[B,H,N,D]` instead of `[B,N,H,D]`."""
+
+
+class Truth(Protocol):
+    """What is right, and what may be expected of the dtype."""
+
+    def worst(self, results: dict[str, Tensor], slack: int = 1) -> GradientError:
+        """Of results by name, the one that takes most of `slack` budgets; NaN where a result has one anywhere."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Tensors of one problem: what candidates are called with, the output's gradient, and what is right."""
+
+    leaves: tuple[Tensor, ...]
+    do: Tensor
+    gradients: tuple[str, ...]
+    """Names of the leaves' gradients, as `truth` knows them; the output is "out"."""
+    truth: Truth
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to get the tensors of a shape, who computes it of ours, the default first, and whom it is compared with."""
+
+    make: Callable[[], Task]
+    ours: tuple[Candidate, ...]
+    peers: Mapping[str, Callable[[Task], Candidate]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured of every candidate."""
+
+    passes: tuple[str, ...]
+    timed: bool
+    memory: bool
+    seconds: float
+    wall: bool = False
+    """Besides graphs, also calls as Python makes them."""
+
+    @classmethod
+    def of(cls, modes: Sequence[str], seconds: float, *, wall: bool = False) -> Plan:
+        """Memory alone is that of the forward and of both passes."""
+        passes = tuple(PASSES[mode] for mode in PASSES if mode in modes)
+        return cls(passes or ("fwd", "fwd+bwd"), bool(passes), "memory" in modes, seconds, wall)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One pass of one candidate. What was not asked for or is not known is None."""
+
+    mode: str
+    error: GradientError
+    timing: Timing | None
+    wall: Timing | None
+    """Of a call as Python makes it, from an idle device to its end; of an eager pass that is `timing`."""
+    peak_gib: float | None
+    """Of everything alive, inputs and outputs included; "bwd" has that of both passes."""
+
+
+# Comparing
+
+
+@dataclass
+class Comparison(Generic[Row]):
+    """A row for each shape, backend and pass; what is wrong, after which nothing is timed; which peers did not run."""
+
+    rows: list[Row] = field(default_factory=list)
+    red: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def compare(
+    cases: Mapping[Shape, Case],
+    plan: Plan,
+    make_row: Callable[[Shape, str, str, bool, Measured, dict[str, Measured | None]], Row],
+    save: Callable[[list[Row]], None],
+    progress: Progress,
+) -> Comparison[Row]:
+    """Measure every case.
+
+    Args:
+        make_row: of shape, pass, backend, whether that is the default, what was measured, and that of each peer.
+        save: called with all rows so far after every shape: a peer that ends the process must not take them along.
+    """
+    found: Comparison[Row] = Comparison()
+    absent: dict[tuple[str, str], list[str]] = {}
+    total = sum(1 + len(plan.passes) * (len(case.ours) + len(case.peers)) for case in cases.values())
+    steps = progress.add_task("starting", total=total)
+    for shape, case in cases.items():
+        progress.update(steps, description=f"{shape}: fp64")
+        task = case.make()
+        progress.advance(steps)
+
+        ours: dict[tuple[str, str], Measured] = {}
+        for candidate in case.ours:
+            for direction in plan.passes:
+                progress.update(steps, description=f"{shape} {direction}: {candidate.name}")
+                measured = measure_pass(candidate, direction, task, plan, timed=not found.red)
+                ours[candidate.name, direction] = measured
+                if not measured.error.within:
+                    found.red.append(f"{shape} {direction} {candidate.name}: {_above(measured.error)}")
+                progress.advance(steps)
+        if found.red:
+            continue
+        peers: dict[tuple[str, str], Measured] = {}
+        for name, make_peer in case.peers.items():
+            peer = find_peer(make_peer, task)
+            for direction in plan.passes:
+                progress.update(steps, description=f"{shape} {direction}: {name}")
+                of_peer = measure_peer(peer, direction, task, plan)
+                if isinstance(of_peer, Measured):
+                    peers[name, direction] = of_peer
+                else:
+                    absent.setdefault((name, of_peer), []).append(f"{shape} {direction}")
+                progress.advance(steps)
+        for (name, direction), measured in ours.items():
+            of_peers = {peer: peers.get((peer, direction)) for peer in case.peers}
+            default = name == case.ours[0].name
+            found.rows.append(make_row(shape, direction, name, default, measured, of_peers))
+        save(found.rows)
+    every = len(cases) * len(plan.passes)
+    found.missing = [
+        f"{name} did not run: {reason} ({'everywhere' if len(where) == every else '; '.join(where)})"
+        for (name, reason), where in absent.items()
+    ]
+    return found
+
+
+def find_peer(make_peer: Callable[[Task], Candidate], task: Task) -> Candidate | str:
+    """A peer for a problem, or why there is none: whatever it raises must not end the benchmark."""
+    try:
+        return make_peer(task)
+    except Unavailable as reason:
+        return str(reason)
+    except Exception as error:
+        return _first_line(error)
+
+
+def measure_peer(candidate: Candidate | str, direction: str, task: Task, plan: Plan) -> Measured | str:
+    """A peer's pass, or why there is none, likewise."""
+    if isinstance(candidate, str):
+        return candidate
+    try:
+        measured = measure_pass(candidate, direction, task, plan, slack=PEER_SLACK)
+    except torch.OutOfMemoryError:
+        return "out of memory"
+    except Exception as error:
+        return _first_line(error)
+    return measured if measured.error.within else _above(measured.error)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _above(error: GradientError) -> str:
+    return f"error {error.error:.2e} of {error.name} is above the budget {error.budget:.2e}"
+
+
+# Measuring
+
+
+def measure_pass(
+    candidate: Candidate, direction: str, task: Task, plan: Plan, *, slack: int = 1, timed: bool = True
+) -> Measured:
+    """Run once, check, and if right measure one pass.
+
+    Args:
+        slack: budgets that the error may have.
+        timed: False checks only.
+    """
+    device = task.do.device
+    release(device)
+    passes = Passes(candidate, task)
+    graph = takes_graphs(candidate, device)
+    call, keep = passes.captured(direction) if graph else passes.eager(direction)
+    results = call()
+    if graph:
+        for tensor in results:
+            tensor.fill_(float("nan"))
+        call()
+    names = ("out",) if direction == "fwd" else task.gradients
+    error = task.truth.worst(dict(zip(names, passes.token_major(results), strict=True)), slack)
+    del results
+    timing = wall = peak_gib = None
+    if timed and error.within:
+        if plan.timed:
+            timing = measure(call, device, seconds=plan.seconds, host=not graph)
+        del call, keep
+        release(device)
+        if plan.timed and plan.wall:
+            wall = timing
+            if graph:
+                call, keep = passes.eager(direction)
+                wall = measure(call, device, seconds=plan.seconds)
+                del call, keep
+                release(device)
+        if plan.memory:
+            peak_gib = peak_memory(passes.forward if direction == "fwd" else passes.full, device)
+            peak_gib = None if peak_gib is None else peak_gib + passes.held(direction) / GIB
+    return Measured("graph" if graph else "eager", error, timing, wall, peak_gib)
+
+
+def takes_graphs(candidate: Candidate, device: torch.device) -> bool:
+    """The reference does not: its tables of keys come from the host."""
+    return device.type == "cuda" and candidate.name != "reference"
+
+
+def release(device: torch.device) -> None:
+    """Give back what graphs and failed calls held on a GPU."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class Passes:
+    """Forward and backward of a candidate on its own tensors."""
+
+    def __init__(self, candidate: Candidate, task: Task) -> None:
+        self.candidate = candidate
+        given = [tensor.detach() for tensor in (*task.leaves, task.do)]
+        if candidate.head_major:
+            given = [tensor.transpose(1, 2).contiguous() for tensor in given]
+        *leaves, self.do = given
+        self.leaves = [tensor.detach().requires_grad_() for tensor in leaves]
+
+    def forward(self) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (self.candidate.call(*self.leaves),)
+
+    def full(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self._differentiable(), self.leaves, self.do)
+
+    def _differentiable(self) -> Tensor:
+        return self.candidate.call(*self.leaves)
+
+    def eager(self, direction: str) -> tuple[Callable[[], tuple[Tensor, ...]], Any]:
+        """A call of the pass, and what must live as long."""
+        if direction != "bwd":
+            return (self.forward if direction == "fwd" else self.full), None
+        out = self._differentiable()
+        return lambda: torch.autograd.grad(out, self.leaves, self.do, retain_graph=True), out
+
+    def captured(self, direction: str) -> tuple[Callable[[], tuple[Tensor, ...]], Any]:
+        """The same as a CUDA graph. That of the backward reads what one of the forward left."""
+        device = self.do.device
+        (self.forward if direction == "fwd" else self.full)()  # so that nothing is left to compile
+        if direction != "bwd":
+            graph, before = capture(self.forward if direction == "fwd" else self.full, device), None
+        else:
+            before = capture(self._differentiable, device)
+            graph = capture(lambda: torch.autograd.grad(before.out, self.leaves, self.do), device)
+            before.replay()
+
+        def replay() -> tuple[Tensor, ...]:
+            graph.replay()
+            results: tuple[Tensor, ...] = graph.out
+            return results
+
+        return replay, before
+
+    def token_major(self, results: tuple[Tensor, ...]) -> list[Tensor]:
+        return [result.transpose(1, 2) if self.candidate.head_major else result for result in results]
+
+    def held(self, direction: str) -> int:
+        """Bytes of what a call is given."""
+        return sum(tensor.nbytes for tensor in (*self.leaves, *([] if direction == "fwd" else [self.do])))

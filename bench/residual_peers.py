@@ -1,0 +1,79 @@
+"""Attention residual by others, for benchmarks: each as it is meant to be used.
+
+- liger: liger-kernel's generic (not Ascend's) op.
+- compile: the formula under torch.compile.
+- eager: the formula in PyTorch, which keeps a copy of all blocks for every step of it.
+
+All of them take the blocks as one tensor, so a list is stacked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+
+from bench.inputs import Residual
+from bench.passes import Candidate, Task, Unavailable
+
+EPS = 1e-6
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def formula(blocks: Tensor, w_query: Tensor, w_norm: Tensor) -> Tensor:
+    """Attention residual as it is written down; blocks `[L,B,N,D]`, arithmetic in fp32 (fp64 for fp64 inputs).
+
+    Without einsum, whose matrix products compilers do not fuse with the rest.
+    """
+    dtype = torch.promote_types(blocks.dtype, torch.float32)
+    values = blocks.to(dtype)
+    keys = values * (values.square().mean(-1, keepdim=True) + EPS).rsqrt() * w_norm.to(dtype)
+    shares = (keys * w_query.to(dtype)).sum(-1).softmax(0)
+    return (shares[..., None] * values).sum(0).to(blocks.dtype)
+
+
+def make_peer(name: str, problem: Residual, task: Task) -> Candidate:
+    """One of PEERS for a problem.
+
+    Raises:
+        Unavailable: when it cannot run.
+    """
+    device = task.do.device
+    if device.type != "cuda" and name != "eager":
+        raise Unavailable(f"runs on CUDA devices, got {device.type}")
+    attention = PEERS[name]()
+
+    def call(*leaves: Tensor) -> Tensor:
+        *blocks, w_query, w_norm = leaves
+        return attention(torch.stack(blocks) if problem.listed else blocks[0], w_query, w_norm)
+
+    return Candidate(name, call)
+
+
+def _liger() -> Formula:
+    try:
+        from liger_kernel.ops.attn_res import LigerAttnResFunction as Function
+    except ImportError as error:
+        raise Unavailable(f"not installed: pip install liger-kernel==0.8.5 ({error})") from error
+
+    def attention(blocks: Tensor, w_query: Tensor, w_norm: Tensor) -> Tensor:
+        out: Tensor = Function.apply(blocks, w_query, w_norm, EPS)
+        return out
+
+    return attention
+
+
+def _compile() -> Formula:
+    torch.compiler.reset()  # each problem compiles anew, and compilations of one function are limited
+    functorch_config.donated_buffer = False  # so that backward may be repeated
+    compiled: Formula = torch.compile(formula, dynamic=False)
+    return compiled
+
+
+def _eager() -> Formula:
+    return formula
+
+
+PEERS: dict[str, Callable[[], Formula]] = {"liger": _liger, "compile": _compile, "eager": _eager}

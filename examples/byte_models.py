@@ -1,0 +1,570 @@
+"""What the training examples share: a text that every machine has, a byte-level language model, training, loss curves.
+
+The text is the sources of the Python standard library, some files of it kept for validation. All variants of an example
+start from the same weights, as far as they share them, and see the same batches in the same order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import math
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad, silu
+from torch.utils.checkpoint import checkpoint
+
+from bench.common import DTYPES, Dense, positive
+from bench.report import LOCAL_RESULTS, command_line, environment, relative
+from bench.timing import GIB
+from dispatch.device import device_types
+from nsa import NSAttention
+
+try:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is missing: pip install "nsa-kernels[bench]"') from error
+
+VOCABULARY = 256
+SEPARATOR = b"\0"
+"""Stands between files, and in none of them."""
+VALIDATION_SHARE = 20
+"""One file in so many is kept for validation."""
+NGRAM = 4
+"""Bytes that one position's embedding is made of, itself included."""
+ROPE_BASE = 10_000.0
+WARM_STEPS = 3
+"""First steps, which compile, and count for no speed."""
+TABLE_WIDTH = 100
+"""Columns that a table may take where the terminal has fewer, or where there is none."""
+console = Console()
+
+
+# The text
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and validation text, uint8, and the files that they are made of, relative to the library's folder."""
+
+    training: Tensor
+    validation: Tensor
+    training_files: tuple[str, ...]
+    validation_files: tuple[str, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes and digests: equal ones say that two runs had the same text."""
+        return {
+            name: {"files": len(files), "bytes": len(text), "sha256": hashlib.sha256(text.numpy().data).hexdigest()}
+            for name, files, text in (
+                ("training", self.training_files, self.training),
+                ("validation", self.validation_files, self.validation),
+            )
+        }
+
+
+def load_corpus(folder: Path) -> Corpus:
+    """All Python sources below `folder` but installed packages, in the order of their paths.
+
+    A file's path alone decides whether it is for validation. Of files with the same content only the first counts, so
+    that no validation text was trained on.
+    """
+    parts: dict[bool, list[bytes]] = {True: [], False: []}
+    names: dict[bool, list[str]] = {True: [], False: []}
+    seen: set[bytes] = set()
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).as_posix()
+        if {"site-packages", "dist-packages"} & set(path.parts) or not path.is_file():
+            continue
+        content = path.read_bytes().replace(SEPARATOR, b"").strip()
+        if not content or content in seen:
+            continue
+        seen.add(content)
+        held_out = zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
+        parts[held_out].append(content + b"\n" + SEPARATOR)
+        names[held_out].append(name)
+    training, validation = (
+        torch.frombuffer(bytearray(b"".join(parts[held_out]) or SEPARATOR), dtype=torch.uint8)
+        for held_out in (False, True)
+    )
+    return Corpus(training, validation, tuple(names[False]), tuple(names[True]))
+
+
+def take(text: Tensor, starts: Tensor, length: int) -> Tensor:
+    """Windows of the text `[len(starts), length]`, as int64."""
+    return text[starts[:, None] + torch.arange(length, device=text.device)].long()
+
+
+def training_starts(corpus: Corpus, steps: int, batch: int, context: int, seed: int) -> Tensor:
+    """Where the windows of every step begin, `[steps, batch]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(len(corpus.training) - context, (steps, batch), generator=generator)
+
+
+def validation_starts(corpus: Corpus, windows: int, context: int) -> Tensor:
+    """Evenly spaced windows that do not overlap: as many as asked for, or as the text has."""
+    windows = min(windows, (len(corpus.validation) - 1) // context)
+    return torch.arange(windows) * ((len(corpus.validation) - 1) // max(windows, 1))
+
+
+# The model
+
+
+def rotary_table(tokens: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of rotary position embeddings, `[tokens, 1, D/2]`."""
+    frequencies = ROPE_BASE ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
+    angles = torch.arange(tokens, device=device)[:, None, None] * frequencies
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(tensor: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """The `rope` hook: `[B,N,heads,D]` rotated in fp32, and back in its own dtype, which autocast chose."""
+    cos, sin = table
+    first, second = tensor.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(tensor.dtype)
+
+
+class DenseAttention(NSAttention):
+    """Causal softmax attention with NSAttention's projections and rotary embeddings, and no gates."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, dense: Dense) -> None:
+        super().__init__(hidden_size, num_heads, num_kv_heads, gate=None, rope=rotate)
+        self.dense = dense
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> Tensor:
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = self.dense.attention(rotate(q, position_embeddings), rotate(k, position_embeddings), v)
+        projected: Tensor = self.o_proj(out.flatten(-2))
+        return projected
+
+
+class FeedForward(nn.Module):
+    """RMSNorm and SwiGLU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = -(-8 * width // 3 // 64) * 64
+        self.norm = nn.RMSNorm(width)
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.norm(hidden)
+        out: Tensor = self.down(silu(self.gate(normed)) * self.up(normed))
+        return out
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, attention: NSAttention, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.attention = attention
+        self.feed_forward = FeedForward(width)
+
+    def attend(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        out: Tensor = self.attention(self.norm(hidden), table)
+        return out
+
+    def forward(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        hidden = hidden + self.attend(hidden, table)
+        out: Tensor = hidden + self.feed_forward(hidden)
+        return out
+
+
+class NgramEmbedding(nn.Module):
+    """Sum of embeddings of a byte and of the few before it, so that a position says more than one letter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(VOCABULARY, width) for _ in range(NGRAM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        before = pad(tokens, [NGRAM - 1, 0], value=SEPARATOR[0])
+        shifted = (before[:, NGRAM - 1 - back : before.shape[1] - back] for back in range(NGRAM))
+        return torch.stack([table(some) for table, some in zip(self.tables, shifted, strict=True)]).sum(0)
+
+
+class ByteModel(nn.Module):
+    """Logits of the next byte, `[B,N,256]`, for bytes `[B,N]`."""
+
+    def __init__(
+        self, layers: int, width: int, attention: Callable[[], NSAttention], *, checkpointing: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = NgramEmbedding(width)
+        self.blocks = nn.ModuleList(Block(attention(), width) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.checkpointing = checkpointing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        table = rotary_table(tokens.shape[1], self.head_dim, tokens.device)
+        logits: Tensor = self.head(self.norm(self.through_blocks(self.embed(tokens), table)))
+        return logits
+
+    def through_blocks(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                hidden = checkpoint(block, hidden, table, use_reentrant=False)
+            else:
+                hidden = block(hidden, table)
+        return hidden
+
+    @property
+    def head_dim(self) -> int:
+        dim: int = self.blocks[0].attention.head_dim  # type: ignore[union-attr, assignment]
+        return dim
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Values that depend on the seed and a parameter's own name: what variants share starts equal.
+
+        Vectors are norms' weights, ones, but for biases and the queries of attention residual, zeros.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith(("bias", "w_query")) else 1.0)
+                continue
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            deep = name.endswith(("o_proj.weight", "down.weight"))
+            scale = 1 / math.sqrt(parameter.shape[-1] * (2 * len(self.blocks) if deep else 1))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point of a loss curve, in nats per byte. train_loss: mean since the row before; None before the first step."""
+
+    variant: str
+    step: int
+    tokens: int
+    train_loss: float | None
+    val_loss: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes a second, without the first steps and all evaluation, and the peak of memory; None where not known."""
+
+    tokens_per_s: float | None
+    peak_gib: float | None
+
+
+Show = Callable[[int, float, float | None], None]
+"""Told after each step: its number, its loss, bytes a second."""
+
+
+class ByteTrainer:
+    """One variant on one device: its model, its optimiser, and the windows it is judged by."""
+
+    def __init__(self, variant: str, model: ByteModel, args: argparse.Namespace, corpus: Corpus) -> None:
+        self.variant, self.args, self.device = variant, args, torch.device(args.device)
+        self.training = corpus.training.to(self.device)
+        self.starts = training_starts(corpus, args.steps, args.batch, args.context, args.seed).to(self.device)
+        held_out = validation_starts(corpus, args.eval_windows, args.context).to(self.device)
+        self.validation = take(corpus.validation.to(self.device), held_out, args.context + 1)
+        self.model = model
+        self.model.initialise(args.seed)
+        self.model.to(self.device)
+        if args.compile:  # the attention between them is not one graph
+            for block in self.model.blocks:
+                block.feed_forward.compile()  # type: ignore[union-attr]
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=self.device.type == "cuda")
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate)
+
+    def learning_rate(self, step: int) -> float:
+        """Share of the peak: a linear warm-up over a tenth of the steps, then a cosine down to a tenth."""
+        warmup = max(1, self.args.steps // 10)
+        done = (step - warmup) / max(1, self.args.steps - warmup)
+        cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+        return float((step + 1) / warmup if step < warmup else cosine)
+
+    def losses(self, windows: Tensor) -> Tensor:
+        """Nats of each byte but the first, `[B, length - 1]`."""
+        dtype = DTYPES[self.args.dtype]
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            logits = self.model(windows[:, :-1])
+        flat = cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
+        return flat.view(len(windows), -1)
+
+    def step(self, step: int) -> float:
+        """One update; the loss before it. Reading the loss waits for the device, so a step's time is its own.
+
+        Raises:
+            FloatingPointError: when the loss is not finite.
+        """
+        loss = self.losses(take(self.training, self.starts[step], self.args.context + 1)).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        value = loss.item()
+        if not math.isfinite(value):
+            raise FloatingPointError(f"{self.variant}: the loss is {value} at step {step}")
+        return value
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        losses = torch.cat([self.losses(part) for part in self.validation.split(self.args.batch)])
+        return float(losses.mean())
+
+    def train(self, show: Show) -> tuple[list[Row], Cost]:
+        """All steps, or as many as the time allows, with an evaluation now and then and after the last."""
+        args, per_step = self.args, self.args.batch * self.args.context
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        rows = [Row(self.variant, 0, 0, None, self.evaluate())]
+        seconds = timed_seconds = 0.0
+        recent: list[float] = []
+        for step in range(1, args.steps + 1):
+            begin = time.perf_counter()
+            recent.append(self.step(step - 1))
+            taken = time.perf_counter() - begin
+            seconds += taken
+            timed_seconds += taken if step > WARM_STEPS else 0.0
+            speed = per_step * (step - WARM_STEPS) / timed_seconds if step > WARM_STEPS else None
+            show(step, recent[-1], speed)
+            last = step == args.steps or (args.minutes is not None and seconds > 60 * args.minutes)
+            if last or step % args.eval_every == 0:
+                rows.append(Row(self.variant, step, step * per_step, sum(recent) / len(recent), self.evaluate()))
+                recent = []
+            if last:
+                break
+        peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB if self.device.type == "cuda" else None
+        return rows, Cost(speed, peak_gib)
+
+
+def train_variants(args: argparse.Namespace, train: Callable[[str, Show], None]) -> None:
+    """Train `args.variants` one after the other, with a line of progress for each; the first that diverges ends it."""
+    columns = ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} bytes/s")
+    name, loss_column, speed_column = (TextColumn(column) for column in columns)
+    bar = (BarColumn(), MofNCompleteColumn(), loss_column, speed_column, TimeRemainingColumn())
+    with Progress(name, *bar, console=console, transient=True) as progress:
+        for variant in args.variants:
+            task = progress.add_task(variant, total=args.steps, loss="", speed="")
+
+            def show(step: int, loss: float, speed: float | None, task: Any = task) -> None:
+                shown = "" if speed is None else f"{speed:,.0f}"
+                progress.update(task, completed=step, loss=f"{loss:.3f}", speed=shown)
+
+            gc.collect()  # the variant before
+            try:
+                train(variant, show)
+            except FloatingPointError as failure:
+                raise SystemExit(f"{failure}: a smaller --lr may help") from failure
+
+
+def bits_per_byte(nats: float) -> float:
+    return nats / math.log(2)
+
+
+# The command line
+
+Defaults = Mapping[str, Mapping[str, int]]
+"""Of whole numbers, by device ("cpu", "cuda") and name: what is a few seconds or a minute per variant there."""
+
+MODEL_OPTIONS = (
+    ("layers", "transformer blocks"),
+    ("width", "of the residual stream"),
+    ("heads", "query heads"),
+    ("kv-heads", "key/value heads"),
+    ("context", "bytes per sequence, such as 8192 or 8K"),
+)
+TRAINING_OPTIONS = (
+    ("steps", "updates of each variant"),
+    ("batch", "sequences per step"),
+    ("eval-every", "steps between two evaluations"),
+    ("eval-windows", "validation sequences, the same each time"),
+)
+
+
+def add_numbers(group: Any, defaults: Defaults, options: Sequence[tuple[str, str]]) -> None:
+    """Positive whole numbers, whose defaults depend on the device."""
+    for name, meaning in options:
+        key = name.replace("-", "_")
+        shown = f"{meaning}; default: {defaults['cuda'][key]} (CPU: {defaults['cpu'][key]})"
+        group.add_argument(f"--{name}", type=positive, help=shown)
+
+
+def add_run_options(parser: argparse.ArgumentParser, variants: Sequence[str], out: str, backend: str) -> None:
+    """Which variants, where, and where to.
+
+    Args:
+        out: the name of the results. backend: what --backend is of.
+    """
+
+    def names(text: str) -> list[str]:
+        chosen = list(dict.fromkeys(part.strip() for part in text.split(",")))
+        for name in chosen:
+            if name not in variants:
+                raise argparse.ArgumentTypeError(f"must be among {', '.join(variants)}, got {name!r}")
+        return chosen
+
+    add = parser.add_argument
+    add("--variants", type=names, default=list(variants), metavar="NAME,...", help="default: all of them")
+    add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
+    add("--backend", help=f"of {backend}; default: the first that can run")
+    add("--out", default=str(LOCAL_RESULTS / out), help="results, without suffix; default: %(default)s")
+
+
+def add_training_options(
+    parser: argparse.ArgumentParser, defaults: Defaults, more: Sequence[tuple[str, str]] = ()
+) -> Any:
+    """How long and how fast; returns the group. `more`: whole numbers besides."""
+    group = parser.add_argument_group("training")
+    add_numbers(group, defaults, (*TRAINING_OPTIONS, *more))
+    group.add_argument("--minutes", type=float, help="stop a variant after so much training; default: never")
+    group.add_argument("--lr", type=float, help="peak learning rate; default: 1e-3 (CPU: 4e-3)")
+    group.add_argument("--dtype", choices=("bf16", "fp32"), help="of autocast; default: bf16 (CPU: fp32)")
+    group.add_argument("--seed", type=int, default=0, help="of weights and batches; default: %(default)s")
+    group.add_argument("--compile", action="store_true", help="torch.compile the feed-forward layers")
+    return group
+
+
+def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, defaults: Defaults) -> None:
+    """Set what depends on the device, or end with what is wrong with the arguments."""
+    on_cpu = args.device == "cpu"
+    for name, value in defaults["cpu" if on_cpu else "cuda"].items():
+        setattr(args, name, getattr(args, name) or value)
+    args.lr = (4e-3 if on_cpu else 1e-3) if args.lr is None else args.lr
+    args.dtype = args.dtype or ("fp32" if on_cpu else "bf16")
+    if args.width % args.heads or args.width // args.heads % 2:
+        parser.error(f"--width must be a multiple of 2 * --heads, got {args.width} and {args.heads}")
+    if args.heads % args.kv_heads:
+        parser.error(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
+    for name in ("lr", "minutes"):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            parser.error(f"--{name} must be greater than 0, got {value}")
+
+
+def check_length(corpus: Corpus, context: int) -> None:
+    """End with what is wrong where a window does not fit the text."""
+    shortest = min(len(corpus.training), len(corpus.validation))
+    if shortest < context + 1:
+        raise SystemExit(f"--context must be less than the {shortest:,} bytes of text here, got {context:,}")
+
+
+def run_facts(args: argparse.Namespace, corpus: Corpus, parameters: dict[str, int]) -> dict[str, Any]:
+    """What a results file says about a run beside its results."""
+    training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "compile")
+    model = {name: getattr(args, name) for name in ("layers", "width", "heads", "kv_heads", "context")}
+    return {
+        **environment(torch.device(args.device)),
+        "command": command_line(),
+        "model": {**model, "parameters": parameters},
+        "training": {name: getattr(args, name) for name in training},
+        "data": corpus.facts(),
+    }
+
+
+def introduce(args: argparse.Namespace, facts: Mapping[str, Any], more: str) -> None:
+    console.print(
+        f"[bold]A byte-level language model[/bold] of {max(facts['model']['parameters'].values()) / 1e6:.1f} M "
+        f"parameters ({args.layers} layers, width {args.width}, {args.heads} heads over {args.kv_heads}), context "
+        f"{args.context:,}, {args.steps} steps of {args.batch * args.context:,} bytes, {args.dtype}, {more}, "
+        f"on {facts['device']}",
+        soft_wrap=True,
+    )
+
+
+# What is shown
+
+
+def new_table(first: str, *figures: str) -> Table:
+    table = Table(title="after the last step; loss in nats per byte", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first)
+    for heading in figures:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def cost_texts(cost: Any) -> tuple[str, str]:
+    """Bytes a second and peak GiB of a Cost, or of a summary that has its fields."""
+    speed = "?" if cost.tokens_per_s is None else f"{cost.tokens_per_s:,.0f}"
+    return speed, "?" if cost.peak_gib is None else f"{cost.peak_gib:.2f}"
+
+
+def show_results(table: Table, verdict: str, out: Path) -> None:
+    Console(width=max(console.width, TABLE_WIDTH)).print(table)
+    console.print(f"What this says: {verdict}")
+    shown = [relative(out.with_suffix(suffix)) for suffix in (".png", ".json")]
+    console.print(f"Plot: {shown[0]}   everything: {shown[1]}", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """How loss curves are drawn."""
+
+    baseline: str
+    """The variant that the others' distance is shown to, where it was trained."""
+    baseline_words: str
+    style: Callable[[str], dict[str, Any]]
+    """Of a variant: keywords of matplotlib's plot."""
+    band: float = 0
+    """A share of the baseline's loss that counts as equal to it."""
+
+
+def plot(rows: Sequence[Row], path: Path, device: str, curves: Curves) -> None:
+    """Validation loss by bytes seen; beside it, if the baseline is there, the distance from it at each step."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    by_name = {
+        name: [row for row in rows if row.variant == name] for name in dict.fromkeys(row.variant for row in rows)
+    }
+    baseline = {row.step: row.val_loss for row in by_name.get(curves.baseline, [])}
+    panels = 2 if baseline else 1
+    figure, panel = plt.subplots(1, panels, figsize=(6 * panels, 5), layout="constrained", squeeze=False)
+    for name, curve in sorted(by_name.items(), key=lambda item: item[1][-1].val_loss, reverse=True):
+        final, drawn = f"{name}  {curve[-1].val_loss:.3f}", curves.style(name)
+        panel[0, 0].plot([row.tokens / 1e6 for row in curve], [row.val_loss for row in curve], label=final, **drawn)
+        shared = [row for row in curve if row.step in baseline]
+        if shared:
+            distances = [100 * (row.val_loss / baseline[row.step] - 1) for row in shared]
+            panel[0, 1].plot([row.tokens / 1e6 for row in shared], distances, **drawn)
+    # The fall from the start would flatten what the variants differ in.
+    finals = [curve[-1].val_loss for curve in by_name.values()]
+    early = [curve[min(2, len(curve) - 1)].val_loss for curve in by_name.values()]
+    panel[0, 0].set_ylim(min(finals) * 0.97, max(early) * 1.03)
+    panel[0, 0].set(title="validation loss", ylabel="nats per byte")
+    panel[0, 0].legend(title="variant, final loss")
+    if baseline:
+        within = ""
+        if curves.band:
+            within = f" (band: within {curves.band:.0%})"
+            panel[0, 1].axhspan(-100 * curves.band, 100 * curves.band, color="black", alpha=0.06)
+        panel[0, 1].set(title=f"against {curves.baseline_words}{within}", ylabel="%, above 0 is worse")
+    for axes in panel[0]:
+        axes.set_xlabel("million bytes seen")
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"Language models on the sources of the Python standard library, {device}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

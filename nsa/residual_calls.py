@@ -1,0 +1,101 @@
+"""What a call of attention residual must be, and which backend takes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dispatch
+from nsa.tensors import DTYPES
+
+Blocks = Tensor | Sequence[Tensor]
+"""`[L,B,N,D]`, or L tensors `[B,N,D]`."""
+
+
+def resolve(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: float, backend: str | None) -> dispatch.Impl:
+    """Check everything and find the backend that takes the call."""
+    first, size = _check_blocks(blocks)
+    check_eps(eps)
+    for name, weight in (("w_query", w_query), ("w_norm", w_norm)):
+        if weight is not None or name == "w_query":
+            _check_weight(name, weight, first)
+    weights = [w_query] if w_norm is None else [w_query, w_norm]
+    backward = needs_grad(*members(blocks), *weights)
+    options = {"blocks": size, "stacked": isinstance(blocks, Tensor), "shape": tuple(first.shape[-3:])}
+    call = dispatch.Call("attention_residual", first.device, first.dtype, backward=backward, options=options)
+    return dispatch.resolve(call, backend)
+
+
+def members(blocks: Blocks) -> tuple[Tensor, ...]:
+    """The tensors that autograd knows: one, or those of the list."""
+    return (blocks,) if isinstance(blocks, Tensor) else tuple(blocks)
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def check_eps(eps: object) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, Real):
+        raise TypeError(f"eps must be a number, got {eps!r}")
+    if not math.isfinite(eps) or eps < 0:
+        raise ValueError(f"eps must be finite and at least 0, got {eps}")
+
+
+def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
+    """The first tensor, and L."""
+    if isinstance(blocks, Tensor):
+        if blocks.dim() != 4:
+            raise ValueError(f"blocks must have the layout [L,B,N,D] or be a list, got shape {list(blocks.shape)}")
+        first, size = blocks, blocks.shape[0]
+    elif isinstance(blocks, (list, tuple)):
+        if not blocks:
+            raise ValueError("blocks must have at least one member, got an empty list")
+        for i, block in enumerate(blocks):
+            if not isinstance(block, Tensor):
+                raise TypeError(f"blocks[{i}] must be a torch.Tensor, got {type(block).__name__}")
+        first, size = blocks[0], len(blocks)
+        if first.dim() != 3:
+            raise ValueError(f"blocks[0] must have the layout [B,N,D], got shape {list(first.shape)}")
+        for i, block in enumerate(blocks[1:], 1):
+            _check_same(i, block, first)
+    else:
+        raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
+    if first.dtype not in DTYPES:
+        raise TypeError(f"blocks must be bfloat16, float16, float32 or float64, got {_short(first.dtype)}")
+    if size == 0 or first.shape[-1] == 0:
+        raise ValueError(f"blocks must have at least one block and D >= 1, got shape {list(first.shape)}")
+    return first, size
+
+
+def _check_same(i: int, block: Tensor, first: Tensor) -> None:
+    if block.shape != first.shape:
+        raise ValueError(f"blocks[{i}] must have blocks[0]'s shape {list(first.shape)}, got {list(block.shape)}")
+    if block.dtype != first.dtype:
+        raise ValueError(f"blocks[{i}] must be {_short(first.dtype)} as blocks[0], got {_short(block.dtype)}")
+    if block.device != first.device:
+        raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {first.device}, got {block.device}")
+    if block.stride() != first.stride():
+        raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {first.stride()}, got {block.stride()}")
+
+
+def _check_weight(name: str, weight: Any, first: Tensor) -> None:
+    if not isinstance(weight, Tensor):
+        kind = "a torch.Tensor" if name == "w_query" else "a torch.Tensor or None"
+        raise TypeError(f"{name} must be {kind}, got {type(weight).__name__}")
+    if weight.dtype not in (first.dtype, torch.float32):
+        wanted = " or ".join(dict.fromkeys((_short(first.dtype), "float32")))
+        raise TypeError(f"{name} must be {wanted} (blocks are {_short(first.dtype)}), got {_short(weight.dtype)}")
+    if weight.device != first.device:
+        raise ValueError(f"{name} must be on the blocks' device {first.device}, got {weight.device}")
+    if list(weight.shape) != [first.shape[-1]]:
+        raise ValueError(f"{name} must have the shape {[first.shape[-1]]}, got {list(weight.shape)}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
