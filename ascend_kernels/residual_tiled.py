@@ -5,7 +5,7 @@
     products     dp and delta of tokens                       reads V and do
     gradients    dV and shares of t, likewise                 reads V and do
 
-So forward reads V twice, and backward V and do; all else is written once, and read once but for a few numbers per token.
+So forward reads V twice, and backward V and do; all else is written once and, but for a few numbers, read once.
 A program of `gradients` keeps to one run of features, whose share of t it sums over the tokens that it strides over.
 """
 

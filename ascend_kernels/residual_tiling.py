@@ -40,6 +40,8 @@ ONE_TILE_ROWS = (4, 8)
 GPU_ROW = 8192
 MAX_BLOCKS = 64
 """What the proofs cover; no kernel counts on it."""
+MAX_ROWS = 1 << 30
+"""Rows of all tokens: a program counts its share of them, twice in backward, in int32."""
 MAX_DIM = 1 << 20
 """Features of a row, at most: offsets within it stay far inside int32."""
 
