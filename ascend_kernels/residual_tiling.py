@@ -171,7 +171,7 @@ def weights_plan(dim: int, device: Device | None) -> tuple[int, Plan]:
         device: None for an NVIDIA GPU.
     """
     if device is None:
-        return 64, Plan(64, 1, False, False, 1, -(-dim // 64), {}, {"num_warps": 4, "num_stages": 2})
+        return 128, Plan(32, 1, False, False, 1, -(-dim // 32), {}, {"num_warps": 4, "num_stages": 1})
     programs = min(-(-dim // WEIGHTS_BLOCK_D), device.cores * VECTOR_CORES, MAX_GRID)
     live = live_bytes(WEIGHTS, WEIGHTS_BLOCK_D, 1, 4)
     return WEIGHTS_PARTS, Plan(WEIGHTS_BLOCK_D, 1, False, False, 1, programs, live, {})

@@ -392,7 +392,8 @@ def test_memory_on_a_gpu(layout: str, blocks: int) -> None:
     results = through_the_public_op(case, "triton")
     peak = torch.cuda.max_memory_allocated() - held
     assert len(results) == 1 + len(case.leaves)
-    assert peak <= (blocks + 1) * size + (3 << 20)  # dV, out, and what is small
+    shares = max(132 * 4096 * 4, blocks * size // 32)
+    assert peak <= (blocks + 1) * size + shares + (1 << 20)  # dV, out, and what is small
 
 
 @pytest.mark.cuda
