@@ -59,6 +59,7 @@ from ascend_kernels.residual_rows import (
 )
 from ascend_kernels.rows import rows_contiguous
 
+POINTER_NAMES = tuple(f"p_{i}" for i in range(MAX_POINTERS))
 SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "norm_dim", "num_partials")
 """Run-time values that must not make builds of their own; strides and D may, for their alignment."""
 
@@ -417,7 +418,7 @@ def _rows(
     on_npu = backend == "ascend"
     weights = [_padded(weight.float() if on_npu else weight, dim) for weight in (w_query, w_norm) if weight is not None]
     constants: dict[str, Any] = {"ADDRESS": STACKED.value, "UNIT": 1, "BRANCHES": on_npu}
-    pointers: dict[str, Any] = {f"p_{i}": None for i in range(MAX_POINTERS)}
+    pointers: dict[str, Any] = dict.fromkeys(POINTER_NAMES)
     table, members = weights[0], []
     if isinstance(blocks, Tensor):
         rows = _padded(rows_contiguous(blocks), dim)

@@ -39,7 +39,7 @@ RULE_SHARE = 0.85
 ONE_TILE_ROWS = (4, 8)
 GPU_ROW = 8192
 MAX_BLOCKS = 64
-"""What the proofs cover; no kernel counts on it."""
+"""Of one call: what the proofs cover, a power of two."""
 MAX_ROWS = 1 << 30
 """Rows of all tokens: a program counts its share of them, twice in backward, in int32."""
 MAX_DIM = 1 << 20
@@ -103,6 +103,7 @@ def one_tile_rows(dtype: torch.dtype, block_d: int, blocks: int) -> int:
     return 1
 
 
+@lru_cache
 def ascend_plan(
     *, backward: bool, dtype: torch.dtype, dim: int, blocks: int, tokens: int, listed: bool, device: Device
 ) -> Plan:
@@ -119,6 +120,7 @@ def ascend_plan(
     return Plan(block_d, rows, tiled, blocks <= rows, 1, programs, live, {})
 
 
+@lru_cache
 def gpu_plan(
     *,
     backward: bool,

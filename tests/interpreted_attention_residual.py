@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from ascend_kernels import device
 from ascend_kernels.launch import recording
@@ -94,6 +95,62 @@ def test_results_repeat_and_launches_are_few(backend: str) -> None:
             runs.append(through_the_public_op(case, backend))
         assert [one.kernel.fn.__name__ for one in launches] == ["forward_kernel", "backward_kernel", "weights_kernel"]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+class Traffic:
+    """Bytes that kernels load from, and store to, the memory of tensors by name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loads: list[tuple[Any, Any]] = []
+        self.stores: list[tuple[Any, Any]] = []
+        builder = InterpreterBuilder
+        load, store = builder.create_masked_load, builder.create_masked_store
+
+        def counted_load(builder: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+            self.loads.append((ptrs.data, mask.data))
+            return load(builder, ptrs, mask, *rest)
+
+        def counted_store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+            self.stores.append((ptrs.data, mask.data))
+            return store(builder, ptrs, value, mask, *rest)
+
+        monkeypatch.setattr(builder, "create_masked_load", counted_load)
+        monkeypatch.setattr(builder, "create_masked_store", counted_store)
+
+    @staticmethod
+    def of(tensor: torch.Tensor, accesses: list[tuple[Any, Any]]) -> float:
+        """Times that the elements of a tensor are accessed, on average."""
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return sum(int((mask & (ptrs >= start) & (ptrs < end)).sum()) for ptrs, mask in accesses) / tensor.numel()
+
+
+@pytest.mark.parametrize(
+    ("backend", "dim", "blocks", "readings"),
+    [
+        ("ascend", 32, 5, (1, 1, 1)),  # a token is one tile
+        ("ascend", 32, 9, (1, 2, 1)),
+        ("ascend", 1040, 5, (1, 2, 1)),
+        ("ascend", 2064, 3, (2, 2, 2)),
+        ("triton", 256, 4, (1, 1, 1)),
+        ("triton", 4096, 5, (1, 2, 1)),  # the second time from the L2
+    ],
+)
+def test_traffic(
+    backend: str, dim: int, blocks: int, readings: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V is read, forward and backward, and do, as often as residual_tiling.py says; results are written once."""
+    case = make(5, dim, blocks)
+    traffic = Traffic(monkeypatch)
+    out = attention_residual(case.blocks, case.w_query, case.w_norm, EPS, backend=backend)
+    assert isinstance(case.blocks, torch.Tensor)
+    forward, backward, of_do = readings
+    assert traffic.of(case.blocks, traffic.loads) == forward
+    assert traffic.of(out, traffic.stores) == 1
+    traffic.loads.clear()
+    dblocks, *_ = torch.autograd.grad(out, case.leaves, case.do)
+    assert traffic.of(case.blocks, traffic.loads) == backward
+    assert traffic.of(case.do, traffic.loads) == of_do
+    assert traffic.of(dblocks, traffic.stores) == 1
 
 
 def test_second_derivatives_are_refused() -> None:
