@@ -27,8 +27,8 @@ Traffic. Forward reads V once wherever a row fits (residual_tiling.py says where
 where a token is one tile; else its second reading of a token comes right after the first, from the caches of a GPU (the
 tokens in flight take less than its L2), and from global memory on an NPU.
 
-Limits: fp16, bf16 or fp32, T <= 2^29; features contiguous, others are copied. On NPUs rows are padded to multiples of
-16 features, by a copy where D is none.
+Limits: fp16, bf16 or fp32; L <= 64, T L <= 2^30; features contiguous, others are copied. On NPUs rows are padded to
+multiples of 16 features, by a copy where D is none.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from ascend_kernels.residual_rows import (
 )
 from ascend_kernels.rows import rows_contiguous
 
+POINTER_NAMES = tuple(f"p_{i}" for i in range(MAX_POINTERS))
 SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "norm_dim", "num_partials")
 """Run-time values that must not make builds of their own; strides and D may, for their alignment."""
 
@@ -341,7 +342,7 @@ def backward(
     wide = _padded_dim(dim, backend)
     dblocks = first.new_empty((len(blocks), *lead, wide))
     if dblocks.numel() == 0:
-        return dblocks, torch.zeros_like(w_query), None if w_norm is None else torch.zeros_like(w_norm)
+        return dblocks[..., :dim], torch.zeros_like(w_query), None if w_norm is None else torch.zeros_like(w_norm)
     tokens = dblocks[0].numel() // wide
     given, constants = _rows(blocks, w_query, w_norm, wide, backend)
     plan = _plan(blocks, wide, backend, backward=True, **overrides)
@@ -417,7 +418,7 @@ def _rows(
     on_npu = backend == "ascend"
     weights = [_padded(weight.float() if on_npu else weight, dim) for weight in (w_query, w_norm) if weight is not None]
     constants: dict[str, Any] = {"ADDRESS": STACKED.value, "UNIT": 1, "BRANCHES": on_npu}
-    pointers: dict[str, Any] = {f"p_{i}": None for i in range(MAX_POINTERS)}
+    pointers: dict[str, Any] = dict.fromkeys(POINTER_NAMES)
     table, members = weights[0], []
     if isinstance(blocks, Tensor):
         rows = _padded(rows_contiguous(blocks), dim)

@@ -16,7 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ascend_kernels import residual_tiling as tiling
+
 MAX_POINTERS = 16
+MAX_BLOCKS = tl.constexpr(tiling.MAX_BLOCKS)
 STACKED, POINTERS, TABLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ascend_kernels import support
-from ascend_kernels.residual_tiling import MAX_BLOCKS, MAX_DIM
-from ascend_kernels.tiling import MAX_TOKENS
+from ascend_kernels.residual_tiling import MAX_BLOCKS, MAX_DIM, MAX_ROWS
 
 
 def check_gpu(call: Any) -> str | None:
@@ -25,6 +24,7 @@ def _shape_refusal(call: Any) -> str | None:
         return f"takes up to {MAX_BLOCKS} blocks, got {blocks}"
     if shape[2] > MAX_DIM:
         return f"takes D up to {MAX_DIM}, got {shape[2]}"
-    if shape[0] * shape[1] > MAX_TOKENS:
-        return f"takes up to {MAX_TOKENS} tokens of all sequences, got {shape[0] * shape[1]}"
+    rows = blocks * shape[0] * shape[1]
+    if rows > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} rows of all blocks and sequences, got {rows}"
     return None

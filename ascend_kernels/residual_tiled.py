@@ -5,7 +5,7 @@
     products     dp and delta of tokens                       reads V and do
     gradients    dV and shares of t, likewise                 reads V and do
 
-So forward reads V twice, and backward V and do; all else is written once, and read once but for a few numbers per token.
+So forward reads V twice, and backward V and do; all else is written once and, but for a few numbers, read once.
 A program of `gradients` keeps to one run of features, whose share of t it sums over the tokens that it strides over.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ascend_kernels.residual_rows import load_kept, load_tile, load_weight, token_offset
+from ascend_kernels.residual_rows import MAX_BLOCKS, load_kept, load_tile, load_weight, token_offset
 
 SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "norm_dim", "num_work")
 """Run-time values that must not make builds of their own; strides and D may, for their alignment."""
@@ -185,30 +185,29 @@ def products_kernel(
     UNIT: tl.constexpr,
     BRANCHES: tl.constexpr,
 ) -> None:
+    """A run of features of do is read once, and with it those of all blocks, whose dp are a vector."""
     o_block = tl.arange(0, BLOCK_D)
+    o_row = tl.arange(0, MAX_BLOCKS)
     for i_token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
         p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride)
-        i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = tl.load(p_lse + i_token)
-        b_delta = 0.0
-        for i_block in range(0, num_blocks):
-            b_products = tl.zeros([1, BLOCK_D], dtype=tl.float32)
-            for i_dim in range(0, dim, BLOCK_D):
-                o_dim = i_dim + o_block
+        b_dp = tl.zeros([MAX_BLOCKS], dtype=tl.float32)
+        for i_dim in range(0, dim, BLOCK_D):
+            o_dim = i_dim + o_block
+            b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
+            for i_block in range(0, num_blocks):
                 b_x = load_tile(
                     i_block, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
                     p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
                     1, ADDRESS, UNIT, BRANCHES,
                 )  # fmt: skip
-                b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
-                b_products += b_x.to(tl.float32) * b_do[None, :]
-            o_row = i_block + tl.arange(0, 1)
-            b_alpha, _, _ = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
-            b_dp = tl.sum(b_products, 1)
-            tl.store(p_dp + i_kept + o_row, b_dp)
-            b_delta += tl.sum(b_alpha * b_dp, 0)
-        tl.store(p_delta + i_token, b_delta)
+                b_product = tl.sum(tl.sum(b_x.to(tl.float32) * b_do[None, :], 1), 0)
+                b_dp += tl.where(o_row == i_block, b_product, 0.0)
+        i_kept = tl.cast(i_token, tl.int64) * num_blocks
+        b_lse = tl.load(p_lse + i_token)
+        b_alpha, _, _ = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
+        tl.store(p_dp + i_kept + o_row, b_dp, mask=o_row < num_blocks)
+        tl.store(p_delta + i_token, tl.sum(b_alpha * b_dp, 0))
 
 
 @triton.jit(do_not_specialize=SIZES)

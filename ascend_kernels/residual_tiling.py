@@ -39,7 +39,9 @@ RULE_SHARE = 0.85
 ONE_TILE_ROWS = (4, 8)
 GPU_ROW = 8192
 MAX_BLOCKS = 64
-"""What the proofs cover; no kernel counts on it."""
+"""Of one call: what the proofs cover, a power of two."""
+MAX_ROWS = 1 << 30
+"""Rows of all tokens: a program counts its share of them, twice in backward, in int32."""
 MAX_DIM = 1 << 20
 """Features of a row, at most: offsets within it stay far inside int32."""
 
@@ -101,6 +103,7 @@ def one_tile_rows(dtype: torch.dtype, block_d: int, blocks: int) -> int:
     return 1
 
 
+@lru_cache
 def ascend_plan(
     *, backward: bool, dtype: torch.dtype, dim: int, blocks: int, tokens: int, listed: bool, device: Device
 ) -> Plan:
@@ -117,6 +120,7 @@ def ascend_plan(
     return Plan(block_d, rows, tiled, blocks <= rows, 1, programs, live, {})
 
 
+@lru_cache
 def gpu_plan(
     *,
     backward: bool,
@@ -169,7 +173,7 @@ def weights_plan(dim: int, device: Device | None) -> tuple[int, Plan]:
         device: None for an NVIDIA GPU.
     """
     if device is None:
-        return 64, Plan(64, 1, False, False, 1, -(-dim // 64), {}, {"num_warps": 4, "num_stages": 2})
+        return 128, Plan(32, 1, False, False, 1, -(-dim // 32), {}, {"num_warps": 4, "num_stages": 1})
     programs = min(-(-dim // WEIGHTS_BLOCK_D), device.cores * VECTOR_CORES, MAX_GRID)
     live = live_bytes(WEIGHTS, WEIGHTS_BLOCK_D, 1, 4)
     return WEIGHTS_PARTS, Plan(WEIGHTS_BLOCK_D, 1, False, False, 1, programs, live, {})

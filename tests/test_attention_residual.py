@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +18,17 @@ from torch import Tensor
 
 import dispatch
 from ascend_kernels import residual_reference
+from ascend_kernels import residual_tiling as tiling
+from ascend_kernels.device import DEVICES
+from ascend_kernels.launch import recording
 from dispatch import attention_residual
 from nsa import AttentionResidual
 from nsa.residual_calls import Blocks
-from tests.residual_cases import EPS, differentiated, make, oracle, through_the_public_op
+from tests.residual_cases import EPS, check, differentiated, make, oracle, through_the_public_op
 from tests.residual_loops import mix
+
+ROOT = Path(__file__).resolve().parents[1]
+INTERPRETED = "tests/interpreted_attention_residual.py"
 
 # The oracle
 
@@ -160,10 +171,10 @@ def test_compiles(layout: str, norm: bool) -> None:
     check_compiled("reference", layout=layout, norm=norm)
 
 
-def check_compiled(backend: str, **options: Any) -> None:
+def check_compiled(backend: str, blocks: int = 3, **options: Any) -> None:
     """Results and gradients of the eager call, in one graph."""
     torch._dynamo.reset()
-    case = make(6, 20, 3, **options)
+    case = make(6, 20, blocks, **options)
 
     def run(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None) -> Tensor:
         return attention_residual(blocks, w_query * 2, w_norm, EPS, backend=backend) + 1
@@ -188,3 +199,242 @@ def test_operators_keep_pytorchs_rules(layout: str, norm: bool) -> None:
 def refusal(backend: str, device: str, dtype: torch.dtype = torch.float16, **options: Any) -> str | None:
     call = dispatch.Call("attention_residual", device, dtype, options=options)
     return {verdict.impl.backend: verdict.reason for verdict in dispatch.explain(call)}[backend]
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert refusal("triton", "cuda") is None
+    assert refusal("triton", "cuda", blocks=64, shape=(1, 70000, 8192)) is None
+    assert refusal("triton", "cuda", torch.float64) == "takes float16, bfloat16 and float32, got float64"
+    assert refusal("triton", "cuda", blocks=65) == "takes up to 64 blocks, got 65"
+    assert refusal("triton", "cuda", shape=(1, 1, 1 << 21)) == "takes D up to 1048576, got 2097152"
+    many = {"blocks": 16, "shape": (2, (1 << 25) + 1, 8)}
+    assert (
+        refusal("triton", "cuda", **many) == "takes up to 1073741824 rows of all blocks and sequences, got 1073741856"
+    )
+    assert refusal("triton", "npu") == "runs on CUDA devices, got npu"
+    assert refusal("ascend", "cuda") == "runs on Ascend NPUs, got cuda"
+    assert "no Ascend NPU is visible" in str(refusal("ascend", "npu"))
+    assert "only when named" in str(refusal("reference", "cuda"))
+    assert refusal("reference", "cpu", torch.float64, blocks=100) is None
+    monkeypatch.setattr("ascend_kernels.support.find_spec", lambda _: None)
+    assert refusal("triton", "cuda") == "triton is not installed: pip install triton"
+
+
+# Tiles and launches
+
+
+def test_the_rule_of_tiles() -> None:
+    """As the seed measured for 192 KiB; what of it changes with the UB."""
+    a2, large = 192 << 10, 256 << 10
+    for backward in (False, True):
+        assert [tiling.get_optimal_block_d(dim, backward, a2) for dim in (1, 15, 123, 1024)] == [1, 16, 128, 1024]
+        assert [tiling.get_optimal_block_d(dim, backward, a2) for dim in (1025, 2048, 4096, 8192)] == [2048] * 4
+    assert [tiling.get_optimal_block_d(8192, backward, large) for backward in (False, True)] == [4096, 2048]
+
+
+def test_planner_on_random_shapes() -> None:
+    """10,000 shapes: tiles are among the specialisations and fit the UB, grids are small, every row is taken."""
+    known = set(tiling.specialisations())
+    assert len(known) <= 80
+    draw = random.Random(0)
+    for _ in range(10_000):
+        backward, listed = draw.random() < 0.5, draw.random() < 0.5
+        dtype, device = draw.choice(tiling.DTYPES), draw.choice(list(DEVICES.values()))
+        dim, blocks = 16 * max(1, int(2 ** draw.uniform(0, 16))), draw.randint(1, 64)
+        shape = {"dim": dim, "blocks": blocks, "tokens": int(2 ** draw.uniform(0, 24))}
+        plan = tiling.ascend_plan(backward=backward, dtype=dtype, listed=listed, device=device, **shape)
+        kernels = (("products", "gradients") if backward else ("scores", "mix")) if plan.tiled else ()
+        for kernel in kernels or ("backward" if backward else "forward",):
+            assert (kernel, dtype, plan.block_d, plan.rows) in known
+        assert plan.tiled == (plan.block_d < dim)
+        assert plan.one_tile == (blocks <= plan.rows)
+        assert plan.live_bytes["UB"] <= 0.85 * device.ub
+        assert 1 <= plan.programs <= min(65535, 2 * device.cores, shape["tokens"])
+        parts, weights = tiling.weights_plan(dim, device)
+        assert ("weights", torch.float32, weights.block_d, 1) in known
+        assert parts == tiling.WEIGHTS_PARTS
+        assert weights.live_bytes["UB"] <= 0.85 * device.ub
+        gpu = tiling.gpu_plan(backward=backward, dtype=dtype, cores=132, **shape)
+        assert gpu.tiled == (gpu.block_d < dim)
+        assert gpu.tiled or gpu.rows * gpu.block_d // (32 * gpu.options["num_warps"]) <= 32
+        assert gpu.one_tile == (blocks <= gpu.rows)
+        if backward:
+            shares, values = 4 * gpu.programs, shape["tokens"] * blocks * dtype.itemsize
+            assert gpu.programs <= 132 or 32 * shares <= values
+
+
+def test_overrides_of_the_gpus_plan() -> None:
+    shape = {"backward": False, "dtype": torch.bfloat16, "dim": 4096, "blocks": 8, "tokens": 4096, "cores": 132}
+    plan = tiling.gpu_plan(**shape, rows=4, num_warps=16, stages=2, programs_per_core=1, maxnreg=96)
+    assert (plan.rows, plan.stages, plan.programs) == (4, 2, 132)
+    assert (plan.options["num_warps"], plan.options["maxnreg"]) == (16, 96)
+
+
+NAMES = ["forward_kernel", "backward_kernel", "weights_kernel"]
+TILED = ["scores_kernel", "mix_kernel", "products_kernel", "gradients_kernel", "weights_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "blocks", "layout", "names"),
+    [
+        (2048, 8, "stacked", NAMES),
+        (2048, 16, "list", NAMES),
+        (2048, 20, "list", ["table_kernel", "table_kernel", *NAMES[:1], "table_kernel", "table_kernel", *NAMES[1:]]),
+        (4096, 8, "stacked", TILED),
+    ],
+)
+def test_launches_that_an_npu_would_be_given(dim: int, blocks: int, layout: str, names: list[str]) -> None:
+    case = make(70000 // dim, dim, blocks, layout=layout, dtype=torch.bfloat16)
+    with recording(run=False) as launches:
+        through_the_public_op(case, "ascend")
+    assert [one.kernel.__name__ for one in launches] == names
+    for one in launches:
+        assert set(one.arguments) | set(one.constants) == set(one.kernel.arg_names)
+        assert math.prod(one.grid) <= 40
+
+
+def test_one_launch_takes_any_number_of_tokens() -> None:
+    case = make(70000, 16, 2)
+    with recording(run=False) as launches:
+        through_the_public_op(case, "ascend")
+    assert [(one.kernel.__name__, one.grid) for one in launches] == list(zip(NAMES, [(40,), (40,), (1,)], strict=True))
+
+
+@pytest.mark.parametrize(
+    "part", ["test_blocks", "test_features", "test_layouts", "not (blocks or features or layouts)"]
+)
+def test_interpreted(part: str) -> None:
+    """In a process where Triton interprets: interpreted_attention_residual.py."""
+    done = subprocess.run(
+        [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"), "-k", part, INTERPRETED],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# On a GPU
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+
+
+@pytest.mark.cuda
+@DTYPES
+@pytest.mark.parametrize("dim", [1, 15, 16, 17, 123, 1025, 4096, 8192, 9000])
+@pytest.mark.parametrize("blocks", [1, 3, 8, 33, 64])
+def test_shapes_on_a_gpu(blocks: int, dim: int, dtype: torch.dtype) -> None:
+    check("triton", 37, dim, blocks, through_the_public_op, dtype=dtype, batch=3, device="cuda")
+
+
+@pytest.mark.cuda
+@DTYPES
+@pytest.mark.parametrize("shape", [(4, 2, 64, 4096), (8, 2, 64, 4096), (4, 2, 64, 8192), (3, 5, 37, 123)], ids=str)
+def test_the_seeds_shapes_on_a_gpu(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    blocks, batch, tokens, dim = shape
+    check("triton", tokens, dim, blocks, through_the_public_op, dtype=dtype, batch=batch, device="cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["list", "slices", "token-major", "strided"])
+@pytest.mark.parametrize("dim", [123, 1024, 4096])
+@pytest.mark.parametrize("blocks", [1, 5, 16, 17, 64])
+def test_layouts_on_a_gpu(blocks: int, dim: int, layout: str) -> None:
+    options: dict[str, Any] = {"layout": layout, "dtype": torch.bfloat16, "weight_dtype": torch.float32}
+    check("triton", 200, dim, blocks, through_the_public_op, batch=2, norm=dim != 123, device="cuda", **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+def test_many_tokens_on_a_gpu(layout: str) -> None:
+    """More tokens than a grid on an NPU may have programs, and strides over them forward and backward."""
+    with recording(run=True) as launches:
+        check(
+            "triton", 35000, 64, 4, through_the_public_op, dtype=torch.bfloat16, batch=2, layout=layout, device="cuda"
+        )
+    assert [one.kernel.fn.__name__ for one in launches] == NAMES
+    assert all(one.grid[0] < 65535 for one in launches)
+
+
+@pytest.mark.cuda
+def test_offsets_beyond_32_bits_on_a_gpu() -> None:
+    """The last block starts after 2^31 elements: it must be what the others are, and its gradient too."""
+    tokens, dim = 70000, 4096
+    blocks = torch.empty(9, 1, tokens, dim, dtype=torch.bfloat16, device="cuda").normal_()
+    blocks[8] = blocks[0]
+    assert blocks[8].storage_offset() > 1 << 31
+    w = torch.full((dim,), 1e-2, device="cuda", requires_grad=True)
+    blocks.requires_grad_()
+    out = attention_residual(blocks, w, backend="triton")
+    gradient, _ = torch.autograd.grad(out, (blocks, w), torch.ones_like(out))
+    assert torch.equal(gradient[8], gradient[0])
+    some = [0, 1, 34999, 69999]
+    part = blocks[:, :, some].detach().double().requires_grad_()
+    expected = oracle()(part, w.double(), None)
+    torch.testing.assert_close(out[:, some].double(), expected, atol=2e-2, rtol=1e-2)
+    (exact,) = torch.autograd.grad(expected, part, torch.ones_like(expected))
+    torch.testing.assert_close(gradient[:, :, some].double(), exact, atol=1e-2, rtol=2e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("layout", "blocks"), [("stacked", 8), ("list", 8), ("list", 20)])
+def test_memory_on_a_gpu(layout: str, blocks: int) -> None:
+    """Nothing of V's size but V and its gradient: lists are not stacked, shares of t are few."""
+    case = make(1024, 4096, blocks, layout=layout, dtype=torch.bfloat16, device="cuda")
+    size = 1024 * 4096 * 2
+    through_the_public_op(case, "triton")
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = through_the_public_op(case, "triton")
+    peak = torch.cuda.max_memory_allocated() - held
+    assert len(results) == 1 + len(case.leaves)
+    shares = max(132 * 4096 * 4, blocks * size // 32)
+    assert peak <= (blocks + 1) * size + shares + (1 << 20)  # dV, out, and what is small
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+@pytest.mark.parametrize("blocks", [8, 20])
+def test_bitwise_and_in_a_graph_on_a_gpu(blocks: int, layout: str) -> None:
+    """Every run gives the same bits, a replayed CUDA graph too, which reads what the tensors hold by then."""
+    case = make(1000, 1024, blocks, layout=layout, dtype=torch.bfloat16, device="cuda")
+    first = through_the_public_op(case, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, through_the_public_op(case, "triton"), strict=True))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        through_the_public_op(case, "triton")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = through_the_public_op(case, "triton")
+    with torch.no_grad():
+        for leaf in case.leaves:
+            leaf.mul_(0.5)
+    graph.replay()
+    expected = through_the_public_op(case, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    assert not torch.equal(captured[0], first[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("layout", "blocks"), [("stacked", 5), ("list", 5), ("list", 20)])
+def test_compiles_on_a_gpu(layout: str, blocks: int) -> None:
+    check_compiled("triton", layout=layout, blocks=blocks, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.cuda
+def test_autocast_on_a_gpu() -> None:
+    """Blocks in 16 bits and a layer in fp32, as autocast leaves them; nothing of the op is cast."""
+    layer = AttentionResidual(256).cuda()
+    torch.nn.init.normal_(layer.w_query)
+    blocks = [torch.randn(2, 50, 256, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = layer(blocks)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, layer(blocks))
