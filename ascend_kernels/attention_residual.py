@@ -17,8 +17,8 @@ them are one tile. It sums its share of t in registers, and `weights` adds the s
 same bits in every run on one device with one number of programs. Everything is fp32 from load to store.
 Longer rows take the kernels of residual_tiled.py.
 
-Forward keeps 2 L + 1 fp32 numbers per token: score, rstd, and the softmax's log-sum-exp, of which alpha is
-exp(score - lse).
+Forward keeps 2 L + 1 fp32 numbers per token: rstd, and alpha as what it is computed from, score and the softmax's
+log-sum-exp, alpha = exp(score - lse): a running softmax has no alpha before its last row, and dx takes the score too.
 
 Floor, in elements of the blocks' dtype. Forward reads V, T L D, and writes out, T D. Backward reads V and do and writes
 dV, T (2 L + 1) D. The rest is small: fp32, 2 L + 1 per token, and D per program.
@@ -51,6 +51,7 @@ from ascend_kernels.residual_rows import (
     POINTERS,
     STACKED,
     TABLE,
+    WIDE,
     load_kept,
     load_tile,
     load_weight,
@@ -312,7 +313,7 @@ def forward(
         given |= {**_parts(kept, blocks), "p_out": out, "eps": float(eps)}
         for kernel in ("scores", "mix") if plan.tiled else ("forward",):
             _launch(kernel, plan, plan.grid, given, constants)
-    return out[..., :dim], kept
+    return (out if wide == dim else out[..., :dim]), kept
 
 
 def kept_like(blocks: Tensor | Sequence[Tensor]) -> Tensor:
@@ -366,7 +367,7 @@ def backward(
         partials = kept.new_empty((plan.programs, wide))
         _launch("backward", plan, plan.grid, given | {"p_partials": partials}, constants)
     dweights = _dweights(partials, given, w_query, w_norm, backend)
-    return dblocks[..., :dim], *dweights
+    return (dblocks if wide == dim else dblocks[..., :dim]), *dweights
 
 
 def _dweights(
@@ -467,7 +468,7 @@ def _table(members: list[Tensor], on_npu: bool) -> tuple[Tensor, Tensor, int]:
     table = torch.empty(len(members), dtype=torch.int64, device=base.device)
     for start in range(0, len(members), MAX_POINTERS):
         piece = [offset // unit for offset in offsets[start : start + MAX_POINTERS]]
-        padded = piece + [0] * (MAX_POINTERS - len(piece))
+        padded = [WIDE.value + offset for offset in piece + [0] * (MAX_POINTERS - len(piece))]
         given = {"p_table": table[start:], "num_offsets": len(piece), **dict(zip(OFFSETS, padded, strict=True))}
         launch(table_kernel, (1,), given, {})
     if len({member.untyped_storage().data_ptr() for member in members}) == 1:  # as a whole, if there is one

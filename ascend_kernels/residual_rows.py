@@ -148,6 +148,8 @@ def load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse):
     return tl.where(there, tl.exp(b_score - b_lse), 0.0), b_score, b_rstd
 
 
+WIDE = tl.constexpr(1 << 40)
+"""Added to every offset that a launch is given: all take 64 bits then, and one build takes all."""
 OFFSETS = tuple(f"offset_{i}" for i in range(MAX_POINTERS))
 
 
@@ -159,34 +161,34 @@ def table_kernel(
 ):  # fmt: skip
     """Write a piece of a table: what a launch is given is part of a CUDA graph, what a copy reads is not."""
     if num_offsets > 0:
-        tl.store(p_table, tl.cast(offset_0, tl.int64))
+        tl.store(p_table, offset_0 - WIDE)
     if num_offsets > 1:
-        tl.store(p_table + 1, tl.cast(offset_1, tl.int64))
+        tl.store(p_table + 1, offset_1 - WIDE)
     if num_offsets > 2:
-        tl.store(p_table + 2, tl.cast(offset_2, tl.int64))
+        tl.store(p_table + 2, offset_2 - WIDE)
     if num_offsets > 3:
-        tl.store(p_table + 3, tl.cast(offset_3, tl.int64))
+        tl.store(p_table + 3, offset_3 - WIDE)
     if num_offsets > 4:
-        tl.store(p_table + 4, tl.cast(offset_4, tl.int64))
+        tl.store(p_table + 4, offset_4 - WIDE)
     if num_offsets > 5:
-        tl.store(p_table + 5, tl.cast(offset_5, tl.int64))
+        tl.store(p_table + 5, offset_5 - WIDE)
     if num_offsets > 6:
-        tl.store(p_table + 6, tl.cast(offset_6, tl.int64))
+        tl.store(p_table + 6, offset_6 - WIDE)
     if num_offsets > 7:
-        tl.store(p_table + 7, tl.cast(offset_7, tl.int64))
+        tl.store(p_table + 7, offset_7 - WIDE)
     if num_offsets > 8:
-        tl.store(p_table + 8, tl.cast(offset_8, tl.int64))
+        tl.store(p_table + 8, offset_8 - WIDE)
     if num_offsets > 9:
-        tl.store(p_table + 9, tl.cast(offset_9, tl.int64))
+        tl.store(p_table + 9, offset_9 - WIDE)
     if num_offsets > 10:
-        tl.store(p_table + 10, tl.cast(offset_10, tl.int64))
+        tl.store(p_table + 10, offset_10 - WIDE)
     if num_offsets > 11:
-        tl.store(p_table + 11, tl.cast(offset_11, tl.int64))
+        tl.store(p_table + 11, offset_11 - WIDE)
     if num_offsets > 12:
-        tl.store(p_table + 12, tl.cast(offset_12, tl.int64))
+        tl.store(p_table + 12, offset_12 - WIDE)
     if num_offsets > 13:
-        tl.store(p_table + 13, tl.cast(offset_13, tl.int64))
+        tl.store(p_table + 13, offset_13 - WIDE)
     if num_offsets > 14:
-        tl.store(p_table + 14, tl.cast(offset_14, tl.int64))
+        tl.store(p_table + 14, offset_14 - WIDE)
     if num_offsets > 15:
-        tl.store(p_table + 15, tl.cast(offset_15, tl.int64))
+        tl.store(p_table + 15, offset_15 - WIDE)
