@@ -58,7 +58,7 @@ from ascend_kernels.residual_rows import (
     table_kernel,
     token_offset,
 )
-from ascend_kernels.rows import rows_contiguous
+from ascend_kernels.rows import features_of, is_readable, readable, readable_copy
 
 POINTER_NAMES = tuple(f"p_{i}" for i in range(MAX_POINTERS))
 SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "norm_dim", "num_partials")
@@ -304,11 +304,11 @@ def forward(
     """
     first = _first(blocks)
     *lead, dim = first.shape[-3:]
-    wide = _padded_dim(dim, backend)
+    wide = features_of(dim, backend)
     out = first.new_empty((*lead, wide))
     kept = kept_like(blocks)
     if out.numel():
-        given, constants = _rows(blocks, w_query, w_norm, wide, backend)
+        given, constants = _rows(blocks, w_query, w_norm, backend)
         plan = _plan(blocks, wide, backend, backward=False, **overrides)
         given |= {**_parts(kept, blocks), "p_out": out, "eps": float(eps)}
         for kernel in ("scores", "mix") if plan.tiled else ("forward",):
@@ -340,14 +340,14 @@ def backward(
     """
     first = _first(blocks)
     *lead, dim = first.shape[-3:]
-    wide = _padded_dim(dim, backend)
+    wide = features_of(dim, backend)
     dblocks = first.new_empty((len(blocks), *lead, wide))
     if dblocks.numel() == 0:
         return dblocks[..., :dim], torch.zeros_like(w_query), None if w_norm is None else torch.zeros_like(w_norm)
     tokens = dblocks[0].numel() // wide
-    given, constants = _rows(blocks, w_query, w_norm, wide, backend)
+    given, constants = _rows(blocks, w_query, w_norm, backend)
     plan = _plan(blocks, wide, backend, backward=True, **overrides)
-    do = _padded(rows_contiguous(do), wide)
+    do = readable(do, backend)
     given |= {
         **_parts(kept, blocks),
         "p_do": do,
@@ -397,14 +397,6 @@ def _aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
-def _padded_dim(dim: int, backend: str) -> int:
-    return -(-dim // tiling.ALIGNMENT) * tiling.ALIGNMENT if backend == "ascend" else dim
-
-
-def _padded(tensor: Tensor, dim: int) -> Tensor:
-    return tensor if tensor.shape[-1] == dim else torch.nn.functional.pad(tensor, (0, dim - tensor.shape[-1]))
-
-
 def _parts(kept: Tensor, blocks: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
     first = _first(blocks)
     start = _aligned(first.shape[-3] * first.shape[-2] * len(blocks))
@@ -412,20 +404,23 @@ def _parts(kept: Tensor, blocks: Tensor | Sequence[Tensor]) -> dict[str, Tensor]
 
 
 def _rows(
-    blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, dim: int, backend: str
+    blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, backend: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What every kernel is given: pointers, strides and sizes; and how it addresses blocks."""
     first = _first(blocks)
     on_npu = backend == "ascend"
-    weights = [_padded(weight.float() if on_npu else weight, dim) for weight in (w_query, w_norm) if weight is not None]
+    weights = [weight for weight in (w_query, w_norm) if weight is not None]
+    weights = [readable(weight.float() if on_npu else weight, backend) for weight in weights]
     constants: dict[str, Any] = {"ADDRESS": STACKED.value, "UNIT": 1, "BRANCHES": on_npu}
     pointers: dict[str, Any] = dict.fromkeys(POINTER_NAMES)
     table, members = weights[0], []
     if isinstance(blocks, Tensor):
-        rows = _padded(rows_contiguous(blocks), dim)
+        rows = readable(blocks, backend)
         pointers["p_0"], block_stride = rows, rows.stride(0)
     else:
-        members = [_padded(rows_contiguous(block), dim) for block in blocks]
+        members = list(blocks)
+        if not all(is_readable(block, backend) for block in blocks):  # copies of all have the same strides again
+            members = [readable_copy(block, backend) for block in blocks]
         rows, block_stride = members[0], 0
         if len(members) <= MAX_POINTERS:
             constants["ADDRESS"] = POINTERS.value
@@ -443,8 +438,8 @@ def _rows(
         "num_tokens": first.shape[-3] * first.shape[-2],
         "num_blocks": len(blocks),
         "tokens_per_batch": first.shape[-2],
-        "dim": dim,
-        "norm_dim": 0 if w_norm is None else dim,
+        "dim": rows.shape[-1],
+        "norm_dim": 0 if w_norm is None else rows.shape[-1],
         "inverse_dim": 1.0 / first.shape[-1],
         "block_stride": block_stride,
         "batch_stride": rows.stride(-3),

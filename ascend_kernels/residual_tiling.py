@@ -30,8 +30,6 @@ from ascend_kernels.tiling import DTYPES, MAX_GRID, VECTOR_CORES
 PLAIN = ("forward", "backward")
 TILED = ("scores", "mix", "products", "gradients")
 WEIGHTS = "weights"
-ALIGNMENT = 16
-"""Features that rows on an NPU are padded to multiples of."""
 MIN_BLOCK_D = 256
 """Features of a tile on Ascend, at least: shorter rows take the same builds, of which there are to be few."""
 FP32_PER_FEATURE = {"forward": 12, "backward": 16}

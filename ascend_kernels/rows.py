@@ -146,12 +146,15 @@ def is_readable(tensor: Tensor, backend: str) -> bool:
 
 
 def readable(tensor: Tensor, backend: str) -> Tensor:
-    """The tensor, or a contiguous copy that kernels take, for NPUs with zeros as further features.
+    """The tensor, or a copy that kernels take."""
+    return tensor if is_readable(tensor, backend) else readable_copy(tensor, backend)
+
+
+def readable_copy(tensor: Tensor, backend: str) -> Tensor:
+    """A contiguous copy that kernels take, for NPUs with zeros as further features.
 
     They change no result: products with them are 0, and results of their own, 0 too, are cut off by `without_padding`.
     """
-    if is_readable(tensor, backend):
-        return tensor
     if backend != "ascend":
         return tensor.contiguous()
     dim = tensor.shape[-1]

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 BITS = {"f64": 64, "f32": 32, "f16": 16, "bf16": 16, "i64": 64, "i32": 32, "i16": 16, "i8": 8, "i1": 8}
-TENSOR = re.compile(r"(?:tensor|memref)<((?:\d+x)+)(\w+)>")
+TENSOR = re.compile(r"(?:tensor|memref)<((?:\d+x)*)(\w+)>")
 NAME = re.compile(r"%\w+(?:#\d+)?")
 FREE = ("tensor.empty", "linalg.fill", "linalg.broadcast")
 LOADED = "bufferization.to_tensor"

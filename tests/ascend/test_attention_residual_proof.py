@@ -105,12 +105,11 @@ def gate(launches: Sequence[Launch]) -> None:
 
 def executed(case: Case, backend: str) -> tuple[Tensor, ...]:
     """The result and gradients of the public op, whose launches run from their Linalg, forward and backward."""
-
-    def op(*leaves: Tensor) -> Tensor:
-        return attention_residual(*case.inputs(leaves), EPS, backend=backend)
-
-    out = proof.executed(op, *case.leaves, gate=gate)
-    return (out.detach(), *torch.autograd.grad(out, case.leaves, case.do))
+    with proof.executing() as launches:
+        out = attention_residual(*case.inputs(case.leaves), EPS, backend=backend)
+        gradients = torch.autograd.grad(out, case.leaves, case.do)
+    gate(launches)
+    return (out.detach(), *gradients)
 
 
 @pytest.mark.ascend
