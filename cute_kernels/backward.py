@@ -136,7 +136,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
     else:
         tiles, entries = sizes(q.shape[0], inputs.cu_seqlens.shape[0] - 1, tile, config.stride)
         batch, rows = 1, tiles * tile
-    if inputs.k_cmp is not None:
+    if inputs.k_cmp is not None and inputs.cu_seqlens is None:
         entries = inputs.k_cmp.shape[1]
 
     def like(*shape: Any, dtype: torch.dtype = q.dtype) -> Tensor:
@@ -213,7 +213,7 @@ class _Results:
     """Gradients of a call, filled in by passes over its heads."""
 
     def __init__(self, call: Call) -> None:
-        inputs = call.inputs
+        inputs, self.documents = call.inputs, call.plan.documents
         self.gradients: dict[str, Tensor] = {}
         for name in DIFFERENTIABLE:
             tensor = getattr(inputs, name)
@@ -228,8 +228,14 @@ class _Results:
     def finish(self) -> None:
         """Round the gradients of compressed keys and values that were given."""
         for name, entries in zip(("k_cmp", "v_cmp"), self.entries, strict=True):
-            if name in self.gradients:
+            if name not in self.gradients:
+                continue
+            if self.documents is None:
                 self.gradients[name] = entries.to(self.gradients[name].dtype)
+            else:
+                packed = self.documents.without_gaps(entries[0])
+                count = min(len(packed), len(self.gradients[name]))  # those behind all entries have none
+                self.gradients[name][:count] = packed[:count]
 
 
 def _differentiate(

@@ -107,8 +107,23 @@ class Documents:
         first = self.bounds[PUBLIC_ENTRY]
         document = torch.searchsorted(first[1:], places, right=True)  # B for unused places
         used = document < self.bounds.shape[1] - 1
-        aligned = torch.where(used, self.bounds[ENTRY][document] + places - first[document], 0)
-        return entries.index_select(0, aligned).masked_fill(~used.view(-1, *[1] * (entries.dim() - 1)), 0)
+        return _pick(entries, self.bounds[ENTRY][document] + places - first[document], used)
+
+    def with_gaps(self, entries: Tensor) -> Tensor:
+        """Entries document after document `[at least all,...]` as aligned ones `[num_entries,...]`, zeros between."""
+        places = torch.arange(self.num_entries, dtype=torch.int32, device=entries.device)
+        aligned, packed = self.bounds[ENTRY], self.bounds[PUBLIC_ENTRY]
+        document = torch.searchsorted(aligned[1:], places, right=True).clamp(max=self.bounds.shape[1] - 2)
+        before = places - aligned[document]
+        return _pick(entries, packed[document] + before, before < packed[document + 1] - packed[document])
+
+
+def _pick(entries: Tensor, places: Tensor, used: Tensor) -> Tensor:
+    """The entries at these places, zeros where none is used."""
+    if entries.shape[0] == 0:
+        return entries.new_zeros((len(places), *entries.shape[1:]))
+    picked = entries.index_select(0, torch.where(used, places, 0))
+    return picked.masked_fill(~used.view(-1, *[1] * (entries.dim() - 1)), 0)
 
 
 @cute.jit

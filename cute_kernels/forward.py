@@ -264,7 +264,9 @@ def _packed_aux(
 def compress(inputs: Any, config: Any, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
     """Compressed keys and values `[B,entries,H_kv,D]`, of documents aligned ones."""
     if inputs.k_cmp is not None:
-        return inputs.k_cmp, inputs.v_cmp
+        if documents is None:
+            return inputs.k_cmp, inputs.v_cmp
+        return documents.with_gaps(inputs.k_cmp)[None], documents.with_gaps(inputs.v_cmp)[None]
     length, stride, dtype = config.compress_block_size, config.stride, inputs.q.dtype
     weights = (inputs.w_k_compress, inputs.w_v_compress)
     if weights == (None, None):

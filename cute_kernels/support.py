@@ -159,10 +159,6 @@ def _refusal_of_documents(inputs: Any, config: Any) -> str | None:
             f"takes cu_seqlens with q_tile_size in multiples of select_block_size only, got {config.q_tile_size} "
             f"and {config.select_size}"
         )
-    if inputs.k_cmp is not None:
-        return "takes k_cmp and v_cmp without cu_seqlens only so far, got both"
-    if config.compress != "mean":
-        return f"takes cu_seqlens with compress='mean' only so far, got {config.compress!r}"
     tokens, docs = inputs.q.shape[0], inputs.cu_seqlens.shape[0] - 1
     if docs == 0:
         return "takes at least one document, got cu_seqlens of shape [1]"
