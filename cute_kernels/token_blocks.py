@@ -7,9 +7,9 @@
 (equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). A CTA holds the queries of `tokens` tokens and
 G heads in shared memory and walks over the compressed keys, ENTRIES at a time. S^T = K Q^T on mma.sync, because it
 puts what is used over and over on the left: a warp keeps its keys in registers while all heads of all tokens pass by.
-The probabilities of the heads add up in the registers of S^T, in the order of the heads; only their sums, of 8 or 16
-tokens, go to shared memory, where one warp pools those of a token to block scores and merges what beats the token's k-th
-best into its list (best_blocks.py). Masked entries become 0 after the sum, so what they hold reaches nothing.
+The probabilities of the heads add up in registers, in the order of the heads; only their sums, of 8 or 16 tokens, go to
+shared memory, where one warp pools those of a token to block scores and merges what beats the token's k-th best into its
+list (best_blocks.py). Masked entries become 0 after the sum, so what they hold reaches nothing.
 
 The next keys are fetched while the heads pass by: once a warp has its keys, their shared memory is free.
 
@@ -17,7 +17,9 @@ Packed documents: tokens and entries lie aligned (documents.py), T a multiple of
 one document; entries and blocks count from its beginning. Rows behind a document's end choose nothing.
 
 Near ties: scores are fp32 sums in a fixed order, the same bits in every run. Against exact ones they are off by at most
-a fraction `score_error` of themselves, so a chosen set may differ only where scores differ by less than twice that.
+a fraction 2^-23 ((D/8 + 4) A + 4 |lse| + G + 8) of themselves, A = the largest scale |q| |k_cmp| and |lse| of the token's
+heads: products summed in D/16 steps, units of log 2, exponential, sums. A chosen set may differ only where scores differ
+by less than twice that.
 
 Floor: 2 D FLOPs and one exponential for each visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP,
 3.7 ms at the 600 TFLOP/s that mma.sync reaches on an H200, and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at the
@@ -28,7 +30,6 @@ Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= 
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -323,9 +324,7 @@ class TokenBlocks:
             )
 
     @cute.jit
-    def _load_keys(
-        self, mK: cute.Tensor, sK: cute.Tensor, entries: Int32, batch: Int32, kv_head: Int32, step: Int32
-    ):
+    def _load_keys(self, mK: cute.Tensor, sK: cute.Tensor, entries: Int32, batch: Int32, kv_head: Int32, step: Int32):
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
         first = step * self.per_step * self.ratio - self.before
@@ -374,9 +373,10 @@ class TokenBlocks:
         self, total: cute.Tensor, sScore: cute.Tensor, coordinates: cute.Tensor, sRow: cute.Tensor, first_entry: Int32
     ):
         """Sums over the heads, 0 where an entry is not visible."""
+        limits = [sRow[coordinates[i][1], LIMIT] for i in range(2)]  # a thread has two tokens, one beside the other
         for i in range_constexpr(cute.size(total)):
             entry, row = coordinates[i]
-            visible = (first_entry + entry >= 0) & (first_entry + entry < sRow[row, LIMIT])
+            visible = (first_entry + entry >= 0) & (first_entry + entry < limits[i % 2])
             sScore[row, entry % self.ratio, entry // self.ratio] = total[i] if visible else Float32(0.0)
 
     # Scores of blocks
@@ -413,7 +413,93 @@ def _compiled(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: 
         bounds,
         tiles,
         Float32(0.0),
-        Int32(0),
-        Int32(0),
-        Int32(0),
+        *[Int32(0)] * 3,
     )
+
+
+def token_blocks(
+    q: Tensor, k_cmp: Tensor, lse_cmp: Tensor, config: Any, *, start: int = 0, documents: Documents | None = None
+) -> Tensor:
+    """Choose blocks for each token (steps 3 and 4 of docs/semantics.md in token mode).
+
+    Args:
+        q: `[B,N,H,D]`, bf16 or fp16, queries of consecutive tokens; with documents their aligned rows.
+        k_cmp: `[B,entries,H_kv,D]` in q's dtype; with documents aligned entries.
+        lse_cmp: fp32 `[B,H,N]`, natural log, of attention to the visible entries; -inf where there are none.
+        config: with the fields of nsa.config.NSAConfig; only selection, sizes and softmax_scale are read.
+        start: position of q's first token.
+        documents: what the rows and entries of a pack are, instead of `start`; T a multiple of the tokens of a CTA.
+
+    Returns:
+        int32 `[B,H_kv,N,k]`, ascending, padded with -1; with documents -1 in rows that are no token's.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    blocks = Blocks(
+        config.compress_block_size,
+        config.stride,
+        config.select_size,
+        config.num_selected_blocks,
+        init=config.num_init_blocks,
+        local=config.num_local_blocks,
+    )
+    _check(q, k_cmp, lse_cmp, config, blocks, documents, start)
+    batch, rows, heads, dim = q.shape
+    shape = (batch, k_cmp.shape[2], rows, blocks.count)
+    bounds, tiles, tile = None, None, 0
+    if documents is None:
+        indices = torch.empty(shape, dtype=torch.int32, device=q.device)
+    else:
+        indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
+        bounds, tiles, tile = documents.bounds, documents.tiles, documents.tile
+    if indices.numel() > 0:
+        run = _compiled(q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None).run
+        lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
+        scale = config.scale(dim) * LOG2_E
+        run(vectorizable(q), vectorizable(k_cmp), lse_cmp, indices, bounds, tiles, scale, start + rows, start, tile)
+    return indices
+
+
+def _check(
+    q: Tensor, k_cmp: Tensor, lse_cmp: Tensor, config: Any, blocks: Blocks, documents: Documents | None, start: int
+) -> None:
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"q must be bfloat16 or float16, got {q.dtype}")
+    for name, tensor, dtype in (("k_cmp", k_cmp, q.dtype), ("lse_cmp", lse_cmp, torch.float32)):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if q.dim() != 4 or q.shape[3] not in DIMS:
+        raise ValueError(f"q must be [B, N, H, D] with D in {DIMS}, got {list(q.shape)}")
+    batch, rows, heads, dim = q.shape
+    if k_cmp.dim() != 4 or (k_cmp.shape[0], k_cmp.shape[3]) != (batch, dim):
+        raise ValueError(f"k_cmp must be [{batch}, entries, H_kv, {dim}], got {list(k_cmp.shape)}")
+    kv_heads = k_cmp.shape[2]
+    if kv_heads == 0 or heads % kv_heads or not 1 <= heads // kv_heads <= MAX_GROUP:
+        raise ValueError(f"q must have 1 to {MAX_GROUP} heads for each of k_cmp's {kv_heads}, got {heads}")
+    if lse_cmp.shape != (batch, heads, rows):
+        raise ValueError(f"lse_cmp must be {[batch, heads, rows]}, got {list(lse_cmp.shape)}")
+    if not config.causal:
+        raise ValueError("config must have causal=True, got causal=False")
+    length, stride, size = blocks.length, blocks.stride, blocks.size
+    if length % stride or size % stride:
+        raise ValueError(
+            f"config must have a compress_stride that divides compress_block_size and select_block_size, got {stride}, "
+            f"{length} and {size}"
+        )
+    if len(overlap_weights(blocks)) > ENTRIES:
+        raise ValueError(
+            f"config must have l'/d + l/d - 1 <= {ENTRIES}, got compress_block_size={length}, "
+            f"compress_stride={stride}, select_block_size={size}"
+        )
+    tiling = choose_tiling(dim, heads // kv_heads, blocks)
+    if tiling is None:
+        raise ValueError(
+            f"config must have num_selected_blocks that fit in shared memory, got {blocks.count} with D={dim} and "
+            f"{heads // kv_heads} heads a group"
+        )
+    if documents is not None and (batch != 1 or start != 0 or documents.tile % tiling.tokens):
+        raise ValueError(
+            f"documents need B=1, start=0 and a tile that is a multiple of {tiling.tokens}, got {batch}, {start} and "
+            f"{documents.tile}"
+        )
