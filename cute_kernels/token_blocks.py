@@ -4,22 +4,24 @@
     score[i, b]     = sum_j overlap(j, b) / l  sum_h p[h, i, j]           h over the G heads of a key/value head
     indices[i]      = forced blocks, then the highest scores, the lower index first among equals; ascending
 
-(equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). A CTA holds the queries of `tokens` tokens and
-G heads in shared memory and walks over the compressed keys, ENTRIES at a time. S^T = K Q^T on mma.sync, because it
-puts what is used over and over on the left: a warp keeps its keys in registers while all heads of all tokens pass by.
-The probabilities of the heads add up in registers, in the order of the heads; only their sums, of 8 or 16 tokens, go to
-shared memory, where one warp pools those of a token to block scores and merges what beats the token's k-th best into its
-list (best_blocks.py). Masked entries become 0 after the sum, so what they hold reaches nothing.
+(equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). A CTA holds the queries of some tokens and G
+heads in shared memory and walks over the compressed keys, ENTRIES at a time. S^T = K Q^T on mma.sync, because it puts
+what is used over and over on the left: a warp keeps its keys in registers while all heads of all tokens pass by. The
+probabilities of the heads add up in registers, in the order of the heads; only their sums, of 8 or 16 tokens, go to
+shared memory, where one warp pools those of a token to block scores and merges what beats the token's k-th best into
+its list (best_blocks.py). Masked entries become 0 after the sum, so what they hold reaches nothing.
 
 The next keys are fetched while the heads pass by: once a warp has its keys, their shared memory is free.
 
 Packed documents: tokens and entries lie aligned (documents.py), T a multiple of `tokens`, so that a CTA has tokens of
 one document; entries and blocks count from its beginning. Rows behind a document's end choose nothing.
 
-Near ties: scores are fp32 sums in a fixed order, the same bits in every run. Against exact ones they are off by at most
-a fraction 2^-23 ((D/8 + 4) A + 4 |lse| + G + 8) of themselves, A = the largest scale |q| |k_cmp| and |lse| of the token's
-heads: products summed in D/16 steps, units of log 2, exponential, sums. A chosen set may differ only where scores differ
-by less than twice that.
+Near ties: scores are fp32 sums in a fixed order, the same bits in every run. They are off by at most a fraction
+
+    2^-23 ((D/8 + 4) A + 4 |lse| + G + 8),        A and |lse| the largest scale |q| |k_cmp| and |lse| of the token's heads
+
+(products summed in D/16 steps, units of log 2, exponential, sums), so a chosen set may differ from the exact one only
+where scores differ by less than twice that.
 
 Floor: 2 D FLOPs and one exponential for each visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP,
 3.7 ms at the 600 TFLOP/s that mma.sync reaches on an H200, and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at the
