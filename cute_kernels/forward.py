@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from cute_kernels import fa4
+from cute_kernels.best_blocks import Blocks
 from cute_kernels.block_lists import BlockLists, Keys, chosen_lists, prefix_lists
 from cute_kernels.compress import block_means, tile_means
 from cute_kernels.device import vectorizable
 from cute_kernels.documents import Documents, lay_out
 from cute_kernels.gate import gated_sum
-from cute_kernels.score import Blocks, top_blocks
+from cute_kernels.score import top_blocks
 
 CHUNK_BYTES = 8 << 30
 """Outputs of the three branches that may exist at once."""

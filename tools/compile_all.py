@@ -100,6 +100,7 @@ def all_cases() -> Iterator[Case]:
 
     yield from pool_cases()
     yield from score_cases()
+    yield from token_cases()
     yield from list_cases()
     yield from document_cases()
     yield from gate_cases()
@@ -130,8 +131,9 @@ def pool_cases() -> Iterator[Case]:
 
 
 def score_cases() -> Iterator[Case]:
+    from cute_kernels.best_blocks import Blocks
     from cute_kernels.block_lists import Keys
-    from cute_kernels.score import Blocks, _compiled
+    from cute_kernels.score import _compiled
 
     variants = {
         "plain": (Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), False),
@@ -144,6 +146,23 @@ def score_cases() -> Iterator[Case]:
         for variant, (blocks, keys, packed) in variants.items():
             run = ours(_compiled, dtype, dim, blocks, keys, 256, packed)
             yield Case("TopBlocks", variant, dim, None, dtype, run)
+
+
+def token_cases() -> Iterator[Case]:
+    from cute_kernels.best_blocks import Blocks
+    from cute_kernels.token_blocks import _compiled
+
+    overlapping, plain = Blocks(32, 16, 64, 16, init=1, local=2), Blocks(64, 64, 64, 16)
+    for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
+        variants = {
+            "overlapping": (group, overlapping, False),
+            "overlapping,packed": (group, overlapping, True),
+            "overlapping,heads-x8": (8 * group, overlapping, False),
+            "overlapping,blocks-x3": (group, replace(overlapping, count=48), False),
+            "plain": (group, plain, False),
+        }
+        for variant, arguments in variants.items():
+            yield Case("TokenBlocks", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments))
 
 
 def list_cases() -> Iterator[Case]:
