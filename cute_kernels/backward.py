@@ -25,7 +25,7 @@ from cute_kernels.block_lists import BlockLists
 from cute_kernels.compress import block_means
 from cute_kernels.device import vectorizable
 from cute_kernels.documents import sizes
-from cute_kernels.forward import Branch, Call, Part, Plan, attend, chunks, gate, keys_of, prepare, token_lists
+from cute_kernels.forward import Branch, Call, Part, Plan, attend, chunks, gate, keys_of, prepare, tile_rows, token_lists
 from cute_kernels.gate_backward import gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
 from cute_kernels.support import can_split
@@ -129,7 +129,8 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
 def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]:
     """Empty tensors like those that `nsa_saving` keeps, without running anything (sizes may be symbols)."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    heads, kv_heads, v_dim, tile = q.shape[-2], k.shape[-2], v.shape[-1], config.q_tile_size
+    heads, kv_heads, v_dim = q.shape[-2], k.shape[-2], v.shape[-1]
+    tile = tile_rows(config, fa4.rules(q.device))
     if inputs.cu_seqlens is None:
         batch, rows = q.shape[:2]
         tiles, entries = -(-rows // tile), config.num_compressed(rows)
@@ -158,7 +159,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
     saved = Saved(
         None if given else like(batch, entries, kv_heads, q.shape[-1]),
         None if given else like(batch, entries, kv_heads, v_dim),
-        like(batch, select_heads, tiles, config.num_selected_blocks, dtype=torch.int32),
+        like(batch, select_heads, rows if config.token_mode else tiles, config.num_selected_blocks, dtype=torch.int32),
         like(batch, heads, tiles, count, dtype=torch.int32) if some else None,
         gates,
     )
