@@ -18,7 +18,7 @@ one document; entries and blocks count from its beginning. Rows behind a documen
 
 Near ties: scores are fp32 sums in a fixed order, the same bits in every run. They are off by at most a fraction
 
-    2^-23 ((D/8 + 4) A + 4 |lse| + G + 8),        A and |lse| the largest scale |q| |k_cmp| and |lse| of the token's heads
+    2^-23 ((D/8 + 4) A + 4 |lse| + G + 8),      A and |lse| the largest scale |q| |k_cmp| and |lse| of the token's heads
 
 (products summed in D/16 steps, units of log 2, exponential, sums), so a chosen set may differ from the exact one only
 where scores differ by less than twice that.
