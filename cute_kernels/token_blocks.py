@@ -105,7 +105,7 @@ def score_layout(blocks: Blocks) -> tuple[int, int]:
     """
     ratio = blocks.size // blocks.stride
     columns = -(-ENTRIES // ratio)
-    columns += (2 - columns) % 8
+    columns += (max(1, 8 // ratio) - columns) % 8
     return columns, ratio * columns + (4 - ratio * columns) % 16
 
 
