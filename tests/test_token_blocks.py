@@ -227,9 +227,10 @@ def probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, toke
     return scores, 2**-23 * ulps
 
 
-def check_chosen(got: Tensor, inputs: NSAInputs, config: NSAConfig) -> float:
-    """Sets equal the oracle's but for near ties, as token_blocks.py says. Returns the share of rows that differ."""
-    k_cmp, lse, expected = compressed(inputs, config)
+def check_chosen(
+    got: Tensor, expected: Tensor, inputs: NSAInputs, config: NSAConfig, k_cmp: Tensor, lse: Tensor
+) -> int:
+    """Sets equal the oracle's but for near ties, as token_blocks.py says. Returns how many differ."""
     assert got.shape == expected.shape
     assert torch.equal((got >= 0).sum(-1), (expected >= 0).sum(-1)), "another number of blocks"
     assert bool(((got[..., 1:] > got[..., :-1]) | (got[..., 1:] == -1)).all()), "not ascending"
@@ -240,26 +241,22 @@ def check_chosen(got: Tensor, inputs: NSAInputs, config: NSAConfig) -> float:
         ours, theirs = (set(x[b, h, i].tolist()) for x in (got, expected))
         taken, left = scores[[*(ours - theirs)]].min(), scores[[*(theirs - ours)]].max()
         assert left - taken <= 2 * bound * left, f"token {i}: took {ours - theirs} for {theirs - ours}"
-    return len(different) / max(1, expected[..., 0].numel())
+    return len(different)
 
 
 def choose(inputs: NSAInputs, config: NSAConfig, k_cmp: Tensor, lse: Tensor, **keywords: Any) -> Tensor:
     return token_blocks(inputs.q, k_cmp, lse.float(), config, **keywords)
 
 
-def check_kernel(inputs: NSAInputs, config: NSAConfig = PAPER) -> None:
-    k_cmp, lse, _ = compressed(inputs, config)
-    # Near ties are rare: with 64K rows of 1000 tokens a handful
-    assert check_chosen(choose(inputs, config, k_cmp, lse), inputs, config) <= 0.01
-
-
-cuda = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+def check_kernel(inputs: NSAInputs, config: NSAConfig = PAPER, *, most: float = 0.01) -> None:
+    """Args: `most`, share of rows that may have near ties; random scores hardly ever do."""
+    k_cmp, lse, expected = compressed(inputs, config)
+    got = choose(inputs, config, k_cmp, lse)
+    assert check_chosen(got, expected, inputs, config, k_cmp, lse) <= most * expected[..., 0].numel()
 
 
 def on_cuda(test: Any) -> Any:
-    for mark in cuda:
-        test = mark(test)
-    return test
+    return pytest.mark.cuda(pytest.mark.filterwarnings("default")(test))
 
 
 @on_cuda
@@ -292,11 +289,11 @@ def test_many_steps() -> None:
 @on_cuda
 @pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
 def test_every_order_of_scores(sign: int) -> None:
-    """Steps that replace the whole list, and steps that replace nothing."""
+    """Steps that replace the whole list, and steps that replace nothing; rounded keys tie often."""
     inputs = on_gpu(9000, 4, 1)
     slope = (1 + sign * torch.arange(9000, device="cuda") / 9000)[:, None, None]
     k = (torch.ones_like(inputs.k) * slope).to(BF16)
-    check_kernel(replace(inputs, q=inputs.q.abs(), k=k), replace(PAPER, num_init_blocks=0, num_local_blocks=0))
+    check_kernel(replace(inputs, q=inputs.q.abs(), k=k), replace(PAPER, num_init_blocks=0, num_local_blocks=0), most=1)
 
 
 @on_cuda
@@ -378,19 +375,16 @@ def test_documents_are_what_they_are_alone(group: int) -> None:
     length, stride = PAPER.compress_block_size, PAPER.stride
     documents, (aligned_q, _, _) = lay_out(q, k, v, cu_seqlens, tile=tile, length=length, stride=stride)
     k_cmp, _ = block_means(k, v, length, stride, BF16, documents)
-    alone, lse = [], torch.full((1, heads, aligned_q.shape[1]), torch.nan, device="cuda")
+    lse = torch.randn(1, heads, aligned_q.shape[1], device="cuda") + 8  # any will do
+    expected = torch.full((1, 2, aligned_q.shape[1], 6), -1, dtype=torch.int32, device="cuda")
     row = 0
     for first, tokens in zip(cu_seqlens.tolist(), lengths, strict=False):
-        inputs = NSAInputs(*(x[:, first : first + tokens] for x in (q, k, v)))
-        if tokens > 0:
-            keys, own_lse, _ = compressed(inputs, PAPER)
-            lse[:, :, row : row + tokens] = own_lse
-            alone.append((row, choose(inputs, PAPER, keys, own_lse)))
+        own = [x[:, first : first + tokens] for x in (q, k, v)]
+        keys, _ = block_means(own[1], own[2], length, stride, BF16)
+        rows = slice(row, row + tokens)
+        expected[:, :, rows] = token_blocks(own[0], keys, lse[:, :, rows], PAPER)
         row += -(-tokens // tile) * tile
     got = token_blocks(aligned_q, k_cmp, lse, PAPER, documents=documents)
-    expected = torch.full_like(got, -1)
-    for at, indices in alone:
-        expected[:, :, at : at + indices.shape[2]] = indices
     assert torch.equal(got, expected)
 
 
