@@ -331,8 +331,7 @@ class TokenBlocks:
         vectors = self.dim // VECTOR
         first = step * self.per_step * self.ratio - self.before
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for i in range_constexpr(ENTRIES * vectors // THREADS):
-            item = thread + i * THREADS
+        for item in cutlass.range(thread, ENTRIES * vectors, THREADS, unroll=4):
             row, vector = item // vectors, item % vectors
             if (first + row >= 0) & (first + row < entries):
                 cute.copy(
