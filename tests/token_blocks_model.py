@@ -44,7 +44,7 @@ def _cta(q: Tensor, k_cmp: Tensor, lse: Tensor, blocks: Blocks, scale: float, en
     before, per_step = len(weights) - ratio, blocks.per_step(entries)
     positions = [first_token + i for i in range(len(q))]
     limits = [max(0, min(len(k_cmp), (i + 1 - blocks.length) // blocks.stride + 1)) for i in positions]
-    lists = [_List(blocks, i) for i in positions]
+    lists = [TokenList(blocks, i) for i in positions]
     # A step of blocks that no one sees yet would change nothing, so the last token's are enough
     seen = 0 if limits[-1] == 0 else ((limits[-1] - 1) * blocks.stride + blocks.length - 1) // blocks.size + 1
     for step in range(-(-seen // per_step)):
@@ -66,7 +66,7 @@ def _cta(q: Tensor, k_cmp: Tensor, lse: Tensor, blocks: Blocks, scale: float, en
     return torch.stack([row.written() for row in lists])
 
 
-class _List:
+class TokenList:
     """Of one token."""
 
     def __init__(self, blocks: Blocks, token: int) -> None:
