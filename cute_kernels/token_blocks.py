@@ -18,7 +18,7 @@ one document; entries and blocks count from its beginning. Rows behind a documen
 
 Near ties: scores are fp32 sums in a fixed order, the same bits in every run. They are off by at most a fraction
 
-    2^-23 ((D/8 + 4) A + 4 |lse| + G + 8),        A and |lse| the largest scale |q| |k_cmp| and |lse| of the token's heads
+    2^-23 ((D/8 + 4) A + 4 |lse| + G + 8),      A and |lse| the largest scale |q| |k_cmp| and |lse| of the token's heads
 
 (products summed in D/16 steps, units of log 2, exponential, sums), so a chosen set may differ from the exact one only
 where scores differ by less than twice that.
@@ -105,7 +105,7 @@ def score_layout(blocks: Blocks) -> tuple[int, int]:
     """
     ratio = blocks.size // blocks.stride
     columns = -(-ENTRIES // ratio)
-    columns += (2 - columns) % 8
+    columns += (max(1, 8 // ratio) - columns) % 8
     return columns, ratio * columns + (4 - ratio * columns) % 16
 
 
@@ -331,8 +331,7 @@ class TokenBlocks:
         vectors = self.dim // VECTOR
         first = step * self.per_step * self.ratio - self.before
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for i in range_constexpr(ENTRIES * vectors // THREADS):
-            item = thread + i * THREADS
+        for item in cutlass.range(thread, ENTRIES * vectors, THREADS, unroll=4):
             row, vector = item // vectors, item % vectors
             if (first + row >= 0) & (first + row < entries):
                 cute.copy(
