@@ -19,11 +19,14 @@ count from a document's first token, listed ones over all documents, each of whi
 Sizes of lists and grids follow from shapes. Bytes: T n entries are read three times and written twice, and the bits of
 each block, one for each token, five times. T = 16K, n = 16, 4 heads, 1024 blocks: 60 MB, mostly in L2.
 
+Tokens go in passes, as many at a time as keep what a caller writes for each visit, and the bits, below a limit.
+
 Limits: a token's blocks differ; T n < 2^31 and tokens < 2^31.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -34,6 +37,7 @@ import torch
 from cutlass import Int32, const_expr
 from torch import Tensor
 
+from cute_kernels import documents
 from cute_kernels.block_lists import WORD
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.jit import Kernel, compile_kernel, fake
@@ -41,6 +45,12 @@ from cute_kernels.warp import LANES, prefix_sum
 
 THREADS = 256
 WARPS = 4
+
+LIST_BYTES = 512 << 20
+"""For the bits of a pass, and their counts."""
+
+ALIGNED_TOKENS = 256
+"""A pass over some of the tokens takes a multiple of these."""
 
 VISITS, CUT, WHOLE = range(3)
 """Of each block: visits, segments if it is cut, whether it is not."""
@@ -351,3 +361,51 @@ def visits_of(
     _list().run(visited, bits, before, counts, sums, places)
     _cut().run(counts, sums, segments)
     return Visits(visited, places, segments, counts, sums, sizes, first_token)
+
+
+def passes(
+    indices: Tensor, *, size: int, length: int, token_bytes: int, most_bytes: int, bounds: Tensor | None
+) -> Iterator[tuple[Visits, slice, slice]]:
+    """Lists for some tokens, batches and key/value heads at a time, tokens ascending.
+
+    Args:
+        indices, size, length, bounds: as of `visits_of`, of all tokens.
+        token_bytes: what is written for the visits of a token of one batch and key/value head.
+        most_bytes: what may be written in a pass; passed by only where ALIGNED_TOKENS write more.
+
+    Yields:
+        The visits, and which batches and key/value heads they are of.
+    """
+    batch, heads, tokens, _ = indices.shape
+    if bounds is None:
+        blocks = -(-tokens // size)
+    else:
+        blocks, _ = documents.sizes(tokens, bounds.shape[1] - 1, size, 1)
+    per_token = 2 * blocks // 8 + 1  # of bits and their counts
+    step = min(most_bytes // token_bytes, LIST_BYTES // per_token) // ALIGNED_TOKENS * ALIGNED_TOKENS
+    step = max(step, ALIGNED_TOKENS)
+    for start in range(0, tokens, step):
+        stop = min(start + step, tokens)
+        seen = blocks if bounds is not None else -(-stop // size)
+        listed = LIST_BYTES // (per_token * (stop - start))
+        for batches, kv_heads in shares(slice(0, batch), slice(0, heads), listed):
+            visits = visits_of(
+                indices[batches, kv_heads, start:stop],
+                size=size,
+                blocks=seen,
+                length=length,
+                first_token=start,
+                bounds=bounds,
+            )
+            for b, h in shares(batches, kv_heads, most_bytes // (token_bytes * (stop - start))):
+                inner = slice(b.start - batches.start, b.stop - batches.start)
+                yield visits.part(inner, slice(h.start - kv_heads.start, h.stop - kv_heads.start)), b, h
+
+
+def shares(batches: slice, heads: slice, most: int) -> Iterator[tuple[slice, slice]]:
+    """Batches and heads in groups of at most so many pairs, and at least one."""
+    of_heads = heads.stop - heads.start
+    step = max(1, most // of_heads)
+    for b in range(batches.start, batches.stop, step):
+        for h in range(heads.start, heads.stop, max(1, min(most, of_heads))):
+            yield slice(b, min(b + step, batches.stop)), slice(h, min(h + max(1, most), heads.stop))

@@ -1,10 +1,8 @@
 """Tiles of rows in shared memory, and products of them by warps (mma.sync m16n8k16): what attention per token shares.
 
-    gathered rows  one behind the other the G heads of each token that visits a block: row r is head r % G of visit r // G
-    lanes          of an accumulator, lane 4 i + j holds columns 2 j and 2 j + 1 of rows i and i + 8 of 16 x 8 numbers
-
-A quad, four lanes, therefore holds 16 bytes of each row of an accumulator in 16 bits, four of them in each lane. To
-write whole vectors, its lanes exchange what they have of four such pieces: `quad_vectors`.
+Of 16 x 8 numbers of an accumulator, lane 4 i + j holds columns 2 j and 2 j + 1 of rows i and i + 8. A quad, four lanes,
+so has a row's piece of 16 bytes (in 16 bits), a quarter of it in each lane. To write whole vectors, its lanes exchange
+what they have of four pieces.
 """
 
 from __future__ import annotations
@@ -13,10 +11,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warp
 
 from cute_kernels.jit import VECTOR
+from cute_kernels.warp import LANES
 
 QUAD = 4
 """Lanes that hold a row of an accumulator."""
@@ -108,9 +107,7 @@ def left_operand(acc: cute.Tensor, dtype: Any) -> cute.Tensor:
     rounded = cute.make_rmem_tensor_like(acc, dtype)
     rounded.store(acc.load().to(dtype))
     rows, columns = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
-    layout = cute.make_layout(
-        ((2, 2, 2), rows, columns // 2), stride=((1, 2, 4 * rows), 4, 8 * rows)
-    )
+    layout = cute.make_layout(((2, 2, 2), rows, columns // 2), stride=((1, 2, 4 * rows), 4, 8 * rows))
     return cute.make_tensor(rounded.iterator, layout)
 
 
@@ -158,48 +155,46 @@ def load_block(
             cute.autovec_copy(rZero, to)
 
 
+def as_vectors(mX: cute.Tensor) -> cute.Tensor:
+    """The memory from a tensor's first number on as vectors of 16 bytes: (number, vector)."""
+    return cute.make_tensor(mX.iterator, cute.make_layout((VECTOR, 1 << 30), stride=(1, VECTOR)))
+
+
 @cute.jit
 def gather_rows(
-    mX: cute.Tensor,  # [N, G, dim]
-    mPlaces: cute.Tensor,  # int32: of visits, token * n + slot
+    mX: cute.Tensor,  # as of `as_vectors`
     sX: cute.Tensor,  # [rows, dim]
-    first_row: Int32,
-    last_row: Int32,  # of the visits; it is copied in place of those behind it
-    first_token: Int32,  # is number 0 in the places
-    slots: cutlass.Constexpr[int],  # n
-    thread: Int32,
-    threads: cutlass.Constexpr[int],
+    start: Int32,  # in lane i, the first vector of row i (of each 32 in turn)
 ):
-    """Start copying gathered rows `first_row` ... into shared memory."""
-    vectors, group = const_expr(cute.size(sX, mode=[1]) // VECTOR), mX.shape[1]
+    """Start copying rows into shared memory, by one warp."""
+    rows, vectors = const_expr(cute.size(sX, mode=[0])), const_expr(cute.size(sX, mode=[1]) // VECTOR)
     mode = cpasync.LoadCacheMode.GLOBAL
     copy = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=mode), sX.element_type, num_bits_per_copy=128)
-    for i in range_constexpr(cute.size(sX, mode=[0]) * vectors // threads):
-        item = thread + i * threads
-        place, vector = item // vectors, item % vectors
-        row = cutlass.min(first_row + place, last_row)
-        token = first_token + mPlaces[row // group] // slots
-        gX = cute.local_tile(mX[token, row % group, None], (VECTOR,), (vector,))
-        cute.copy(copy, gX, cute.local_tile(sX[place, None], (VECTOR,), (vector,)))
+    lane = cute.arch.lane_idx()
+    for i in range_constexpr(rows * vectors // LANES):
+        row, vector = (i * LANES + lane) // vectors, lane % vectors
+        place = Int64(cute.arch.shuffle_sync(start, row) + vector)
+        cute.copy(copy, mX[None, place], cute.local_tile(sX[row, None], (VECTOR,), (vector,)))
 
 
 @cute.jit
-def write_row(
+def write_rows(
     rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
-    r: cutlass.Constexpr[int],
-    m: cutlass.Constexpr[int],
-    mRow: cute.Tensor,  # [columns]
-    present: cutlass.Boolean,
-    lane: Int32,
+    mX: cute.Tensor,  # as of `as_vectors`
+    start: Int32,  # in lane i, the first vector of row i; negative: it is not written
 ):
-    """One row of an accumulator, by its quad. All lanes of a warp call it, whether their row is `present` or not."""
-    pieces = cute.size(rRounded, mode=[3])
+    """Rows of an accumulator, each by its quad."""
+    _, _, rows, pieces = rRounded.shape
+    lane = cute.arch.lane_idx()
     pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)
     rPieces = cute.make_rmem_tensor(QUAD, Int32)
-    for first in range_constexpr(0, pieces, QUAD):
-        for i in range_constexpr(QUAD):
-            rPieces[i] = pairs[0, r, m, first + i]
-        quad_vectors(rPieces, lane)
-        if present:
-            gVector = cute.local_tile(mRow, (VECTOR,), (first + lane % QUAD,))
-            cute.autovec_copy(cute.recast_tensor(rPieces, mRow.element_type), gVector)
+    for m in range_constexpr(rows):
+        for r in range_constexpr(2):
+            place = cute.arch.shuffle_sync(start, m * CHUNK + r * 8 + lane // QUAD)
+            for first in range_constexpr(0, pieces, QUAD):
+                for i in range_constexpr(QUAD):
+                    rPieces[i] = pairs[0, r, m, first + i]
+                quad_vectors(rPieces, lane)
+                if place >= 0:
+                    vector = mX[None, Int64(place + first + lane % QUAD)]
+                    cute.autovec_copy(cute.recast_tensor(rPieces, mX.element_type), vector)
