@@ -18,7 +18,8 @@ o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is the
 Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
 
 Limits: mma.sync, sm_90a and sm_100a alike; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of
-a pass n T G D_v < 2^34; 64-bit offsets; rows start at multiples of 16 bytes. Every block that is visited must hold
+a pass n T G D_v < 2^34; a token's q less than 2^15 numbers from the next one's; 64-bit offsets; rows start at multiples
+of 16 bytes. Every block that is visited must hold
 finite values behind a token too, or that token's o is not finite.
 """
 
@@ -32,7 +33,9 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
+from torch import Tensor
 
+from cute_kernels import documents
 from cute_kernels.device import vectorized
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
@@ -46,9 +49,11 @@ from cute_kernels.segments import (
     fake_places,
     fake_segments,
     fake_table,
+    passes,
 )
 from cute_kernels.warp import LANES
 from cute_kernels.warp_tiles import (
+    ALIGNMENT,
     CHUNK,
     QUAD,
     accumulator,
@@ -193,9 +198,9 @@ class VisitBlocks:
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, key_layout, 1024)[None, None, 0]
-        sV = smem.allocate_tensor(self.dtype, value_layout, 1024)[None, None, 0]
-        sQ = smem.allocate_tensor(self.dtype, row_layout, 1024)[None, None, warp_index]
+        sK = smem.allocate_tensor(self.dtype, key_layout, ALIGNMENT)[None, None, 0]
+        sV = smem.allocate_tensor(self.dtype, value_layout, ALIGNMENT)[None, None, 0]
+        sQ = smem.allocate_tensor(self.dtype, row_layout, ALIGNMENT)[None, None, warp_index]
 
         _, used = used_segments(mSums[batch, kv_head, None, None])
         if segment < used:

@@ -20,6 +20,9 @@ from cute_kernels.warp import LANES
 QUAD = 4
 """Lanes that hold a row of an accumulator."""
 
+ALIGNMENT = 128
+"""Of tiles in shared memory, in bytes."""
+
 CHUNK = 16
 """Columns that one mma.sync multiplies, and its rows."""
 
@@ -109,6 +112,16 @@ def left_operand(acc: cute.Tensor, dtype: Any) -> cute.Tensor:
     rows, columns = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
     layout = cute.make_layout(((2, 2, 2), rows, columns // 2), stride=((1, 2, 4 * rows), 4, 8 * rows))
     return cute.make_tensor(rounded.iterator, layout)
+
+
+@cute.jit
+def store(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, tile: cute.Tensor):
+    """An accumulator, rounded, into shared memory."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
+    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
+    rounded.store(acc.load().to(tile.element_type))
+    cute.copy(copy, copy.retile(rounded), copy.partition_D(tile))
 
 
 @cute.jit
