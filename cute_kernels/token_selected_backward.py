@@ -19,7 +19,8 @@ Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms 
 dQ, 8.2 ms at 4.2 TB/s, at the same time; 34 GB of q and dO come from L2 where they are there, else 8.2 ms more.
 
 Limits: mma.sync, sm_90a and sm_100a alike; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of
-a pass n T G D l' / 64 < 2^34; a token's q and dO less than 2^15 numbers from the next one's; 64-bit offsets; rows start at multiples of 16 bytes; what is visited is finite.
+a pass n T G D l' / 64 < 2^34; a token's q and dO less than 2^15 numbers from the next one's; 64-bit offsets; rows start
+at multiples of 16 bytes; what is visited is finite.
 """
 
 from __future__ import annotations
