@@ -377,6 +377,8 @@ def passes(
         The visits, and which batches and key/value heads they are of.
     """
     batch, heads, tokens, _ = indices.shape
+    if indices.stride(3) != 1:
+        indices = indices.clone(memory_format=torch.contiguous_format)
     if bounds is None:
         blocks = -(-tokens // size)
     else:
