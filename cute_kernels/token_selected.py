@@ -210,9 +210,9 @@ class VisitBlocks:
             gPlaces = cute.domain_offset((gSegment[FIRST],), mPlaces[batch, kv_head, None])
             gQ = cute.domain_offset((first_token, 0, 0), mQ[batch, None, kv_head, None, None])
             gO, gLse = mO[batch, kv_head, None, None, None], mLse[batch, kv_head, None, None]
-            row = warp_index * self.rows
-            place = self._place(gPlaces, row, num_rows)
+            row, place = warp_index * self.rows, Int32(0)
             if num_rows > 0:
+                place = self._place(gPlaces, row, num_rows)
                 load_block(mK[batch, None, kv_head, None], sK, first_key, end, thread, WARPS * LANES)
                 load_block(mV[batch, None, kv_head, None], sV, first_key, end, thread, WARPS * LANES)
                 gather_rows(as_vectors(gQ), sQ, self._query(gQ, place, row, num_rows))
@@ -263,7 +263,7 @@ class VisitBlocks:
     def _place(self, gPlaces: cute.Tensor, first_row: Int32, num_rows: Int32) -> Int32:
         """The place of the row's visit, of the last one behind the end."""
         row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
-        return gPlaces[cutlass.max(row, 0) // self.group]
+        return gPlaces[row // self.group]
 
     @cute.jit
     def _query(self, gQ: cute.Tensor, place: Int32, first_row: Int32, num_rows: Int32) -> Int32:

@@ -279,6 +279,27 @@ def check_visits(visits: Any, indices: Tensor, length: int) -> None:
                 assert [place // slots for place in places] == sorted({place // slots for place in places})
 
 
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("choice", ["random", "local"])
+def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import bench_token_selected as bench
+
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "CHUNK", 128)
+    monkeypatch.setattr(bench, "SLOTS", 3)
+    problem = bench.make_problem(300, 4, 2, choice)
+    chosen = problem.indices[0, :, 280]
+    assert (chosen.diff(dim=1) > 0).all()
+    assert choice == "random" or chosen.tolist() == [[0, 3, 4]] * 2
+    assert bench.errors(problem) == []
+    q = problem.q.clone()
+    q[:, :, 0] *= 1.5  # not what o and lse were made from
+    assert {text.split()[0] for text in bench.errors(replace(problem, q=q))} >= {"o", "dq"}
+    backward = problem.backward()
+    monkeypatch.setattr(bench.Problem, "backward", lambda _: [1.1 * x for x in backward])
+    assert {text.split()[0] for text in bench.errors(problem)} == {"dq", "dk", "dv"}
+
+
 # ---------------------------------------------------------------- layouts that kernels count on
 
 
