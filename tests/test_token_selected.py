@@ -294,7 +294,7 @@ def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPat
     assert bench.errors(problem) == []
     q = problem.q.clone()
     q[:, :, 0] *= 1.5  # not what o and lse were made from
-    assert {text.split()[0] for text in bench.errors(replace(problem, q=q))} >= {"o", "dq"}
+    assert {text.split()[0] for text in bench.errors(replace(problem, q=q))} == {"o"}
     backward = problem.backward()
     monkeypatch.setattr(bench.Problem, "backward", lambda _: [1.1 * x for x in backward])
     assert {text.split()[0] for text in bench.errors(problem)} == {"dq", "dk", "dv"}
