@@ -332,6 +332,13 @@ def _align_rows(documents: Documents, k: Tensor, v: Tensor | None = None, q: Ten
     return aligned
 
 
+def bounds_of(cu_seqlens: Tensor, *, tile: int, length: int, stride: int) -> Tensor:
+    """Documents.bounds alone, for kernels that read tokens where they lie. Args: as of `lay_out`."""
+    bounds = torch.empty((6, cu_seqlens.shape[0]), dtype=torch.int32, device=cu_seqlens.device)
+    _add_up(tile, length, stride).run(cu_seqlens.contiguous(), bounds)
+    return bounds
+
+
 def lay_out(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, tile: int, length: int, stride: int
 ) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
@@ -343,15 +350,13 @@ def lay_out(
         tile: tokens of a query tile.
         length, stride: of compressed blocks, l and d.
     """
-    tokens, docs = q.shape[1], cu_seqlens.shape[0] - 1
-    num_tiles, num_entries = sizes(tokens, docs, tile, stride)
+    tokens = q.shape[1]
+    num_tiles, num_entries = sizes(tokens, cu_seqlens.shape[0] - 1, tile, stride)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=q.device)
 
-    documents = Documents(
-        tile, stride, empty(6, docs + 1), empty(2, num_tiles), empty(tokens), num_entries, tokens // stride
-    )
-    _add_up(tile, length, stride).run(cu_seqlens.contiguous(), documents.bounds)
+    bounds = bounds_of(cu_seqlens, tile=tile, length=length, stride=stride)
+    documents = Documents(tile, stride, bounds, empty(2, num_tiles), empty(tokens), num_entries, tokens // stride)
     aligned_k, aligned_v, aligned_q = _align_rows(documents, k, v, q)
     return documents, (aligned_q, aligned_k, aligned_v)

@@ -107,6 +107,8 @@ def all_cases() -> Iterator[Case]:
     yield from gate_gradient_cases()
     yield from gradient_sum_cases()
     yield from transposed_list_cases()
+    yield from segment_cases()
+    yield from token_cases()
     if compute_capability(0)[0] == 9:
         yield from hopper_cases()
     for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
@@ -266,6 +268,38 @@ def transposed_list_cases() -> Iterator[Case]:
     for packed in (False, True):
         run = ours(_prefix, entries_of, 128, 256, packed=packed)
         yield Case("TransposedPrefixLists", "entries" + (",packed" if packed else ""), None, None, None, run)
+
+
+def segment_cases() -> Iterator[Case]:
+    from cute_kernels.segments import _count, _cut, _list, _mark
+
+    for packed in (False, True):
+        variant = "64,packed" if packed else "64"
+        yield Case("MarkTokens", variant, None, None, None, ours(_mark, 64, packed))
+    for kernel, compiled in (("CountTokens", _count), ("ListTokens", _list), ("CutLists", _cut)):
+        yield Case(kernel, "lists", None, None, None, ours(compiled))
+
+
+def token_cases() -> Iterator[Case]:
+    from cute_kernels import token_selected, token_selected_backward
+
+    for dim, group, dtype in itertools.product(DIMS, (*GROUPS, 3, 16, 64), DTYPES):
+        variants = {"64": (64, dim, 16, False)}
+        if group == GROUPS[1]:
+            variants |= {"64,packed": (64, dim, 16, True), "64,D_v": (64, 192 - dim, 12, False)}
+            variants |= {f"{size}": (size, dim, 16, False) for size in token_selected.SIZES[1:]}
+        for variant, (size, v_dim, slots, packed) in variants.items():
+            how = (dim, v_dim), dtype, group, slots, size, packed
+            yield Case("VisitBlocks", variant, dim, group, dtype, ours(token_selected._visit, *how))
+            run = ours(token_selected_backward._visit, *how)
+            yield Case("VisitGradients", variant, dim, group, dtype, run)
+        for weighted, units in ((True, 1), (False, 1), (False, 2)):
+            run = ours(token_selected._add, dim, dtype, group, weighted=weighted, units=units)
+            variant = "weighted" if weighted else f"{units}"
+            yield Case("AddSlots", variant, dim, group, dtype, run)
+    for dim, size, packed in itertools.product(DIMS, token_selected.SIZES, (False, True)):
+        run = ours(token_selected_backward._add_parts, dim, size, packed)
+        yield Case("AddParts", f"{size},packed" if packed else f"{size}", dim, None, None, run)
 
 
 def hopper_cases() -> Iterator[Case]:
