@@ -117,6 +117,7 @@ def best_row(best: Any, row: Shared, tile: int, tokens: int, entries: int) -> An
         Blocks(64, 64, 64, 40),
         Blocks(96, 32, 32, 5, init=1),
         Blocks(48, 16, 80, 9, local=1),
+        replace(SPEC, count=100, init=0, local=0),  # more than there are: what no one sees stays out
     ],
     ids=lambda spec: str(astuple(spec)),
 )
@@ -134,6 +135,8 @@ def test_token_scores_are_pooled_and_merged(spec: Blocks) -> None:
     generator = np.random.default_rng(0)
     probabilities = np.zeros(4096, np.float32)
     probabilities[:limit] = generator.random(limit)
+    probabilities[:8] += 1  # forced blocks are among the best ones too
+    probabilities[limit - 8 : limit] += 1
     steps = -(-(token // spec.size + 1) // kernel.per_step)
     assert steps > 1 or spec.stride == spec.size or spec.size < 64
     for step in range(steps):
