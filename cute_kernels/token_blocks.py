@@ -25,7 +25,7 @@ where scores differ by less than twice that.
 
 Floor: 2 D FLOPs and one exponential for each visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP,
 3.7 ms at 600 TFLOP/s, about what mma.sync can do on an H200, and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at
-the same time. Keys are read again by every CTA, from L2: 4.3 GB there with 32 tokens. No tensor is made but the indices.
+the same time. Keys are read again by every CTA, from L2: 4.3 GB there with 32 tokens. Only the indices are written.
 
 Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= ENTRIES; causal; shared memory for k.
 """

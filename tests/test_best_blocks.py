@@ -14,10 +14,10 @@ import torch
 from cute_kernels.best_blocks import HIGH, INIT, LIMIT, LOW, BestBlocks, Blocks
 from cute_kernels.block_lists import Keys
 from cute_kernels.score import TopBlocks
-from cute_kernels.token_blocks import TokenBlocks
+from cute_kernels.token_blocks import LOG2_E, TokenBlocks
 from nsa import NSAConfig, reference
 from tests import token_blocks_model as model
-from tests.lanes import LANES, WARP, Shared, plain
+from tests.lanes import LANES, WARP, Cta, Memory, Mma, Shared, plain
 
 SPEC = Blocks(32, 16, 64, 16, init=1, local=2)
 COUNTS = (1, 16, 33)
@@ -188,3 +188,32 @@ def test_tile_scores_are_pooled_and_merged(spec: Blocks) -> None:
     init, low, high = (int(sRow.values[i]) for i in (INIT, LOW, HIGH))
     forced = {*range(init), *range(low, high)}
     assert written(kernel.best, sIndex) == expected_list(scores, forced, spec.count)
+
+
+@pytest.mark.parametrize(("group", "tokens"), [(3, 600), (64, 270)])
+def test_the_whole_kernel(group: int, tokens: int) -> None:
+    """The last CTAs of two sequences and key/value heads, in fp32: steps, parts, heads, loads, lists."""
+    batch, kv_heads, dim, start = 2, 2, 64, 5
+    spec = Blocks(2, 1, 4, 7, init=1, local=2)
+    kernel = plain(TokenBlocks)(dim, cutlass.BFloat16, group, spec, Keys(2, 1))
+    kernel.best, kernel.blocks, kernel.keys = best_blocks(spec), plain(Blocks)(*astuple(spec)), plain(Keys)(2, 1)
+    generator, tiling = np.random.default_rng(2), kernel.tiling
+    rows = tokens - start
+    q, k = (generator.normal(size=(batch, n, h * kv_heads, dim)) for n, h in ((rows, group), (tokens - 1, 1)))
+    lse = generator.normal(size=(batch, group * kv_heads, rows)) + 5
+    mQ, mK, mLse = (Memory(x.astype(np.float32)) for x in (q, k, lse))
+    indices = Memory(np.full((batch, kv_heads, rows, spec.count), -9))
+    layouts = (tiling.tokens, dim, group), (256, dim), (tiling.rows, kernel.ratio, 256 // kernel.ratio + 2)
+    mma = Mma(tiling.entry_warps, tiling.token_warps)
+    tiles = -(-rows // tiling.tokens)
+    for item in (0, 3):  # the last tile of the last head of the last sequence, and of the first
+        cta = Cta(256, item, tiles * batch * kv_heads)
+        numbers = 0.125 * LOG2_E, tokens, start, 0
+        cta.run(kernel.kernel, mQ, mK, mLse, indices, None, None, *numbers, mma, *layouts)
+    expected = model.token_blocks(
+        *(torch.from_numpy(x) for x in (q, k, lse)), spec, 0.125, tokens=64, entries=256, start=start
+    )
+    first = (tiles - 1) * tiling.tokens
+    for at in ((0, 0), (batch - 1, kv_heads - 1)):
+        assert indices.values[at][first:].tolist() == expected[at][first:].tolist()
+        assert (indices.values[at][:first] == -9).all()
