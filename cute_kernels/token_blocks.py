@@ -207,11 +207,9 @@ class TokenBlocks:
         first_token += first_row
         num_rows = cutlass.min(mQ.shape[1] - first_row, self.tiling.tokens)
         if const_expr(mTiles is not None):
-            document = cutlass.max(mTiles[DOCUMENT, first_row // tile], 0)
+            document = cutlass.max(mTiles[DOCUMENT, first_row // tile], 0)  # unused tiles lie behind all documents
             first_token = first_row - mBounds[ROW, document]
             tokens = mBounds[LENGTH, document]
-            if mTiles[DOCUMENT, first_row // tile] < 0:
-                tokens = Int32(0)
             entries = self.keys.visible(tokens - 1, entries)
             mK = cute.domain_offset((0, mBounds[ENTRY, document], 0, 0), mK)
         num_rows = cutlass.min(num_rows, tokens - first_token)  # may be negative

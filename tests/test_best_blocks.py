@@ -238,11 +238,11 @@ def test_the_whole_kernel(group: int, tokens: int, items: tuple[int, ...]) -> No
 
 def test_the_whole_kernel_for_documents() -> None:
     """A long document and what follows it: an empty one, a short one, unused rows. Tiles of 64, entries from 128 on."""
-    lengths, tile, used, rows = (300, 0, 21), 64, 6, 8 * 64
+    lengths, tile, used, rows = (300, 0, 60), 64, 6, 8 * 64
     kernel = token_kernel(1)
     arrays = normal_tensors(1, 1, rows, 512)
     indices = np.full((1, KV_HEADS, rows, SMALL.count), -1)
-    firsts = {TOKEN: (0, 300, 300, 321), TILE: (0, 5, 5, 6), ROW: (0, 320, 320, 384), ENTRY: (0, 384, 384, 512)}
+    firsts = {TOKEN: (0, 300, 300, 360), TILE: (0, 5, 5, 6), ROW: (0, 320, 320, 384), ENTRY: (0, 384, 384, 512)}
     bounds = np.full((6, 4), -9)
     for name, numbers in {**firsts, LENGTH: (*lengths, 0)}.items():
         bounds[name] = numbers
@@ -251,7 +251,7 @@ def test_the_whole_kernel_for_documents() -> None:
     tensors = [*(Memory(x.astype(np.float32)) for x in arrays), Memory(indices)]
     expected = np.full_like(indices, -1)
     q, k, lse = map(torch.from_numpy, arrays)
-    for row, entry, length in ((0, 0, 300), (320, 384, 21)):
+    for row, entry, length in ((0, 0, 300), (320, 384, 60)):
         at = slice(row, row + length)
         own = q[:, at], k[:, entry : entry + length - 1], lse[:, :, at]
         expected[:, :, at] = model.token_blocks(*own, SMALL, SCALE, tokens=64, entries=256)
