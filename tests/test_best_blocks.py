@@ -219,6 +219,7 @@ def normal_tensors(batch: int, group: int, rows: int, entries: int) -> list[np.n
     return [q, k, generator.normal(size=(batch, group * KV_HEADS, rows)) + 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "tokens", "items"), [(3, 600, (0, 3)), (64, 260, (0,))])
 def test_the_whole_kernel(group: int, tokens: int, items: tuple[int, ...]) -> None:
     """The last tile, of the last head of the last sequence and of the first: steps, parts, heads, loads, lists."""
@@ -236,6 +237,7 @@ def test_the_whole_kernel(group: int, tokens: int, items: tuple[int, ...]) -> No
     assert (indices[:, :, :first] == -9).all()
 
 
+@pytest.mark.slow
 def test_the_whole_kernel_for_documents() -> None:
     """A long document and what follows it: an empty one, a short one, unused rows. Tiles of 64, entries from 128 on."""
     lengths, tile, used, rows = (300, 0, 60), 64, 6, 8 * 64
