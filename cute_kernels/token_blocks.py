@@ -24,8 +24,8 @@ Near ties: scores are fp32 sums in a fixed order, the same bits in every run. Th
 where scores differ by less than twice that.
 
 Floor: 2 D FLOPs and one exponential for each visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP,
-3.7 ms at the 600 TFLOP/s that mma.sync reaches on an H200, and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at the
-same time. Keys are read again by every CTA, from L2: 4.3 GB there with 32 tokens. No tensor larger than the indices.
+3.7 ms at 600 TFLOP/s, about what mma.sync can do on an H200, and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at
+the same time. Keys are read again by every CTA, from L2: 4.3 GB there with 32 tokens. Only the indices are written.
 
 Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= ENTRIES; causal; shared memory for k.
 """
@@ -207,11 +207,9 @@ class TokenBlocks:
         first_token += first_row
         num_rows = cutlass.min(mQ.shape[1] - first_row, self.tiling.tokens)
         if const_expr(mTiles is not None):
-            document = cutlass.max(mTiles[DOCUMENT, first_row // tile], 0)
+            document = cutlass.max(mTiles[DOCUMENT, first_row // tile], 0)  # unused tiles lie behind all documents
             first_token = first_row - mBounds[ROW, document]
             tokens = mBounds[LENGTH, document]
-            if mTiles[DOCUMENT, first_row // tile] < 0:
-                tokens = Int32(0)
             entries = self.keys.visible(tokens - 1, entries)
             mK = cute.domain_offset((0, mBounds[ENTRY, document], 0, 0), mK)
         num_rows = cutlass.min(num_rows, tokens - first_token)  # may be negative
