@@ -224,7 +224,7 @@ class VisitBlocks:
                 cute.arch.sync_warp()
                 acc = accumulator(mma, (self.rows, self.size))
                 acc.fill(0.0)
-                multiply(mma, lane, acc, sQ, sK)
+                multiply(mma, lane, acc, sQ, sK, 0)
                 cute.arch.sync_warp()
                 next_row = row + WARPS * self.rows
                 next_place = self._place(gPlaces, next_row, num_rows)
@@ -247,10 +247,9 @@ class VisitBlocks:
                 to = cute.crd2idx((place, (row + lane % self.rows) % self.group, 0), gO.layout) // VECTOR
                 to = Int32(to) if row + lane % self.rows < num_rows else Int32(-1)
                 for part in range_constexpr(self.v_dim // COLUMNS):
-                    sVt = cute.local_tile(transposed(sV), (COLUMNS, self.size), (part, 0))
                     acc_o = accumulator(mma, (self.rows, COLUMNS))
                     acc_o.fill(0.0)
-                    multiply_registers(mma, lane, acc_o, rP, sVt, True)
+                    multiply_registers(mma, lane, acc_o, rP, transposed(sV), part * (COLUMNS // CHUNK), True)
                     rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
                     rO.store(acc_o.load().to(self.dtype))
                     piece = cute.domain_offset((0, part * (COLUMNS // VECTOR)), as_vectors(gO))
