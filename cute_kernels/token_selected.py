@@ -45,6 +45,7 @@ from cute_kernels.segments import (
     CUT,
     FIRST,
     WHOLE,
+    Visits,
     fake_bounds,
     fake_places,
     fake_segments,
@@ -428,6 +429,27 @@ def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int
     )
 
 
+def add_slots(
+    visits: Visits,
+    parts: Tensor,
+    x: Tensor,
+    *,
+    part_lse: Tensor | None = None,
+    lse: Tensor | None = None,
+    units: int = 1,
+) -> None:
+    """Add up what the slots of some tokens have.
+
+    Args:
+        parts: `[B,H_kv,T n units,G,dim]`, read for the slots that visit a block.
+        x: `[B,T,H,dim]`, where to write.
+        part_lse, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write that of all slots.
+        units: parts of a slot.
+    """
+    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units).run
+    run(visits.blocks, parts, part_lse, x, lse)
+
+
 def check_token_selected(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, size: int, scale: float, cu_seqlens: Tensor | None
 ) -> None:
@@ -497,7 +519,6 @@ def token_selected_forward(
         return o.zero_(), lse.fill_(-math.inf)
     bounds = None if cu_seqlens is None else documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None).run
-    add = _add(v_dim, q.dtype, group, weighted=True, units=1).run
     for visits, batches, of in passes(
         indices,
         size=size,
@@ -514,5 +535,5 @@ def token_selected_forward(
         tables = visits.places, visits.segments, visits.sums
         some = q[batches, :, queries], k[batches, :, of], v[batches, :, of]
         visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
-        add(visits.blocks, parts, part_lse, o[batches, rows, queries], lse[batches, queries, rows])
+        add_slots(visits, parts, o[batches, rows, queries], part_lse=part_lse, lse=lse[batches, queries, rows])
     return o, lse

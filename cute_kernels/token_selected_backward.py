@@ -41,7 +41,7 @@ from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, fake_bounds, fake_pl
 from cute_kernels.token_selected import (
     LOG2_E,
     SHARED_PERCENT,
-    _add,
+    add_slots,
     block_bounds,
     check_token_selected,
     heads_of,
@@ -489,7 +489,6 @@ def token_selected_backward(
     bounds = None if cu_seqlens is None else documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
     packed = bounds is not None
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, packed).run
-    add_slots = _add(dim, q.dtype, group, weighted=False, units=units).run
     for visits, batches, of in passes(
         indices,
         size=size,
@@ -521,7 +520,7 @@ def token_selected_backward(
             visits.first_token,
             scale,
         )
-        add_slots(visits.blocks, parts, None, dq[batches, rows, queries], None)
+        add_slots(visits, parts, dq[batches, rows, queries], units=units)
         if cut > 0:
             for x, x_parts in zip(sums, cut_parts, strict=True):
                 run = _add_parts(x.shape[-1], size, packed).run
