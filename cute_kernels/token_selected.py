@@ -45,6 +45,7 @@ from cute_kernels.segments import (
     CUT,
     FIRST,
     WHOLE,
+    Visits,
     fake_bounds,
     fake_places,
     fake_segments,
@@ -224,7 +225,7 @@ class VisitBlocks:
                 cute.arch.sync_warp()
                 acc = accumulator(mma, (self.rows, self.size))
                 acc.fill(0.0)
-                multiply(mma, lane, acc, sQ, sK)
+                multiply(mma, lane, acc, sQ, sK, 0)
                 cute.arch.sync_warp()
                 next_row = row + WARPS * self.rows
                 next_place = self._place(gPlaces, next_row, num_rows)
@@ -247,10 +248,9 @@ class VisitBlocks:
                 to = cute.crd2idx((place, (row + lane % self.rows) % self.group, 0), gO.layout) // VECTOR
                 to = Int32(to) if row + lane % self.rows < num_rows else Int32(-1)
                 for part in range_constexpr(self.v_dim // COLUMNS):
-                    sVt = cute.local_tile(transposed(sV), (COLUMNS, self.size), (part, 0))
                     acc_o = accumulator(mma, (self.rows, COLUMNS))
                     acc_o.fill(0.0)
-                    multiply_registers(mma, lane, acc_o, rP, sVt, True)
+                    multiply_registers(mma, lane, acc_o, rP, transposed(sV), part * (COLUMNS // CHUNK), True)
                     rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
                     rO.store(acc_o.load().to(self.dtype))
                     piece = cute.domain_offset((0, part * (COLUMNS // VECTOR)), as_vectors(gO))
@@ -429,6 +429,27 @@ def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int
     )
 
 
+def add_slots(
+    visits: Visits,
+    parts: Tensor,
+    x: Tensor,
+    *,
+    part_lse: Tensor | None = None,
+    lse: Tensor | None = None,
+    units: int = 1,
+) -> None:
+    """Add up what the slots of some tokens have.
+
+    Args:
+        parts: `[B,H_kv,T n units,G,dim]`, read for the slots that visit a block.
+        x: `[B,T,H,dim]`, where to write.
+        part_lse, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write that of all slots.
+        units: parts of a slot.
+    """
+    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units).run
+    run(visits.blocks, parts, part_lse, x, lse)
+
+
 def check_token_selected(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, size: int, scale: float, cu_seqlens: Tensor | None
 ) -> None:
@@ -498,7 +519,6 @@ def token_selected_forward(
         return o.zero_(), lse.fill_(-math.inf)
     bounds = None if cu_seqlens is None else documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None).run
-    add = _add(v_dim, q.dtype, group, weighted=True, units=1).run
     for visits, batches, of in passes(
         indices,
         size=size,
@@ -515,5 +535,5 @@ def token_selected_forward(
         tables = visits.places, visits.segments, visits.sums
         some = q[batches, :, queries], k[batches, :, of], v[batches, :, of]
         visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
-        add(visits.blocks, parts, part_lse, o[batches, rows, queries], lse[batches, queries, rows])
+        add_slots(visits, parts, o[batches, rows, queries], part_lse=part_lse, lse=lse[batches, queries, rows])
     return o, lse

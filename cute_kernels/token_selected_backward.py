@@ -41,7 +41,7 @@ from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, fake_bounds, fake_pl
 from cute_kernels.token_selected import (
     LOG2_E,
     SHARED_PERCENT,
-    _add,
+    add_slots,
     block_bounds,
     check_token_selected,
     heads_of,
@@ -230,8 +230,9 @@ class VisitGradients:
                 acc, acc_dp = accumulator(mma, (UNIT, columns)), accumulator(mma, (UNIT, columns))
                 acc.fill(0.0)
                 acc_dp.fill(0.0)
-                multiply(mma, mine, acc, sQ, cute.local_tile(sK, (columns, self.dim), (pair, 0)))
-                multiply(mma, mine, acc_dp, sdO, cute.local_tile(sV, (columns, self.v_dim), (pair, 0)))
+                first = pair * (columns // CHUNK)
+                multiply(mma, mine, acc, sQ, sK, first)
+                multiply(mma, mine, acc_dp, sdO, sV, first)
                 S, dP = numbers(acc), numbers(acc_dp)
                 # Tokens ascend: if the first one sees all keys, all see them
                 masked = sSeen[0] < UNIT - 1
@@ -253,17 +254,17 @@ class VisitGradients:
                         for n in range_constexpr(cute.size(S, mode=[3])):
                             for c in range_constexpr(2):
                                 dP[c, r, m, n] = S[c, r, m, n] * (dP[c, r, m, n] - delta)
-                store(mma, mine, acc, cute.local_tile(sP, (UNIT, columns), (0, pair)))
-                store(mma, mine, acc_dp, cute.local_tile(sdS, (UNIT, columns), (0, pair)))
+                store(mma, mine, acc, sP, first)
+                store(mma, mine, acc_dp, sdS, first)
                 cute.arch.sync_threads()
 
-                share = (self.v_dim // PAIR, UNIT)
-                multiply(mma, mine, dV, transposed(sP), cute.local_tile(transposed(sdO), share, (pair, 0)), True, True)
-                share = (self.dim // PAIR, UNIT)
-                multiply(mma, mine, dK, transposed(sdS), cute.local_tile(transposed(sQ), share, (pair, 0)), True, True)
+                first = pair * (self.v_dim // PAIR // CHUNK)
+                multiply(mma, mine, dV, transposed(sP), transposed(sdO), first, True, True)
+                first = pair * (self.dim // PAIR // CHUNK)
+                multiply(mma, mine, dK, transposed(sdS), transposed(sQ), first, True, True)
                 acc_dq = accumulator(mma, (UNIT, self.dim // PAIR))
                 acc_dq.fill(0.0)
-                multiply(mma, mine, acc_dq, sdS, cute.local_tile(transposed(sK), share, (pair, 0)), False, True)
+                multiply(mma, mine, acc_dq, sdS, transposed(sK), first, False, True)
                 rdQ = cute.make_rmem_tensor_like(acc_dq, self.dtype)
                 rdQ.store((acc_dq.load() * scale).to(self.dtype))
                 to_row = row + (lane // CHUNK * PAIR + rows_of_pair) * CHUNK + lane % CHUNK
@@ -488,7 +489,6 @@ def token_selected_backward(
     bounds = None if cu_seqlens is None else documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
     packed = bounds is not None
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, packed).run
-    add_slots = _add(dim, q.dtype, group, weighted=False, units=units).run
     for visits, batches, of in passes(
         indices,
         size=size,
@@ -520,7 +520,7 @@ def token_selected_backward(
             visits.first_token,
             scale,
         )
-        add_slots(visits.blocks, parts, None, dq[batches, rows, queries], None)
+        add_slots(visits, parts, dq[batches, rows, queries], units=units)
         if cut > 0:
             for x, x_parts in zip(sums, cut_parts, strict=True):
                 run = _add_parts(x.shape[-1], size, packed).run

@@ -52,20 +52,20 @@ def multiply(
     acc: cute.Tensor,
     left: cute.Tensor,  # rows x k
     right: cute.Tensor,  # columns x k
+    first: Int32,  # of the CHUNKs of columns that acc has
     left_transposed: cutlass.Constexpr[bool] = False,  # of memory: whether its rows are contiguous, not k
     right_transposed: cutlass.Constexpr[bool] = False,
 ):
     """acc += left right^T, both from shared memory."""
     one = mma.get_slice(thread)
     copy_left = _copy(mma, left.element_type, thread, "A", left_transposed)
-    copy_right = _copy(mma, right.element_type, thread, "B", right_transposed)
     rLeft = one.make_fragment_A(one.partition_A(left))
-    rRight = one.make_fragment_B(one.partition_B(right))
-    from_left, from_right = copy_left.partition_S(left), copy_right.partition_S(right)
-    to_left, to_right = copy_left.retile(rLeft), copy_right.retile(rRight)
+    from_left, to_left = copy_left.partition_S(left), copy_left.retile(rLeft)
+    from_right, rRight, to_right, copy_right = _right(mma, thread, acc, right, right_transposed)
     for k in range_constexpr(cute.size(rLeft, mode=[2])):
         cute.copy(copy_left, from_left[None, None, k], to_left[None, None, k])
-        cute.copy(copy_right, from_right[None, None, k], to_right[None, None, k])
+        for i in range_constexpr(cute.size(to_right, mode=[1])):
+            cute.copy(copy_right, from_right[None, first + i, k], to_right[None, i, k])
         cute.gemm(mma, acc, rLeft[None, None, k], rRight[None, None, k], acc)
 
 
@@ -76,16 +76,26 @@ def multiply_registers(
     acc: cute.Tensor,
     rLeft: cute.Tensor,  # as of `left_operand`
     right: cute.Tensor,  # columns x k
+    first: Int32,
     right_transposed: cutlass.Constexpr[bool] = False,
 ):
     """acc += left right^T, the right one from shared memory."""
-    one = mma.get_slice(thread)
-    copy_right = _copy(mma, right.element_type, thread, "B", right_transposed)
-    rRight = one.make_fragment_B(one.partition_B(right))
-    from_right, to_right = copy_right.partition_S(right), copy_right.retile(rRight)
+    from_right, rRight, to_right, copy_right = _right(mma, thread, acc, right, right_transposed)
     for k in range_constexpr(cute.size(rLeft, mode=[2])):
-        cute.copy(copy_right, from_right[None, None, k], to_right[None, None, k])
+        for i in range_constexpr(cute.size(to_right, mode=[1])):
+            cute.copy(copy_right, from_right[None, first + i, k], to_right[None, i, k])
         cute.gemm(mma, acc, rLeft[None, None, k], rRight[None, None, k], acc)
+
+
+def _right(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, right: cute.Tensor, is_transposed: bool) -> Any:
+    """Where a right operand comes from, for all of its columns, and goes to, for those of acc; and how.
+
+    The whole operand is partitioned: for a part that begins inside of a swizzled row, addresses come out wrong.
+    """
+    copy = _copy(mma, right.element_type, thread, "B", is_transposed)
+    columns = cute.size(acc, mode=[2]) * 8
+    fragment = mma.make_fragment_B(mma.partition_shape_B((columns, cute.size(right, mode=[1]))))
+    return copy.partition_S(right), fragment, copy.retile(fragment), copy
 
 
 def _copy(mma: cute.TiledMma, dtype: Any, thread: Int32, operand: str, is_transposed: bool) -> Any:
@@ -115,13 +125,15 @@ def left_operand(acc: cute.Tensor, dtype: Any) -> cute.Tensor:
 
 
 @cute.jit
-def store(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, tile: cute.Tensor):
-    """An accumulator, rounded, into shared memory."""
+def store(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, tile: cute.Tensor, first: Int32):
+    """An accumulator, rounded, into shared memory, from CHUNK `first` of the tile's columns on."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
     rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
     rounded.store(acc.load().to(tile.element_type))
-    cute.copy(copy, copy.retile(rounded), copy.partition_D(tile))
+    rows, to = copy.retile(rounded), copy.partition_D(tile)
+    for i in range_constexpr(cute.size(rows, mode=[2])):
+        cute.copy(copy, rows[None, None, i], to[None, None, first + i])
 
 
 @cute.jit

@@ -32,7 +32,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(segments, "_cut", lambda: Twin(cut))
     for module, twin in ((token_selected, visit_blocks), (token_selected_backward, visit_gradients)):
         patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
-        patch.setattr(module, "_add", lambda *_, weighted, units: Twin(lambda *x: add_slots(units, *x)))
+    patch.setattr(token_selected, "_add", lambda *_, weighted, units: Twin(lambda *x: add_slots(units, *x)))
     patch.setattr(token_selected_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 
 
