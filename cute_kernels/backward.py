@@ -25,7 +25,19 @@ from cute_kernels.block_lists import BlockLists
 from cute_kernels.compress import block_means
 from cute_kernels.device import vectorizable
 from cute_kernels.documents import sizes
-from cute_kernels.forward import Branch, Call, Part, Plan, attend, chunks, gate, keys_of, prepare, tile_rows, token_lists
+from cute_kernels.forward import (
+    Branch,
+    Call,
+    Part,
+    Plan,
+    attend,
+    chunks,
+    gate,
+    keys_of,
+    prepare,
+    tile_rows,
+    token_lists,
+)
 from cute_kernels.gate_backward import gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
 from cute_kernels.support import can_split

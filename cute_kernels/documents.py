@@ -68,6 +68,8 @@ class Documents:
     """Length of buffers with aligned entries."""
     most_entries: int
     """That one document, or all without gaps, can have."""
+    cu_seqlens: Tensor
+    """int32 `[B+1]`, as given."""
 
     @property
     def num_tiles(self) -> int:
@@ -82,6 +84,12 @@ class Documents:
     def rows_of_each(self) -> tuple[Tensor, Tensor]:
         """First aligned row `[B+1]` and number of tokens `[B]`."""
         return self.bounds[ROW], self.bounds[LENGTH, :-1]
+
+    def bounds_of_blocks(self, size: int) -> Tensor:
+        """`bounds` whose tiles are blocks of `size` tokens, for kernels that read aligned rows as the tokens."""
+        bounds = bounds_of(self.cu_seqlens, tile=size, length=size, stride=size)
+        bounds[TOKEN] = self.bounds[ROW]
+        return bounds
 
     def align(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned rows `[1,tiles*T,heads,D]` of k and v `[1,T,heads,D]`."""
@@ -357,6 +365,7 @@ def lay_out(
         return torch.empty(shape, dtype=torch.int32, device=q.device)
 
     bounds = bounds_of(cu_seqlens, tile=tile, length=length, stride=stride)
-    documents = Documents(tile, stride, bounds, empty(2, num_tiles), empty(tokens), num_entries, tokens // stride)
+    tables = bounds, empty(2, num_tiles), empty(tokens)
+    documents = Documents(tile, stride, *tables, num_entries, tokens // stride, cu_seqlens)
     aligned_k, aligned_v, aligned_q = _align_rows(documents, k, v, q)
     return documents, (aligned_q, aligned_k, aligned_v)

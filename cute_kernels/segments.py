@@ -124,6 +124,11 @@ class Visits:
     sizes: Sizes
     first_token: int
 
+    def rows(self, first_token: int = 0) -> slice:
+        """Its tokens, counted from `first_token`."""
+        start = self.first_token - first_token
+        return slice(start, start + self.blocks.shape[2])
+
     def part(self, batches: slice, heads: slice) -> Visits:
         """Of some batches and key/value heads."""
         tables = {name: getattr(self, name)[batches, heads] for name in ("blocks", "places", "segments")}
@@ -364,12 +369,19 @@ def visits_of(
 
 
 def passes(
-    indices: Tensor, *, size: int, length: int, token_bytes: int, most_bytes: int, bounds: Tensor | None
+    indices: Tensor,
+    *,
+    size: int,
+    length: int,
+    token_bytes: int,
+    most_bytes: int,
+    first_token: int = 0,
+    bounds: Tensor | None = None,
 ) -> Iterator[tuple[Visits, slice, slice]]:
     """Lists for some tokens, batches and key/value heads at a time, tokens ascending.
 
     Args:
-        indices, size, length, bounds: as of `visits_of`, of all tokens.
+        indices, size, length, first_token, bounds: as of `visits_of`, of all tokens.
         token_bytes: what is written for the visits of a token of one batch and key/value head.
         most_bytes: what may be written in a pass; passed by only where ALIGNED_TOKENS write more.
 
@@ -380,7 +392,7 @@ def passes(
     if indices.stride(3) != 1:
         indices = indices.clone(memory_format=torch.contiguous_format)
     if bounds is None:
-        blocks = -(-tokens // size)
+        blocks = -(-(first_token + tokens) // size)
     else:
         blocks, _ = documents.sizes(tokens, bounds.shape[1] - 1, size, 1)
     per_token = 2 * blocks // 8 + 1  # of bits and their counts
@@ -388,7 +400,7 @@ def passes(
     step = max(step, ALIGNED_TOKENS)
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
-        seen = blocks if bounds is not None else -(-stop // size)
+        seen = blocks if bounds is not None else -(-(first_token + stop) // size)
         listed = LIST_BYTES // (per_token * (stop - start))
         for batches, kv_heads in shares(slice(0, batch), slice(0, heads), listed):
             visits = visits_of(
@@ -396,7 +408,7 @@ def passes(
                 size=size,
                 blocks=seen,
                 length=length,
-                first_token=start,
+                first_token=first_token + start,
                 bounds=bounds,
             )
             for b, h in shares(batches, kv_heads, most_bytes // (token_bytes * (stop - start))):

@@ -35,7 +35,6 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels import documents
 from cute_kernels.device import vectorized
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
@@ -138,7 +137,7 @@ class VisitBlocks:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # [B, N, H, D]
+        mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
         mK: cute.Tensor,  # [B, N, H_kv, D]
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
         mPlaces: cute.Tensor,  # Visits.places
@@ -178,7 +177,7 @@ class VisitBlocks:
     @cute.kernel
     def kernel(
         self,
-        mQ: cute.Tensor,  # [B, N, H_kv, G, D]
+        mQ: cute.Tensor,  # [B, T, H_kv, G, D]
         mK: cute.Tensor,
         mV: cute.Tensor,
         mPlaces: cute.Tensor,
@@ -209,7 +208,7 @@ class VisitBlocks:
             first_key, end = block_bounds(gSegment[BLOCK], self.size, mK.shape[1], mBounds)
             num_rows = gSegment[COUNT] * self.group
             gPlaces = cute.domain_offset((gSegment[FIRST],), mPlaces[batch, kv_head, None])
-            gQ = cute.domain_offset((first_token, 0, 0), mQ[batch, None, kv_head, None, None])
+            gQ = mQ[batch, None, kv_head, None, None]
             gO, gLse = mO[batch, kv_head, None, None, None], mLse[batch, kv_head, None, None]
             row, place = warp_index * self.rows, Int32(0)
             if num_rows > 0:
@@ -451,7 +450,14 @@ def add_slots(
 
 
 def check_token_selected(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, size: int, scale: float, cu_seqlens: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    size: int,
+    scale: float,
+    first_token: int = 0,
+    bounds: Tensor | None = None,
 ) -> None:
     """Raise ValueError for what the kernels cannot take."""
     for name, x in (("q", q), ("k", k), ("v", v), ("indices", indices)):
@@ -459,8 +465,11 @@ def check_token_selected(
             raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
-    if k.shape != (batch, tokens, kv_heads, dim) or v.shape[:2] != (batch, tokens):
-        raise ValueError(f"k and v must be [{batch}, {tokens}, H_kv, {dim} or D_v], got {[*k.shape]}, {[*v.shape]}")
+    keys = k.shape[1]
+    if k.shape != (batch, keys, kv_heads, dim) or v.shape[:2] != (batch, keys):
+        raise ValueError(f"k and v must be [{batch}, N, H_kv, {dim} or D_v], got {[*k.shape]}, {[*v.shape]}")
+    if first_token < 0 or keys < first_token + tokens:
+        raise ValueError(f"k and v must hold tokens 0 ... {first_token + tokens - 1} at least, got {[*k.shape]}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"H must be a multiple of H_kv, got {heads} and {kv_heads}")
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
@@ -474,8 +483,9 @@ def check_token_selected(
         raise ValueError(f"size must be in {SIZES}, got {size}")
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be finite and greater than 0, got {scale}")
-    if cu_seqlens is not None and (batch != 1 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2):
-        raise ValueError(f"cu_seqlens must be [documents + 1] with B = 1, got {list(cu_seqlens.shape)}, B = {batch}")
+    if bounds is not None and (batch != 1 or first_token != 0 or bounds.dim() != 2 or bounds.shape[1] < 2):
+        got = f"{list(bounds.shape)}, B = {batch}, first_token = {first_token}"
+        raise ValueError(f"bounds must be [6, documents + 1] with B = 1 and first_token = 0, got {got}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not vectorized(x):
             raise ValueError(f"rows of {name} must start at multiples of 16 bytes, got strides {x.stride()}")
@@ -489,27 +499,29 @@ def token_selected_forward(
     *,
     size: int,
     scale: float,
-    cu_seqlens: Tensor | None = None,
+    first_token: int = 0,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each token to the blocks that it chose, causal.
 
     Args:
-        q: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable).
-        k, v: `[B,N,H_kv,D]` and `[...,D_v]`, likewise.
-        indices: int32 `[B,H_kv,N,n]`, different blocks of `size` tokens, padded with -1 at any place. Blocks that begin
+        q: `[B,T,H,D]`, of the tokens `first_token` ...; bf16 or fp16, rows aligned (device.vectorizable).
+        k, v: `[B,N,H_kv,D]` and `[...,D_v]`, of all tokens up to those at least, likewise.
+        indices: int32 `[B,H_kv,T,n]`, different blocks of `size` tokens, padded with -1 at any place. Blocks that begin
             behind their token count nothing.
         size: l'.
         scale: what q . k is multiplied by, > 0.
-        cu_seqlens: int32 `[documents+1]`, with B = 1: blocks count from each document's first token.
+        bounds: of packed documents, with B = 1 (documents.bounds_of, Documents.bounds_of_blocks), whose tiles are the
+            blocks: these count from each document's first token.
 
     Returns:
-        o `[B,N,H,D_v]` and lse fp32 `[B,H,N]`, natural log. Rows without keys, and rows behind the last document: 0 and
+        o `[B,T,H,D_v]` and lse fp32 `[B,H,T]`, natural log. Rows without keys, and rows behind the last document: 0 and
         -inf. Bitwise the same each time.
 
     Raises:
         ValueError: for what the kernels cannot take.
     """
-    check_token_selected(q, k, v, indices, size, scale, cu_seqlens)
+    check_token_selected(q, k, v, indices, size, scale, first_token, bounds)
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     group, slots = heads // kv_heads, indices.shape[3]
@@ -517,7 +529,6 @@ def token_selected_forward(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
-    bounds = None if cu_seqlens is None else documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None).run
     for visits, batches, of in passes(
         indices,
@@ -525,15 +536,16 @@ def token_selected_forward(
         length=-(-SEGMENT_ROWS // group),
         token_bytes=slots * group * (v_dim * q.element_size() + 4),
         most_bytes=PART_BYTES,
+        first_token=first_token,
         bounds=bounds,
     ):
         shape = (*visits.places.shape, group)
         parts = torch.empty((*shape, v_dim), dtype=q.dtype, device=q.device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         queries = slice(of.start * group, of.stop * group)
-        rows = slice(visits.first_token, visits.first_token + visits.blocks.shape[2])
+        rows = visits.rows(first_token)
         tables = visits.places, visits.segments, visits.sums
-        some = q[batches, :, queries], k[batches, :, of], v[batches, :, of]
+        some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
         visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
         add_slots(visits, parts, o[batches, rows, queries], part_lse=part_lse, lse=lse[batches, queries, rows])
     return o, lse

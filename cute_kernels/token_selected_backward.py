@@ -34,7 +34,6 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels import documents
 from cute_kernels.device import vectorized
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, fake_bounds, fake_places, fake_segments, passes
@@ -196,10 +195,9 @@ class VisitGradients:
             first_key += unit * UNIT
             num_rows = gSegment[COUNT] * self.group
             gPlaces = cute.domain_offset((gSegment[FIRST],), mPlaces[batch, kv_head, None])
-            gQ = cute.domain_offset((first_token, 0, 0), mQ[batch, None, kv_head, None, None])
-            gdO = cute.domain_offset((first_token, 0, 0), mdO[batch, None, kv_head, None, None])
-            gLse = cute.domain_offset((kv_head * self.group, first_token), mLse[batch, None, None])
-            gDelta = cute.domain_offset((kv_head * self.group, first_token), mDelta[batch, None, None])
+            gQ, gdO = mQ[batch, None, kv_head, None, None], mdO[batch, None, kv_head, None, None]
+            gLse = cute.domain_offset((kv_head * self.group, 0), mLse[batch, None, None])
+            gDelta = cute.domain_offset((kv_head * self.group, 0), mDelta[batch, None, None])
             gdQ = mdQ[batch, kv_head, None, None, None]
             dK, dV = accumulator(mma, (UNIT, self.dim // PAIR)), accumulator(mma, (UNIT, self.v_dim // PAIR))
             dK.fill(0.0)
@@ -454,12 +452,12 @@ def token_selected_backward(
     *,
     size: int,
     scale: float,
-    cu_seqlens: Tensor | None = None,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `token_selected.token_selected_forward`.
 
     Args:
-        q, k, v, indices, size, scale, cu_seqlens: as there.
+        q, k, v, indices, size, scale, bounds: as there, all from the first token on.
         do: `[B,N,H,D_v]`, like q; finite.
         lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Not finite: the row counts nothing.
         delta: fp32 `[B,H,N]`, likewise: what dP is reduced by, sum(do * o) without a gate. Ignored where lse is not
@@ -471,7 +469,7 @@ def token_selected_backward(
     Raises:
         ValueError: for what the kernels cannot take.
     """
-    check_token_selected(q, k, v, indices, size, scale, cu_seqlens)
+    check_token_selected(q, k, v, indices, size, scale, bounds=bounds)
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     if do.shape != (batch, tokens, heads, v_dim) or do.dtype != q.dtype or not vectorized(do):
@@ -486,7 +484,6 @@ def token_selected_backward(
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     if q.numel() == 0 or slots == 0:
         return dq.zero_(), dk.to(k.dtype), dv.to(v.dtype)
-    bounds = None if cu_seqlens is None else documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
     packed = bounds is not None
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, packed).run
     for visits, batches, of in passes(
@@ -504,12 +501,12 @@ def token_selected_backward(
             for columns in (dim, v_dim)
         ]
         queries = slice(of.start * group, of.stop * group)
-        rows = slice(visits.first_token, visits.first_token + visits.blocks.shape[2])
+        rows = visits.rows()
         sums = [x[batches, :, of] for x in (dk, dv)]
         visit(
-            *[x[batches, :, queries] for x in (q, do)],
+            *[x[batches, rows, queries] for x in (q, do)],
             *[x[batches, :, of] for x in (k, v)],
-            *[x[batches, queries] for x in (lse, delta)],
+            *[x[batches, queries, rows] for x in (lse, delta)],
             visits.places,
             visits.segments,
             visits.sums,

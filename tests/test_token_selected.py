@@ -57,7 +57,8 @@ class Inputs:
     visible: Tensor
     size: int
     scale: float
-    cu_seqlens: Tensor | None
+    bounds: Tensor | None
+    """Of packed documents, where they lie."""
     shift: Tensor
     """What lse is lowered by for the backward, `[B,H,N]`."""
 
@@ -104,13 +105,13 @@ class Inputs:
     def forward(self) -> tuple[Tensor, Tensor]:
         from cute_kernels.token_selected import token_selected_forward
 
-        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "cu_seqlens": self.cu_seqlens}
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
         return token_selected_forward(self.q, self.k, self.v, self.indices, **how)
 
     def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.token_selected_backward import token_selected_backward
 
-        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "cu_seqlens": self.cu_seqlens}
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
         if lse is None or delta is None:
             lse, delta = self.statistics()
         return token_selected_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
@@ -177,10 +178,15 @@ def make(
         keys = chosen[..., :blocks].repeat_interleave(size, 3)[..., :length]
         visible[:, :, here, here] = keys & (position <= position[:, None])
         start += length
-    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int() if packed else None
+    bounds = None
+    if packed:
+        from cute_kernels import documents
+
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        bounds = documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
     shift = 2 * torch.rand((batch, heads, n), generator=generator).to(device)
     tensors = q, k, v, do, indices.to(device), visible.to(device)
-    return Inputs(*tensors, size, dim**-0.5, cu_seqlens, shift)
+    return Inputs(*tensors, size, dim**-0.5, bounds, shift)
 
 
 @pytest.fixture
@@ -520,7 +526,7 @@ def test_graph() -> None:
         ({"v": torch.zeros((1, 20, 2, 32), dtype=BF16)}, "D and D_v must be in"),
         ({"q": torch.zeros((1, 20, 7, 64), dtype=BF16)}, "H must be a multiple"),
         ({"q": torch.zeros((1, 20, 8, 64))}, "must all be bf16"),
-        ({"cu_seqlens": torch.zeros(1, dtype=torch.int32)}, "cu_seqlens must be"),
+        ({"bounds": torch.zeros((6, 1), dtype=torch.int32)}, "bounds must be"),
     ],
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:

@@ -109,6 +109,9 @@ class Segment(NamedTuple):
     cut: bool
     places: Tensor
     tokens: Tensor
+    """Rows of q."""
+    positions: Tensor
+    """Of these tokens."""
     first_key: int
     end: int
     """Of the block, or of its document."""
@@ -135,7 +138,7 @@ def of_ctas(
                 start, n = int(table[b, h, FIRST, index]), int(table[b, h, COUNT, index])
                 mine = places[b, h, start : start + n].long()
                 span = block_bounds(int(table[b, h, BLOCK, index]), size, keys, bounds)
-                made.append(Segment(b, h, index, index < cuts, mine, first + mine // slots, *span))
+                made.append(Segment(b, h, index, index < cuts, mine, mine // slots, first + mine // slots, *span))
     return made
 
 
@@ -158,7 +161,7 @@ def visit_blocks(
         keys = torch.arange(x.first_key, x.end)
         rows = q[x.b, x.tokens, x.h * group : (x.h + 1) * group].float()
         logits = rows @ k[x.b, keys, x.h].float().T * scale
-        logits = logits.masked_fill((keys > x.tokens[:, None])[:, None], -math.inf)
+        logits = logits.masked_fill((keys > x.positions[:, None])[:, None], -math.inf)
         lse[x.b, x.h, x.places] = logits.logsumexp(-1)
         p = logits.softmax(-1).to(q.dtype).float()
         o[x.b, x.h, x.places] = (p @ v[x.b, keys, x.h].float()).to(q.dtype)
@@ -212,7 +215,7 @@ def visit_gradients(
             first = x.first_key + unit * 64
             keys = torch.arange(first, max(first, min(first + 64, x.end)))
             some_k, some_v = (y[x.b, keys, x.h].float() for y in (k, v))
-            seen = (keys <= x.tokens[:, None])[:, None] & row_lse.isfinite()
+            seen = (keys <= x.positions[:, None])[:, None] & row_lse.isfinite()
             p = (sees @ some_k.T * scale - row_lse).masked_fill(~seen, -math.inf).exp()
             ds = (p * (gives @ some_v.T - row_delta)).masked_fill(~seen, 0).to(q.dtype).float()
             p = p.to(q.dtype).float()
