@@ -36,11 +36,13 @@ from cute_kernels.forward import (
     keys_of,
     prepare,
     tile_rows,
+    token_blocks_of,
     token_lists,
 )
 from cute_kernels.gate_backward import gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
 from cute_kernels.support import can_split
+from cute_kernels.token_selected_backward import token_selected_backward
 from cute_kernels.transposed_lists import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
 
 TEMPORARY_BYTES = 1 << 30
@@ -452,6 +454,10 @@ def selected_backward(
     plan: Plan, gradients: fa4.Gradients, indices: Tensor, delta: Tensor, deterministic: bool
 ) -> None:
     """Args: `delta`, do . o, fp32 `[B,H,N]`."""
+    if plan.config.token_mode:
+        inputs = gradients.q, gradients.k, gradients.v, indices, gradients.do, gradients.lse, delta
+        token_selected_backward(*inputs, into=(gradients.dq, gradients.dk, gradients.dv), **token_blocks_of(plan))
+        return
     size, causal, k = plan.config.select_size, plan.config.causal, gradients.k
     bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=False, documents=plan.documents)
     if deterministic or (SPLIT and can_split(plan.rules, gradients.q.shape[-1], gradients.v.shape[-1])):

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from cute_kernels.documents import Documents, lay_out
 from cute_kernels.gate import gated_sum
 from cute_kernels.score import top_blocks
 from cute_kernels.token_blocks import token_blocks
+from cute_kernels.token_selected import token_selected_forward
 
 CHUNK_BYTES = 8 << 30
 """Outputs of the three branches that may exist at once."""
@@ -219,7 +220,7 @@ def _plan(config: Any, rules: fa4.Rules, dim: int, entries: int | None) -> Plan:
     )
 
 
-def tile_rows(config: Any, rules: fa4.Rules) -> int:
+def tile_rows(config: Any, rules: Any) -> int:
     """Plan.tile, at whose multiples packed documents begin."""
     return int(rules.rows if config.token_mode else config.q_tile_size)
 
@@ -236,7 +237,7 @@ def _aligned(inputs: Any) -> Any:
     return replace(inputs, **changed) if changed else inputs
 
 
-def _unpack(inputs: Any, config: Any, rules: fa4.Rules) -> tuple[Any, Any, Documents]:
+def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:
     """Packed inputs as one sequence `[1,T,...]`; what attention reads, in aligned rows; where the documents are."""
     cu_seqlens = inputs.cu_seqlens
     changed = {name: tensor[None] for name in PER_TOKEN if (tensor := getattr(inputs, name)) is not None}
@@ -306,12 +307,11 @@ def attend(
     tokens = inputs.q.shape[1]
     q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
     indices, cmp_indices = given
-    token_mode = plan.config.token_mode
-    if indices is None and not token_mode:
+    if indices is None and not plan.config.token_mode:
         indices, cmp_indices = select(plan, q, k_cmp, start, tokens)
-    cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or token_mode)
-    if indices is None:  # from the probabilities of compressed attention, which its lse brings back
-        indices = token_blocks(q, k_cmp, cmp.lse, plan.config, start=start, documents=plan.documents)
+    cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or indices is None)
+    if indices is None:  # from its probabilities, which lse brings back
+        indices = token_blocks(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
     return Part(
         cmp,
         attend_selected(plan, q, *keys_of(inputs, "slc"), indices, start, lse),
@@ -392,8 +392,17 @@ def attend_selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor
         k, v = k[:, :stop], v[:, :stop]
     if indices.numel() == 0:
         return _nothing(q, v)
+    if plan.config.token_mode:
+        return Branch(*token_selected_forward(q, k, v, indices, first_token=start, **token_blocks_of(plan)))
     lists = token_lists(plan, q, k, indices, start)
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
+
+
+def token_blocks_of(plan: Plan) -> dict[str, Any]:
+    """What attention per token is told of the blocks."""
+    size, documents = plan.config.select_size, plan.documents
+    bounds = None if documents is None else documents.bounds_of_blocks(size)
+    return {"size": size, "scale": plan.scale, "bounds": bounds}
 
 
 def token_lists(

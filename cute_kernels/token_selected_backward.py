@@ -453,6 +453,7 @@ def token_selected_backward(
     size: int,
     scale: float,
     bounds: Tensor | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `token_selected.token_selected_forward`.
 
@@ -462,6 +463,7 @@ def token_selected_backward(
         lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Not finite: the row counts nothing.
         delta: fp32 `[B,H,N]`, likewise: what dP is reduced by, sum(do * o) without a gate. Ignored where lse is not
             finite.
+        into: dq, dk and dv to write, instead of new ones.
 
     Returns:
         dq, dk, dv. Rows without keys and keys without rows have zeros. Bitwise the same each time.
@@ -480,10 +482,13 @@ def token_selected_backward(
             expected = f"fp32 {[batch, heads, tokens]}, its last dimension contiguous"
             raise ValueError(f"{name} must be {expected}, got {x.dtype} {[*x.shape]}, strides {x.stride()}")
     group, slots, units = heads // kv_heads, indices.shape[3], size // UNIT
-    dq = torch.empty((batch, tokens, heads, dim), dtype=q.dtype, device=q.device)
+    results = into or (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+    dq = results[0]
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     if q.numel() == 0 or slots == 0:
-        return dq.zero_(), dk.to(k.dtype), dv.to(v.dtype)
+        for result in results:
+            result.zero_()
+        return results
     packed = bounds is not None
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, packed).run
     for visits, batches, of in passes(
@@ -522,4 +527,6 @@ def token_selected_backward(
             for x, x_parts in zip(sums, cut_parts, strict=True):
                 run = _add_parts(x.shape[-1], size, packed).run
                 run(visits.counts, visits.sums, visits.segments, x_parts, x, bounds)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    results[1].copy_(dk)
+    results[2].copy_(dv)
+    return results

@@ -60,6 +60,7 @@ CASES = {
     ),
     "own window": Case(NSAConfig.seed(num_selected_blocks=4), dim=64, tensors=("k_win", "v_win")),
     "nothing selected": Case(NSAConfig.seed(num_selected_blocks=0, window_size=0)),
+    "per token": Case(NSAConfig.paper(num_selected_blocks=6, window_size=200), heads=8, kv_heads=2, tensors=("gates",)),
     "long blocks": Case(NSAConfig.seed(compress_block_size=256, num_selected_blocks=2)),
 }
 

@@ -108,7 +108,7 @@ def all_cases() -> Iterator[Case]:
     yield from gradient_sum_cases()
     yield from transposed_list_cases()
     yield from segment_cases()
-    yield from token_cases()
+    yield from token_selected_cases()
     if compute_capability(0)[0] == 9:
         yield from hopper_cases()
     for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
@@ -280,7 +280,7 @@ def segment_cases() -> Iterator[Case]:
         yield Case(kernel, "lists", None, None, None, ours(compiled))
 
 
-def token_cases() -> Iterator[Case]:
+def token_selected_cases() -> Iterator[Case]:
     from cute_kernels import token_selected, token_selected_backward
 
     for dim, group, dtype in itertools.product(DIMS, (*GROUPS, 3, 16, 64), DTYPES):
