@@ -8,6 +8,8 @@ With --backward the stages of the backward, over the same passes over heads as t
 through FlashAttention-4 and, on Hopper, through the split kernels, each with its lists; "selected, lists" are those of
 FlashAttention-4 alone, "split, ..." kernels without lists. "backward" and "all" take what `split` in the file tells. A
 stage that no CUDA graph can hold is timed eagerly, and so named.
+
+With --token the stages of the paper's token mode that exist, for 64 heads over 4 and 32 over 8.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +43,7 @@ from cute_kernels.gate_backward import GateResults, gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
 from cute_kernels.score import top_blocks
 from cute_kernels.support import can_split
+from cute_kernels.token_blocks import token_blocks
 from cute_kernels.transposed_lists import tile_bits
 from nsa import NSAConfig, nsa_forward
 from nsa.tensors import NSAInputs
@@ -61,12 +65,16 @@ class Row:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backward", action="store_true", help="the stages of the backward")
-    parser.add_argument("--seqlens", help="default: 8K,32K,128K,1M; backward: 32K,128K,512K,1M")
+    parser.add_argument("--token", action="store_true", help="the stages of token mode")
+    parser.add_argument("--seqlens", help="default: 8K,32K,128K,1M; backward: 32K,128K,512K,1M; token: 8K,64K")
     parser.add_argument("--peak-tflops", type=float, help="of the device; default: known of H100 and H200")
-    parser.add_argument("--out", help="results, without suffix; default: bench/results/local/stages[-backward]")
+    parser.add_argument("--out", help="results, without suffix; default: bench/results/local/stages[-backward|-token]")
     args = parser.parse_args(argv)
-    args.seqlens = args.seqlens or ("32K,128K,512K,1M" if args.backward else "8K,32K,128K,1M")
-    args.out = args.out or str(LOCAL_RESULTS / ("stages-backward" if args.backward else "stages"))
+    if args.backward and args.token:
+        parser.error("--token: has no backward so far")
+    which = "-backward" if args.backward else "-token" if args.token else ""
+    args.seqlens = args.seqlens or {"-backward": "32K,128K,512K,1M", "-token": "8K,64K"}.get(which, "8K,32K,128K,1M")
+    args.out = args.out or str(LOCAL_RESULTS / f"stages{which}")
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     facts = environment(DEVICE)
@@ -77,9 +85,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"copy: {copy_tbs:.2f} TB/s")
     rows: list[Row] = []
     for n in map(positive, args.seqlens.split(",")):
-        for num_cmp in (None, 16):
-            measured = backward_stages if args.backward else stages
-            some = measured(n, NSAConfig(num_cmp_selected_blocks=num_cmp), copy_tbs, peaks.tflops)
+        for num_cmp in (None,) if args.token else (None, 16):
+            measured = backward_stages if args.backward else token_stages if args.token else stages
+            config = NSAConfig.paper() if args.token else NSAConfig(num_cmp_selected_blocks=num_cmp)
+            some = measured(n, config, copy_tbs, peaks.tflops)
             rows += some
             for row in some:
                 share = f"{row.share:6.0%}" if row.floor_ms else ""
@@ -91,9 +100,10 @@ def main(argv: list[str] | None = None) -> None:
         "command": command_line(),
         "rows": [asdict(row) for row in rows],
     }
+    alone: dict[str, Any] = {}
     if args.backward:
-        alone: dict[str, Any] = {"split": backward.SPLIT}
-    else:
+        alone = {"split": backward.SPLIT}
+    elif not args.token:
         alone = {
             "gating": gating(copy_tbs),
             "host_us": host_time(),
@@ -171,6 +181,32 @@ def stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Ro
         floor = max(moved / copy_tbs / 1e9, operations / tflops / 1e9)
         ms = milliseconds(stage)
         rows.append(Row(n, config.num_cmp_selected_blocks, name, ms, floor, floor / ms))
+    return rows
+
+
+def token_stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
+    """Compression, compressed attention and selection of token mode, for B=1, D=128 and two numbers of heads."""
+    rows = []
+    for heads, kv_heads in ((64, 4), (32, 8)):
+        inputs, sizes = random_inputs(n, heads=heads, kv_heads=kv_heads), Sizes(1, n, heads, kv_heads, DIM)
+        q, call = inputs.q, forward.prepare(inputs, config)
+        plan, k_cmp, v_cmp = call.plan, call.k_cmp, call.v_cmp
+        seen = mean_keys(config.num_compressed(n), config.num_compressed(n))
+        row_bytes, key_bytes = n * heads * DIM * 2, n * kv_heads * DIM * 2
+
+        attend = partial(forward.attend_compressed, plan, q, k_cmp, v_cmp, None, 0, True)
+        lse = attend().lse
+        if lse is None:
+            raise ValueError("needs the compressed branch's lse")
+        work: list[tuple[str, Callable[[], Any], float, float]] = [  # name, call, bytes, operations
+            ("compress", partial(forward.compress, inputs, config), 2 * key_bytes * (1 + 1 / config.stride), 0),
+            ("compressed", attend, 2 * row_bytes, attention_flops(sizes, seen)),
+            ("choose", partial(token_blocks, q, k_cmp, lse, config), row_bytes, attention_flops(sizes, seen, 1)),
+        ]
+        for name, stage, moved, operations in work:
+            floor = max(moved / copy_tbs / 1e9, operations / tflops / 1e9)
+            ms = milliseconds(stage)
+            rows.append(Row(n, None, f"{name}, {heads}/{kv_heads}", ms, floor, floor / ms))
     return rows
 
 

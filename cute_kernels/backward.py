@@ -25,10 +25,24 @@ from cute_kernels.block_lists import BlockLists
 from cute_kernels.compress import block_means
 from cute_kernels.device import vectorizable
 from cute_kernels.documents import sizes
-from cute_kernels.forward import Branch, Call, Part, Plan, attend, chunks, gate, keys_of, prepare, token_lists
+from cute_kernels.forward import (
+    Branch,
+    Call,
+    Part,
+    Plan,
+    attend,
+    chunks,
+    gate,
+    keys_of,
+    prepare,
+    tile_rows,
+    token_blocks_of,
+    token_lists,
+)
 from cute_kernels.gate_backward import gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
 from cute_kernels.support import can_split
+from cute_kernels.token_selected_backward import token_selected_backward
 from cute_kernels.transposed_lists import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
 
 TEMPORARY_BYTES = 1 << 30
@@ -129,14 +143,15 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
 def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]:
     """Empty tensors like those that `nsa_saving` keeps, without running anything (sizes may be symbols)."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    heads, kv_heads, v_dim, tile = q.shape[-2], k.shape[-2], v.shape[-1], config.q_tile_size
+    heads, kv_heads, v_dim = q.shape[-2], k.shape[-2], v.shape[-1]
+    tile = tile_rows(config, fa4.rules(q.device))
     if inputs.cu_seqlens is None:
         batch, rows = q.shape[:2]
         tiles, entries = -(-rows // tile), config.num_compressed(rows)
     else:
         tiles, entries = sizes(q.shape[0], inputs.cu_seqlens.shape[0] - 1, tile, config.stride)
         batch, rows = 1, tiles * tile
-    if inputs.k_cmp is not None:
+    if inputs.k_cmp is not None and inputs.cu_seqlens is None:
         entries = inputs.k_cmp.shape[1]
 
     def like(*shape: Any, dtype: torch.dtype = q.dtype) -> Tensor:
@@ -158,7 +173,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
     saved = Saved(
         None if given else like(batch, entries, kv_heads, q.shape[-1]),
         None if given else like(batch, entries, kv_heads, v_dim),
-        like(batch, select_heads, tiles, config.num_selected_blocks, dtype=torch.int32),
+        like(batch, select_heads, rows if config.token_mode else tiles, config.num_selected_blocks, dtype=torch.int32),
         like(batch, heads, tiles, count, dtype=torch.int32) if some else None,
         gates,
     )
@@ -213,7 +228,7 @@ class _Results:
     """Gradients of a call, filled in by passes over its heads."""
 
     def __init__(self, call: Call) -> None:
-        inputs = call.inputs
+        inputs, self.documents = call.inputs, call.plan.documents
         self.gradients: dict[str, Tensor] = {}
         for name in DIFFERENTIABLE:
             tensor = getattr(inputs, name)
@@ -228,8 +243,14 @@ class _Results:
     def finish(self) -> None:
         """Round the gradients of compressed keys and values that were given."""
         for name, entries in zip(("k_cmp", "v_cmp"), self.entries, strict=True):
-            if name in self.gradients:
+            if name not in self.gradients:
+                continue
+            if self.documents is None:
                 self.gradients[name] = entries.to(self.gradients[name].dtype)
+            else:
+                packed = self.documents.without_gaps(entries[0])
+                count = min(len(packed), len(self.gradients[name]))  # those behind all entries have none
+                self.gradients[name][:count] = packed[:count]
 
 
 def _differentiate(
@@ -433,6 +454,10 @@ def selected_backward(
     plan: Plan, gradients: fa4.Gradients, indices: Tensor, delta: Tensor, deterministic: bool
 ) -> None:
     """Args: `delta`, do . o, fp32 `[B,H,N]`."""
+    if plan.config.token_mode:
+        inputs = gradients.q, gradients.k, gradients.v, indices, gradients.do, gradients.lse, delta
+        token_selected_backward(*inputs, into=(gradients.dq, gradients.dk, gradients.dv), **token_blocks_of(plan))
+        return
     size, causal, k = plan.config.select_size, plan.config.causal, gradients.k
     bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=False, documents=plan.documents)
     if deterministic or (SPLIT and can_split(plan.rules, gradients.q.shape[-1], gradients.v.shape[-1])):

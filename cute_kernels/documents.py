@@ -68,6 +68,8 @@ class Documents:
     """Length of buffers with aligned entries."""
     most_entries: int
     """That one document, or all without gaps, can have."""
+    cu_seqlens: Tensor
+    """int32 `[B+1]`, as given."""
 
     @property
     def num_tiles(self) -> int:
@@ -82,6 +84,12 @@ class Documents:
     def rows_of_each(self) -> tuple[Tensor, Tensor]:
         """First aligned row `[B+1]` and number of tokens `[B]`."""
         return self.bounds[ROW], self.bounds[LENGTH, :-1]
+
+    def bounds_of_blocks(self, size: int) -> Tensor:
+        """`bounds` whose tiles are blocks of `size` tokens, for kernels that read aligned rows as the tokens."""
+        bounds = bounds_of(self.cu_seqlens, tile=size, length=size, stride=size)
+        bounds[TOKEN] = self.bounds[ROW]
+        return bounds
 
     def align(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned rows `[1,tiles*T,heads,D]` of k and v `[1,T,heads,D]`."""
@@ -107,8 +115,23 @@ class Documents:
         first = self.bounds[PUBLIC_ENTRY]
         document = torch.searchsorted(first[1:], places, right=True)  # B for unused places
         used = document < self.bounds.shape[1] - 1
-        aligned = torch.where(used, self.bounds[ENTRY][document] + places - first[document], 0)
-        return entries.index_select(0, aligned).masked_fill(~used.view(-1, *[1] * (entries.dim() - 1)), 0)
+        return _pick(entries, self.bounds[ENTRY][document] + places - first[document], used)
+
+    def with_gaps(self, entries: Tensor) -> Tensor:
+        """Entries document after document `[at least all,...]` as aligned ones `[num_entries,...]`, zeros between."""
+        places = torch.arange(self.num_entries, dtype=torch.int32, device=entries.device)
+        aligned, packed = self.bounds[ENTRY], self.bounds[PUBLIC_ENTRY]
+        document = torch.searchsorted(aligned[1:], places, right=True).clamp(max=self.bounds.shape[1] - 2)
+        before = places - aligned[document]
+        return _pick(entries, packed[document] + before, before < packed[document + 1] - packed[document])
+
+
+def _pick(entries: Tensor, places: Tensor, used: Tensor) -> Tensor:
+    """The entries at these places, zeros where none is used."""
+    if entries.shape[0] == 0:
+        return entries.new_zeros((len(places), *entries.shape[1:]))
+    picked = entries.index_select(0, torch.where(used, places, 0))
+    return picked.masked_fill(~used.view(-1, *[1] * (entries.dim() - 1)), 0)
 
 
 @cute.jit
@@ -317,6 +340,13 @@ def _align_rows(documents: Documents, k: Tensor, v: Tensor | None = None, q: Ten
     return aligned
 
 
+def bounds_of(cu_seqlens: Tensor, *, tile: int, length: int, stride: int) -> Tensor:
+    """Documents.bounds alone, for kernels that read tokens where they lie. Args: as of `lay_out`."""
+    bounds = torch.empty((6, cu_seqlens.shape[0]), dtype=torch.int32, device=cu_seqlens.device)
+    _add_up(tile, length, stride).run(cu_seqlens.contiguous(), bounds)
+    return bounds
+
+
 def lay_out(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, tile: int, length: int, stride: int
 ) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
@@ -328,15 +358,14 @@ def lay_out(
         tile: tokens of a query tile.
         length, stride: of compressed blocks, l and d.
     """
-    tokens, docs = q.shape[1], cu_seqlens.shape[0] - 1
-    num_tiles, num_entries = sizes(tokens, docs, tile, stride)
+    tokens = q.shape[1]
+    num_tiles, num_entries = sizes(tokens, cu_seqlens.shape[0] - 1, tile, stride)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=q.device)
 
-    documents = Documents(
-        tile, stride, empty(6, docs + 1), empty(2, num_tiles), empty(tokens), num_entries, tokens // stride
-    )
-    _add_up(tile, length, stride).run(cu_seqlens.contiguous(), documents.bounds)
+    bounds = bounds_of(cu_seqlens, tile=tile, length=length, stride=stride)
+    tables = bounds, empty(2, num_tiles), empty(tokens)
+    documents = Documents(tile, stride, *tables, num_entries, tokens // stride, cu_seqlens)
     aligned_k, aligned_v, aligned_q = _align_rows(documents, k, v, q)
     return documents, (aligned_q, aligned_k, aligned_v)

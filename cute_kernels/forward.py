@@ -16,18 +16,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from cute_kernels import fa4
+from cute_kernels.best_blocks import Blocks
 from cute_kernels.block_lists import BlockLists, Keys, chosen_lists, prefix_lists
 from cute_kernels.compress import block_means, tile_means
 from cute_kernels.device import vectorizable
 from cute_kernels.documents import Documents, lay_out
 from cute_kernels.gate import gated_sum
-from cute_kernels.score import Blocks, top_blocks
+from cute_kernels.score import top_blocks
+from cute_kernels.token_blocks import token_blocks
+from cute_kernels.token_selected import token_selected_forward
 
 CHUNK_BYTES = 8 << 30
 """Outputs of the three branches that may exist at once."""
@@ -91,7 +94,7 @@ def nsa(
         if gates is None:
             gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
         if documents is not None:
-            return out[0], _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates)
+            return out[0], _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates, config.token_mode)
         outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
         selected = part.indices, _all_if_none(part.cmp_indices, config, q, call.k_cmp)
         return out, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
@@ -146,13 +149,13 @@ class Call(NamedTuple):
 
 def prepare(inputs: Any, config: Any, compressed: tuple[Tensor, Tensor] | None = None) -> Call:
     """Align, lay packed documents out, compress (unless `compressed` gives k_cmp and v_cmp), plan."""
-    inputs = _aligned(inputs)
+    inputs, rules = _aligned(inputs), fa4.rules(inputs.q.device)
     attended, documents = inputs, None
     if inputs.cu_seqlens is not None:
-        inputs, attended, documents = _unpack(inputs, config)
+        inputs, attended, documents = _unpack(inputs, config, rules)
     k_cmp, v_cmp = compressed or compress(inputs, config, documents)
     entries = k_cmp.shape[1] if documents is None else None
-    plan = _plan(config, fa4.rules(inputs.q.device), inputs.q.shape[-1], entries)
+    plan = _plan(config, rules, inputs.q.shape[-1], entries)
     return Call(inputs, attended, plan if documents is None else replace(plan, documents=documents), k_cmp, v_cmp)
 
 
@@ -183,6 +186,7 @@ class Plan:
     rules: fa4.Rules
     scale: float
     tile: int
+    """Rows that select together, or in token mode that are attended together."""
     select: Blocks
     choose: Blocks | None
     """Blocks of compressed entries to choose; None: the compressed branch attends to all."""
@@ -201,7 +205,7 @@ def _plan(config: Any, rules: fa4.Rules, dim: int, entries: int | None) -> Plan:
         config=config,
         rules=rules,
         scale=config.scale(dim),
-        tile=config.q_tile_size,
+        tile=tile_rows(config, rules),
         select=Blocks(
             length,
             stride,
@@ -216,6 +220,11 @@ def _plan(config: Any, rules: fa4.Rules, dim: int, entries: int | None) -> Plan:
     )
 
 
+def tile_rows(config: Any, rules: Any) -> int:
+    """Plan.tile, at whose multiples packed documents begin."""
+    return int(rules.rows if config.token_mode else config.q_tile_size)
+
+
 def _aligned(inputs: Any) -> Any:
     """The inputs with every row contiguous and aligned, copied where it was not."""
     changed = {}
@@ -228,14 +237,19 @@ def _aligned(inputs: Any) -> Any:
     return replace(inputs, **changed) if changed else inputs
 
 
-def _unpack(inputs: Any, config: Any) -> tuple[Any, Any, Documents]:
+def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:
     """Packed inputs as one sequence `[1,T,...]`; what attention reads, in aligned rows; where the documents are."""
     cu_seqlens = inputs.cu_seqlens
     changed = {name: tensor[None] for name in PER_TOKEN if (tensor := getattr(inputs, name)) is not None}
     inputs = replace(inputs, **changed, cu_seqlens=None, max_seqlen=None)
     slc, win = keys_of(inputs, "slc"), keys_of(inputs, "win")
     documents, (q, *aligned) = lay_out(
-        inputs.q, *slc, cu_seqlens, tile=config.q_tile_size, length=config.compress_block_size, stride=config.stride
+        inputs.q,
+        *slc,
+        cu_seqlens,
+        tile=tile_rows(config, rules),
+        length=config.compress_block_size,
+        stride=config.stride,
     )
     own = aligned if win[0] is slc[0] and win[1] is slc[1] else documents.align(*win)
     attended = replace(inputs, q=q, k_slc=aligned[0], v_slc=aligned[1], k_win=own[0], v_win=own[1])
@@ -243,7 +257,7 @@ def _unpack(inputs: Any, config: Any) -> tuple[Any, Any, Documents]:
 
 
 def _packed_aux(
-    documents: Documents, part: Part, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor
+    documents: Documents, part: Part, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor, token_mode: bool
 ) -> tuple[Tensor | None, ...]:
     """The fields of NSAAux without B, rows and entries lying as the documents are packed."""
     branches = part.cmp, part.slc, part.win
@@ -253,7 +267,7 @@ def _packed_aux(
         documents.without_gaps(k_cmp[0]),
         documents.without_gaps(v_cmp[0]),
         documents.fill_rest(gates[0], 0, 0.0),
-        part.indices[0],
+        documents.by_token(part.indices[0], 1, -1) if token_mode else part.indices[0],
         None if part.cmp_indices is None else part.cmp_indices[0],
     )
 
@@ -264,7 +278,9 @@ def _packed_aux(
 def compress(inputs: Any, config: Any, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
     """Compressed keys and values `[B,entries,H_kv,D]`, of documents aligned ones."""
     if inputs.k_cmp is not None:
-        return inputs.k_cmp, inputs.v_cmp
+        if documents is None:
+            return inputs.k_cmp, inputs.v_cmp
+        return documents.with_gaps(inputs.k_cmp)[None], documents.with_gaps(inputs.v_cmp)[None]
     length, stride, dtype = config.compress_block_size, config.stride, inputs.q.dtype
     weights = (inputs.w_k_compress, inputs.w_v_compress)
     if weights == (None, None):
@@ -291,10 +307,13 @@ def attend(
     tokens = inputs.q.shape[1]
     q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
     indices, cmp_indices = given
-    if indices is None:
+    if indices is None and not plan.config.token_mode:
         indices, cmp_indices = select(plan, q, k_cmp, start, tokens)
+    cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or indices is None)
+    if indices is None:  # from its probabilities, which lse brings back
+        indices = token_blocks(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
     return Part(
-        attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse),
+        cmp,
         attend_selected(plan, q, *keys_of(inputs, "slc"), indices, start, lse),
         attend_window(plan, q, *keys_of(inputs, "win"), start, lse),
         indices,
@@ -309,7 +328,7 @@ def keys_of(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
 
 
 def select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tuple[Tensor, Tensor | None]:
-    """Selected blocks, and blocks of compressed entries."""
+    """Selected blocks of each tile, and blocks of compressed entries."""
     means = tile_means(q, plan.tile, plan.documents)
 
     def choose(mean_q: Tensor, blocks: Blocks) -> Tensor:
@@ -373,8 +392,17 @@ def attend_selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor
         k, v = k[:, :stop], v[:, :stop]
     if indices.numel() == 0:
         return _nothing(q, v)
+    if plan.config.token_mode:
+        return Branch(*token_selected_forward(q, k, v, indices, first_token=start, **token_blocks_of(plan)))
     lists = token_lists(plan, q, k, indices, start)
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
+
+
+def token_blocks_of(plan: Plan) -> dict[str, Any]:
+    """What attention per token is told of the blocks."""
+    size, documents = plan.config.select_size, plan.documents
+    bounds = None if documents is None else documents.bounds_of_blocks(size)
+    return {"size": size, "scale": plan.scale, "bounds": bounds}
 
 
 def token_lists(

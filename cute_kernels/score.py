@@ -7,7 +7,7 @@
 A CTA holds 16 rows (tiles and query heads of one key/value head) and walks over the compressed keys. The mean
 queries are fp32; split into three 16-bit parts they keep all 24 bits, so the tensor cores give fp32-accurate logits
 of the rounded keys. A step's logits go to shared memory; each warp pools those of its rows to block scores and
-inserts what beats the row's k-th best into a sorted list (k + k ln(blocks/k) times, expected).
+merges what beats the row's k-th best into a sorted list (best_blocks.py).
 softmax_scale > 0 changes no order and is left out.
 
 The same kernel chooses blocks of compressed entries for the compressed branch: there a block's score is the plain
@@ -24,7 +24,6 @@ Limits: D a multiple of 16, at most 128; at most 128 entries overlap one block; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +34,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warp
 from torch import Tensor
 
+from cute_kernels.best_blocks import LIMIT, BestBlocks, Blocks
 from cute_kernels.block_lists import Keys
 from cute_kernels.documents import ENTRY, LENGTH, TILE, Documents, document_at, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
@@ -46,57 +46,15 @@ WARP_ROWS = ROWS // WARPS
 PARTS = 3
 STAGES = 2
 
-LIMIT, INIT, LOW, HIGH = range(4)
-"""What is kept of a row: entries it sees; blocks 0 ... INIT-1 and LOW ... HIGH-1 are forced."""
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Which blocks are scored, and which must be chosen. Counted in tokens, or in entries (length = stride = 1).
-
-    Args:
-        length, stride: of the compressed blocks that are pooled, l and d.
-        size: of the blocks to choose, l'.
-        count: how many to choose, k.
-        init, local: forced blocks at the start and at the tile.
-        newest: blocks holding an entry that becomes visible inside the tile are forced instead.
-    """
-
-    length: int
-    stride: int
-    size: int
-    count: int
-    init: int = 0
-    local: int = 0
-    newest: bool = False
-
-    @property
-    def overlapping(self) -> int:
-        """The most entries that overlap one block."""
-        return -(-(self.size + self.length - 1) // self.stride)
-
-    @property
-    def plain(self) -> bool:
-        """Entry and block are the same thing."""
-        return self.length == self.stride == self.size
-
-    def per_step(self, entries: int) -> int:
-        """Whole blocks covered by that many consecutive entries, wherever the first block begins."""
-        if self.plain:
-            return entries
-        if self.size % self.stride == 0:
-            return (entries - (self.length - 1) // self.stride) // (self.size // self.stride)
-        return (entries * self.stride - self.length - self.stride + 2) // self.size
-
 
 class TopBlocks:
     """Args: what to choose, when a token sees an entry, and T, the tokens of a query tile."""
 
     def __init__(self, dim: int, dtype: Any, blocks: Blocks, keys: Keys, tile: int) -> None:
-        self.dim, self.dtype, self.blocks, self.keys, self.tile = dim, dtype, blocks, keys, tile
+        self.dim, self.dtype, self.blocks, self.keys = dim, dtype, blocks, keys
+        self.best = BestBlocks(blocks, keys, tile)
         self.entries = 64 if blocks.per_step(64) > 0 else 128
         self.per_step = blocks.per_step(self.entries)
-        self.slots = -(-blocks.count // LANES)
 
     def _smem_layout(self, rows: int, copies: int) -> Any:
         columns = next(c for c in (64, 32, 16) if self.dim % c == 0)
@@ -175,7 +133,7 @@ class TopBlocks:
         sQ = smem.allocate_tensor(self.dtype, layout_q, 128)
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)
         sScore = smem.allocate_tensor(Float32, cute.make_layout((ROWS, self.entries), stride=(self.entries + 4, 1)), 16)
-        places = const_expr(self.slots * LANES)
+        places = const_expr(self.best.places)
         sBest = smem.allocate_tensor(Float32, cute.make_layout((ROWS, places), stride=(places, 1)), 16)
         sIndex = smem.allocate_tensor(Int32, cute.make_layout((ROWS, places), stride=(places, 1)), 16)
         sThreshold = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16)
@@ -185,29 +143,21 @@ class TopBlocks:
         if thread < ROWS:
             row = first_row + thread
             tile = first_tile + row // group
-            sThreshold[thread] = Float32.inf
-            init, low, high = self._forced(tile, tokens, entries, mBounds is not None)
-            if row < num_rows:
-                # With as many forced blocks as places nothing else can enter
-                full = init + high - low >= self.blocks.count
-                sThreshold[thread] = Float32.inf if full else -Float32.inf
-            sRow[thread, LIMIT] = self.keys.visible(self._last_token(tile, tokens), entries)
-            sRow[thread, INIT] = init
-            sRow[thread, LOW] = low
-            sRow[thread, HIGH] = high
+            threshold = self.best.begin_row(sRow[thread, None], tile, tokens, entries, mBounds is not None)
+            sThreshold[thread] = threshold if row < num_rows else Float32.inf
         cute.arch.sync_threads()
 
         # The last row sees the most
         last_row = cutlass.min(first_row + ROWS, num_rows) - 1
         steps = Int32(0)
         if const_expr(mBounds is None) or first_row < num_rows:
-            steps = cute.ceil_div(self._scored_blocks(sRow[last_row - first_row, LIMIT]), self.per_step)
+            steps = cute.ceil_div(self.blocks.scored(sRow[last_row - first_row, LIMIT]), self.per_step)
 
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         my_first = warp_index * WARP_ROWS  # rows whose lists this warp keeps
         for i in range_constexpr(WARP_ROWS):
             row = my_first + i
-            self._begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
+            self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
 
         thr_mma = tiled_mma.get_slice(thread)
         tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
@@ -266,57 +216,7 @@ class TopBlocks:
             row = first_row + my_first + i
             if row < num_rows:
                 head, tile = kv_head * group + row % group, row // group
-                self._write_sorted(sIndex[my_first + i, None], mIndices[batch, head, tile, None])
-
-    # Which entries and blocks a tile may see
-
-    @cute.jit
-    def _last_token(self, tile: Int32, tokens: Int32) -> Int32:
-        return cutlass.min((tile + 1) * self.tile, tokens) - 1
-
-    @cute.jit
-    def _scored_blocks(self, visible: Int32) -> Int32:
-        """Blocks 0 ... that overlap one of the first `visible` entries."""
-        spec = self.blocks
-        return Int32(0) if visible == 0 else ((visible - 1) * spec.stride + spec.length - 1) // spec.size + 1
-
-    @cute.jit
-    def _first_entry(self, block: Int32) -> Int32:
-        """The first entry that overlaps a block."""
-        spec = self.blocks
-        before = block * spec.size - spec.length + 1
-        return Int32(0) if before <= 0 else (before + spec.stride - 1) // spec.stride
-
-    @cute.jit
-    def _forced(
-        self, tile: Int32, tokens: Int32, entries: Int32, packed: cutlass.Constexpr[bool]
-    ) -> tuple[Int32, Int32, Int32]:
-        """(a, b, c): blocks 0 ... a-1 and b ... c-1 must be chosen; a <= b <= c."""
-        spec = self.blocks
-        init, low, high = Int32(0), Int32(0), Int32(0)
-        last_token = self._last_token(tile, tokens)
-        if const_expr(spec.newest):
-            old = self.keys.visible(tile * self.tile - 1, entries)
-            new = self.keys.visible(last_token, entries)
-            if old < new:
-                low, high = old // spec.size, (new - 1) // spec.size + 1
-            if const_expr(packed):  # all blocks of a document where they fit (else nobody asks)
-                blocks = cute.ceil_div(entries, spec.size)
-                if blocks <= spec.count:
-                    init, low, high = blocks, blocks, blocks
-        elif const_expr(spec.init + spec.local > 0):
-            last = last_token // spec.size
-            exist = last + 1
-            low, high = last - spec.local + 1, last + 1
-            if const_expr(not self.keys.causal):  # as many before the tile as behind it
-                exist = (tokens - 1) // spec.size + 1
-                twice = tile * self.tile // spec.size + last + 1 - spec.local
-                low = (twice + 2 * spec.local) // 2 - spec.local  # floor, also below 0
-                high = low + spec.local
-            init = cutlass.min(Int32(spec.init), exist)
-            high = cutlass.max(cutlass.min(high, exist), init)
-            low = cutlass.min(cutlass.max(low, init), high)
-        return init, low, high
+                self.best.write_list(sIndex[my_first + i, None], mIndices[batch, head, tile, None])
 
     # Loading
 
@@ -360,7 +260,7 @@ class TopBlocks:
     ):
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
-        first = self._first_entry(step * self.per_step)
+        first = self.blocks.first_entry(step * self.per_step)
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
         for i in range_constexpr(self.entries * vectors // (WARPS * LANES)):
             item = thread + i * WARPS * LANES
@@ -372,18 +272,7 @@ class TopBlocks:
                     cute.local_tile(sK[row, None, stage], (VECTOR,), (vector,)),
                 )
 
-    # The sorted list of a row: position p lies in slot p // 32 of lane p % 32
-
-    @cute.jit
-    def _begin_list(self, sBest: cute.Tensor, sIndex: cute.Tensor, sRow: cute.Tensor):
-        """Forced blocks lead with the score +inf; -inf and -1 mark places not taken."""
-        init, low, high = sRow[INIT], sRow[LOW], sRow[HIGH]
-        for slot in range_constexpr(self.slots):
-            place = slot * LANES + cute.arch.lane_idx()
-            block = place if place < init else low + place - init
-            taken = place < init + high - low
-            sBest[place] = Float32.inf if taken else -Float32.inf
-            sIndex[place] = block if taken else Int32(-1)
+    # Scores of blocks
 
     @cute.jit
     def _above(self, sScores: cute.Tensor, threshold: Float32, limit: Int32, first_block: Int32) -> cutlass.Boolean:
@@ -405,49 +294,16 @@ class TopBlocks:
         sRow: cute.Tensor,
         first_block: Int32,
     ) -> Float32:
-        """Put this step's blocks that beat the threshold into the list; return the new threshold."""
-        spec, lane = self.blocks, cute.arch.lane_idx()
-        init, low, high = sRow[INIT], sRow[LOW], sRow[HIGH]
-        rBest = cute.make_rmem_tensor(self.slots, Float32)
-        rIndex = cute.make_rmem_tensor(self.slots, Int32)
-        for slot in range_constexpr(self.slots):
-            rBest[slot] = sBest[slot * LANES + lane]
-            rIndex[slot] = sIndex[slot * LANES + lane]
+        """Merge this step's blocks that beat the threshold into the list; return the new threshold."""
         for chunk in range_constexpr(-(-self.per_step // LANES)):
-            offset = chunk * LANES + lane
+            offset = chunk * LANES + cute.arch.lane_idx()
             block = first_block + offset
-            mine = self._block_score(sScores, block, first_block, sRow[LIMIT])
-            free = (block >= init) & ((block < low) | (block >= high)) & (offset < self.per_step)
-            mask = cute.arch.vote_ballot_sync(free & (mine > threshold))
-            while mask != 0:  # the lowest lane first: ties go to the lower index
-                source = lowest_bit(mask)
-                mask = mask & (mask - 1)
-                score = cute.arch.shuffle_sync(mine, source)
-                if score > threshold:
-                    self._put(rBest, rIndex, score, first_block + chunk * LANES + source)
-                    threshold = cute.arch.shuffle_sync(rBest[(spec.count - 1) // LANES], (spec.count - 1) % LANES)
-        for slot in range_constexpr(self.slots):
-            sBest[slot * LANES + lane] = rBest[slot]
-            sIndex[slot * LANES + lane] = rIndex[slot]
+            score = self._block_score(sScores, block, first_block, sRow[LIMIT])
+            free = self.best.is_free(sRow, block) & (offset < self.per_step)
+            candidates = cute.arch.vote_ballot_sync(free & (score > threshold))
+            if candidates != 0:
+                threshold = self.best.merge(sBest, sIndex, score, block, candidates)
         return threshold
-
-    @cute.jit
-    def _put(self, rBest: cute.Tensor, rIndex: cute.Tensor, score: Float32, block: Int32):
-        """Insert behind all that are at least as good; the last one falls out."""
-        lane = cute.arch.lane_idx()
-        before = cutlass.max(lane - 1, 0)
-        for i in range_constexpr(self.slots):
-            slot = self.slots - 1 - i
-            best, index = cute.arch.shuffle_sync(rBest[slot], before), cute.arch.shuffle_sync(rIndex[slot], before)
-            first_best, first_index = Float32(Float32.inf), Int32(0)  # nothing is before the first place
-            if const_expr(slot > 0):
-                first_best = cute.arch.shuffle_sync(rBest[slot - 1], LANES - 1)
-                first_index = cute.arch.shuffle_sync(rIndex[slot - 1], LANES - 1)
-            best = first_best if lane == 0 else best
-            index = first_index if lane == 0 else index
-            if rBest[slot] < score:
-                rBest[slot] = score if best >= score else best
-                rIndex[slot] = block if best >= score else index
 
     @cute.jit
     def _block_score(self, sScores: cute.Tensor, block: Int32, first_block: Int32, limit: Int32) -> Float32:
@@ -476,39 +332,16 @@ class TopBlocks:
     ) -> tuple[Float32, Int32]:
         """Sums of overlap * score and of overlap over every `every`-th visible entry that overlaps the block."""
         spec = self.blocks
-        step_entry = self._first_entry(first_block)
+        step_entry = self.blocks.first_entry(first_block)
         stop = cutlass.min(((block + 1) * spec.size - 1) // spec.stride + 1, limit)
         stop = cutlass.min(stop, step_entry + self.entries)  # lanes without a block of this step
         total, weight = Float32(0.0), Int32(0)
-        for entry in cutlass.range(self._first_entry(block) + start, stop, every):
+        for entry in cutlass.range(self.blocks.first_entry(block) + start, stop, every):
             begin, end = entry * spec.stride, entry * spec.stride + spec.length
             overlap = cutlass.min(end, (block + 1) * spec.size) - cutlass.max(begin, block * spec.size)
             total += sScores[entry - step_entry] * Float32(overlap)
             weight += overlap
         return total, weight
-
-    @cute.jit
-    def _write_sorted(self, sIndex: cute.Tensor, gIndices: cute.Tensor):
-        """The chosen blocks in ascending order, then -1."""
-        lane = cute.arch.lane_idx()
-        count = self.blocks.count
-        rIndex = cute.make_rmem_tensor(self.slots, Int32)
-        taken = Int32(0)
-        for slot in range_constexpr(self.slots):
-            place = slot * LANES + lane
-            rIndex[slot] = sIndex[place] if place < count else Int32(-1)
-            taken += cute.arch.popc(cute.arch.vote_ballot_sync(rIndex[slot] >= 0))
-        for slot in range_constexpr(self.slots):
-            rank = Int32(0)
-            for other in range_constexpr(self.slots):
-                for source in cutlass.range(LANES, unroll=4):
-                    index = cute.arch.shuffle_sync(rIndex[other], source)
-                    rank += Int32(1) if (index >= 0) & (index < rIndex[slot]) else Int32(0)
-            place = slot * LANES + lane
-            if rIndex[slot] >= 0:
-                gIndices[rank] = rIndex[slot]
-            if (place >= taken) & (place < count):
-                gIndices[place] = Int32(-1)
 
 
 @lru_cache

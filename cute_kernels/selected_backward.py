@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -48,6 +48,7 @@ from torch import Tensor
 
 from cute_kernels.block_lists import WORD, BlockLists, fake_lists
 from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
+from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE, Sizes, write_counts, write_segments
 from cute_kernels.warp import LANES, lowest_bit, prefix_sum
 
 UNIT = 64
@@ -76,12 +77,6 @@ SEGMENT = 32
 
 WORKSPACE = 512 << 20
 """Bytes for the sums of segments."""
-
-VISITS, CUT, WHOLE = range(3)
-"""Of each block: visits, segments if it is cut, whether it is not."""
-
-BLOCK, FIRST, COUNT = range(3)
-"""Of each segment: its block, and which visits are its."""
 
 LOG2_E = math.log2(math.e)
 
@@ -185,11 +180,8 @@ class CountVisits:
                 for word in cutlass.range(lane, mBits.shape[3], LANES, unroll=4):
                     count += cute.arch.popc(mBits[batch, kv_head * select_heads + i, block, word])
             visits = cute.arch.warp_reduction_sum(count) * (group // select_heads)
-            segments = visits // segment
             if lane == 0:
-                mCounts[VISITS, item] = visits
-                mCounts[CUT, item] = segments if segments > 1 else Int32(0)
-                mCounts[WHOLE, item] = Int32(0) if segments > 1 else Int32(1)
+                write_counts(mCounts, item, visits, segment)
 
 
 class ListVisits:
@@ -255,16 +247,7 @@ class ListVisits:
                         chosen = chosen & (chosen - 1)
                         mine += 1
                     place += cute.arch.shuffle_sync(sums, LANES - 1)
-
-            segments = mCounts[CUT, item]
-            first_segment = mSums[CUT, item] - segments
-            if segments == 0:
-                segments, first_segment = Int32(1), mSums[CUT, blocks - 1] + mSums[WHOLE, item] - 1
-            length, longer = visits // segments, visits % segments  # the first ones have a visit more
-            for i in cutlass.range(lane, segments, LANES, unroll=1):
-                mSegments[BLOCK, first_segment + i] = item
-                mSegments[FIRST, first_segment + i] = first + i * length + cutlass.min(i, longer)
-                mSegments[COUNT, first_segment + i] = length + (Int32(1) if i < longer else Int32(0))
+            write_segments(mCounts, mSums, mSegments, item)
 
 
 class SelectedDQ:
@@ -907,24 +890,9 @@ def _fake_parts(dim: int, size: int) -> Any:
     return fake(torch.float32, None, size // UNIT, 2, UNIT, dim)
 
 
-class Sizes(NamedTuple):
-    """Of lists and of memory for sums, from shapes alone."""
-
-    visits: int
-    """The most there can be."""
-    length: int
-    """The fewest visits of a segment of a cut block."""
-    cut: int
-    """The most segments of cut blocks."""
-    segments: int
-    """The most segments."""
-
-    @classmethod
-    def of(cls, visits: int, most: int, blocks: int, part_bytes: int) -> Sizes:
-        """Args: visits of all blocks and at most of one; blocks; bytes of a segment's sums."""
-        length = max(SEGMENT, -(-visits * part_bytes // WORKSPACE))
-        cut = visits // length if most >= 2 * length else 0
-        return cls(visits, length, cut, blocks + cut)
+def sizes_of(visits: int, most: int, blocks: int, part_bytes: int) -> Sizes:
+    """Args: visits of all blocks and at most of one; blocks; bytes of a segment's sums."""
+    return Sizes.of(visits, most, blocks, max(SEGMENT, -(-visits * part_bytes // WORKSPACE)))
 
 
 def selected_backward(
@@ -1017,7 +985,7 @@ def selected_dkv(
     tile, group, units = lists.rows, heads // kv_heads, size // UNIT
     tiles, blocks, part = -(-rows // tile), batch * kv_heads * -(-num_keys // size), (units, 2, UNIT, dim)
     chosen = -(-lists.mask_index.shape[3] // units)  # lists have room for every block that a tile chose
-    sizes = Sizes.of(batch * heads * tiles * chosen, group * tiles, blocks, 4 * math.prod(part))
+    sizes = sizes_of(batch * heads * tiles * chosen, group * tiles, blocks, 4 * math.prod(part))
 
     def table(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=q.device)

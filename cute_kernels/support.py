@@ -16,6 +16,10 @@ INSTALL = 'pip install "nsa-kernels[cuda]"'
 SELECT_UNIT = 64
 MAX_BLOCKS = 1024
 MAX_ENTRIES = 128
+TOKEN_SELECT_SIZES = (64, 128, 192, 256)
+MAX_TOKEN_ENTRIES = 256
+MAX_TOKEN_BLOCKS = 256
+MAX_TOKEN_GROUP = 64
 MAX_GRID = 65535
 """Heads, and sequences or classes, of a call: dimensions of a grid."""
 LARGEST_TILE = 256
@@ -32,7 +36,7 @@ def check(call: Any) -> str | None:
         return None
     reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)
     if reason is None and call.backward:
-        reason = _refusal_of_backward(inputs, config)
+        reason = _refusal_of_backward(inputs, config, rules)
         if reason is None and call.options.get("deterministic"):
             reason = _refusal_of_determinism(inputs, config, rules)
     return reason
@@ -92,13 +96,13 @@ def _machine_problem(call: Any, *, given: bool = False) -> str | None:
     return None
 
 
-def _refusal_of_backward(inputs: Any, config: Any) -> str | None:
+def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
     """FlashAttention-4 counts a head's fp32 sums of dq with 32 bits."""
-    rows = inputs.q.shape[-3]
+    rows, tile = inputs.q.shape[-3], rules.rows if config.token_mode else config.q_tile_size
     if inputs.cu_seqlens is not None:
-        rows += (inputs.cu_seqlens.shape[0] - 1) * config.q_tile_size
+        rows += (inputs.cu_seqlens.shape[0] - 1) * tile
     dim = max(inputs.q.shape[-1], inputs.v.shape[-1])
-    if (rows + config.q_tile_size) * dim >= 1 << 31:
+    if (rows + tile) * dim >= 1 << 31:
         return f"takes fewer than 2^31 elements of one head in backward, got {rows} rows of {dim}"
     return None
 
@@ -112,7 +116,7 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
     """FlashAttention-4 adds up in a fixed order without block lists only; with them, only our split backward does."""
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     got = None
-    if not can_split(rules, *dims):
+    if not (config.token_mode or can_split(rules, *dims)):
         got = "Blackwell's tiles" if SELECT_UNIT not in rules.widths else f"D={dims[0]}, D_v={dims[1]}"
     elif inputs.cu_seqlens is not None:
         got = "cu_seqlens"
@@ -130,7 +134,7 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
 
 def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
     if config.token_mode:
-        return "selects per tile only so far, got q_tile_size=1"
+        return _refusal_of_token_mode(inputs, config, rules.rows)
     if config.q_tile_size % rules.rows:
         return f"takes q_tile_size in multiples of {rules.rows} on this device, got {config.q_tile_size}"
     if config.select_size % SELECT_UNIT:
@@ -148,10 +152,8 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
             f"takes at most {MAX_ENTRIES} compressed blocks over one select block, got {entries} "
             f"(compress_block_size={config.compress_block_size}, stride={config.stride}, l'={config.select_size})"
         )
-    return None if inputs.cu_seqlens is None else _refusal_of_documents(inputs, config)
-
-
-def _refusal_of_documents(inputs: Any, config: Any) -> str | None:
+    if inputs.cu_seqlens is None:
+        return None
     if not config.causal:
         return "takes cu_seqlens with causal=True only, got causal=False"
     if config.q_tile_size % config.select_size:
@@ -159,14 +161,40 @@ def _refusal_of_documents(inputs: Any, config: Any) -> str | None:
             f"takes cu_seqlens with q_tile_size in multiples of select_block_size only, got {config.q_tile_size} "
             f"and {config.select_size}"
         )
-    if inputs.k_cmp is not None:
-        return "takes k_cmp and v_cmp without cu_seqlens only so far, got both"
-    if config.compress != "mean":
-        return f"takes cu_seqlens with compress='mean' only so far, got {config.compress!r}"
+    return _refusal_of_documents(inputs, config, config.q_tile_size)
+
+
+def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
+    """What token_blocks.py and token_selected*.py cannot take."""
+    length, stride, size = config.compress_block_size, config.stride, config.select_size
+    if not config.causal:
+        return "selects per token (q_tile_size=1) with causal=True only, got causal=False"
+    if size not in TOKEN_SELECT_SIZES:
+        wanted = ", ".join(map(str, TOKEN_SELECT_SIZES))
+        return f"selects per token (q_tile_size=1) with select_block_size {wanted}, got {size}"
+    if length % stride or size % stride:
+        return (
+            "selects per token (q_tile_size=1) with a compress_stride that divides compress_block_size and "
+            f"select_block_size, got {stride}, {length} and {size}"
+        )
+    if size // stride + length // stride - 1 > MAX_TOKEN_ENTRIES:
+        return (
+            f"takes at most {MAX_TOKEN_ENTRIES} compressed blocks over one select block (q_tile_size=1), got "
+            f"compress_block_size={length}, stride={stride}, l'={size}"
+        )
+    if config.num_selected_blocks > MAX_TOKEN_BLOCKS:
+        return f"chooses at most {MAX_TOKEN_BLOCKS} blocks per token, got {config.num_selected_blocks}"
+    if inputs.group_size > MAX_TOKEN_GROUP:
+        return f"selects per token for at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
+    return None if inputs.cu_seqlens is None else _refusal_of_documents(inputs, config, rows)
+
+
+def _refusal_of_documents(inputs: Any, config: Any, tile: int) -> str | None:
+    """Args: rows at whose multiples documents begin."""
     tokens, docs = inputs.q.shape[0], inputs.cu_seqlens.shape[0] - 1
     if docs == 0:
         return "takes at least one document, got cu_seqlens of shape [1]"
-    rows = tokens + docs * config.q_tile_size
+    rows = tokens + docs * tile
     covered = tokens + (docs + 1) * fa4.WIDEST * config.stride
     if max(rows, covered) >= 1 << 31:
         return f"lays documents out in fewer than 2^31 rows, got {tokens} tokens in {docs} documents"

@@ -23,6 +23,7 @@ def _check_siblings() -> None:
 _check_siblings()
 
 from nsa.api import nsa, nsa_forward, nsa_forward_aux  # noqa: E402
+from nsa.compression import LinearCompression  # noqa: E402
 from nsa.config import NSAConfig  # noqa: E402
 from nsa.module import NSAttention  # noqa: E402
 from nsa.neighborhood_module import NeighborhoodAttention  # noqa: E402
@@ -31,6 +32,7 @@ from nsa.tensors import NSAAux  # noqa: E402
 
 __all__ = [
     "AttentionResidual",
+    "LinearCompression",
     "NSAAux",
     "NSAConfig",
     "NSAttention",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from nsa.api import nsa
+from nsa.compression import LinearCompression
 from nsa.config import NSAConfig
 
 RotaryHook = Callable[[Tensor, Any], Tensor]
@@ -40,7 +42,8 @@ class NSAttention(nn.Module):
         config: what NSA computes; None: `NSAConfig()`.
         gate: "x": sigmoid(linear(x)), as in the paper. "q": sigmoid(q . w) per head, on the rotated q.
             None: a third each.
-        compress_proj: a learned projection of compressed keys and values per head, the identity at first.
+        compress: "linear": learned maps from blocks to compressed keys and values (LinearCompression), in place of the
+            config's means. compress_proj: learned projections of those means, the identity at first.
         separate_kv: own key and value projections for each branch, as in the paper.
         bias: whether q, k and v projections have one.
         rope: hook `(tensor [...,heads,D], position_embeddings) -> tensor`, applied to queries and each branch's keys;
@@ -58,6 +61,7 @@ class NSAttention(nn.Module):
         v_head_dim: int | None = None,
         config: NSAConfig | None = None,
         gate: Literal["x", "q"] | None = "x",
+        compress: Literal["linear"] | None = None,
         compress_proj: bool = False,
         separate_kv: bool = False,
         bias: bool = False,
@@ -70,6 +74,8 @@ class NSAttention(nn.Module):
         num_kv_heads, head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
         if gate not in ("x", "q", None):
             raise ValueError(f"gate must be 'x', 'q' or None, got {gate!r}")
+        if compress not in ("linear", None):
+            raise ValueError(f"compress must be 'linear' or None, got {compress!r}")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
         self.config = NSAConfig() if config is None else config
@@ -87,6 +93,13 @@ class NSAttention(nn.Module):
                 self.branch_proj[f"v_{branch}"] = nn.Linear(hidden_size, self.v_proj.out_features, bias=bias, **place)
         self.gate_proj = nn.Linear(hidden_size, num_heads * 3, bias=True, **place) if gate == "x" else None
         self.gate_proj_weight: nn.Parameter | None = None
+        self.compress = nn.ModuleDict()
+        if compress is not None:
+            if compress_proj or self.config.compress != "mean":
+                other = "compress_proj" if compress_proj else f"a config that compresses by {self.config.compress!r}"
+                raise ValueError(f"compress={compress!r} leaves nothing to {other}, got both")
+            for name, dim in (("k", self.head_dim), ("v", self.v_head_dim)):
+                self.compress[name] = LinearCompression(num_kv_heads, self.config.compress_block_size, dim, **place)
         self.w_k_compress: nn.Parameter | None = None
         self.w_v_compress: nn.Parameter | None = None
         if gate == "q":
@@ -141,7 +154,7 @@ class NSAttention(nn.Module):
             gates=gates,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-            config=self.config,
+            config=self._config(),
             backend=self.backend,
         )
         projected: Tensor = self.o_proj(out.flatten(-2))
@@ -149,6 +162,11 @@ class NSAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, gate={self.gate!r}, config={self.config}"
+
+    def _config(self) -> NSAConfig:
+        if not self.compress:
+            return self.config
+        return replace(self.config, compress=(self.compress["k"], self.compress["v"]))
 
     def _heads(self, projected: Tensor, heads: int) -> Tensor:
         split: Tensor = projected.unflatten(-1, (heads, projected.shape[-1] // heads))

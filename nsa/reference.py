@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from nsa.config import NSAConfig
+from nsa.compression import pool_documents, whole_blocks
+from nsa.config import BlockPooling, NSAConfig
 from nsa.tensors import NSAAux, NSAInputs
 
 CHUNK_BYTES = {"cpu": 32 << 20}
@@ -261,7 +263,13 @@ def _first_pair(given: tuple[Tensor | None, Tensor | None], default: tuple[Tenso
 
 def pooled(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAInputs, NSAConfig]:
     """The same call with k_cmp and v_cmp in place of what makes them, for backends that only pool by means."""
-    k_cmp, v_cmp = _compress(inputs, config, _arithmetic(inputs))
+    dtype, cu_seqlens = _arithmetic(inputs), inputs.cu_seqlens
+    if cu_seqlens is None:
+        k_cmp, v_cmp = _compress(inputs, config, dtype)
+    else:
+        k_cmp, v_cmp = (
+            pool_documents(tensor, cu_seqlens, pool, config) for tensor, pool in _pools(inputs, config, dtype)
+        )
     given = replace(inputs, k_cmp=k_cmp, v_cmp=v_cmp, w_k_compress=None, w_v_compress=None)
     return given, replace(config, compress="mean")
 
@@ -270,31 +278,33 @@ def _compress(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple
     """K_cmp, V_cmp `[B, N_cmp, H_kv, D or D_v]`, rounded once to the input dtype."""
     if inputs.k_cmp is not None and inputs.v_cmp is not None:
         return inputs.k_cmp, inputs.v_cmp
-    pool = config.compress if isinstance(config.compress, tuple) else (config.compress, config.compress)
-    pooled = []
-    for name, tensor, weight, how in (
-        ("k", inputs.k, inputs.w_k_compress, pool[0]),
-        ("v", inputs.v, inputs.w_v_compress, pool[1]),
-    ):
-        batch, num_tokens, heads, dim = tensor.shape
-        entries = config.num_compressed(num_tokens)
-        if entries == 0:
-            pooled.append(tensor[:, :0])
-            continue
-        blocks = tensor.unfold(1, config.compress_block_size, config.stride).transpose(-1, -2)  # [B,N_cmp,H_kv,l,D]
+    k_cmp, v_cmp = (pool(whole_blocks(tensor, config)) for tensor, pool in _pools(inputs, config, dtype))
+    return k_cmp, v_cmp
+
+
+def _pools(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> list[tuple[Tensor, BlockPooling]]:
+    """k and v, each with how its blocks `[...,H_kv,l,D]` become entries `[...,H_kv,D]`."""
+    given = config.compress if isinstance(config.compress, tuple) else (config.compress, config.compress)
+
+    def pool(name: str, how: str | BlockPooling, weight: Tensor | None, blocks: Tensor) -> Tensor:
+        *shape, _, dim = blocks.shape
+        if 0 in shape:
+            return blocks.select(-2, 0)
         if callable(how):
             mean = how(blocks)
-            if mean.shape != (batch, entries, heads, dim):
-                raise ValueError(
-                    f"compress must map blocks of {name} {list(blocks.shape)} to {[batch, entries, heads, dim]}, "
-                    f"got {list(mean.shape)}"
-                )
+            if mean.shape != (*shape, dim):
+                wanted = f"compress must map blocks of {name} {list(blocks.shape)} to {[*shape, dim]}"
+                raise ValueError(f"{wanted}, got {list(mean.shape)}")
         else:
             mean = blocks.to(dtype).mean(-2)
         if weight is not None:
-            mean = torch.einsum("bnhd,hde->bnhe", mean.to(dtype), weight.to(dtype))
-        pooled.append(mean.to(tensor.dtype))
-    return pooled[0], pooled[1]
+            mean = torch.einsum("...hd,hde->...he", mean.to(dtype), weight.to(dtype))
+        return mean.to(blocks.dtype)
+
+    return [
+        (inputs.k, partial(pool, "k", given[0], inputs.w_k_compress)),
+        (inputs.v, partial(pool, "v", given[1], inputs.w_v_compress)),
+    ]
 
 
 # Steps 3 to 5, for a chunk of query tiles

@@ -268,7 +268,7 @@ def lay_out(
         tiles[DOCUMENT, bounds[TILE, i] : bounds[TILE, i] + used] = i
         tiles[SHIFT, bounds[TILE, i] : bounds[TILE, i] + used] = bounds[ENTRY, i] * stride - bounds[ROW, i]
         rows[cu_seqlens[i] : cu_seqlens[i + 1]] = torch.arange(count, dtype=torch.int32) + bounds[ROW, i]
-    made = Documents(tile, stride, bounds, tiles, rows, num_entries, tokens // stride)
+    made = Documents(tile, stride, bounds, tiles, rows, num_entries, tokens // stride, cu_seqlens)
     aligned = align_rows(made, k, v, q)
     return made, (aligned[2], aligned[0], aligned[1])
 

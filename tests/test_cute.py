@@ -14,6 +14,7 @@ from nsa import NSAAux, NSAConfig, nsa_forward, nsa_forward_aux, reference
 from nsa.tensors import NSAInputs
 from tests.causality import BRANCHES, LSES, assert_causal
 from tests.helpers import assert_within_budget, make_qkv
+from tests.test_token_blocks import check_chosen
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
@@ -68,6 +69,9 @@ def check_selection(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> None:
     keys = replace(fixed, k_cmp=aux.k_cmp.double(), v_cmp=aux.v_cmp.double())
     plain = replace(config, compress="mean")
     _, oracle = reference.nsa(keys, plain)
+    if config.token_mode:
+        check_chosen(aux.indices, oracle.indices, inputs, config, aux.k_cmp, aux.lse_cmp.double())
+        return
     for name in ("indices", "cmp_indices"):
         got, expected = getattr(aux, name), getattr(oracle, name)
         if expected is None:
@@ -358,7 +362,7 @@ def test_at_most_ten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "reason"),
     [
         ({"q_tile_size": 100}, "takes q_tile_size in multiples of 128 on this device, got 100"),
-        ({"q_tile_size": 1}, "selects per tile only so far, got q_tile_size=1"),
+        ({"q_tile_size": 1, "causal": False}, "with causal=True only, got causal=False"),
         ({"select_block_size": 32}, "takes select_block_size in multiples of 64, got 32"),
         ({"num_selected_blocks": 2000}, "chooses at most 1024 blocks per tile, got 2000"),
         ({"num_cmp_selected_blocks": 9, "n_block_size": 32}, "takes n_block_size 64 or 128 on this device, got 32"),

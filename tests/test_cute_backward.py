@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dispatch import BackendError
-from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux, ops, reference
+from nsa import LinearCompression, NSAConfig, nsa, nsa_forward, nsa_forward_aux, ops, reference
 from nsa.tensors import NSAInputs
 from tests.helpers import assert_within_budget, make_qkv
 
@@ -309,6 +310,42 @@ def test_packed_documents(config: NSAConfig, recompute: bool, strategy: str) -> 
         weights["expected"] += expected["gate_proj_weight"]
         weights["low"] += low["gate_proj_weight"]
     assert_within_budget(got["gate_proj_weight"], weights["expected"], weights["low"], "gradient of gate_proj_weight")
+
+
+@pytest.mark.parametrize("config", [SOME, replace(SOME, compress_block_size=64, compress_stride=32)],
+                         ids=["apart", "overlapping"])  # fmt: skip
+def test_learned_compression_of_packed_documents(config: NSAConfig) -> None:
+    """The gradients of a pack are those of its documents; the pools' are their sum."""
+    dtype = {"device": "cuda", "dtype": BF16}
+    tokens = sum(LENGTHS) + 10
+    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    qkv = [x[0] for x in on_gpu(tokens)]
+    do = like(tokens, 8, 128)
+    pools = [LinearCompression(2, config.compress_block_size, 128, **dtype) for _ in "kv"]
+    with torch.no_grad():
+        for seed, parameter in enumerate(p for pool in pools for p in pool.parameters()):
+            parameter += like(*parameter.shape, seed=seed) / 64
+    learned = replace(config, compress=tuple(pools))
+    parameters = [p for pool in pools for p in pool.parameters()]
+
+    def of(do: Tensor, *qkv: Tensor, **keywords: Any) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = nsa(*leaves, config=learned, **keywords)
+        return list(torch.autograd.grad(out, [*leaves, *parameters], do))
+
+    got = of(do, *qkv, cu_seqlens=bounds)
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    for start, stop in pairwise(bounds.tolist()):
+        if start == stop:
+            continue
+        alone = of(do[None, start:stop], *(x[None, start:stop] for x in qkv))
+        for whole, part in zip(got[:3], alone[:3], strict=True):
+            scale = float(part.float().abs().max())
+            torch.testing.assert_close(whole[None, start:stop], part, rtol=0, atol=scale * 2**-7)
+        for total, part in zip(sums, alone[3:], strict=True):
+            total += part
+    for whole, total in zip(got[3:], sums, strict=True):
+        torch.testing.assert_close(whole.float(), total, rtol=0, atol=float(total.abs().max()) * 2**-6)
 
 
 def test_gradients_do_not_leave_their_document(strategy: str) -> None:

@@ -60,6 +60,7 @@ CASES = {
     ),
     "own window": Case(NSAConfig.seed(num_selected_blocks=4), dim=64, tensors=("k_win", "v_win")),
     "nothing selected": Case(NSAConfig.seed(num_selected_blocks=0, window_size=0)),
+    "per token": Case(NSAConfig.paper(num_selected_blocks=6, window_size=200), heads=8, kv_heads=2, tensors=("gates",)),
     "long blocks": Case(NSAConfig.seed(compress_block_size=256, num_selected_blocks=2)),
 }
 
@@ -203,6 +204,25 @@ def test_agrees_with_the_oracle(name: str, weights: tuple[str, ...]) -> None:
             assert_within_budget(part[field], getattr(exact_aux, field)[0], getattr(low_aux, field)[0], field)
 
 
+@pytest.mark.parametrize("name", ["overlapping, forced", "sparse compressed"])
+@pytest.mark.parametrize("spare", [-1, 0, 500], ids=["no spare rows", "as computed", "more rows"])
+def test_given_entries(name: str, spare: int) -> None:
+    """As they were computed, they change no bit; rows behind them are not read."""
+    case = CASES[name]
+    inputs = pack(case)
+    out, aux = run(inputs, case.config)
+    used = sum(map(case.config.num_compressed, LENGTHS))
+    given = {}
+    for field in ("k_cmp", "v_cmp"):
+        entries = getattr(aux, field)
+        rows = used if spare < 0 else len(entries) + spare
+        given[field] = entries.new_full((rows, *entries.shape[1:]), torch.nan)
+        given[field][:used] = entries[:used]
+    got, got_aux = run(replace(inputs, **given), case.config)
+    assert torch.equal(got, out)
+    assert torch.equal(got_aux.k_cmp[:used], aux.k_cmp[:used])
+
+
 @pytest.mark.parametrize("name", ["seed", "overlapping, forced", "sparse compressed", "own keys"])
 @pytest.mark.parametrize("value", [3.0, torch.nan, torch.inf])
 def test_no_document_reaches_another(name: str, value: float) -> None:
@@ -293,9 +313,8 @@ def test_max_seqlen_changes_nothing() -> None:
     [
         ({"causal": False}, "causal"),
         ({"select_block_size": 192}, "select_block_size"),
-        ({"compress": torch.nn.Identity()}, "compress"),
     ],
-    ids=["not causal", "blocks across tiles", "compress"],
+    ids=["not causal", "blocks across tiles"],
 )
 def test_refuses(options: dict[str, Any], words: str) -> None:
     case = CASES["seed"]

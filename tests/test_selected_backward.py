@@ -386,12 +386,12 @@ def test_model_of_visits(tokens: int, kv_heads: int, group: int, shared: bool, l
 @pytest.mark.parametrize("tokens", [1 << 12, 1 << 17, 1 << 20, 1 << 22, 1 << 24])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_memory_is_bounded(tokens: int, dim: int) -> None:
-    from cute_kernels.selected_backward import SEGMENT, Sizes
+    from cute_kernels.selected_backward import SEGMENT, sizes_of
 
     heads, kv_heads, count, tile, size = 8, 2, 16, 256, 64
     tiles, blocks = tokens // tile, kv_heads * tokens // size
     part = 2 * 64 * dim * 4
-    sizes = Sizes.of(heads * tiles * count, heads // kv_heads * tiles, blocks, part)
+    sizes = sizes_of(heads * tiles * count, heads // kv_heads * tiles, blocks, part)
     assert sizes.length >= SEGMENT
     assert sizes.segments == blocks + sizes.cut
     lists = 4 * (6 * blocks + sizes.visits + 3 * sizes.segments)

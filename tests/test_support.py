@@ -51,6 +51,8 @@ def packed(**changes: Any) -> NSAInputs:
         {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64},
         {"num_cmp_selected_blocks": 9, "n_block_size": 64},
         {"num_selected_blocks": 1024},
+        {"q_tile_size": 1},
+        {"q_tile_size": 1, "compress_block_size": 32, "compress_stride": 16, "select_block_size": 256},
     ],
     ids=str,
 )
@@ -65,7 +67,14 @@ def test_takes_packed_documents() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"q_tile_size": 1}, "selects per tile only so far"),
+        ({"q_tile_size": 1, "causal": False}, "with causal=True only, got causal=False"),
+        ({"q_tile_size": 1, "select_block_size": 320}, "with select_block_size 64, 128, 192, 256, got 320"),
+        ({"q_tile_size": 1, "compress_stride": 24}, "with a compress_stride that divides compress_block_size and"),
+        ({"q_tile_size": 1, "num_selected_blocks": 257}, "chooses at most 256 blocks per token, got 257"),
+        (
+            {"q_tile_size": 1, "compress_block_size": 256, "compress_stride": 1},
+            "takes at most 256 compressed blocks over one select block",
+        ),
         ({"q_tile_size": 192}, "takes q_tile_size in multiples of 128 on this device, got 192"),
         ({"select_block_size": 96}, "takes select_block_size in multiples of 64, got 96"),
         ({"num_cmp_selected_blocks": 9, "n_block_size": 96}, "takes n_block_size 64 or 128 on this device, got 96"),
@@ -91,6 +100,8 @@ def test_takes_backward() -> None:
         (None, {"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64}, "stride=12"),
         (None, {"num_cmp_selected_blocks": 9}, "num_cmp_selected_blocks=9"),
         (packed(), {}, "cu_seqlens"),
+        (None, {"q_tile_size": 1}, None),
+        (NSAInputs(*make_qkv(300, 4, 2, 64, 128, dtype=torch.bfloat16)), {"q_tile_size": 1}, None),
         (NSAInputs(*make_qkv(300, 4, 2, 64, 128, dtype=torch.bfloat16)), {}, "D=64, D_v=128"),
     ],
 )
@@ -99,6 +110,12 @@ def test_determinism(inputs: NSAInputs | None, options: dict[str, Any], got: str
     reason = ask(inputs, backward=True, deterministic=True, **options)
     assert reason is None if got is None else (reason or "").endswith(got)
     assert ask(inputs, deterministic=True, **options) is None
+
+
+def test_largest_group_per_token() -> None:
+    assert ask(NSAInputs(*make_qkv(70, 64, 1, 64, dtype=torch.bfloat16)), q_tile_size=1) is None
+    reason = ask(NSAInputs(*make_qkv(70, 65, 1, 64, dtype=torch.bfloat16)), q_tile_size=1)
+    assert reason == "selects per token for at most 64 heads a group, got 65"
 
 
 def test_longest_backward() -> None:
@@ -131,10 +148,8 @@ def test_refuses_inputs(sizes: tuple[int, ...], dtype: torch.dtype, reason: str)
     [
         ({}, {"causal": False}, "causal"),
         ({}, {"select_block_size": 192}, "select_block_size"),
-        ({}, {"compress": torch.nn.Flatten(-2)}, "compress"),
-        ({"k_cmp": torch.ones(4, 2, 64).bfloat16(), "v_cmp": torch.ones(4, 2, 64).bfloat16()}, {}, "k_cmp"),
     ],
-    ids=["not causal", "tiles", "module", "ready entries"],
+    ids=["not causal", "tiles"],
 )
 def test_refuses_packed(changes: dict[str, Any], options: dict[str, Any], reason: str) -> None:
     answer = ask(packed(**changes), **options)

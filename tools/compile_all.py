@@ -100,12 +100,15 @@ def all_cases() -> Iterator[Case]:
 
     yield from pool_cases()
     yield from score_cases()
+    yield from token_cases()
     yield from list_cases()
     yield from document_cases()
     yield from gate_cases()
     yield from gate_gradient_cases()
     yield from gradient_sum_cases()
     yield from transposed_list_cases()
+    yield from segment_cases()
+    yield from token_selected_cases()
     if compute_capability(0)[0] == 9:
         yield from hopper_cases()
     for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
@@ -130,8 +133,9 @@ def pool_cases() -> Iterator[Case]:
 
 
 def score_cases() -> Iterator[Case]:
+    from cute_kernels.best_blocks import Blocks
     from cute_kernels.block_lists import Keys
-    from cute_kernels.score import Blocks, _compiled
+    from cute_kernels.score import _compiled
 
     variants = {
         "plain": (Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), False),
@@ -144,6 +148,23 @@ def score_cases() -> Iterator[Case]:
         for variant, (blocks, keys, packed) in variants.items():
             run = ours(_compiled, dtype, dim, blocks, keys, 256, packed)
             yield Case("TopBlocks", variant, dim, None, dtype, run)
+
+
+def token_cases() -> Iterator[Case]:
+    from cute_kernels.best_blocks import Blocks
+    from cute_kernels.token_blocks import _compiled
+
+    overlapping, plain = Blocks(32, 16, 64, 16, init=1, local=2), Blocks(64, 64, 64, 16)
+    for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
+        variants = {
+            "overlapping": (group, overlapping, False),
+            "overlapping,packed": (group, overlapping, True),
+            "overlapping,heads-x8": (8 * group, overlapping, False),
+            "overlapping,blocks-x3": (group, replace(overlapping, count=48), False),
+            "plain": (group, plain, False),
+        }
+        for variant, arguments in variants.items():
+            yield Case("TokenBlocks", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments))
 
 
 def list_cases() -> Iterator[Case]:
@@ -247,6 +268,38 @@ def transposed_list_cases() -> Iterator[Case]:
     for packed in (False, True):
         run = ours(_prefix, entries_of, 128, 256, packed=packed)
         yield Case("TransposedPrefixLists", "entries" + (",packed" if packed else ""), None, None, None, run)
+
+
+def segment_cases() -> Iterator[Case]:
+    from cute_kernels.segments import _count, _cut, _list, _mark
+
+    for packed in (False, True):
+        variant = "64,packed" if packed else "64"
+        yield Case("MarkTokens", variant, None, None, None, ours(_mark, 64, packed))
+    for kernel, compiled in (("CountTokens", _count), ("ListTokens", _list), ("CutLists", _cut)):
+        yield Case(kernel, "lists", None, None, None, ours(compiled))
+
+
+def token_selected_cases() -> Iterator[Case]:
+    from cute_kernels import token_selected, token_selected_backward
+
+    for dim, group, dtype in itertools.product(DIMS, (*GROUPS, 3, 16, 64), DTYPES):
+        variants = {"64": (64, dim, 16, False)}
+        if group == GROUPS[1]:
+            variants |= {"64,packed": (64, dim, 16, True), "64,D_v": (64, 192 - dim, 12, False)}
+            variants |= {f"{size}": (size, dim, 16, False) for size in token_selected.SIZES[1:]}
+        for variant, (size, v_dim, slots, packed) in variants.items():
+            how = (dim, v_dim), dtype, group, slots, size, packed
+            yield Case("VisitBlocks", variant, dim, group, dtype, ours(token_selected._visit, *how))
+            run = ours(token_selected_backward._visit, *how)
+            yield Case("VisitGradients", variant, dim, group, dtype, run)
+        for weighted, units in ((True, 1), (False, 1), (False, 2)):
+            run = ours(token_selected._add, dim, dtype, group, weighted=weighted, units=units)
+            variant = "weighted" if weighted else f"{units}"
+            yield Case("AddSlots", variant, dim, group, dtype, run)
+    for dim, size, packed in itertools.product(DIMS, token_selected.SIZES, (False, True)):
+        run = ours(token_selected_backward._add_parts, dim, size, packed)
+        yield Case("AddParts", f"{size},packed" if packed else f"{size}", dim, None, None, run)
 
 
 def hopper_cases() -> Iterator[Case]:

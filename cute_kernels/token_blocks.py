@@ -1,0 +1,504 @@
+"""The best blocks of each token, shared by the heads of its group, in one pass over the compressed keys.
+
+    p[h, i, j]      = exp(scale q_h[i] . k_cmp[j] - lse_cmp[h, i])        entry j visible to token i: j d + l-1 <= i
+    score[i, b]     = sum_j overlap(j, b) / l  sum_h p[h, i, j]           h over the G heads of a key/value head
+    indices[i]      = forced blocks, then the highest scores, the lower index first among equals; ascending
+
+(equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). A CTA holds the queries of some tokens and G
+heads in shared memory and walks over the compressed keys, ENTRIES at a time. S^T = K Q^T on mma.sync, because it puts
+what is used over and over on the left: a warp keeps its keys in registers while all heads of all tokens pass by. The
+probabilities of the heads add up in registers, in the order of the heads; only their sums, of 8 or 16 tokens, go to
+shared memory, where one warp pools those of a token to block scores and merges what beats the token's k-th best into
+its list (best_blocks.py). Masked entries become 0 after the sum, so what they hold reaches nothing.
+
+The next keys are fetched while the heads pass by: once a warp has its keys, their shared memory is free.
+
+Packed documents: tokens and entries lie aligned (documents.py), T a multiple of `tokens`, so that a CTA has tokens of
+one document; entries and blocks count from its beginning. Rows behind a document's end choose nothing.
+
+Near ties: scores are fp32 sums in a fixed order, the same bits in every run. They are off by at most a fraction
+
+    2^-23 ((D/8 + 4) A + 4 |lse| + G + 8),      A and |lse| the largest scale |q| |k_cmp| and |lse| of the token's heads
+
+(products summed in D/16 steps, units of log 2, exponential, sums), so a chosen set may differ from the exact one only
+where scores differ by less than twice that.
+
+Floor: 2 D FLOPs and one exponential for each visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP,
+3.7 ms at 600 TFLOP/s, about what mma.sync can do on an H200, and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at
+the same time. Keys are read again by every CTA, from L2: 4.3 GB there with 32 tokens. Only the indices are written.
+
+Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= ENTRIES; causal; shared memory for k.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warp
+from torch import Tensor
+
+from cute_kernels.best_blocks import LIMIT, BestBlocks, Blocks
+from cute_kernels.block_lists import Keys
+from cute_kernels.device import vectorizable
+from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
+from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.warp import LANES
+
+WARPS = 8
+THREADS = WARPS * LANES
+ENTRIES = 256
+"""Compressed keys of a step."""
+
+MAX_GROUP = 64
+DIMS = (64, 128)
+SMEM_BYTES = 227 << 10
+"""What a CTA can have on Hopper and on Blackwell."""
+
+LOG2_E = 1.4426950408889634
+
+
+class Tiling(NamedTuple):
+    """How a CTA is cut."""
+
+    tokens: int
+    """Of a CTA."""
+    token_warps: int
+    """Warps next to each other along the tokens, 8 each; the others stand along the entries."""
+
+    @property
+    def entry_warps(self) -> int:
+        return WARPS // self.token_warps
+
+    @property
+    def rows(self) -> int:
+        """Tokens that are multiplied, and chosen for, at once."""
+        return 8 * self.token_warps
+
+
+TILINGS = (Tiling(64, 2), Tiling(32, 2), Tiling(16, 2), Tiling(8, 1))
+
+
+def smem_bytes(tiling: Tiling, dim: int, group: int, blocks: Blocks) -> int:
+    """Shared memory of a CTA."""
+    scores = tiling.rows * score_layout(blocks)[1] * 4
+    places = -(-blocks.count // LANES) * LANES
+    per_token = group * (2 * dim + 4) + places * 8 + 4 * 4
+    return tiling.tokens * per_token + ENTRIES * dim * 2 + scores + 1024  # alignment
+
+
+def choose_tiling(dim: int, group: int, blocks: Blocks) -> Tiling | None:
+    """As many tokens as fit: keys are read once for them."""
+    fitting = (tiling for tiling in TILINGS if smem_bytes(tiling, dim, group, blocks) <= SMEM_BYTES)
+    return next(fitting, None)
+
+
+def score_layout(blocks: Blocks) -> tuple[int, int]:
+    """Strides of a row of scores: between the entries of a block, and between rows; chosen against bank conflicts.
+
+    Entry r b + i of r = l'/d lies at column b of row i, so that lanes that pool consecutive blocks read consecutive
+    numbers. Lanes of a warp write 8 entries of 4 pairs of tokens at once.
+    """
+    ratio = blocks.size // blocks.stride
+    columns = -(-ENTRIES // ratio)
+    columns += (max(1, 8 // ratio) - columns) % 8
+    return columns, ratio * columns + (4 - ratio * columns) % 16
+
+
+def overlap_weights(blocks: Blocks) -> list[float]:
+    """overlap / l of the entries that overlap a block, from the first one on; the same for every block."""
+    length, stride, size = blocks.length, blocks.stride, blocks.size
+    starts = range(stride - length, size, stride)
+    return [(min(start + length, size) - max(start, 0)) / length for start in starts]
+
+
+class TokenBlocks:
+    """Args: G, what to choose, when a token sees an entry."""
+
+    def __init__(self, dim: int, dtype: Any, group: int, blocks: Blocks, keys: Keys) -> None:
+        self.dim, self.dtype, self.group, self.blocks, self.keys = dim, dtype, group, blocks, keys
+        tiling = choose_tiling(dim, group, blocks)
+        if tiling is None:
+            raise ValueError(f"no tiling for D={dim}, G={group}, {blocks}")
+        self.tiling = tiling
+        self.best = BestBlocks(blocks, keys, tile=1)
+        self.weights = overlap_weights(blocks)
+        self.ratio = blocks.size // blocks.stride
+        self.before = len(self.weights) - self.ratio  # entries that begin in front of the block that they overlap
+        self.per_step = blocks.per_step(ENTRIES)
+
+    def _smem_layout(self, *shape: int) -> Any:
+        """[rows, D] or [rows, D, copies] without bank conflicts."""
+        atom = cute.make_composed_layout(cute.make_swizzle(3, 3, 3), 0, cute.make_ordered_layout((8, 64), order=(1, 0)))
+        return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, N, H, D]
+        mK: cute.Tensor,  # [B, entries, H_kv, D]
+        mLse: cute.Tensor,  # fp32 [B, H, N]
+        mIndices: cute.Tensor,  # int32 [B, H_kv, N, k]
+        mBounds: cute.Tensor | None,  # Documents.bounds
+        mTiles: cute.Tensor | None,  # Documents.tiles
+        scale: Float32,
+        tokens: Int32,  # of the sequence; with mBounds not read
+        first_token: Int32,  # number of mQ's first row
+        tile: Int32,  # T of the documents
+        stream: Any,
+    ):
+        entry_warps, token_warps = self.tiling.entry_warps, self.tiling.token_warps
+        op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
+        tiled_mma = cute.make_tiled_mma(
+            op, (entry_warps, token_warps, 1), permutation_mnk=(16 * entry_warps, 8 * token_warps, 32)
+        )
+        columns, stride = score_layout(self.blocks)
+        self.kernel(
+            mQ,
+            mK,
+            mLse,
+            mIndices,
+            mBounds,
+            mTiles,
+            scale,
+            tokens,
+            first_token,
+            tile,
+            tiled_mma,
+            self._smem_layout(self.tiling.tokens, self.dim, self.group),
+            self._smem_layout(ENTRIES, self.dim),
+            cute.make_layout((self.tiling.rows, self.ratio, columns), stride=(stride, columns, 1)),
+        ).launch(
+            grid=[cute.ceil_div(mQ.shape[1], self.tiling.tokens) * mK.shape[2] * mK.shape[0], 1, 1],
+            block=[THREADS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mLse: cute.Tensor,
+        mIndices: cute.Tensor,
+        mBounds: cute.Tensor | None,
+        mTiles: cute.Tensor | None,
+        scale: Float32,
+        tokens: Int32,
+        first_token: Int32,
+        tile: Int32,
+        tiled_mma: cute.TiledMma,
+        layout_q: cute.ComposedLayout,
+        layout_k: cute.ComposedLayout,
+        layout_score: cute.Layout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        item, _, _ = cute.arch.block_idx()
+        items, _, _ = cute.arch.grid_dim()
+        item = items - 1 - item  # the longest first
+        kv_heads, entries = mK.shape[2], mK.shape[1]
+        kv_head, batch = item % kv_heads, item // kv_heads % mK.shape[0]
+        first_row = item // kv_heads // mK.shape[0] * self.tiling.tokens
+        first_token += first_row
+        num_rows = cutlass.min(mQ.shape[1] - first_row, self.tiling.tokens)
+        if const_expr(mTiles is not None):
+            document = cutlass.max(mTiles[DOCUMENT, first_row // tile], 0)  # unused tiles lie behind all documents
+            first_token = first_row - mBounds[ROW, document]
+            tokens = mBounds[LENGTH, document]
+            entries = self.keys.visible(tokens - 1, entries)
+            mK = cute.domain_offset((0, mBounds[ENTRY, document], 0, 0), mK)
+        num_rows = cutlass.min(num_rows, tokens - first_token)  # may be negative
+        mQ = cute.domain_offset((0, first_row, 0, 0), mQ)
+        mLse = cute.domain_offset((0, 0, first_row), mLse)
+        mIndices = cute.domain_offset((0, 0, first_row, 0), mIndices)
+
+        smem = cutlass.memory.SmemAllocator()
+        rows, places = const_expr(self.tiling.tokens), const_expr(self.best.places)
+        sQ = smem.allocate_tensor(self.dtype, layout_q, 128)
+        sK = smem.allocate_tensor(self.dtype, layout_k, 128)
+        sScore = smem.allocate_tensor(Float32, layout_score, 16)
+        sLse = smem.allocate_tensor(Float32, cute.make_layout((rows, self.group), stride=(1, rows)), 16)
+        sBest = smem.allocate_tensor(Float32, cute.make_layout((rows, places), stride=(places, 1)), 16)
+        sIndex = smem.allocate_tensor(Int32, cute.make_layout((rows, places), stride=(places, 1)), 16)
+        sRow = smem.allocate_tensor(Int32, cute.make_layout((rows, 4), stride=(4, 1)), 16)
+
+        # The last token sees the most
+        steps = Int32(0)
+        if num_rows > 0:
+            visible = self.keys.visible(first_token + num_rows - 1, entries)
+            steps = cute.ceil_div(self.blocks.scored(visible), self.per_step)
+        if steps > 0:
+            self._load_queries(mQ, sQ, batch, kv_head, num_rows)
+            self._load_keys(mK, sK, entries, batch, kv_head, Int32(0))
+        cute.arch.cp_async_commit_group()
+        for i in cutlass.range(thread, rows * self.group, THREADS):
+            row, head = i % rows, i // rows
+            sLse[row, head] = Float32(0.0)
+            if row < num_rows:
+                sLse[row, head] = -LOG2_E * mLse[batch, kv_head * self.group + head, row]
+        if thread < rows:
+            self.best.begin_row(sRow[thread, None], first_token + thread, tokens, entries, mBounds is not None)
+        cute.arch.sync_threads()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        for i in range_constexpr(rows // WARPS):
+            row = i * WARPS + warp_index  # the warp keeps the lists of these
+            self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
+
+        thr_mma = tiled_mma.get_slice(thread)
+        tSrK = thr_mma.make_fragment_A(thr_mma.partition_shape_A((ENTRIES, self.dim)))
+        tSrQ = thr_mma.make_fragment_B(thr_mma.partition_shape_B((self.tiling.rows, self.dim)))
+        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
+        copy_q = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread)
+        tSsK, tSrK_copy = copy_k.partition_S(sK), copy_k.retile(tSrK)
+        tSsQ, tSrQ_copy = copy_q.partition_S(sQ), copy_q.retile(tSrQ)
+        acc_shape = thr_mma.partition_shape_C((ENTRIES, self.tiling.rows))
+        coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.tiling.rows)))
+        acc, next_acc, total = (cute.make_rmem_tensor(acc_shape, Float32) for _ in range(3))
+
+        for step in cutlass.range(steps, unroll=1):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            cute.copy(copy_k, tSsK, tSrK_copy)
+            cute.arch.sync_threads()
+            if step + 1 < steps:
+                self._load_keys(mK, sK, entries, batch, kv_head, step + 1)
+            cute.arch.cp_async_commit_group()
+
+            for part in cutlass.range(rows // self.tiling.rows, unroll=1):
+                first = part * self.tiling.rows
+                multiply = (tiled_mma, copy_q, tSsQ[None, part, None, None], tSrQ_copy, tSrQ, tSrK)
+                head_lse = cute.domain_offset((first, 0), sLse)
+                total.fill(0.0)
+                self._multiply(*multiply, Int32(0), acc)
+                for pair in cutlass.range((self.group - 1) // 2, unroll=1):
+                    self._multiply(*multiply, 2 * pair + 1, next_acc)
+                    self._add_probabilities(acc, total, coordinates, head_lse[None, 2 * pair], scale)
+                    self._multiply(*multiply, 2 * pair + 2, acc)
+                    self._add_probabilities(next_acc, total, coordinates, head_lse[None, 2 * pair + 1], scale)
+                if const_expr(self.group % 2 == 0):
+                    self._multiply(*multiply, Int32(self.group - 1), next_acc)
+                    self._add_probabilities(acc, total, coordinates, head_lse[None, self.group - 2], scale)
+                    self._add_probabilities(next_acc, total, coordinates, head_lse[None, self.group - 1], scale)
+                else:
+                    self._add_probabilities(acc, total, coordinates, head_lse[None, self.group - 1], scale)
+
+                first_entry = step * self.per_step * self.ratio - self.before
+                self._store_scores(total, sScore, coordinates, cute.domain_offset((first, 0), sRow), first_entry)
+                cute.arch.sync_threads()
+                for i in range_constexpr(self.tiling.rows // WARPS):
+                    row = first + i * WARPS + warp_index
+                    if row < num_rows:
+                        self._merge_scores(
+                            sScore[i * WARPS + warp_index, None, None],
+                            sBest[row, None],
+                            sIndex[row, None],
+                            sRow[row, None],
+                            step * self.per_step,
+                        )
+                cute.arch.sync_threads()
+
+        for i in range_constexpr(rows // WARPS):
+            row = i * WARPS + warp_index
+            if row < num_rows:
+                self.best.write_list(sIndex[row, None], mIndices[batch, kv_head, row, None])
+
+    # Loading
+
+    @cute.jit
+    def _load_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, batch: Int32, kv_head: Int32, num_rows: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        vectors = self.dim // VECTOR
+        copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
+        for item in cutlass.range(thread, num_rows * self.group * vectors, THREADS):
+            vector, head, row = item % vectors, item // vectors % self.group, item // vectors // self.group
+            cute.copy(
+                copy,
+                cute.local_tile(mQ[batch, row, kv_head * self.group + head, None], (VECTOR,), (vector,)),
+                cute.local_tile(sQ[row, None, head], (VECTOR,), (vector,)),
+            )
+
+    @cute.jit
+    def _load_keys(self, mK: cute.Tensor, sK: cute.Tensor, entries: Int32, batch: Int32, kv_head: Int32, step: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        vectors = self.dim // VECTOR
+        first = step * self.per_step * self.ratio - self.before
+        copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
+        for item in cutlass.range(thread, ENTRIES * vectors, THREADS, unroll=4):
+            row, vector = item // vectors, item % vectors
+            if (first + row >= 0) & (first + row < entries):
+                cute.copy(
+                    copy,
+                    cute.local_tile(mK[batch, first + row, kv_head, None], (VECTOR,), (vector,)),
+                    cute.local_tile(sK[row, None], (VECTOR,), (vector,)),
+                )
+
+    # Probabilities
+
+    @cute.jit
+    def _multiply(
+        self,
+        tiled_mma: cute.TiledMma,
+        copy_q: Any,
+        tSsQ: cute.Tensor,
+        tSrQ_copy: cute.Tensor,
+        tSrQ: cute.Tensor,
+        tSrK: cute.Tensor,
+        head: Int32,
+        acc: cute.Tensor,
+    ):
+        """acc = keys . queries of one head."""
+        acc.fill(0.0)
+        cute.copy(copy_q, tSsQ[None, None, head], tSrQ_copy[None, 0, None])
+        for c in range_constexpr(self.dim // 16):
+            cute.gemm(tiled_mma, acc, tSrK[None, None, c], tSrQ[None, None, c], acc)
+
+    @cute.jit
+    def _add_probabilities(
+        self, acc: cute.Tensor, total: cute.Tensor, coordinates: cute.Tensor, sLse: cute.Tensor, scale: Float32
+    ):
+        """total += exp(scale acc - lse), for `scale` and `sLse` = -lse in units of log 2."""
+        for i in range_constexpr(cute.size(acc)):
+            _, row = coordinates[i]
+            total[i] += cute.math.exp2(cute.math.fma(acc[i], scale, sLse[row]), fastmath=True)
+
+    @cute.jit
+    def _store_scores(
+        self, total: cute.Tensor, sScore: cute.Tensor, coordinates: cute.Tensor, sRow: cute.Tensor, first_entry: Int32
+    ):
+        """Sums over the heads, 0 where an entry is not visible."""
+        limits = [sRow[coordinates[i][1], LIMIT] for i in range(2)]  # a thread has two tokens, one beside the other
+        for i in range_constexpr(cute.size(total)):
+            entry, row = coordinates[i]
+            visible = (first_entry + entry >= 0) & (first_entry + entry < limits[i % 2])
+            sScore[row, entry % self.ratio, entry // self.ratio] = total[i] if visible else Float32(0.0)
+
+    # Scores of blocks
+
+    @cute.jit
+    def _merge_scores(
+        self, sScore: cute.Tensor, sBest: cute.Tensor, sIndex: cute.Tensor, sRow: cute.Tensor, first_block: Int32
+    ):
+        """Pool one token's scores to blocks and merge them into its list."""
+        threshold = sBest[self.blocks.count - 1]
+        for chunk in range_constexpr(-(-self.per_step // LANES)):
+            offset = chunk * LANES + cute.arch.lane_idx()
+            column, block = cutlass.min(offset, self.per_step - 1), first_block + offset
+            score = Float32(0.0)
+            for i in range_constexpr(len(self.weights)):
+                probability = sScore[i % self.ratio, column + i // self.ratio]
+                score = cute.math.fma(probability, Float32(self.weights[i]), score)
+            scored = (self.blocks.first_entry(block) < sRow[LIMIT]) & (offset < self.per_step)
+            free = self.best.is_free(sRow, block)
+            candidates = cute.arch.vote_ballot_sync(scored & free & (score > threshold))
+            if candidates != 0:
+                threshold = self.best.merge(sBest, sIndex, score, block, candidates)
+
+
+@lru_cache
+def _compiled(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: bool) -> Kernel:
+    bounds, tiles = fake_tables() if packed else (None, None)
+    return compile_kernel(
+        TokenBlocks(dim, CUTE_DTYPES[dtype], group, blocks, Keys(blocks.length, blocks.stride)),
+        fake(dtype, None, None, None, dim),
+        fake(dtype, None, None, None, dim),
+        fake(torch.float32, None, None, None, aligned=False),
+        fake(torch.int32, None, None, None, blocks.count, aligned=False),
+        bounds,
+        tiles,
+        Float32(0.0),
+        *[Int32(0)] * 3,
+    )
+
+
+def token_blocks(
+    q: Tensor, k_cmp: Tensor, lse_cmp: Tensor, config: Any, *, start: int = 0, documents: Documents | None = None
+) -> Tensor:
+    """Choose blocks for each token (steps 3 and 4 of docs/semantics.md in token mode).
+
+    Args:
+        q: `[B,N,H,D]`, bf16 or fp16, queries of consecutive tokens; with documents their aligned rows.
+        k_cmp: `[B,entries,H_kv,D]` in q's dtype; with documents aligned entries.
+        lse_cmp: fp32 `[B,H,N]`, natural log, of attention to the visible entries; -inf where there are none.
+        config: with the fields of nsa.config.NSAConfig; only selection, sizes and softmax_scale are read.
+        start: position of q's first token.
+        documents: what the rows and entries of a pack are, instead of `start`; T a multiple of the tokens of a CTA.
+
+    Returns:
+        int32 `[B,H_kv,N,k]`, ascending, padded with -1; with documents -1 in rows that are no token's.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    blocks = Blocks(
+        config.compress_block_size,
+        config.stride,
+        config.select_size,
+        config.num_selected_blocks,
+        init=config.num_init_blocks,
+        local=config.num_local_blocks,
+    )
+    _check(q, k_cmp, lse_cmp, config, blocks, documents, start)
+    batch, rows, heads, dim = q.shape
+    shape = (batch, k_cmp.shape[2], rows, blocks.count)
+    bounds, tiles, tile = None, None, 0
+    if documents is None:
+        indices = torch.empty(shape, dtype=torch.int32, device=q.device)
+    else:
+        indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
+        bounds, tiles, tile = documents.bounds, documents.tiles, documents.tile
+    if indices.numel() > 0:
+        run = _compiled(q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None).run
+        lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
+        scale = config.scale(dim) * LOG2_E
+        run(vectorizable(q), vectorizable(k_cmp), lse_cmp, indices, bounds, tiles, scale, start + rows, start, tile)
+    return indices
+
+
+def _check(
+    q: Tensor, k_cmp: Tensor, lse_cmp: Tensor, config: Any, blocks: Blocks, documents: Documents | None, start: int
+) -> None:
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"q must be bfloat16 or float16, got {q.dtype}")
+    for name, tensor, dtype in (("k_cmp", k_cmp, q.dtype), ("lse_cmp", lse_cmp, torch.float32)):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if q.dim() != 4 or q.shape[3] not in DIMS:
+        raise ValueError(f"q must be [B, N, H, D] with D in {DIMS}, got {list(q.shape)}")
+    batch, rows, heads, dim = q.shape
+    if k_cmp.dim() != 4 or (k_cmp.shape[0], k_cmp.shape[3]) != (batch, dim):
+        raise ValueError(f"k_cmp must be [{batch}, entries, H_kv, {dim}], got {list(k_cmp.shape)}")
+    kv_heads = k_cmp.shape[2]
+    if kv_heads == 0 or heads % kv_heads or not 1 <= heads // kv_heads <= MAX_GROUP:
+        raise ValueError(f"q must have 1 to {MAX_GROUP} heads for each of k_cmp's {kv_heads}, got {heads}")
+    if lse_cmp.shape != (batch, heads, rows):
+        raise ValueError(f"lse_cmp must be {[batch, heads, rows]}, got {list(lse_cmp.shape)}")
+    if not config.causal:
+        raise ValueError("config must have causal=True, got causal=False")
+    length, stride, size = blocks.length, blocks.stride, blocks.size
+    if length % stride or size % stride:
+        raise ValueError(
+            f"config must have a compress_stride that divides compress_block_size and select_block_size, got {stride}, "
+            f"{length} and {size}"
+        )
+    if len(overlap_weights(blocks)) > ENTRIES:
+        raise ValueError(
+            f"config must have l'/d + l/d - 1 <= {ENTRIES}, got compress_block_size={length}, "
+            f"compress_stride={stride}, select_block_size={size}"
+        )
+    tiling = choose_tiling(dim, heads // kv_heads, blocks)
+    if tiling is None:
+        raise ValueError(
+            f"config must have num_selected_blocks that fit in shared memory, got {blocks.count} with D={dim} and "
+            f"{heads // kv_heads} heads a group"
+        )
+    if documents is not None and (batch != 1 or start != 0 or documents.tile % tiling.tokens):
+        raise ValueError(
+            f"documents need B=1, start=0 and a tile that is a multiple of {tiling.tokens}, got {batch}, {start} and "
+            f"{documents.tile}"
+        )

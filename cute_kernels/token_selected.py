@@ -1,0 +1,551 @@
+"""Attention of each token to its own blocks of keys, exact: keys stay, queries come to them.
+
+    S_ij = scale q_i . k_j        j <= i in the blocks that token i chose
+    o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
+
+VisitBlocks   one CTA: keys and values of one block, and a segment of the tokens that chose it (segments.py). The G
+              query heads of a key/value head chose together, so a block has visits x G rows; a warp takes 32 of them at
+              a time (16 where l' > 64), gathered by cp.async, and meets the others for the keys only. All keys of a
+              row are there at once: one softmax, then o in 16 bits and lse to the place of the token's slot.
+AddSlots      the slots of each row added up in their order, weighted by exp(lse_slot - lse).
+
+What moves does not depend on whether neighbours agree: q is read n times, o is written and read n times. The slots' o
+stays below PART_BYTES by taking some tokens and key/value heads at a time, of which q is small enough for L2.
+
+Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the slots'
+o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more.
+
+Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
+
+Limits: mma.sync, sm_90a and sm_100a alike; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of
+a pass n T G D_v < 2^34; a token's q less than 2^15 numbers from the next one's; 64-bit offsets; rows start at multiples
+of 16 bytes. Every block that is visited must hold
+finite values behind a token too, or that token's o is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from torch import Tensor
+
+from cute_kernels.device import vectorized
+from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
+from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.segments import (
+    BLOCK,
+    COUNT,
+    CUT,
+    FIRST,
+    WHOLE,
+    Visits,
+    fake_bounds,
+    fake_places,
+    fake_segments,
+    fake_table,
+    passes,
+)
+from cute_kernels.warp import LANES
+from cute_kernels.warp_tiles import (
+    ALIGNMENT,
+    CHUNK,
+    QUAD,
+    accumulator,
+    as_vectors,
+    gather_rows,
+    left_operand,
+    load_block,
+    multiply,
+    multiply_registers,
+    numbers,
+    tiles,
+    transposed,
+    warps_mma,
+    write_rows,
+)
+
+WARPS = 8
+CTAS = 2
+"""Of a multiprocessor, at a time."""
+
+SHARED_PERCENT = 100
+"""Of a multiprocessor's memory for shared memory; without it the compiler asks a GPU."""
+
+COLUMNS = 32
+"""Of o that a warp has in registers at a time."""
+
+ADD_THREADS = 128
+BATCH = 8
+"""Loads of a thread in flight together."""
+
+PART_BYTES = 512 << 20
+"""For o of slots."""
+
+SEGMENT_ROWS = 2048
+"""The fewest rows of a segment of a cut block."""
+
+DIMS = (64, 128)
+SIZES = (64, 128, 192, 256)
+LOG2_E = math.log2(math.e)
+
+
+@cute.jit
+def block_bounds(
+    block: Int32, size: cutlass.Constexpr[int], num_keys: Int32, mBounds: cute.Tensor | None
+) -> tuple[Int32, Int32]:
+    """First key of a block, and the first one behind its document."""
+    first, end = block * size, num_keys
+    if const_expr(mBounds is not None):
+        document = document_at(mBounds[TILE, None], block, 1, 1, 0)
+        start = mBounds[TOKEN, document]
+        first, end = start + (block - mBounds[TILE, document]) * size, start + mBounds[LENGTH, document]
+    return first, end
+
+
+@cute.jit
+def used_segments(mSums: cute.Tensor) -> tuple[Int32, Int32]:
+    """How many segments there are of cut blocks, and of all. Args: [3, blocks] of Visits.sums."""
+    last = mSums.shape[1] - 1
+    cut = mSums[CUT, last]
+    return cut, cut + mSums[WHOLE, last]
+
+
+def heads_of(mX: cute.Tensor, group: int) -> cute.Tensor:
+    """[B, N, H, D] as [B, N, H_kv, G, D]."""
+    batches, tokens, heads, dim = mX.layout.shape
+    of_batch, of_token, of_head, of_dim = mX.layout.stride
+    layout = cute.make_layout(
+        (batches, tokens, heads // group, group, dim), stride=(of_batch, of_token, of_head * group, of_head, of_dim)
+    )
+    return cute.make_tensor(mX.iterator, layout)
+
+
+class VisitBlocks:
+    """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block."""
+
+    def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int) -> None:
+        self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
+        self.rows = 32 if size == 64 else 16
+        self.ctas = CTAS if size * (dim + v_dim) <= 128 * 128 else 1
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
+        mK: cute.Tensor,  # [B, N, H_kv, D]
+        mV: cute.Tensor,  # [B, N, H_kv, D_v]
+        mPlaces: cute.Tensor,  # Visits.places
+        mSegments: cute.Tensor,  # Visits.segments
+        mSums: cute.Tensor,  # Visits.sums
+        mO: cute.Tensor,  # [B, H_kv, T n, G, D_v]
+        mLse: cute.Tensor,  # fp32 [B, H_kv, T n, G]
+        mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
+        first_token: Int32,
+        scale: Float32,
+        stream: Any,
+    ):
+        self.kernel(
+            heads_of(mQ, self.group),
+            mK,
+            mV,
+            mPlaces,
+            mSegments,
+            mSums,
+            mO,
+            mLse,
+            mBounds,
+            first_token,
+            scale,
+            warps_mma(self.dtype, 1),
+            tiles(self.dtype, self.rows, self.dim, WARPS),
+            tiles(self.dtype, self.size, self.dim, 1),
+            tiles(self.dtype, self.size, self.v_dim, 1),
+        ).launch(
+            grid=[mSegments.shape[3], mK.shape[2], mK.shape[0]],
+            block=[WARPS * LANES, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.ctas,
+            preferred_smem_carveout=SHARED_PERCENT,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,  # [B, T, H_kv, G, D]
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mPlaces: cute.Tensor,
+        mSegments: cute.Tensor,
+        mSums: cute.Tensor,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        mBounds: cute.Tensor | None,
+        first_token: Int32,
+        scale: Float32,
+        mma: cute.TiledMma,
+        row_layout: cute.ComposedLayout,
+        key_layout: cute.ComposedLayout,
+        value_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        segment, kv_head, batch = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        sK = smem.allocate_tensor(self.dtype, key_layout, ALIGNMENT)[None, None, 0]
+        sV = smem.allocate_tensor(self.dtype, value_layout, ALIGNMENT)[None, None, 0]
+        sQ = smem.allocate_tensor(self.dtype, row_layout, ALIGNMENT)[None, None, warp_index]
+
+        _, used = used_segments(mSums[batch, kv_head, None, None])
+        if segment < used:
+            gSegment = mSegments[batch, kv_head, None, segment]
+            first_key, end = block_bounds(gSegment[BLOCK], self.size, mK.shape[1], mBounds)
+            num_rows = gSegment[COUNT] * self.group
+            gPlaces = cute.domain_offset((gSegment[FIRST],), mPlaces[batch, kv_head, None])
+            gQ = mQ[batch, None, kv_head, None, None]
+            gO, gLse = mO[batch, kv_head, None, None, None], mLse[batch, kv_head, None, None]
+            row, place = warp_index * self.rows, Int32(0)
+            if num_rows > 0:
+                place = self._place(gPlaces, row, num_rows)
+                load_block(mK[batch, None, kv_head, None], sK, first_key, end, thread, WARPS * LANES)
+                load_block(mV[batch, None, kv_head, None], sV, first_key, end, thread, WARPS * LANES)
+                gather_rows(as_vectors(gQ), sQ, self._query(gQ, place, row, num_rows))
+                cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.sync_threads()
+            while row < num_rows:
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.sync_warp()
+                acc = accumulator(mma, (self.rows, self.size))
+                acc.fill(0.0)
+                multiply(mma, lane, acc, sQ, sK, 0)
+                cute.arch.sync_warp()
+                next_row = row + WARPS * self.rows
+                next_place = self._place(gPlaces, next_row, num_rows)
+                if next_row < num_rows:
+                    gather_rows(as_vectors(gQ), sQ, self._query(gQ, next_place, next_row, num_rows))
+                cute.arch.cp_async_commit_group()
+
+                seen = first_token + place // self.slots - first_key  # the last key that a row sees
+                S = numbers(acc)
+                # Tokens ascend: if the first one sees all keys, all see them
+                if cute.arch.shuffle_sync(seen, 0) < self.size - 1:
+                    self._mask(S, seen)
+                lse = self._softmax(S, scale)
+                mine = lane % QUAD * 8 + lane // QUAD  # the row whose lse this lane has
+                slot = cute.arch.shuffle_sync(place, mine)
+                if (mine < self.rows) & (row + mine < num_rows):
+                    gLse[slot, (row + mine) % self.group] = lse
+
+                rP = left_operand(acc, self.dtype)
+                to = cute.crd2idx((place, (row + lane % self.rows) % self.group, 0), gO.layout) // VECTOR
+                to = Int32(to) if row + lane % self.rows < num_rows else Int32(-1)
+                for part in range_constexpr(self.v_dim // COLUMNS):
+                    acc_o = accumulator(mma, (self.rows, COLUMNS))
+                    acc_o.fill(0.0)
+                    multiply_registers(mma, lane, acc_o, rP, transposed(sV), part * (COLUMNS // CHUNK), True)
+                    rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
+                    rO.store(acc_o.load().to(self.dtype))
+                    piece = cute.domain_offset((0, part * (COLUMNS // VECTOR)), as_vectors(gO))
+                    write_rows(numbers(rO), piece, to)
+                row, place = next_row, next_place
+
+    # A lane for each row of a warp
+
+    @cute.jit
+    def _place(self, gPlaces: cute.Tensor, first_row: Int32, num_rows: Int32) -> Int32:
+        """The place of the row's visit, of the last one behind the end."""
+        row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
+        return gPlaces[row // self.group]
+
+    @cute.jit
+    def _query(self, gQ: cute.Tensor, place: Int32, first_row: Int32, num_rows: Int32) -> Int32:
+        """The first vector of the row's query."""
+        row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
+        return Int32(cute.crd2idx((place // self.slots, row % self.group, 0), gQ.layout) // VECTOR)
+
+    # A quad for each row of an accumulator
+
+    @cute.jit
+    def _mask(self, S: cute.Tensor, seen: Int32):
+        lane = cute.arch.lane_idx()
+        for m in range_constexpr(self.rows // CHUNK):
+            for r in range_constexpr(2):
+                last = cute.arch.shuffle_sync(seen, m * CHUNK + r * 8 + lane // QUAD)
+                for n in range_constexpr(self.size // 8):
+                    for c in range_constexpr(2):
+                        key = n * 8 + lane % QUAD * 2 + c
+                        S[c, r, m, n] = S[c, r, m, n] if key <= last else -Float32.inf
+
+    @cute.jit
+    def _softmax(self, S: cute.Tensor, scale: Float32) -> Float32:
+        """S becomes P. Returns lse of row 16 m + 8 r + i in lane 4 i + 2 m + r."""
+        lane = cute.arch.lane_idx()
+        my_top, my_total = Float32(0.0), Float32(0.0)
+        for m in range_constexpr(self.rows // CHUNK):
+            for r in range_constexpr(2):
+                top = -Float32.inf
+                for n in range_constexpr(self.size // 8):
+                    for c in range_constexpr(2):
+                        top = cute.arch.fmax(top, S[c, r, m, n])
+                top = cute.arch.warp_reduction_max(top, threads_in_group=QUAD)
+                top = Float32(0.0) if top == -Float32.inf else top * (scale * LOG2_E)
+                total = Float32(0.0)
+                for n in range_constexpr(self.size // 8):
+                    for c in range_constexpr(2):
+                        P = cute.math.exp2(cute.math.fma(S[c, r, m, n], scale * LOG2_E, -top), fastmath=True)
+                        S[c, r, m, n] = P
+                        total += P
+                total = cute.arch.warp_reduction_sum(total, threads_in_group=QUAD)
+                share = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
+                for n in range_constexpr(self.size // 8):
+                    for c in range_constexpr(2):
+                        S[c, r, m, n] = S[c, r, m, n] * share
+                if lane % QUAD == 2 * m + r:
+                    my_top, my_total = top, total
+        return my_top / LOG2_E + cute.math.log(my_total)
+
+
+class AddSlots:
+    """Adds up what the slots of each row have; slots that visit nothing count nothing.
+
+    Args:
+        dim: columns of a row.
+        group: G.
+        weighted: by the slots' lse's, to one softmax over all their keys.
+        units: parts of a slot, one behind the other.
+    """
+
+    def __init__(self, dim: int, group: int, *, weighted: bool, units: int) -> None:
+        self.vectors, self.group, self.weighted, self.units = dim // VECTOR, group, weighted, units
+        self.rows = ADD_THREADS // self.vectors
+
+    @cute.jit
+    def __call__(
+        self,
+        mBlocks: cute.Tensor,  # Visits.blocks
+        mParts: cute.Tensor,  # [B, H_kv, T n units, G, dim]
+        mPartLse: cute.Tensor | None,  # fp32 [B, H_kv, T n, G], when weighted
+        mX: cute.Tensor,  # [B, T, H, dim]
+        mLse: cute.Tensor | None,  # fp32 [B, H, T], likewise
+        stream: Any,
+    ):
+        self.kernel(mBlocks, mParts, mPartLse, mX, mLse).launch(
+            grid=[cute.ceil_div(mBlocks.shape[2] * self.group, self.rows), mBlocks.shape[1], mBlocks.shape[0]],
+            block=[ADD_THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mBlocks: cute.Tensor,
+        mParts: cute.Tensor,
+        mPartLse: cute.Tensor | None,
+        mX: cute.Tensor,
+        mLse: cute.Tensor | None,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, kv_head, batch = cute.arch.block_idx()
+        vector, row = thread % self.vectors, cta * self.rows + thread // self.vectors
+        token, head = row // self.group, row % self.group
+        _, _, tokens, slots = mBlocks.shape
+        if token < tokens:
+            gBlocks = mBlocks[batch, kv_head, token, None]
+            top = -Float32.inf
+            if const_expr(self.weighted):
+                for slot in cutlass.range(slots, unroll=BATCH):
+                    lse = mPartLse[batch, kv_head, token * slots + slot, head]
+                    top = cute.arch.fmax(top, lse if gBlocks[slot] >= 0 else -Float32.inf)
+                top = Float32(0.0) if top == -Float32.inf else top
+            total = Float32(0.0)
+            rSum = cute.make_rmem_tensor(VECTOR, Float32)
+            rSum.fill(0.0)
+            rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
+            rWeight = cute.make_rmem_tensor(BATCH, Float32)
+            parts = slots * self.units
+            for start in cutlass.range(0, parts, BATCH, unroll=1):
+                for i in range_constexpr(BATCH):
+                    part = start + i
+                    rPart[None, i].fill(0.0)
+                    rWeight[i] = 0.0
+                    if part < parts:
+                        if gBlocks[part // self.units] >= 0:
+                            place = token * parts + part
+                            gPart = mParts[batch, kv_head, place, head, None]
+                            cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (vector,)), rPart[None, i])
+                            if const_expr(self.weighted):
+                                rWeight[i] = mPartLse[batch, kv_head, place, head]
+                                rWeight[i] = cute.math.exp2((rWeight[i] - top) * LOG2_E, fastmath=True)
+                            else:
+                                rWeight[i] = 1.0
+                for i in range_constexpr(BATCH):
+                    total += rWeight[i]
+                    for j in range_constexpr(VECTOR):
+                        rSum[j] = cute.math.fma(rWeight[i], rPart[j, i].to(Float32), rSum[j])
+            gX = mX[batch, token, kv_head * self.group + head, None]
+            if const_expr(self.weighted):
+                rSum.store(rSum.load() * (Float32(0.0) if total == 0.0 else 1.0 / total))
+                if vector == 0:
+                    mLse[batch, kv_head * self.group + head, token] = top + cute.math.log(total)
+            rX = cute.make_rmem_tensor(VECTOR, mX.element_type)
+            rX.store(rSum.load().to(mX.element_type))
+            cute.autovec_copy(rX, cute.local_tile(gX, (VECTOR,), (vector,)))
+
+
+@lru_cache
+def _visit(dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool) -> Kernel:
+    dim, v_dim = dims
+    return compile_kernel(
+        VisitBlocks(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
+        *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
+        fake_places(),
+        fake_segments(),
+        fake_segments(),
+        fake(dtype, None, None, None, group, v_dim),
+        fake(torch.float32, None, None, None, group, aligned=False),
+        fake_bounds() if packed else None,
+        Int32(0),
+        Float32(0.0),
+    )
+
+
+@lru_cache
+def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int) -> Kernel:
+    return compile_kernel(
+        AddSlots(dim, group, weighted=weighted, units=units),
+        fake_table(),
+        fake(dtype, None, None, None, group, dim),
+        fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
+        fake(dtype, None, None, None, dim),
+        fake(torch.float32, None, None, None, aligned=False) if weighted else None,
+    )
+
+
+def add_slots(
+    visits: Visits,
+    parts: Tensor,
+    x: Tensor,
+    *,
+    part_lse: Tensor | None = None,
+    lse: Tensor | None = None,
+    units: int = 1,
+) -> None:
+    """Add up what the slots of some tokens have.
+
+    Args:
+        parts: `[B,H_kv,T n units,G,dim]`, read for the slots that visit a block.
+        x: `[B,T,H,dim]`, where to write.
+        part_lse, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write that of all slots.
+        units: parts of a slot.
+    """
+    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units).run
+    run(visits.blocks, parts, part_lse, x, lse)
+
+
+def check_token_selected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    size: int,
+    scale: float,
+    first_token: int = 0,
+    bounds: Tensor | None = None,
+) -> None:
+    """Raise ValueError for what the kernels cannot take."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("indices", indices)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
+    batch, tokens, heads, dim = q.shape
+    kv_heads, v_dim = v.shape[2:]
+    keys = k.shape[1]
+    if k.shape != (batch, keys, kv_heads, dim) or v.shape[:2] != (batch, keys):
+        raise ValueError(f"k and v must be [{batch}, N, H_kv, {dim} or D_v], got {[*k.shape]}, {[*v.shape]}")
+    if first_token < 0 or keys < first_token + tokens:
+        raise ValueError(f"k and v must hold tokens 0 ... {first_token + tokens - 1} at least, got {[*k.shape]}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"H must be a multiple of H_kv, got {heads} and {kv_heads}")
+    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must all be bf16 or all fp16, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if dim not in DIMS or v_dim not in DIMS:
+        raise ValueError(f"D and D_v must be in {DIMS}, got {dim} and {v_dim}")
+    if indices.dtype != torch.int32 or indices.shape[:3] != (batch, kv_heads, tokens):
+        expected = f"int32 [{batch}, {kv_heads}, {tokens}, n]"
+        raise ValueError(f"indices must be {expected}, got {indices.dtype} {list(indices.shape)}")
+    if size not in SIZES:
+        raise ValueError(f"size must be in {SIZES}, got {size}")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be finite and greater than 0, got {scale}")
+    if bounds is not None and (batch != 1 or first_token != 0 or bounds.dim() != 2 or bounds.shape[1] < 2):
+        got = f"{list(bounds.shape)}, B = {batch}, first_token = {first_token}"
+        raise ValueError(f"bounds must be [6, documents + 1] with B = 1 and first_token = 0, got {got}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not vectorized(x):
+            raise ValueError(f"rows of {name} must start at multiples of 16 bytes, got strides {x.stride()}")
+
+
+def token_selected_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    size: int,
+    scale: float,
+    first_token: int = 0,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each token to the blocks that it chose, causal.
+
+    Args:
+        q: `[B,T,H,D]`, of the tokens `first_token` ...; bf16 or fp16, rows aligned (device.vectorizable).
+        k, v: `[B,N,H_kv,D]` and `[...,D_v]`, of all tokens up to those at least, likewise.
+        indices: int32 `[B,H_kv,T,n]`, different blocks of `size` tokens, padded with -1 at any place. Blocks that begin
+            behind their token count nothing.
+        size: l'.
+        scale: what q . k is multiplied by, > 0.
+        bounds: of packed documents, with B = 1 (documents.bounds_of, Documents.bounds_of_blocks), whose tiles are the
+            blocks: these count from each document's first token.
+
+    Returns:
+        o `[B,T,H,D_v]` and lse fp32 `[B,H,T]`, natural log. Rows without keys, and rows behind the last document: 0 and
+        -inf. Bitwise the same each time.
+
+    Raises:
+        ValueError: for what the kernels cannot take.
+    """
+    check_token_selected(q, k, v, indices, size, scale, first_token, bounds)
+    batch, tokens, heads, dim = q.shape
+    kv_heads, v_dim = v.shape[2:]
+    group, slots = heads // kv_heads, indices.shape[3]
+    o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
+    if o.numel() == 0 or slots == 0:
+        return o.zero_(), lse.fill_(-math.inf)
+    visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None).run
+    for visits, batches, of in passes(
+        indices,
+        size=size,
+        length=-(-SEGMENT_ROWS // group),
+        token_bytes=slots * group * (v_dim * q.element_size() + 4),
+        most_bytes=PART_BYTES,
+        first_token=first_token,
+        bounds=bounds,
+    ):
+        shape = (*visits.places.shape, group)
+        parts = torch.empty((*shape, v_dim), dtype=q.dtype, device=q.device)
+        part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        queries = slice(of.start * group, of.stop * group)
+        rows = visits.rows(first_token)
+        tables = visits.places, visits.segments, visits.sums
+        some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
+        visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
+        add_slots(visits, parts, o[batches, rows, queries], part_lse=part_lse, lse=lse[batches, queries, rows])
+    return o, lse

@@ -1,0 +1,539 @@
+"""Attention of each token to its own blocks of keys against fp64: its twins on a CPU, its kernels on a GPU."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests import token_selected_twins as twins
+from tests.helpers import assert_within_budget
+
+NOISY = pytest.mark.filterwarnings("default")
+"""CuTe DSL warns while it is imported and while it compiles."""
+CUDA = pytest.mark.cuda
+BF16, FP16 = torch.bfloat16, torch.float16
+
+pytestmark = NOISY
+
+
+def random_indices(
+    shape: tuple[int, int], lengths: list[int], blocks: int, count: int, *, size: int, seed: int = 0
+) -> Tensor:
+    """Some blocks that begin at or before each token, block 0 and its own often among them: ascending, then -1.
+
+    Args:
+        lengths: of documents, one behind the other. blocks: the most that is looked at.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    begun = torch.cat([torch.arange(n) // size + 1 for n in lengths])[:, None]
+    place = torch.arange(blocks)
+    scores = torch.rand((*shape, tokens, blocks), generator=generator)
+    scores = scores + 0.7 * (place == begun - 1) + 0.7 * (place == 0)
+    order = scores.masked_fill(place >= begun, -1).argsort(-1, descending=True)[..., :count]
+    chosen = torch.full((*shape, tokens, count), blocks)
+    chosen[..., : order.shape[-1]] = order.where(order < begun, blocks)
+    chosen = chosen.sort(-1).values
+    return torch.where(chosen < blocks, chosen, -1).int()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of both passes. `visible` is bool `[B,H_kv,N,N]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    indices: Tensor
+    visible: Tensor
+    size: int
+    scale: float
+    bounds: Tensor | None
+    """Of packed documents, where they lie."""
+    shift: Tensor
+    """What lse is lowered by for the backward, `[B,H,N]`."""
+
+    def attend(self, *, low: bool) -> tuple[Tensor, Tensor]:
+        """o and lse in fp64; with `low` in fp32 with P and o rounded."""
+        q, k, v, _ = self._all(low)
+        logits = self._logits(q, k)
+        lse = logits.logsumexp(-1)
+        p = self._rounded((logits - lse[..., None].nan_to_num(0, 0, 0)).exp(), low)
+        return self._rounded(torch.einsum("bhij,bjhd->bihd", p, v), low), lse
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """lse and delta as the backward is given them."""
+        o, lse = self.attend(low=False)
+        delta = (o * self.do.double()).sum(-1).transpose(1, 2)
+        lse, delta = ((lse - self.shift).float(), delta.float())
+        return lse, delta.clone(memory_format=torch.contiguous_format)
+
+    def gradients(self, *, low: bool) -> list[Tensor]:
+        """dq, dk and dv in fp64; with `low` in fp32 with P, dS and the results rounded."""
+        q, k, v, do = self._all(low)
+        lse, delta = (x.to(q.dtype)[..., None] for x in self.statistics())
+        p = (self._logits(q, k) - lse.nan_to_num(0, 0, 0)).exp()
+        ds = self._rounded(p * (torch.einsum("bihd,bjhd->bhij", do, v) - delta), low)
+        dq = torch.einsum("bhij,bjhd->bihd", ds, k) * self.scale
+        dk = torch.einsum("bhij,bihd->bjhd", ds, q) * self.scale
+        dv = torch.einsum("bhij,bihd->bjhd", self._rounded(p, low), do)
+        kv_heads = self.k.shape[2]
+        dk, dv = (x.unflatten(2, (kv_heads, -1)).sum(3) for x in (dk, dv))
+        return [self._rounded(x, low) for x in (dq, dk, dv)]
+
+    def _all(self, low: bool) -> list[Tensor]:
+        dtype, group = torch.float32 if low else torch.float64, self.q.shape[2] // self.k.shape[2]
+        q, k, v, do = (x.to(dtype) for x in (self.q, self.k, self.v, self.do))
+        return [q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), do]
+
+    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
+        visible = self.visible.repeat_interleave(q.shape[2] // self.visible.shape[1], 1)
+        return (torch.einsum("bihd,bjhd->bhij", q, k) * self.scale).masked_fill(~visible, -math.inf)
+
+    def _rounded(self, x: Tensor, low: bool) -> Tensor:
+        return x.to(self.q.dtype).to(x.dtype) if low else x
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        from cute_kernels.token_selected import token_selected_forward
+
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
+        return token_selected_forward(self.q, self.k, self.v, self.indices, **how)
+
+    def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        from cute_kernels.token_selected_backward import token_selected_backward
+
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
+        if lse is None or delta is None:
+            lse, delta = self.statistics()
+        return token_selected_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
+
+    def check(self) -> None:
+        o, lse = self.forward()
+        oracle, expected = self.attend(low=False)
+        naive, naive_lse = self.attend(low=True)
+        assert_within_budget(o, oracle, naive, "o")
+        there = expected.isfinite()
+        assert torch.equal(lse == -math.inf, ~there)
+        assert not o.transpose(1, 2)[~there].any()
+        assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
+        named = zip(
+            ("dq", "dk", "dv"), self.backward(), self.gradients(low=False), self.gradients(low=True), strict=True
+        )
+        for name, got, gradient, low in named:
+            # dS of a row with one key is nothing but the difference of two sums in fp32
+            assert_within_budget(got, gradient, low, name, slack=1e-4)
+
+
+def make(
+    tokens: int | list[int],
+    group: int = 4,
+    kv_heads: int = 2,
+    dim: int = 64,
+    v_dim: int | None = None,
+    *,
+    batch: int = 1,
+    dtype: torch.dtype = BF16,
+    count: int = 4,
+    size: int = 64,
+    indices: Tensor | None = None,
+    behind: int = 0,
+    device: str = "cuda",
+) -> Inputs:
+    """Normal inputs.
+
+    Args:
+        tokens: of each batch; or of documents, with `behind` more behind the last one.
+    """
+    lengths = [tokens] if isinstance(tokens, int) else tokens
+    packed, n = not isinstance(tokens, int), sum(lengths) + behind
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    v_dim, heads = v_dim or dim, group * kv_heads
+    q, do = normal(batch, n, heads, dim), normal(batch, n, heads, v_dim)
+    k, v = normal(batch, n, kv_heads, dim), normal(batch, n, kv_heads, v_dim)
+    blocks = max(1, -(-max(lengths, default=0) // size))
+    if indices is None:
+        indices = random_indices((batch, kv_heads), lengths, blocks, count, size=size)
+        rest = torch.zeros((batch, kv_heads, behind, count), dtype=torch.int32)  # chosen by tokens of no document
+        indices = torch.cat([indices, rest], 2)
+    visible = torch.zeros((batch, kv_heads, n, n), dtype=torch.bool)
+    start = 0
+    for length in lengths:
+        here, position = slice(start, start + length), torch.arange(length)
+        mine = indices[:, :, here].long()
+        chosen = torch.zeros((batch, kv_heads, length, blocks + 1), dtype=torch.bool)
+        chosen.scatter_(3, mine.where((mine >= 0) & (mine < blocks), blocks), True)
+        keys = chosen[..., :blocks].repeat_interleave(size, 3)[..., :length]
+        visible[:, :, here, here] = keys & (position <= position[:, None])
+        start += length
+    bounds = None
+    if packed:
+        from cute_kernels import documents
+
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        bounds = documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
+    shift = 2 * torch.rand((batch, heads, n), generator=generator).to(device)
+    tensors = q, k, v, do, indices.to(device), visible.to(device)
+    return Inputs(*tensors, size, dim**-0.5, bounds, shift)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins.install(monkeypatch)
+
+
+def small_passes(patch: pytest.MonkeyPatch, tokens: int = 32, bytes_of_pass: int = 1, rows: int = 1) -> None:
+    """Passes of few tokens and heads, and segments of few rows."""
+    from cute_kernels import segments, token_selected, token_selected_backward
+
+    patch.setattr(segments, "ALIGNED_TOKENS", tokens)
+    for module in (token_selected, token_selected_backward):
+        patch.setattr(module, "PART_BYTES", bytes_of_pass)
+        patch.setattr(module, "SEGMENT_ROWS", rows)
+
+
+# ---------------------------------------------------------------- what calls the kernels, with their twins
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("tokens", "group", "size"), [(1, 1, 64), (63, 3, 64), (200, 4, 64), (257, 2, 128)])
+def test_twins(tokens: int, group: int, size: int) -> None:
+    make(tokens, group, 2, 64, 128, batch=2, size=size, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_twins_of_documents() -> None:
+    make([70, 0, 1, 129, 64], behind=9, size=64, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("bytes_of_pass", [1, 1 << 18, 1 << 30])
+@pytest.mark.parametrize("rows", [3, 40, 1 << 20])
+def test_twins_in_passes_and_segments(rows: int, bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_passes(monkeypatch, 64, bytes_of_pass, rows)
+    make(150, 3, 3, batch=2, device="cpu").check()
+    make([90, 60], 2, 2, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_twins_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of one head at a time."""
+    from cute_kernels import segments
+
+    monkeypatch.setattr(segments, "LIST_BYTES", 1)
+    monkeypatch.setattr(segments, "ALIGNED_TOKENS", 64)
+    make(150, 2, 3, batch=2, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_twins_without_keys() -> None:
+    chosen = torch.full((1, 2, 200, 3), -1, dtype=torch.int32)
+    chosen[:, 0, 100:, 1] = 1  # -1 before, and nobody of the second head
+    chosen[:, 0, :64, 2] = 2  # begins behind these tokens
+    inputs = make(200, indices=chosen, device="cpu")
+    assert not inputs.visible[:, :, :64].any()
+    inputs.check()
+    nothing = make(20, indices=torch.zeros((1, 2, 20, 0), dtype=torch.int32), device="cpu")
+    nothing.check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@given(
+    tokens=st.integers(1, 300),
+    pairs=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    count=st.integers(1, 5),
+    length=st.integers(1, 40),
+)
+@settings(max_examples=15)
+def test_lists_hold_every_visit_once(tokens: int, pairs: tuple[int, int], count: int, length: int) -> None:
+    from cute_kernels.segments import visits_of
+
+    blocks = -(-tokens // 64)
+    indices = random_indices(pairs, [tokens], blocks, count, size=64)
+    check_visits(visits_of(indices, size=64, blocks=blocks, length=length), indices, length)
+
+
+def check_visits(visits: Any, indices: Tensor, length: int) -> None:
+    """Each block's places are its visits, tokens ascending, in segments one behind the other, the cut ones first."""
+    assert torch.equal(visits.blocks.cpu(), indices.cpu())
+    slots = indices.shape[3]
+    for b in range(indices.shape[0]):
+        for h in range(indices.shape[1]):
+            sums = visits.sums[b, h, :, -1].tolist()
+            found: dict[int, list[int]] = {}
+            table = visits.segments[b, h, :, : sums[1] + sums[2]].T.tolist()
+            for i, (block, first, n) in enumerate(table):
+                found.setdefault(block, []).extend(visits.places[b, h, first : first + n].tolist())
+                assert n < 2 * length
+                assert n >= length or i >= sums[1]
+            assert sorted(found) == list(range(visits.counts.shape[3]))
+            for block, places in found.items():
+                chosen = (indices[b, h].cpu() == block).flatten().nonzero().flatten().tolist()
+                assert places == chosen
+                assert [place // slots for place in places] == sorted({place // slots for place in places})
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("choice", ["random", "local"])
+def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import bench_token_selected as bench
+
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "CHUNK", 128)
+    monkeypatch.setattr(bench, "SLOTS", 3)
+    problem = bench.make_problem(300, 4, 2, choice)
+    chosen = problem.indices[0, :, 280]
+    assert (chosen.diff(dim=1) > 0).all()
+    assert choice == "random" or chosen.tolist() == [[0, 3, 4]] * 2
+    assert bench.errors(problem) == []
+    q = problem.q.clone()
+    q[:, :, 0] *= 1.5  # not what o and lse were made from
+    assert {text.split()[0] for text in bench.errors(replace(problem, q=q))} == {"o"}
+    backward = problem.backward()
+    monkeypatch.setattr(bench.Problem, "backward", lambda _: [1.1 * x for x in backward])
+    assert {text.split()[0] for text in bench.errors(problem)} == {"dq", "dk", "dv"}
+
+
+# ---------------------------------------------------------------- layouts that kernels count on
+
+
+def test_quad_transposes_four_pieces() -> None:
+    """The source of quad_vectors, run by four threads that exchange like lanes."""
+    from cute_kernels import warp_tiles
+
+    source = getattr(warp_tiles.quad_vectors, "__wrapped__", warp_tiles.quad_vectors)
+    barrier, sent = threading.Barrier(4), [0] * 4
+    pieces = [[(piece, lane) for piece in range(4)] for lane in range(4)]
+    mine = threading.local()
+
+    def exchange(value: Any, offset: int) -> Any:
+        sent[mine.lane] = value
+        barrier.wait()
+        taken = sent[mine.lane ^ offset]
+        barrier.wait()
+        return taken
+
+    class Arch:
+        shuffle_sync_bfly = staticmethod(exchange)
+
+    class Cute:
+        arch = Arch
+
+    namespace = {**source.__globals__, "cute": Cute, "range_constexpr": range, "const_expr": lambda x: x}
+    plain = type(source)(source.__code__, namespace)
+
+    def lane(number: int) -> None:
+        mine.lane = number
+        plain(pieces[number], number)
+
+    threads = [threading.Thread(target=lane, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert pieces == [[(number, other) for other in range(4)] for number in range(4)]
+
+
+@pytest.mark.parametrize("warps", [1, 2])
+def test_where_numbers_of_accumulators_lie(warps: int) -> None:
+    """numbers() and left_operand() hold what their docstrings say, by CuTe's own layouts of every lane."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_kernels.warp_tiles import accumulator, left_operand, numbers, warps_mma
+
+    rows, columns = 32 * warps, 64
+    seen: list[tuple[int, ...]] = []
+
+    def record(thread: int) -> None:
+        mma = warps_mma(cutlass.BFloat16, warps)
+        acc = accumulator(mma, (rows, columns))
+        of_numbers, of_left = numbers(acc).layout, left_operand(acc, cutlass.BFloat16).layout
+        one, every = mma.get_slice(thread), cute.make_identity_tensor((rows, columns))
+        product, left = one.partition_C(every), one.partition_A(every)
+        for i in range(cute.size(product)):
+            c, r, m, n = i % 2, i // 2 % 2, i // 4 % 2, i // 8
+            at, in_left = of_numbers((c, r, m, n)), of_left(((c, r, n % 2), m, n // 2))
+            seen.append((thread, c, r, m, n, at, in_left, *product[(c, r), m, n], *left[(c, r, n % 2), m, n // 2]))
+
+    @cute.jit
+    def trace() -> None:
+        for thread in cutlass.range_constexpr(32 * warps):
+            record(thread)
+
+    trace()
+    assert len(seen) == rows * columns
+    for thread, c, r, m, n, at, in_left, row, column, left_row, left_column in seen:
+        lane, of_warp = thread % 32, thread // 32
+        assert (row, column) == ((m * warps + of_warp) * 16 + r * 8 + lane // 4, n * 8 + lane % 4 * 2 + c)
+        assert (left_row, left_column) == (row, column)
+        assert at == in_left == c + 2 * r + 4 * m + 8 * n
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@CUDA
+@pytest.mark.parametrize("tokens", [1, 2, 15, 63, 64, 65, 127, 200, 1000, 2047, 4096])
+def test_sizes(tokens: int) -> None:
+    make(tokens, count=8).check()
+
+
+@CUDA
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (128, 128), (128, 64), (64, 128)])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16, 64])
+def test_groups(group: int, dim: int, v_dim: int, dtype: torch.dtype) -> None:
+    make(517, group, 2, dim, v_dim, dtype=dtype, batch=1 if group == 64 else 2, count=5).check()
+
+
+@CUDA
+@pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
+def test_slots(count: int) -> None:
+    make(1500, 2, count=count).check()
+
+
+@CUDA
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_blocks(size: int, dim: int) -> None:
+    make(1100, 4, 2, dim, size=size).check()
+    make([500, 77, 300], 4, 2, dim, size=size).check()
+
+
+@CUDA
+def test_documents() -> None:
+    make([700, 0, 1, 129, 64, 333], 16, 2, 128, behind=9).check()
+    make([64] * 9, 4, behind=0).check()
+
+
+@CUDA
+def test_rows_without_keys() -> None:
+    chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
+    chosen[:, 0, 100:, 1] = 1
+    chosen[:, 0, :64, 2] = 2
+    make(900, 4, indices=chosen).check()
+    make(300, indices=torch.full((1, 2, 300, 3), -1, dtype=torch.int32)).check()
+
+
+@CUDA
+@pytest.mark.parametrize("rows", [1, 100, 1000])
+@pytest.mark.parametrize("bytes_of_pass", [1, 1 << 22])
+def test_passes_and_segments(rows: int, bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make(1500, 6, 3, batch=2)
+    whole = inputs.forward()
+    small_passes(monkeypatch, 256, bytes_of_pass, rows)
+    inputs.check()
+    for got, expected in zip(inputs.forward(), whole, strict=True):
+        assert torch.equal(got, expected), "how work is cut must not change the forward"
+    make([900, 300], 6, 3).check()
+
+
+@CUDA
+def test_bitwise_repeatable() -> None:
+    inputs = make(2000, 16, 2, 128, batch=2, count=16)
+    lse, delta = inputs.statistics()
+    first = *inputs.forward(), *inputs.backward(lse, delta)
+    for _ in range(3):
+        for got, expected in zip((*inputs.forward(), *inputs.backward(lse, delta)), first, strict=True):
+            assert torch.equal(got, expected)
+
+
+@CUDA
+@pytest.mark.parametrize("token", [0, 63, 64, 500, 998])
+def test_future_changes_nothing(token: int) -> None:
+    """Tokens behind `token`, and what they choose, are others: o and lse up to it are bitwise the same."""
+    inputs = make(999, 16, 2, 128, count=8)
+    o, lse = inputs.forward()
+    changed = {}
+    for name in ("q", "k", "v"):
+        x = getattr(inputs, name).clone()
+        x[:, token + 1 :] = 3 * torch.randn_like(x[:, token + 1 :])
+        changed[name] = x
+    indices = inputs.indices.clone()
+    indices[:, :, token + 1 :] = random_indices((1, 2), [999], 16, 8, size=64, seed=5)[:, :, token + 1 :].cuda()
+    other, other_lse = replace(inputs, **changed, indices=indices).forward()
+    assert torch.equal(o[:, : token + 1], other[:, : token + 1])
+    assert torch.equal(lse[..., : token + 1], other_lse[..., : token + 1])
+
+
+@CUDA
+def test_slices_amid_nan() -> None:
+    """Inputs are parts of larger tensors whose other elements are NaN."""
+    inputs = make(777, 4, 2, 128, batch=2)
+    lse, delta = inputs.statistics()
+    expected = *inputs.forward(), *inputs.backward(lse, delta)
+
+    def amid_nan(x: Tensor, dims: tuple[int, int]) -> Tensor:
+        shape = [size + 3 * (dim in dims) for dim, size in enumerate(x.shape)]
+        around = torch.full(shape, math.nan, dtype=x.dtype, device=x.device)
+        places = tuple(slice(1 if dim in dims else 0, size + (dim in dims)) for dim, size in enumerate(x.shape))
+        around[places] = x
+        return around[places]
+
+    moved = replace(inputs, **{name: amid_nan(getattr(inputs, name), (1, 2)) for name in ("q", "k", "v", "do")})
+    got = *moved.forward(), *moved.backward(amid_nan(lse, (1, 2)), amid_nan(delta, (1, 2)))
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@CUDA
+def test_lists() -> None:
+    from cute_kernels.segments import visits_of
+
+    for tokens, length in ((1, 1), (100, 3), (5000, 32), (5000, 1 << 20)):
+        blocks = -(-tokens // 64)
+        indices = random_indices((2, 3), [tokens], blocks, 7, size=64).cuda()
+        check_visits(visits_of(indices, size=64, blocks=blocks, length=length), indices, length)
+
+
+@CUDA
+def test_graph() -> None:
+    inputs = make(1000, 16, 2, 128)
+    lse, delta = inputs.statistics()
+    expected = *inputs.forward(), *inputs.backward(lse, delta)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = *inputs.forward(), *inputs.backward(lse, delta)
+    graph.replay()
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 96}, "size must be in"),
+        ({"scale": 0.0}, "scale must be finite"),
+        ({"indices": torch.zeros((1, 2, 20, 4), dtype=torch.int64)}, "indices must be int32"),
+        ({"k": torch.zeros((1, 21, 2, 64), dtype=BF16)}, "k and v must be"),
+        ({"v": torch.zeros((1, 20, 2, 32), dtype=BF16)}, "D and D_v must be in"),
+        ({"q": torch.zeros((1, 20, 7, 64), dtype=BF16)}, "H must be a multiple"),
+        ({"q": torch.zeros((1, 20, 8, 64))}, "must all be bf16"),
+        ({"bounds": torch.zeros((6, 1), dtype=torch.int32)}, "bounds must be"),
+    ],
+)
+def test_refusals(change: dict[str, Any], message: str) -> None:
+    inputs = make(20, device="cpu")
+    for run in (
+        replace(inputs, **change).forward,
+        lambda: replace(inputs, **change).backward(inputs.shift, inputs.shift),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()

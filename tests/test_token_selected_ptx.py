@@ -1,0 +1,119 @@
+"""The kernels of attention per token, as the compiler's PTX, interpreted on a CPU (tests/ptx.py), against fp64."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ptx import Program, tensor_argument
+from tests.test_token_selected import make, small_passes
+from tests.token_selected_twins import Twin, add_up
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+
+def argument(x: Tensor | int | float, static: tuple[int, ...] = ()) -> bytes:
+    """Args: `static`, dimensions whose size was known to the compiler; the last stride always is."""
+    if isinstance(x, Tensor):
+        return tensor_argument(x, [n for i, n in enumerate(x.shape) if i not in static], x.stride()[:-1])
+    return struct.pack("<i" if isinstance(x, int) else "<f", x)
+
+
+def of_groups(x: Tensor, group: int) -> bytes:
+    """[B, N, H, D] as [B, N, H_kv, G, D]."""
+    batch, tokens, head, _ = x.stride()
+    return tensor_argument(x, [*x.shape[:2], x.shape[2] // group], [batch, tokens, head * group, head])
+
+
+@pytest.fixture(params=["late", "at once"])
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels run interpreted; copies arrive when they are waited for, or at once."""
+    from cute_kernels import documents, jit, segments, token_selected, token_selected_backward
+
+    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
+
+    modules = {"segments": segments, "forward": token_selected, "backward": token_selected_backward}
+    real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
+
+    @lru_cache
+    def program(of: str, name: str, *how: Any, **named: Any) -> Program:
+        return Program(real[of, name].__wrapped__(*how, **named).compiled.__ptx__)
+
+    def patch(of: str, name: str, launch: Callable[..., tuple[list[bytes], tuple[int, int, int]]]) -> None:
+        def compiled(*how: Any, **named: Any) -> Twin:
+            def run(*x: Any) -> None:
+                arguments, grid = launch(how, *x)
+                tensors = [y for y in x if isinstance(y, Tensor)]
+                program(of, name, *how, **named).run(arguments, grid, tensors, request.param == "late")
+
+            return Twin(run)
+
+        monkeypatch.setattr(modules[of], name, compiled)
+
+    def plain(cta: int, by: Callable[..., int], statics: tuple[tuple[int, ...], ...], _: Any, *x: Any) -> Any:
+        """A kernel whose grid is (rounded up `by` / `cta`, heads, batches) of its first tensor."""
+        given = [argument(y, static) for y, static in zip(x, statics, strict=False) if y is not None]
+        given += [argument(y) for y in x[len(statics) :] if y is not None and not isinstance(y, Tensor)]
+        return given, (-(-by(*x) // cta), x[0].shape[1], x[0].shape[0])
+
+    def visit(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
+        statics = (3,), (3,), (), (2,), (2,), (3, 4), (3,), (0,)
+        some = [argument(y, static) for y, static in zip((k, v, *x[:6]), statics, strict=True) if y is not None]
+        return [of_groups(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
+
+    def visit_gradients(how: Any, q: Tensor, do: Tensor, *x: Any) -> Any:
+        statics = (3,), (3,), (), (), (), (2,), (2,), (3, 4), (3,), (3,), (3, 4), (3, 4), (0,)
+        some = [argument(y, static) for y, static in zip(x[:13], statics, strict=True) if y is not None]
+        grid = (x[5].shape[3] * how[4] // 64, x[0].shape[2], x[0].shape[0])
+        return [of_groups(q, how[2]), of_groups(do, how[2]), *some, *map(argument, x[13:])], grid
+
+    def add_slots(how: Any, blocks: Tensor, *x: Any) -> Any:
+        return plain(
+            128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], ((), (3, 4), (3,), (3,), ()), how, blocks, *x
+        )
+
+    def add_parts(how: Any, *x: Any) -> Any:
+        given = [
+            argument(y, s) for y, s in zip(x, ((2,), (2,), (2,), (3, 4), (3,), (0,)), strict=True) if y is not None
+        ]
+        return given, tuple(reversed(x[3].shape[:3]))
+
+    monkeypatch.setattr(documents, "_add_up", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
+    patch("segments", "_mark", partial(plain, 256, lambda x, *_: x.shape[2] * x.shape[3], ((), (), (), (0,))))
+    patch("segments", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
+    patch("segments", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
+    patch("segments", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
+    patch("forward", "_visit", visit)
+    patch("forward", "_add", add_slots)
+    patch("backward", "_visit", visit_gradients)
+    patch("backward", "_add_parts", add_parts)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one token": (1, {"group": 1}),
+    "odd group": (70, {"group": 3, "kv_heads": 1, "count": 2}),
+    "many rows": (80, {"group": 16, "kv_heads": 1, "dim": 128, "count": 2}),
+    "D_v, fp16": (70, {"group": 4, "kv_heads": 1, "dim": 128, "v_dim": 64, "count": 2, "dtype": torch.float16}),
+    "documents": ([70, 0, 1, 66], {"group": 2, "kv_heads": 1, "count": 2, "behind": 3}),
+    "128 tokens": (200, {"group": 2, "kv_heads": 1, "v_dim": 128, "count": 2, "size": 128}),
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(case: str) -> None:
+    tokens, options = CASES[case]
+    make(tokens, device="cpu", **options).check()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_in_passes_and_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_passes(monkeypatch, 64, 1 << 17, 5)
+    make([90, 66], 2, 2, count=3, device="cpu").check()

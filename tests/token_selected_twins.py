@@ -1,0 +1,240 @@
+"""PyTorch twins of the kernels of attention per token, with their arguments, so that what calls them runs on a CPU.
+
+`install` puts them in place of the compiled kernels; lists, passes, slices and buffers between the calls are real. They
+round where the kernels round: P and dS, o and dQ of slots, results.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels import documents, segments, token_selected, token_selected_backward
+from cute_kernels.documents import LENGTH, ROW, TILE, TOKEN
+from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE
+
+
+class Twin(NamedTuple):
+    """In place of jit.Kernel."""
+
+    run: Any
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(documents, "_add_up", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
+    patch.setattr(segments, "_mark", lambda size, packed: Twin(lambda *x: mark(size, *x)))
+    patch.setattr(segments, "_count", lambda: Twin(count))
+    patch.setattr(segments, "_list", lambda: Twin(list_places))
+    patch.setattr(segments, "_cut", lambda: Twin(cut))
+    for module, twin in ((token_selected, visit_blocks), (token_selected_backward, visit_gradients)):
+        patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
+    patch.setattr(token_selected, "_add", lambda *_, weighted, units: Twin(lambda *x: add_slots(units, *x)))
+    patch.setattr(token_selected_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
+
+
+def add_up(tile: int, cu_seqlens: Tensor, bounds: Tensor) -> None:
+    """The rows of Documents.bounds that are read here."""
+    lengths = cu_seqlens.diff()
+    tiles = torch.nn.functional.pad((-(-lengths // tile)).cumsum(0), [1, 0])
+    bounds[TOKEN], bounds[TILE], bounds[ROW] = cu_seqlens, tiles, tiles * tile
+    bounds[LENGTH] = torch.nn.functional.pad(lengths, [0, 1])
+
+
+# Lists
+
+
+def mark(size: int, indices: Tensor, blocks: Tensor, bits: Tensor, bounds: Tensor | None, first_token: int) -> None:
+    tokens = indices.shape[2]
+    position = torch.arange(first_token, first_token + tokens)
+    before, length = torch.zeros_like(position), torch.full_like(position, first_token + tokens)
+    if bounds is not None:
+        document = torch.searchsorted(bounds[TOKEN, :-1].long().contiguous(), position, right=True) - 1
+        position = position - bounds[TOKEN, document]
+        before, length = bounds[TILE, document], bounds[LENGTH, document]
+    position, before, length = (x[:, None] for x in (position, before, length))
+    visits = (indices >= 0) & (indices <= position // size) & (position < length)
+    blocks.copy_(torch.where(visits, before + indices, -1))
+    for b, h, token, slot in visits.nonzero().tolist():
+        word = bits[b, h, blocks[b, h, token, slot], token // 32 : token // 32 + 1]
+        word |= (1 << token % 32) - (1 << 32 if token % 32 == 31 else 0)
+
+
+def popcount(x: Tensor) -> Tensor:
+    return ((x.long()[..., None] >> torch.arange(32)) & 1).sum(-1)
+
+
+def count(bits: Tensor, before: Tensor, counts: Tensor, length: int) -> None:
+    ones = popcount(bits)
+    before.copy_(ones.cumsum(-1) - ones)
+    visits = ones.sum(-1)
+    counts[:, :, VISITS] = visits
+    counts[:, :, CUT] = torch.where(visits // length > 1, visits // length, 0)
+    counts[:, :, WHOLE] = visits // length <= 1
+
+
+def list_places(blocks: Tensor, bits: Tensor, before: Tensor, counts: Tensor, sums: Tensor, places: Tensor) -> None:
+    slots = blocks.shape[3]
+    for b, h, token, slot in (blocks >= 0).nonzero().tolist():
+        at = b, h, blocks[b, h, token, slot]
+        lower = popcount(bits[at][token // 32] & ((1 << token % 32) - 1))
+        first = sums[b, h, VISITS, at[2]] - counts[b, h, VISITS, at[2]]
+        places[b, h, first + before[at][token // 32] + lower] = token * slots + slot
+
+
+def cut(counts: Tensor, sums: Tensor, segments: Tensor) -> None:
+    for b, h, block in torch.ones(*counts.shape[:2], counts.shape[3]).nonzero().tolist():
+        visits, parts, _ = counts[b, h, :, block].tolist()
+        first, place = int(sums[b, h, VISITS, block]) - visits, int(sums[b, h, CUT, block]) - parts
+        if parts == 0:
+            parts, place = 1, int(sums[b, h, CUT, -1] + sums[b, h, WHOLE, block]) - 1
+        for i in range(parts):
+            n = visits // parts + (i < visits % parts)
+            segments[b, h, :, place + i] = torch.tensor([block, first, n])
+            first += n
+
+
+# Attention
+
+
+class Segment(NamedTuple):
+    """What one CTA has."""
+
+    b: int
+    h: int
+    index: int
+    cut: bool
+    places: Tensor
+    tokens: Tensor
+    """Rows of q."""
+    positions: Tensor
+    """Of these tokens."""
+    first_key: int
+    end: int
+    """Of the block, or of its document."""
+
+
+def block_bounds(block: int, size: int, keys: int, bounds: Tensor | None) -> tuple[int, int]:
+    first, end = block * size, keys
+    if bounds is not None:
+        document = int(torch.searchsorted(bounds[TILE, :-1].contiguous(), block, right=True)) - 1
+        start = int(bounds[TOKEN, document])
+        first, end = start + (block - int(bounds[TILE, document])) * size, start + int(bounds[LENGTH, document])
+    return first, max(first, min(end, first + size))
+
+
+def of_ctas(
+    how: tuple[Any, ...], keys: int, places: Tensor, table: Tensor, sums: Tensor, bounds: Tensor | None, first: int
+) -> list[Segment]:
+    slots, size = how[3:5]
+    made = []
+    for b in range(table.shape[0]):
+        for h in range(table.shape[1]):
+            cuts = int(sums[b, h, CUT, -1])
+            for index in range(cuts + int(sums[b, h, WHOLE, -1])):
+                start, n = int(table[b, h, FIRST, index]), int(table[b, h, COUNT, index])
+                mine = places[b, h, start : start + n].long()
+                span = block_bounds(int(table[b, h, BLOCK, index]), size, keys, bounds)
+                made.append(Segment(b, h, index, index < cuts, mine, mine // slots, first + mine // slots, *span))
+    return made
+
+
+def visit_blocks(
+    how: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor,
+    table: Tensor,
+    sums: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    first_token: int,
+    scale: float,
+) -> None:
+    group = how[2]
+    for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
+        keys = torch.arange(x.first_key, x.end)
+        rows = q[x.b, x.tokens, x.h * group : (x.h + 1) * group].float()
+        logits = rows @ k[x.b, keys, x.h].float().T * scale
+        logits = logits.masked_fill((keys > x.positions[:, None])[:, None], -math.inf)
+        lse[x.b, x.h, x.places] = logits.logsumexp(-1)
+        p = logits.softmax(-1).to(q.dtype).float()
+        o[x.b, x.h, x.places] = (p @ v[x.b, keys, x.h].float()).to(q.dtype)
+
+
+def add_slots(
+    units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor | None, x: Tensor, lse: Tensor | None
+) -> None:
+    batch, heads, tokens, slots = blocks.shape
+    group = parts.shape[3]
+    there = (blocks >= 0)[..., None]
+    values = parts.unflatten(2, (tokens, slots, units)).float().masked_fill(~there[..., None, None], 0).sum(4)
+    if part_lse is None or lse is None:
+        total = values.sum(3)
+    else:
+        lses = part_lse.unflatten(2, (tokens, slots)).masked_fill(~there, -math.inf)
+        sums = lses.logsumexp(3)
+        lse.copy_(sums.transpose(2, 3).reshape(batch, heads * group, tokens))
+        weights = (lses - sums[:, :, :, None]).exp().masked_fill(~there, 0)
+        total = (weights[..., None] * values).sum(3)
+    x.copy_(total.transpose(1, 2).reshape(batch, tokens, heads * group, -1).to(x.dtype))
+
+
+def visit_gradients(
+    how: tuple[Any, ...],
+    q: Tensor,
+    do: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    places: Tensor,
+    table: Tensor,
+    sums: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dk_parts: Tensor,
+    dv_parts: Tensor,
+    bounds: Tensor | None,
+    first_token: int,
+    scale: float,
+) -> None:
+    group, size = how[2], how[4]
+    units = size // 64
+    for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
+        heads = slice(x.h * group, (x.h + 1) * group)
+        sees, gives = (y[x.b, x.tokens, heads].float() for y in (q, do))
+        row_lse, row_delta = (y[x.b, heads, x.tokens].T[..., None] for y in (lse, delta))
+        for unit in range(units):
+            first = x.first_key + unit * 64
+            keys = torch.arange(first, max(first, min(first + 64, x.end)))
+            some_k, some_v = (y[x.b, keys, x.h].float() for y in (k, v))
+            seen = (keys <= x.positions[:, None])[:, None] & row_lse.isfinite()
+            p = (sees @ some_k.T * scale - row_lse).masked_fill(~seen, -math.inf).exp()
+            ds = (p * (gives @ some_v.T - row_delta)).masked_fill(~seen, 0).to(q.dtype).float()
+            p = p.to(q.dtype).float()
+            dq[x.b, x.h, x.places * units + unit] = (ds @ some_k * scale).to(q.dtype)
+            for y, y_parts, part in (
+                (dk, dk_parts, torch.einsum("tgk,tgd->kd", ds, sees) * scale),
+                (dv, dv_parts, torch.einsum("tgk,tgd->kd", p, gives)),
+            ):
+                if x.cut:
+                    y_parts[x.b, x.h, x.index, unit * 64 : unit * 64 + len(keys)] = part
+                else:
+                    y[x.b, keys, x.h] += part
+
+
+def add_parts(
+    size: int, counts: Tensor, sums: Tensor, table: Tensor, parts: Tensor, y: Tensor, bounds: Tensor | None
+) -> None:
+    for b in range(parts.shape[0]):
+        for h in range(parts.shape[1]):
+            for index in range(int(sums[b, h, CUT, -1])):
+                first, end = block_bounds(int(table[b, h, BLOCK, index]), size, y.shape[1], bounds)
+                y[b, first:end, h] += parts[b, h, index, : end - first]
