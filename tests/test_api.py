@@ -152,10 +152,8 @@ def test_typed_dictionaries_match() -> None:
 
 
 def test_public_names() -> None:
-    modules, functions = (
-        {"LinearCompression", "NSAttention", "NeighborhoodAttention"},
-        {"nsa", "nsa_forward", "nsa_forward_aux"},
-    )
+    modules = {"AttentionResidual", "LinearCompression", "NSAttention", "NeighborhoodAttention"}
+    functions = {"nsa", "nsa_forward", "nsa_forward_aux"}
     assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions
     for name in package.__all__:
         assert getattr(package, name).__doc__
