@@ -82,6 +82,7 @@ class Row:
     d: int
     dtype: str
     l: int  # noqa: E741 (the paper's name, and the schema's)
+    stride: int
     l_select: int
     k: int
     w: int
@@ -304,6 +305,7 @@ def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -
         "d": sizes.dim,
         "dtype": args.dtype,
         "l": config.compress_block_size,
+        "stride": config.stride,
         "l_select": config.select_size,
         "k": config.num_selected_blocks,
         "w": config.window_size,
@@ -567,7 +569,7 @@ def show(rows: list[Row], out: Path) -> None:
     some = " in at least one row each" if varying else ""
     crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{some}" if faster else "at none of these N"
     if best.num_cmp is None:
-        compressed = f"N/{best.l} compressed entries"
+        compressed = f"N/{best.stride} compressed entries"
     else:
         compressed = f"{best.num_cmp} blocks of compressed entries"
     console.print(

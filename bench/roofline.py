@@ -29,7 +29,7 @@ PEAKS = {"H200": Peaks(989, 4.8), "H100": Peaks(989, 3.35)}
 """By a part of the device's name: NVIDIA's data sheets, for the SXM modules."""
 DEFAULT_TBS = 4.8
 SCORE_PRODUCTS = 3
-"""16-bit products that make one score of a tile: its mean query is a float32 number, in three parts. Of a token: one."""
+"""16-bit products that make one score of a tile: its mean query is a float32 number, in three parts. Tokens: one."""
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
