@@ -190,7 +190,7 @@ def test_fla_is_called_as_it_is_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def row_of(n: int, direction: str, ms: float, **changes: Any) -> paper.Row:
-    values: dict[str, Any] = dict.fromkeys((field.name for field in fields(paper.Row)))
+    values: dict[str, Any] = dict.fromkeys(field.name for field in fields(paper.Row))
     values |= {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16, "l_select": 64, "k": 16}
     values |= {"w": 512, "q_tile": 1, "mode": "eager", "gated": True, "inputs": "random", "fla_ms": 60.0}
     return paper.Row(**{**values, "n": n, "direction": direction, "ms_p50": ms, **changes})
