@@ -2,7 +2,8 @@
 
 - fla: fla-core's parallel_nsa, in Triton. It compresses blocks as long as the selected ones, without overlap, so with
   l' = 64 and d = 16 it attends to a quarter of the compressed entries; it takes gates instead of projecting them. Its
-  window is flash-attn's function, in whose place FlashAttention-4's is handed in.
+  window is flash-attn's function, in whose place FlashAttention-4's is handed in. Its selected branch alone, for blocks
+  that were chosen before, is `selected_peer`.
 
 None of them computes what NSA here computes to the last entry, so their results need only be finite numbers.
 """
@@ -37,6 +38,26 @@ class Finite:
         return GradientError("results", 0.0, 0.0)
 
 
+def selected_peer(indices: Tensor, size: int, task: Task) -> Candidate:
+    """fla's selected branch alone: of q, k, v, for the blocks `[B,H_kv,N,n]` of `size` tokens that each token chose.
+
+    Raises:
+        Unavailable: when it cannot run.
+    """
+    q, k, *_ = task.leaves
+    group, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
+    if group < 16 or group & (group - 1):
+        raise Unavailable(f"takes groups of 16, 32, 64 ... heads, got {group}")
+    parallel, of_tokens = _import_fla(), indices.transpose(1, 2).contiguous()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slots = of_tokens.shape[-1]
+        out: Tensor = parallel.ParallelNSAFunction.apply(q, k, v, of_tokens, slots, size, scale, None)
+        return out
+
+    return Candidate("fla", attention, graphs=False)
+
+
 def make_task(problem: Problem) -> Task:
     """q, k, v and the gates of the branches, ready made: 1/3 each where the problem has no weights for them."""
     q, k, v = (tensor.detach() for tensor in (problem.q, problem.k, problem.v))
@@ -59,11 +80,16 @@ def make_peer(name: str, config: NSAConfig, task: Task) -> Candidate:
     return Candidate(name, PEERS[name](config), graphs=False)
 
 
-def _fla(config: NSAConfig) -> Attention:
+def _import_fla() -> Any:
     try:
         from fla.ops.nsa import parallel
     except ImportError as error:
         raise Unavailable(f"not installed: pip install fla-core==0.6.0 ({error})") from error
+    return parallel
+
+
+def _fla(config: NSAConfig) -> Attention:
+    parallel = _import_fla()
     if parallel.flash_attn_func is None:
         parallel.flash_attn_func = _fa4_window()
     options: dict[str, Any] = {

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench_helpers import documented_fields
 from torch import Tensor
 
 from bench import bench_paper as paper
@@ -22,6 +21,7 @@ from bench import nsa_peers, passes
 from bench.inputs import Sizes, make_problem
 from bench.passes import Candidate, Task, Unavailable
 from nsa import NSAConfig
+from tests.bench_helpers import documented_fields
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--heads", "2", "--kv-heads", "1", "--dim", "16", "--seqlens", "40,70", "--seconds", "0"]
@@ -187,6 +187,30 @@ def test_fla_is_called_as_it_is_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "fla.ops.nsa", None)
     with pytest.raises(Unavailable, match=r"not installed: pip install fla-core==0\.6\.0"):
         nsa_peers.PEERS["fla"](NSAConfig.paper())
+
+
+def test_flas_selected_branch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes choices by token; groups that its kernels have no tiles for are refused."""
+    given: list[Any] = []
+
+    def apply(q: Tensor, *others: Any) -> Tensor:
+        given.extend(others)
+        return q
+
+    parallel = types.SimpleNamespace(ParallelNSAFunction=types.SimpleNamespace(apply=apply))
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa", types.SimpleNamespace(parallel=parallel))
+    problem = make_problem("random", Sizes(1, 9, 32, 2, 16), device=CPU, dtype=torch.float32)
+    indices = torch.arange(2 * 9 * 3, dtype=torch.int32).view(1, 2, 9, 3)
+    task = Task((problem.q, problem.k, problem.v), problem.q, ("dq", "dk", "dv"), nsa_peers.Finite())
+    peer = nsa_peers.selected_peer(indices, 64, task)
+    assert peer.call(*task.leaves) is problem.q
+    k, v, of_tokens, *options = given
+    assert (k is problem.k, v is problem.v, options) == (True, True, [3, 64, 0.25, None])
+    assert of_tokens.is_contiguous()
+    assert torch.equal(of_tokens.movedim(2, 1), indices)
+    some = replace(task, leaves=(problem.q[:, :, :8], problem.k, problem.v))
+    with pytest.raises(Unavailable, match="heads, got 4"):
+        nsa_peers.selected_peer(indices, 64, some)
 
 
 def row_of(n: int, direction: str, ms: float, **changes: Any) -> paper.Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,7 +287,7 @@ def check_visits(visits: Any, indices: Tensor, length: int) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("choice", ["random", "local"])
+@pytest.mark.parametrize("choice", ["random", "local", "text"])
 def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from bench import bench_token_selected as bench
 
@@ -304,6 +305,49 @@ def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPat
     backward = problem.backward()
     monkeypatch.setattr(bench.Problem, "backward", lambda _: [1.1 * x for x in backward])
     assert {text.split()[0] for text in bench.errors(problem)} == {"dq", "dk", "dv"}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_benchmark_reads_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with one key/value head, for two; what is no choice is refused."""
+    from bench import bench_token_selected as bench
+
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "SLOTS", 3)
+    saved = bench.choose(200, 1, "local", torch.Generator())
+    torch.save(saved, tmp_path / "chosen.pt")
+    read = bench.load_indices(tmp_path / "chosen.pt")
+    problem = bench.make_problem(200, 4, 2, "file", read)
+    assert torch.equal(problem.indices, saved.expand(1, 2, 200, 3))
+    assert bench.errors(problem) == []
+    late, twice = saved.clone(), saved.clone()
+    late[0, 0, 0, 2], twice[0, 0, 150, 1] = 1, 0
+    for wrong, reason in (
+        (saved.long(), "an int32 tensor, got torch.int64"),
+        (saved[..., :2], "got \\[1, 1, 200, 2\\]"),
+        (late, "up to each token's own"),
+        (twice, "ascending"),
+    ):
+        torch.save(wrong, tmp_path / "chosen.pt")
+        with pytest.raises(ValueError, match=reason):
+            bench.load_indices(tmp_path / "chosen.pt")
+
+
+def test_benchmark_holds_peers_against_it() -> None:
+    from bench import bench_token_selected as bench
+
+    row = bench.Row(64 << 10, 64, 4, "random", "forward", 12.0, 3.0, 0.25, None, 11.0)
+    near = replace(row, choice="local", stage="both")
+    bars = {
+        bar.what: bar.verdict for bar in bench.find_bars([row, near, replace(row, h=32, h_kv=8, ms=27.0, fla_ms=None)])
+    }
+    assert bars == {
+        "selected alone, 64/4, forward": "pass",
+        "selected alone, 64/4, forward, fla takes as long or longer": "FAIL",
+        "selected alone, 64/4, both": "not measured",
+        "selected alone, 32/8, forward": "FAIL",
+        "selected alone, 32/8, both": "not measured",
+    }
 
 
 # ---------------------------------------------------------------- layouts that kernels count on
