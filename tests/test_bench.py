@@ -91,6 +91,25 @@ def test_no_speed_on_a_red_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not (tmp_path / "run.csv").exists()
 
 
+@pytest.mark.parametrize("value", [0.015, float("nan")])
+def test_late_rows_are_held_against_their_own_size(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One budget for all rows, which the first ones make 0.03 here, would let half of a late row's values pass."""
+    problem = make_problem("random", Sizes(1, 2000, 2, 1, 16), device=CPU, dtype=torch.bfloat16)
+    variant = e2e.Variant(NSAConfig.paper(), "reference", ("eager",))
+    right = e2e.nsa_forward_aux
+
+    def wrong(*args: Any, **keywords: Any) -> Any:
+        out, aux = right(*args, **keywords)
+        out[0, -1, 0, 0] += value
+        return out, aux
+
+    sample = e2e.sampled_error(problem, variant)
+    assert sample.error <= sample.budget
+    monkeypatch.setattr(e2e, "nsa_forward_aux", wrong)
+    sample = e2e.sampled_error(problem, variant)
+    assert not sample.error <= sample.budget
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "gate_proj_weight"])
 def test_no_speed_on_a_wrong_gradient(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output is right, and one gradient by a hundredth too large."""
