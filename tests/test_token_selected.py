@@ -6,6 +6,7 @@ import math
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,6 +332,50 @@ def test_benchmark_reads_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         torch.save(wrong, tmp_path / "chosen.pt")
         with pytest.raises(ValueError, match=reason):
             bench.load_indices(tmp_path / "chosen.pt")
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each choice and stage, and why fla has none; no rows once a result is wrong."""
+    from bench import bench_token_selected as bench
+
+    def lists(indices: Tensor, **how: Any) -> Any:
+        assert set(how) == {"size", "length", "token_bytes", "most_bytes", "bounds"}
+        yield indices
+
+    for name, value in {"SLOTS": 3, "HEADS": ((4, 2),), "CHOICES": ("random", "text"), "BAR_TOKENS": 150}.items():
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench, "BARS", {(4, 2): {"forward": 1e9, "both": 0.0}})
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "passes", lists)
+    monkeypatch.setattr(bench, "capture", lambda call, _: SimpleNamespace(replay=call))
+    monkeypatch.setattr(bench, "measure", lambda call, *_, **__: (call(), SimpleNamespace(ms_p50=2.0))[1])
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "environment", lambda _: {"device": "NVIDIA H200"})
+    saved = bench.choose(100, 1, "local", torch.Generator())
+    torch.save(saved, tmp_path / "chosen.pt")
+    options = ["--seqlens", "150", "--choices", "random", "text", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
+    right, written = bench.errors, []
+    monkeypatch.setattr(bench, "errors", lambda problem: ["o"] * (wrong and len(written) == 1) or right(problem))
+    monkeypatch.setattr(bench, "write_json", lambda _, content: written.append(dict(content)))
+    if wrong:
+        with pytest.raises(SystemExit, match="150   4/2 text    o"):
+            bench.main(options)
+        assert [(content["gate"], len(content["rows"])) for content in written] == [("unfinished", 4), ("red", 0)]
+        return
+    bench.main(options)
+    assert [len(content["rows"]) for content in written] == [4, 8, 12, 12]
+    assert [content["gate"] for content in written] == ["unfinished"] * 3 + ["green"]
+    rows = written[-1]["rows"]
+    stages = ["lists", "forward", "backward", "both"]
+    cases = [(150, "random"), (150, "text"), (100, "file")]
+    assert [(row["n"], row["choice"], row["stage"]) for row in rows] == [(*case, of) for case in cases for of in stages]
+    assert {(row["ms"], row["fla_ms"]) for row in rows} == {(2.0, None)}
+    assert len(written[-1]["missing"]) == 6
+    assert all("takes groups of 16" in reason for reason in written[-1]["missing"])
+    assert [bar["verdict"] for bar in written[-1]["bars"]] == ["pass", "FAIL"]
 
 
 def test_benchmark_holds_peers_against_it() -> None:
