@@ -350,7 +350,7 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(bench, "passes", lists)
     monkeypatch.setattr(bench, "capture", lambda call, _: SimpleNamespace(replay=call))
-    monkeypatch.setattr(bench, "measure", lambda call, *_, **__: (call(), SimpleNamespace(ms_p50=2.0))[1])
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: SimpleNamespace(ms_p50=2.0))
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench, "environment", lambda _: {"device": "NVIDIA H200"})
