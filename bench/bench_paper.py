@@ -30,7 +30,7 @@ from bench import bench_sparse_attn_e2e as e2e
 from bench.bars import Bar
 from bench.common import DTYPES, choose_dense
 from bench.inputs import Sizes, make_problem
-from bench.nsa_peers import PEERS, make_peer, make_task
+from bench.nsa_peers import COMPUTES, PEERS, make_peer, make_task
 from bench.pass_report import PASS_TITLES, ms_text, show_bars
 from bench.passes import Plan, find_peer, measure_peer, release
 from bench.report import LOCAL_RESULTS, environment, relative, write_csv, write_json
@@ -61,6 +61,7 @@ class Row(e2e.Row):
 
     fla_ms: float | None
     fla_gib: float | None
+    fla_computes: str | None
 
     def peer_ms(self, name: str) -> float | None:
         ms: float | None = getattr(self, f"{name}_ms")
@@ -165,11 +166,12 @@ def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[dict[str
     return found, missing
 
 
-def peer_fields(peers: dict[str, Timing | None]) -> dict[str, float | None]:
-    fields: dict[str, float | None] = {}
+def peer_fields(peers: dict[str, Timing | None]) -> dict[str, float | str | None]:
+    fields: dict[str, float | str | None] = {}
     for name, timing in peers.items():
         fields[f"{name}_ms"] = None if timing is None else timing.ms_p50
         fields[f"{name}_gib"] = None if timing is None else timing.peak_gib
+        fields[f"{name}_computes"] = None if timing is None else COMPUTES[name]
     return fields
 
 

@@ -120,3 +120,5 @@ def _fa4_window() -> Callable[..., Tensor]:
 
 
 PEERS: dict[str, Callable[[NSAConfig], Attention]] = {"fla": _fla}
+COMPUTES = {"fla": "other results: blocks of l' compressed without overlap, gates ready made"}
+"""How a peer's task is another one."""
