@@ -55,6 +55,7 @@ from ascend_kernels.residual_rows import (
     load_kept,
     load_tile,
     load_weight,
+    sums_of_rows,
     table_kernel,
     token_offset,
 )
@@ -105,20 +106,25 @@ def forward_kernel(
     ADDRESS: tl.constexpr,
     UNIT: tl.constexpr,
     BRANCHES: tl.constexpr,
+    FLAT: tl.constexpr,
     STAGES: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ) -> None:
-    """out, scores, rstd and log-sum-exp."""
+    """out, scores, rstd and log-sum-exp.
+
+    ONE_TILE: a token has no more than ROWS rows, whose softmax is plain. Otherwise it runs over a token's steps.
+    """
     o_dim = tl.arange(0, BLOCK_D)
     b_w = load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim)
-    num_steps = tl.cdiv(num_blocks, ROWS)
+    num_steps = 1 if ONE_TILE else tl.cdiv(num_blocks, ROWS)
     my_tokens = tl.cdiv(num_tokens - tl.program_id(0), tl.num_programs(0))
+    i_token = tl.program_id(0)
+    i_step = 0
     b_max = float("-inf")
     b_sum = 0.0
     b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for i_work in tl.range(0, my_tokens * num_steps, num_stages=STAGES):
-        i_step = i_work % num_steps
-        i_token = tl.program_id(0) + i_work // num_steps * tl.num_programs(0)
-        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
+    for _ in tl.range(0, my_tokens * num_steps, num_stages=STAGES):
+        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride, FLAT)
         b_x = load_tile(
             i_step, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
             p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
@@ -128,24 +134,36 @@ def forward_kernel(
         o_row = i_step * ROWS + tl.arange(0, ROWS)
         there = o_row < num_blocks
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_rstd = 1.0 / tl.sqrt(tl.sum(b_x * b_x, 1) * inverse_dim + eps)
-        b_score = tl.sum(b_x * b_w[None, :], 1) * b_rstd
+        b_squares, b_products = sums_of_rows(b_x * b_x, b_x * b_w[None, :], BRANCHES)
+        b_rstd = tl.rsqrt(b_squares * inverse_dim + eps)
+        b_score = b_products * b_rstd
         tl.store(p_scores + i_kept + o_row, b_score, mask=there)
         tl.store(p_rstd + i_kept + o_row, b_rstd, mask=there)
         b_score = tl.where(there, b_score, float("-inf"))
-        b_largest = tl.maximum(b_max, tl.max(b_score, 0))
-        b_scale = tl.exp(b_max - b_largest)
-        b_p = tl.exp(b_score - b_largest)
-        b_max = b_largest
-        b_sum = b_sum * b_scale + tl.sum(b_p, 0)
-        b_out = b_out * b_scale + tl.sum(b_p[:, None] * b_x, 0)
-        if i_step == num_steps - 1:
-            tl.store(p_lse + i_token, b_max + tl.log(b_sum))
-            p_row = p_out + tl.cast(i_token, tl.int64) * dim
-            tl.store(p_row + o_dim, (b_out / b_sum).to(p_out.dtype.element_ty), mask=o_dim < dim)
-            b_max = float("-inf")
-            b_sum = 0.0
-            b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
+        p_row = p_out + tl.cast(i_token, tl.int64) * dim
+        if ONE_TILE:
+            b_largest = tl.max(b_score, 0)
+            b_p = tl.exp(b_score - b_largest)
+            b_total = tl.sum(b_p, 0)
+            b_mixed = tl.sum((b_p * (1.0 / b_total))[:, None] * b_x, 0)
+            tl.store(p_lse + i_token, b_largest + tl.log(b_total))
+            tl.store(p_row + o_dim, b_mixed.to(p_out.dtype.element_ty), mask=o_dim < dim)
+            i_token += tl.num_programs(0)
+        else:
+            b_largest = tl.maximum(b_max, tl.max(b_score, 0))
+            b_scale = tl.exp(b_max - b_largest)
+            b_p = tl.exp(b_score - b_largest)
+            b_max = b_largest
+            b_sum = b_sum * b_scale + tl.sum(b_p, 0)
+            b_out = b_out * b_scale + tl.sum(b_p[:, None] * b_x, 0)
+            if i_step == num_steps - 1:
+                tl.store(p_lse + i_token, b_max + tl.log(b_sum))
+                tl.store(p_row + o_dim, (b_out * (1.0 / b_sum)).to(p_out.dtype.element_ty), mask=o_dim < dim)
+                b_max = float("-inf")
+                b_sum = 0.0
+                b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
+            i_token += tl.where(i_step == num_steps - 1, tl.num_programs(0), 0)
+            i_step = tl.where(i_step == num_steps - 1, 0, i_step + 1)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -192,6 +210,7 @@ def backward_kernel(
     ADDRESS: tl.constexpr,
     UNIT: tl.constexpr,
     BRANCHES: tl.constexpr,
+    FLAT: tl.constexpr,
     STAGES: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ) -> None:
@@ -201,18 +220,18 @@ def backward_kernel(
     """
     o_dim = tl.arange(0, BLOCK_D)
     b_w = load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim)
-    num_steps = tl.cdiv(num_blocks, ROWS)
+    num_steps = 1 if ONE_TILE else tl.cdiv(num_blocks, ROWS)
     num_turns = 1 if ONE_TILE else 2 * num_steps
     my_tokens = tl.cdiv(num_tokens - tl.program_id(0), tl.num_programs(0))
+    i_token = tl.program_id(0)
+    i_turn = 0
     b_t = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_do = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_lse = 0.0
     b_delta = 0.0
-    for i_work in tl.range(0, my_tokens * num_turns, num_stages=STAGES):
-        i_turn = i_work % num_turns
-        i_step = i_turn % num_steps
-        i_token = tl.program_id(0) + i_work // num_turns * tl.num_programs(0)
-        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
+    for _ in tl.range(0, my_tokens * num_turns, num_stages=STAGES):
+        i_step = 0 if ONE_TILE else tl.where(i_turn < num_steps, i_turn, i_turn - num_steps)
+        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride, FLAT)
         b_x = load_tile(
             i_step, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
             p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
@@ -222,14 +241,14 @@ def backward_kernel(
         o_row = i_step * ROWS + tl.arange(0, ROWS)
         there = o_row < num_blocks
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        if i_turn == 0:
-            p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride)
+        if ONE_TILE or i_turn == 0:
+            p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride, FLAT)
             b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
             b_lse = tl.load(p_lse + i_token)
             b_delta = 0.0
         b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
         b_dp = tl.sum(b_x * b_do[None, :], 1)
-        if i_turn < num_steps:
+        if ONE_TILE or i_turn < num_steps:
             b_delta += tl.sum(b_alpha * b_dp, 0)
         if ONE_TILE or i_turn >= num_steps:
             b_f = b_alpha * (b_dp - b_delta) * b_rstd
@@ -239,6 +258,11 @@ def backward_kernel(
             p_rows = p_dblocks + o_row.to(tl.int64) * dblock_stride + tl.cast(i_token, tl.int64) * dim
             mask = there[:, None] & (o_dim < dim)[None, :]
             tl.store(p_rows[:, None] + o_dim[None, :], b_dx.to(p_dblocks.dtype.element_ty), mask=mask)
+        if ONE_TILE:
+            i_token += tl.num_programs(0)
+        else:
+            i_token += tl.where(i_turn == num_turns - 1, tl.num_programs(0), 0)
+            i_turn = tl.where(i_turn == num_turns - 1, 0, i_turn + 1)
     tl.store(p_partials + tl.cast(tl.program_id(0), tl.int64) * dim + o_dim, b_t, mask=o_dim < dim)
 
 
@@ -411,7 +435,7 @@ def _rows(
     on_npu = backend == "ascend"
     weights = [weight for weight in (w_query, w_norm) if weight is not None]
     weights = [readable(weight.float() if on_npu else weight, backend) for weight in weights]
-    constants: dict[str, Any] = {"ADDRESS": STACKED.value, "UNIT": 1, "BRANCHES": on_npu}
+    constants: dict[str, Any] = {"ADDRESS": STACKED.value, "UNIT": 1, "BRANCHES": on_npu, "FLAT": False}
     pointers: dict[str, Any] = dict.fromkeys(POINTER_NAMES)
     table, members = weights[0], []
     if isinstance(blocks, Tensor):

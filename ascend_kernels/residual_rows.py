@@ -24,10 +24,14 @@ STACKED, POINTERS, TABLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def token_offset(i_token, tokens_per_batch, batch_stride, token_stride):
-    """Elements from a block's start to a token's row, int64."""
-    i_batch = tl.cast(i_token // tokens_per_batch, tl.int64)
-    return i_batch * batch_stride + tl.cast(i_token % tokens_per_batch, tl.int64) * token_stride
+def token_offset(i_token, tokens_per_batch, batch_stride, token_stride, FLAT: tl.constexpr = False):
+    """Elements from a block's start to a token's row, int64. FLAT: token_stride apart across batches too."""
+    if FLAT:
+        i_offset = tl.cast(i_token, tl.int64) * token_stride
+    else:
+        i_batch = tl.cast(i_token // tokens_per_batch, tl.int64)
+        i_offset = i_batch * batch_stride + tl.cast(i_token % tokens_per_batch, tl.int64) * token_stride
+    return i_offset
 
 
 @triton.jit
@@ -130,6 +134,21 @@ def load_tile(
             p_rows = p_0 + tl.cast(o_row, tl.int64) * block_stride
         b_tile = tl.load(p_rows + i_offset + o_dims, mask=mask, other=0.0)
     return b_tile
+
+
+@triton.jit
+def add_both(a_0, b_0, a_1, b_1):
+    return a_0 + a_1, b_0 + b_1
+
+
+@triton.jit
+def sums_of_rows(b_a, b_b, APART: tl.constexpr):
+    """Sums over the features of two tiles: together, for which warps of a GPU meet once; or APART."""
+    if APART:
+        sums = tl.sum(b_a, 1), tl.sum(b_b, 1)
+    else:
+        sums = tl.reduce((b_a, b_b), 1, add_both)
+    return sums
 
 
 @triton.jit
