@@ -489,9 +489,7 @@ class _Known:
         self.num_partials, self.repeats = self.calls.get(key, (0, []))
 
     @classmethod
-    def of(
-        cls, blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, *rest: Any
-    ) -> _Known | None:
+    def of(cls, blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, *rest: Any) -> _Known | None:
         """None where launches cannot be repeated."""
         first = _first(blocks)
         if not Repeat.possible(first.device):
