@@ -496,6 +496,7 @@ class _Known:
             return None
         query = w_query.data_ptr()
         norm = query if w_norm is None else w_norm.data_ptr()
+        further: tuple[int | None, ...]
         if isinstance(blocks, Tensor):
             count, further, together = 0, _NO_FURTHER, first.data_ptr() | query | norm
         elif len(blocks) <= MAX_POINTERS:
