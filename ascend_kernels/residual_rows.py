@@ -145,10 +145,11 @@ def add_both(a_0, b_0, a_1, b_1):
 def sums_of_rows(b_a, b_b, APART: tl.constexpr):
     """Sums over the features of two tiles: together, for which warps of a GPU meet once; or APART."""
     if APART:
-        sums = tl.sum(b_a, 1), tl.sum(b_b, 1)
+        sum_a = tl.sum(b_a, 1)
+        sum_b = tl.sum(b_b, 1)
     else:
-        sums = tl.reduce((b_a, b_b), 1, add_both)
-    return sums
+        sum_a, sum_b = tl.reduce((b_a, b_b), 1, add_both)
+    return sum_a, sum_b
 
 
 @triton.jit
