@@ -173,7 +173,8 @@ def weights_plan(dim: int, device: Device | None) -> tuple[int, Plan]:
         device: None for an NVIDIA GPU.
     """
     if device is None:
-        return 128, Plan(32, 1, False, False, 1, -(-dim // 32), {}, {"num_warps": 4, "num_stages": 1})
+        # 32 bytes, which a GPU reads at least, of every share: many programs, and few rounds of each
+        return 512, Plan(8, 1, False, False, 1, -(-dim // 8), {}, {"num_warps": 4, "num_stages": 1})
     programs = min(-(-dim // WEIGHTS_BLOCK_D), device.cores * VECTOR_CORES, MAX_GRID)
     live = live_bytes(WEIGHTS, WEIGHTS_BLOCK_D, 1, 4)
     return WEIGHTS_PARTS, Plan(WEIGHTS_BLOCK_D, 1, False, False, 1, programs, live, {})
