@@ -57,6 +57,7 @@ from ascend_kernels.residual_rows import (
     load_kept,
     load_tile,
     load_weight,
+    sum_of_rows,
     sums_of_rows,
     table_kernel,
     token_offset,
@@ -136,7 +137,7 @@ def forward_kernel(
         o_row = i_step * ROWS + tl.arange(0, ROWS)
         there = o_row < num_blocks
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_squares, b_products = sums_of_rows(b_x * b_x, b_x * b_w[None, :], BRANCHES)
+        b_squares, b_products = sums_of_rows(b_x, b_w[None, :], BRANCHES)
         b_rstd = tl.rsqrt(b_squares * inverse_dim + eps)
         b_score = b_products * b_rstd
         tl.store(p_scores + i_kept + o_row, b_score, mask=there)
@@ -249,7 +250,7 @@ def backward_kernel(
             b_lse = tl.load(p_lse + i_token)
             b_delta = 0.0
         b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
-        b_dp = tl.sum(b_x * b_do[None, :], 1)
+        b_dp = sum_of_rows(b_x, b_do[None, :], BRANCHES)
         if ONE_TILE or i_turn < num_steps:
             b_delta += tl.sum(b_alpha * b_dp, 0)
         if ONE_TILE or i_turn >= num_steps:

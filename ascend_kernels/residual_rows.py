@@ -137,19 +137,52 @@ def load_tile(
 
 
 @triton.jit
+def halves(b):
+    """Features 0, 2, 4 ... and 1, 3, 5 ... of a tile: on a GPU, other names of the same registers."""
+    return tl.split(tl.reshape(b, [b.shape[0], b.shape[1] // 2, 2]))
+
+
+@triton.jit
+def sums_of_fours(b_x, b_y):
+    """Sums of products of four neighbours each, which a thread of a GPU holds: an instruction a product.
+
+    A sum of products over a whole tile takes five for four.
+    """
+    b_y = tl.broadcast_to(b_y, b_x.shape)
+    b_x0, b_x1 = halves(b_x)
+    b_y0, b_y1 = halves(b_y)
+    b_x00, b_x01 = halves(b_x0)
+    b_y00, b_y01 = halves(b_y0)
+    b_x10, b_x11 = halves(b_x1)
+    b_y10, b_y11 = halves(b_y1)
+    b_sum = tl.fma(b_x01, b_y01, b_x00 * b_y00)
+    return tl.fma(b_x11, b_y11, tl.fma(b_x10, b_y10, b_sum))
+
+
+@triton.jit
 def add_both(a_0, b_0, a_1, b_1):
     return a_0 + a_1, b_0 + b_1
 
 
 @triton.jit
-def sums_of_rows(b_a, b_b, APART: tl.constexpr):
-    """Sums over the features of two tiles: together, for which warps of a GPU meet once; or APART."""
-    if APART:
-        sum_a = tl.sum(b_a, 1)
-        sum_b = tl.sum(b_b, 1)
+def sums_of_rows(b_x, b_w, ON_NPU: tl.constexpr):
+    """Sums over the features of x^2 and of w x: on a GPU together, for which its warps meet once."""
+    if ON_NPU:
+        b_squares = tl.sum(b_x * b_x, 1)
+        b_products = tl.sum(b_x * b_w, 1)
     else:
-        sum_a, sum_b = tl.reduce((b_a, b_b), 1, add_both)
-    return sum_a, sum_b
+        b_squares, b_products = tl.reduce((sums_of_fours(b_x, b_x), sums_of_fours(b_x, b_w)), 1, add_both)
+    return b_squares, b_products
+
+
+@triton.jit
+def sum_of_rows(b_x, b_w, ON_NPU: tl.constexpr):
+    """Sum over the features of w x."""
+    if ON_NPU:
+        b_products = tl.sum(b_x * b_w, 1)
+    else:
+        b_products = tl.sum(sums_of_fours(b_x, b_w), 1)
+    return b_products
 
 
 @triton.jit
