@@ -97,7 +97,7 @@ class Repeat:
         self, compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any]
     ) -> None:
         """Of what `launch` was given, and returned."""
-        self._run = compiled[grid]
+        self._run = compiled[(*grid, 1, 1)[:3]]
         self._numbers = tuple(value for name, value in arguments.items() if not name.startswith("p_"))
         self._constants = tuple(constants.values())
 
