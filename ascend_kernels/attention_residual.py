@@ -34,7 +34,9 @@ multiples of 16 features, by a copy where D is none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import reduce
+from operator import or_
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -44,7 +46,7 @@ from torch import Tensor
 from ascend_kernels import residual_tiled
 from ascend_kernels import residual_tiling as tiling
 from ascend_kernels.device import gpu_cores, npu_of
-from ascend_kernels.launch import launch
+from ascend_kernels.launch import Repeat, launch
 from ascend_kernels.residual_rows import (
     MAX_POINTERS,
     OFFSETS,
@@ -55,6 +57,8 @@ from ascend_kernels.residual_rows import (
     load_kept,
     load_tile,
     load_weight,
+    sum_of_rows,
+    sums_of_rows,
     table_kernel,
     token_offset,
 )
@@ -105,20 +109,25 @@ def forward_kernel(
     ADDRESS: tl.constexpr,
     UNIT: tl.constexpr,
     BRANCHES: tl.constexpr,
+    FLAT: tl.constexpr,
     STAGES: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ) -> None:
-    """out, scores, rstd and log-sum-exp."""
+    """out, scores, rstd and log-sum-exp.
+
+    ONE_TILE: a token has no more than ROWS rows, whose softmax is plain. Otherwise it runs over a token's steps.
+    """
     o_dim = tl.arange(0, BLOCK_D)
     b_w = load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim)
-    num_steps = tl.cdiv(num_blocks, ROWS)
+    num_steps = 1 if ONE_TILE else tl.cdiv(num_blocks, ROWS)
     my_tokens = tl.cdiv(num_tokens - tl.program_id(0), tl.num_programs(0))
+    i_token = tl.program_id(0)
+    i_step = 0
     b_max = float("-inf")
     b_sum = 0.0
     b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for i_work in tl.range(0, my_tokens * num_steps, num_stages=STAGES):
-        i_step = i_work % num_steps
-        i_token = tl.program_id(0) + i_work // num_steps * tl.num_programs(0)
-        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
+    for _ in tl.range(0, my_tokens * num_steps, num_stages=STAGES):
+        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride, FLAT)
         b_x = load_tile(
             i_step, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
             p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
@@ -128,24 +137,36 @@ def forward_kernel(
         o_row = i_step * ROWS + tl.arange(0, ROWS)
         there = o_row < num_blocks
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_rstd = 1.0 / tl.sqrt(tl.sum(b_x * b_x, 1) * inverse_dim + eps)
-        b_score = tl.sum(b_x * b_w[None, :], 1) * b_rstd
+        b_squares, b_products = sums_of_rows(b_x, b_w[None, :], BRANCHES)
+        b_rstd = tl.rsqrt(b_squares * inverse_dim + eps)
+        b_score = b_products * b_rstd
         tl.store(p_scores + i_kept + o_row, b_score, mask=there)
         tl.store(p_rstd + i_kept + o_row, b_rstd, mask=there)
         b_score = tl.where(there, b_score, float("-inf"))
-        b_largest = tl.maximum(b_max, tl.max(b_score, 0))
-        b_scale = tl.exp(b_max - b_largest)
-        b_p = tl.exp(b_score - b_largest)
-        b_max = b_largest
-        b_sum = b_sum * b_scale + tl.sum(b_p, 0)
-        b_out = b_out * b_scale + tl.sum(b_p[:, None] * b_x, 0)
-        if i_step == num_steps - 1:
-            tl.store(p_lse + i_token, b_max + tl.log(b_sum))
-            p_row = p_out + tl.cast(i_token, tl.int64) * dim
-            tl.store(p_row + o_dim, (b_out / b_sum).to(p_out.dtype.element_ty), mask=o_dim < dim)
-            b_max = float("-inf")
-            b_sum = 0.0
-            b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
+        p_row = p_out + tl.cast(i_token, tl.int64) * dim
+        if ONE_TILE:
+            b_largest = tl.max(b_score, 0)
+            b_p = tl.exp(b_score - b_largest)
+            b_total = tl.sum(b_p, 0)
+            b_mixed = tl.sum((b_p * (1.0 / b_total))[:, None] * b_x, 0)
+            tl.store(p_lse + i_token, b_largest + tl.log(b_total))
+            tl.store(p_row + o_dim, b_mixed.to(p_out.dtype.element_ty), mask=o_dim < dim)
+            i_token += tl.num_programs(0)
+        else:
+            b_largest = tl.maximum(b_max, tl.max(b_score, 0))
+            b_scale = tl.exp(b_max - b_largest)
+            b_p = tl.exp(b_score - b_largest)
+            b_max = b_largest
+            b_sum = b_sum * b_scale + tl.sum(b_p, 0)
+            b_out = b_out * b_scale + tl.sum(b_p[:, None] * b_x, 0)
+            if i_step == num_steps - 1:
+                tl.store(p_lse + i_token, b_max + tl.log(b_sum))
+                tl.store(p_row + o_dim, (b_out * (1.0 / b_sum)).to(p_out.dtype.element_ty), mask=o_dim < dim)
+                b_max = float("-inf")
+                b_sum = 0.0
+                b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
+            i_token += tl.where(i_step == num_steps - 1, tl.num_programs(0), 0)
+            i_step = tl.where(i_step == num_steps - 1, 0, i_step + 1)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -192,6 +213,7 @@ def backward_kernel(
     ADDRESS: tl.constexpr,
     UNIT: tl.constexpr,
     BRANCHES: tl.constexpr,
+    FLAT: tl.constexpr,
     STAGES: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ) -> None:
@@ -201,18 +223,18 @@ def backward_kernel(
     """
     o_dim = tl.arange(0, BLOCK_D)
     b_w = load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim)
-    num_steps = tl.cdiv(num_blocks, ROWS)
+    num_steps = 1 if ONE_TILE else tl.cdiv(num_blocks, ROWS)
     num_turns = 1 if ONE_TILE else 2 * num_steps
     my_tokens = tl.cdiv(num_tokens - tl.program_id(0), tl.num_programs(0))
+    i_token = tl.program_id(0)
+    i_turn = 0
     b_t = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_do = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_lse = 0.0
     b_delta = 0.0
-    for i_work in tl.range(0, my_tokens * num_turns, num_stages=STAGES):
-        i_turn = i_work % num_turns
-        i_step = i_turn % num_steps
-        i_token = tl.program_id(0) + i_work // num_turns * tl.num_programs(0)
-        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
+    for _ in tl.range(0, my_tokens * num_turns, num_stages=STAGES):
+        i_step = 0 if ONE_TILE else tl.where(i_turn < num_steps, i_turn, i_turn - num_steps)
+        i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride, FLAT)
         b_x = load_tile(
             i_step, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
             p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
@@ -222,14 +244,14 @@ def backward_kernel(
         o_row = i_step * ROWS + tl.arange(0, ROWS)
         there = o_row < num_blocks
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        if i_turn == 0:
-            p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride)
+        if ONE_TILE or i_turn == 0:
+            p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride, FLAT)
             b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
             b_lse = tl.load(p_lse + i_token)
             b_delta = 0.0
         b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
-        b_dp = tl.sum(b_x * b_do[None, :], 1)
-        if i_turn < num_steps:
+        b_dp = sum_of_rows(b_x, b_do[None, :], BRANCHES)
+        if ONE_TILE or i_turn < num_steps:
             b_delta += tl.sum(b_alpha * b_dp, 0)
         if ONE_TILE or i_turn >= num_steps:
             b_f = b_alpha * (b_dp - b_delta) * b_rstd
@@ -239,6 +261,11 @@ def backward_kernel(
             p_rows = p_dblocks + o_row.to(tl.int64) * dblock_stride + tl.cast(i_token, tl.int64) * dim
             mask = there[:, None] & (o_dim < dim)[None, :]
             tl.store(p_rows[:, None] + o_dim[None, :], b_dx.to(p_dblocks.dtype.element_ty), mask=mask)
+        if ONE_TILE:
+            i_token += tl.num_programs(0)
+        else:
+            i_token += tl.where(i_turn == num_turns - 1, tl.num_programs(0), 0)
+            i_turn = tl.where(i_turn == num_turns - 1, 0, i_turn + 1)
     tl.store(p_partials + tl.cast(tl.program_id(0), tl.int64) * dim + o_dim, b_t, mask=o_dim < dim)
 
 
@@ -303,6 +330,12 @@ def forward(
         out `[B,N,D]`, and what `backward` takes, one fp32 tensor: scores and rstd `[T,L]`, log-sum-exp `[T]`.
     """
     first = _first(blocks)
+    known = _Known.of(blocks, w_query, w_norm, "forward", eps, *overrides.items())
+    if known is not None and known.repeats:
+        out, kept = first.new_empty(first.shape[-3:]), kept_like(blocks)
+        (repeat,) = known.repeats
+        repeat((*known.inputs, out.data_ptr(), *_addresses(kept, blocks)), known.further)
+        return out, kept
     *lead, dim = first.shape[-3:]
     wide = features_of(dim, backend)
     out = first.new_empty((*lead, wide))
@@ -311,16 +344,17 @@ def forward(
         given, constants = _rows(blocks, w_query, w_norm, backend)
         plan = _plan(blocks, wide, backend, backward=False, **overrides)
         given |= {**_parts(kept, blocks), "p_out": out, "eps": float(eps)}
-        for kernel in ("scores", "mix") if plan.tiled else ("forward",):
-            _launch(kernel, plan, plan.grid, given, constants)
+        names = ("scores", "mix") if plan.tiled else ("forward",)
+        made = [_launch(name, plan, plan.grid, given, constants) for name in names]
+        if known is not None and not plan.tiled:
+            known.remember(made)
     return (out if wide == dim else out[..., :dim]), kept
 
 
 def kept_like(blocks: Tensor | Sequence[Tensor]) -> Tensor:
     """Uninitialised: what `forward` keeps."""
-    first = _first(blocks)
-    tokens = first.shape[-3] * first.shape[-2]
-    return first.new_empty(2 * _aligned(tokens * len(blocks)) + tokens, dtype=torch.float32)
+    tokens, rows = _rows_of(blocks)
+    return _first(blocks).new_empty(2 * _aligned(rows) + tokens, dtype=torch.float32)
 
 
 def backward(
@@ -339,6 +373,9 @@ def backward(
         dV `[L,B,N,D]`, of lists too; dw_query, and dw_norm or None.
     """
     first = _first(blocks)
+    known = _Known.of(blocks, w_query, w_norm, "backward", do.dtype, do.stride(), *overrides.items())
+    if known is not None and known.repeats and do.data_ptr() % Repeat.ALIGNMENT == 0:
+        return _again(known, do, blocks, w_query, w_norm, kept)
     *lead, dim = first.shape[-3:]
     wide = features_of(dim, backend)
     dblocks = first.new_empty((len(blocks), *lead, wide))
@@ -347,7 +384,8 @@ def backward(
     tokens = dblocks[0].numel() // wide
     given, constants = _rows(blocks, w_query, w_norm, backend)
     plan = _plan(blocks, wide, backend, backward=True, **overrides)
-    do = readable(do, backend)
+    given_do, do = do, readable(do, backend)
+    constants["FLAT"] &= _is_flat(do)
     given |= {
         **_parts(kept, blocks),
         "p_do": do,
@@ -365,14 +403,34 @@ def backward(
         _launch("gradients", plan, (num_runs * num_parts,), given | {"p_partials": partials}, constants)
     else:
         partials = kept.new_empty((plan.programs, wide))
-        _launch("backward", plan, plan.grid, given | {"p_partials": partials}, constants)
-    dweights = _dweights(partials, given, w_query, w_norm, backend)
-    return (dblocks if wide == dim else dblocks[..., :dim]), *dweights
+        made = _launch("backward", plan, plan.grid, given | {"p_partials": partials}, constants)
+    dw_query, dw_norm, last = _dweights(partials, given, w_query, w_norm, backend)
+    if known is not None and not plan.tiled and do is given_do and do.data_ptr() % Repeat.ALIGNMENT == 0:
+        known.remember([made, last], partials.shape[0])
+    return (dblocks if wide == dim else dblocks[..., :dim]), dw_query, dw_norm
+
+
+def _again(
+    known: _Known, do: Tensor, blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`backward` by launches that were made before."""
+    first = _first(blocks)
+    dblocks = first.new_empty((len(blocks), *first.shape[-3:]))
+    partials = kept.new_empty((known.num_partials, first.shape[-1]))
+    dw_query = torch.empty_like(w_query)
+    dw_norm = None if w_norm is None else torch.empty_like(w_norm)
+    gradients, weights = known.repeats
+    to, shares = dblocks.data_ptr(), partials.data_ptr()
+    gradients((*known.inputs, do.data_ptr(), *_addresses(kept, blocks), to, shares), known.further)
+    of_query = dw_query.data_ptr()
+    weights((shares, *known.inputs[2:], of_query, of_query if dw_norm is None else dw_norm.data_ptr()))
+    return dblocks, dw_query, dw_norm
 
 
 def _dweights(
     partials: Tensor, given: dict[str, Any], w_query: Tensor, w_norm: Tensor | None, backend: str
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Repeat | None]:
+    """dw_query, dw_norm, and their launch."""
     weights = [w_query] if w_norm is None else [w_query, w_norm]
     dim = partials.shape[1]
     results = [partials.new_empty(dim, dtype=weight.dtype) for weight in weights]
@@ -383,9 +441,9 @@ def _dweights(
         "p_dw_query": results[0],
         "p_dw_norm": results[-1],
     }
-    _launch("weights", plan, plan.grid, given, {"BLOCK_P": parts})
+    made = _launch("weights", plan, plan.grid, given, {"BLOCK_P": parts})
     dw_query, *dw_norm = (result[: w_query.shape[0]] for result in results)
-    return dw_query, dw_norm[0] if dw_norm else None
+    return dw_query, dw_norm[0] if dw_norm else None, made
 
 
 def _first(blocks: Tensor | Sequence[Tensor]) -> Tensor:
@@ -398,9 +456,79 @@ def _aligned(count: int) -> int:
 
 
 def _parts(kept: Tensor, blocks: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
-    first = _first(blocks)
-    start = _aligned(first.shape[-3] * first.shape[-2] * len(blocks))
+    start = _aligned(_rows_of(blocks)[1])
     return {"p_scores": kept, "p_rstd": kept[start:], "p_lse": kept[2 * start :]}
+
+
+def _addresses(kept: Tensor, blocks: Tensor | Sequence[Tensor]) -> tuple[int, int, int]:
+    """Where `_parts` lie."""
+    start, size = kept.data_ptr(), 4 * _aligned(_rows_of(blocks)[1])
+    return start, start + size, start + 2 * size
+
+
+def _rows_of(blocks: Tensor | Sequence[Tensor]) -> tuple[int, int]:
+    """Tokens, and rows of all of them."""
+    *lead, batch, tokens, _ = _first(blocks).shape
+    return batch * tokens, batch * tokens * (lead[0] if lead else len(blocks))
+
+
+class _Known:
+    """A call on a GPU by all that decides about its launches, and these launches if it was made before.
+
+    Of calls that read tensors where they are: neither copies nor tables of addresses.
+    """
+
+    calls: ClassVar[dict[Any, tuple[int, list[Repeat]]]] = {}
+    CALLS = 1024
+    """At most; models have few, but lengths of batches may differ."""
+
+    def __init__(self, key: Any, inputs: tuple[int, ...], further: tuple[int | None, ...]) -> None:
+        self.key = key
+        self.inputs = inputs
+        """Addresses of the first block, of a table that there is none of, and of the weights."""
+        self.further = further
+        self.num_partials, self.repeats = self.calls.get(key, (0, []))
+
+    @classmethod
+    def of(cls, blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, *rest: Any) -> _Known | None:
+        """None where launches cannot be repeated."""
+        first = _first(blocks)
+        if not Repeat.possible(first.device):
+            return None
+        query = w_query.data_ptr()
+        norm = query if w_norm is None else w_norm.data_ptr()
+        further: tuple[int | None, ...]
+        if isinstance(blocks, Tensor):
+            count, further, together = 0, _NO_FURTHER, first.data_ptr() | query | norm
+        elif len(blocks) <= MAX_POINTERS:
+            count, addresses = len(blocks), [block.data_ptr() for block in blocks]
+            further = (*addresses[1:], *[addresses[0]] * (MAX_POINTERS - count))
+            together = reduce(or_, addresses, query | norm)
+        else:
+            return None
+        strides = first.stride()
+        if together % Repeat.ALIGNMENT or strides[-1] != 1 or not (w_query.stride(0) == 1 or w_query.numel() == 1):
+            return None
+        if w_norm is not None and w_norm.stride() != w_query.stride():
+            return None
+        dtypes = first.dtype, w_query.dtype, None if w_norm is None else w_norm.dtype
+        key = (*rest, count, first.shape, strides, dtypes, first.device)
+        return cls(key, (first.data_ptr(), query, query, norm), further)
+
+    def remember(self, made: list[Repeat | None], num_partials: int = 0) -> None:
+        repeats = [repeat for repeat in made if repeat is not None]
+        if len(repeats) == len(made):
+            if len(self.calls) >= self.CALLS:
+                self.calls.clear()
+            self.calls[self.key] = num_partials, repeats
+
+
+_NO_FURTHER = (None,) * (MAX_POINTERS - 1)
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """Whether tokens of all sequences `[...,B,N,D]` are the same stride apart."""
+    return tensor.shape[-3] == 1 or tensor.stride(-3) == tensor.shape[-2] * tensor.stride(-2)
 
 
 def _rows(
@@ -411,7 +539,7 @@ def _rows(
     on_npu = backend == "ascend"
     weights = [weight for weight in (w_query, w_norm) if weight is not None]
     weights = [readable(weight.float() if on_npu else weight, backend) for weight in weights]
-    constants: dict[str, Any] = {"ADDRESS": STACKED.value, "UNIT": 1, "BRANCHES": on_npu}
+    constants: dict[str, Any] = {"ADDRESS": STACKED.value, "UNIT": 1, "BRANCHES": on_npu, "FLAT": False}
     pointers: dict[str, Any] = dict.fromkeys(POINTER_NAMES)
     table, members = weights[0], []
     if isinstance(blocks, Tensor):
@@ -445,6 +573,7 @@ def _rows(
         "batch_stride": rows.stride(-3),
         "token_stride": rows.stride(-2),
     }
+    constants["FLAT"] = not on_npu and _is_flat(rows)
     return given, constants
 
 
@@ -490,7 +619,7 @@ def _plan(
 
 def _launch(
     name: str, plan: tiling.Plan, grid: tuple[int, ...], given: dict[str, Any], constants: dict[str, Any]
-) -> None:
+) -> Repeat | None:
     """With those of the arguments and constants that the kernel has."""
     kernel = KERNELS[name]
     runs = -(-given["dim"] // plan.block_d)
@@ -502,10 +631,8 @@ def _launch(
         "ONE_TILE": plan.one_tile,
         "STAGES": plan.stages,
     }
-    launch(
-        kernel,
-        grid,
-        {argument: given[argument] for argument in kernel.arg_names if argument in given},
-        {constant: constants[constant] for constant in kernel.arg_names if constant in constants},
-        **plan.options,
-    )
+    arguments = {argument: given[argument] for argument in kernel.arg_names if argument in given}
+    constants = {constant: constants[constant] for constant in kernel.arg_names if constant in constants}
+    compiled = launch(kernel, grid, arguments, constants, **plan.options)
+    repeatable = compiled is not None and Repeat.possible(given["p_w_query"].device)
+    return Repeat(compiled, grid, arguments, constants) if repeatable else None

@@ -6,7 +6,7 @@ the op itself does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,18 +62,49 @@ def only_recording() -> bool:
 
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any], **options: Any
-) -> None:
-    """Record the launch for every `recording` around it, then run it on the device of its tensors, or as they ask."""
+) -> Any:
+    """Record the launch for every `recording` around it, then run it on the device of its tensors, or as they ask.
+
+    Returns:
+        What Triton ran, for `Repeat`; None where it did not.
+    """
     for recorder in _recorders:
         recorder.launches.append(Launch(kernel, grid, dict(arguments), dict(constants), options))
     if only_recording():
         for recorder in _recorders:
             if callable(recorder.run):
                 recorder.run(recorder.launches[-1])
-        return
+        return None
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     if device.type == "cpu":
-        kernel[grid](**arguments, **constants, **options)
-        return
+        return kernel[grid](**arguments, **constants, **options)
     with torch.get_device_module(device).device(device):  # Triton launches on the current device
-        kernel[grid](**arguments, **constants, **options)
+        return kernel[grid](**arguments, **constants, **options)
+
+
+class Repeat:
+    """A launch on a GPU that is made again, with addresses in the place of tensors.
+
+    Looking at what it is given is most of the host's time of a Triton launch. Here nobody looks: dtypes, numbers and
+    constants are those of the first launch, and every address is a multiple of ALIGNMENT where the first one's was.
+    The kernel's parameters are, in this order: pointers, numbers, further pointers, constants. Pointers begin with p_.
+    """
+
+    ALIGNMENT = 16
+    """Bytes: what Triton makes builds of their own for."""
+
+    def __init__(
+        self, compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any]
+    ) -> None:
+        """Of what `launch` was given, and returned."""
+        self._run = compiled[(*grid, 1, 1)[:3]]
+        self._numbers = tuple(value for name, value in arguments.items() if not name.startswith("p_"))
+        self._constants = tuple(constants.values())
+
+    def __call__(self, addresses: Iterable[int], further: Iterable[int | None] = ()) -> None:
+        self._run(*addresses, *self._numbers, *further, *self._constants)
+
+    @staticmethod
+    def possible(device: torch.device) -> bool:
+        """Whether nobody records, and the device is the one that Triton launches on."""
+        return not _recorders and device.type == "cuda" and device.index == torch.cuda.current_device()

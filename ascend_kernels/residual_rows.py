@@ -24,10 +24,14 @@ STACKED, POINTERS, TABLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def token_offset(i_token, tokens_per_batch, batch_stride, token_stride):
-    """Elements from a block's start to a token's row, int64."""
-    i_batch = tl.cast(i_token // tokens_per_batch, tl.int64)
-    return i_batch * batch_stride + tl.cast(i_token % tokens_per_batch, tl.int64) * token_stride
+def token_offset(i_token, tokens_per_batch, batch_stride, token_stride, FLAT: tl.constexpr = False):
+    """Elements from a block's start to a token's row, int64. FLAT: token_stride apart across batches too."""
+    if FLAT:
+        i_offset = tl.cast(i_token, tl.int64) * token_stride
+    else:
+        i_batch = tl.cast(i_token // tokens_per_batch, tl.int64)
+        i_offset = i_batch * batch_stride + tl.cast(i_token % tokens_per_batch, tl.int64) * token_stride
+    return i_offset
 
 
 @triton.jit
@@ -130,6 +134,55 @@ def load_tile(
             p_rows = p_0 + tl.cast(o_row, tl.int64) * block_stride
         b_tile = tl.load(p_rows + i_offset + o_dims, mask=mask, other=0.0)
     return b_tile
+
+
+@triton.jit
+def halves(b):
+    """Features 0, 2, 4 ... and 1, 3, 5 ... of a tile: on a GPU, other names of the same registers."""
+    return tl.split(tl.reshape(b, [b.shape[0], b.shape[1] // 2, 2]))
+
+
+@triton.jit
+def sums_of_fours(b_x, b_y):
+    """Sums of products of four neighbours each, which a thread of a GPU holds: an instruction a product.
+
+    A sum of products over a whole tile takes five for four.
+    """
+    b_y = tl.broadcast_to(b_y, b_x.shape)
+    b_x0, b_x1 = halves(b_x)
+    b_y0, b_y1 = halves(b_y)
+    b_x00, b_x01 = halves(b_x0)
+    b_y00, b_y01 = halves(b_y0)
+    b_x10, b_x11 = halves(b_x1)
+    b_y10, b_y11 = halves(b_y1)
+    b_sum = tl.fma(b_x01, b_y01, b_x00 * b_y00)
+    return tl.fma(b_x11, b_y11, tl.fma(b_x10, b_y10, b_sum))
+
+
+@triton.jit
+def add_both(a_0, b_0, a_1, b_1):
+    return a_0 + a_1, b_0 + b_1
+
+
+@triton.jit
+def sums_of_rows(b_x, b_w, ON_NPU: tl.constexpr):
+    """Sums over the features of x^2 and of w x: on a GPU together, for which its warps meet once."""
+    if ON_NPU:
+        b_squares = tl.sum(b_x * b_x, 1)
+        b_products = tl.sum(b_x * b_w, 1)
+    else:
+        b_squares, b_products = tl.reduce((sums_of_fours(b_x, b_x), sums_of_fours(b_x, b_w)), 1, add_both)
+    return b_squares, b_products
+
+
+@triton.jit
+def sum_of_rows(b_x, b_w, ON_NPU: tl.constexpr):
+    """Sum over the features of w x."""
+    if ON_NPU:
+        b_products = tl.sum(b_x * b_w, 1)
+    else:
+        b_products = tl.sum(sums_of_fours(b_x, b_w), 1)
+    return b_products
 
 
 @triton.jit

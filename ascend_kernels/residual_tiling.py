@@ -133,7 +133,7 @@ def gpu_plan(
     programs_per_core: int | None = None,
     **options: int,
 ) -> Plan:
-    """Tiles for an NVIDIA GPU: 32 numbers per thread, in as many programs as its registers hold.
+    """Tiles for an NVIDIA GPU: 64 numbers per thread forward, 32 backward, in as many programs as its registers hold.
 
     Args:
         cores: multiprocessors.
@@ -146,11 +146,13 @@ def gpu_plan(
     if tiled:
         block_d, chosen, depth, warps, per_core, registers = 2048, 1, 1, 8, 4, 64
     else:
-        warps = block_d // 512 if block_d > 1024 else max(1, block_d // 256)
-        chosen, depth = max(1, 1024 * warps // block_d), 3
-        per_core, registers = (max(1, 16 // warps), 128) if backward else (max(2, 24 // warps), 80)
-        if not backward and warps == 16:
-            chosen, depth, registers = 1, 4, 64
+        # Both are bound by instructions before they are by memory: fewer warps share what is done once for each
+        width = 512 if backward else 1024
+        warps, depth = max(1, block_d // width), 3
+        chosen = max(1, (1024 if backward else 2048) * warps // block_d)
+        per_core, registers = (max(1, 16 // warps), 128) if backward else (max(1, 12 // warps), 160)
+        if not backward and warps == 8:
+            chosen, depth, per_core, registers = 1, 4, 2, 128
     chosen = min(chosen if rows is None else rows, all_rows)
     programs = cores * (per_core if programs_per_core is None else programs_per_core)
     if backward:  # their shares of t take no more than a 32nd of V, unless there is one for each core
@@ -171,7 +173,8 @@ def weights_plan(dim: int, device: Device | None) -> tuple[int, Plan]:
         device: None for an NVIDIA GPU.
     """
     if device is None:
-        return 128, Plan(32, 1, False, False, 1, -(-dim // 32), {}, {"num_warps": 4, "num_stages": 1})
+        # 32 bytes, which a GPU reads at least, of every share: many programs, and few rounds of each
+        return 512, Plan(8, 1, False, False, 1, -(-dim // 8), {}, {"num_warps": 4, "num_stages": 1})
     programs = min(-(-dim // WEIGHTS_BLOCK_D), device.cores * VECTOR_CORES, MAX_GRID)
     live = live_bytes(WEIGHTS, WEIGHTS_BLOCK_D, 1, 4)
     return WEIGHTS_PARTS, Plan(WEIGHTS_BLOCK_D, 1, False, False, 1, programs, live, {})

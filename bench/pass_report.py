@@ -183,8 +183,13 @@ def benchmark(
         content["rows"] = [row.as_json() for row in rows]
         write_json(out.with_suffix(".json"), content)
 
+    def save_and_tell(rows: Sequence[SomeRow]) -> None:
+        for row in rows[len(content["rows"]) :]:
+            console.print(line(row), style="dim", markup=False, highlight=False, soft_wrap=True)
+        save(rows)
+
     with Progress(console=console, transient=True) as progress:
-        found = compare(cases, plan, partial(make_row, tbs), save, progress)
+        found = compare(cases, plan, partial(make_row, tbs), save_and_tell, progress)
     for reason in found.missing:
         console.print(reason, style="yellow", markup=False, soft_wrap=True)
     content |= {"gate": "red" if found.red else "green", "red": found.red, "missing": found.missing}
@@ -209,6 +214,13 @@ def benchmark(
 
 def ms_text(value: float | None) -> str:
     return "-" if value is None else f"{value:,.{3 if value < 1 else 2 if value < 10 else 1}f}"
+
+
+def line(row: PassRow) -> str:
+    """A row as it is told when its shape is done, for runs that do not come to their end."""
+    share = "" if row.share_of_floor is None else f" ({row.share_of_floor:.0%} of the floor)"
+    peers = "".join(f", {name} {ms_text(row.peer_ms(name))}" for name in row.peers)
+    return f"{row.shape} {row.direction}: {row.backend} {ms_text(row.ms_p50)} ms{share}{peers}"
 
 
 def present_peers(rows: Sequence[PassRow]) -> list[str]:

@@ -1,7 +1,7 @@
 """Attention residual by others, for benchmarks: each as it is meant to be used.
 
 - liger: liger-kernel's generic (not Ascend's) op.
-- compile: the formula under torch.compile.
+- compile: the formula under torch.compile, for any T.
 - eager: the formula in PyTorch, which keeps a copy of all blocks for every step of it.
 
 All of them take the blocks as one tensor, so a list is stacked first.
@@ -10,9 +10,11 @@ All of them take the blocks as one tensor, so a list is stacked first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 
 from bench.inputs import Residual
@@ -65,11 +67,18 @@ def _liger() -> Formula:
     return attention
 
 
+@cache
 def _compile() -> Formula:
-    torch.compiler.reset()  # each problem compiles anew, and compilations of one function are limited
+    """Compiled once for each D and L; T is dynamic, so that a run does not compile for each of its shapes."""
     functorch_config.donated_buffer = False  # so that backward may be repeated
+    dynamo_config.recompile_limit = 64
     compiled: Formula = torch.compile(formula, dynamic=False)
-    return compiled
+
+    def attention(blocks: Tensor, w_query: Tensor, w_norm: Tensor) -> Tensor:
+        torch._dynamo.maybe_mark_dynamic(blocks, 2)
+        return compiled(blocks, w_query, w_norm)
+
+    return attention
 
 
 def _eager() -> Formula:

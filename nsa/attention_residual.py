@@ -11,7 +11,7 @@ from torch import Tensor
 import dispatch
 from nsa.derivatives import without_second
 from nsa.ops import autocast_off
-from nsa.residual_calls import members, resolve
+from nsa.residual_calls import members, needs_grad, resolve
 from nsa.residual_ops import call_forward
 
 
@@ -45,13 +45,16 @@ def attention_residual(
     if torch.compiler.is_compiling():
         return call_forward(blocks, w_query, w_norm, eps, backend)
     impl = resolve(blocks, w_query, w_norm, eps, backend)
-    stacked = isinstance(blocks, Tensor)
+    given = members(blocks)
+    out: Tensor
     with autocast_off(w_query.device.type):
         if impl.training is None:
-            out: Tensor = impl.load()(blocks, w_query, w_norm, eps=eps)[0]
-            return out
-        result: Tensor = _Trained.apply(impl, eps, stacked, w_query, w_norm, *members(blocks))
-        return result
+            out = impl.load()(blocks, w_query, w_norm, eps=eps)[0]
+        elif needs_grad(*given, w_query, w_norm):
+            out = _Trained.apply(impl, eps, isinstance(blocks, Tensor), w_query, w_norm, *given)
+        else:
+            out = impl.load()(blocks, w_query, w_norm, eps=eps, backend=impl.backend)[0]
+    return out
 
 
 class _Trained(torch.autograd.Function):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -21,14 +23,34 @@ def resolve(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: float, 
     """Check everything and find the backend that takes the call."""
     first, size = _check_blocks(blocks)
     check_eps(eps)
-    for name, weight in (("w_query", w_query), ("w_norm", w_norm)):
-        if weight is not None or name == "w_query":
-            _check_weight(name, weight, first)
-    weights = [w_query] if w_norm is None else [w_query, w_norm]
-    backward = needs_grad(*members(blocks), *weights)
-    options = {"blocks": size, "stacked": isinstance(blocks, Tensor), "shape": tuple(first.shape[-3:])}
-    call = dispatch.Call("attention_residual", first.device, first.dtype, backward=backward, options=options)
+    _check_weight("w_query", w_query, first)
+    if w_norm is not None:
+        _check_weight("w_norm", w_norm, first)
+    backward = needs_grad(*members(blocks), w_query, w_norm)
+    facts = first.device, first.dtype, backward, size, isinstance(blocks, Tensor), first.shape[-3:], backend
+    if first.device.type == "cuda" and (backend is None or isinstance(backend, str)):
+        return _resolve_once(os.environ.get(dispatch.registry.ENVIRONMENT_VARIABLE), *facts)
+    return _resolve(*facts)
+
+
+def _resolve(
+    device: torch.device,
+    dtype: torch.dtype,
+    backward: bool,
+    size: int,
+    stacked: bool,
+    shape: torch.Size,
+    backend: str | None,
+) -> dispatch.Impl:
+    options = {"blocks": size, "stacked": stacked, "shape": tuple(shape)}
+    call = dispatch.Call("attention_residual", device, dtype, backward=backward, options=options)
     return dispatch.resolve(call, backend)
+
+
+@lru_cache(1024)
+def _resolve_once(_environment: str | None, *facts: Any) -> dispatch.Impl:
+    """On a GPU, where nothing else decides: asking all rows anew would take as long as a launch."""
+    return _resolve(*facts)
 
 
 def members(blocks: Blocks) -> tuple[Tensor, ...]:
@@ -36,12 +58,16 @@ def members(blocks: Blocks) -> tuple[Tensor, ...]:
     return (blocks,) if isinstance(blocks, Tensor) else tuple(blocks)
 
 
-def needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def needs_grad(*tensors: Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def check_eps(eps: object) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, Real):
+    if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, Real)):
         raise TypeError(f"eps must be a number, got {eps!r}")
     if not math.isfinite(eps) or eps < 0:
         raise ValueError(f"eps must be finite and at least 0, got {eps}")
@@ -68,7 +94,7 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
         raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
     if first.dtype not in DTYPES:
         raise TypeError(f"blocks must be bfloat16, float16, float32 or float64, got {_short(first.dtype)}")
-    if size == 0 or first.shape[-1] == 0:
+    if 0 in (size, first.shape[-1]):
         raise ValueError(f"blocks must have at least one block and D >= 1, got shape {list(first.shape)}")
     return first, size
 
@@ -88,12 +114,12 @@ def _check_weight(name: str, weight: Any, first: Tensor) -> None:
     if not isinstance(weight, Tensor):
         kind = "a torch.Tensor" if name == "w_query" else "a torch.Tensor or None"
         raise TypeError(f"{name} must be {kind}, got {type(weight).__name__}")
-    if weight.dtype not in (first.dtype, torch.float32):
+    if weight.dtype != first.dtype and weight.dtype != torch.float32:
         wanted = " or ".join(dict.fromkeys((_short(first.dtype), "float32")))
         raise TypeError(f"{name} must be {wanted} (blocks are {_short(first.dtype)}), got {_short(weight.dtype)}")
     if weight.device != first.device:
         raise ValueError(f"{name} must be on the blocks' device {first.device}, got {weight.device}")
-    if list(weight.shape) != [first.shape[-1]]:
+    if weight.dim() != 1 or weight.shape[0] != first.shape[-1]:
         raise ValueError(f"{name} must have the shape {[first.shape[-1]]}, got {list(weight.shape)}")
 
 

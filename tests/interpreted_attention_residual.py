@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from ascend_kernels import device
 from ascend_kernels.launch import recording
 from dispatch import attention_residual
-from tests.residual_cases import EPS, check, make, through_the_public_op
+from tests.residual_cases import EPS, check, differentiated, make, oracle, through_the_public_op
 
 BACKENDS = ("ascend", "triton")
 
@@ -61,6 +61,14 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_options(backend: str, case: str) -> None:
     check(backend, 2, run=through_the_public_op, **CASES[case])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_where_low_precision_overflows(backend: str) -> None:
+    """A row of one small number: the formula in fp16 gives NaN, and the budget stays that of rounding."""
+    options: dict[str, Any] = {"dtype": torch.float16, "batch": 3}
+    assert any(x.isnan().any() for x in differentiated(oracle(torch.float16), make(37, 1, 1, **options)))
+    check(backend, 37, 1, 1, through_the_public_op, **options)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN

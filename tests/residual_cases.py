@@ -111,7 +111,9 @@ def check(
         case.do.double(),
     )
     exact = differentiated(oracle(), double)
-    low = differentiated(oracle(case.do.dtype), case)
+    # Low precision may leave its range where it has precision enough: rstd^3 overflows fp16 from rstd = 40
+    own = differentiated(oracle(), case)
+    low = [a.where(a.isfinite(), b) for a, b in zip(differentiated(oracle(case.do.dtype), case), own, strict=True)]
     scale = max(result.abs().max().item() for result in exact) if tokens else 0.0
     names = ["output", *[f"gradient {i} of {len(case.leaves)}" for i in range(len(case.leaves))]]
     for name, mine, truth, theirs in zip(names, got, exact, low, strict=True):

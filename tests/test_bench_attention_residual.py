@@ -65,6 +65,9 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert str(LISTED) in shown
+    assert re.search(
+        rf"^{LISTED} fwd\+bwd: reference \S+ ms \(\d+% of the floor\), liger -, compile -, eager \S+$", shown, re.M
+    )
     assert f"0 of {len(content['bars'])} bars are reached." in shown
 
 
@@ -208,11 +211,26 @@ def test_liger_is_asked_for_the_same(shape: Residual, monkeypatch: pytest.Monkey
     torch.testing.assert_close(make_peer("eager", shape, task).call(*task.leaves), expected(shape, task))
 
 
-def test_compile_compiles_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
-    assert PEERS["compile"]() is formula
-    assert compiled == [formula]
+def test_compile_compiles_the_formula_once_for_each_d(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever T is; gradients as those of the formula."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compile_with = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile_with(function, backend=backend, **options)
+    )
+    torch._dynamo.reset()
+    residual_peers._compile.cache_clear()
+    for tokens, dim in ((33, 16), (70, 16), (5, 16), (33, 24)):
+        shape = Residual(3, 2, tokens, dim)
+        task = task_of(shape)
+        torch.testing.assert_close(PEERS["compile"]()(*task.leaves), expected(shape, task))
+        assert len(graphs) == (1 if dim == 16 else 2), (tokens, dim)
+    residual_peers._compile.cache_clear()
 
 
 def test_peers_that_cannot_run_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, toke
     starts = torch.arange(visible, device=q.device) * config.stride
     begins = torch.arange(token // size + 1, device=q.device)[:, None] * size
     overlap = (starts + config.compress_block_size).minimum(begins + size) - starts.maximum(begins)
-    scores = (overlap.clamp(min=0) / config.compress_block_size) @ p
+    scores = (overlap.clamp(min=0).double() / config.compress_block_size) @ p
     largest = scale * q.double().norm(dim=-1).max() * keys.norm(dim=-1).max()
     ulps = (q.shape[1] / 8 + 4) * largest + 4 * lse.abs().max() + q.shape[0] + 8
     return scores, 2**-23 * ulps
