@@ -6,8 +6,8 @@ long; then a quiz that repeats some of the keys, each with its value for an answ
     3141hfalBNMA59265358gkbcOAEC...  0141592653...  gkbcOAEC hfalBNMA
     needles in filler                filler         quiz
 
-Only the answers count for the loss, and an answer is right when all its bytes are the likeliest. Needle and question are
-at least four windows apart, further than two layers of windows reach; several needles lie in each compressed block.
+Only the answers count for the loss, and an answer is right when all its bytes are the likeliest. Needle and question
+lie at least four windows apart, farther than two layers of windows reach; several needles lie in each compressed block.
 So what answers is attention to single far tokens: dense, or of the selected branch. To show that it is, the trained NSA
 is judged again with that branch closed, its weights as they are (`nsa-closed`). Beside it, NSA trained without selected
 branch (`no-selected`) and with the window alone (`window`): what the other branches can learn.
@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,7 +37,6 @@ from examples.byte_models import (
     ByteTrainer,
     Row,
     Show,
-    add_numbers,
     add_run_options,
     add_training_options,
     console,
@@ -158,7 +156,7 @@ class Task:
         return None
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Windows `[count, context + 1]`, and how many bytes each answer lies behind its needle, `[count, questions]`."""
+        """Windows `[count, context + 1]`, and how many bytes answers lie behind needles, `[count, questions]`."""
         drawn = [self._draw(generator) for _ in range(count)]
         windows, distances = zip(*drawn, strict=True)
         return torch.stack(windows), torch.stack(distances)
@@ -176,7 +174,8 @@ def _codes(count: int, first: int, generator: torch.Generator) -> Tensor:
     """Random strings `[count, CODE]` of the letters from `first` on; no two end in the same CODE - 1 letters."""
     ends = torch.randperm(LETTERS ** (CODE - 1), generator=generator)[:count]
     numbers = ends + LETTERS ** (CODE - 1) * torch.randint(LETTERS, (count,), generator=generator)
-    return first + numbers[:, None] // LETTERS ** torch.arange(CODE - 1, -1, -1) % LETTERS
+    letters: Tensor = numbers[:, None] // LETTERS ** torch.arange(CODE - 1, -1, -1) % LETTERS
+    return first + letters
 
 
 # Training
@@ -230,7 +229,8 @@ class Trainer(ByteTrainer):
             self.logits(part)[:, self.answers - 1].argmax(-1) == part[:, self.answers]
             for part in self.validation.split(self.args.batch)
         ]
-        return torch.cat(right).unflatten(1, (-1, CODE)).all(-1).cpu()
+        answered: Tensor = torch.cat(right).unflatten(1, (-1, CODE)).all(-1)
+        return answered.cpu()
 
     def judge(self, name: str) -> tuple[float, list[Accuracy]]:
         """Share of right answers, and by distance: from FAR windows on, each range twice as far as the one before."""
@@ -353,7 +353,7 @@ def plot(ranges: Sequence[Accuracy], path: Path, device: str) -> None:
         own = [each for each in ranges if each.variant == name]
         style = {"color": "black"} if name == "dense" else {"linestyle": "--"} if name == CLOSED else {}
         middles = [math.sqrt(each.nearest * each.farthest) for each in own]
-        axes.plot(middles, [100 * each.accuracy for each in own], marker="o", label=name, **style)  # type: ignore[arg-type]
+        axes.plot(middles, [100 * each.accuracy for each in own], marker="o", label=name, **style)
     ticks = sorted({bound for each in ranges for bound in (each.nearest, each.farthest)})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])

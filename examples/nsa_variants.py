@@ -62,7 +62,7 @@ class Closed:
         self.branch = BRANCHES.index(branch)
 
     def __call__(self, _projection: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
-        per_head = logits.unflatten(-1, (-1, len(BRANCHES)))
+        per_head: Tensor = logits.unflatten(-1, (-1, len(BRANCHES)))
         closed = torch.arange(len(BRANCHES), device=logits.device) == self.branch
         return per_head.masked_fill(closed, -math.inf).flatten(-2)
 
