@@ -1,4 +1,4 @@
-"""The needle example: that only far tokens hold an answer, that a closed branch is silent, and what a run leaves behind."""
+"""The needle example: only far tokens hold an answer, a closed branch is silent, and what a run leaves behind."""
 
 from __future__ import annotations
 
