@@ -21,7 +21,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -71,6 +71,8 @@ CODE = 4
 NEEDLE = 2 * CODE
 FAR = 4
 """Windows of filler between the last needle and the quiz."""
+SHORTER = (8, 4, 2, 1)
+"""How many times shorter contexts are that training goes through: the first takes half of the steps."""
 RIGHT, WRONG = 0.9, 0.1
 """Shares of right answers from which a variant counts as able to look up, and up to which as unable."""
 
@@ -155,6 +157,11 @@ class Task:
             )
         return None
 
+    def shorter(self, factor: int) -> Task:
+        """The same in a context so many times shorter, with as many fewer needles and questions."""
+        task = replace(self, context=self.context // factor, questions=max(1, self.questions // factor))
+        return replace(task, needles=min(self.needles // factor, task.slots))
+
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Windows `[count, context + 1]`, and how many bytes answers lie behind needles, `[count, questions]`."""
         drawn = [self._draw(generator) for _ in range(count)]
@@ -212,21 +219,29 @@ class Trainer(ByteTrainer):
         windows, self.distances = self.task.draw(args.eval_windows, torch.Generator().manual_seed(args.seed))
         self.generator = torch.Generator().manual_seed(args.seed + 1)
         super().__init__(variant, make_model(variant, args), args, windows)
-        self.answers = self.task.answers.flatten().to(self.device)
 
     def batch(self, step: int) -> Tensor:
-        """The next windows: of the same seed, the same for each variant."""
-        return self.task.draw(self.args.batch, self.generator)[0].to(self.device)
+        """The next windows: as many bytes at every length, of the same seed, the same for each variant."""
+        factors = [factor for factor in SHORTER if self.task.shorter(factor).problem() is None]
+        done = 2 * step / self.args.steps - 1  # of the second half
+        factor = factors[0] if done < 0 else factors[min(1 + int(done * (len(factors) - 1)), len(factors) - 1)]
+        return self.task.shorter(factor).draw(factor * self.args.batch, self.generator)[0].to(self.device)
+
+    def answers(self, windows: Tensor) -> Tensor:
+        """Places of the answers' bytes in windows of any of the lengths, `[questions * CODE]`."""
+        factor = self.task.context // (windows.shape[1] - 1)
+        return self.task.shorter(factor).answers.flatten().to(self.device)
 
     def losses(self, windows: Tensor) -> Tensor:
         """Nats of the answers' bytes."""
-        return super().losses(windows)[:, self.answers - 1]
+        return super().losses(windows)[:, self.answers(windows) - 1]
 
     @torch.no_grad()
     def right(self) -> Tensor:
         """Which validation questions are answered with the right value, `[W, questions]`."""
+        places = self.answers(self.validation)
         right = [
-            self.logits(part)[:, self.answers - 1].argmax(-1) == part[:, self.answers]
+            self.logits(part)[:, places - 1].argmax(-1) == part[:, places]
             for part in self.validation.split(self.args.batch)
         ]
         answered: Tensor = torch.cat(right).unflatten(1, (-1, CODE)).all(-1)
