@@ -122,9 +122,9 @@ def validation_starts(corpus: Corpus, windows: int, context: int) -> Tensor:
 # The model
 
 
-def rotary_table(tokens: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_table(tokens: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of rotary position embeddings, `[tokens, 1, D/2]`."""
-    frequencies = ROPE_BASE ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
+    frequencies = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angles = torch.arange(tokens, device=device)[:, None, None] * frequencies
     return angles.cos().float(), angles.sin().float()
 
@@ -206,17 +206,23 @@ class ByteModel(nn.Module):
     """Logits of the next byte, `[B,N,256]`, for bytes `[B,N]`."""
 
     def __init__(
-        self, layers: int, width: int, attention: Callable[[], NSAttention], *, checkpointing: bool = False
+        self,
+        layers: int,
+        width: int,
+        attention: Callable[[], NSAttention],
+        *,
+        rope_base: float = ROPE_BASE,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.embed = NgramEmbedding(width)
         self.blocks = nn.ModuleList(Block(attention(), width) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.checkpointing = checkpointing
+        self.rope_base, self.checkpointing = rope_base, checkpointing
 
     def forward(self, tokens: Tensor) -> Tensor:
-        table = rotary_table(tokens.shape[1], self.head_dim, tokens.device)
+        table = rotary_table(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
         logits: Tensor = self.head(self.norm(self.through_blocks(self.embed(tokens), table)))
         return logits
 

@@ -73,6 +73,8 @@ FAR = 4
 """Windows of filler between the last needle and the quiz."""
 SHORTER = (8, 4, 2, 1)
 """How many times shorter contexts are that training goes through: the first takes half of the steps."""
+ROPE_BASE = 1e6
+"""Of rotary embeddings: with slow ones a key is the same from far as from near."""
 RIGHT, WRONG = 0.9, 0.1
 """Shares of right answers from which a variant counts as able to look up, and up to which as unable."""
 
@@ -218,7 +220,7 @@ class Trainer(ByteTrainer):
         self.task: Task = args.task
         windows, self.distances = self.task.draw(args.eval_windows, torch.Generator().manual_seed(args.seed))
         self.generator = torch.Generator().manual_seed(args.seed + 1)
-        super().__init__(variant, make_model(variant, args), args, windows)
+        super().__init__(variant, make_model(variant, args, rope_base=ROPE_BASE), args, windows)
 
     def batch(self, step: int) -> Tensor:
         """The next windows: as many bytes at every length, of the same seed, the same for each variant."""

@@ -106,14 +106,9 @@ def make_attention(variant: str, args: argparse.Namespace) -> NSAttention:
     return attention
 
 
-def make_model(variant: str, args: argparse.Namespace) -> ByteModel:
-    """Without values of its own choice: `ByteModel.initialise` comes after."""
-    return ByteModel(
-        args.layers,
-        args.width,
-        lambda: make_attention(variant, args),
-        checkpointing=getattr(args, "checkpointing", False),
-    )
+def make_model(variant: str, args: argparse.Namespace, **options: Any) -> ByteModel:
+    """Without values of its own choice: `ByteModel.initialise` comes after. `options`: of ByteModel."""
+    return ByteModel(args.layers, args.width, lambda: make_attention(variant, args), **options)
 
 
 def count_parameters(args: argparse.Namespace) -> dict[str, int]:

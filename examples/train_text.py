@@ -130,7 +130,7 @@ class Trainer(TextTrainer):
     """One variant, with what its selection gains from later queries."""
 
     def __init__(self, variant: str, args: argparse.Namespace, corpus: Corpus) -> None:
-        super().__init__(variant, make_model(variant, args), args, corpus)
+        super().__init__(variant, make_model(variant, args, checkpointing=args.checkpointing), args, corpus)
 
     @torch.no_grad()
     def lookahead(self, cuts: list[int]) -> tuple[float, float]:

@@ -49,7 +49,14 @@ def trainer(variant: str, *options: str) -> example.Trainer:
 
 
 @pytest.mark.parametrize(
-    "task", [example.Task(160, 8, 8, 4), example.Task(256, 8, 12, 8), example.Task(4096, 64, 256, 32)], ids=str
+    "task",
+    [
+        example.Task(160, 8, 8, 4),
+        example.Task(256, 8, 12, 8).shorter(2),
+        example.Task(4096, 64, 256, 32),
+        example.Task(4096, 64, 256, 32).shorter(8),
+    ],
+    ids=str,
 )
 def test_a_needle_lies_once_and_far(task: example.Task) -> None:
     windows, distances = task.draw(5, torch.Generator().manual_seed(3))
@@ -87,6 +94,19 @@ def test_variants_see_the_same_and_are_judged_by_other_windows() -> None:
     assert all(torch.equal(batch, sparse.batch(step)) for step, batch in enumerate(batches))
     seen = {bytes(window) for batch in batches for window in batch.tolist()}
     assert not seen & {bytes(window) for window in dense.validation.tolist()}
+
+
+def test_contexts_grow_to_the_whole() -> None:
+    """A quarter of 160 bytes has no place for needles."""
+    made = trainer("dense")
+    batches = [made.batch(step) for step in range(6)]
+    assert [list(batch.shape) for batch in batches] == [[8, 81]] * 3 + [[4, 161]] * 3
+    assert [made.losses(batch).shape[1] for batch in batches] == [2 * example.CODE] * 3 + [4 * example.CODE] * 3
+    for batch in batches:
+        assert all(ord("A") <= letter <= ord("P") for letter in batch[:, made.answers(batch)].flatten())
+    task = example.Task(4096, 64, 256, 32)
+    assert [task.shorter(factor).context for factor in example.SHORTER] == [512, 1024, 2048, 4096]
+    assert all(task.shorter(factor).problem() is None for factor in example.SHORTER)
 
 
 def test_only_answers_count() -> None:
