@@ -8,9 +8,12 @@ long; then a quiz that repeats some of the keys, each with its value for an answ
 
 Only the answers count for the loss, and an answer is right when all its bytes are the likeliest. Needle and question
 lie at least four windows apart, farther than two layers of windows reach; several needles lie in each compressed block.
-So what answers is attention to single far tokens: dense, or of the selected branch. To show that it is, the trained NSA
+What answers is attention to single far tokens: dense, or of the selected branch. To show that it is, the trained NSA
 is judged again with that branch closed, its weights as they are (`nsa-closed`). Beside it, NSA trained without selected
 branch (`no-selected`) and with the window alone (`window`): what the other branches can learn.
+
+Looking up begins all at once, and in a long context late: so the context grows while training, from an eighth on where
+that has room for needles.
 
 Writes OUT.json (schema: docs/architecture.md) and OUT.png, accuracy by distance, after each variant.
 """
@@ -80,7 +83,7 @@ RIGHT, WRONG = 0.9, 0.1
 
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {
-        "steps": 300,
+        "steps": 600,
         "batch": 16,
         "context": 256,
         "layers": 2,
@@ -88,7 +91,7 @@ SIZES: dict[str, dict[str, int]] = {
         "heads": 2,
         "kv_heads": 1,
         "block_size": 16,
-        "k": 5,
+        "k": 6,
         "w": 8,
         "q_tile": 1,
         "eval_every": 50,
@@ -97,7 +100,7 @@ SIZES: dict[str, dict[str, int]] = {
         "questions": 8,
     },
     "cuda": {
-        "steps": 1500,
+        "steps": 2000,
         "batch": 16,
         "context": 4096,
         "layers": 2,
@@ -114,7 +117,7 @@ SIZES: dict[str, dict[str, int]] = {
         "questions": 32,
     },
 }
-"""What depends on the device: a few seconds per variant on two CPU cores; on a GPU not timed yet."""
+"""What depends on the device: on two CPU cores some minutes for NSA, less for the others; on a GPU not timed yet."""
 DEFAULTS = {
     "paper": SIZES,
     "seed": {"cpu": {**SIZES["cpu"], "q_tile": 16}, "cuda": {**SIZES["cuda"], "q_tile": 128}},
@@ -165,26 +168,36 @@ class Task:
         return replace(task, needles=min(self.needles // factor, task.slots))
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Windows `[count, context + 1]`, and how many bytes answers lie behind needles, `[count, questions]`."""
-        drawn = [self._draw(generator) for _ in range(count)]
-        windows, distances = zip(*drawn, strict=True)
-        return torch.stack(windows), torch.stack(distances)
+        """Windows `[count, context + 1]`, and how many bytes each answer lies behind its needle `[count, questions]`.
 
-    def _draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        needles = torch.cat([_codes(self.needles, first, generator) for first in (KEYS, VALUES)], dim=1)
-        window = FILLER + torch.randint(10, (self.context + 1,), generator=generator)
-        slots = torch.randperm(self.slots, generator=generator)[: self.needles]
-        window[: self.slots * NEEDLE].view(-1, NEEDLE)[slots] = needles
-        window[self.quiz :] = needles[: self.questions].flatten()
-        return window, self.quiz + torch.arange(self.questions) * NEEDLE - slots[: self.questions] * NEEDLE
+        Both are on the generator's device.
+        """
+        device = generator.device
+        needles = torch.cat([_codes(count, self.needles, first, generator) for first in (KEYS, VALUES)], dim=-1)
+        windows = FILLER + torch.randint(10, (count, self.context + 1), generator=generator, device=device)
+        slots = _orders(count, self.slots, generator)[:, : self.needles]
+        haystack = windows[:, : self.slots * NEEDLE].view(count, self.slots, NEEDLE)
+        haystack.scatter_(1, slots[..., None].expand(-1, -1, NEEDLE), needles)
+        windows[:, self.quiz :] = needles[:, : self.questions].flatten(1)
+        questions = self.quiz + torch.arange(self.questions, device=device) * NEEDLE
+        return windows, questions - slots[:, : self.questions] * NEEDLE
 
 
-def _codes(count: int, first: int, generator: torch.Generator) -> Tensor:
-    """Random strings `[count, CODE]` of the letters from `first` on; no two end in the same CODE - 1 letters."""
-    ends = torch.randperm(LETTERS ** (CODE - 1), generator=generator)[:count]
-    numbers = ends + LETTERS ** (CODE - 1) * torch.randint(LETTERS, (count,), generator=generator)
-    letters: Tensor = numbers[:, None] // LETTERS ** torch.arange(CODE - 1, -1, -1) % LETTERS
-    return first + letters
+def _orders(count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Random orders of 0 to length - 1, `[count, length]`."""
+    return torch.rand(count, length, generator=generator, device=generator.device).argsort(-1)
+
+
+def _codes(count: int, codes: int, first: int, generator: torch.Generator) -> Tensor:
+    """Random strings `[count, codes, CODE]` of the letters from `first` on.
+
+    No two of a row end in the same CODE - 1 letters: these, by which a byte's embedding tells its place, tell the key.
+    """
+    device = generator.device
+    ends = _orders(count, LETTERS ** (CODE - 1), generator)[:, :codes, None]
+    ends = ends // LETTERS ** torch.arange(CODE - 2, -1, -1, device=device) % LETTERS
+    starts = torch.randint(LETTERS, (count, codes, 1), generator=generator, device=device)
+    return first + torch.cat([starts, ends], dim=-1)
 
 
 # Training
@@ -218,8 +231,9 @@ class Trainer(ByteTrainer):
 
     def __init__(self, variant: str, args: argparse.Namespace) -> None:
         self.task: Task = args.task
-        windows, self.distances = self.task.draw(args.eval_windows, torch.Generator().manual_seed(args.seed))
-        self.generator = torch.Generator().manual_seed(args.seed + 1)
+        held_out = torch.Generator(args.device).manual_seed(args.seed)
+        windows, self.distances = self.task.draw(args.eval_windows, held_out)
+        self.generator = torch.Generator(args.device).manual_seed(args.seed + 1)
         super().__init__(variant, make_model(variant, args, rope_base=ROPE_BASE), args, windows)
 
     def batch(self, step: int) -> Tensor:
@@ -227,7 +241,7 @@ class Trainer(ByteTrainer):
         factors = [factor for factor in SHORTER if self.task.shorter(factor).problem() is None]
         done = 2 * step / self.args.steps - 1  # of the second half
         factor = factors[0] if done < 0 else factors[min(1 + int(done * (len(factors) - 1)), len(factors) - 1)]
-        return self.task.shorter(factor).draw(factor * self.args.batch, self.generator)[0].to(self.device)
+        return self.task.shorter(factor).draw(factor * self.args.batch, self.generator)[0]
 
     def answers(self, windows: Tensor) -> Tensor:
         """Places of the answers' bytes in windows of any of the lengths, `[questions * CODE]`."""
@@ -252,7 +266,7 @@ class Trainer(ByteTrainer):
     def judge(self, name: str) -> tuple[float, list[Accuracy]]:
         """Share of right answers, and by distance: from FAR windows on, each range twice as far as the one before."""
         right = self.right().double()
-        windows = self.distances / self.task.window
+        windows = self.distances.cpu() / self.task.window
         ranges = []
         nearest = FAR
         while nearest <= windows.max():
