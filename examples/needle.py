@@ -343,6 +343,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     problem = args.task.problem()
     if problem:
         parser.error(problem)
+    if args.layers >= FAR:
+        parser.error(f"--layers must be below {FAR}, or windows upon windows reach the needles, got {args.layers}")
     return args
 
 

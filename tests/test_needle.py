@@ -143,7 +143,7 @@ def test_an_answer_is_right_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("variant", ["dense", "nsa", "window"])
 def test_the_window_never_sees_a_needle(variant: str) -> None:
-    made = trainer(variant)
+    made = trainer(variant, "--layers=3")
     changed = made.validation.clone()
     changed[:, : made.task.slots * example.NEEDLE] ^= 1
     with torch.no_grad():
@@ -236,6 +236,7 @@ def test_the_verdict(shares: dict[str, float], sentences: list[str]) -> None:
         (["--questions", "9"], "--questions must be at most --needles, got 9 and 8"),
         (["--needles", "13"], "--context 160 has 12 places for --needles before 4 windows of --w 8 and 4 --questions"),
         (["--w", "64"], "--context 160 has 0 places"),
+        (["--layers", "4"], "--layers must be below 4, or windows upon windows reach the needles, got 4"),
         (["--block-size", "6"], "--block-size must be a multiple of 4 with --preset paper, got 6"),
         (["--variants", "sparse"], "must be among dense, nsa, window"),
     ],
