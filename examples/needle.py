@@ -78,8 +78,9 @@ SHORTER = (8, 4, 2, 1)
 """How many times shorter contexts are that training goes through: the first takes half of the steps."""
 ROPE_BASE = 1e6
 """Of rotary embeddings: with slow ones a key is the same from far as from near."""
-RIGHT, WRONG = 0.9, 0.1
-"""Shares of right answers from which a variant counts as able to look up, and up to which as unable."""
+RIGHT, WRONG = 0.5, 0.1
+"""Shares of right answers from which a variant counts as able to look up, and up to which as unable; guesses among all
+values are right once in 65,536 times."""
 
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {
@@ -108,7 +109,7 @@ SIZES: dict[str, dict[str, int]] = {
         "heads": 4,
         "kv_heads": 1,
         "block_size": 64,
-        "k": 8,
+        "k": 16,
         "w": 64,
         "q_tile": 1,
         "eval_every": 100,
