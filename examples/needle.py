@@ -301,7 +301,9 @@ def main(argv: list[str] | None = None) -> int:
     except (TypeError, ValueError, dispatch.BackendError) as refusal:
         raise SystemExit(str(refusal)) from refusal
 
-    content = run_facts(args, {**asdict(args.task), "far": FAR}, count_parameters(args))
+    content = run_facts(
+        args, {**asdict(args.task), "far": FAR, "shorter": SHORTER, "rope_base": ROPE_BASE}, count_parameters(args)
+    )
     content |= {"preset": args.preset, "variants": describe(args)}
     introduce(args, content, f"{args.needles} needles, dense attention by {args.dense.name}")
     for note in notes:
