@@ -35,13 +35,12 @@ from cute_kernels.forward import (
     gate,
     keys_of,
     prepare,
-    tile_rows,
     token_blocks_of,
     token_lists,
 )
 from cute_kernels.gate_backward import gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
-from cute_kernels.support import can_split
+from cute_kernels.support import can_split, tile_rows
 from cute_kernels.token_selected_backward import token_selected_backward
 from cute_kernels.transposed_lists import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
 

@@ -29,6 +29,7 @@ from cute_kernels.device import vectorizable
 from cute_kernels.documents import Documents, lay_out
 from cute_kernels.gate import gated_sum
 from cute_kernels.score import top_blocks
+from cute_kernels.support import tile_rows
 from cute_kernels.token_blocks import token_blocks
 from cute_kernels.token_selected import token_selected_forward
 
@@ -218,11 +219,6 @@ def _plan(config: Any, rules: fa4.Rules, dim: int, entries: int | None) -> Plan:
         entry=Keys(length, stride, config.causal),
         token=Keys(causal=config.causal),
     )
-
-
-def tile_rows(config: Any, rules: Any) -> int:
-    """Plan.tile, at whose multiples packed documents begin."""
-    return int(rules.rows if config.token_mode else config.q_tile_size)
 
 
 def _aligned(inputs: Any) -> Any:

@@ -98,13 +98,18 @@ def _machine_problem(call: Any, *, given: bool = False) -> str | None:
 
 def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
     """FlashAttention-4 counts a head's fp32 sums of dq with 32 bits."""
-    rows, tile = inputs.q.shape[-3], rules.rows if config.token_mode else config.q_tile_size
+    rows, tile = inputs.q.shape[-3], tile_rows(config, rules)
     if inputs.cu_seqlens is not None:
         rows += (inputs.cu_seqlens.shape[0] - 1) * tile
     dim = max(inputs.q.shape[-1], inputs.v.shape[-1])
     if (rows + tile) * dim >= 1 << 31:
         return f"takes fewer than 2^31 elements of one head in backward, got {rows} rows of {dim}"
     return None
+
+
+def tile_rows(config: Any, rules: Any) -> int:
+    """Rows that select together, or in token mode that are attended together; packed documents begin at multiples."""
+    return int(rules.rows if config.token_mode else config.q_tile_size)
 
 
 def can_split(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
@@ -134,7 +139,7 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
 
 def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
     if config.token_mode:
-        return _refusal_of_token_mode(inputs, config, rules.rows)
+        return _refusal_of_token_mode(inputs, config, tile_rows(config, rules))
     if config.q_tile_size % rules.rows:
         return f"takes q_tile_size in multiples of {rules.rows} on this device, got {config.q_tile_size}"
     if config.select_size % SELECT_UNIT:
@@ -161,7 +166,7 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
             f"takes cu_seqlens with q_tile_size in multiples of select_block_size only, got {config.q_tile_size} "
             f"and {config.select_size}"
         )
-    return _refusal_of_documents(inputs, config, config.q_tile_size)
+    return _refusal_of_documents(inputs, config, tile_rows(config, rules))
 
 
 def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
