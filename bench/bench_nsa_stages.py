@@ -2,14 +2,16 @@
 
 A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak; that
 of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth.
-Writes OUT.json: {device, versions, commit, copy_tbs, peak_tflops, rows: [{n, num_cmp, stage, ms, floor_ms, share}]}.
+Writes OUT.json: {device, versions, commit, copy_tbs, peak_tflops, rows: [{n, h, h_kv, num_cmp, stage, ms, floor_ms,
+share}]}.
 
 With --backward the stages of the backward, over the same passes over heads as there. The selected branch is timed both
 through FlashAttention-4 and, on Hopper, through the split kernels, each with its lists; "selected, lists" are those of
 FlashAttention-4 alone, "split, ..." kernels without lists. "backward" and "all" take what `split` in the file tells. A
 stage that no CUDA graph can hold is timed eagerly, and so named.
 
-With --token the stages of the paper's token mode that exist, for 64 heads over 4 and 32 over 8.
+With --token the stages of the paper's token mode, of its forward or with --backward of its backward, for 64 heads over
+4 and 32 over 8. How the selected branch depends on what is chosen is told by bench_token_selected.py.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +35,16 @@ from torch import Tensor
 from bench.common import positive
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
-from bench.roofline import Peaks, attention_flops, backward_work, choose_peaks, mean_keys, nsa_floor_ms, score_flops
+from bench.roofline import (
+    Peaks,
+    Work,
+    attention_flops,
+    backward_work,
+    branch_keys,
+    choose_peaks,
+    nsa_floor_ms,
+    score_flops,
+)
 from bench.timing import capture, copy_bandwidth, measure, peak_memory
 from cute_kernels import backward, fa4, forward
 from cute_kernels import selected_backward as split
@@ -48,13 +59,18 @@ from cute_kernels.transposed_lists import tile_bits
 from nsa import NSAConfig, nsa_forward
 from nsa.tensors import NSAInputs
 
-HEADS, KV_HEADS, DIM = 8, 2, 128
+DIM = 128
+TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))
+"""Query and key/value heads, by what selects."""
+SEQLENS = {"": "8K,32K,128K,1M", "-backward": "32K,128K,512K,1M", "-token": "8K,64K", "-token-backward": "8K,64K"}
 DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True)
 class Row:
     n: int
+    h: int
+    h_kv: int
     num_cmp: int | None
     stage: str
     ms: float
@@ -66,14 +82,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backward", action="store_true", help="the stages of the backward")
     parser.add_argument("--token", action="store_true", help="the stages of token mode")
-    parser.add_argument("--seqlens", help="default: 8K,32K,128K,1M; backward: 32K,128K,512K,1M; token: 8K,64K")
+    parser.add_argument("--seqlens", help=f"default: {SEQLENS}")
     parser.add_argument("--peak-tflops", type=float, help="of the device; default: known of H100 and H200")
-    parser.add_argument("--out", help="results, without suffix; default: bench/results/local/stages[-backward|-token]")
+    parser.add_argument("--out", help=f"results, without suffix; default: bench/results/local/stages and {[*SEQLENS]}")
     args = parser.parse_args(argv)
-    if args.backward and args.token:
-        parser.error("--token: has no backward so far")
-    which = "-backward" if args.backward else "-token" if args.token else ""
-    args.seqlens = args.seqlens or {"-backward": "32K,128K,512K,1M", "-token": "8K,64K"}.get(which, "8K,32K,128K,1M")
+    which = "-token" * args.token + "-backward" * args.backward
+    args.seqlens = args.seqlens or SEQLENS[which]
     args.out = args.out or str(LOCAL_RESULTS / f"stages{which}")
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -82,26 +96,20 @@ def main(argv: list[str] | None = None) -> None:
     if peaks is None:
         parser.error(f"--peak-tflops: not known of {facts['device']}")
     copy_tbs = copy_bandwidth()
-    print(f"copy: {copy_tbs:.2f} TB/s")
-    rows: list[Row] = []
-    for n in map(positive, args.seqlens.split(",")):
-        for num_cmp in (None,) if args.token else (None, 16):
-            measured = backward_stages if args.backward else token_stages if args.token else stages
-            config = NSAConfig.paper() if args.token else NSAConfig(num_cmp_selected_blocks=num_cmp)
-            some = measured(n, config, copy_tbs, peaks.tflops)
-            rows += some
-            for row in some:
-                share = f"{row.share:6.0%}" if row.floor_ms else ""
-                print(f"{n:>8} {num_cmp!s:>5} {row.stage:<16}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}")
-    content = {
-        **facts,
-        "copy_tbs": copy_tbs,
-        "peak_tflops": peaks.tflops,
-        "command": command_line(),
-        "rows": [asdict(row) for row in rows],
-    }
+    print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
+    configs = [NSAConfig.paper()] if args.token else [NSAConfig(num_cmp_selected_blocks=count) for count in (None, 16)]
+    content = {**facts, "copy_tbs": copy_tbs, "peak_tflops": peaks.tflops, "command": command_line(), "rows": []}
+    lengths, heads = map(positive, args.seqlens.split(",")), TOKEN_HEADS if args.token else TILE_HEADS
+    measured = backward_stages if args.backward else stages
+    for n, of_each, config in product(lengths, heads, configs):
+        for row in measured(Sizes(1, n, *of_each, DIM), config, copy_tbs, peaks.tflops):
+            content["rows"].append(asdict(row))
+            where = f"{n:>8} {row.h:>3}/{row.h_kv} {row.num_cmp!s:>5} {row.stage:<16}"
+            share = f"{row.share:6.0%}" if row.floor_ms else ""
+            print(f"{where}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}", flush=True)
+        write_json(Path(args.out).with_suffix(".json"), content)
     alone: dict[str, Any] = {}
-    if args.backward:
+    if args.backward and not args.token:
         alone = {"split": backward.SPLIT}
     elif not args.token:
         alone = {
@@ -121,93 +129,85 @@ def milliseconds(call: Callable[[], Any]) -> float:
     return measure(capture(call, DEVICE).replay, DEVICE, seconds=0.5, most=10).ms_p50
 
 
-def random_inputs(n: int, batch: int = 1, heads: int = HEADS, kv_heads: int = KV_HEADS) -> NSAInputs:
-    sizes = Sizes(batch, n, heads, kv_heads, DIM)
+def random_inputs(sizes: Sizes) -> NSAInputs:
     problem = make_problem("random", sizes, device=DEVICE, dtype=torch.bfloat16)
     return NSAInputs(problem.q, problem.k, problem.v, gate_proj_weight=problem.gate_proj_weight)
 
 
-def stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
-    """Each stage's time and floor for B=1, 8 heads over 2, D=128."""
-    inputs, sizes = random_inputs(n), Sizes(1, n, HEADS, KV_HEADS, DIM)
+def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
+    """Each stage of the forward, in the order of its run: its time and floor, for one sequence."""
+    inputs, n = random_inputs(sizes), sizes.tokens
     q, k, v, out = inputs.q, inputs.k, inputs.v, torch.empty_like(inputs.q)
     call = forward.prepare(inputs, config)
     plan, k_cmp, v_cmp, entries = call.plan, call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
-    means = tile_means(q, plan.tile)
-    indices, cmp_indices = forward.select(plan, q, k_cmp, 0, n)
     part = forward.attend(call, 0, n, lse=False)
-
-    def choose(blocks: Any) -> Callable[[], Tensor]:
-        return lambda: top_blocks(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
-
-    def lists() -> Any:
-        return forward.token_lists(plan, q, k, indices, 0), forward.entry_lists(plan, q, k_cmp, cmp_indices, 0)
-
-    def attention(most: int, keys: int = n) -> float:
-        return attention_flops(sizes, mean_keys(keys, most))
-
-    row_bytes = n * HEADS * DIM * 2  # of q, or of an output
+    indices, cmp_indices, token_mode = part.indices, part.cmp_indices, config.token_mode
+    compressed_keys, selected_keys, window_keys = branch_keys(n, config)
+    row_bytes, key_bytes = 2 * n * sizes.heads * sizes.dim, 2 * n * sizes.kv_heads * sizes.dim
     scoring = score_flops(sizes, config)
-    seen = entries if config.num_cmp_selected_blocks is None else config.num_cmp_selected_blocks * config.n_block_size
-    work: list[tuple[str, Callable[[], Any], float, float]] = [  # name, call, bytes, operations
-        ("compress", lambda: forward.compress(inputs, config), 2 * n * KV_HEADS * DIM * 2 * (1 + 1 / 64), 0),
-        ("tile means", lambda: tile_means(q, plan.tile), row_bytes, 0),
-        ("score", choose(plan.select), 0, scoring),
-        *([] if plan.choose is None else [("score, cmp", choose(plan.choose), 0, scoring)]),
-        ("lists", lists, 0, 0),
-        (
-            "compressed",
-            lambda: forward.attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, 0, False),
-            2 * row_bytes,
-            attention(seen, entries),
-        ),
-        (
-            "selected",
-            lambda: forward.attend_selected(plan, q, k, v, indices, 0, False),
-            2 * row_bytes,
-            attention(config.num_selected_blocks * config.select_size),
-        ),
-        (
-            "window",
-            lambda: forward.attend_window(plan, q, k, v, 0, False),
-            2 * row_bytes,
-            attention(config.window_size),
-        ),
-        ("gate", lambda: forward.gate(call, part, 0, n, out), 5 * row_bytes, 0),
-        ("all", lambda: nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config), 0, 0),
-    ]
-    rows = []
-    for name, stage, moved, operations in work:
-        floor = max(moved / copy_tbs / 1e9, operations / tflops / 1e9)
-        ms = milliseconds(stage)
-        rows.append(Row(n, config.num_cmp_selected_blocks, name, ms, floor, floor / ms))
-    return rows
 
+    def attend_compressed() -> forward.Branch:
+        return forward.attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, 0, token_mode)
 
-def token_stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
-    """Compression, compressed attention and selection of token mode, for B=1, D=128 and two numbers of heads."""
-    rows = []
-    for heads, kv_heads in ((64, 4), (32, 8)):
-        inputs, sizes = random_inputs(n, heads=heads, kv_heads=kv_heads), Sizes(1, n, heads, kv_heads, DIM)
-        q, call = inputs.q, forward.prepare(inputs, config)
-        plan, k_cmp, v_cmp = call.plan, call.k_cmp, call.v_cmp
-        seen = mean_keys(config.num_compressed(n), config.num_compressed(n))
-        row_bytes, key_bytes = n * heads * DIM * 2, n * kv_heads * DIM * 2
-
-        attend = partial(forward.attend_compressed, plan, q, k_cmp, v_cmp, None, 0, True)
-        lse = attend().lse
+    per_tile: list[Stage] = []
+    per_token: list[Stage] = []
+    if token_mode:
+        lse = attend_compressed().lse
         if lse is None:
             raise ValueError("needs the compressed branch's lse")
-        work: list[tuple[str, Callable[[], Any], float, float]] = [  # name, call, bytes, operations
-            ("compress", partial(forward.compress, inputs, config), 2 * key_bytes * (1 + 1 / config.stride), 0),
-            ("compressed", attend, 2 * row_bytes, attention_flops(sizes, seen)),
-            ("choose", partial(token_blocks, q, k_cmp, lse, config), row_bytes, attention_flops(sizes, seen, 1)),
+        per_token = [Stage("choose", lambda: token_blocks(q, k_cmp, lse, config), Work(row_bytes, scoring))]
+    else:
+        means = tile_means(q, plan.tile)
+
+        def choose(blocks: Any) -> Callable[[], Tensor]:
+            return lambda: top_blocks(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
+
+        def lists() -> Any:
+            return forward.token_lists(plan, q, k, indices, 0), forward.entry_lists(plan, q, k_cmp, cmp_indices, 0)
+
+        per_tile = [
+            Stage("tile means", lambda: tile_means(q, plan.tile), Work(row_bytes)),
+            Stage("score", choose(plan.select), Work(0, scoring)),
+            *([] if plan.choose is None else [Stage("score, cmp", choose(plan.choose), Work(0, scoring))]),
+            Stage("lists", lists, Work(0)),
         ]
-        for name, stage, moved, operations in work:
-            floor = max(moved / copy_tbs / 1e9, operations / tflops / 1e9)
-            ms = milliseconds(stage)
-            rows.append(Row(n, None, f"{name}, {heads}/{kv_heads}", ms, floor, floor / ms))
-    return rows
+
+    def attention(keys: float) -> Work:
+        return Work(2 * row_bytes, attention_flops(sizes, keys))
+
+    run = [
+        Stage(
+            "compress",
+            lambda: forward.compress(inputs, config),
+            Work(2 * key_bytes + 2 * 2 * entries * sizes.kv_heads * sizes.dim),
+        ),
+        *per_tile,
+        Stage("compressed", attend_compressed, attention(compressed_keys)),
+        *per_token,
+        Stage("selected", lambda: forward.attend_selected(plan, q, k, v, indices, 0, False), attention(selected_keys)),
+        Stage("window", lambda: forward.attend_window(plan, q, k, v, 0, False), attention(window_keys)),
+        Stage("gate", lambda: forward.gate(call, part, 0, n, out), Work(5 * row_bytes)),
+    ]
+    timed = [(stage.name, milliseconds(stage.call), stage.work.floor_ms(copy_tbs, tflops)) for stage in run]
+
+    def everything() -> Tensor:
+        return nsa_forward(q, k, v, gate_proj_weight=inputs.gate_proj_weight, config=config)
+
+    timed.append(("all", milliseconds(everything), nsa_floor_ms(sizes, config, Peaks(tflops, copy_tbs))))
+    return [row_of(sizes, config, *stage) for stage in timed]
+
+
+class Stage(NamedTuple):
+    """What is timed, and what it must move and compute."""
+
+    name: str
+    call: Callable[[], Any]
+    work: Work
+
+
+def row_of(sizes: Sizes, config: NSAConfig, name: str, ms: float, floor_ms: float) -> Row:
+    chosen = config.num_cmp_selected_blocks
+    return Row(sizes.tokens, sizes.heads, sizes.kv_heads, chosen, name, ms, floor_ms, floor_ms / ms)
 
 
 class Pass(NamedTuple):
@@ -231,7 +231,8 @@ def make_pass(
 ) -> Pass:
     """Args: `results`, dq, dk and dv of all heads; the compressed branch writes into dq too."""
     heads = call.query_heads(kv_heads)
-    some, part = call.of_heads(kv_heads), saved.part(heads, heads)
+    select_heads = kv_heads if call.plan.config.shares_heads else heads
+    some, part = call.of_heads(kv_heads), saved.part(heads, select_heads)
     if part is None or saved.gates is None:
         raise ValueError("needs the branches' outputs and projected gates")
     do, gates = do[:, :, heads], saved.gates[:, :, heads]
@@ -252,9 +253,9 @@ def differentiate_gates(call: forward.Call, part: forward.Part, do: Tensor, gate
     return gate_gradients(do, part.outputs, part.lses, q=call.inputs.q, gates=gates, projected=True)
 
 
-def backward_stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
-    """Each stage's time and floor for B=1, 8 heads over 2, D=128."""
-    inputs, sizes = random_inputs(n), Sizes(1, n, HEADS, KV_HEADS, DIM)
+def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
+    """Each stage of the backward likewise; then the forward that keeps what it needs, the backward, and both."""
+    inputs, n = random_inputs(sizes), sizes.tokens
     _, kept = backward.nsa_saving(inputs, config, recompute=False)
     saved = backward.Saved.of_list(kept)
     if saved.k_cmp is None or saved.v_cmp is None:
@@ -297,12 +298,14 @@ def backward_stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -
 
     stages: list[tuple[str, Callable[[], Any]]] = [
         ("gate gradients", every(lambda one: differentiate_gates(one.call, one.part, one.do, one.gates))),
-        ("selected, lists", every(transposed)),
         ("compressed", every(lambda one: backward.compressed_backward(plan, one.cmp, one.part.cmp_indices, False))),
-        ("selected, FA4", selected(through_split=False)),
     ]
-    if can_split(plan.rules, DIM, DIM):
-        stages += [("selected, split", selected(through_split=True)), *split_halves(plan, passes, bits)]
+    if config.token_mode:
+        stages += [("selected", selected(through_split=False))]
+    else:
+        stages += [("selected, lists", every(transposed)), ("selected, FA4", selected(through_split=False))]
+        if can_split(plan.rules, sizes.dim, sizes.dim):
+            stages += [("selected, split", selected(through_split=True)), *split_halves(plan, passes, bits)]
     stages += [
         ("window", every(lambda one: backward.window_backward(plan, one.win, False))),
         ("query sums", every(sum_queries)),
@@ -326,7 +329,7 @@ def backward_stages(n: int, config: NSAConfig, copy_tbs: float, tflops: float) -
     for name, stage in stages:
         ms, eagerly = graph_or_eager(stage)
         stage_name = f"{name} (eager)" if eagerly else name
-        rows.append(Row(n, config.num_cmp_selected_blocks, stage_name, ms, floors[name], floors[name] / ms))
+        rows.append(row_of(sizes, config, stage_name, ms, floors[name]))
     return rows
 
 
@@ -368,7 +371,7 @@ def gating(copy_tbs: float) -> list[dict[str, float]]:
     """The gate alone at B=2, 32 heads of 128, beside the same in PyTorch."""
     results = []
     for n in (4 << 10, 16 << 10):
-        inputs = random_inputs(n, batch=2, heads=32, kv_heads=8)
+        inputs = random_inputs(Sizes(2, n, 32, 8, DIM))
         q, weight = inputs.q, inputs.gate_proj_weight
         o_cmp, o_slc, o_win = (torch.randn_like(q) for _ in range(3))
         out = torch.empty_like(q)
@@ -385,7 +388,7 @@ def gating(copy_tbs: float) -> list[dict[str, float]]:
 
 def host_time(n: int = 8 << 10, calls: int = 200) -> dict[str, float]:
     """Microseconds of host time per nsa_forward, and per call where calls follow each other, at a small N."""
-    inputs = random_inputs(n)
+    inputs = random_inputs(Sizes(1, n, *TILE_HEADS[0], DIM))
     config = NSAConfig()
 
     def call() -> Tensor:
@@ -411,7 +414,7 @@ def host_time(n: int = 8 << 10, calls: int = 200) -> dict[str, float]:
 
 def score_memory(n: int) -> float:
     """MiB that means, scoring and both selections need beyond their inputs."""
-    inputs = random_inputs(n)
+    inputs = random_inputs(Sizes(1, n, *TILE_HEADS[0], DIM))
     config = NSAConfig(num_cmp_selected_blocks=16)
     call = forward.prepare(inputs, config)
     gib = peak_memory(lambda: forward.select(call.plan, inputs.q, call.k_cmp, 0, n), DEVICE)

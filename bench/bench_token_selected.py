@@ -1,17 +1,21 @@
 """Attention of each token to its own blocks alone (the selected branch of the paper's NSA) on an NVIDIA GPU.
 
-B = 1, bf16, D = D_v = 128, l' = 64, n = 16, at 64 query heads over 4 and 32 over 8, for two ways to choose:
+B = 1, bf16, D = D_v = 128, l' = 64, n = 16, at 64 query heads over 4 and 32 over 8, for some ways to choose:
 
     random   any 16 blocks up to the token's own
     local    the first block, the token's own and the one before, then near ones: with a weight of 1 / distance
+    text     what NSA chooses for the embeddings of a real text (bench/inputs.py)
+    file     --indices FILE: NSAAux.indices of some model, `[1,S,N,16]`, saved by torch.save; its S heads in turn
 
 Stages are replays of CUDA graphs: lists (the choices turned around), forward, backward, both. A floor is the larger of
 the bytes of inputs and outputs at the copy bandwidth measured here and of the products at the peak; what this way to
 compute must move besides is in cute_kernels/token_selected*.py. Before anything is timed, o, dq, dk and dv of samples
-must be within twice the error of the same math in PyTorch, plus one rounding, of fp64.
+must be within twice the error of the same math in PyTorch, plus one rounding, of fp64. Beside forward and both stands
+fla-core's selected branch for the same choices, as Python calls it, where it runs.
 
-Writes OUT.json: {device, versions, commit, gate, copy_tbs, peak_tflops, command, rows: [{n, h, h_kv, choice, stage, ms,
-floor_ms, share, peak_gib}]}; on a red gate there are no rows.
+Writes OUT.json after every choice: {device, versions, commit, gate, copy_tbs, peak_tflops, command, missing, rows: [{n,
+h, h_kv, choice, stage, ms, floor_ms, share, peak_gib, fla_ms}]}; on a red gate there are no rows. With --bars also what
+has to be reached on one H200: the best of the peers that were measured there, random choices of 64K tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +36,27 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
+from bench.bars import Bar
 from bench.common import positive
+from bench.inputs import Sizes
+from bench.inputs import make_problem as make_inputs
+from bench.nsa_peers import Finite, selected_peer
+from bench.pass_report import show_bars
+from bench.passes import PASSES, Plan, Task, find_peer, measure_peer, release
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
 from bench.timing import capture, copy_bandwidth, measure, peak_memory
 from cute_kernels.segments import passes
 from cute_kernels.token_selected import PART_BYTES, SEGMENT_ROWS, token_selected_forward
 from cute_kernels.token_selected_backward import token_selected_backward
+from nsa import NSAConfig, nsa_forward_aux
 
 DIM, SIZE, SLOTS = 128, 64, 16
 HEADS = ((64, 4), (32, 8))
-CHOICES = ("random", "local")
+CHOICES = ("random", "local", "text")
+BARS = {(64, 4): {"forward": 13.6, "both": 43.8}, (32, 8): {"forward": 26.9, "both": 65.4}}
+"""Milliseconds of the fastest peer (SFNSA both times), random choices of BAR_TOKENS tokens."""
+BAR_TOKENS = 64 << 10
 CHUNK = 4096
 """Tokens whose blocks are chosen at a time."""
 SAMPLES = 256
@@ -58,6 +74,7 @@ class Row:
     floor_ms: float
     share: float
     peak_gib: float | None
+    fla_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +104,11 @@ class Problem:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seqlens", default="64K", help="default: %(default)s")
+    parser.add_argument("--choices", nargs="*", choices=CHOICES, default=list(CHOICES), help="default: all")
+    parser.add_argument(
+        "--indices", type=Path, metavar="FILE", help="choices to time, too, for as many tokens as they are"
+    )
+    parser.add_argument("--bars", action="store_true", help="hold the figures against what they have to reach")
     parser.add_argument("--peak-tflops", type=float, help="of the device; default: known of H100 and H200")
     parser.add_argument("--out", default=str(LOCAL_RESULTS / "token-selected"), help="results, without suffix")
     args = parser.parse_args(argv)
@@ -96,44 +118,86 @@ def main(argv: list[str] | None = None) -> None:
     peaks = choose_peaks(facts["device"], args.peak_tflops, None)
     if peaks is None:
         parser.error(f"--peak-tflops: not known of {facts['device']}")
-    copy_tbs = copy_bandwidth()
-    print(f"copy: {copy_tbs:.2f} TB/s")
-    rows: list[Row] = []
-    wrong: list[str] = []
-    for n in map(positive, args.seqlens.split(",")):
-        for heads, kv_heads in HEADS:
-            for choice in CHOICES:
-                problem = make_problem(n, heads, kv_heads, choice)
-                wrong += [f"{n}, {heads}/{kv_heads}, {choice}: {error}" for error in errors(problem)]
-                for row in stages(problem, choice, copy_tbs, peaks.tflops) if not wrong else []:
-                    rows.append(row)
-                    shown = f"{row.ms:9.3f} ms  floor {row.floor_ms:8.3f} {row.share:6.0%}"
-                    print(f"{n:>8} {heads:>3}/{kv_heads} {choice:<8}{row.stage:<10}{shown}")
-    content = {
-        **facts,
-        "gate": "red" if wrong else "green",
-        "copy_tbs": copy_tbs,
-        "peak_tflops": peaks.tflops,
-        "command": command_line(),
-        "rows": [] if wrong else [asdict(row) for row in rows],
-    }
-    write_json(Path(args.out).with_suffix(".json"), content)
-    if wrong:
-        sys.exit("\n".join(wrong))
+    copy_tbs, out = copy_bandwidth(), Path(args.out).with_suffix(".json")
+    print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
+    given = None if args.indices is None else load_indices(args.indices)
+    cases = list(product(map(positive, args.seqlens.split(",")), args.choices))
+    cases += [] if given is None else [(given.shape[2], "file")]
+    content = {**facts, "gate": "unfinished", "copy_tbs": copy_tbs, "peak_tflops": peaks.tflops}
+    content |= {"command": command_line(), "missing": [], "rows": []}
+    every: list[Row] = []
+    for (n, choice), (heads, kv_heads) in product(cases, HEADS):
+        problem = make_problem(n, heads, kv_heads, choice, given)
+        where = f"{n:>8} {heads:>3}/{kv_heads} {choice:<8}"
+        if wrong := errors(problem):
+            write_json(out, content | {"gate": "red", "rows": []})
+            sys.exit("\n".join(f"{where}{error}" for error in wrong))
+        rows = stages(problem, choice, copy_tbs, peaks.tflops)
+        found = peer_times(problem)
+        for row in rows:
+            of_peer = found.get(row.stage)
+            every.append(replace(row, fla_ms=of_peer if isinstance(of_peer, float) else None))
+            beside = "" if of_peer is None else f"  fla {of_peer if isinstance(of_peer, str) else f'{of_peer:.3f} ms'}"
+            print(
+                f"{where}{row.stage:<10}{row.ms:9.3f} ms  floor {row.floor_ms:8.3f} {row.share:6.0%}{beside}",
+                flush=True,
+            )
+        content["missing"] += [f"{where}{stage}: fla: {why}" for stage, why in found.items() if isinstance(why, str)]
+        content["rows"] = [asdict(row) for row in every]
+        write_json(out, content)
+    bars = find_bars(every) if args.bars else []
+    write_json(out, content | {"gate": "green"} | ({"bars": [bar.as_json() for bar in bars]} if bars else {}))
+    if bars:
+        show_bars(bars)
 
 
-def make_problem(n: int, heads: int, kv_heads: int, choice: str) -> Problem:
-    """Normal inputs, chosen blocks, and what the forward makes of them."""
+def make_problem(n: int, heads: int, kv_heads: int, choice: str, given: Tensor | None = None) -> Problem:
+    """Normal inputs, chosen blocks, and what the forward makes of them.
+
+    Args:
+        given: what was chosen, if `choice` is "file".
+    """
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(of: int) -> Tensor:
         return torch.randn((1, n, of, DIM), generator=generator, device=DEVICE, dtype=torch.bfloat16)
 
     q, do, k, v = normal(heads), normal(heads), normal(kv_heads), normal(kv_heads)
-    indices = choose(n, kv_heads, choice, generator)
+    if choice == "file" and given is not None:
+        indices = given[:, torch.arange(kv_heads, device=DEVICE) % given.shape[1]].contiguous()
+    elif choice == "text":
+        indices = choose_by_text(n, heads, kv_heads)
+    else:
+        indices = choose(n, kv_heads, choice, generator)
     o, lse = token_selected_forward(q, k, v, indices, size=SIZE, scale=DIM**-0.5)
     delta = (o.float() * do.float()).sum(-1).transpose(1, 2).contiguous()
     return Problem(q, k, v, do, indices, o, lse, delta)
+
+
+def load_indices(path: Path) -> Tensor:
+    """int32 `[1,S,N,SLOTS]` from a file.
+
+    Raises:
+        ValueError: for what is no choice of blocks up to each token's own, ascending, then -1.
+    """
+    indices = torch.load(path, map_location=DEVICE, weights_only=True)
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int32:
+        raise ValueError(f"{path} must hold an int32 tensor, got {getattr(indices, 'dtype', type(indices).__name__)}")
+    if indices.dim() != 4 or indices.shape[0] != 1 or indices.shape[3] != SLOTS:
+        raise ValueError(f"{path} must hold [1,S,N,{SLOTS}], got {list(indices.shape)}")
+    own = torch.arange(indices.shape[2], device=DEVICE)[:, None] // SIZE
+    behind_all = len(own) + torch.arange(SLOTS, device=DEVICE)
+    ascending = (indices.where(indices != -1, behind_all).diff(dim=-1) > 0).all()
+    if not bool(((indices >= -1) & (indices <= own)).all() & ascending):
+        raise ValueError(f"{path} must hold blocks of {SIZE} tokens up to each token's own, ascending, then -1")
+    return indices
+
+
+def choose_by_text(n: int, heads: int, kv_heads: int) -> Tensor:
+    """What token mode chooses for queries and keys that are embeddings of a text."""
+    text = make_inputs("text", Sizes(1, n, heads, kv_heads, DIM), device=DEVICE, dtype=torch.bfloat16, gated=False)
+    config = NSAConfig.paper(select_block_size=SIZE, num_selected_blocks=SLOTS)
+    return nsa_forward_aux(text.q, text.k, text.v, config=config)[1].indices
 
 
 def choose(n: int, kv_heads: int, choice: str, generator: torch.Generator) -> Tensor:
@@ -265,6 +329,35 @@ def stages(problem: Problem, choice: str, copy_tbs: float, tflops: float) -> lis
         floor = work[stage].floor_ms(copy_tbs, tflops)
         rows.append(Row(n, heads, kv_heads, choice, stage, ms, floor, floor / ms, peak_gib))
     return rows
+
+
+def peer_times(problem: Problem) -> dict[str, float | str]:
+    """Milliseconds of fla's forward and of both, or why there are none."""
+    task = Task((problem.q, problem.k, problem.v), problem.do, ("dq", "dk", "dv"), Finite())
+    peer = find_peer(partial(selected_peer, problem.indices, SIZE), task)
+    found: dict[str, float | str] = {}
+    for stage, direction in (("forward", PASSES["forward"]), ("both", PASSES["full"])):
+        measured = measure_peer(peer, direction, task, Plan((direction,), timed=True, memory=False, seconds=0.5))
+        if isinstance(measured, str):
+            found[stage] = measured
+        elif measured.timing is not None:
+            found[stage] = measured.timing.ms_p50
+    release(DEVICE)
+    return found
+
+
+def find_bars(rows: list[Row]) -> list[Bar]:
+    """Faster than the best peer that was measured before, and than the one that is measured beside."""
+    measured = {((row.h, row.h_kv), row.stage): row for row in rows if (row.n, row.choice) == (BAR_TOKENS, "random")}
+    bars = []
+    for heads, of_stage in BARS.items():
+        for stage, ms in of_stage.items():
+            row, what = measured.get((heads, stage)), f"selected alone, {heads[0]}/{heads[1]}, {stage}"
+            bars.append(Bar(what, None if row is None else row.ms, ms, at_least=False, unit=" ms"))
+            if row is not None and row.fla_ms is not None:
+                ratio = row.fla_ms / row.ms
+                bars.append(Bar(f"{what}, fla takes as long or longer", ratio, 1, at_least=True, unit="x"))
+    return bars
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ class Candidate:
     call: Callable[..., Tensor]
     head_major: bool = False
     """Takes and gives `[B,H,N,D]` instead of `[B,N,H,D]`."""
+    graphs: bool = True
+    """Runs in CUDA graphs."""
 
 
 class Truth(Protocol):
@@ -253,7 +255,7 @@ def measure_pass(
 
 def takes_graphs(candidate: Candidate, device: torch.device) -> bool:
     """The reference does not: its tables of keys come from the host."""
-    return device.type == "cuda" and candidate.name != "reference"
+    return device.type == "cuda" and candidate.graphs and candidate.name != "reference"
 
 
 def release(device: torch.device) -> None:

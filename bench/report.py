@@ -25,7 +25,7 @@ LOCAL_RESULTS = RESULTS / "local"
 def environment(device: torch.device) -> dict[str, Any]:
     """Device, versions and commit, as every results file begins."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for distribution in ("nsa-kernels", "flash-attn-4", "nvidia-cutlass-dsl", "triton"):
+    for distribution in ("nsa-kernels", "flash-attn-4", "nvidia-cutlass-dsl", "triton", "fla-core"):
         try:
             versions[distribution] = metadata.version(distribution)
         except metadata.PackageNotFoundError:

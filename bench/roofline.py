@@ -29,7 +29,7 @@ PEAKS = {"H200": Peaks(989, 4.8), "H100": Peaks(989, 3.35)}
 """By a part of the device's name: NVIDIA's data sheets, for the SXM modules."""
 DEFAULT_TBS = 4.8
 SCORE_PRODUCTS = 3
-"""16-bit products that make one score: the mean query of a tile is a float32 number, in three parts."""
+"""16-bit products that make one score of a tile: its mean query is a float32 number, in three parts. Tokens: one."""
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
@@ -46,7 +46,8 @@ def nsa_floor_ms(sizes: Sizes, config: NSAConfig, peaks: Peaks, itemsize: int = 
     """Milliseconds of NSA's causal forward in separate branches: FLOPs at peak plus bytes at peak.
 
     FLOPs: two products for each pair of a query and a key, over the compressed entries (with num_cmp_selected_blocks at
-    most that many blocks of them), the selected blocks and the window; and scores of all past entries for each tile.
+    most that many blocks of them), the selected blocks and the window; and scores of all past entries for each tile, in
+    token mode for each token, which are the compressed branch's logits made a second time.
     Bytes: the branches read q, k, v once and write three outputs; the gate reads q and these and writes out.
 
     Args:
@@ -92,27 +93,34 @@ class Work(NamedTuple):
 def backward_work(sizes: Sizes, config: NSAConfig) -> dict[str, Work]:
     """Of the stages of NSA's backward on CUDA, for 16-bit inputs with projected gates; lse's, delta's and logits fp32.
 
-    A branch reads q, o, do, k, v and writes dq, dk, dv (compressed entries' in fp32); the split kernels read delta, not
-    o, and make S and dP in both halves. Lists: bits are cleared, set and read, and each choice is read and listed once.
+    A branch reads q, o, do, k, v and writes dq, dk, dv (compressed entries' in fp32). The selected branch is one stage
+    in token mode and reads delta, not o. Per tile it has several: the split kernels read delta, too, and make S and dP
+    in both halves; of lists, bits are cleared, set and read, and each choice is read and listed once.
     """
     n, batch, heads, kv_heads, dim = sizes.tokens, sizes.batch, sizes.heads, sizes.kv_heads, sizes.dim
     number = 4 * batch * n * heads  # bytes of one fp32 number for each row and head
     row, key = 2 * batch * n * heads * dim, 2 * batch * n * kv_heads * dim
     entry = 2 * batch * config.num_compressed(n) * kv_heads * dim
     compressed, selected, window = (batch * attention_flops(sizes, keys, 1) for keys in branch_keys(n, config))
-    tiles, blocks = -(-n // config.q_tile_size), -(-n // config.select_size)
-    of_choice = 4 * batch * (kv_heads if config.shares_heads else heads)
-    choices, bits = of_choice * tiles * config.num_selected_blocks, of_choice * blocks * -(-tiles // 32)
     statistics = 2 * number
+    whole = Work(3 * row + statistics + 4 * key, BACKWARD_PRODUCTS * selected)
+    chosen = {"selected": whole}
+    if not config.token_mode:
+        tiles, blocks = -(-n // config.q_tile_size), -(-n // config.select_size)
+        of_choice = 4 * batch * (kv_heads if config.shares_heads else heads)
+        choices, bits = of_choice * tiles * config.num_selected_blocks, of_choice * blocks * -(-tiles // 32)
+        chosen = {
+            "selected, lists": Work(3 * bits + 2 * choices),
+            "selected, FA4": Work(4 * row + number + 4 * key, BACKWARD_PRODUCTS * selected),
+            "selected, split": whole,
+            "split, dq": Work(3 * row + statistics + 2 * key, 3 * selected),
+            "split, dk dv": Work(2 * row + statistics + 4 * key, 4 * selected),
+        }
     return {
         # q, do, three o's; three lse's read and written, delta, gates and their logits' gradients
         "gate gradients": Work(5 * row + (3 + 3 + 1 + 3 + 3) * number),
-        "selected, lists": Work(3 * bits + 2 * choices),
         "compressed": Work(4 * row + number + (1 + 2) * 2 * entry, BACKWARD_PRODUCTS * compressed),
-        "selected, FA4": Work(4 * row + number + 4 * key, BACKWARD_PRODUCTS * selected),
-        "selected, split": Work(3 * row + statistics + 4 * key, BACKWARD_PRODUCTS * selected),
-        "split, dq": Work(3 * row + statistics + 2 * key, 3 * selected),
-        "split, dk dv": Work(2 * row + statistics + 4 * key, 4 * selected),
+        **chosen,
         "window": Work(4 * row + number + 4 * key, BACKWARD_PRODUCTS * window),
         "query sums": Work(4 * row + 3 * number),
         "key sums": Work((4 + 2) * key + 2 * 2 * entry),
@@ -126,8 +134,8 @@ def attention_flops(sizes: Sizes, keys: float, products: int = FORWARD_PRODUCTS)
 
 def score_flops(sizes: Sizes, config: NSAConfig) -> float:
     """Of scoring all past compressed entries for each tile, in one sequence."""
-    tiles = -(-sizes.tokens // config.q_tile_size)
-    return 2 * SCORE_PRODUCTS * tiles * config.num_compressed(sizes.tokens) / 2 * sizes.dim * sizes.heads
+    tiles, products = -(-sizes.tokens // config.q_tile_size), 1 if config.token_mode else SCORE_PRODUCTS
+    return 2 * products * tiles * config.num_compressed(sizes.tokens) / 2 * sizes.dim * sizes.heads
 
 
 def mean_keys(keys: int, most: int) -> float:

@@ -19,7 +19,7 @@ from bench import bench_varlen as varlen
 from bench.common import choose_backend, choose_dense
 from bench.gradient_check import GradientError
 from bench.inputs import SINK_TOKENS, Problem, Sizes, make_problem, standard_library_text
-from bench.roofline import Peaks, Work, backward_work, choose_peaks, dense_floor_ms, nsa_floor_ms
+from bench.roofline import Peaks, Work, backward_work, choose_peaks, dense_floor_ms, nsa_floor_ms, score_flops
 from bench.timing import GIB, Timing, measure, peak_memory
 from dispatch import Call
 from nsa import NSAConfig, nsa_forward_aux
@@ -89,6 +89,25 @@ def test_no_speed_on_a_red_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert content["rows"] == []
     assert content["red"][0].startswith("N=64 l=64 num_cmp=none: error 1.0")
     assert not (tmp_path / "run.csv").exists()
+
+
+@pytest.mark.parametrize("value", [0.015, float("nan")])
+def test_late_rows_are_held_against_their_own_size(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One budget for all rows, which the first ones make 0.03 here, would let half of a late row's values pass."""
+    problem = make_problem("random", Sizes(1, 2000, 2, 1, 16), device=CPU, dtype=torch.bfloat16)
+    variant = e2e.Variant(NSAConfig.paper(), "reference", ("eager",))
+    right = e2e.nsa_forward_aux
+
+    def wrong(*args: Any, **keywords: Any) -> Any:
+        out, aux = right(*args, **keywords)
+        out[0, -1, 0, 0] += value
+        return out, aux
+
+    sample = e2e.sampled_error(problem, variant)
+    assert sample.error <= sample.budget
+    monkeypatch.setattr(e2e, "nsa_forward_aux", wrong)
+    sample = e2e.sampled_error(problem, variant)
+    assert not sample.error <= sample.budget
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "gate_proj_weight"])
@@ -438,6 +457,16 @@ def test_floor_by_hand() -> None:
     assert nsa_floor_ms(sizes, every, peaks) == nsa_floor_ms(sizes, config, peaks)
 
 
+def test_floor_of_the_paper() -> None:
+    """What 64K tokens cost at peak: compressed 4.4 ms, scores 2.2, selected 2.2, window 1.1; and bytes."""
+    sizes, config = Sizes(1, 65536, 64, 4, 128), NSAConfig.paper()
+    products = nsa_floor_ms(sizes, config, Peaks(989, 1e9))
+    assert products == pytest.approx(4.4 + 2.2 + 2.2 + 1.1, rel=0.01)
+    assert score_flops(sizes, config) == 2 * 65536 * (4095 / 2) * 128 * 64
+    moved = 65536 * 128 * (9 * 64 + 2 * 4) * 2
+    assert nsa_floor_ms(sizes, config, Peaks(989, 4.8)) == pytest.approx(products + moved / 4.8e9)
+
+
 def test_work_of_the_backward_by_hand() -> None:
     """One head of one number and 2048 tokens; half of 32 entries visible, 192 keys selected, 64 in the window."""
     config = NSAConfig(num_selected_blocks=4, window_size=64)
@@ -456,6 +485,10 @@ def test_work_of_the_backward_by_hand() -> None:
         "query sums": Work((4 * 2 + 3 * 4) * n),
         "key sums": Work(6 * 2 * n + 32 * 2 * 4),
     }
+    token = backward_work(Sizes(1, n, 1, 1, 1), replace(config, q_tile_size=1))
+    whole = work["selected, split"]
+    assert token == {"selected": whole, **{name: part for name, part in work.items() if "," not in name}}
+    assert [*token] == ["gate gradients", "compressed", "selected", "window", "query sums", "key sums"]
     larger = backward_work(Sizes(2, n, 4, 2, 8), config)
     assert larger["window"] == Work(2 * (8 * (4 * 2 * 4 + 4 * 2 * 2) + 4 * 4) * n, 2 * 4 * 8 * work["window"].flops)
     assert Work(3e9, 4e9).floor_ms(tbs=1, tflops=2) == 3
@@ -599,15 +632,33 @@ def test_on_a_gpu_stages_of_the_backward(num_cmp: int | None, monkeypatch: pytes
     config = NSAConfig(
         compress_block_size=16, select_block_size=64, num_selected_blocks=4, num_cmp_selected_blocks=num_cmp
     )
-    names = [*backward_work(Sizes(1, 8000, 8, 2, 128), config), "forward, saving", "backward", "all"]
+    sizes = Sizes(1, 8000, 8, 2, 128)
+    names = [*backward_work(sizes, config), "forward, saving", "backward", "all"]
     if torch.cuda.get_device_capability()[0] != 9:
         names = [name for name in names if "split" not in name]
     for most in (backward.TEMPORARY_BYTES, 1):
         monkeypatch.setattr(backward, "TEMPORARY_BYTES", most)
-        rows = bench_nsa_stages.backward_stages(8000, config, 4.0, 900.0)
+        rows = bench_nsa_stages.backward_stages(sizes, config, 4.0, 900.0)
         assert [row.stage for row in rows] == names
         assert all(row.floor_ms > 0 and 0 < row.share < 1.5 for row in rows)
     assert backward.SPLIT is True
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("heads", [(32, 2), (8, 4)])
+def test_on_a_gpu_stages_of_token_mode(heads: tuple[int, int]) -> None:
+    """Each runs in a graph, and reaches no more than the device can."""
+    from bench import bench_nsa_stages
+
+    sizes, config = Sizes(1, 3000, *heads, 128), NSAConfig.paper()
+    rows = bench_nsa_stages.stages(sizes, config, 4.0, 900.0)
+    names = ["compress", "compressed", "choose", "selected", "window", "gate", "all"]
+    assert [row.stage for row in rows] == names
+    assert all(row.floor_ms > 0 and 0 < row.share < 2 for row in rows)  # of small inputs much is in L2
+    rows = bench_nsa_stages.backward_stages(sizes, config, 4.0, 900.0)
+    assert [row.stage for row in rows] == [*backward_work(sizes, config), "forward, saving", "backward", "all"]
+    assert {(row.h, row.h_kv) for row in rows} == {heads}
 
 
 @pytest.mark.cuda

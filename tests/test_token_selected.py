@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,7 +288,7 @@ def check_visits(visits: Any, indices: Tensor, length: int) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("choice", ["random", "local"])
+@pytest.mark.parametrize("choice", ["random", "local", "text"])
 def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from bench import bench_token_selected as bench
 
@@ -304,6 +306,93 @@ def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPat
     backward = problem.backward()
     monkeypatch.setattr(bench.Problem, "backward", lambda _: [1.1 * x for x in backward])
     assert {text.split()[0] for text in bench.errors(problem)} == {"dq", "dk", "dv"}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_benchmark_reads_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with one key/value head, for two; what is no choice is refused."""
+    from bench import bench_token_selected as bench
+
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "SLOTS", 3)
+    saved = bench.choose(200, 1, "local", torch.Generator())
+    torch.save(saved, tmp_path / "chosen.pt")
+    read = bench.load_indices(tmp_path / "chosen.pt")
+    problem = bench.make_problem(200, 4, 2, "file", read)
+    assert torch.equal(problem.indices, saved.expand(1, 2, 200, 3))
+    assert bench.errors(problem) == []
+    late, twice = saved.clone(), saved.clone()
+    late[0, 0, 0, 2], twice[0, 0, 150, 1] = 1, 0
+    for wrong, reason in (
+        (saved.long(), "an int32 tensor, got torch.int64"),
+        (saved[..., :2], "got \\[1, 1, 200, 2\\]"),
+        (late, "up to each token's own"),
+        (twice, "ascending"),
+    ):
+        torch.save(wrong, tmp_path / "chosen.pt")
+        with pytest.raises(ValueError, match=reason):
+            bench.load_indices(tmp_path / "chosen.pt")
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each choice and stage, and why fla has none; no rows once a result is wrong."""
+    from bench import bench_token_selected as bench
+
+    def lists(indices: Tensor, **how: Any) -> Any:
+        assert set(how) == {"size", "length", "token_bytes", "most_bytes", "bounds"}
+        yield indices
+
+    for name, value in {"SLOTS": 3, "HEADS": ((4, 2),), "CHOICES": ("random", "text"), "BAR_TOKENS": 150}.items():
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench, "BARS", {(4, 2): {"forward": 1e9, "both": 0.0}})
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "passes", lists)
+    monkeypatch.setattr(bench, "capture", lambda call, _: SimpleNamespace(replay=call))
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: SimpleNamespace(ms_p50=2.0))
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "environment", lambda _: {"device": "NVIDIA H200"})
+    saved = bench.choose(100, 1, "local", torch.Generator())
+    torch.save(saved, tmp_path / "chosen.pt")
+    options = ["--seqlens", "150", "--choices", "random", "text", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
+    right, written = bench.errors, []
+    monkeypatch.setattr(bench, "errors", lambda problem: ["o"] * (wrong and len(written) == 1) or right(problem))
+    monkeypatch.setattr(bench, "write_json", lambda _, content: written.append(dict(content)))
+    if wrong:
+        with pytest.raises(SystemExit, match="150   4/2 text    o"):
+            bench.main(options)
+        assert [(content["gate"], len(content["rows"])) for content in written] == [("unfinished", 4), ("red", 0)]
+        return
+    bench.main(options)
+    assert [len(content["rows"]) for content in written] == [4, 8, 12, 12]
+    assert [content["gate"] for content in written] == ["unfinished"] * 3 + ["green"]
+    rows = written[-1]["rows"]
+    stages = ["lists", "forward", "backward", "both"]
+    cases = [(150, "random"), (150, "text"), (100, "file")]
+    assert [(row["n"], row["choice"], row["stage"]) for row in rows] == [(*case, of) for case in cases for of in stages]
+    assert {(row["ms"], row["fla_ms"]) for row in rows} == {(2.0, None)}
+    assert len(written[-1]["missing"]) == 6
+    assert all("takes groups of 16" in reason for reason in written[-1]["missing"])
+    assert [bar["verdict"] for bar in written[-1]["bars"]] == ["pass", "FAIL"]
+
+
+def test_benchmark_holds_peers_against_it() -> None:
+    from bench import bench_token_selected as bench
+
+    row = bench.Row(64 << 10, 64, 4, "random", "forward", 12.0, 3.0, 0.25, None, 11.0)
+    near = replace(row, choice="local", stage="both")
+    bars = {
+        bar.what: bar.verdict for bar in bench.find_bars([row, near, replace(row, h=32, h_kv=8, ms=27.0, fla_ms=None)])
+    }
+    assert bars == {
+        "selected alone, 64/4, forward": "pass",
+        "selected alone, 64/4, forward, fla takes as long or longer": "FAIL",
+        "selected alone, 64/4, both": "not measured",
+        "selected alone, 32/8, forward": "FAIL",
+        "selected alone, 32/8, both": "not measured",
+    }
 
 
 # ---------------------------------------------------------------- layouts that kernels count on
