@@ -18,7 +18,7 @@ WITHOUT_CUDA_EXTRA := --ignore=tests/test_compile.py --ignore=tests/test_backwar
 	--deselect=tests/test_selected_backward.py::test_memory_is_bounded --ignore=tests/ascend
 endif
 
-.PHONY: help demo train-demo residual-demo test test-ascend lint format test-gpu compile-all clean distclean
+.PHONY: help demo train-demo needle-demo residual-demo test test-ascend lint format test-gpu compile-all clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -32,6 +32,10 @@ demo: ## set up and run the short benchmark demo, on this machine's device
 train-demo: ## set up and train tiny language models with dense attention, NSA and parts of NSA, on the CPU
 	$(bootstrap) --extras bench
 	$(VENV_PYTHON) examples/train_text.py --device cpu
+
+needle-demo: ## set up and train tiny models to look up values by far keys, with dense attention, NSA and parts of NSA, on the CPU
+	$(bootstrap) --extras bench
+	$(VENV_PYTHON) examples/needle.py --device cpu
 
 residual-demo: ## set up and train tiny language models with sums of layers' outputs and with attention, on the CPU
 	$(bootstrap) --extras bench

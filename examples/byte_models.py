@@ -12,6 +12,7 @@ import hashlib
 import math
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from bench.common import DTYPES, Dense, positive
 from bench.report import LOCAL_RESULTS, command_line, environment, relative
 from bench.timing import GIB
 from dispatch.device import device_types
-from nsa import NSAttention
+from nsa import LinearCompression, NSAttention
 
 try:
     from rich.box import SIMPLE_HEAD
@@ -121,9 +122,9 @@ def validation_starts(corpus: Corpus, windows: int, context: int) -> Tensor:
 # The model
 
 
-def rotary_table(tokens: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_table(tokens: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of rotary position embeddings, `[tokens, 1, D/2]`."""
-    frequencies = ROPE_BASE ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
+    frequencies = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angles = torch.arange(tokens, device=device)[:, None, None] * frequencies
     return angles.cos().float(), angles.sin().float()
 
@@ -205,17 +206,23 @@ class ByteModel(nn.Module):
     """Logits of the next byte, `[B,N,256]`, for bytes `[B,N]`."""
 
     def __init__(
-        self, layers: int, width: int, attention: Callable[[], NSAttention], *, checkpointing: bool = False
+        self,
+        layers: int,
+        width: int,
+        attention: Callable[[], NSAttention],
+        *,
+        rope_base: float = ROPE_BASE,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.embed = NgramEmbedding(width)
         self.blocks = nn.ModuleList(Block(attention(), width) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.checkpointing = checkpointing
+        self.rope_base, self.checkpointing = rope_base, checkpointing
 
     def forward(self, tokens: Tensor) -> Tensor:
-        table = rotary_table(tokens.shape[1], self.head_dim, tokens.device)
+        table = rotary_table(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
         logits: Tensor = self.head(self.norm(self.through_blocks(self.embed(tokens), table)))
         return logits
 
@@ -236,7 +243,8 @@ class ByteModel(nn.Module):
     def initialise(self, seed: int) -> None:
         """Values that depend on the seed and a parameter's own name: what variants share starts equal.
 
-        Vectors are norms' weights, ones, but for biases and the queries of attention residual, zeros.
+        Vectors are norms' weights, ones, but for biases and the queries of attention residual, zeros. Learned
+        compression begins as the mean.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -246,6 +254,9 @@ class ByteModel(nn.Module):
             deep = name.endswith(("o_proj.weight", "down.weight"))
             scale = 1 / math.sqrt(parameter.shape[-1] * (2 * len(self.blocks) if deep else 1))
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        for module in self.modules():
+            if isinstance(module, LinearCompression):
+                module.reset_parameters()
 
 
 # Training
@@ -274,15 +285,16 @@ Show = Callable[[int, float, float | None], None]
 """Told after each step: its number, its loss, bytes a second."""
 
 
-class ByteTrainer:
-    """One variant on one device: its model, its optimiser, and the windows it is judged by."""
+class ByteTrainer(ABC):
+    """One variant on one device: its model, its optimiser, and the windows it is judged by.
 
-    def __init__(self, variant: str, model: ByteModel, args: argparse.Namespace, corpus: Corpus) -> None:
+    Args:
+        validation: windows `[W, context + 1]`.
+    """
+
+    def __init__(self, variant: str, model: ByteModel, args: argparse.Namespace, validation: Tensor) -> None:
         self.variant, self.args, self.device = variant, args, torch.device(args.device)
-        self.training = corpus.training.to(self.device)
-        self.starts = training_starts(corpus, args.steps, args.batch, args.context, args.seed).to(self.device)
-        held_out = validation_starts(corpus, args.eval_windows, args.context).to(self.device)
-        self.validation = take(corpus.validation.to(self.device), held_out, args.context + 1)
+        self.validation = validation.to(self.device)
         self.model = model
         self.model.initialise(args.seed)
         self.model.to(self.device)
@@ -295,6 +307,10 @@ class ByteTrainer:
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=self.device.type == "cuda")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate)
 
+    @abstractmethod
+    def batch(self, step: int) -> Tensor:
+        """The windows of a step, `[B, context + 1]`."""
+
     def learning_rate(self, step: int) -> float:
         """Share of the peak: a linear warm-up over a tenth of the steps, then a cosine down to a tenth."""
         warmup = max(1, self.args.steps // 10)
@@ -302,12 +318,16 @@ class ByteTrainer:
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
         return float((step + 1) / warmup if step < warmup else cosine)
 
-    def losses(self, windows: Tensor) -> Tensor:
-        """Nats of each byte but the first, `[B, length - 1]`."""
+    def logits(self, windows: Tensor) -> Tensor:
+        """Of each byte but the first, `[B, length - 1, 256]` in fp32."""
         dtype = DTYPES[self.args.dtype]
         with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            logits = self.model(windows[:, :-1])
-        flat = cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
+            logits: Tensor = self.model(windows[:, :-1])
+        return logits.float()
+
+    def losses(self, windows: Tensor) -> Tensor:
+        """Nats of each byte but the first, `[B, length - 1]`."""
+        flat = cross_entropy(self.logits(windows).flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
         return flat.view(len(windows), -1)
 
     def step(self, step: int) -> float:
@@ -316,7 +336,7 @@ class ByteTrainer:
         Raises:
             FloatingPointError: when the loss is not finite.
         """
-        loss = self.losses(take(self.training, self.starts[step], self.args.context + 1)).mean()
+        loss = self.losses(self.batch(step)).mean()
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -356,6 +376,19 @@ class ByteTrainer:
                 break
         peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB if self.device.type == "cuda" else None
         return rows, Cost(speed, peak_gib)
+
+
+class TextTrainer(ByteTrainer):
+    """One that reads a corpus."""
+
+    def __init__(self, variant: str, model: ByteModel, args: argparse.Namespace, corpus: Corpus) -> None:
+        held_out = validation_starts(corpus, args.eval_windows, args.context)
+        super().__init__(variant, model, args, take(corpus.validation, held_out, args.context + 1))
+        self.training = corpus.training.to(self.device)
+        self.starts = training_starts(corpus, args.steps, args.batch, args.context, args.seed).to(self.device)
+
+    def batch(self, step: int) -> Tensor:
+        return take(self.training, self.starts[step], self.args.context + 1)
 
 
 def train_variants(args: argparse.Namespace, train: Callable[[str, Show], None]) -> None:
@@ -410,22 +443,31 @@ def add_numbers(group: Any, defaults: Defaults, options: Sequence[tuple[str, str
         group.add_argument(f"--{name}", type=positive, help=shown)
 
 
-def add_run_options(parser: argparse.ArgumentParser, variants: Sequence[str], out: str, backend: str) -> None:
+def add_run_options(
+    parser: argparse.ArgumentParser,
+    variants: Sequence[str],
+    out: str,
+    backend: str,
+    chosen: Sequence[str] | None = None,
+) -> None:
     """Which variants, where, and where to.
 
     Args:
-        out: the name of the results. backend: what --backend is of.
+        out: the name of the results. backend: what --backend is of. chosen: the variants that run unless told
+            otherwise. None: all.
     """
+    chosen = list(variants if chosen is None else chosen)
 
     def names(text: str) -> list[str]:
-        chosen = list(dict.fromkeys(part.strip() for part in text.split(",")))
-        for name in chosen:
+        named = list(dict.fromkeys(part.strip() for part in text.split(",")))
+        for name in named:
             if name not in variants:
                 raise argparse.ArgumentTypeError(f"must be among {', '.join(variants)}, got {name!r}")
-        return chosen
+        return named
 
     add = parser.add_argument
-    add("--variants", type=names, default=list(variants), metavar="NAME,...", help="default: all of them")
+    shown = f"among {', '.join(variants)}; default: {'all' if chosen == list(variants) else ', '.join(chosen)}"
+    add("--variants", type=names, default=chosen, metavar="NAME,...", help=shown)
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
     add("--backend", help=f"of {backend}; default: the first that can run")
     add("--out", default=str(LOCAL_RESULTS / out), help="results, without suffix; default: %(default)s")
@@ -469,7 +511,7 @@ def check_length(corpus: Corpus, context: int) -> None:
         raise SystemExit(f"--context must be less than the {shortest:,} bytes of text here, got {context:,}")
 
 
-def run_facts(args: argparse.Namespace, corpus: Corpus, parameters: dict[str, int]) -> dict[str, Any]:
+def run_facts(args: argparse.Namespace, data: dict[str, Any], parameters: dict[str, int]) -> dict[str, Any]:
     """What a results file says about a run beside its results."""
     training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "compile")
     model = {name: getattr(args, name) for name in ("layers", "width", "heads", "kv_heads", "context")}
@@ -478,7 +520,7 @@ def run_facts(args: argparse.Namespace, corpus: Corpus, parameters: dict[str, in
         "command": command_line(),
         "model": {**model, "parameters": parameters},
         "training": {name: getattr(args, name) for name in training},
-        "data": corpus.facts(),
+        "data": data,
     }
 
 

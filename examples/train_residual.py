@@ -36,6 +36,7 @@ from examples.byte_models import (
     DenseAttention,
     Row,
     Show,
+    TextTrainer,
     add_numbers,
     add_run_options,
     add_training_options,
@@ -138,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         args.mixing_backend, note = resolve(args)
     except (ValueError, dispatch.BackendError) as refusal:
         raise SystemExit(str(refusal)) from refusal
-    content = run_facts(args, corpus, {variant: count_parameters(variant, args) for variant in args.variants})
+    content = run_facts(args, corpus.facts(), {variant: count_parameters(variant, args) for variant in args.variants})
     content["backend"] = args.mixing_backend
     introduce(args, content, f"attention residual by {args.mixing_backend}")
     if note:
@@ -148,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out)
 
     def train(variant: str, show: Show) -> None:
-        own, summary = summarise(ByteTrainer(variant, make_model(variant, args), args, corpus), show)
+        own, summary = summarise(TextTrainer(variant, make_model(variant, args), args, corpus), show)
         rows.extend(own)
         summaries.append(summary)
         results = {

@@ -1,14 +1,8 @@
 """Trains a byte-level language model on real text: dense attention, NSA, and NSA with branches taken away.
 
 The text is what every machine has: the sources of the Python standard library, some files of it kept for validation.
-All variants start from the same weights, as far as they share them, and see the same batches in the same order:
-
-    dense           causal softmax attention over the whole context
-    nsa             compressed, selected and window branch
-    window          the window branch alone: what a model reaches without long-range attention
-    no-compressed, no-selected, no-window    NSA without one branch
-
-NSA has learned gates that dense attention lacks, and `window` keeps its own, so that it is as strong as it can be.
+All variants (examples/nsa_variants.py) start from the same weights, as far as they share them, and see the same batches
+in the same order. With `--preset paper` NSA selects per token, else per tile.
 
 Selection per tile looks at all queries of a tile, later ones too. What a model gains from that is measured: for sampled
 bytes the loss is computed again with everything behind them cut off (`lookahead`, the loss that this adds).
@@ -30,22 +24,15 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor, nn
 
 import dispatch
-from bench.common import DTYPES, SDPA, Dense, choose_backend, choose_dense, nsa_facts
-from bench.inputs import Sizes
 from bench.report import write_json
 from examples.byte_models import (
-    MODEL_OPTIONS,
-    ByteModel,
-    ByteTrainer,
     Corpus,
     Curves,
-    DenseAttention,
     Row,
     Show,
-    add_numbers,
+    TextTrainer,
     add_run_options,
     add_training_options,
     bits_per_byte,
@@ -57,25 +44,21 @@ from examples.byte_models import (
     new_table,
     plot,
     resolve_options,
-    rotate,
     run_facts,
     show_results,
     train_variants,
 )
-from nsa import NSAConfig, NSAttention
+from examples.nsa_variants import (
+    VARIANTS,
+    add_nsa_options,
+    count_parameters,
+    describe,
+    make_config,
+    make_model,
+    resolve,
+)
 
-BRANCHES = ("compressed", "selected", "window")
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "dense": (),
-    "nsa": BRANCHES,
-    "window": ("window",),
-    "no-compressed": ("selected", "window"),
-    "no-selected": ("compressed", "window"),
-    "no-window": ("compressed", "selected"),
-}
-"""The branches of NSA that each variant has."""
-
-DEFAULTS: dict[str, dict[str, int]] = {
+SEED: dict[str, dict[str, int]] = {
     "cpu": {
         "steps": 120,
         "batch": 4,
@@ -112,60 +95,15 @@ DEFAULTS: dict[str, dict[str, int]] = {
 """What depends on the device: a few seconds per variant on two CPU cores, a minute on an H200.
 
 1600 steps of 32 KiB read 10 MB of sources five times; after that the models begin to know them by heart."""
+PAPER: dict[str, dict[str, int]] = {"cpu": {"k": 5, "q_tile": 1}, "cuda": {"k": 16, "w": 512, "q_tile": 1}}
+"""What differs with `--preset paper`: on CUDA the paper's own numbers."""
+DEFAULTS: dict[str, dict[str, dict[str, int]]] = {
+    "seed": SEED,
+    "paper": {device: {**SEED[device], **PAPER[device]} for device in SEED},
+}
 
 TOLERANCE = 0.02
 """A loss within this share of dense attention's counts as equal to it."""
-
-
-# The variants
-
-
-def close_compressed(_projection: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
-    """Forward hook of a gate projection: the compressed branch weighs sigmoid(-inf) = 0 and still scores blocks."""
-    per_head: Tensor = logits.unflatten(-1, (-1, len(BRANCHES)))
-    compressed = torch.arange(len(BRANCHES), device=logits.device) == BRANCHES.index("compressed")
-    return per_head.masked_fill(compressed, -math.inf).flatten(-2)
-
-
-def variant_config(variant: str, config: NSAConfig) -> NSAConfig:
-    """`config` without the selected or the window branch, where the variant has none."""
-    if "selected" not in VARIANTS[variant]:
-        config = replace(config, num_selected_blocks=0, num_init_blocks=0, num_local_blocks=0)
-    return config if "window" in VARIANTS[variant] else replace(config, window_size=0)
-
-
-def make_attention(
-    variant: str, width: int, heads: int, kv_heads: int, *, config: NSAConfig, dense: Dense, backend: str | None
-) -> NSAttention:
-    if variant == "dense":
-        return DenseAttention(width, heads, kv_heads, dense)
-    config = variant_config(variant, config)
-    attention = NSAttention(width, heads, kv_heads, config=config, gate="x", rope=rotate, backend=backend)
-    if "compressed" not in VARIANTS[variant] and attention.gate_proj is not None:
-        attention.gate_proj.register_forward_hook(close_compressed)
-    return attention
-
-
-def make_model(variant: str, args: argparse.Namespace) -> ByteModel:
-    """Without values of its own choice: `ByteModel.initialise` comes after."""
-
-    def attention() -> NSAttention:
-        return make_attention(
-            variant,
-            args.width,
-            args.heads,
-            args.kv_heads,
-            config=args.config,
-            dense=args.dense,
-            backend=args.backends[variant],
-        )
-
-    return ByteModel(args.layers, args.width, attention, checkpointing=args.checkpointing)
-
-
-def count_parameters(variant: str, args: argparse.Namespace) -> int:
-    with torch.device("meta"):  # sizes, no values
-        return sum(parameter.numel() for parameter in make_model(variant, args).parameters())
 
 
 # Training
@@ -188,11 +126,11 @@ class Summary:
     peak_gib: float | None
 
 
-class Trainer(ByteTrainer):
+class Trainer(TextTrainer):
     """One variant, with what its selection gains from later queries."""
 
     def __init__(self, variant: str, args: argparse.Namespace, corpus: Corpus) -> None:
-        super().__init__(variant, make_model(variant, args), args, corpus)
+        super().__init__(variant, make_model(variant, args, checkpointing=args.checkpointing), args, corpus)
 
     @torch.no_grad()
     def lookahead(self, cuts: list[int]) -> tuple[float, float]:
@@ -264,39 +202,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def resolve(args: argparse.Namespace) -> list[str]:
-    """Set `args.dense` and `args.backends`, by variant; say where that is the reference for want of a kernel.
-
-    Raises:
-        ValueError, dispatch.BackendError: for a backend asked for by name that cannot run a variant.
-    """
-    device, dtype = torch.device(args.device), DTYPES[args.dtype]
-    args.dense = choose_dense(device, dtype) if args.flash else SDPA
-    args.backends = dict.fromkeys(args.variants)
-    notes: dict[str, None] = {}
-    sizes = Sizes(args.batch, args.context, args.heads, args.kv_heads, args.width // args.heads)
-    for variant in args.variants:
-        if variant == "dense":
-            continue
-        call = nsa_facts(sizes, variant_config(variant, args.config), device, dtype, backward=True)
-        args.backends[variant], note = choose_backend(call, args.backend)
-        if note:
-            notes[note] = None
-    return list(notes)
-
-
 def facts(args: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
     """What the results file says about the run beside its results."""
-    found = run_facts(args, corpus, {variant: count_parameters(variant, args) for variant in args.variants})
+    found = run_facts(args, corpus.facts(), count_parameters(args))
     found["training"]["checkpointing"] = args.checkpointing
-    return {**found, "variants": {variant: describe(variant, args) for variant in args.variants}}
-
-
-def describe(variant: str, args: argparse.Namespace) -> dict[str, Any]:
-    if variant == "dense":
-        return {"attention": args.dense.name}
-    config = asdict(variant_config(variant, args.config))
-    return {"attention": "NSA", "branches": VARIANTS[variant], "backend": args.backends[variant], "config": config}
+    return {**found, "preset": args.preset, "variants": describe(args)}
 
 
 # The command line
@@ -305,49 +215,16 @@ def describe(variant: str, args: argparse.Namespace) -> dict[str, Any]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_options(parser, list(VARIANTS), "train", "NSA, as in nsa")
-    parser.add_argument(
-        "--flash", action="store_true", help="dense attention by FlashAttention-4 where it is installed, not by PyTorch"
-    )
-    add_numbers(parser.add_argument_group("model"), DEFAULTS, MODEL_OPTIONS)
-    group = parser.add_argument_group("options of NSA (see NSAConfig)")
-    options = (
-        ("block-size", "compress_block_size and select_block_size"),
-        ("k", "num_selected_blocks"),
-        ("w", "window_size"),
-        ("q-tile", "q_tile_size"),
-    )
-    add_numbers(group, DEFAULTS, options)
-    group.add_argument("--init-blocks", type=int, default=1, help="num_init_blocks; default: %(default)s")
-    group.add_argument("--local-blocks", type=int, default=1, help="num_local_blocks; default: %(default)s")
+    add_nsa_options(parser, DEFAULTS)
     cuts = ("cuts", "places per validation sequence at which the lookahead is measured")
-    group = add_training_options(parser, DEFAULTS, [cuts])
+    group = add_training_options(parser, DEFAULTS["seed"], [cuts])
     group.add_argument("--checkpointing", action="store_true", help="keep block inputs only, and recompute in backward")
     args = parser.parse_args(argv)
-    resolve_options(parser, args, DEFAULTS)
-    check(parser, args)
-    return args
-
-
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Set `args.config`, or end with what is wrong with the arguments."""
-    if args.k * args.block_size >= args.context:
-        parser.error(
-            f"--context must hold more than --k blocks of --block-size, or nothing is left to select: "
-            f"got {args.context}, {args.k} and {args.block_size}"
-        )
+    resolve_options(parser, args, DEFAULTS[args.preset])
     if args.cuts > args.context:
         parser.error(f"--cuts must be at most --context, got {args.cuts} and {args.context}")
-    try:
-        args.config = NSAConfig.seed(
-            compress_block_size=args.block_size,
-            num_selected_blocks=args.k,
-            window_size=args.w,
-            q_tile_size=args.q_tile,
-            num_init_blocks=args.init_blocks,
-            num_local_blocks=args.local_blocks,
-        )
-    except (TypeError, ValueError) as error:
-        parser.error(str(error))
+    args.config = make_config(parser, args)
+    return args
 
 
 # What is shown

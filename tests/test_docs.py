@@ -31,5 +31,5 @@ def test_set_up_commands_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^make ([a-z-]+)", readme, re.MULTILINE))
-    assert named == {"demo", "train-demo", "residual-demo", "test"}
+    assert named == {"demo", "train-demo", "needle-demo", "residual-demo", "test"}
     assert {*named, "lint", "test-gpu", "clean"} <= set(targets)

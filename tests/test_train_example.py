@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -19,7 +20,8 @@ from torch import Tensor
 import nsa.module
 from examples import byte_models
 from examples import train_text as example
-from nsa import nsa_forward_aux
+from examples.nsa_variants import BRANCHES, make_config
+from nsa import LinearCompression, NSAConfig, nsa_forward_aux
 
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 SIZES = {
@@ -40,6 +42,7 @@ SIZES = {
     "lr": 0.01,
 }
 TINY = ["--device=cpu", *(f"--{name}={value}" for name, value in SIZES.items())]
+PRESETS = {"seed": [], "paper": ["--preset=paper", "--q-tile=1", "--k=4"]}
 NSA_VARIANTS = [name for name in example.VARIANTS if name != "dense"]
 
 
@@ -162,21 +165,22 @@ def test_a_diverged_run_keeps_the_variants_before_it(tmp_path: Path, monkeypatch
 # What the variants are
 
 
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("variant", NSA_VARIANTS)
 def test_only_a_variants_branches_contribute(
-    variant: str, corpus: example.Corpus, monkeypatch: pytest.MonkeyPatch
+    variant: str, preset: str, corpus: example.Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contributions: dict[str, float] = {}
 
     def record(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
         out, aux = nsa_forward_aux(q, k, v, **keywords)
-        outputs = dict(zip(example.BRANCHES, (aux.o_cmp, aux.o_slc, aux.o_win), strict=True))
+        outputs = dict(zip(BRANCHES, (aux.o_cmp, aux.o_slc, aux.o_win), strict=True))
         for index, (branch, output) in enumerate(outputs.items()):
             contributions[branch] = (aux.gates[..., index, None] * output).abs().sum().item()
         return out
 
     monkeypatch.setattr(nsa.module, "nsa", record)
-    trainer(variant, corpus).evaluate()
+    trainer(variant, corpus, *PRESETS[preset]).evaluate()
     assert {branch for branch, size in contributions.items() if size > 0} == set(example.VARIANTS[variant])
 
 
@@ -220,6 +224,51 @@ def test_lookahead_is_that_of_a_tile(corpus: example.Corpus) -> None:
     assert abs(inside) > 1e-5
     assert 0 < error < 1
     assert not trainer("nsa", corpus, "--q-tile", "1").looks_ahead()
+    assert not trainer("nsa", corpus, *PRESETS["paper"]).looks_ahead()
+
+
+# The presets
+
+
+def test_the_papers_preset_is_the_papers_on_a_gpu() -> None:
+    defaults = {"preset": "paper", "init_blocks": None, "local_blocks": None, **example.DEFAULTS["paper"]["cuda"]}
+    args = argparse.Namespace(**defaults)
+    assert make_config(argparse.ArgumentParser(), args) == NSAConfig.paper()
+
+
+def test_presets_shape_what_the_options_size() -> None:
+    paper = example.parse(["--device=cpu", "--preset=paper"]).config
+    assert paper.token_mode
+    assert (paper.compress_block_size, paper.stride, paper.select_size) == (8, 4, 16)
+    assert (paper.num_init_blocks, paper.num_local_blocks) == (1, 2)
+    sized = example.parse(["--device=cpu", "--preset=paper", "--block-size=32", "--k=6", "--w=24", "--local-blocks=1"])
+    expected = {"compress_block_size": 16, "compress_stride": 8, "select_block_size": 32, "num_selected_blocks": 6}
+    assert sized.config == NSAConfig.paper(**expected, window_size=24, num_local_blocks=1)
+    seed = example.parse(["--device=cpu", "--block-size=32"]).config
+    assert (seed.compress_block_size, seed.stride, seed.select_size, seed.num_local_blocks) == (32, 32, 32, 1)
+    assert not seed.token_mode
+
+
+def test_a_results_file_names_preset_and_compression(corpus: example.Corpus) -> None:
+    made = trainer("nsa", corpus, *PRESETS["paper"], "--compress=linear")
+    facts = example.facts(made.args, corpus)
+    assert facts["preset"] == facts["variants"]["nsa"]["preset"] == "paper"
+    config = facts["variants"]["nsa"]["config"]
+    assert (config["compress"], config["compress_stride"], config["q_tile_size"]) == ("linear", 2, 1)
+    json.dumps(facts)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_learned_compression_begins_as_the_mean_and_trains(preset: str, corpus: example.Corpus) -> None:
+    options = [*PRESETS[preset], "--compress"]
+    mean, learned = (trainer("nsa", corpus, *options, compress) for compress in ("mean", "linear"))
+    assert learned.evaluate() == pytest.approx(mean.evaluate(), rel=1e-5)
+    before = {name: value.clone() for name, value in learned.model.state_dict().items() if ".compress." in name}
+    assert len(before) == 4, "of keys and values: weights and places"
+    rows, _ = run(learned)
+    assert rows[-1].val_loss < rows[0].val_loss
+    assert all(not torch.equal(learned.model.state_dict()[name], value) for name, value in before.items())
+    assert not any(isinstance(module, LinearCompression) for module in mean.model.modules())
 
 
 # The text
@@ -295,6 +344,7 @@ def test_the_verdict(losses: tuple[float, ...], sentences: list[str]) -> None:
         (["--variants", "nsa,sparse"], "must be among dense, nsa, window, no-compressed, no-selected, no-window"),
         (["--width", "34", "--heads", "4"], "--width must be a multiple of 2 * --heads, got 34 and 4"),
         (["--kv-heads", "3"], "--heads must be a multiple of --kv-heads, got 2 and 3"),
+        (["--preset=paper", "--block-size=6"], "--block-size must be a multiple of 4 with --preset paper, got 6"),
         (["--k", "8"], "--context must hold more than --k blocks of --block-size, or nothing is left to select"),
         (["--k", "1"], "num_init_blocks + num_local_blocks must fit in num_selected_blocks=1"),
         (["--steps", "0"], "must be a positive integer such as 4096 or 4K, got '0'"),

@@ -36,11 +36,11 @@ def corpus() -> byte_models.Corpus:
     return byte_models.load_corpus(Path(sysconfig.get_path("stdlib")))
 
 
-def trainer(variant: str, corpus: byte_models.Corpus, *options: str) -> byte_models.ByteTrainer:
+def trainer(variant: str, corpus: byte_models.Corpus, *options: str) -> byte_models.TextTrainer:
     args = example.parse([*TINY, *options])
     args.mixing_backend, note = example.resolve(args)
     assert (args.mixing_backend, note) == ("reference", "")
-    return byte_models.ByteTrainer(variant, example.make_model(variant, args), args, corpus)
+    return byte_models.TextTrainer(variant, example.make_model(variant, args), args, corpus)
 
 
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

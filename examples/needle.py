@@ -1,0 +1,406 @@
+"""Trains byte-level models to look up values by keys that lie far outside the window, and closes NSA's selected branch.
+
+A sequence is a haystack of needles, each a key and its value, between digits as filler; then filler alone, four windows
+long; then a quiz that repeats some of the keys, each with its value for an answer:
+
+    3141hfalBNMA59265358gkbcOAEC...  0141592653...  gkbcOAEC hfalBNMA
+    needles in filler                filler         quiz
+
+Only the answers count for the loss, and an answer is right when all its bytes are the likeliest. Needle and question
+lie at least four windows apart, farther than two layers of windows reach; several needles lie in each compressed block.
+What answers is attention to single far tokens: dense, or of the selected branch. To show that it is, the trained NSA
+is judged again with that branch closed, its weights as they are (`nsa-closed`). Beside it, NSA trained without selected
+branch (`no-selected`) and with the window alone (`window`): what the other branches can learn.
+
+Looking up begins all at once, and in a long context late: so the context grows while training, from an eighth on where
+that has room for needles.
+
+Writes OUT.json (schema: docs/architecture.md) and OUT.png, accuracy by distance, after each variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+import dispatch
+from bench.report import write_json
+from examples.byte_models import (
+    ByteTrainer,
+    Row,
+    Show,
+    add_run_options,
+    add_training_options,
+    console,
+    cost_texts,
+    introduce,
+    new_table,
+    resolve_options,
+    run_facts,
+    show_results,
+    train_variants,
+)
+from examples.nsa_variants import (
+    VARIANTS,
+    ablated,
+    add_nsa_options,
+    count_parameters,
+    describe,
+    make_config,
+    make_model,
+    resolve,
+)
+
+CHOSEN = ["dense", "nsa", "no-selected", "window"]
+CLOSED = "nsa-closed"
+"""The trained `nsa` with its selected branch closed."""
+
+LETTERS = 16
+KEYS, VALUES, FILLER = ord("a"), ord("A"), ord("0")
+"""First letters of what keys and values are made of, and of ten digits."""
+CODE = 4
+"""Letters of a key, and of a value."""
+NEEDLE = 2 * CODE
+FAR = 4
+"""Windows of filler between the last needle and the quiz."""
+SHORTER = (8, 4, 2, 1)
+"""How many times shorter contexts are that training goes through: the first takes half of the steps."""
+ROPE_BASE = 1e6
+"""Of rotary embeddings: with slow ones a key is the same from far as from near."""
+RIGHT, WRONG = 0.5, 0.1
+"""Shares of right answers from which a variant counts as able to look up, and up to which as unable; guesses among all
+values are right once in 65,536 times."""
+
+SIZES: dict[str, dict[str, int]] = {
+    "cpu": {
+        "steps": 600,
+        "batch": 16,
+        "context": 256,
+        "layers": 2,
+        "width": 64,
+        "heads": 2,
+        "kv_heads": 1,
+        "block_size": 16,
+        "k": 6,
+        "w": 8,
+        "q_tile": 1,
+        "eval_every": 50,
+        "eval_windows": 32,
+        "needles": 12,
+        "questions": 8,
+    },
+    "cuda": {
+        "steps": 2000,
+        "batch": 16,
+        "context": 4096,
+        "layers": 2,
+        "width": 256,
+        "heads": 4,
+        "kv_heads": 1,
+        "block_size": 64,
+        "k": 16,
+        "w": 64,
+        "q_tile": 1,
+        "eval_every": 100,
+        "eval_windows": 64,
+        "needles": 256,
+        "questions": 32,
+    },
+}
+"""What depends on the device: on two CPU cores some minutes for NSA, less for the others; on a GPU not timed yet."""
+DEFAULTS = {
+    "paper": SIZES,
+    "seed": {"cpu": {**SIZES["cpu"], "q_tile": 16}, "cuda": {**SIZES["cuda"], "q_tile": 128}},
+}
+
+
+# The task
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where things lie in a window of context + 1 bytes: needles in slots from the start on, the quiz at the end."""
+
+    context: int
+    window: int
+    needles: int
+    questions: int
+
+    @property
+    def quiz(self) -> int:
+        """Where the quiz begins."""
+        return self.context + 1 - self.questions * NEEDLE
+
+    @property
+    def slots(self) -> int:
+        """Places for needles, one after the other; those that hold none are filler."""
+        return (self.quiz - FAR * self.window) // NEEDLE
+
+    @cached_property
+    def answers(self) -> Tensor:
+        """Places of the answers' bytes in the window, `[questions, CODE]`."""
+        return self.quiz + torch.arange(self.questions)[:, None] * NEEDLE + CODE + torch.arange(CODE)
+
+    def problem(self) -> str | None:
+        """Why there is no such window, or None."""
+        if self.questions > self.needles:
+            return f"--questions must be at most --needles, got {self.questions} and {self.needles}"
+        if self.needles > min(self.slots, LETTERS ** (CODE - 1)):
+            return (
+                f"--context {self.context} has {max(self.slots, 0)} places for --needles before {FAR} windows of --w "
+                f"{self.window} and {self.questions} --questions, got {self.needles}"
+            )
+        return None
+
+    def shorter(self, factor: int) -> Task:
+        """The same in a context so many times shorter, with as many fewer needles and questions."""
+        task = replace(self, context=self.context // factor, questions=max(1, self.questions // factor))
+        return replace(task, needles=min(self.needles // factor, task.slots))
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Windows `[count, context + 1]`, and how many bytes each answer lies behind its needle `[count, questions]`.
+
+        Both are on the generator's device.
+        """
+        device = generator.device
+        needles = torch.cat([_codes(count, self.needles, first, generator) for first in (KEYS, VALUES)], dim=-1)
+        windows = FILLER + torch.randint(10, (count, self.context + 1), generator=generator, device=device)
+        slots = _orders(count, self.slots, generator)[:, : self.needles]
+        haystack = windows[:, : self.slots * NEEDLE].view(count, self.slots, NEEDLE)
+        haystack.scatter_(1, slots[..., None].expand(-1, -1, NEEDLE), needles)
+        windows[:, self.quiz :] = needles[:, : self.questions].flatten(1)
+        questions = self.quiz + torch.arange(self.questions, device=device) * NEEDLE
+        return windows, questions - slots[:, : self.questions] * NEEDLE
+
+
+def _orders(count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Random orders of 0 to length - 1, `[count, length]`."""
+    return torch.rand(count, length, generator=generator, device=generator.device).argsort(-1)
+
+
+def _codes(count: int, codes: int, first: int, generator: torch.Generator) -> Tensor:
+    """Random strings `[count, codes, CODE]` of the letters from `first` on.
+
+    No two of a row end in the same CODE - 1 letters: these, by which a byte's embedding tells its place, tell the key.
+    """
+    device = generator.device
+    ends = _orders(count, LETTERS ** (CODE - 1), generator)[:, :codes, None]
+    ends = ends // LETTERS ** torch.arange(CODE - 2, -1, -1, device=device) % LETTERS
+    starts = torch.randint(LETTERS, (count, codes, 1), generator=generator, device=device)
+    return first + torch.cat([starts, ends], dim=-1)
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Right answers among the questions whose needles lie `nearest` to below `farthest` windows before them."""
+
+    variant: str
+    nearest: int
+    farthest: int
+    questions: int
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a variant came to: nats per byte of the answers, share of right answers."""
+
+    variant: str
+    steps: int
+    final_val_loss: float
+    accuracy: float
+    tokens_per_s: float | None
+    peak_gib: float | None
+
+
+class Trainer(ByteTrainer):
+    """One variant, judged by its answers alone."""
+
+    def __init__(self, variant: str, args: argparse.Namespace) -> None:
+        self.task: Task = args.task
+        held_out = torch.Generator(args.device).manual_seed(args.seed)
+        windows, self.distances = self.task.draw(args.eval_windows, held_out)
+        self.generator = torch.Generator(args.device).manual_seed(args.seed + 1)
+        super().__init__(variant, make_model(variant, args, rope_base=ROPE_BASE), args, windows)
+
+    def batch(self, step: int) -> Tensor:
+        """The next windows: as many bytes at every length, of the same seed, the same for each variant."""
+        factors = [factor for factor in SHORTER if self.task.shorter(factor).problem() is None]
+        done = 2 * step / self.args.steps - 1  # of the second half
+        factor = factors[0] if done < 0 else factors[min(1 + int(done * (len(factors) - 1)), len(factors) - 1)]
+        return self.task.shorter(factor).draw(factor * self.args.batch, self.generator)[0]
+
+    def answers(self, windows: Tensor) -> Tensor:
+        """Places of the answers' bytes in windows of any of the lengths, `[questions * CODE]`."""
+        factor = self.task.context // (windows.shape[1] - 1)
+        return self.task.shorter(factor).answers.flatten().to(self.device)
+
+    def losses(self, windows: Tensor) -> Tensor:
+        """Nats of the answers' bytes."""
+        return super().losses(windows)[:, self.answers(windows) - 1]
+
+    @torch.no_grad()
+    def right(self) -> Tensor:
+        """Which validation questions are answered with the right value, `[W, questions]`."""
+        places = self.answers(self.validation)
+        right = [
+            self.logits(part)[:, places - 1].argmax(-1) == part[:, places]
+            for part in self.validation.split(self.args.batch)
+        ]
+        answered: Tensor = torch.cat(right).unflatten(1, (-1, CODE)).all(-1)
+        return answered.cpu()
+
+    def judge(self, name: str) -> tuple[float, list[Accuracy]]:
+        """Share of right answers, and by distance: from FAR windows on, each range twice as far as the one before."""
+        right = self.right().double()
+        windows = self.distances.cpu() / self.task.window
+        ranges = []
+        nearest = FAR
+        while nearest <= windows.max():
+            inside = (windows >= nearest) & (windows < 2 * nearest)
+            if inside.any():
+                found = right[inside].mean().item()
+                ranges.append(Accuracy(name, nearest, 2 * nearest, int(inside.sum()), found))
+            nearest *= 2
+        return right.mean().item(), ranges
+
+    def run(self, show: Show) -> tuple[list[Row], list[Summary], list[Accuracy]]:
+        """With NSA, a second summary: the same model with its selected branch closed."""
+        rows, cost = self.train(show)
+        steps = rows[-1].step
+        accuracy, ranges = self.judge(self.variant)
+        summaries = [
+            Summary(self.variant, steps, rows[-1].val_loss, accuracy, cost.tokens_per_s, cost.peak_gib),
+        ]
+        if self.variant == "nsa":
+            with ablated(self.model, "selected"):
+                accuracy, more = self.judge(CLOSED)
+                summaries.append(Summary(CLOSED, steps, self.evaluate(), accuracy, None, None))
+            ranges += more
+        return rows, summaries, ranges
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        notes = resolve(args)
+    except (TypeError, ValueError, dispatch.BackendError) as refusal:
+        raise SystemExit(str(refusal)) from refusal
+
+    content = run_facts(
+        args, {**asdict(args.task), "far": FAR, "shorter": SHORTER, "rope_base": ROPE_BASE}, count_parameters(args)
+    )
+    content |= {"preset": args.preset, "variants": describe(args)}
+    introduce(args, content, f"{args.needles} needles, dense attention by {args.dense.name}")
+    for note in notes:
+        console.print(note, style="yellow", markup=False)
+    rows: list[Row] = []
+    summaries: list[Summary] = []
+    ranges: list[Accuracy] = []
+    out = Path(args.out)
+
+    def train(variant: str, show: Show) -> None:
+        for found, new in zip((rows, summaries, ranges), Trainer(variant, args).run(show), strict=True):
+            found.extend(new)  # type: ignore[attr-defined]
+        results = {
+            "rows": [asdict(row) for row in rows],
+            "summary": [asdict(summary) for summary in summaries],
+            "accuracy": [asdict(accuracy) for accuracy in ranges],
+            "verdict": verdict(summaries),
+        }
+        write_json(out.with_suffix(".json"), {**content, **results})
+        plot(ranges, out.with_suffix(".png"), content["device"])
+
+    train_variants(args, train)
+    table = new_table("variant", "answers right", "val loss", "bytes/s", "peak GiB", "steps")
+    for s in summaries:
+        table.add_row(s.variant, f"{s.accuracy:.1%}", f"{s.final_val_loss:.4f}", *cost_texts(s), str(s.steps))
+    show_results(table, verdict(summaries), out)
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_options(parser, list(VARIANTS), "needle", "NSA, as in nsa", chosen=CHOSEN)
+    add_nsa_options(parser, DEFAULTS, preset="paper")
+    hidden = (("needles", "keys with values in a sequence"), ("questions", "keys asked for at the end of it"))
+    add_training_options(parser, DEFAULTS["paper"], hidden)
+    args = parser.parse_args(argv)
+    resolve_options(parser, args, DEFAULTS[args.preset])
+    args.config = make_config(parser, args)
+    args.task = Task(args.context, args.w, args.needles, args.questions)
+    problem = args.task.problem()
+    if problem:
+        parser.error(problem)
+    if args.layers >= FAR:
+        parser.error(f"--layers must be below {FAR}, or windows upon windows reach the needles, got {args.layers}")
+    return args
+
+
+# What is shown
+
+
+def verdict(summaries: Sequence[Summary]) -> str:
+    """Whether NSA looks up what lies far away, and by its selected branch."""
+    share = {summary.variant: summary.accuracy for summary in summaries}
+    if "nsa" not in share:
+        return "NSA itself was not trained, so there is nothing to conclude about it."
+    sentences = [f"NSA answers {share['nsa']:.1%} of the questions right"]
+    if "dense" in share:
+        sentences[0] += f", dense attention {share['dense']:.1%}"
+    sentences[0] += "."
+    if share["nsa"] < RIGHT:
+        sentences.append(
+            f"That is less than {RIGHT:.0%}: it has not learnt to look up, so closing a branch says little."
+        )
+    fails = "it fails without it" if share[CLOSED] <= WRONG else "it does not fail without it"
+    sentences.append(f"With the selected branch closed the same model answers {share[CLOSED]:.1%}: {fails}.")
+    sentences += [
+        f"Trained {how}, {share[name]:.1%}."
+        for name, how in (("no-selected", "without that branch"), ("window", "with the window alone"))
+        if name in share
+    ]
+    return " ".join([*sentences, "One seed each."])
+
+
+def plot(ranges: Sequence[Accuracy], path: Path, device: str) -> None:
+    """Right answers by distance, one line per variant."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for name in dict.fromkeys(each.variant for each in ranges):
+        own = [each for each in ranges if each.variant == name]
+        style = {"color": "black"} if name == "dense" else {"linestyle": "--"} if name == CLOSED else {}
+        middles = [math.sqrt(each.nearest * each.farthest) for each in own]
+        axes.plot(middles, [100 * each.accuracy for each in own], marker="o", label=name, **style)
+    ticks = sorted({bound for each in ranges for bound in (each.nearest, each.farthest)})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set(xlabel="distance of the needle in windows", ylabel="answers right, %", ylim=(-3, 103))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.suptitle(f"Looking up values by keys, {device}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""What the examples with NSA share: NSA with branches taken away beside dense attention, and its options.
+
+    dense           causal softmax attention over the whole context
+    nsa             compressed, selected and window branch
+    window          the window branch alone: what a model reaches without long-range attention
+    no-compressed, no-selected, no-window    NSA without one branch
+
+NSA has learned gates that dense attention lacks, and `window` keeps its own, so that it is as strong as it can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.common import DTYPES, PRESETS, SDPA, choose_backend, choose_dense, nsa_facts
+from bench.inputs import Sizes
+from examples.byte_models import MODEL_OPTIONS, ByteModel, Defaults, DenseAttention, add_numbers, rotate
+from nsa import NSAConfig, NSAttention
+
+BRANCHES = ("compressed", "selected", "window")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "dense": (),
+    "nsa": BRANCHES,
+    "window": ("window",),
+    "no-compressed": ("selected", "window"),
+    "no-selected": ("compressed", "window"),
+    "no-window": ("compressed", "selected"),
+}
+"""The branches of NSA that each variant has."""
+
+NSA_OPTIONS = (
+    (
+        "block-size",
+        "select_block_size; compressed blocks are as long, with --preset paper half as long and overlapping",
+    ),
+    ("k", "num_selected_blocks"),
+    ("w", "window_size"),
+    ("q-tile", "q_tile_size"),
+)
+FORCED_BLOCKS = {"seed": (1, 1), "paper": (1, 2)}
+"""num_init_blocks and num_local_blocks of each preset."""
+
+
+# The variants
+
+
+class Closed:
+    """Forward hook of a gate projection: one branch weighs sigmoid(-inf) = 0.
+
+    A closed compressed branch still scores blocks, a closed selected branch still selects them.
+    """
+
+    def __init__(self, branch: str) -> None:
+        self.branch = BRANCHES.index(branch)
+
+    def __call__(self, _projection: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
+        per_head: Tensor = logits.unflatten(-1, (-1, len(BRANCHES)))
+        closed = torch.arange(len(BRANCHES), device=logits.device) == self.branch
+        return per_head.masked_fill(closed, -math.inf).flatten(-2)
+
+
+@contextmanager
+def ablated(model: ByteModel, branch: str) -> Iterator[None]:
+    """Inside, a branch of a trained model is closed in all layers; the weights stay as they are."""
+    hooks = [
+        module.gate_proj.register_forward_hook(Closed(branch))
+        for module in model.modules()
+        if isinstance(module, NSAttention) and module.gate_proj is not None
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def variant_config(variant: str, config: NSAConfig) -> NSAConfig:
+    """`config` without the selected or the window branch, where the variant has none."""
+    if "selected" not in VARIANTS[variant]:
+        config = replace(config, num_selected_blocks=0, num_init_blocks=0, num_local_blocks=0)
+    return config if "window" in VARIANTS[variant] else replace(config, window_size=0)
+
+
+def make_attention(variant: str, args: argparse.Namespace) -> NSAttention:
+    sizes = (args.width, args.heads, args.kv_heads)
+    if variant == "dense":
+        return DenseAttention(*sizes, args.dense)
+    attention = NSAttention(
+        *sizes,
+        config=variant_config(variant, args.config),
+        gate="x",
+        compress="linear" if args.compress == "linear" else None,
+        rope=rotate,
+        backend=args.backends[variant],
+    )
+    if "compressed" not in VARIANTS[variant] and attention.gate_proj is not None:
+        attention.gate_proj.register_forward_hook(Closed("compressed"))
+    return attention
+
+
+def make_model(variant: str, args: argparse.Namespace, **options: Any) -> ByteModel:
+    """Without values of its own choice: `ByteModel.initialise` comes after. `options`: of ByteModel."""
+    return ByteModel(args.layers, args.width, lambda: make_attention(variant, args), **options)
+
+
+def count_parameters(args: argparse.Namespace) -> dict[str, int]:
+    """Of each of `args.variants`."""
+    with torch.device("meta"):  # sizes, no values
+        return {name: sum(p.numel() for p in make_model(name, args).parameters()) for name in args.variants}
+
+
+def describe(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What a results file says of each of `args.variants`."""
+    described: dict[str, dict[str, Any]] = {}
+    for variant in args.variants:
+        if variant == "dense":
+            described[variant] = {"attention": args.dense.name}
+            continue
+        described[variant] = {
+            "attention": "NSA",
+            "preset": args.preset,
+            "branches": VARIANTS[variant],
+            "backend": args.backends[variant],
+            "config": {**asdict(variant_config(variant, args.config)), "compress": args.compress},
+        }
+    return described
+
+
+# The command line
+
+
+def add_nsa_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Defaults], preset: str = "seed") -> None:
+    """The model's options and NSA's; `make_config` reads them.
+
+    Args:
+        defaults: by preset. preset: the default one.
+    """
+    parser.add_argument(
+        "--flash", action="store_true", help="dense attention by FlashAttention-4 where it is installed, not by PyTorch"
+    )
+    add_numbers(parser.add_argument_group("model"), defaults[preset], MODEL_OPTIONS)
+    group = parser.add_argument_group("options of NSA (see NSAConfig)")
+    group.add_argument(
+        "--preset",
+        choices=PRESETS,
+        default=preset,
+        help="paper: selection per token, compressed blocks that overlap; other presets have other defaults than those "
+        "shown; default: %(default)s",
+    )
+    add_numbers(group, defaults[preset], NSA_OPTIONS)
+    for place, name in enumerate(("init", "local")):
+        shown = f"num_{name}_blocks; default: {FORCED_BLOCKS['seed'][place]}, paper: {FORCED_BLOCKS['paper'][place]}"
+        group.add_argument(f"--{name}-blocks", type=int, help=shown)
+    group.add_argument(
+        "--compress", choices=("mean", "linear"), default="mean", help="linear: learned; default: %(default)s"
+    )
+
+
+def make_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> NSAConfig:
+    """What the options say, or end with what is wrong with them.
+
+    Of `--block-size` l' the paper's preset keeps the proportions: l = l'/2, d = l'/4.
+    """
+    if args.k * args.block_size >= args.context:
+        parser.error(
+            f"--context must hold more than --k blocks of --block-size, or nothing is left to select: "
+            f"got {args.context}, {args.k} and {args.block_size}"
+        )
+    if args.preset == "paper" and args.block_size % 4:
+        parser.error(f"--block-size must be a multiple of 4 with --preset paper, got {args.block_size}")
+    init, local = FORCED_BLOCKS[args.preset]
+    length, stride = (args.block_size // 2, args.block_size // 4) if args.preset == "paper" else (args.block_size, None)
+    try:
+        return PRESETS[args.preset](
+            compress_block_size=length,
+            compress_stride=stride,
+            select_block_size=args.block_size,
+            num_selected_blocks=args.k,
+            window_size=args.w,
+            q_tile_size=args.q_tile,
+            num_init_blocks=init if args.init_blocks is None else args.init_blocks,
+            num_local_blocks=local if args.local_blocks is None else args.local_blocks,
+        )
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+
+
+def resolve(args: argparse.Namespace) -> list[str]:
+    """Set `args.dense` and `args.backends`, by variant; say where that is the reference for want of a kernel.
+
+    Raises:
+        ValueError, dispatch.BackendError: for a backend asked for by name that cannot run a variant.
+    """
+    device, dtype = torch.device(args.device), DTYPES[args.dtype]
+    args.dense = choose_dense(device, dtype) if args.flash else SDPA
+    args.backends = dict.fromkeys(args.variants)
+    notes: dict[str, None] = {}
+    sizes = Sizes(args.batch, args.context, args.heads, args.kv_heads, args.width // args.heads)
+    for variant in args.variants:
+        if variant == "dense":
+            continue
+        call = nsa_facts(sizes, variant_config(variant, args.config), device, dtype, backward=True)
+        args.backends[variant], note = choose_backend(call, args.backend)
+        if note:
+            notes[note] = None
+    return list(notes)
