@@ -65,7 +65,7 @@ from ascend_kernels.residual_rows import (
 from ascend_kernels.rows import features_of, is_readable, readable, readable_copy
 
 POINTER_NAMES = tuple(f"p_{i}" for i in range(MAX_POINTERS))
-SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "norm_dim", "num_partials")
+SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "num_partials")
 """Run-time values that must not make builds of their own; strides and D may, for their alignment."""
 
 

@@ -13,7 +13,8 @@ the UB (`one_tile_rows`): L <= 8 up to D = 512 and L <= 4 up to D = 1024, on any
 row, only L = 1. It reads V twice and do once for other rows that fit, and both twice for longer ones.
 
 NVIDIA. Rows of up to GPU_ROW features are one tile, in registers, so forward reads V once from global memory. Backward
-reads a token twice, the second time from the L2, unless all of it is a tile.
+reads a token twice, the second time from the L2, unless all of it is a tile: up to GPU_TOKEN_ROWS rows and GPU_TOKEN
+numbers are.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ MIN_BLOCK_D = 256
 FP32_PER_FEATURE = {"forward": 12, "backward": 16}
 RULE_SHARE = 0.85
 ONE_TILE_ROWS = (4, 8)
-GPU_ROW = 8192
+GPU_ROW, GPU_TOKEN, GPU_TOKEN_ROWS = 8192, 32768, 16
+"""Features of a row that is one tile, numbers and rows of a token that is one tile, on an NVIDIA GPU."""
+GPU_WARPS = 8
+"""Of a multiprocessor of an NVIDIA GPU, each thread with all the registers that it can address."""
+GPU_REGISTERS = 192
+"""Of a thread, for what backward keeps through a step."""
+GPU_SHARED = 200 * 1024
+"""Bytes of its shared memory for tiles that arrive."""
 MAX_BLOCKS = 64
 """Of one call: what the proofs cover, a power of two."""
 MAX_ROWS = 1 << 30
@@ -133,7 +141,10 @@ def gpu_plan(
     programs_per_core: int | None = None,
     **options: int,
 ) -> Plan:
-    """Tiles for an NVIDIA GPU: 64 numbers per thread forward, 32 backward, in as many programs as its registers hold.
+    """Tiles for an NVIDIA GPU, as measured on an H200 (docs/attention_residual.md): eight warps per multiprocessor.
+
+    A thread keeps 64 numbers of a tile, and backward up to twice that of a token that is one tile: the fewer the warps,
+    the less is done once for each, of which there was more than of memory's work.
 
     Args:
         cores: multiprocessors.
@@ -146,13 +157,15 @@ def gpu_plan(
     if tiled:
         block_d, chosen, depth, warps, per_core, registers = 2048, 1, 1, 8, 4, 64
     else:
-        # Both are bound by instructions before they are by memory: fewer warps share what is done once for each
-        width = 512 if backward else 1024
-        warps, depth = max(1, block_d // width), 3
-        chosen = max(1, (1024 if backward else 2048) * warps // block_d)
-        per_core, registers = (max(1, 16 // warps), 128) if backward else (max(1, 12 // warps), 160)
-        if not backward and warps == 8:
-            chosen, depth, per_core, registers = 1, 4, 2, 128
+        one_tile = backward and all_rows <= GPU_TOKEN_ROWS and all_rows * block_d <= GPU_TOKEN
+        chosen = all_rows if one_tile else min(all_rows, max(2, 2048 // block_d))
+        warps = min(GPU_WARPS, max(1, chosen * block_d // 2048))
+        per_core, registers = GPU_WARPS // warps, 255
+        tile = chosen * block_d * dtype.itemsize
+        # Loads of two tiles ahead, where they fit. Not where a second turn is served by the L2, nor where w, do, t and
+        # the tile leave no registers for it.
+        crowded = (chosen + 3) * block_d > GPU_REGISTERS * 32 * warps
+        depth = 1 if backward and (crowded or not one_tile) or 2 * tile * per_core > GPU_SHARED else 3
     chosen = min(chosen if rows is None else rows, all_rows)
     programs = cores * (per_core if programs_per_core is None else programs_per_core)
     if backward:  # their shares of t take no more than a 32nd of V, unless there is one for each core

@@ -139,8 +139,8 @@ class Traffic:
         ("ascend", 32, 9, (1, 2, 1)),
         ("ascend", 1040, 5, (1, 2, 1)),
         ("ascend", 2064, 3, (2, 2, 2)),
-        ("triton", 256, 4, (1, 1, 1)),
-        ("triton", 4096, 5, (1, 2, 1)),  # the second time from the L2
+        ("triton", 4096, 5, (1, 1, 1)),
+        ("triton", 8192, 5, (1, 2, 1)),  # the second time from the L2
     ],
 )
 def test_traffic(

@@ -378,8 +378,8 @@ def test_the_documented_thresholds_are_those_of_the_plans() -> None:
             assert longest(of_npu(name, True, 1, listed=True), one_tile) == tiles[-1]
     forward, backward = (longest(of_gpu(way, 8), whole) for way in (False, True))
     assert f"| NVIDIA GPU | registers | D ≤ {forward} | D ≤ {backward} |" in page
-    tiles = [longest(of_gpu(True, blocks), one_tile) for blocks in (8, 4, 2, 1)]
-    sentence = "L ≤ 8 up to D = {}, L ≤ 4 up to D = {}, L ≤ 2 up to D = {}; a single block up to D = {}"
+    tiles = [longest(of_gpu(True, blocks), one_tile) for blocks in (16, 8, 4)]
+    sentence = "L ≤ 16 up to D = {}, L ≤ 8 up to D = {}, L ≤ 4 up to D = {}"
     assert f"| NVIDIA GPU | {sentence.format(*tiles)} |" in page
 
 

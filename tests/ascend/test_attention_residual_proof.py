@@ -139,7 +139,7 @@ def test_every_specialisation_is_executed() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("dim", "layout"), [(1024, "stacked"), (4096, "stacked"), (8192, "list")])
 def test_compiles_for_sm_90(dtype: torch.dtype, dim: int, layout: str) -> None:
-    """Tiles are loaded ahead, straight into shared memory, of which there is enough."""
+    """Tiles are loaded ahead where the plan says so, straight into shared memory, of which there is enough."""
     case = make(3, dim, 8, dtype=dtype, layout=layout)
     with recording(run=False) as launches:
         through_the_public_op(case, "triton")
@@ -147,4 +147,4 @@ def test_compiles_for_sm_90(dtype: torch.dtype, dim: int, layout: str) -> None:
     for one in launches:
         compiled = proof.compile_ptx(one)
         assert compiled.shared_bytes <= 227 << 10
-        assert ("cp.async" in compiled.ptx) == (one.kernel.fn.__name__ != "weights_kernel")
+        assert ("cp.async" in compiled.ptx) == (one.constants.get("STAGES", 1) > 1)
