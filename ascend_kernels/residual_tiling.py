@@ -165,7 +165,7 @@ def gpu_plan(
         # Loads of two tiles ahead, where they fit. Not where a second turn is served by the L2, nor where w, do, t and
         # the tile leave no registers for it.
         crowded = (chosen + 3) * block_d > GPU_REGISTERS * 32 * warps
-        depth = 1 if backward and (crowded or not one_tile) or 2 * tile * per_core > GPU_SHARED else 3
+        depth = 1 if (backward and (crowded or not one_tile)) or 2 * tile * per_core > GPU_SHARED else 3
     chosen = min(chosen if rows is None else rows, all_rows)
     programs = cores * (per_core if programs_per_core is None else programs_per_core)
     if backward:  # their shares of t take no more than a 32nd of V, unless there is one for each core
