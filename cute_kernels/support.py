@@ -18,6 +18,7 @@ MAX_BLOCKS = 1024
 MAX_ENTRIES = 128
 TOKEN_SELECT_SIZES = (64, 128, 192, 256)
 MAX_TOKEN_ENTRIES = 256
+"""Compressed blocks over one select block: a step of token_blocks.py covers them."""
 MAX_TOKEN_BLOCKS = 256
 MAX_TOKEN_GROUP = 64
 MAX_GRID = 65535

@@ -47,14 +47,15 @@ from cute_kernels.block_lists import Keys
 from cute_kernels.device import vectorizable
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.warp import LANES
 
 WARPS = 8
 THREADS = WARPS * LANES
-ENTRIES = 256
+ENTRIES = MAX_TOKEN_ENTRIES
 """Compressed keys of a step."""
 
-MAX_GROUP = 64
+MAX_GROUP = MAX_TOKEN_GROUP
 DIMS = (64, 128)
 SMEM_BYTES = 227 << 10
 """What a CTA can have on Hopper and on Blackwell."""

@@ -51,6 +51,7 @@ from cute_kernels.segments import (
     fake_table,
     passes,
 )
+from cute_kernels.support import TOKEN_SELECT_SIZES
 from cute_kernels.warp import LANES
 from cute_kernels.warp_tiles import (
     ALIGNMENT,
@@ -91,7 +92,7 @@ SEGMENT_ROWS = 2048
 """The fewest rows of a segment of a cut block."""
 
 DIMS = (64, 128)
-SIZES = (64, 128, 192, 256)
+SIZES = TOKEN_SELECT_SIZES
 LOG2_E = math.log2(math.e)
 
 
