@@ -261,7 +261,7 @@ def takes_graphs(candidate: Candidate, device: torch.device) -> bool:
 def release(device: torch.device) -> None:
     """Give back what graphs and failed calls held on a GPU.
 
-    What is left, most of it compilers', is nothing that later collections have to look at: they took half of a run.
+    What is left, most of it compilers', is nothing that later collections have to look at.
     """
     if device.type == "cuda":
         gc.collect()
