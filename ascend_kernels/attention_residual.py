@@ -24,8 +24,8 @@ Floor, in elements of the blocks' dtype. Forward reads V, T L D, and writes out,
 dV, T (2 L + 1) D. The rest is small: fp32, 2 L + 1 per token, and D per program.
 
 Traffic. Forward reads V once wherever a row fits (residual_tiling.py says where). Backward reads do once, and V once
-where a token is one tile; else its second reading of a token comes right after the first, from the caches of a GPU (the
-tokens in flight take less than its L2), and from global memory on an NPU.
+where a token is one tile; else its second reading of a token comes right after the first, from the L2 of a GPU as long
+as the tokens in flight fit there (docs/attention_residual.md says up to which L), and from global memory on an NPU.
 
 Limits: fp16, bf16 or fp32; L <= 64, T L <= 2^30; features contiguous, others are copied. On NPUs rows are padded to
 multiples of 16 features, by a copy where D is none.
@@ -66,7 +66,7 @@ from ascend_kernels.rows import features_of, is_readable, readable, readable_cop
 
 POINTER_NAMES = tuple(f"p_{i}" for i in range(MAX_POINTERS))
 SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "num_partials")
-"""Run-time values that must not make builds of their own; strides and D may, for their alignment."""
+"""Run-time values that must not make builds of their own; strides, D and norm_dim may, for their alignment."""
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -17,7 +17,7 @@ import triton.language as tl
 from ascend_kernels.residual_rows import MAX_BLOCKS, load_kept, load_tile, load_weight, token_offset
 
 SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "num_work")
-"""Run-time values that must not make builds of their own; strides and D may, for their alignment."""
+"""Run-time values that must not make builds of their own; strides, D and norm_dim may, for their alignment."""
 
 
 @triton.jit(do_not_specialize=SIZES)

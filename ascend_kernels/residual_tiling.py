@@ -14,7 +14,7 @@ row, only L = 1. It reads V twice and do once for other rows that fit, and both 
 
 NVIDIA. Rows of up to GPU_ROW features are one tile, in registers, so forward reads V once from global memory. Backward
 reads a token twice, the second time from the L2, unless all of it is a tile: up to GPU_TOKEN_ROWS rows and GPU_TOKEN
-numbers are.
+numbers are, and any number of rows that have no more than GPU_TILE numbers together.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ RULE_SHARE = 0.85
 ONE_TILE_ROWS = (4, 8)
 GPU_ROW, GPU_TOKEN, GPU_TOKEN_ROWS = 8192, 32768, 16
 """Features of a row that is one tile, numbers and rows of a token that is one tile, on an NVIDIA GPU."""
+GPU_TILE = 2048
+"""Numbers of any other tile, unless two rows have more; 64 of them for each thread of a warp."""
 GPU_WARPS = 8
 """Of a multiprocessor of an NVIDIA GPU, each thread with all the registers that it can address."""
 GPU_REGISTERS = 192
@@ -141,10 +143,11 @@ def gpu_plan(
     programs_per_core: int | None = None,
     **options: int,
 ) -> Plan:
-    """Tiles for an NVIDIA GPU, as measured on an H200 (docs/attention_residual.md): eight warps per multiprocessor.
+    """Tiles for an NVIDIA GPU, as measured on an H200 (docs/performance.md).
 
-    A thread keeps 64 numbers of a tile, and backward up to twice that of a token that is one tile: the fewer the warps,
-    the less is done once for each, of which there was more than of memory's work.
+    Of rows that are one tile a multiprocessor has eight warps. A thread keeps 64 numbers of a tile, and backward up to
+    twice that of a token that is one tile: the fewer the warps, the less is done once for each, of which there was more
+    than of memory's work.
 
     Args:
         cores: multiprocessors.
@@ -158,8 +161,8 @@ def gpu_plan(
         block_d, chosen, depth, warps, per_core, registers = 2048, 1, 1, 8, 4, 64
     else:
         one_tile = backward and all_rows <= GPU_TOKEN_ROWS and all_rows * block_d <= GPU_TOKEN
-        chosen = all_rows if one_tile else min(all_rows, max(2, 2048 // block_d))
-        warps = min(GPU_WARPS, max(1, chosen * block_d // 2048))
+        chosen = all_rows if one_tile else min(all_rows, max(2, GPU_TILE // block_d))
+        warps = min(GPU_WARPS, max(1, chosen * block_d // GPU_TILE))
         per_core, registers = GPU_WARPS // warps, 255
         tile = chosen * block_d * dtype.itemsize
         # Loads of two tiles ahead, where they fit. Not where a second turn is served by the L2, nor where w, do, t and
