@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from bench import pass_report, residual_peers
 from bench.bars import Bar
 from bench.inputs import Residual
 from bench.passes import Candidate, Task, Unavailable
+from bench.report import RESULTS
 from bench.residual_peers import EPS, PEERS, formula, make_peer
 from bench.roofline import residual_bytes, residual_held
 from tests.bench_helpers import DOCS, Changed, documented_fields
@@ -378,9 +379,75 @@ def test_the_documented_thresholds_are_those_of_the_plans() -> None:
             assert longest(of_npu(name, True, 1, listed=True), one_tile) == tiles[-1]
     forward, backward = (longest(of_gpu(way, 8), whole) for way in (False, True))
     assert f"| NVIDIA GPU | registers | D ≤ {forward} | D ≤ {backward} |" in page
-    tiles = [longest(of_gpu(True, blocks), one_tile) for blocks in (16, 8, 4)]
-    sentence = "L ≤ 16 up to D = {}, L ≤ 8 up to D = {}, L ≤ 4 up to D = {}"
-    assert f"| NVIDIA GPU | {sentence.format(*tiles)} |" in page
+    counts = (64, 32, 16, 8, 4)
+    tiles = [f"L ≤ {blocks} up to D = {longest(of_gpu(True, blocks), one_tile)}" for blocks in counts]
+    assert f"| NVIDIA GPU | {', '.join(tiles)} |" in page
+    twice = [(of_gpu(True, 20)(dim), dim) for dim in DIMS if dim <= backward]
+    most = max(2 * plan.programs * dim for plan, dim in twice if not one_tile(plan))
+    assert f"take at most {most / 1e6:.1f} MB for each of the L blocks in 16 bits" in page
+
+
+# The documented run
+
+
+def run_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of a results file as docs/attention_residual.md shows them."""
+
+    def ms(value: float) -> str:
+        return f"{value:#.3g}".rstrip(".")
+
+    lines = [
+        "| T, D | pass | ms | of the floor | Liger | torch.compile | eager | from Python | MiB | least |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        problem = f"{row['t']}, {row['d']}{', list' if row['inputs'] == 'list' else ''}"
+        cells = [
+            f"| {problem} |" if row["pass"] == "fwd" else "| |",
+            f"{row['pass']} | {ms(row['ms_p50'])} | {100 * row['share_of_floor']:.0f} % |",
+            *(f"{ms(row[f'{peer}_ms'])} |" for peer in PEERS),
+            f"{ms(row['wall_ms'])} | {row['peak_mib']:,.1f} | {row['floor_mib']:,.0f} |",
+        ]
+        lines.append(" ".join(cells))
+    return "\n".join(lines)
+
+
+def test_the_documented_figures_are_those_of_the_recorded_run() -> None:
+    """Of every row, and of every kind of bar."""
+    page = (DOCS / "attention_residual.md").read_text(encoding="utf-8")
+    content = json.loads((RESULTS / "attnres-h200.json").read_text())
+    assert content["gate"] == "green"
+    rows, bars = content["rows"], content["bars"]
+    assert run_table(rows) in page
+    assert f"{sum(bar['verdict'] == 'pass' for bar in bars)} of {len(bars)} bars are reached." in page
+    (missed,) = (bar for bar in bars if bar["verdict"] != "pass")
+    assert missed["bar"] == "T=4096 D=1024 fwd: of the floor"
+
+    def reached(name: str) -> list[float]:
+        return [float(re.sub(r"[^\d.]", "", bar["reached"])) for bar in bars if bar["bar"].endswith(name)]
+
+    floors, below = sorted(reached(f" fwd: {bench.FLOOR}")), float(missed["reached"].removesuffix(" %"))
+    assert floors[0] == below
+    span = f"{floors[1]:.0f} to {floors[-1]:.0f} %"
+    assert f"| 80 % of the floor | {span}; **not at T = 4096, D = 1024: {below:.1f} %** |" in page
+    floors = reached(f"fwd+bwd: {bench.FLOOR}")
+    assert f"| 65 % of the floor | {min(floors):.0f} to {max(floors):.0f} % |" in page
+    times = reached(bench.EAGER)
+    assert f"| 20 times as fast as eager | {min(times):.1f} to {max(times):.1f} times |" in page
+    forward, both = reached(bench.LIGER)
+    assert f"| as fast as Liger | {forward:.2f} times forward, {both:.2f} times with backward |" in page
+    forward, both = reached(bench.LIGER_WALL)
+    assert f"| as fast as Liger | {forward:.2f} and {both:.2f} times |" in page
+    forward, both = (row["peak_mib"] for row in rows if (row["t"], row["inputs"]) == (1024, "stacked"))
+    assert f"| {forward:.1f} and {both:.1f} MiB |" in page
+    slower = [row for row in rows if any(row["wall_ms"] > row[f"{peer}_wall_ms"] for peer in PEERS)]
+    assert [(row["t"], row["d"], row["pass"]) for row in slower] == [(4096, 1024, "fwd+bwd")]
+    assert f"the one row of {len(rows)} in which a peer was faster" in page
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    times = [min(row[f"{peer}_ms"] for peer in PEERS) / row["ms_p50"] for row in rows]
+    assert f"{100 - 100 / min(times):.0f} to {100 - 100 / max(times):.0f} % less GPU time than the fastest" in readme
+    times = [row["liger_ms"] / row["ms_p50"] for row in rows]
+    assert f"{min(times):.1f} to {max(times):.1f} times as fast as its generic op on an H200" in readme
 
 
 # On a GPU
