@@ -81,8 +81,8 @@ COLUMNS = 32
 """Of o that a warp has in registers at a time."""
 
 ADD_THREADS = 128
-BATCH = 16
-"""Loads of a thread in flight together: the slots of the paper."""
+BATCH = 8
+"""Loads of a thread in flight together."""
 
 PART_BYTES = 512 << 20
 """For o of slots."""
