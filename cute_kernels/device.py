@@ -27,6 +27,11 @@ def compute_capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether it multiplies by WGMMA: Hopper's GPUs alone do."""
+    return device.type == "cuda" and compute_capability(device.index or 0)[0] == 9
+
+
 def positional(compiled: Any) -> Callable[..., None]:
     """The function inside CuTe DSL's wrapper for keyword arguments, which costs the host a microsecond a call."""
     unwrap = getattr(compiled, "__tvm_ffi_object__", None)

@@ -33,9 +33,10 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from torch import Tensor
 
-from cute_kernels.device import vectorized
+from cute_kernels.device import has_warpgroups, vectorized
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
 from cute_kernels.segments import (
@@ -54,7 +55,6 @@ from cute_kernels.segments import (
 from cute_kernels.support import TOKEN_SELECT_SIZES
 from cute_kernels.warp import LANES
 from cute_kernels.warp_tiles import (
-    ALIGNMENT,
     CHUNK,
     QUAD,
     accumulator,
@@ -62,14 +62,14 @@ from cute_kernels.warp_tiles import (
     gather_rows,
     left_operand,
     load_block,
+    load_for_quads,
     multiply,
     multiply_registers,
     numbers,
-    tiles,
-    transposed,
     warps_mma,
-    write_rows,
+    write_quads,
 )
+from cute_kernels.warpgroup_tiles import ALIGNMENT, GROUP, UNIT, group_mma, of_group, start_product, tiles, transposed
 
 WARPS = 8
 CTAS = 2
@@ -93,7 +93,7 @@ SEGMENT_ROWS = 2048
 
 DIMS = (64, 128)
 SIZES = TOKEN_SELECT_SIZES
-LOG2_E = math.log2(math.e)
+LOG2_E, LOG_2 = math.log2(math.e), math.log(2)
 
 
 @cute.jit
@@ -128,11 +128,16 @@ def heads_of(mX: cute.Tensor, group: int) -> cute.Tensor:
 
 
 class VisitBlocks:
-    """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block."""
+    """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block; whether to use WGMMA."""
 
-    def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int) -> None:
+    def __init__(
+        self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool
+    ) -> None:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
-        self.rows = 32 if size == 64 else 16
+        self.warpgroups = warpgroups
+        self.rows = 32 if size == 64 and not warpgroups else 16
+        self.together = GROUP // LANES if warpgroups else 1  # warps that multiply together
+        self.columns = v_dim if warpgroups else COLUMNS
         self.ctas = CTAS if size * (dim + v_dim) <= 128 * 128 else 1
 
     @cute.jit
@@ -163,8 +168,9 @@ class VisitBlocks:
             mBounds,
             first_token,
             scale,
-            warps_mma(self.dtype, 1),
-            tiles(self.dtype, self.rows, self.dim, WARPS),
+            self._mma(self.size, OperandMajorMode.K),
+            self._mma(self.v_dim, OperandMajorMode.MN),
+            tiles(self.dtype, self.rows * self.together, self.dim, WARPS // self.together),
             tiles(self.dtype, self.size, self.dim, 1),
             tiles(self.dtype, self.size, self.v_dim, 1),
         ).launch(
@@ -174,6 +180,11 @@ class VisitBlocks:
             min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=SHARED_PERCENT,
         )
+
+    def _mma(self, columns: int, right: OperandMajorMode) -> cute.TiledMma:
+        if self.warpgroups:
+            return group_mma(self.dtype, columns, warpgroup.OperandSource.RMEM, right)
+        return warps_mma(self.dtype, 1)
 
     @cute.kernel
     def kernel(
@@ -189,7 +200,8 @@ class VisitBlocks:
         mBounds: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        mma: cute.TiledMma,
+        mma_s: cute.TiledMma,
+        mma_o: cute.TiledMma,
         row_layout: cute.ComposedLayout,
         key_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
@@ -198,10 +210,13 @@ class VisitBlocks:
         segment, kv_head, batch = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        my_group = warp_index // self.together
         smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, key_layout, ALIGNMENT)[None, None, 0]
-        sV = smem.allocate_tensor(self.dtype, value_layout, ALIGNMENT)[None, None, 0]
-        sQ = smem.allocate_tensor(self.dtype, row_layout, ALIGNMENT)[None, None, warp_index]
+        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
+        sV = smem.allocate_tensor(self.dtype, value_layout.outer, ALIGNMENT, swizzle=value_layout.inner)
+        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sRows = sQ[None, None, my_group]
+        sMine = cute.local_tile(sRows, (self.rows, self.dim), (warp_index % self.together, 0))
 
         _, used = used_segments(mSums[batch, kv_head, None, None])
         if segment < used:
@@ -211,27 +226,36 @@ class VisitBlocks:
             gPlaces = cute.domain_offset((gSegment[FIRST],), mPlaces[batch, kv_head, None])
             gQ = mQ[batch, None, kv_head, None, None]
             gO, gLse = mO[batch, kv_head, None, None, None], mLse[batch, kv_head, None, None]
-            row, place = warp_index * self.rows, Int32(0)
+            row, step = warp_index * self.rows, const_expr(WARPS * self.rows)
+            place, next_place = Int32(0), Int32(0)
             if num_rows > 0:
-                place = self._place(gPlaces, row, num_rows)
-                load_block(mK[batch, None, kv_head, None], sK, first_key, end, thread, WARPS * LANES)
-                load_block(mV[batch, None, kv_head, None], sV, first_key, end, thread, WARPS * LANES)
-                gather_rows(as_vectors(gQ), sQ, self._query(gQ, place, row, num_rows))
+                place, next_place = self._place(gPlaces, row, num_rows), self._place(gPlaces, row + step, num_rows)
+                load_block(mK[batch, None, kv_head, None], sK[None, None, 0], first_key, end, thread, WARPS * LANES)
+                if row < num_rows:
+                    gather_rows(as_vectors(gQ), sMine, self._query(gQ, place, row, num_rows))
                 cute.arch.cp_async_commit_group()
+                load_for_quads(mV[batch, None, kv_head, None], sV[None, None, 0], first_key, end, thread, WARPS * LANES)
                 cute.arch.cp_async_wait_group(0)
+                if const_expr(self.warpgroups):
+                    cute.arch.fence_view_async_shared()
                 cute.arch.sync_threads()
-            while row < num_rows:
+            while row - warp_index % self.together * self.rows < num_rows:  # the first row of those multiplied together
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_warp()
-                acc = accumulator(mma, (self.rows, self.size))
-                acc.fill(0.0)
-                multiply(mma, lane, acc, sQ, sK, 0)
+                next_row = row + step
+                later_place = self._place(gPlaces, next_row + step, num_rows)
+                acc = accumulator(warps_mma(self.dtype, 1), (self.rows, self.size))
+                if const_expr(self.warpgroups):
+                    self._start_scores(mma_s, of_group(acc), sRows, sK)
+                else:
+                    acc.fill(0.0)
+                    multiply(mma_s, lane, acc, sMine, sK[None, None, 0], 0)
                 cute.arch.sync_warp()
-                next_row = row + WARPS * self.rows
-                next_place = self._place(gPlaces, next_row, num_rows)
                 if next_row < num_rows:
-                    gather_rows(as_vectors(gQ), sQ, self._query(gQ, next_place, next_row, num_rows))
+                    gather_rows(as_vectors(gQ), sMine, self._query(gQ, next_place, next_row, num_rows))
                 cute.arch.cp_async_commit_group()
+                if const_expr(self.warpgroups):
+                    warpgroup.wait_group(0)
 
                 seen = first_token + place // self.slots - first_key  # the last key that a row sees
                 S = numbers(acc)
@@ -244,18 +268,36 @@ class VisitBlocks:
                 if (mine < self.rows) & (row + mine < num_rows):
                     gLse[slot, (row + mine) % self.group] = lse
 
-                rP = left_operand(acc, self.dtype)
                 to = cute.crd2idx((place, (row + lane % self.rows) % self.group, 0), gO.layout) // VECTOR
                 to = Int32(to) if row + lane % self.rows < num_rows else Int32(-1)
-                for part in range_constexpr(self.v_dim // COLUMNS):
-                    acc_o = accumulator(mma, (self.rows, COLUMNS))
-                    acc_o.fill(0.0)
-                    multiply_registers(mma, lane, acc_o, rP, transposed(sV), part * (COLUMNS // CHUNK), True)
+                rP = left_operand(acc, self.dtype)
+                for part in range_constexpr(self.v_dim // self.columns):
+                    acc_o = accumulator(warps_mma(self.dtype, 1), (self.rows, self.columns))
+                    if const_expr(self.warpgroups):
+                        rV = mma_o.get_slice(0).make_fragment_B(mma_o.get_slice(0).partition_B(transposed(sV)))
+                        start_product(mma_o, of_group(acc_o), rP, rV[None, None, None, 0], False)
+                        warpgroup.wait_group(0)
+                    else:
+                        acc_o.fill(0.0)
+                        sColumns = transposed(sV)[None, None, 0]
+                        multiply_registers(mma_o, lane, acc_o, rP, sColumns, part * (COLUMNS // CHUNK), True)
                     rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
                     rO.store(acc_o.load().to(self.dtype))
-                    piece = cute.domain_offset((0, part * (COLUMNS // VECTOR)), as_vectors(gO))
-                    write_rows(numbers(rO), piece, to)
-                row, place = next_row, next_place
+                    piece = cute.domain_offset((0, part * (self.columns // VECTOR)), as_vectors(gO))
+                    write_quads(numbers(rO), piece, to)
+                row, place, next_place = next_row, next_place, later_place
+
+    @cute.jit
+    def _start_scores(self, mma: cute.TiledMma, acc: cute.Tensor, sRows: cute.Tensor, sK: cute.Tensor):
+        """S of a warpgroup's rows; each warp has read its own ones then."""
+        thread, _, _ = cute.arch.thread_idx()
+        one = mma.get_slice(thread % GROUP)
+        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy = cute.make_tiled_copy_A(load, mma).get_slice(thread % GROUP)
+        rQ = one.make_fragment_A(one.partition_shape_A((UNIT, self.dim)))
+        cute.copy(copy, copy.partition_S(sRows), copy.retile(rQ))
+        rK = one.make_fragment_B(mma.get_slice(0).partition_B(sK))
+        start_product(mma, acc, rQ, rK[None, None, None, 0], False)
 
     # A lane for each row of a warp
 
@@ -310,7 +352,7 @@ class VisitBlocks:
                         S[c, r, m, n] = S[c, r, m, n] * share
                 if lane % QUAD == 2 * m + r:
                     my_top, my_total = top, total
-        return my_top / LOG2_E + cute.math.log(my_total)
+        return (my_top + cute.math.log2(my_total, fastmath=True)) * LOG_2
 
 
 class AddSlots:
@@ -359,37 +401,43 @@ class AddSlots:
         _, _, tokens, slots = mBlocks.shape
         if token < tokens:
             gBlocks = mBlocks[batch, kv_head, token, None]
-            top = -Float32.inf
-            if const_expr(self.weighted):
-                for slot in cutlass.range(slots, unroll=BATCH):
-                    lse = mPartLse[batch, kv_head, token * slots + slot, head]
-                    top = cute.arch.fmax(top, lse if gBlocks[slot] >= 0 else -Float32.inf)
-                top = Float32(0.0) if top == -Float32.inf else top
-            total = Float32(0.0)
+            top, total = -Float32.inf, Float32(0.0)
             rSum = cute.make_rmem_tensor(VECTOR, Float32)
             rSum.fill(0.0)
             rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
+            rPairs = cute.recast_tensor(rPart, Int32)
             rWeight = cute.make_rmem_tensor(BATCH, Float32)
             parts = slots * self.units
             for start in cutlass.range(0, parts, BATCH, unroll=1):
+                # Nothing is waited for before all loads are under way: also what no slot visits is loaded
+                rPart.fill(0.0)
+                rWeight.fill(-Float32.inf)
                 for i in range_constexpr(BATCH):
                     part = start + i
-                    rPart[None, i].fill(0.0)
-                    rWeight[i] = 0.0
                     if part < parts:
-                        if gBlocks[part // self.units] >= 0:
-                            place = token * parts + part
-                            gPart = mParts[batch, kv_head, place, head, None]
-                            cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (vector,)), rPart[None, i])
-                            if const_expr(self.weighted):
-                                rWeight[i] = mPartLse[batch, kv_head, place, head]
-                                rWeight[i] = cute.math.exp2((rWeight[i] - top) * LOG2_E, fastmath=True)
-                            else:
-                                rWeight[i] = 1.0
+                        place = token * parts + part
+                        gPart = mParts[batch, kv_head, place, head, None]
+                        cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (vector,)), rPart[None, i])
+                        visits = gBlocks[part // self.units] >= 0
+                        lse = Float32(0.0)
+                        if const_expr(self.weighted):
+                            lse = mPartLse[batch, kv_head, place, head]
+                        rWeight[i] = lse if visits else -Float32.inf
+                new_top = top
                 for i in range_constexpr(BATCH):
-                    total += rWeight[i]
+                    new_top = cute.arch.fmax(new_top, rWeight[i])
+                base = Float32(0.0) if new_top == -Float32.inf else new_top
+                scale = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
+                top, total = new_top, total * scale
+                for j in range_constexpr(VECTOR):
+                    rSum[j] = rSum[j] * scale
+                for i in range_constexpr(BATCH):
+                    weight = cute.math.exp2((rWeight[i] - base) * LOG2_E, fastmath=True)
+                    total += weight
+                    for j in range_constexpr(VECTOR // 2):
+                        rPairs[j, i] = rPairs[j, i] if weight > 0.0 else Int32(0)
                     for j in range_constexpr(VECTOR):
-                        rSum[j] = cute.math.fma(rWeight[i], rPart[j, i].to(Float32), rSum[j])
+                        rSum[j] = cute.math.fma(weight, rPart[j, i].to(Float32), rSum[j])
             gX = mX[batch, token, kv_head * self.group + head, None]
             if const_expr(self.weighted):
                 rSum.store(rSum.load() * (Float32(0.0) if total == 0.0 else 1.0 / total))
@@ -401,10 +449,12 @@ class AddSlots:
 
 
 @lru_cache
-def _visit(dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool) -> Kernel:
+def _visit(
+    dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
+) -> Kernel:
     dim, v_dim = dims
     return compile_kernel(
-        VisitBlocks(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
+        VisitBlocks(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
         *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
         fake_places(),
         fake_segments(),
@@ -530,7 +580,7 @@ def token_selected_forward(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
-    visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None).run
+    visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)).run
     for visits, batches, of in passes(
         indices,
         size=size,

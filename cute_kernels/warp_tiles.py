@@ -203,6 +203,58 @@ def gather_rows(
 
 
 @cute.jit
+def load_for_quads(
+    mX: cute.Tensor,  # [N, dim]
+    sX: cute.Tensor,  # [rows, dim]
+    first: Int32,
+    end: Int32,
+    thread: Int32,
+    threads: cutlass.Constexpr[int],
+):
+    """As `load_block`, but waiting for the rows, and with columns in another order, for `write_quads`.
+
+    Of 32 columns, pair i of the j-th 8 goes to place 4 i + j of the pairs. What lane j of a quad then has of a product's
+    pieces 0 ... 3, a pair of each, are the j-th 8 columns.
+    """
+    vectors = const_expr(cute.size(sX, mode=[1]) // VECTOR)
+    rX = cute.make_rmem_tensor((VECTOR, const_expr(cute.size(sX, mode=[0]) * vectors // threads)), sX.element_type)
+    rX.fill(0.0)
+    for i in range_constexpr(cute.size(rX, mode=[1])):
+        row, vector = (thread + i * threads) // vectors, (thread + i * threads) % vectors
+        if first + row < end:
+            cute.autovec_copy(cute.local_tile(mX[first + row, None], (VECTOR,), (vector,)), rX[None, i])
+    for i in range_constexpr(cute.size(rX, mode=[1])):
+        row, vector = (thread + i * threads) // vectors, (thread + i * threads) % vectors
+        for pair in range_constexpr(QUAD):
+            to = vector // QUAD * VECTOR * 2 + pair * QUAD + vector % QUAD
+            cute.autovec_copy(
+                cute.local_tile(rX[None, i], (2,), (pair,)), cute.local_tile(sX[row, None], (2,), (to,))
+            )
+
+
+@cute.jit
+def write_quads(
+    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
+    mX: cute.Tensor,  # as of `as_vectors`
+    start: Int32,  # in lane i, the first vector of row i; negative: it is not written
+):
+    """Rows of an accumulator whose columns are in the order of `load_for_quads`, each by its quad."""
+    _, _, rows, pieces = rRounded.shape
+    lane = cute.arch.lane_idx()
+    pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)
+    rPieces = cute.make_rmem_tensor(QUAD, Int32)
+    for m in range_constexpr(rows):
+        for r in range_constexpr(2):
+            place = cute.arch.shuffle_sync(start, m * CHUNK + r * 8 + lane // QUAD)
+            if place >= 0:
+                for first in range_constexpr(0, pieces, QUAD):
+                    for i in range_constexpr(QUAD):
+                        rPieces[i] = pairs[0, r, m, first + i]
+                    vector = mX[None, Int64(place + first + lane % QUAD)]
+                    cute.autovec_copy(cute.recast_tensor(rPieces, mX.element_type), vector)
+
+
+@cute.jit
 def write_rows(
     rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
     mX: cute.Tensor,  # as of `as_vectors`
