@@ -87,12 +87,14 @@ class Plan:
     seconds: float
     wall: bool = False
     """Besides graphs, also calls as Python makes them."""
+    calls: int = 1
+    """Of a graph, one after the other: what it takes to start a graph (3 us on an H200) is shared by them."""
 
     @classmethod
-    def of(cls, modes: Sequence[str], seconds: float, *, wall: bool = False) -> Plan:
+    def of(cls, modes: Sequence[str], seconds: float, *, wall: bool = False, calls: int = 1) -> Plan:
         """Memory alone is that of the forward and of both passes."""
         passes = tuple(PASSES[mode] for mode in PASSES if mode in modes)
-        return cls(passes or ("fwd", "fwd+bwd"), bool(passes), "memory" in modes, seconds, wall)
+        return cls(passes or ("fwd", "fwd+bwd"), bool(passes), "memory" in modes, seconds, wall, calls)
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def measure_pass(
     release(device)
     passes = Passes(candidate, task)
     graph = takes_graphs(candidate, device)
-    call, keep = passes.captured(direction) if graph else passes.eager(direction)
+    call, keep = passes.captured(direction, plan.calls) if graph else passes.eager(direction)
     results = call()
     if graph:
         for tensor in results:
@@ -238,6 +240,7 @@ def measure_pass(
     if timed and error.within:
         if plan.timed:
             timing = measure(call, device, seconds=plan.seconds, host=not graph)
+            timing = timing.per(plan.calls) if graph else timing
         del call, keep
         release(device)
         if plan.timed and plan.wall:
@@ -297,15 +300,25 @@ class Passes:
         out = self._differentiable()
         return lambda: torch.autograd.grad(out, self.leaves, self.do, retain_graph=True), out
 
-    def captured(self, direction: str) -> tuple[Callable[[], tuple[Tensor, ...]], Any]:
-        """The same as a CUDA graph. That of the backward reads what one of the forward left."""
+    def captured(self, direction: str, calls: int) -> tuple[Callable[[], tuple[Tensor, ...]], Any]:
+        """So many calls of it as a CUDA graph. That of the backward reads what one of the forward left."""
         device = self.do.device
         (self.forward if direction == "fwd" else self.full)()  # so that nothing is left to compile
-        if direction != "bwd":
-            graph, before = capture(self.forward if direction == "fwd" else self.full, device), None
-        else:
+        if direction == "bwd":
             before = capture(self._differentiable, device)
-            graph = capture(lambda: torch.autograd.grad(before.out, self.leaves, self.do), device)
+
+            def call() -> tuple[Tensor, ...]:
+                return torch.autograd.grad(before.out, self.leaves, self.do, retain_graph=True)
+        else:
+            before, call = None, self.forward if direction == "fwd" else self.full
+
+        def several() -> tuple[Tensor, ...]:
+            for _ in range(calls - 1):
+                call()
+            return call()
+
+        graph = capture(several, device)
+        if before is not None:
             before.replay()
 
         def replay() -> tuple[Tensor, ...]:

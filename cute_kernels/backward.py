@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels import fa4
+from cute_kernels import fa4, warpgroup_tiles
 from cute_kernels import selected_backward as split
 from cute_kernels.block_lists import BlockLists
 from cute_kernels.compress import block_means
@@ -467,7 +467,7 @@ def selected_backward(
             gradients.do,
             gradients.lse,
             delta,
-            token_lists(plan, gradients.q, k, indices, 0, width=split.UNIT),
+            token_lists(plan, gradients.q, k, indices, 0, width=warpgroup_tiles.UNIT),
             bits,
             size=size,
             causal=causal,

@@ -36,6 +36,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from torch import Tensor
 
+from cute_kernels.aside import Aside
 from cute_kernels.device import has_warpgroups, vectorized
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
@@ -86,7 +87,7 @@ BATCH = 8
 """Loads of a thread in flight together."""
 
 PART_BYTES = 512 << 20
-"""For o of slots."""
+"""For o of a pass's slots; two passes have theirs at a time."""
 
 SEGMENT_ROWS = 2048
 """The fewest rows of a segment of a cut block."""
@@ -130,9 +131,7 @@ def heads_of(mX: cute.Tensor, group: int) -> cute.Tensor:
 class VisitBlocks:
     """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block; whether to use WGMMA."""
 
-    def __init__(
-        self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool
-    ) -> None:
+    def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
         self.warpgroups = warpgroups
         self.rows = 32 if size == 64 and not warpgroups else 16
@@ -581,22 +580,26 @@ def token_selected_forward(
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)).run
-    for visits, batches, of in passes(
-        indices,
-        size=size,
-        length=-(-SEGMENT_ROWS // group),
-        token_bytes=slots * group * (v_dim * q.element_size() + 4),
-        most_bytes=PART_BYTES,
-        first_token=first_token,
-        bounds=bounds,
-    ):
-        shape = (*visits.places.shape, group)
-        parts = torch.empty((*shape, v_dim), dtype=q.dtype, device=q.device)
-        part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        queries = slice(of.start * group, of.stop * group)
-        rows = visits.rows(first_token)
-        tables = visits.places, visits.segments, visits.sums
-        some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
-        visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
-        add_slots(visits, parts, o[batches, rows, queries], part_lse=part_lse, lse=lse[batches, queries, rows])
+    with Aside(q.device) as aside:
+        for visits, batches, of in passes(
+            indices,
+            size=size,
+            length=-(-SEGMENT_ROWS // group),
+            token_bytes=slots * group * (v_dim * q.element_size() + 4),
+            most_bytes=PART_BYTES,
+            first_token=first_token,
+            bounds=bounds,
+        ):
+            aside.begin()
+            shape = (*visits.places.shape, group)
+            parts = torch.empty((*shape, v_dim), dtype=q.dtype, device=q.device)
+            part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+            queries = slice(of.start * group, of.stop * group)
+            rows = visits.rows(first_token)
+            tables = visits.places, visits.segments, visits.sums
+            some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
+            visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
+            with aside.end(visits, parts, part_lse):
+                add_slots(visits, parts, o[batches, rows, queries], part_lse=part_lse, lse=lse[batches, queries, rows])
+            del parts, part_lse, visits
     return o, lse

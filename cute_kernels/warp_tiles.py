@@ -213,8 +213,8 @@ def load_for_quads(
 ):
     """As `load_block`, but waiting for the rows, and with columns in another order, for `write_quads`.
 
-    Of 32 columns, pair i of the j-th 8 goes to place 4 i + j of the pairs. What lane j of a quad then has of a product's
-    pieces 0 ... 3, a pair of each, are the j-th 8 columns.
+    Of 32 columns, pair i of the j-th 8 goes to place 4 i + j of the pairs. What lane j of a quad then has of four
+    pieces of a product, a pair of each, are the j-th 8 columns.
     """
     vectors = const_expr(cute.size(sX, mode=[1]) // VECTOR)
     rX = cute.make_rmem_tensor((VECTOR, const_expr(cute.size(sX, mode=[0]) * vectors // threads)), sX.element_type)
@@ -227,9 +227,7 @@ def load_for_quads(
         row, vector = (thread + i * threads) // vectors, (thread + i * threads) % vectors
         for pair in range_constexpr(QUAD):
             to = vector // QUAD * VECTOR * 2 + pair * QUAD + vector % QUAD
-            cute.autovec_copy(
-                cute.local_tile(rX[None, i], (2,), (pair,)), cute.local_tile(sX[row, None], (2,), (to,))
-            )
+            cute.autovec_copy(cute.local_tile(rX[None, i], (2,), (pair,)), cute.local_tile(sX[row, None], (2,), (to,)))
 
 
 @cute.jit

@@ -230,7 +230,7 @@ def test_optional_tensors_of_documents(names: tuple[str, ...], changes: dict[str
 @pytest.mark.parametrize("size", [64, 128, 192, 256])
 def test_split_backward_gets_lists_of_its_unit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4's lists are 128 keys wide where that divides l'."""
-    from cute_kernels.selected_backward import UNIT
+    from cute_kernels.warpgroup_tiles import UNIT
 
     twins.install(monkeypatch, "sm_90", RULES["sm_90"])
     monkeypatch.setattr(forward, "chosen_lists", lambda *_, width, **__: width)

@@ -92,7 +92,8 @@ class Inputs:
 
     def run(self, **out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.block_lists import Keys, chosen_lists
-        from cute_kernels.selected_backward import UNIT, selected_backward
+        from cute_kernels.selected_backward import selected_backward
+        from cute_kernels.warpgroup_tiles import UNIT
 
         rows, num_keys = self.q.shape[1], self.k.shape[1]
         lists = chosen_lists(
