@@ -36,7 +36,6 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from torch import Tensor
 
-from cute_kernels.aside import Aside
 from cute_kernels.device import has_warpgroups, vectorized
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
@@ -53,6 +52,7 @@ from cute_kernels.segments import (
     fake_table,
     passes,
 )
+from cute_kernels.side_streams import SideStreams
 from cute_kernels.support import TOKEN_SELECT_SIZES
 from cute_kernels.warp import LANES
 from cute_kernels.warp_tiles import (
@@ -580,7 +580,7 @@ def token_selected_forward(
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)).run
-    with Aside(q.device) as aside:
+    with SideStreams(q.device) as streams:
         for visits, batches, of in passes(
             indices,
             size=size,
@@ -590,7 +590,7 @@ def token_selected_forward(
             first_token=first_token,
             bounds=bounds,
         ):
-            aside.begin()
+            streams.begin()
             shape = (*visits.places.shape, group)
             parts = torch.empty((*shape, v_dim), dtype=q.dtype, device=q.device)
             part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -598,8 +598,8 @@ def token_selected_forward(
             rows = visits.rows(first_token)
             tables = visits.places, visits.segments, visits.sums
             some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
-            visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
-            with aside.end(visits, parts, part_lse):
+            with streams.run(visits, parts, part_lse, some):
+                visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
                 add_slots(visits, parts, o[batches, rows, queries], part_lse=part_lse, lse=lse[batches, queries, rows])
-            del parts, part_lse, visits
+            del parts, part_lse, visits, tables, some
     return o, lse

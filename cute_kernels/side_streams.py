@@ -1,7 +1,7 @@
-"""A second stream for what ends a pass, so that the next pass begins beside it.
+"""Passes on two streams in turn, so that one begins where another leaves multiprocessors idle.
 
-Passes that multiply leave memory idle, what adds up their results leaves the multiplying units idle, and both leave
-multiprocessors idle towards their end.
+A launch ends with its longest CTAs, most multiprocessors idle: visits of a pass so lost a quarter of their time. And
+passes that multiply leave memory idle, what adds up their results leaves the multiplying units idle.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any
 
 import torch
 
-PASSES = 2
-"""Whose memory may be in use at a time."""
+STREAMS = 2
+"""Beside the current one. So many passes are under way, and have their memory, at a time."""
 
 
-class Aside:
-    """Ends passes on a stream of its own, for whoever waits for it on the current stream: everyone after `with`.
+class SideStreams:
+    """For passes that do not depend on each other. After `with`, the current stream has waited for all of them.
 
     Part of a CUDA graph where the current stream is being captured. On a CPU it does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._passes = 0
         self._ends: deque[tuple[torch.cuda.Event, Any]] = deque()
 
-    def __enter__(self) -> Aside:
+    def __enter__(self) -> SideStreams:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,12 +37,12 @@ class Aside:
         self._wait(0)
 
     def begin(self) -> None:
-        """Before a pass takes memory: that of the last but one is free then."""
-        self._wait(PASSES - 1)
+        """Before a pass takes memory: that of an earlier pass is free then."""
+        self._wait(STREAMS - 1)
 
     @contextmanager
-    def end(self, *held: Any) -> Iterator[None]:
-        """What is launched inside waits for what was launched before, and lets nothing wait but other ends.
+    def run(self, *held: Any) -> Iterator[None]:
+        """What is launched inside waits for what was launched on the current stream before.
 
         Args:
             held: all memory that is used inside and that a caller may drop.
@@ -49,7 +50,8 @@ class Aside:
         if self._device.type != "cuda":
             yield
             return
-        stream = _stream(self._device)
+        stream = _streams(self._device)[self._passes % STREAMS]
+        self._passes += 1
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             try:
@@ -64,6 +66,5 @@ class Aside:
 
 
 @lru_cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Before others: what it runs is short, and frees memory."""
-    return torch.cuda.Stream(device, priority=-1)
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(STREAMS)]
