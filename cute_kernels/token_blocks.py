@@ -50,7 +50,14 @@ from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
 from cute_kernels.warp import LANES
 
 WARPS = 8
-THREADS = WARPS * LANES
+"""That multiply; as many more load keys and keep the lists."""
+
+HALF = WARPS * LANES
+THREADS = 2 * HALF
+MATH_REGISTERS, LIST_REGISTERS = 208, 48
+KEYS_READY, KEYS_READ, SCORES_READY, SCORES_READ = range(1, 5)
+"""Barriers on which one half of the threads arrives and the other half waits."""
+
 ENTRIES = 256
 """Compressed keys of a step."""
 
@@ -234,8 +241,7 @@ class TokenBlocks:
             steps = cute.ceil_div(self.blocks.scored(visible), self.per_step)
         if steps > 0:
             self._load_queries(mQ, sQ, batch, kv_head, num_rows)
-            self._load_keys(mK, sK, entries, batch, kv_head, Int32(0))
-        cute.arch.cp_async_commit_group()
+            self._load_keys(mK, sK, entries, batch, kv_head, Int32(0), thread, THREADS)
         for i in cutlass.range(thread, rows * self.group, THREADS):
             row, head = i % rows, i // rows
             sLse[row, head] = Float32(0.0)
@@ -243,70 +249,92 @@ class TokenBlocks:
                 sLse[row, head] = -LOG2_E * mLse[batch, kv_head * self.group + head, row]
         if thread < rows:
             self.best.begin_row(sRow[thread, None], first_token + thread, tokens, entries, mBounds is not None)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in range_constexpr(rows // WARPS):
-            row = i * WARPS + warp_index  # the warp keeps the lists of these
-            self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
+        parts = const_expr(rows // self.tiling.rows)
 
-        thr_mma = tiled_mma.get_slice(thread)
-        tSrK = thr_mma.make_fragment_A(thr_mma.partition_shape_A((ENTRIES, self.dim)))
-        tSrQ = thr_mma.make_fragment_B(thr_mma.partition_shape_B((self.tiling.rows, self.dim)))
-        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
-        copy_q = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread)
-        tSsK, tSrK_copy = copy_k.partition_S(sK), copy_k.retile(tSrK)
-        tSsQ, tSrQ_copy = copy_q.partition_S(sQ), copy_q.retile(tSrQ)
-        acc_shape = thr_mma.partition_shape_C((ENTRIES, self.tiling.rows))
-        coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.tiling.rows)))
-        acc, next_acc, total = (cute.make_rmem_tensor(acc_shape, Float32) for _ in range(3))
+        if warp_index < WARPS:
+            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            thr_mma = tiled_mma.get_slice(thread)
+            tSrK = thr_mma.make_fragment_A(thr_mma.partition_shape_A((ENTRIES, self.dim)))
+            tSrQ = thr_mma.make_fragment_B(thr_mma.partition_shape_B((self.tiling.rows, self.dim)))
+            load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+            copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
+            copy_q = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread)
+            tSsK, tSrK_copy = copy_k.partition_S(sK), copy_k.retile(tSrK)
+            multiply = (tiled_mma, copy_q, copy_q.partition_S(sQ), copy_q.retile(tSrQ), tSrQ, tSrK)
+            acc_shape = thr_mma.partition_shape_C((ENTRIES, self.tiling.rows))
+            coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.tiling.rows)))
+            acc, next_acc, total = (cute.make_rmem_tensor(acc_shape, Float32) for _ in range(3))
 
-        for step in cutlass.range(steps, unroll=1):
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
             cute.copy(copy_k, tSsK, tSrK_copy)
-            cute.arch.sync_threads()
-            if step + 1 < steps:
-                self._load_keys(mK, sK, entries, batch, kv_head, step + 1)
-            cute.arch.cp_async_commit_group()
-
-            for part in cutlass.range(rows // self.tiling.rows, unroll=1):
-                first = part * self.tiling.rows
-                multiply = (tiled_mma, copy_q, tSsQ[None, part, None, None], tSrQ_copy, tSrQ, tSrK)
-                head_lse = cute.domain_offset((first, 0), sLse)
-                total.fill(0.0)
-                self._multiply(*multiply, Int32(0), acc)
-                for pair in cutlass.range((self.group - 1) // 2, unroll=1):
-                    self._multiply(*multiply, 2 * pair + 1, next_acc)
-                    self._add_probabilities(acc, total, coordinates, head_lse[None, 2 * pair], scale)
-                    self._multiply(*multiply, 2 * pair + 2, acc)
-                    self._add_probabilities(next_acc, total, coordinates, head_lse[None, 2 * pair + 1], scale)
-                if const_expr(self.group % 2 == 0):
-                    self._multiply(*multiply, Int32(self.group - 1), next_acc)
-                    self._add_probabilities(acc, total, coordinates, head_lse[None, self.group - 2], scale)
+            if steps > 1:
+                cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
+            self._multiply(*multiply, Int32(0), Int32(0), acc)
+            for step in cutlass.range(steps, unroll=1):
+                for part in cutlass.range(parts, unroll=1):
+                    first = part * self.tiling.rows
+                    head_lse = cute.domain_offset((first, 0), sLse)
+                    total.fill(0.0)
+                    for pair in cutlass.range((self.group - 1) // 2, unroll=1):
+                        self._multiply(*multiply, part, 2 * pair + 1, next_acc)
+                        self._add_probabilities(acc, total, coordinates, head_lse[None, 2 * pair], scale)
+                        self._multiply(*multiply, part, 2 * pair + 2, acc)
+                        self._add_probabilities(next_acc, total, coordinates, head_lse[None, 2 * pair + 1], scale)
+                    if const_expr(self.group % 2 == 0):
+                        self._multiply(*multiply, part, Int32(self.group - 1), next_acc)
+                        self._add_probabilities(acc, total, coordinates, head_lse[None, self.group - 2], scale)
+                    else:
+                        for i in range_constexpr(cute.size(acc)):
+                            next_acc[i] = acc[i]
+                    next_part = part + 1
+                    if next_part == parts:
+                        next_part = Int32(0)
+                        if step + 1 < steps:
+                            cute.arch.barrier(barrier_id=KEYS_READY, number_of_threads=THREADS)
+                            cute.copy(copy_k, tSsK, tSrK_copy)
+                            if step + 2 < steps:
+                                cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
+                    # Behind the last part this is of no use, and does no harm
+                    self._multiply(*multiply, next_part, Int32(0), acc)
                     self._add_probabilities(next_acc, total, coordinates, head_lse[None, self.group - 1], scale)
-                else:
-                    self._add_probabilities(acc, total, coordinates, head_lse[None, self.group - 1], scale)
-
-                first_entry = step * self.per_step * self.ratio - self.before
-                self._store_scores(total, sScore, coordinates, cute.domain_offset((first, 0), sRow), first_entry)
-                cute.arch.sync_threads()
-                for i in range_constexpr(self.tiling.rows // WARPS):
-                    row = first + i * WARPS + warp_index
-                    if row < num_rows:
-                        self._merge_scores(
-                            sScore[i * WARPS + warp_index, None, None],
-                            sBest[row, None],
-                            sIndex[row, None],
-                            sRow[row, None],
-                            step * self.per_step,
-                        )
-                cute.arch.sync_threads()
-
-        for i in range_constexpr(rows // WARPS):
-            row = i * WARPS + warp_index
-            if row < num_rows:
-                self.best.write_list(sIndex[row, None], mIndices[batch, kv_head, row, None])
+                    cute.arch.barrier(barrier_id=SCORES_READ, number_of_threads=THREADS)
+                    first_entry = step * self.per_step * self.ratio - self.before
+                    self._store_scores(total, sScore, coordinates, cute.domain_offset((first, 0), sRow), first_entry)
+                    cute.arch.barrier_arrive(barrier_id=SCORES_READY, number_of_threads=THREADS)
+        else:
+            cute.arch.setmaxregister_decrease(LIST_REGISTERS)
+            warp_index -= WARPS
+            for i in range_constexpr(rows // WARPS):
+                row = i * WARPS + warp_index  # the warp keeps the lists of these
+                self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
+            for step in cutlass.range(steps, unroll=1):
+                if step + 1 < steps:
+                    cute.arch.barrier(barrier_id=KEYS_READ, number_of_threads=THREADS)
+                    self._load_keys(mK, sK, entries, batch, kv_head, step + 1, thread - HALF, HALF)
+                cute.arch.cp_async_commit_group()
+                for part in cutlass.range(parts, unroll=1):
+                    cute.arch.barrier_arrive(barrier_id=SCORES_READ, number_of_threads=THREADS)
+                    if (part + 1 == parts) & (step + 1 < steps):
+                        cute.arch.cp_async_wait_group(0)
+                        cute.arch.barrier_arrive(barrier_id=KEYS_READY, number_of_threads=THREADS)
+                    cute.arch.barrier(barrier_id=SCORES_READY, number_of_threads=THREADS)
+                    for i in range_constexpr(self.tiling.rows // WARPS):
+                        row = part * self.tiling.rows + i * WARPS + warp_index
+                        if row < num_rows:
+                            self._merge_scores(
+                                sScore[i * WARPS + warp_index, None, None],
+                                sBest[row, None],
+                                sIndex[row, None],
+                                sRow[row, None],
+                                step * self.per_step,
+                            )
+            for i in range_constexpr(rows // WARPS):
+                row = i * WARPS + warp_index
+                if row < num_rows:
+                    self.best.write_list(sIndex[row, None], mIndices[batch, kv_head, row, None])
 
     # Loading
 
@@ -324,12 +352,21 @@ class TokenBlocks:
             )
 
     @cute.jit
-    def _load_keys(self, mK: cute.Tensor, sK: cute.Tensor, entries: Int32, batch: Int32, kv_head: Int32, step: Int32):
-        thread, _, _ = cute.arch.thread_idx()
+    def _load_keys(
+        self,
+        mK: cute.Tensor,
+        sK: cute.Tensor,
+        entries: Int32,
+        batch: Int32,
+        kv_head: Int32,
+        step: Int32,
+        thread: Int32,
+        threads: cutlass.Constexpr[int],
+    ):
         vectors = self.dim // VECTOR
         first = step * self.per_step * self.ratio - self.before
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for item in cutlass.range(thread, ENTRIES * vectors, THREADS, unroll=4):
+        for item in cutlass.range(thread, ENTRIES * vectors, threads, unroll=4):
             row, vector = item // vectors, item % vectors
             if (first + row >= 0) & (first + row < entries):
                 cute.copy(
@@ -349,12 +386,13 @@ class TokenBlocks:
         tSrQ_copy: cute.Tensor,
         tSrQ: cute.Tensor,
         tSrK: cute.Tensor,
+        part: Int32,
         head: Int32,
         acc: cute.Tensor,
     ):
         """acc = keys . queries of one head."""
         acc.fill(0.0)
-        cute.copy(copy_q, tSsQ[None, None, head], tSrQ_copy[None, 0, None])
+        cute.copy(copy_q, tSsQ[None, part, None, head], tSrQ_copy[None, 0, None])
         for c in range_constexpr(self.dim // 16):
             cute.gemm(tiled_mma, acc, tSrK[None, None, c], tSrQ[None, None, c], acc)
 

@@ -117,16 +117,23 @@ class Program:
             for s in memory.values()
         ]
         for place in np.ndindex(*grid[::-1]):
-            Cta(self, dict(zip(self.parameters, arguments, strict=True)), place[::-1], storages, late).run()
+            Cta(self, dict(zip(self.parameters, arguments, strict=True)), place[::-1], grid, storages, late).run()
 
 
 class Cta:
     """The state of one CTA."""
 
     def __init__(
-        self, program: Program, arguments: dict[str, bytes], place: tuple[int, ...], storages: list[Storage], late: bool
+        self,
+        program: Program,
+        arguments: dict[str, bytes],
+        place: tuple[int, ...],
+        grid: tuple[int, ...],
+        storages: list[Storage],
+        late: bool,
     ) -> None:
-        self.program, self.arguments, self.place, self.storages, self.late = program, arguments, place, storages, late
+        self.program, self.arguments, self.storages, self.late = program, arguments, storages, late
+        self.special = {f"%{name}.{x}": n for name, of in (("ctaid", place), ("nctaid", grid)) for x, n in zip("xyz", of)}
         self.count = program.threads
         self.thread = np.arange(self.count)
         self.lane = self.thread % LANES
@@ -138,13 +145,14 @@ class Cta:
 
     def run(self) -> None:
         counter, waiting = np.zeros(self.count, np.int64), np.zeros(self.count, np.bool_)
+        barrier = np.zeros(self.count, np.int64)  # that a thread waits for
+        arrived: dict[int, int] = {}
         while True:
             running = (counter < DONE) & ~waiting
             if not running.any():
                 if not waiting.any():
                     return
-                waiting[:] = False
-                continue
+                raise RuntimeError(f"threads wait for each other at barriers {sorted({*barrier[waiting].tolist()})}")
             at = counter[running].min()
             active = running & (counter == at)
             counter[active] = at + 1
@@ -160,7 +168,18 @@ class Cta:
             elif name[0] == "ret":
                 counter[active] = DONE
             elif name[0] == "bar":
-                waiting[active] = name[1] == "sync"
+                if name[1] == "warp":
+                    continue
+                number, expected = int(operands[0]), int(operands[1]) if len(operands) > 1 else self.count
+                arrived[number] = arrived.get(number, 0) + int(active.sum())
+                if name[1] == "sync":
+                    waiting |= active
+                    barrier[active] = number
+                if arrived[number] > expected:
+                    raise RuntimeError(f"more threads arrive at barrier {number} than it counts")
+                if arrived[number] == expected:
+                    waiting[barrier == number] = False
+                    arrived[number] = 0
             else:
                 with np.errstate(all="ignore"):
                     self.step(name, operands)
@@ -177,8 +196,8 @@ class Cta:
     def get(self, operand: str, kind: Any) -> Any:
         of, count = np.dtype(kind), int(self.active.sum())
         bits = f"u{of.itemsize}"
-        if operand.startswith("%ctaid"):
-            return np.full(count, self.place["xyz".index(operand[-1])], of)
+        if operand in self.special:
+            return np.full(count, self.special[operand], of)
         if operand in ("%tid.x", "%laneid"):
             return (self.thread if operand == "%tid.x" else self.lane)[self.active].astype(of)
         if operand[0] == "%":
@@ -315,6 +334,10 @@ class Cta:
             memory, place = self.place_of(self.address(operands[-2], "u8"), 4, False)
             for where, bits in zip(place, self.get(operands[-1], "u4"), strict=True):
                 memory[where] = (memory[where].view("u4") | bits).view("u1")
+        elif what == "setmaxnreg":
+            pass
+        elif what == "vote":
+            self.vote(operands)
         elif what == "shfl":
             self.shuffle(name, operands)
         elif what == "cvt":
@@ -392,3 +415,10 @@ class Cta:
         everywhere = np.zeros(self.count, "u4")
         everywhere[self.active] = self.get(operands[1], "u4")
         self.put(operands[0].partition("|")[0], everywhere[threads])
+
+    def vote(self, operands: list[str]) -> None:
+        """The ballot."""
+        pred = np.zeros(self.count, "u4")
+        pred[self.active] = self.get(operands[1], np.bool_)
+        ballots = (pred.reshape(-1, LANES) << np.arange(LANES, dtype="u4")).sum(1, dtype="u4")
+        self.put(operands[0], ballots[self.thread[self.active] // LANES])
