@@ -342,14 +342,18 @@ class TokenBlocks:
     def _load_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, batch: Int32, kv_head: Int32, num_rows: Int32):
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
+        vector, place = thread % vectors, thread // vectors
+        rows = min(self.tiling.tokens, THREADS // vectors)  # at once
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for item in cutlass.range(thread, num_rows * self.group * vectors, THREADS):
-            vector, head, row = item % vectors, item // vectors % self.group, item // vectors // self.group
-            cute.copy(
-                copy,
-                cute.local_tile(mQ[batch, row, kv_head * self.group + head, None], (VECTOR,), (vector,)),
-                cute.local_tile(sQ[row, None, head], (VECTOR,), (vector,)),
-            )
+        for first in range_constexpr(0, self.tiling.tokens, rows):
+            row = first + place % rows
+            if row < num_rows:
+                for head in cutlass.range(place // rows, self.group, THREADS // vectors // rows, unroll=4):
+                    cute.copy(
+                        copy,
+                        cute.local_tile(mQ[batch, row, kv_head * self.group + head, None], (VECTOR,), (vector,)),
+                        cute.local_tile(sQ[row, None, head], (VECTOR,), (vector,)),
+                    )
 
     @cute.jit
     def _load_keys(
@@ -364,10 +368,11 @@ class TokenBlocks:
         threads: cutlass.Constexpr[int],
     ):
         vectors = self.dim // VECTOR
+        vector, place = thread % vectors, thread // vectors
         first = step * self.per_step * self.ratio - self.before
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for item in cutlass.range(thread, ENTRIES * vectors, threads, unroll=4):
-            row, vector = item // vectors, item % vectors
+        for i in range_constexpr(ENTRIES * vectors // threads):
+            row = i * (threads // vectors) + place
             if (first + row >= 0) & (first + row < entries):
                 cute.copy(
                     copy,
