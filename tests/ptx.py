@@ -23,6 +23,7 @@ import numpy as np
 from torch import Tensor
 
 LANES = 32
+FOUR_WARPS = 4 * LANES
 SHARED_BYTES = 227 << 10
 DONE = 1 << 40
 TYPES: dict[str, Any] = {
@@ -94,14 +95,16 @@ class Program:
         body = re.sub(r"//[^\n]*", "", body[body.index("{") + 1 : body.rindex("}")])
         for statement in body.split(";"):
             text = " ".join(statement.split())
+            while text[:2] in ("{ ", "} "):  # the scope of inline PTX
+                text = text[2:]
             while label := re.match(r"(\$\w+):\s*", text):
                 self.labels[label[1]] = len(self.instructions)
                 text = text[label.end() :]
             if text and not text.startswith("."):
-                predicate, name, rest = re.fullmatch(r"(@!?%p\d+ )?(\S+)\s*(.*)", text).groups()  # type: ignore[union-attr]
+                predicate, name, rest = re.fullmatch(r"(@!?%?p\d* )?(\S+)\s*(.*)", text).groups()  # type: ignore[union-attr]
                 of = Instruction((predicate or "").strip(), tuple(name.split(".")), operands_of(rest))
                 self.instructions.append(of)
-        self.half = any(i.name[0] == "mma" and "f16" in i.name for i in self.instructions)
+        self.half = any("mma" in i.name[0] and "f16" in i.name for i in self.instructions)
 
     def run(
         self,
@@ -133,7 +136,8 @@ class Cta:
         late: bool,
     ) -> None:
         self.program, self.arguments, self.storages, self.late = program, arguments, storages, late
-        self.special = {f"%{name}.{x}": n for name, of in (("ctaid", place), ("nctaid", grid)) for x, n in zip("xyz", of)}
+        axes = zip("xyz", place, grid, strict=True)
+        self.special = {f"%{name}.{x}": n for x, at, of in axes for name, n in (("ctaid", at), ("nctaid", of))}
         self.count = program.threads
         self.thread = np.arange(self.count)
         self.lane = self.thread % LANES
@@ -142,6 +146,9 @@ class Cta:
         self.active = np.ones(self.count, np.bool_)
         self.started: list[list[tuple[int, Any]]] = [[] for _ in range(self.count)]
         self.groups: list[list[list[tuple[int, Any]]]] = [[] for _ in range(self.count)]
+        # Of each four warps: the products that were started, and those of groups
+        self.products: list[dict[str, Any]] = [{} for _ in range(0, self.count, FOUR_WARPS)]
+        self.product_groups: list[list[dict[str, Any]]] = [[] for _ in self.products]
 
     def run(self) -> None:
         counter, waiting = np.zeros(self.count, np.int64), np.zeros(self.count, np.bool_)
@@ -170,16 +177,18 @@ class Cta:
             elif name[0] == "bar":
                 if name[1] == "warp":
                     continue
-                number, expected = int(operands[0]), int(operands[1]) if len(operands) > 1 else self.count
-                arrived[number] = arrived.get(number, 0) + int(active.sum())
+                numbers = self.get(operands[0], "i4")
+                expected = int(operands[1]) if len(operands) > 1 else self.count
                 if name[1] == "sync":
                     waiting |= active
-                    barrier[active] = number
-                if arrived[number] > expected:
-                    raise RuntimeError(f"more threads arrive at barrier {number} than it counts")
-                if arrived[number] == expected:
-                    waiting[barrier == number] = False
-                    arrived[number] = 0
+                    barrier[active] = numbers
+                for number in {*numbers.tolist()}:
+                    arrived[number] = arrived.get(number, 0) + int((numbers == number).sum())
+                    if arrived[number] > expected:
+                        raise RuntimeError(f"more threads arrive at barrier {number} than it counts")
+                    if arrived[number] == expected:
+                        waiting[barrier == number] = False
+                        arrived[number] = 0
             else:
                 with np.errstate(all="ignore"):
                     self.step(name, operands)
@@ -188,7 +197,8 @@ class Cta:
 
     def register(self, name: str) -> Any:
         if name not in self.registers:
-            kind = {"%p": np.bool_, "%r": "u4"}.get(name.rstrip("0123456789"), "u8" if name[2] == "d" else "u2")
+            kind = {"p": np.bool_, "%p": np.bool_, "%r": "u4"}.get(name.rstrip("0123456789"))
+            kind = kind or ("u8" if name[2] == "d" else "u2")
             fill = False if kind is np.bool_ else 0xABABABABABABABAB & (1 << 8 * np.dtype(kind).itemsize) - 1
             self.registers[name] = np.full(self.count, fill, kind)
         return self.registers[name]
@@ -200,7 +210,7 @@ class Cta:
             return np.full(count, self.special[operand], of)
         if operand in ("%tid.x", "%laneid"):
             return (self.thread if operand == "%tid.x" else self.lane)[self.active].astype(of)
-        if operand[0] == "%":
+        if operand[0] in "%p":
             value = self.register(operand)[self.active]
             return value if value.dtype == np.bool_ else value.astype(bits).view(of)
         if operand.startswith("0f"):
@@ -318,6 +328,61 @@ class Cta:
         for i, register in enumerate(names(operands[0])):
             self.put(register, acc[:, row + 8 * (i // 2), column + i % 2].flatten())
 
+    def multiply_together(self, name: tuple[str, ...], operands: list[str]) -> None:
+        """wgmma with the left operand in registers, the right one in shared memory, 128 bytes swizzled, K-major.
+
+        Sums are NaN until they are waited for.
+        """
+        for four in {*(self.whole_warps() // 4).tolist()}:
+            threads = slice(four * FOUR_WARPS, (four + 1) * FOUR_WARPS)
+            if not self.active[threads].all():
+                raise RuntimeError("only some warps of four take part")
+            pending, groups = self.products[four], self.product_groups[four]
+            if name[1] == "commit_group":
+                groups.append(dict(pending))
+                pending.clear()
+            elif name[1] == "wait_group":
+                while len(groups) > int(operands[0]):
+                    for register, values in groups.pop(0).items():
+                        self.register(register)[threads] = values
+            elif name[1] == "mma_async":
+                if operands[4:] != ["1", "1", "0"]:
+                    raise NotImplementedError(f"wgmma with {operands[4:]}")
+                first = int(np.searchsorted(np.nonzero(self.active)[0], threads.start))
+                descriptor = int(self.get(operands[2], "u8")[first])
+                add = bool(self.get(operands[3], np.bool_)[first])
+                self._start(threads, names(operands[0]), names(operands[1]), descriptor, add, pending)
+
+    def _start(
+        self, threads: slice, to: list[str], left: list[str], descriptor: int, add: bool, pending: dict[str, Any]
+    ) -> None:
+        columns = len(to) * 2
+        if descriptor >> 62 != 1:
+            raise NotImplementedError("wgmma without a swizzle of 128 bytes")
+        start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+        column, k = np.arange(columns)[:, None], np.arange(16)
+        address = start + column // 8 * stride + column % 8 * 128 + 2 * k
+        address ^= (address >> 7 & 7) << 4
+
+        def numbers(bits: Any) -> Any:
+            return bits.view("f2").astype("f4") if self.program.half else bf16_numbers(bits)
+
+        right = numbers(self.shared.view("u2")[address // 2])
+        lane, warp = np.arange(FOUR_WARPS) % LANES, np.arange(FOUR_WARPS) // LANES
+        keys = np.zeros((64, 16), "f4")
+        for i, name in enumerate(left):
+            halves = numbers(np.ascontiguousarray(self.register(name)[threads]).view("u2")).reshape(-1, 2)
+            for c in range(2):
+                keys[16 * warp + lane // 4 + 8 * (i % 2), lane % 4 * 2 + c + 8 * (i // 2)] = halves[:, c]
+        products = keys @ right.T
+        for i, name in enumerate(to):
+            own = products[16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + lane % 4 * 2 + i % 2]
+            if add:
+                before = pending.get(name)
+                own = own + np.ascontiguousarray(self.register(name)[threads] if before is None else before).view("f4")
+            pending[name] = np.ascontiguousarray(own, "f4").view("u4")
+            self.register(name)[threads] = 0x7FFFFFFF
+
     # Arithmetic
 
     def step(self, name: tuple[str, ...], operands: list[str]) -> None:
@@ -334,8 +399,10 @@ class Cta:
             memory, place = self.place_of(self.address(operands[-2], "u8"), 4, False)
             for where, bits in zip(place, self.get(operands[-1], "u4"), strict=True):
                 memory[where] = (memory[where].view("u4") | bits).view("u1")
-        elif what == "setmaxnreg":
+        elif what in ("setmaxnreg", "fence"):
             pass
+        elif what == "wgmma":
+            self.multiply_together(name, operands)
         elif what == "vote":
             self.vote(operands)
         elif what == "shfl":

@@ -27,11 +27,10 @@ CONFIG = NSAConfig.paper(
 """A step covers 252 tokens."""
 
 
-@pytest.fixture(params=["late", "at once"])
-def choose(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., Tensor]:
+@pytest.fixture(params=["mma.sync, late", "mma.sync, at once", "wgmma, late"])
+def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tensor]:
     """token_blocks interpreted; copies arrive when they are waited for, or at once."""
+    instruction, _, late = request.param.partition(", ")
     from cute_kernels import jit, token_blocks
 
     monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
@@ -39,17 +38,18 @@ def choose(
 
     @lru_cache
     def compiled(*how: Any) -> Twin:
-        program, group = Program(real(*how).compiled.__ptx__), how[2]
+        program, group = Program(real(*how[:-1], instruction == "wgmma").compiled.__ptx__), how[2]
 
         def run(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, *x: Any) -> None:
             statics = (3,), (3,), (), (3,)
             given = [argument(y, static) for y, static in zip((q, k, lse, indices), statics, strict=True)]
             given += [argument(y, (0,)) if isinstance(y, Tensor) else argument(y) for y in x if y is not None]
+            given += [bytes(1)] * (len(program.parameters) - len(given))  # a flag of WGMMA that the kernel sets itself
             tiling = token_blocks.choose_tiling(how[1], group, how[3])
             assert tiling is not None
             ctas = -(-q.shape[1] // tiling.tokens) * k.shape[2] * q.shape[0]
             tensors = [y for y in (q, k, lse, indices, *x) if isinstance(y, Tensor)]
-            program.run(given, (ctas, 1, 1), tensors, request.param == "late")
+            program.run(given, (ctas, 1, 1), tensors, late == "late")
 
         return Twin(run)
 
