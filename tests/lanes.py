@@ -143,9 +143,10 @@ def plain(kernel: Any) -> Any:
         return type(kernel.__name__, (kernel,), methods)
     function = kernel.__wrapped__
     names = {name: value for name, value in function.__globals__.items() if name not in STAND_INS}
-    called = {name: plain(names[name]) for name in function.__code__.co_names if _is_jitted(names.get(name))}
+    code = getattr(function, "_original_code", function.__code__)  # the DSL replaces it when it compiles
+    called = {name: plain(names[name]) for name in code.co_names if _is_jitted(names.get(name))}
     namespace = {**names, **STAND_INS, **called}
-    return types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
+    return types.FunctionType(code, namespace, function.__name__, function.__defaults__)
 
 
 def _is_jitted(value: Any) -> bool:

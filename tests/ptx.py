@@ -3,7 +3,8 @@
     one CTA after the other; of its threads, in NumPy, those with the lowest program counter run together
 
 Threads that diverge so meet again as on a GPU, and wait for each other at barriers. cp.async arrives as late as it may,
-when its group is waited for, or at once (`late=False`): a kernel must bear both. Found are: accesses outside of the
+when its group is waited for, or at once (`late=False`): a kernel must bear both. WGMMA multiplies at once, but its sums
+are NaN until they are waited for. Found are: accesses outside of the
 tensors that a kernel was given, misaligned ones, two lanes that write one address together, shuffles from lanes that do
 not take part. Not found: races of warps, which run in step here, and what ptxas makes of all this.
 

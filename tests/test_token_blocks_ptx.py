@@ -27,7 +27,7 @@ CONFIG = NSAConfig.paper(
 """A step covers 252 tokens."""
 
 
-@pytest.fixture(params=["mma.sync, late", "mma.sync, at once", "wgmma, late"])
+@pytest.fixture(params=["mma.sync, at once", "wgmma, late"])
 def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tensor]:
     """token_blocks interpreted; copies arrive when they are waited for, or at once."""
     instruction, _, late = request.param.partition(", ")
