@@ -5,13 +5,17 @@
     indices[i]      = forced blocks, then the highest scores, the lower index first among equals; ascending
 
 (equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). A CTA holds the queries of some tokens and G
-heads in shared memory and walks over the compressed keys, ENTRIES at a time. S^T = K Q^T on mma.sync, because it puts
-what is used over and over on the left: a warp keeps its keys in registers while all heads of all tokens pass by. The
-probabilities of the heads add up in registers, in the order of the heads; only their sums, of 8 or 16 tokens, go to
-shared memory, where one warp pools those of a token to block scores and merges what beats the token's k-th best into
-its list (best_blocks.py). Masked entries become 0 after the sum, so what they hold reaches nothing.
+heads in shared memory and walks over the compressed keys, ENTRIES at a time. Half of its warps multiply: S^T = K Q^T,
+because it puts what is used over and over on the left: a warp keeps its keys in registers while all heads of all
+tokens pass by. The probabilities of the heads add up in registers, in the order of the heads; only their sums, of 8 or
+16 tokens, go to shared memory. There the other half of the warps pools them to block scores and merges what beats a
+token's k-th best into its list (best_blocks.py), while the first half multiplies for the next tokens. Masked entries
+become 0 after the sum, so what they hold reaches nothing. The warps of the lists also fetch the next keys: once those
+that multiply have theirs, their shared memory is free.
 
-The next keys are fetched while the heads pass by: once a warp has its keys, their shared memory is free.
+On Hopper the products are those of WGMMA, of 64 entries with up to 64 queries of 16 tokens, several heads at once; a
+warpgroup has two in flight and adds up one while the next is computed. Elsewhere mma.sync, a head at a time, and the
+next head's products under way while the probabilities of one add up.
 
 Packed documents: tokens and entries lie aligned (documents.py), T a multiple of `tokens`, so that a CTA has tokens of
 one document; entries and blocks count from its beginning. Rows behind a document's end choose nothing.
@@ -24,8 +28,10 @@ Near ties: scores are fp32 sums in a fixed order, the same bits in every run. Th
 where scores differ by less than twice that.
 
 Floor: 2 D FLOPs and one exponential for each visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP,
-3.7 ms at 600 TFLOP/s, about what mma.sync can do on an H200, and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at
-the same time. Keys are read again by every CTA, from L2: 4.3 GB there with 32 tokens. Only the indices are written.
+2.7 ms at 800 TFLOP/s (WGMMA; mma.sync 3.7 ms at 600), and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at the same
+time; about 3.5 ms expected, as the two do not overlap all the time. With few heads a group the lists cost as much: two
+thirds of the instructions with 4, so that 32 heads over 8 take about 3 ms. Keys are read again by every CTA, from L2:
+4.3 GB there with 32 tokens. Only the indices are written.
 
 Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= ENTRIES; causal; shared memory for k.
 """
@@ -39,21 +45,38 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.utils import hopper_helpers
 from torch import Tensor
 
 from cute_kernels.best_blocks import LIMIT, BestBlocks, Blocks
 from cute_kernels.block_lists import Keys
-from cute_kernels.device import vectorizable
+from cute_kernels.device import compute_capability, vectorizable
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
 from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.warp import LANES
 
 WARPS = 8
-THREADS = WARPS * LANES
+"""That multiply; as many more load keys and keep the lists."""
+
+HALF = WARPS * LANES
+THREADS = 2 * HALF
+MATH_REGISTERS, LIST_REGISTERS = 192, 64
+KEYS_READ, SCORES_READY, KEYS_READY, SCORES_READ = 1, 2, 3, 5
+"""Barriers: all that multiply arrive, and who keeps the lists waits; the other way around, and one for each four warps,
+which then need not wait for each other."""
+
+FOUR_WARPS = 4 * LANES
+
 ENTRIES = MAX_TOKEN_ENTRIES
 """Compressed keys of a step."""
+
+UNIT, COLUMNS = 64, 64
+"""Entries, and the most queries, that a warpgroup multiplies at once."""
+
+TOGETHER = 4
+"""Products that a warpgroup may start without a pause."""
 
 MAX_GROUP = MAX_TOKEN_GROUP
 DIMS = (64, 128)
@@ -118,10 +141,11 @@ def overlap_weights(blocks: Blocks) -> list[float]:
 
 
 class TokenBlocks:
-    """Args: G, what to choose, when a token sees an entry."""
+    """Args: G, what to choose, when a token sees an entry, and whether to multiply with WGMMA (sm_90a only)."""
 
-    def __init__(self, dim: int, dtype: Any, group: int, blocks: Blocks, keys: Keys) -> None:
+    def __init__(self, dim: int, dtype: Any, group: int, blocks: Blocks, keys: Keys, warpgroups: bool = False) -> None:
         self.dim, self.dtype, self.group, self.blocks, self.keys = dim, dtype, group, blocks, keys
+        self.warpgroups = warpgroups
         tiling = choose_tiling(dim, group, blocks)
         if tiling is None:
             raise ValueError(f"no tiling for D={dim}, G={group}, {blocks}")
@@ -131,10 +155,19 @@ class TokenBlocks:
         self.ratio = blocks.size // blocks.stride
         self.before = len(self.weights) - self.ratio  # entries that begin in front of the block that they overlap
         self.per_step = blocks.per_step(ENTRIES)
+        self.heads = 1
+        """Whose products are computed at once."""
+        if warpgroups:
+            self.heads = max(h for h in range(1, group + 1) if group % h == 0 and h * tiling.rows <= COLUMNS)
+        self.columns = self.heads * tiling.rows
 
-    def _smem_layout(self, *shape: int) -> Any:
-        """[rows, D] or [rows, D, copies] without bank conflicts."""
-        atom = cute.make_composed_layout(cute.make_swizzle(3, 3, 3), 0, cute.make_ordered_layout((8, 64), order=(1, 0)))
+    def _smem_layout(self, *shape: int, warpgroups: bool = False) -> Any:
+        """[rows, D] or [rows, D, copies] without bank conflicts; for WGMMA the same with the swizzle of a pointer."""
+        if warpgroups:
+            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        else:
+            rows = cute.make_ordered_layout((8, 64), order=(1, 0))
+            atom = cute.make_composed_layout(cute.make_swizzle(3, 3, 3), 0, rows)
         return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
 
     @cute.jit
@@ -153,10 +186,22 @@ class TokenBlocks:
         stream: Any,
     ):
         entry_warps, token_warps = self.tiling.entry_warps, self.tiling.token_warps
-        op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
-        tiled_mma = cute.make_tiled_mma(
-            op, (entry_warps, token_warps, 1), permutation_mnk=(16 * entry_warps, 8 * token_warps, 32)
-        )
+        if const_expr(self.warpgroups):
+            tiled_mma = hopper_helpers.make_trivial_tiled_mma(
+                self.dtype,
+                self.dtype,
+                OperandMajorMode.K,
+                OperandMajorMode.K,
+                Float32,
+                (2, 1, 1),
+                (UNIT, self.columns),
+                warpgroup.OperandSource.RMEM,
+            )
+        else:
+            op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
+            tiled_mma = cute.make_tiled_mma(
+                op, (entry_warps, token_warps, 1), permutation_mnk=(16 * entry_warps, 8 * token_warps, 32)
+            )
         columns, stride = score_layout(self.blocks)
         self.kernel(
             mQ,
@@ -170,7 +215,9 @@ class TokenBlocks:
             first_token,
             tile,
             tiled_mma,
-            self._smem_layout(self.tiling.tokens, self.dim, self.group),
+            self._smem_layout(
+                self.columns, self.dim, self.tiling.tokens * self.group // self.columns, warpgroups=self.warpgroups
+            ),
             self._smem_layout(ENTRIES, self.dim),
             cute.make_layout((self.tiling.rows, self.ratio, columns), stride=(stride, columns, 1)),
         ).launch(
@@ -220,7 +267,10 @@ class TokenBlocks:
 
         smem = cutlass.memory.SmemAllocator()
         rows, places = const_expr(self.tiling.tokens), const_expr(self.best.places)
-        sQ = smem.allocate_tensor(self.dtype, layout_q, 128)
+        if const_expr(self.warpgroups):
+            sQ = smem.allocate_tensor(self.dtype, layout_q.outer, 1024, swizzle=layout_q.inner)
+        else:
+            sQ = smem.allocate_tensor(self.dtype, layout_q, 1024)
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)
         sScore = smem.allocate_tensor(Float32, layout_score, 16)
         sLse = smem.allocate_tensor(Float32, cute.make_layout((rows, self.group), stride=(1, rows)), 16)
@@ -235,8 +285,7 @@ class TokenBlocks:
             steps = cute.ceil_div(self.blocks.scored(visible), self.per_step)
         if steps > 0:
             self._load_queries(mQ, sQ, batch, kv_head, num_rows)
-            self._load_keys(mK, sK, entries, batch, kv_head, Int32(0))
-        cute.arch.cp_async_commit_group()
+            self._load_keys(mK, sK, entries, batch, kv_head, Int32(0), thread, THREADS)
         for i in cutlass.range(thread, rows * self.group, THREADS):
             row, head = i % rows, i // rows
             sLse[row, head] = Float32(0.0)
@@ -244,70 +293,52 @@ class TokenBlocks:
                 sLse[row, head] = -LOG2_E * mLse[batch, kv_head * self.group + head, row]
         if thread < rows:
             self.best.begin_row(sRow[thread, None], first_token + thread, tokens, entries, mBounds is not None)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        if const_expr(self.warpgroups):
+            cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in range_constexpr(rows // WARPS):
-            row = i * WARPS + warp_index  # the warp keeps the lists of these
-            self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
+        parts = const_expr(rows // self.tiling.rows)
 
-        thr_mma = tiled_mma.get_slice(thread)
-        tSrK = thr_mma.make_fragment_A(thr_mma.partition_shape_A((ENTRIES, self.dim)))
-        tSrQ = thr_mma.make_fragment_B(thr_mma.partition_shape_B((self.tiling.rows, self.dim)))
-        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
-        copy_q = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread)
-        tSsK, tSrK_copy = copy_k.partition_S(sK), copy_k.retile(tSrK)
-        tSsQ, tSrQ_copy = copy_q.partition_S(sQ), copy_q.retile(tSrQ)
-        acc_shape = thr_mma.partition_shape_C((ENTRIES, self.tiling.rows))
-        coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.tiling.rows)))
-        acc, next_acc, total = (cute.make_rmem_tensor(acc_shape, Float32) for _ in range(3))
-
-        for step in cutlass.range(steps, unroll=1):
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            cute.copy(copy_k, tSsK, tSrK_copy)
-            cute.arch.sync_threads()
-            if step + 1 < steps:
-                self._load_keys(mK, sK, entries, batch, kv_head, step + 1)
-            cute.arch.cp_async_commit_group()
-
-            for part in cutlass.range(rows // self.tiling.rows, unroll=1):
-                first = part * self.tiling.rows
-                multiply = (tiled_mma, copy_q, tSsQ[None, part, None, None], tSrQ_copy, tSrQ, tSrK)
-                head_lse = cute.domain_offset((first, 0), sLse)
-                total.fill(0.0)
-                self._multiply(*multiply, Int32(0), acc)
-                for pair in cutlass.range((self.group - 1) // 2, unroll=1):
-                    self._multiply(*multiply, 2 * pair + 1, next_acc)
-                    self._add_probabilities(acc, total, coordinates, head_lse[None, 2 * pair], scale)
-                    self._multiply(*multiply, 2 * pair + 2, acc)
-                    self._add_probabilities(next_acc, total, coordinates, head_lse[None, 2 * pair + 1], scale)
-                if const_expr(self.group % 2 == 0):
-                    self._multiply(*multiply, Int32(self.group - 1), next_acc)
-                    self._add_probabilities(acc, total, coordinates, head_lse[None, self.group - 2], scale)
-                    self._add_probabilities(next_acc, total, coordinates, head_lse[None, self.group - 1], scale)
-                else:
-                    self._add_probabilities(acc, total, coordinates, head_lse[None, self.group - 1], scale)
-
-                first_entry = step * self.per_step * self.ratio - self.before
-                self._store_scores(total, sScore, coordinates, cute.domain_offset((first, 0), sRow), first_entry)
-                cute.arch.sync_threads()
-                for i in range_constexpr(self.tiling.rows // WARPS):
-                    row = first + i * WARPS + warp_index
-                    if row < num_rows:
-                        self._merge_scores(
-                            sScore[i * WARPS + warp_index, None, None],
-                            sBest[row, None],
-                            sIndex[row, None],
-                            sRow[row, None],
-                            step * self.per_step,
-                        )
-                cute.arch.sync_threads()
-
-        for i in range_constexpr(rows // WARPS):
-            row = i * WARPS + warp_index
-            if row < num_rows:
-                self.best.write_list(sIndex[row, None], mIndices[batch, kv_head, row, None])
+        if warp_index < WARPS:
+            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            arguments = tiled_mma, sQ, sK, sLse, sScore, sRow, steps, scale
+            if const_expr(self.warpgroups):
+                self._score_by_warpgroups(*arguments)
+            else:
+                self._score(*arguments)
+        else:
+            cute.arch.setmaxregister_decrease(LIST_REGISTERS)
+            warp_index -= WARPS
+            for i in range_constexpr(rows // WARPS):
+                row = i * WARPS + warp_index  # the warp keeps the lists of these
+                self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
+            for step in cutlass.range(steps, unroll=1):
+                if step + 1 < steps:
+                    cute.arch.barrier(barrier_id=KEYS_READ, number_of_threads=THREADS)
+                    self._load_keys(mK, sK, entries, batch, kv_head, step + 1, thread - HALF, HALF)
+                cute.arch.cp_async_commit_group()
+                for part in cutlass.range(parts, unroll=1):
+                    self._allow(SCORES_READ)
+                    if (part + 1 == parts) & (step + 1 < steps):
+                        cute.arch.cp_async_wait_group(0)
+                        self._allow(KEYS_READY)
+                    cute.arch.barrier(barrier_id=SCORES_READY, number_of_threads=THREADS)
+                    for i in range_constexpr(self.tiling.rows // WARPS):
+                        row = part * self.tiling.rows + i * WARPS + warp_index
+                        if row < num_rows:
+                            self._merge_scores(
+                                sScore[i * WARPS + warp_index, None, None],
+                                sBest[row, None],
+                                sIndex[row, None],
+                                sRow[row, None],
+                                step * self.per_step,
+                            )
+            for i in range_constexpr(rows // WARPS):
+                row = i * WARPS + warp_index
+                if row < num_rows:
+                    self.best.write_list(sIndex[row, None], mIndices[batch, kv_head, row, None])
 
     # Loading
 
@@ -315,23 +346,39 @@ class TokenBlocks:
     def _load_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, batch: Int32, kv_head: Int32, num_rows: Int32):
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
+        vector, place = thread % vectors, thread // vectors
+        rows = min(self.tiling.tokens, THREADS // vectors)  # at once
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for item in cutlass.range(thread, num_rows * self.group * vectors, THREADS):
-            vector, head, row = item % vectors, item // vectors % self.group, item // vectors // self.group
-            cute.copy(
-                copy,
-                cute.local_tile(mQ[batch, row, kv_head * self.group + head, None], (VECTOR,), (vector,)),
-                cute.local_tile(sQ[row, None, head], (VECTOR,), (vector,)),
-            )
+        for first in range_constexpr(0, self.tiling.tokens, rows):
+            row = first + place % rows
+            part, token = row // self.tiling.rows, row % self.tiling.rows
+            if row < num_rows:
+                for head in cutlass.range(place // rows, self.group, THREADS // vectors // rows, unroll=4):
+                    to = (part * self.group + head) * self.tiling.rows + token
+                    cute.copy(
+                        copy,
+                        cute.local_tile(mQ[batch, row, kv_head * self.group + head, None], (VECTOR,), (vector,)),
+                        cute.local_tile(sQ[to % self.columns, None, to // self.columns], (VECTOR,), (vector,)),
+                    )
 
     @cute.jit
-    def _load_keys(self, mK: cute.Tensor, sK: cute.Tensor, entries: Int32, batch: Int32, kv_head: Int32, step: Int32):
-        thread, _, _ = cute.arch.thread_idx()
+    def _load_keys(
+        self,
+        mK: cute.Tensor,
+        sK: cute.Tensor,
+        entries: Int32,
+        batch: Int32,
+        kv_head: Int32,
+        step: Int32,
+        thread: Int32,
+        threads: cutlass.Constexpr[int],
+    ):
         vectors = self.dim // VECTOR
+        vector, place = thread % vectors, thread // vectors
         first = step * self.per_step * self.ratio - self.before
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for item in cutlass.range(thread, ENTRIES * vectors, THREADS, unroll=4):
-            row, vector = item // vectors, item % vectors
+        for i in range_constexpr(ENTRIES * vectors // threads):
+            row = i * (threads // vectors) + place
             if (first + row >= 0) & (first + row < entries):
                 cute.copy(
                     copy,
@@ -340,6 +387,82 @@ class TokenBlocks:
                 )
 
     # Probabilities
+
+    @cute.jit
+    def _score(
+        self,
+        tiled_mma: cute.TiledMma,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sLse: cute.Tensor,
+        sScore: cute.Tensor,
+        sRow: cute.Tensor,
+        steps: Int32,
+        scale: Float32,
+    ):
+        """All parts of all steps. A warp multiplies for the next head, be it another part's, while it adds up one."""
+        thread, _, _ = cute.arch.thread_idx()
+        parts = const_expr(self.tiling.tokens // self.tiling.rows)
+        thr_mma = tiled_mma.get_slice(thread)
+        tSrK = thr_mma.make_fragment_A(thr_mma.partition_shape_A((ENTRIES, self.dim)))
+        tSrQ = thr_mma.make_fragment_B(thr_mma.partition_shape_B((self.tiling.rows, self.dim)))
+        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
+        copy_q = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread)
+        tSsK, tSrK_copy = copy_k.partition_S(sK), copy_k.retile(tSrK)
+        multiply = (tiled_mma, copy_q, copy_q.partition_S(sQ), copy_q.retile(tSrQ), tSrQ, tSrK)
+        acc_shape = thr_mma.partition_shape_C((ENTRIES, self.tiling.rows))
+        coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.tiling.rows)))
+        acc, next_acc, total = (cute.make_rmem_tensor(acc_shape, Float32) for _ in range(3))
+
+        cute.copy(copy_k, tSsK, tSrK_copy)
+        self._keys_are_read(Int32(0), steps)
+        self._multiply(*multiply, Int32(0), acc)
+        for step in cutlass.range(steps, unroll=1):
+            for part in cutlass.range(parts, unroll=1):
+                first_head = part * self.group
+                head_lse = cute.domain_offset((part * self.tiling.rows, 0), sLse)
+                total.fill(0.0)
+                for pair in cutlass.range((self.group - 1) // 2, unroll=1):
+                    self._multiply(*multiply, first_head + 2 * pair + 1, next_acc)
+                    self._add_probabilities(acc, total, coordinates, head_lse[None, 2 * pair], scale)
+                    self._multiply(*multiply, first_head + 2 * pair + 2, acc)
+                    self._add_probabilities(next_acc, total, coordinates, head_lse[None, 2 * pair + 1], scale)
+                if const_expr(self.group % 2 == 0):
+                    self._multiply(*multiply, first_head + self.group - 1, next_acc)
+                    self._add_probabilities(acc, total, coordinates, head_lse[None, self.group - 2], scale)
+                else:
+                    for i in range_constexpr(cute.size(acc)):
+                        next_acc[i] = acc[i]
+                following = first_head + self.group
+                if part + 1 == parts:
+                    following = Int32(0)
+                    if step + 1 < steps:
+                        self._wait_for(KEYS_READY)
+                        cute.copy(copy_k, tSsK, tSrK_copy)
+                        self._keys_are_read(step + 1, steps)
+                # After the last step this is of no use, and does no harm
+                self._multiply(*multiply, following, acc)
+                self._add_probabilities(next_acc, total, coordinates, head_lse[None, self.group - 1], scale)
+                self._store_scores((total,), sScore, (coordinates,), sRow, step, part)
+
+    @cute.jit
+    def _allow(self, barrier: cutlass.Constexpr[int]):
+        """By who keeps the lists."""
+        for i in range_constexpr(HALF // FOUR_WARPS):
+            cute.arch.barrier_arrive(barrier_id=barrier + i, number_of_threads=HALF + FOUR_WARPS)
+
+    @cute.jit
+    def _wait_for(self, barrier: cutlass.Constexpr[int]):
+        """By who multiplies."""
+        four_warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
+        cute.arch.barrier(barrier_id=barrier + four_warps, number_of_threads=HALF + FOUR_WARPS)
+
+    @cute.jit
+    def _keys_are_read(self, step: Int32, steps: Int32):
+        """Let the next ones come."""
+        if step + 1 < steps:
+            cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
 
     @cute.jit
     def _multiply(
@@ -353,9 +476,9 @@ class TokenBlocks:
         head: Int32,
         acc: cute.Tensor,
     ):
-        """acc = keys . queries of one head."""
+        """acc = keys . queries of one head of one part."""
         acc.fill(0.0)
-        cute.copy(copy_q, tSsQ[None, None, head], tSrQ_copy[None, 0, None])
+        cute.copy(copy_q, tSsQ[None, 0, None, head], tSrQ_copy[None, 0, None])
         for c in range_constexpr(self.dim // 16):
             cute.gemm(tiled_mma, acc, tSrK[None, None, c], tSrQ[None, None, c], acc)
 
@@ -369,15 +492,104 @@ class TokenBlocks:
             total[i] += cute.math.exp2(cute.math.fma(acc[i], scale, sLse[row]), fastmath=True)
 
     @cute.jit
-    def _store_scores(
-        self, total: cute.Tensor, sScore: cute.Tensor, coordinates: cute.Tensor, sRow: cute.Tensor, first_entry: Int32
+    def _score_by_warpgroups(
+        self,
+        tiled_mma: cute.TiledMma,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sLse: cute.Tensor,
+        sScore: cute.Tensor,
+        sRow: cute.Tensor,
+        steps: Int32,
+        scale: Float32,
     ):
-        """Sums over the heads, 0 where an entry is not visible."""
-        limits = [sRow[coordinates[i][1], LIMIT] for i in range(2)]  # a thread has two tokens, one beside the other
-        for i in range_constexpr(cute.size(total)):
-            entry, row = coordinates[i]
-            visible = (first_entry + entry >= 0) & (first_entry + entry < limits[i % 2])
-            sScore[row, entry % self.ratio, entry // self.ratio] = total[i] if visible else Float32(0.0)
+        """The same with WGMMA. A warpgroup multiplies one half of its keys while it adds up the other half."""
+        thread, _, _ = cute.arch.thread_idx()
+        rows = const_expr(self.tiling.rows)
+        parts, sets = const_expr(self.tiling.tokens // rows), const_expr(self.group // self.heads)
+        together = const_expr(max(n for n in range(1, TOGETHER + 1) if sets % n == 0))
+        thr_mma = tiled_mma.get_slice(thread)
+        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
+        tSsK = copy_k.partition_S(sK)
+        halves = range(ENTRIES // 2 // UNIT)
+        tSrK = [thr_mma.make_fragment_A(thr_mma.partition_shape_A((2 * UNIT, self.dim))) for _ in halves]
+        tSrQ = thr_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(sQ))
+        coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.columns)))
+        coordinates = [coordinates[None, half, 0] for half in halves]  # the first ones are the first head's
+        acc = [cute.make_rmem_tensor(thr_mma.partition_shape_C((2 * UNIT, self.columns)), Float32) for _ in halves]
+        total = [cute.make_rmem_tensor(cute.size(acc[half]) // self.heads, Float32) for half in halves]
+
+        for step in cutlass.range(steps, unroll=1):
+            if step > 0:
+                self._wait_for(KEYS_READY)
+            for half in range_constexpr(2):
+                cute.copy(copy_k, tSsK[None, half, None], copy_k.retile(tSrK[half])[None, 0, None])
+            self._keys_are_read(step, steps)
+            for part in cutlass.range(parts, unroll=1):
+                for half in range_constexpr(2):
+                    total[half].fill(0.0)
+                for several in cutlass.range(sets // together, unroll=1):
+                    first = several * together
+                    head_lse = cute.domain_offset((part * rows, first * self.heads), sLse)
+                    at = part * sets + first
+                    self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at])
+                    for i in range_constexpr(together):
+                        set_lse = cute.domain_offset((0, i * self.heads), head_lse)
+                        self._start(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at + i])
+                        warpgroup.wait_group(1)
+                        self._add_heads(acc[0], total[0], coordinates[0], set_lse, scale)
+                        if const_expr(i + 1 < together):
+                            self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + i + 1])
+                            warpgroup.wait_group(1)
+                        else:
+                            warpgroup.wait_group(0)
+                        self._add_heads(acc[1], total[1], coordinates[1], set_lse, scale)
+                self._store_scores((*total,), sScore, (*coordinates,), sRow, step, part)
+
+    @cute.jit
+    def _start(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, tSrK: cute.Tensor, tSrQ: cute.Tensor):
+        """acc = keys . queries of some heads of one part, as one group."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(tiled_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        for c in range_constexpr(self.dim // 16):
+            cute.gemm(atom, acc, tSrK[None, None, c], tSrQ[None, None, c], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _add_heads(
+        self, acc: cute.Tensor, total: cute.Tensor, coordinates: cute.Tensor, sLse: cute.Tensor, scale: Float32
+    ):
+        """_add_probabilities for several heads, whose queries follow each other in `acc`."""
+        count = cute.size(total)
+        for head in range_constexpr(self.heads):
+            of_head = cute.make_tensor(acc.iterator + head * count, cute.make_layout(count))
+            self._add_probabilities(of_head, total, coordinates, sLse[None, head], scale)
+
+    @cute.jit
+    def _store_scores(
+        self,
+        totals: tuple[cute.Tensor, ...],
+        sScore: cute.Tensor,
+        coordinates: tuple[cute.Tensor, ...],
+        sRow: cute.Tensor,
+        step: Int32,
+        part: Int32,
+    ):
+        """Sums over the heads, 0 where an entry is not visible; for the warps that keep the lists."""
+        first_entry = step * self.per_step * self.ratio - self.before
+        first_row = part * self.tiling.rows
+        limits = [sRow[first_row + coordinates[0][i][1], LIMIT] for i in range(cute.size(totals[0]))]
+        self._wait_for(SCORES_READ)
+        for k in range_constexpr(len(totals)):
+            for i in range_constexpr(cute.size(totals[k])):
+                entry, row = coordinates[k][i]
+                visible = (first_entry + entry >= 0) & (first_entry + entry < limits[i])
+                score = totals[k][i] if visible else Float32(0.0)
+                sScore[row, entry % self.ratio, entry // self.ratio] = score
+        cute.arch.barrier_arrive(barrier_id=SCORES_READY, number_of_threads=THREADS)
 
     # Scores of blocks
 
@@ -402,10 +614,10 @@ class TokenBlocks:
 
 
 @lru_cache
-def _compiled(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: bool) -> Kernel:
+def _compiled(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: bool, warpgroups: bool) -> Kernel:
     bounds, tiles = fake_tables() if packed else (None, None)
     return compile_kernel(
-        TokenBlocks(dim, CUTE_DTYPES[dtype], group, blocks, Keys(blocks.length, blocks.stride)),
+        TokenBlocks(dim, CUTE_DTYPES[dtype], group, blocks, Keys(blocks.length, blocks.stride), warpgroups),
         fake(dtype, None, None, None, dim),
         fake(dtype, None, None, None, dim),
         fake(torch.float32, None, None, None, aligned=False),
@@ -454,7 +666,8 @@ def token_blocks(
         indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
         bounds, tiles, tile = documents.bounds, documents.tiles, documents.tile
     if indices.numel() > 0:
-        run = _compiled(q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None).run
+        hopper = q.is_cuda and compute_capability(q.device.index or 0)[0] == 9
+        run = _compiled(q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None, hopper).run
         lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
         scale = config.scale(dim) * LOG2_E
         run(vectorizable(q), vectorizable(k_cmp), lse_cmp, indices, bounds, tiles, scale, start + rows, start, tile)

@@ -143,9 +143,10 @@ def plain(kernel: Any) -> Any:
         return type(kernel.__name__, (kernel,), methods)
     function = kernel.__wrapped__
     names = {name: value for name, value in function.__globals__.items() if name not in STAND_INS}
-    called = {name: plain(names[name]) for name in function.__code__.co_names if _is_jitted(names.get(name))}
+    code = getattr(function, "_original_code", function.__code__)  # the DSL replaces it when it compiles
+    called = {name: plain(names[name]) for name in code.co_names if _is_jitted(names.get(name))}
     namespace = {**names, **STAND_INS, **called}
-    return types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
+    return types.FunctionType(code, namespace, function.__name__, function.__defaults__)
 
 
 def _is_jitted(value: Any) -> bool:
@@ -195,7 +196,7 @@ class _Source:
         self.memory, self.part, self.copy = memory, part, copy
 
     def __getitem__(self, place: Any) -> _Source:
-        return _Source(self.memory, place[1]) if len(place) == 4 else _Source(self.memory, self.part, place[2])
+        return _Source(self.memory, place[1], place[3])
 
 
 class Mma:
@@ -270,6 +271,31 @@ class _Allocator:
             return HERE.cta.memory[HERE.allocated - 1]
 
 
+class _NamedBarrier:
+    """Threads arrive, and some of them wait until as many have arrived as were expected."""
+
+    def __init__(self) -> None:
+        self.arrived, self.phase, self.broken = 0, 0, False
+        self.condition = threading.Condition()
+
+    def arrive(self, expected: int, *, wait: bool) -> None:
+        with self.condition:
+            phase = self.phase
+            self.arrived += 1
+            if self.arrived == expected:
+                self.arrived, self.phase = 0, phase + 1
+                self.condition.notify_all()
+            elif wait:
+                self.condition.wait_for(lambda: self.phase > phase or self.broken)
+            if self.broken:
+                raise threading.BrokenBarrierError
+
+    def abort(self) -> None:
+        with self.condition:
+            self.broken = True
+            self.condition.notify_all()
+
+
 class Cta:
     """Args: threads; number of this CTA, and of all."""
 
@@ -277,6 +303,7 @@ class Cta:
         self.threads, self.index, self.count = threads, index, count
         self.warps = [Warp() for _ in range(threads // LANES)]
         self.barrier = threading.Barrier(threads)
+        self.named = [_NamedBarrier() for _ in range(16)]
         self.lock = threading.Lock()
         self.memory: list[Memory] = []
 
@@ -292,7 +319,7 @@ class Cta:
                 pass
             except BaseException as error:
                 errors.append(error)
-                for barrier in (self.barrier, *(warp.barrier for warp in self.warps)):
+                for barrier in (self.barrier, *self.named, *(warp.barrier for warp in self.warps)):
                     barrier.abort()
 
         threads = [threading.Thread(target=call, args=(thread,)) for thread in range(self.threads)]
@@ -329,6 +356,12 @@ vars(STAND_INS["cute"].arch).update(
     warp_idx=lambda: HERE.thread // LANES,
     make_warp_uniform=lambda x: x,
     sync_threads=lambda: HERE.cta.barrier.wait(),
+    barrier=lambda barrier_id, number_of_threads: HERE.cta.named[barrier_id].arrive(number_of_threads, wait=True),
+    barrier_arrive=lambda barrier_id, number_of_threads: HERE.cta.named[barrier_id].arrive(
+        number_of_threads, wait=False
+    ),
+    setmaxregister_increase=lambda _: None,
+    setmaxregister_decrease=lambda _: None,
     cp_async_commit_group=lambda: None,
     cp_async_wait_group=_wait,
 )

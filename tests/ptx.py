@@ -3,7 +3,8 @@
     one CTA after the other; of its threads, in NumPy, those with the lowest program counter run together
 
 Threads that diverge so meet again as on a GPU, and wait for each other at barriers. cp.async arrives as late as it may,
-when its group is waited for, or at once (`late=False`): a kernel must bear both. Found are: accesses outside of the
+when its group is waited for, or at once (`late=False`): a kernel must bear both. WGMMA multiplies at once, but its sums
+are NaN until they are waited for. Found are: accesses outside of the
 tensors that a kernel was given, misaligned ones, two lanes that write one address together, shuffles from lanes that do
 not take part. Not found: races of warps, which run in step here, and what ptxas makes of all this.
 
@@ -23,6 +24,7 @@ import numpy as np
 from torch import Tensor
 
 LANES = 32
+FOUR_WARPS = 4 * LANES
 SHARED_BYTES = 227 << 10
 DONE = 1 << 40
 TYPES: dict[str, Any] = {
@@ -94,14 +96,16 @@ class Program:
         body = re.sub(r"//[^\n]*", "", body[body.index("{") + 1 : body.rindex("}")])
         for statement in body.split(";"):
             text = " ".join(statement.split())
+            while text[:2] in ("{ ", "} "):  # the scope of inline PTX
+                text = text[2:]
             while label := re.match(r"(\$\w+):\s*", text):
                 self.labels[label[1]] = len(self.instructions)
                 text = text[label.end() :]
             if text and not text.startswith("."):
-                predicate, name, rest = re.fullmatch(r"(@!?%p\d+ )?(\S+)\s*(.*)", text).groups()  # type: ignore[union-attr]
+                predicate, name, rest = re.fullmatch(r"(@!?%?p\d* )?(\S+)\s*(.*)", text).groups()  # type: ignore[union-attr]
                 of = Instruction((predicate or "").strip(), tuple(name.split(".")), operands_of(rest))
                 self.instructions.append(of)
-        self.half = any(i.name[0] == "mma" and "f16" in i.name for i in self.instructions)
+        self.half = any("mma" in i.name[0] and "f16" in i.name for i in self.instructions)
 
     def run(
         self,
@@ -117,16 +121,24 @@ class Program:
             for s in memory.values()
         ]
         for place in np.ndindex(*grid[::-1]):
-            Cta(self, dict(zip(self.parameters, arguments, strict=True)), place[::-1], storages, late).run()
+            Cta(self, dict(zip(self.parameters, arguments, strict=True)), place[::-1], grid, storages, late).run()
 
 
 class Cta:
     """The state of one CTA."""
 
     def __init__(
-        self, program: Program, arguments: dict[str, bytes], place: tuple[int, ...], storages: list[Storage], late: bool
+        self,
+        program: Program,
+        arguments: dict[str, bytes],
+        place: tuple[int, ...],
+        grid: tuple[int, ...],
+        storages: list[Storage],
+        late: bool,
     ) -> None:
-        self.program, self.arguments, self.place, self.storages, self.late = program, arguments, place, storages, late
+        self.program, self.arguments, self.storages, self.late = program, arguments, storages, late
+        axes = zip("xyz", place, grid, strict=True)
+        self.special = {f"%{name}.{x}": n for x, at, of in axes for name, n in (("ctaid", at), ("nctaid", of))}
         self.count = program.threads
         self.thread = np.arange(self.count)
         self.lane = self.thread % LANES
@@ -135,16 +147,20 @@ class Cta:
         self.active = np.ones(self.count, np.bool_)
         self.started: list[list[tuple[int, Any]]] = [[] for _ in range(self.count)]
         self.groups: list[list[list[tuple[int, Any]]]] = [[] for _ in range(self.count)]
+        # Of each four warps: the products that were started, and those of groups
+        self.products: list[dict[str, Any]] = [{} for _ in range(0, self.count, FOUR_WARPS)]
+        self.product_groups: list[list[dict[str, Any]]] = [[] for _ in self.products]
 
     def run(self) -> None:
         counter, waiting = np.zeros(self.count, np.int64), np.zeros(self.count, np.bool_)
+        barrier = np.zeros(self.count, np.int64)  # that a thread waits for
+        arrived: dict[int, int] = {}
         while True:
             running = (counter < DONE) & ~waiting
             if not running.any():
                 if not waiting.any():
                     return
-                waiting[:] = False
-                continue
+                raise RuntimeError(f"threads wait for each other at barriers {sorted({*barrier[waiting].tolist()})}")
             at = counter[running].min()
             active = running & (counter == at)
             counter[active] = at + 1
@@ -160,7 +176,20 @@ class Cta:
             elif name[0] == "ret":
                 counter[active] = DONE
             elif name[0] == "bar":
-                waiting[active] = name[1] == "sync"
+                if name[1] == "warp":
+                    continue
+                numbers = self.get(operands[0], "i4")
+                expected = int(operands[1]) if len(operands) > 1 else self.count
+                if name[1] == "sync":
+                    waiting |= active
+                    barrier[active] = numbers
+                for number in {*numbers.tolist()}:
+                    arrived[number] = arrived.get(number, 0) + int((numbers == number).sum())
+                    if arrived[number] > expected:
+                        raise RuntimeError(f"more threads arrive at barrier {number} than it counts")
+                    if arrived[number] == expected:
+                        waiting[barrier == number] = False
+                        arrived[number] = 0
             else:
                 with np.errstate(all="ignore"):
                     self.step(name, operands)
@@ -169,7 +198,8 @@ class Cta:
 
     def register(self, name: str) -> Any:
         if name not in self.registers:
-            kind = {"%p": np.bool_, "%r": "u4"}.get(name.rstrip("0123456789"), "u8" if name[2] == "d" else "u2")
+            kind = {"p": np.bool_, "%p": np.bool_, "%r": "u4"}.get(name.rstrip("0123456789"))
+            kind = kind or ("u8" if name[2] == "d" else "u2")
             fill = False if kind is np.bool_ else 0xABABABABABABABAB & (1 << 8 * np.dtype(kind).itemsize) - 1
             self.registers[name] = np.full(self.count, fill, kind)
         return self.registers[name]
@@ -177,11 +207,11 @@ class Cta:
     def get(self, operand: str, kind: Any) -> Any:
         of, count = np.dtype(kind), int(self.active.sum())
         bits = f"u{of.itemsize}"
-        if operand.startswith("%ctaid"):
-            return np.full(count, self.place["xyz".index(operand[-1])], of)
+        if operand in self.special:
+            return np.full(count, self.special[operand], of)
         if operand in ("%tid.x", "%laneid"):
             return (self.thread if operand == "%tid.x" else self.lane)[self.active].astype(of)
-        if operand[0] == "%":
+        if operand[0] in "%p":
             value = self.register(operand)[self.active]
             return value if value.dtype == np.bool_ else value.astype(bits).view(of)
         if operand.startswith("0f"):
@@ -299,6 +329,61 @@ class Cta:
         for i, register in enumerate(names(operands[0])):
             self.put(register, acc[:, row + 8 * (i // 2), column + i % 2].flatten())
 
+    def multiply_together(self, name: tuple[str, ...], operands: list[str]) -> None:
+        """wgmma with the left operand in registers, the right one in shared memory, 128 bytes swizzled, K-major.
+
+        Sums are NaN until they are waited for.
+        """
+        for four in {*(self.whole_warps() // 4).tolist()}:
+            threads = slice(four * FOUR_WARPS, (four + 1) * FOUR_WARPS)
+            if not self.active[threads].all():
+                raise RuntimeError("only some warps of four take part")
+            pending, groups = self.products[four], self.product_groups[four]
+            if name[1] == "commit_group":
+                groups.append(dict(pending))
+                pending.clear()
+            elif name[1] == "wait_group":
+                while len(groups) > int(operands[0]):
+                    for register, values in groups.pop(0).items():
+                        self.register(register)[threads] = values
+            elif name[1] == "mma_async":
+                if operands[4:] != ["1", "1", "0"]:
+                    raise NotImplementedError(f"wgmma with {operands[4:]}")
+                first = int(np.searchsorted(np.nonzero(self.active)[0], threads.start))
+                descriptor = int(self.get(operands[2], "u8")[first])
+                add = bool(self.get(operands[3], np.bool_)[first])
+                self._start(threads, names(operands[0]), names(operands[1]), descriptor, add, pending)
+
+    def _start(
+        self, threads: slice, to: list[str], left: list[str], descriptor: int, add: bool, pending: dict[str, Any]
+    ) -> None:
+        columns = len(to) * 2
+        if descriptor >> 62 != 1:
+            raise NotImplementedError("wgmma without a swizzle of 128 bytes")
+        start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+        column, k = np.arange(columns)[:, None], np.arange(16)
+        address = start + column // 8 * stride + column % 8 * 128 + 2 * k
+        address ^= (address >> 7 & 7) << 4
+
+        def numbers(bits: Any) -> Any:
+            return bits.view("f2").astype("f4") if self.program.half else bf16_numbers(bits)
+
+        right = numbers(self.shared.view("u2")[address // 2])
+        lane, warp = np.arange(FOUR_WARPS) % LANES, np.arange(FOUR_WARPS) // LANES
+        keys = np.zeros((64, 16), "f4")
+        for i, name in enumerate(left):
+            halves = numbers(np.ascontiguousarray(self.register(name)[threads]).view("u2")).reshape(-1, 2)
+            for c in range(2):
+                keys[16 * warp + lane // 4 + 8 * (i % 2), lane % 4 * 2 + c + 8 * (i // 2)] = halves[:, c]
+        products = keys @ right.T
+        for i, name in enumerate(to):
+            own = products[16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + lane % 4 * 2 + i % 2]
+            if add:
+                before = pending.get(name)
+                own = own + np.ascontiguousarray(self.register(name)[threads] if before is None else before).view("f4")
+            pending[name] = np.ascontiguousarray(own, "f4").view("u4")
+            self.register(name)[threads] = 0x7FFFFFFF
+
     # Arithmetic
 
     def step(self, name: tuple[str, ...], operands: list[str]) -> None:
@@ -315,6 +400,12 @@ class Cta:
             memory, place = self.place_of(self.address(operands[-2], "u8"), 4, False)
             for where, bits in zip(place, self.get(operands[-1], "u4"), strict=True):
                 memory[where] = (memory[where].view("u4") | bits).view("u1")
+        elif what in ("setmaxnreg", "fence"):
+            pass
+        elif what == "wgmma":
+            self.multiply_together(name, operands)
+        elif what == "vote":
+            self.vote(operands)
         elif what == "shfl":
             self.shuffle(name, operands)
         elif what == "cvt":
@@ -392,3 +483,10 @@ class Cta:
         everywhere = np.zeros(self.count, "u4")
         everywhere[self.active] = self.get(operands[1], "u4")
         self.put(operands[0].partition("|")[0], everywhere[threads])
+
+    def vote(self, operands: list[str]) -> None:
+        """The ballot."""
+        pred = np.zeros(self.count, "u4")
+        pred[self.active] = self.get(operands[1], np.bool_)
+        ballots = (pred.reshape(-1, LANES) << np.arange(LANES, dtype="u4")).sum(1, dtype="u4")
+        self.put(operands[0], ballots[self.thread[self.active] // LANES])

@@ -15,7 +15,7 @@ from cute_kernels.best_blocks import HIGH, INIT, LIMIT, LOW, BestBlocks, Blocks
 from cute_kernels.block_lists import Keys
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, TILE, TOKEN
 from cute_kernels.score import TopBlocks
-from cute_kernels.token_blocks import LOG2_E, TokenBlocks
+from cute_kernels.token_blocks import LOG2_E, THREADS, TokenBlocks
 from nsa import NSAConfig, reference
 from tests import token_blocks_model as model
 from tests.lanes import LANES, WARP, Cta, Memory, Mma, Shared, plain
@@ -206,9 +206,10 @@ def token_kernel(group: int) -> Any:
 def run_cta(kernel: Any, item: int, tensors: list[Memory], tables: list[Memory | None], *numbers: int) -> None:
     """Args: q, k, lse and indices; bounds and tiles; tokens, first token, T."""
     tiling, q, k = kernel.tiling, *tensors[:2]
-    layouts = (tiling.tokens, DIM, kernel.group), (256, DIM), (tiling.rows, kernel.ratio, 256 // kernel.ratio + 2)
+    layout_q = tiling.rows, DIM, tiling.tokens * kernel.group // tiling.rows
+    layouts = layout_q, (256, DIM), (tiling.rows, kernel.ratio, 256 // kernel.ratio + 2)
     mma = Mma(tiling.entry_warps, tiling.token_warps)
-    cta = Cta(256, item, -(-q.shape[1] // tiling.tokens) * q.shape[0] * k.shape[2])
+    cta = Cta(THREADS, item, -(-q.shape[1] // tiling.tokens) * q.shape[0] * k.shape[2])
     cta.run(kernel.kernel, *tensors, *tables, SCALE * LOG2_E, *numbers, mma, *layouts)
 
 

@@ -274,6 +274,14 @@ def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
 
 
 @on_cuda
+@pytest.mark.parametrize("group", [1, 3, 16, 64])
+def test_groups_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cute_kernels.token_blocks.compute_capability", lambda _: (10, 0))
+    check_kernel(on_gpu(1500, 2 * group, 2, batch=2))
+    check_kernel(on_gpu(9000, 2 * group, 2, 64))
+
+
+@on_cuda
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_options(name: str) -> None:
     check_kernel(on_gpu(4500, 8, 2), replace(PAPER, **GPU_CASES[name]))

@@ -152,8 +152,10 @@ def score_cases() -> Iterator[Case]:
 
 def token_cases() -> Iterator[Case]:
     from cute_kernels.best_blocks import Blocks
+    from cute_kernels.device import compute_capability
     from cute_kernels.token_blocks import _compiled
 
+    hopper = compute_capability(0)[0] == 9
     overlapping, plain = Blocks(32, 16, 64, 16, init=1, local=2), Blocks(64, 64, 64, 16)
     for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
         variants = {
@@ -164,7 +166,7 @@ def token_cases() -> Iterator[Case]:
             "plain": (group, plain, False),
         }
         for variant, arguments in variants.items():
-            yield Case("TokenBlocks", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments))
+            yield Case("TokenBlocks", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments, hopper))
 
 
 def list_cases() -> Iterator[Case]:
