@@ -42,20 +42,28 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.utils import hopper_helpers
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
 from cute_kernels.block_lists import WORD, BlockLists, fake_lists
 from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE, Sizes, write_counts, write_segments
 from cute_kernels.warp import LANES, lowest_bit, prefix_sum
-
-UNIT = 64
-"""Keys, and rows, of one tile of an operand: what a warpgroup multiplies at once."""
-
-GROUP = 128
-"""Threads of a warpgroup."""
+from cute_kernels.warpgroup_tiles import (
+    ALIGNMENT,
+    GROUP,
+    MN,
+    REGISTERS,
+    SHARED,
+    UNIT,
+    K,
+    accumulated,
+    of_columns,
+    start_product,
+    swizzled_tiles,
+    transposed,
+    warpgroup_mma,
+)
 
 CONSUMERS = 2
 """Warpgroups that multiply; one more loads."""
@@ -81,17 +89,6 @@ WORKSPACE = 512 << 20
 LOG2_E = math.log2(math.e)
 
 
-def _tiles(dtype: Any, dim: int, count: int) -> Any:
-    """Layout of `count` tiles of UNIT x D, as TMA writes and WGMMA reads them (also transposed)."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (UNIT, dim, count), (0, 1, 2))
-
-
-def _transposed(tiles: cute.Tensor) -> cute.Tensor:
-    rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
-    return cute.composition(tiles, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
-
-
 def _rows_first(x: cute.Tensor) -> cute.Tensor:
     """[B, N, H, D] as (N, D, H, B)."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
@@ -99,7 +96,7 @@ def _rows_first(x: cute.Tensor) -> cute.Tensor:
 
 def _tma(op: Any, x: cute.Tensor, dtype: Any, dim: int) -> tuple[cute.CopyAtom, cute.Tensor]:
     """How to copy tiles between shared memory and [B, N, H, D]."""
-    layout = cute.select(_tiles(dtype, dim, 1), mode=[0, 1])
+    layout = cute.select(swizzled_tiles(dtype, dim, 1), mode=[0, 1])
     atom, coordinates = cpasync.make_tiled_tma_atom(op, _rows_first(x), layout, (UNIT, dim))
     return atom, coordinates
 
@@ -111,27 +108,6 @@ def _tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple
         atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
     )
     return sX, tiled
-
-
-def _mma(dtype: Any, columns: int, left: Any, right: Any) -> cute.TiledMma:
-    """UNIT x `columns` by one warpgroup: left operand (K-major) from `left`, right operand of major mode `right`."""
-    return hopper_helpers.make_trivial_tiled_mma(
-        dtype, dtype, OperandMajorMode.K, right, Float32, (1, 1, 1), (UNIT, columns), left
-    )
-
-
-@cute.jit
-def _multiply(
-    mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, add: cutlass.Constexpr[bool]
-):
-    """Start acc = left right, or acc += left right, as one group."""
-    warpgroup.fence()
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, add)
-    for k in range_constexpr(cute.size(left, mode=[2])):
-        cute.gemm(atom, acc, left[None, None, k], right[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
 
 
 @cute.jit
@@ -276,7 +252,6 @@ class SelectedDQ:
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         loads = [_tma(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
-        source, major = warpgroup.OperandSource.RMEM, OperandMajorMode
         self.kernel(
             *[part for pair in loads for part in pair],
             *_tma(store, mdQ, self.dtype, self.dim),
@@ -290,10 +265,10 @@ class SelectedDQ:
             mK.shape[1],
             mQ.shape[2] // mK.shape[2],
             scale,
-            _mma(self.dtype, UNIT, source, major.K),
-            _mma(self.dtype, self.dim, source, major.MN),
-            _tiles(self.dtype, self.dim, CONSUMERS),
-            _tiles(self.dtype, self.dim, STAGES),
+            warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K),
+            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
+            swizzled_tiles(self.dtype, self.dim, CONSUMERS),
+            swizzled_tiles(self.dtype, self.dim, STAGES),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], CONSUMERS * UNIT), mQ.shape[2], mQ.shape[0]],
             block=[THREADS, 1, 1],
@@ -335,10 +310,10 @@ class SelectedDQ:
         tile = rows * (CONSUMERS * UNIT) // self.tile
 
         smem = cutlass.memory.SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
-        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
+        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
+        sV = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
         consumer_warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS * GROUP // LANES)
         rows_ready = pipeline.PipelineTmaAsync.create(
             num_stages=1,
@@ -394,7 +369,7 @@ class SelectedDQ:
             tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))
             tSrK = thr_s.make_fragment_B(mma_s.get_slice(0).partition_B(sK))
             tdPrV = thr_s.make_fragment_B(mma_s.get_slice(0).partition_B(sV))
-            tdQrK = thr_dq.make_fragment_B(mma_dq.get_slice(0).partition_B(_transposed(sK)))
+            tdQrK = thr_dq.make_fragment_B(mma_dq.get_slice(0).partition_B(transposed(sK)))
             dQ = cute.make_rmem_tensor(thr_dq.partition_shape_C((UNIT, self.dim)), Float32)
             dQ.fill(0.0)
 
@@ -425,25 +400,25 @@ class SelectedDQ:
                     first_key = gMask[i] * UNIT
                 keys_ready.consumer_wait(state)
                 stage = state.index
-                _multiply(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
-                _multiply(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
+                start_product(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
+                start_product(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
                 warpgroup.wait_group(1)
-                for n, r, c in _accumulated(S):
+                for n, r, c in accumulated(S):
                     S[(c, r, n), 0, 0] = cute.math.exp2(
                         cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[r]), fastmath=True
                     )
                 if masked:
-                    for n, r, c in _accumulated(S):
+                    for n, r, c in accumulated(S):
                         row, key = tScS[(c, r, n), 0, 0]
                         seen = first_key + key < num_keys
                         if const_expr(self.causal):
                             seen = seen & (first_key + key <= first_row + row)
                         S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
                 warpgroup.wait_group(0)
-                for n, r, c in _accumulated(S):
+                for n, r, c in accumulated(S):
                     S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[r])
                 tdQrdS.store(cute.make_tensor(S.iterator, tdQrdS.layout).load().to(self.dtype))
-                _multiply(mma_dq, dQ, tdQrdS, tdQrK[None, None, None, stage], True)
+                start_product(mma_dq, dQ, tdQrdS, tdQrK[None, None, None, stage], True)
                 warpgroup.wait_group(0)
                 keys_ready.consumer_release(state)
                 state.advance()
@@ -463,12 +438,6 @@ def _row_statistics(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows
     lse, delta = mLse[place], mDelta[place]
     present = (row < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
     return lse * LOG2_E if present else Float32.inf, delta if present else Float32(0.0)
-
-
-def _accumulated(acc: cute.Tensor) -> Any:
-    """Where a thread's values lie, ((c, r, n), 0, 0): n-th 8 columns, r-th of its 2 rows, c-th of its 2 columns."""
-    columns, rows, eighths = acc.shape[0]
-    return [(n, r, c) for n in range(eighths) for r in range(rows) for c in range(columns)]
 
 
 class SelectedDKV:
@@ -501,7 +470,6 @@ class SelectedDKV:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = [_tma(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
         copies += [_tma(store, x, self.dtype, self.dim) for x in (mdK, mdV)]
-        sources, major = warpgroup.OperandSource, OperandMajorMode
         self.kernel(
             *[part for pair in copies for part in pair],
             mLse,
@@ -515,10 +483,10 @@ class SelectedDKV:
             mK.shape[2],
             mQ.shape[2] // mK.shape[2],
             scale,
-            _mma(self.dtype, UNIT, sources.SMEM, major.K),
-            _mma(self.dtype, self.dim, sources.RMEM, major.MN),
-            _tiles(self.dtype, self.dim, 1),
-            _tiles(self.dtype, self.dim, STAGES),
+            warpgroup_mma(self.dtype, UNIT, SHARED, K, K),
+            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
+            swizzled_tiles(self.dtype, self.dim, 1),
+            swizzled_tiles(self.dtype, self.dim, STAGES),
         ).launch(
             grid=[mSegments.shape[1] * self.units, 1, 1],
             block=[THREADS, 1, 1],
@@ -569,10 +537,10 @@ class SelectedDKV:
         used = segment < cut_segments + mSums[WHOLE, last]
 
         smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
-        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
+        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
+        sV = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
+        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
         sLse = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
         sDelta = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
         sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
@@ -654,8 +622,8 @@ class SelectedDKV:
                 tdPrV = one_s.make_fragment_A(one_s.partition_A(sV))[None, None, None, 0]
                 tSrQ = one_s.make_fragment_B(one_s.partition_B(sQ))
                 tdPrdO = one_s.make_fragment_B(one_s.partition_B(sdO))
-                tdKrQ = one_dkv.make_fragment_B(one_dkv.partition_B(_transposed(sQ)))
-                tdVrdO = one_dkv.make_fragment_B(one_dkv.partition_B(_transposed(sdO)))
+                tdKrQ = one_dkv.make_fragment_B(one_dkv.partition_B(transposed(sQ)))
+                tdVrdO = one_dkv.make_fragment_B(one_dkv.partition_B(transposed(sdO)))
                 tdVrP = thr_dkv.make_fragment_A(thr_dkv.partition_shape_A((UNIT, UNIT)))
                 tdKrdS = thr_dkv.make_fragment_A(thr_dkv.partition_shape_A((UNIT, UNIT)))
                 dK = cute.make_rmem_tensor(thr_dkv.partition_shape_C((UNIT, self.dim)), Float32)
@@ -674,12 +642,12 @@ class SelectedDKV:
                     dP = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
                     rows_ready.consumer_wait(state)
                     stage = state.index
-                    _multiply(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
-                    _multiply(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
+                    start_product(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
+                    start_product(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
                     first_row = sRow[stage]
-                    rLse = _of_columns(tSsLse[(None, 0, None), 0, 0, stage])
+                    rLse = of_columns(tSsLse[(None, 0, None), 0, 0, stage])
                     warpgroup.wait_group(1)
-                    for n, r, c in _accumulated(S):
+                    for n, r, c in accumulated(S):
                         S[(c, r, n), 0, 0] = cute.math.exp2(
                             cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[c, n]), fastmath=True
                         )
@@ -687,20 +655,20 @@ class SelectedDKV:
                     if const_expr(self.causal):
                         masked = masked | (first_key + UNIT - 1 > first_row)
                     if masked:
-                        for n, r, c in _accumulated(S):
+                        for n, r, c in accumulated(S):
                             key, row = tScS[(c, r, n), 0, 0]
                             seen = (first_row + row < num_rows) & (first_key + key < num_keys)
                             if const_expr(self.causal):
                                 seen = seen & (first_key + key <= first_row + row)
                             S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
                     tdVrP.store(cute.make_tensor(S.iterator, tdVrP.layout).load().to(self.dtype))
-                    _multiply(mma_dkv, dV, tdVrP, tdVrdO[None, None, None, stage], True)
-                    rDelta = _of_columns(tSsDelta[(None, 0, None), 0, 0, stage])
+                    start_product(mma_dkv, dV, tdVrP, tdVrdO[None, None, None, stage], True)
+                    rDelta = of_columns(tSsDelta[(None, 0, None), 0, 0, stage])
                     warpgroup.wait_group(1)
-                    for n, r, c in _accumulated(S):
+                    for n, r, c in accumulated(S):
                         S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[c, n])
                     tdKrdS.store(cute.make_tensor(S.iterator, tdKrdS.layout).load().to(self.dtype))
-                    _multiply(mma_dkv, dK, tdKrdS, tdKrQ[None, None, None, stage], True)
+                    start_product(mma_dkv, dK, tdKrdS, tdKrQ[None, None, None, stage], True)
                     warpgroup.wait_group(0)
                     rows_ready.consumer_release(state)
                     for _ in range_constexpr(CONSUMERS):
@@ -744,14 +712,6 @@ class SelectedDKV:
                         cute.copy(tma_dk, tdKsdK[None, 0], tdKgdK[None, place, kv_head, batch])
                         cute.arch.cp_async_bulk_commit_group()
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-@cute.jit
-def _of_columns(shared: cute.Tensor) -> cute.Tensor:
-    """(c, n), as in _accumulated, in registers."""
-    values = cute.make_rmem_tensor_like(shared)
-    cute.autovec_copy(shared, values)
-    return values
 
 
 class AddSegments:

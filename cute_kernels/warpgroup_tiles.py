@@ -1,0 +1,72 @@
+"""Tiles of rows in shared memory, and products of them by warpgroups (WGMMA): what backward on Hopper shares.
+
+Of 64 x columns numbers of an accumulator, lane 4 i + j of warp w holds columns 2 j and 2 j + 1 of each 8, in rows
+16 w + i and 16 w + i + 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers
+
+UNIT = 64
+"""Rows that a warpgroup multiplies, and of a tile."""
+
+GROUP = 128
+"""Threads of a warpgroup."""
+
+ALIGNMENT = 1024
+"""Of tiles in shared memory, in bytes."""
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+REGISTERS, SHARED = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+
+
+def swizzled_tiles(dtype: Any, dim: int, count: int) -> Any:
+    """Layout of `count` tiles of UNIT x dim, as TMA writes and WGMMA reads them (also transposed)."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, (UNIT, dim, count), (0, 1, 2))
+
+
+def transposed(tiles: cute.Tensor) -> cute.Tensor:
+    """Tiles of rows x columns as columns x rows."""
+    rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
+    return cute.composition(tiles, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
+
+
+def warpgroup_mma(dtype: Any, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
+    """UNIT x `columns` by one warpgroup. Args: where the left operand lies; major modes of both."""
+    return hopper_helpers.make_trivial_tiled_mma(dtype, dtype, left, right, Float32, (1, 1, 1), (UNIT, columns), source)
+
+
+@cute.jit
+def start_product(
+    mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, add: cutlass.Constexpr[bool]
+):
+    """Start acc = left right, or acc += left right, as one group."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, add)
+    for k in range_constexpr(cute.size(left, mode=[2])):
+        cute.gemm(atom, acc, left[None, None, k], right[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def accumulated(acc: cute.Tensor) -> list[tuple[int, int, int]]:
+    """Where a thread's values lie, ((c, r, n), 0, 0): n-th 8 columns, r-th of its 2 rows, c-th of its 2 columns."""
+    columns, rows, eighths = acc.shape[0]
+    return [(n, r, c) for n in range(eighths) for r in range(rows) for c in range(columns)]
+
+
+@cute.jit
+def of_columns(shared: cute.Tensor) -> cute.Tensor:
+    """(c, n), as in `accumulated`, in registers."""
+    values = cute.make_rmem_tensor_like(shared)
+    cute.autovec_copy(shared, values)
+    return values
