@@ -3,9 +3,10 @@
     one CTA after the other; of its threads, in NumPy, those with the lowest program counter run together
 
 Threads that diverge so meet again as on a GPU, and wait for each other at barriers. cp.async arrives as late as it may,
-when its group is waited for, or at once (`late=False`): a kernel must bear both. Found are: accesses outside of the
-tensors that a kernel was given, misaligned ones, two lanes that write one address together, shuffles from lanes that do
-not take part. Not found: races of warps, which run in step here, and what ptxas makes of all this.
+when its group is waited for, or at once (`late=False`): a kernel must bear both. So does WGMMA, for CTAs of one
+warpgroup and tiles with a swizzle of 128 bytes. Found are: accesses outside of the tensors that a kernel was given,
+misaligned ones, two lanes that write one address together, shuffles from lanes that do not take part. Not found: races
+of warps, which run in step here, missing fences, and what ptxas makes of all this.
 
 Integers wrap; ex2, lg2 and rcp are NumPy's. Registers hold what an instruction last wrote, at first 0xAB in each byte;
 shared memory begins as 0xFF, NaN in every type.
@@ -17,12 +18,14 @@ import ctypes
 import re
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 LANES = 32
+GROUP = 128
 SHARED_BYTES = 227 << 10
 DONE = 1 << 40
 TYPES: dict[str, Any] = {
@@ -93,7 +96,7 @@ class Program:
         self.instructions: list[Instruction] = []
         body = re.sub(r"//[^\n]*", "", body[body.index("{") + 1 : body.rindex("}")])
         for statement in body.split(";"):
-            text = " ".join(statement.split())
+            text = " ".join(statement.split()).lstrip("{} ")  # scopes of inline assembly, which only name a predicate p
             while label := re.match(r"(\$\w+):\s*", text):
                 self.labels[label[1]] = len(self.instructions)
                 text = text[label.end() :]
@@ -101,7 +104,7 @@ class Program:
                 predicate, name, rest = re.fullmatch(r"(@!?%p\d+ )?(\S+)\s*(.*)", text).groups()  # type: ignore[union-attr]
                 of = Instruction((predicate or "").strip(), tuple(name.split(".")), operands_of(rest))
                 self.instructions.append(of)
-        self.half = any(i.name[0] == "mma" and "f16" in i.name for i in self.instructions)
+        self.half = any(i.name[0] in ("mma", "wgmma") and "f16" in i.name for i in self.instructions)
 
     def run(
         self,
@@ -135,6 +138,8 @@ class Cta:
         self.active = np.ones(self.count, np.bool_)
         self.started: list[list[tuple[int, Any]]] = [[] for _ in range(self.count)]
         self.groups: list[list[list[tuple[int, Any]]]] = [[] for _ in range(self.count)]
+        self.products: list[Callable[[], None]] = []
+        self.product_groups: list[list[Callable[[], None]]] = []
 
     def run(self) -> None:
         counter, waiting = np.zeros(self.count, np.int64), np.zeros(self.count, np.bool_)
@@ -169,7 +174,9 @@ class Cta:
 
     def register(self, name: str) -> Any:
         if name not in self.registers:
-            kind = {"%p": np.bool_, "%r": "u4"}.get(name.rstrip("0123456789"), "u8" if name[2] == "d" else "u2")
+            kind = {"%p": np.bool_, "p": np.bool_, "%r": "u4"}.get(
+                name.rstrip("0123456789"), "u8" if name[2:3] == "d" else "u2"
+            )
             fill = False if kind is np.bool_ else 0xABABABABABABABAB & (1 << 8 * np.dtype(kind).itemsize) - 1
             self.registers[name] = np.full(self.count, fill, kind)
         return self.registers[name]
@@ -202,7 +209,7 @@ class Cta:
 
     def address(self, operand: str, kind: str) -> Any:
         base, _, offset = operand[1:-1].partition("+")
-        return self.get(base, kind).astype("i8") + int(offset or 0)
+        return (self.get(base, kind) + np.array(int(offset or 0)).astype(kind)).astype("i8")  # wraps
 
     def place_of(self, address: Any, count: int, shared: bool) -> tuple[Any, Any]:
         """The memory, and where in it `count` bytes of each active thread lie."""
@@ -299,6 +306,60 @@ class Cta:
         for i, register in enumerate(names(operands[0])):
             self.put(register, acc[:, row + 8 * (i // 2), column + i % 2].flatten())
 
+    def products_of_warpgroups(self, name: tuple[str, ...], operands: list[str]) -> None:
+        """wgmma."""
+        if not self.active.all() or self.count != GROUP:
+            raise RuntimeError("WGMMA needs one whole warpgroup")
+        if name[1] == "mma_async":
+            product = partial(self.multiply_tiles, int(name[4].partition("n")[2].partition("k")[0]), operands)
+            add = bool(self.register("p")[0])
+            given = [None if x[0] == "{" else int(self.get(x, "u8")[0]) for x in operands[1:3]]
+            self.products.append(partial(product, given, add))
+            if not self.late:
+                self.products.pop()()
+        elif name[1] == "commit_group":
+            self.product_groups.append(self.products)
+            self.products = []
+        elif name[1] == "wait_group":
+            while len(self.product_groups) > int(operands[0]):
+                for run in self.product_groups.pop(0):
+                    run()
+
+    def tile(self, descriptor: int, rows: int, is_transposed: bool) -> Any:
+        """rows x 16 numbers that a descriptor of shared memory tells of (PTX ISA, 128-byte swizzle)."""
+        start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+        if descriptor >> 62 != 1:
+            raise RuntimeError("not a swizzle of 128 bytes")
+        row, k = np.arange(rows)[:, None], np.arange(16)
+        if is_transposed:
+            place = start + row // 64 * leading + k // 8 * stride + k % 8 * 128 + row % 64 * 2
+        else:
+            place = start + row // 8 * stride + row % 8 * 128 + k * 2
+        place = place ^ (place >> 7 & 7) << 4
+        return self.numbers(self.shared.view("u2")[place // 2])
+
+    def numbers(self, bits: Any) -> Any:
+        return bits.view("f2").astype("f4") if self.program.half else bf16_numbers(bits)
+
+    def multiply_tiles(self, columns: int, operands: list[str], given: list[int | None], add: bool) -> None:
+        """Lane 4 i + j of warp w holds two numbers of rows 16 w + i and 16 w + i + 8 in columns 2 j of each 8."""
+        row, column = self.thread // LANES * 16 + self.lane // 4, self.lane % 4 * 2
+        flags = [int(x) for x in operands[6:]]
+        if given[0] is None:
+            left = np.zeros((64, 16), "f4")
+            for i, register in enumerate(names(operands[1])):
+                pairs = self.numbers(np.ascontiguousarray(self.register(register)).view("u2").reshape(-1, 2))
+                for c in range(2):
+                    left[row + 8 * (i % 2), column + c + 8 * (i // 2)] = pairs[:, c]
+        else:
+            left = self.tile(given[0], 64, flags[0] == 1)
+        assert given[1] is not None
+        product = left @ self.tile(given[1], columns, flags[-1] == 1).T
+        for i, name in enumerate(names(operands[0])):
+            register = self.register(name)
+            values = product[row + 8 * (i // 2 % 2), column + i % 2 + 8 * (i // 4)]
+            register[:] = np.ascontiguousarray(register.view("f4") + values if add else values).view("u4")
+
     # Arithmetic
 
     def step(self, name: tuple[str, ...], operands: list[str]) -> None:
@@ -311,6 +372,10 @@ class Cta:
             self.matrices(name, operands)
         elif what == "mma":
             self.multiply(operands)
+        elif what == "wgmma":
+            self.products_of_warpgroups(name, operands)
+        elif what == "fence":
+            pass
         elif what == "atom" or what == "red":
             memory, place = self.place_of(self.address(operands[-2], "u8"), 4, False)
             for where, bits in zip(place, self.get(operands[-1], "u4"), strict=True):
