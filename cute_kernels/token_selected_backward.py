@@ -64,7 +64,7 @@ from cute_kernels.warp_tiles import (
     tiles,
     transposed,
     warps_mma,
-    write_rows,
+    write_whole_rows,
 )
 
 UNIT = 64
@@ -229,11 +229,11 @@ class VisitGradients:
                     cute.arch.cp_async_wait_group(0)
                     self._publish()
                     cute.arch.sync_threads()
-                    stage = row // UNIT % STAGES
+                    stage, next_stage = (Int32(Uint32(row) // UNIT + i) % STAGES for i in range(2))
                     S, dP = self._start(sKQ, sVdO, stage)
                     if row + UNIT < num_rows:
-                        self._gather(gQ, sKQ[None, None, 1 - stage], sPlace, row + UNIT, num_rows)
-                        self._gather(gdO, sVdO[None, None, 1 - stage], sPlace, row + UNIT, num_rows)
+                        self._gather(gQ, sKQ[None, None, next_stage], sPlace, row + UNIT, num_rows)
+                        self._gather(gdO, sVdO[None, None, next_stage], sPlace, row + UNIT, num_rows)
                         place = next_place
                         lse, delta = self._statistics(gLse, gDelta, place, row + UNIT + mine, num_rows)
                         next_place = self._place(gPlaces, row + 2 * UNIT + mine, num_rows)
@@ -390,7 +390,7 @@ class VisitGradients:
         """Rows of dQ, scaled and rounded."""
         rounded = cute.make_rmem_tensor_like(acc, self.dtype)
         rounded.store((acc.load() * scale).to(self.dtype))
-        write_rows(self._numbers(rounded), mX, to)
+        write_whole_rows(self._numbers(rounded), mX, to)
 
     @cute.jit
     def _write(self, acc: cute.Tensor, mX: cute.Tensor, keys: Int32, add: cutlass.Constexpr[bool]):
@@ -518,14 +518,14 @@ class WarpgroupGradients(VisitGradients):
         copy = cute.make_tiled_copy_C(atom, mma_s).get_slice(thread)
         rounded = cute.make_tensor(rdS.iterator, S.layout)
         cute.copy(copy, copy.retile(rounded), copy.partition_D(sScores[None, None, 0]))
-        hopper.start_product(mma_dk, dK, rdS, dKrQ, True)
         self._publish()
         cute.arch.sync_threads()
-        warpgroup.wait_group(1)
         dQ = self._registers(mma_dq, self.dim)
         hopper.start_product(mma_dq, dQ, dQrdS, dQrK, False)
-        warpgroup.wait_group(0)
+        hopper.start_product(mma_dk, dK, rdS, dKrQ, True)
+        warpgroup.wait_group(1)
         self._write_rows(dQ, gdQ, to, scale)
+        warpgroup.wait_group(0)
 
 
 class AddParts:

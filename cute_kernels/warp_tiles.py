@@ -254,3 +254,27 @@ def write_rows(
                 if place >= 0:
                     vector = mX[None, Int64(place + first + lane % QUAD)]
                     cute.autovec_copy(cute.recast_tensor(rPieces, mX.element_type), vector)
+
+
+@cute.jit
+def write_whole_rows(
+    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
+    mX: cute.Tensor,  # as of `as_vectors`
+    start: Int32,  # in lane i, the first vector of row i; negative: it is not written
+):
+    """As `write_rows`, all vectors of a row together: one address and one branch for each."""
+    _, _, rows, pieces = rRounded.shape
+    lane = cute.arch.lane_idx()
+    pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)
+    rPieces = cute.make_rmem_tensor((QUAD, pieces // QUAD), Int32)
+    for m in range_constexpr(rows):
+        for r in range_constexpr(2):
+            place = cute.arch.shuffle_sync(start, m * CHUNK + r * 8 + lane // QUAD)
+            for first in range_constexpr(0, pieces, QUAD):
+                for i in range_constexpr(QUAD):
+                    rPieces[i, first // QUAD] = pairs[0, r, m, first + i]
+                quad_vectors(rPieces[None, first // QUAD], lane)
+            row = cute.domain_offset((0, Int64(place + lane % QUAD)), mX)
+            if place >= 0:
+                for i in range_constexpr(pieces // QUAD):
+                    cute.autovec_copy(cute.recast_tensor(rPieces[None, i], mX.element_type), row[None, i * QUAD])
