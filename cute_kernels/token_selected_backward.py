@@ -6,21 +6,28 @@
 lse may be shifted (by the logarithm of a gate): P is what it makes it. Where lse is not finite, P = 0. Sums in fp32; P
 and dS are rounded to 16 bits before they are multiplied, a slot's dQ before slots are added up.
 
-VisitGradients  one CTA: 64 keys of a block, and a segment of the tokens that chose it (segments.py), 64 gathered rows
-                of q and dO at a time. Of four warps each two share the rows, and the pairs share the columns of all
-                five products: keys of S and dP, head dim of dQ, dK and dV. P and dS pass through shared memory; dK and
-                dV stay in registers. dQ goes, in 16 bits, to the place of the token's slot.
-AddSlots        the slots' dQ added up in their order.
-AddParts        the segments' dK and dV of blocks that were cut, in order.
+VisitGradients      one CTA: 64 keys of a block, and a segment of the tokens that chose it (segments.py), 64 gathered
+                    rows of q and dO at a time; dK and dV stay in registers. dQ goes, in 16 bits, to the place of the
+                    token's slot. Of four warps each two share the rows, and the pairs share the columns of all five
+                    products (mma.sync): keys of S and dP, head dim of dQ, dK and dV. P and dS pass through shared
+                    memory.
+WarpgroupGradients  the same by WGMMA, on Hopper: transposed, so that P and dS are left operands in registers.
+AddSlots            the slots' dQ added up in their order.
+AddParts            the segments' dK and dV of blocks that were cut, in order.
 
 dK and dV of all tokens are fp32 sums, to which passes over tokens add one after the other; nothing is atomic.
 
-Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms at 600 TFLOP/s, and 34 GB for the slots'
-dQ, 8.2 ms at 4.2 TB/s, at the same time; 34 GB of q and dO come from L2 where they are there, else 8.2 ms more.
+While a tile is multiplied, the next one is gathered: its rows' places are known one tile before, their statistics wait
+in registers.
 
-Limits: mma.sync, sm_90a and sm_100a alike; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of
-a pass n T G D l' / 64 < 2^34; a token's q and dO less than 2^15 numbers from the next one's; 64-bit offsets; rows start
-at multiples of 16 bytes; what is visited is finite.
+Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms at 600 TFLOP/s (mma.sync), 6.1 ms at 900
+(WGMMA), and 34 GB for the slots' dQ, 8.2 ms at 4.2 TB/s, at the same time; 34 GB of q and dO come from L2 where they
+are there, else 8.2 ms more. For 64 rows, 1,280 cycles of WGMMA, mma.sync moves 330 KB of shared memory, 2,560 cycles or
+11.6 ms in all; WGMMA 160 KB, 1,280 cycles. Predicted for WarpgroupGradients, not measured: 10 to 13 ms.
+
+Limits: sm_90a and sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of a pass
+n T G D l' / 64 < 2^34; a token's q and dO less than 2^15 numbers from the next one's; 64-bit offsets; rows start at
+multiples of 16 bytes; what is visited is finite.
 """
 
 from __future__ import annotations
@@ -211,18 +218,20 @@ class VisitGradients:
                 self._gather(gQ, sKQ[None, None, 0], sPlace, Int32(0), num_rows)
                 self._gather(gdO, sVdO[None, None, 0], sPlace, Int32(0), num_rows)
                 cute.arch.cp_async_commit_group()
-                lse, delta = self._statistics(gLse, gDelta, place, mine, num_rows)
+                lse, delta = Float32(0.0), Float32(0.0)
+                if half == 0:
+                    lse, delta = self._statistics(gLse, gDelta, place, mine, num_rows)
                 next_place = self._place(gPlaces, UNIT + mine, num_rows)
                 cute.arch.sync_threads()
                 for row in cutlass.range(0, num_rows, UNIT, unroll=1):
-                    present = (row + mine < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
                     if half == 0:
+                        present = (row + mine < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
                         sLse[mine] = lse * LOG2_E if present else Float32.inf
+                        sDelta[mine] = delta if present else Float32(0.0)
                         # The last key that the row sees
                         sSeen[mine] = first_token + self._token(place) - first_key
-                        sPlace[mine] = next_place
                     else:
-                        sDelta[mine] = delta if present else Float32(0.0)
+                        sPlace[mine] = next_place
                         to = (place * self.units + unit, self._head(row + mine), 0)
                         vector = Int32(cute.crd2idx(to, gdQ.layout) // VECTOR)
                         sTo[mine] = vector if row + mine < num_rows else Int32(-1)
@@ -235,7 +244,8 @@ class VisitGradients:
                         self._gather(gQ, sKQ[None, None, next_stage], sPlace, row + UNIT, num_rows)
                         self._gather(gdO, sVdO[None, None, next_stage], sPlace, row + UNIT, num_rows)
                         place = next_place
-                        lse, delta = self._statistics(gLse, gDelta, place, row + UNIT + mine, num_rows)
+                        if half == 0:
+                            lse, delta = self._statistics(gLse, gDelta, place, row + UNIT + mine, num_rows)
                         next_place = self._place(gPlaces, row + 2 * UNIT + mine, num_rows)
                     cute.arch.cp_async_commit_group()
                     self._multiply(
