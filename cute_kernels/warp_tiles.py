@@ -262,7 +262,7 @@ def write_whole_rows(
     mX: cute.Tensor,  # as of `as_vectors`
     start: Int32,  # in lane i, the first vector of row i; negative: it is not written
 ):
-    """As `write_rows`, all vectors of a row together: one address and one branch for each."""
+    """As `write_rows`, all vectors of a row together: one address and one branch for each. They leave L2 first."""
     _, _, rows, pieces = rRounded.shape
     lane = cute.arch.lane_idx()
     pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)
@@ -277,4 +277,4 @@ def write_whole_rows(
             row = cute.domain_offset((0, Int64(place + lane % QUAD)), mX)
             if place >= 0:
                 for i in range_constexpr(pieces // QUAD):
-                    cute.autovec_copy(cute.recast_tensor(rPieces[None, i], mX.element_type), row[None, i * QUAD])
+                    cute.arch.store(row[None, i * QUAD].iterator, rPieces[None, i].load(), cop="cs")
