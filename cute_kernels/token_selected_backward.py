@@ -218,20 +218,18 @@ class VisitGradients:
                 self._gather(gQ, sKQ[None, None, 0], sPlace, Int32(0), num_rows)
                 self._gather(gdO, sVdO[None, None, 0], sPlace, Int32(0), num_rows)
                 cute.arch.cp_async_commit_group()
-                lse, delta = Float32(0.0), Float32(0.0)
-                if half == 0:
-                    lse, delta = self._statistics(gLse, gDelta, place, mine, num_rows)
+                lse, delta = self._statistics(gLse, gDelta, place, mine, num_rows)
                 next_place = self._place(gPlaces, UNIT + mine, num_rows)
                 cute.arch.sync_threads()
                 for row in cutlass.range(0, num_rows, UNIT, unroll=1):
+                    present = (row + mine < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
                     if half == 0:
-                        present = (row + mine < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
                         sLse[mine] = lse * LOG2_E if present else Float32.inf
-                        sDelta[mine] = delta if present else Float32(0.0)
                         # The last key that the row sees
                         sSeen[mine] = first_token + self._token(place) - first_key
-                    else:
                         sPlace[mine] = next_place
+                    else:
+                        sDelta[mine] = delta if present else Float32(0.0)
                         to = (place * self.units + unit, self._head(row + mine), 0)
                         vector = Int32(cute.crd2idx(to, gdQ.layout) // VECTOR)
                         sTo[mine] = vector if row + mine < num_rows else Int32(-1)
@@ -244,8 +242,7 @@ class VisitGradients:
                         self._gather(gQ, sKQ[None, None, next_stage], sPlace, row + UNIT, num_rows)
                         self._gather(gdO, sVdO[None, None, next_stage], sPlace, row + UNIT, num_rows)
                         place = next_place
-                        if half == 0:
-                            lse, delta = self._statistics(gLse, gDelta, place, row + UNIT + mine, num_rows)
+                        lse, delta = self._statistics(gLse, gDelta, place, row + UNIT + mine, num_rows)
                         next_place = self._place(gPlaces, row + 2 * UNIT + mine, num_rows)
                     cute.arch.cp_async_commit_group()
                     self._multiply(
