@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels import fa4, warpgroup_tiles
+from cute_kernels import fa4
 from cute_kernels import selected_backward as split
 from cute_kernels.block_lists import BlockLists
 from cute_kernels.compress import block_means
@@ -43,6 +43,7 @@ from cute_kernels.gradient_sums import key_gradients, query_gradients
 from cute_kernels.support import can_split, tile_rows
 from cute_kernels.token_selected_backward import token_selected_backward
 from cute_kernels.transposed_lists import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
+from cute_kernels.warpgroup_tiles import UNIT
 
 TEMPORARY_BYTES = 1 << 30
 """What the heads of a pass may need beside inputs, outputs and gradients, if they are more than one."""
@@ -467,7 +468,7 @@ def selected_backward(
             gradients.do,
             gradients.lse,
             delta,
-            token_lists(plan, gradients.q, k, indices, 0, width=warpgroup_tiles.UNIT),
+            token_lists(plan, gradients.q, k, indices, 0, width=UNIT),
             bits,
             size=size,
             causal=causal,

@@ -42,14 +42,28 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
 from cute_kernels.block_lists import WORD, BlockLists, fake_lists
 from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE, Sizes, write_counts, write_segments
 from cute_kernels.warp import LANES, lowest_bit, prefix_sum
-from cute_kernels.warpgroup_tiles import GROUP, UNIT, group_mma, start_product, tiles, transposed
+from cute_kernels.warpgroup_tiles import (
+    ALIGNMENT,
+    GROUP,
+    MN,
+    REGISTERS,
+    SHARED,
+    UNIT,
+    K,
+    accumulated,
+    of_columns,
+    start_product,
+    swizzled_tiles,
+    transposed,
+    warpgroup_mma,
+)
 
 CONSUMERS = 2
 """Warpgroups that multiply; one more loads."""
@@ -82,16 +96,16 @@ def _rows_first(x: cute.Tensor) -> cute.Tensor:
 
 def _tma(op: Any, x: cute.Tensor, dtype: Any, dim: int) -> tuple[cute.CopyAtom, cute.Tensor]:
     """How to copy tiles between shared memory and [B, N, H, D]."""
-    layout = cute.select(tiles(dtype, UNIT, dim, 1), mode=[0, 1])
+    layout = cute.select(swizzled_tiles(dtype, dim, 1), mode=[0, 1])
     atom, coordinates = cpasync.make_tiled_tma_atom(op, _rows_first(x), layout, (UNIT, dim))
     return atom, coordinates
 
 
-def _tma_tiles(atom: cute.CopyAtom, several: cute.Tensor, x: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+def _tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
     """(., tile in shared memory) and (., tile of rows, head, batch) for cute.copy."""
-    gX = cute.flat_divide(x, (UNIT, cute.size(several, mode=[1])))[None, None, None, 0, None, None]
+    gX = cute.flat_divide(x, (UNIT, cute.size(tiles, mode=[1])))[None, None, None, 0, None, None]
     sX, tiled = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(several, 0, 2), cute.group_modes(gX, 0, 2)
+        atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
     )
     return sX, tiled
 
@@ -238,7 +252,6 @@ class SelectedDQ:
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         loads = [_tma(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
-        source, major = warpgroup.OperandSource.RMEM, OperandMajorMode
         self.kernel(
             *[part for pair in loads for part in pair],
             *_tma(store, mdQ, self.dtype, self.dim),
@@ -252,10 +265,10 @@ class SelectedDQ:
             mK.shape[1],
             mQ.shape[2] // mK.shape[2],
             scale,
-            group_mma(self.dtype, UNIT, source, major.K),
-            group_mma(self.dtype, self.dim, source, major.MN),
-            tiles(self.dtype, UNIT, self.dim, CONSUMERS),
-            tiles(self.dtype, UNIT, self.dim, STAGES),
+            warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K),
+            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
+            swizzled_tiles(self.dtype, self.dim, CONSUMERS),
+            swizzled_tiles(self.dtype, self.dim, STAGES),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], CONSUMERS * UNIT), mQ.shape[2], mQ.shape[0]],
             block=[THREADS, 1, 1],
@@ -297,10 +310,10 @@ class SelectedDQ:
         tile = rows * (CONSUMERS * UNIT) // self.tile
 
         smem = cutlass.memory.SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
-        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
+        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
+        sV = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
         consumer_warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS * GROUP // LANES)
         rows_ready = pipeline.PipelineTmaAsync.create(
             num_stages=1,
@@ -390,19 +403,19 @@ class SelectedDQ:
                 start_product(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
                 start_product(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
                 warpgroup.wait_group(1)
-                for n, r, c in _accumulated(S):
+                for n, r, c in accumulated(S):
                     S[(c, r, n), 0, 0] = cute.math.exp2(
                         cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[r]), fastmath=True
                     )
                 if masked:
-                    for n, r, c in _accumulated(S):
+                    for n, r, c in accumulated(S):
                         row, key = tScS[(c, r, n), 0, 0]
                         seen = first_key + key < num_keys
                         if const_expr(self.causal):
                             seen = seen & (first_key + key <= first_row + row)
                         S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
                 warpgroup.wait_group(0)
-                for n, r, c in _accumulated(S):
+                for n, r, c in accumulated(S):
                     S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[r])
                 tdQrdS.store(cute.make_tensor(S.iterator, tdQrdS.layout).load().to(self.dtype))
                 start_product(mma_dq, dQ, tdQrdS, tdQrK[None, None, None, stage], True)
@@ -425,12 +438,6 @@ def _row_statistics(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows
     lse, delta = mLse[place], mDelta[place]
     present = (row < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
     return lse * LOG2_E if present else Float32.inf, delta if present else Float32(0.0)
-
-
-def _accumulated(acc: cute.Tensor) -> Any:
-    """Where a thread's values lie, ((c, r, n), 0, 0): n-th 8 columns, r-th of its 2 rows, c-th of its 2 columns."""
-    columns, rows, eighths = acc.shape[0]
-    return [(n, r, c) for n in range(eighths) for r in range(rows) for c in range(columns)]
 
 
 class SelectedDKV:
@@ -463,7 +470,6 @@ class SelectedDKV:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = [_tma(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
         copies += [_tma(store, x, self.dtype, self.dim) for x in (mdK, mdV)]
-        sources, major = warpgroup.OperandSource, OperandMajorMode
         self.kernel(
             *[part for pair in copies for part in pair],
             mLse,
@@ -477,10 +483,10 @@ class SelectedDKV:
             mK.shape[2],
             mQ.shape[2] // mK.shape[2],
             scale,
-            group_mma(self.dtype, UNIT, sources.SMEM, major.K),
-            group_mma(self.dtype, self.dim, sources.RMEM, major.MN),
-            tiles(self.dtype, UNIT, self.dim, 1),
-            tiles(self.dtype, UNIT, self.dim, STAGES),
+            warpgroup_mma(self.dtype, UNIT, SHARED, K, K),
+            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
+            swizzled_tiles(self.dtype, self.dim, 1),
+            swizzled_tiles(self.dtype, self.dim, STAGES),
         ).launch(
             grid=[mSegments.shape[1] * self.units, 1, 1],
             block=[THREADS, 1, 1],
@@ -531,10 +537,10 @@ class SelectedDKV:
         used = segment < cut_segments + mSums[WHOLE, last]
 
         smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner)
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
-        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, 1024, swizzle=row_layout.inner)
+        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
+        sV = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
+        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
         sLse = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
         sDelta = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
         sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
@@ -639,9 +645,9 @@ class SelectedDKV:
                     start_product(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
                     start_product(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
                     first_row = sRow[stage]
-                    rLse = _of_columns(tSsLse[(None, 0, None), 0, 0, stage])
+                    rLse = of_columns(tSsLse[(None, 0, None), 0, 0, stage])
                     warpgroup.wait_group(1)
-                    for n, r, c in _accumulated(S):
+                    for n, r, c in accumulated(S):
                         S[(c, r, n), 0, 0] = cute.math.exp2(
                             cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[c, n]), fastmath=True
                         )
@@ -649,7 +655,7 @@ class SelectedDKV:
                     if const_expr(self.causal):
                         masked = masked | (first_key + UNIT - 1 > first_row)
                     if masked:
-                        for n, r, c in _accumulated(S):
+                        for n, r, c in accumulated(S):
                             key, row = tScS[(c, r, n), 0, 0]
                             seen = (first_row + row < num_rows) & (first_key + key < num_keys)
                             if const_expr(self.causal):
@@ -657,9 +663,9 @@ class SelectedDKV:
                             S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
                     tdVrP.store(cute.make_tensor(S.iterator, tdVrP.layout).load().to(self.dtype))
                     start_product(mma_dkv, dV, tdVrP, tdVrdO[None, None, None, stage], True)
-                    rDelta = _of_columns(tSsDelta[(None, 0, None), 0, 0, stage])
+                    rDelta = of_columns(tSsDelta[(None, 0, None), 0, 0, stage])
                     warpgroup.wait_group(1)
-                    for n, r, c in _accumulated(S):
+                    for n, r, c in accumulated(S):
                         S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[c, n])
                     tdKrdS.store(cute.make_tensor(S.iterator, tdKrdS.layout).load().to(self.dtype))
                     start_product(mma_dkv, dK, tdKrdS, tdKrQ[None, None, None, stage], True)
@@ -706,14 +712,6 @@ class SelectedDKV:
                         cute.copy(tma_dk, tdKsdK[None, 0], tdKgdK[None, place, kv_head, batch])
                         cute.arch.cp_async_bulk_commit_group()
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-@cute.jit
-def _of_columns(shared: cute.Tensor) -> cute.Tensor:
-    """(c, n), as in _accumulated, in registers."""
-    values = cute.make_rmem_tensor_like(shared)
-    cute.autovec_copy(shared, values)
-    return values
 
 
 class AddSegments:

@@ -51,7 +51,7 @@ from torch import Tensor
 
 from cute_kernels.best_blocks import LIMIT, BestBlocks, Blocks
 from cute_kernels.block_lists import Keys
-from cute_kernels.device import compute_capability, vectorizable
+from cute_kernels.device import has_warpgroups, vectorizable
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
 from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
@@ -666,7 +666,7 @@ def token_blocks(
         indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
         bounds, tiles, tile = documents.bounds, documents.tiles, documents.tile
     if indices.numel() > 0:
-        hopper = q.is_cuda and compute_capability(q.device.index or 0)[0] == 9
+        hopper = has_warpgroups(q.device)
         run = _compiled(q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None, hopper).run
         lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
         scale = config.scale(dim) * LOG2_E

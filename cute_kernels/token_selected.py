@@ -33,7 +33,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
@@ -70,7 +70,19 @@ from cute_kernels.warp_tiles import (
     warps_mma,
     write_quads,
 )
-from cute_kernels.warpgroup_tiles import ALIGNMENT, GROUP, UNIT, group_mma, of_group, start_product, tiles, transposed
+from cute_kernels.warpgroup_tiles import (
+    ALIGNMENT,
+    GROUP,
+    MN,
+    REGISTERS,
+    UNIT,
+    K,
+    of_warpgroup,
+    start_product,
+    swizzled_tiles,
+    transposed,
+    warpgroup_mma,
+)
 
 WARPS = 8
 CTAS = 2
@@ -167,11 +179,11 @@ class VisitBlocks:
             mBounds,
             first_token,
             scale,
-            self._mma(self.size, OperandMajorMode.K),
-            self._mma(self.v_dim, OperandMajorMode.MN),
-            tiles(self.dtype, self.rows * self.together, self.dim, WARPS // self.together),
-            tiles(self.dtype, self.size, self.dim, 1),
-            tiles(self.dtype, self.size, self.v_dim, 1),
+            self._mma(self.size, K),
+            self._mma(self.v_dim, MN),
+            swizzled_tiles(self.dtype, self.dim, WARPS // self.together, self.rows * self.together),
+            swizzled_tiles(self.dtype, self.dim, 1, self.size),
+            swizzled_tiles(self.dtype, self.v_dim, 1, self.size),
         ).launch(
             grid=[mSegments.shape[3], mK.shape[2], mK.shape[0]],
             block=[WARPS * LANES, 1, 1],
@@ -180,9 +192,9 @@ class VisitBlocks:
             preferred_smem_carveout=SHARED_PERCENT,
         )
 
-    def _mma(self, columns: int, right: OperandMajorMode) -> cute.TiledMma:
+    def _mma(self, columns: int, right: Any) -> cute.TiledMma:
         if self.warpgroups:
-            return group_mma(self.dtype, columns, warpgroup.OperandSource.RMEM, right)
+            return warpgroup_mma(self.dtype, columns, REGISTERS, K, right)
         return warps_mma(self.dtype, 1)
 
     @cute.kernel
@@ -245,7 +257,7 @@ class VisitBlocks:
                 later_place = self._place(gPlaces, next_row + step, num_rows)
                 acc = accumulator(warps_mma(self.dtype, 1), (self.rows, self.size))
                 if const_expr(self.warpgroups):
-                    self._start_scores(mma_s, of_group(acc), sRows, sK)
+                    self._start_scores(mma_s, of_warpgroup(acc), sRows, sK)
                 else:
                     acc.fill(0.0)
                     multiply(mma_s, lane, acc, sMine, sK[None, None, 0], 0)
@@ -274,7 +286,7 @@ class VisitBlocks:
                     acc_o = accumulator(warps_mma(self.dtype, 1), (self.rows, self.columns))
                     if const_expr(self.warpgroups):
                         rV = mma_o.get_slice(0).make_fragment_B(mma_o.get_slice(0).partition_B(transposed(sV)))
-                        start_product(mma_o, of_group(acc_o), rP, rV[None, None, None, 0], False)
+                        start_product(mma_o, of_warpgroup(acc_o), rP, rV[None, None, None, 0], False)
                         warpgroup.wait_group(0)
                     else:
                         acc_o.fill(0.0)

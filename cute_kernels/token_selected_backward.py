@@ -6,21 +6,28 @@
 lse may be shifted (by the logarithm of a gate): P is what it makes it. Where lse is not finite, P = 0. Sums in fp32; P
 and dS are rounded to 16 bits before they are multiplied, a slot's dQ before slots are added up.
 
-VisitGradients  one CTA: 64 keys of a block, and a segment of the tokens that chose it (segments.py), 64 gathered rows
-                of q and dO at a time. Of four warps each two share the rows, and the pairs share the columns of all
-                five products: keys of S and dP, head dim of dQ, dK and dV. P and dS pass through shared memory; dK and
-                dV stay in registers. dQ goes, in 16 bits, to the place of the token's slot.
-AddSlots        the slots' dQ added up in their order.
-AddParts        the segments' dK and dV of blocks that were cut, in order.
+VisitGradients      one CTA: 64 keys of a block, and a segment of the tokens that chose it (segments.py), 64 gathered
+                    rows of q and dO at a time; dK and dV stay in registers. dQ goes, in 16 bits, to the place of the
+                    token's slot. Of four warps each two share the rows, and the pairs share the columns of all five
+                    products (mma.sync): keys of S and dP, head dim of dQ, dK and dV. P and dS pass through shared
+                    memory.
+WarpgroupGradients  the same by WGMMA, on Hopper: transposed, so that P and dS are left operands in registers.
+AddSlots            the slots' dQ added up in their order.
+AddParts            the segments' dK and dV of blocks that were cut, in order.
 
 dK and dV of all tokens are fp32 sums, to which passes over tokens add one after the other; nothing is atomic.
 
-Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms at 600 TFLOP/s, and 34 GB for the slots'
-dQ, 8.2 ms at 4.2 TB/s, at the same time; 34 GB of q and dO come from L2 where they are there, else 8.2 ms more.
+While a tile is multiplied, the next one is gathered: its rows' places are known one tile before, their statistics wait
+in registers.
 
-Limits: mma.sync, sm_90a and sm_100a alike; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of
-a pass n T G D l' / 64 < 2^34; a token's q and dO less than 2^15 numbers from the next one's; 64-bit offsets; rows start
-at multiples of 16 bytes; what is visited is finite.
+Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms at 600 TFLOP/s (mma.sync), 6.1 ms at 900
+(WGMMA), and 34 GB for the slots' dQ, 8.2 ms at 4.2 TB/s, at the same time; 34 GB of q and dO come from L2 where they
+are there, else 8.2 ms more. For 64 rows, 1,280 cycles of WGMMA, mma.sync moves 330 KB of shared memory, 2,560 cycles or
+11.6 ms in all; WGMMA 160 KB, 1,280 cycles. Predicted for WarpgroupGradients, not measured: 10 to 13 ms.
+
+Limits: sm_90a and sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of a pass
+n T G D l' / 64 < 2^34; a token's q and dO less than 2^15 numbers from the next one's; 64-bit offsets; rows start at
+multiples of 16 bytes; what is visited is finite.
 """
 
 from __future__ import annotations
@@ -31,12 +38,15 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warp, warpgroup
 from torch import Tensor
 
-from cute_kernels.device import vectorized
+from cute_kernels import warpgroup_tiles as hopper
+from cute_kernels.device import has_warpgroups, vectorized
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, fake_bounds, fake_places, fake_segments, passes
+from cute_kernels.side_streams import SideStreams
 from cute_kernels.token_selected import (
     LOG2_E,
     SHARED_PERCENT,
@@ -53,7 +63,8 @@ from cute_kernels.warp_tiles import (
     QUAD,
     accumulator,
     as_vectors,
-    gather_rows,
+    gather_tile,
+    lane_row,
     load_block,
     multiply,
     numbers,
@@ -61,7 +72,7 @@ from cute_kernels.warp_tiles import (
     tiles,
     transposed,
     warps_mma,
-    write_rows,
+    write_whole_rows,
 )
 
 UNIT = 64
@@ -80,15 +91,18 @@ SUMMED = 4
 BATCH = 4
 """Vectors that a thread loads together."""
 
-PART_BYTES = 1 << 30
-"""For dQ of slots."""
+PART_BYTES = 512 << 20
+"""For dQ of a pass's slots; two passes have theirs at a time."""
 
 SEGMENT_ROWS = 4096
 """The fewest rows of a segment of a cut block."""
 
 
 class VisitGradients:
-    """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block."""
+    """By warps (mma.sync). Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block."""
+
+    row_warps = PAIR
+    """Warps that share columns of an accumulator: each has 16 of every 16 `row_warps` rows."""
 
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int) -> None:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
@@ -134,10 +148,6 @@ class VisitGradients:
             mBounds,
             first_token,
             scale,
-            warps_mma(self.dtype, PAIR),
-            tiles(self.dtype, UNIT, self.dim, 1 + STAGES),
-            tiles(self.dtype, UNIT, self.v_dim, 1 + STAGES),
-            tiles(self.dtype, UNIT, UNIT, 2),
         ).launch(
             grid=[mSegments.shape[3] * self.units, mK.shape[2], mK.shape[0]],
             block=[THREADS, 1, 1],
@@ -166,27 +176,20 @@ class VisitGradients:
         mBounds: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        mma: cute.TiledMma,
-        key_layout: cute.ComposedLayout,
-        value_layout: cute.ComposedLayout,
-        score_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
         item, kv_head, batch = cute.arch.block_idx()
         segment, unit = item // self.units, item % self.units
-        lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        mine, pair, rows_of_pair = thread % (PAIR * LANES), warp_index // PAIR, warp_index % PAIR
+        mine, half = thread % UNIT, warp_index // (UNIT // LANES)
 
         smem = cutlass.memory.SmemAllocator()
-        sKQ = smem.allocate_tensor(self.dtype, key_layout, ALIGNMENT)
-        sVdO = smem.allocate_tensor(self.dtype, value_layout, ALIGNMENT)
-        sScores = smem.allocate_tensor(self.dtype, score_layout, ALIGNMENT)
+        sKQ, sVdO, sScores = self._allocate(smem)
         sLse = smem.allocate_tensor(Float32, cute.make_layout(UNIT), 16)
         sDelta = smem.allocate_tensor(Float32, cute.make_layout(UNIT), 16)
         sSeen = smem.allocate_tensor(Int32, cute.make_layout(UNIT), 16)
-        sK, sV = sKQ[None, None, STAGES], sVdO[None, None, STAGES]
-        sP, sdS = sScores[None, None, 0], sScores[None, None, 1]
+        sTo = smem.allocate_tensor(Int32, cute.make_layout(UNIT), 16)
+        sPlace = smem.allocate_tensor(Int32, cute.make_layout(UNIT), 16)
 
         cut, used = used_segments(mSums[batch, kv_head, None, None])
         if segment < used:
@@ -199,79 +202,50 @@ class VisitGradients:
             gLse = cute.domain_offset((kv_head * self.group, 0), mLse[batch, None, None])
             gDelta = cute.domain_offset((kv_head * self.group, 0), mDelta[batch, None, None])
             gdQ = mdQ[batch, kv_head, None, None, None]
-            dK, dV = accumulator(mma, (UNIT, self.dim // PAIR)), accumulator(mma, (UNIT, self.v_dim // PAIR))
+            dK, dV = self._sums(self.dim), self._sums(self.v_dim)
             dK.fill(0.0)
             dV.fill(0.0)
-            number, token = Float32(0.0), Int32(0)
             if num_rows > 0:
-                load_block(mK[batch, None, kv_head, None], sK, first_key, end, thread, THREADS)
-                load_block(mV[batch, None, kv_head, None], sV, first_key, end, thread, THREADS)
-                self._gather(gQ, gdO, gPlaces, sKQ, sVdO, Int32(0), num_rows)
-                number, token = self._statistic(gLse, gDelta, gPlaces, Int32(0), num_rows, pair)
-            cute.arch.cp_async_commit_group()
-            for row in cutlass.range(0, num_rows, UNIT, unroll=1):
-                if pair == 0:
-                    sLse[mine] = number
-                    sSeen[mine] = first_token + token - first_key  # the last key that a row sees
-                else:
-                    sDelta[mine] = number
-                cute.arch.cp_async_wait_group(0)
+                load_block(mK[batch, None, kv_head, None], sKQ[None, None, STAGES], first_key, end, thread, THREADS)
+                load_block(mV[batch, None, kv_head, None], sVdO[None, None, STAGES], first_key, end, thread, THREADS)
+                # Of row `mine`: where its token is in this tile and the next one, and its statistics in this one
+                place = self._place(gPlaces, mine, num_rows)
+                if half == 0:
+                    sPlace[mine] = place
                 cute.arch.sync_threads()
-                stage = row // UNIT % STAGES
-                if row + UNIT < num_rows:
-                    self._gather(gQ, gdO, gPlaces, sKQ, sVdO, row + UNIT, num_rows)
-                    number, token = self._statistic(gLse, gDelta, gPlaces, row + UNIT, num_rows, pair)
+                self._gather(gQ, sKQ[None, None, 0], sPlace, Int32(0), num_rows)
+                self._gather(gdO, sVdO[None, None, 0], sPlace, Int32(0), num_rows)
                 cute.arch.cp_async_commit_group()
-                sQ, sdO = sKQ[None, None, stage], sVdO[None, None, stage]
-
-                columns = UNIT // PAIR
-                acc, acc_dp = accumulator(mma, (UNIT, columns)), accumulator(mma, (UNIT, columns))
-                acc.fill(0.0)
-                acc_dp.fill(0.0)
-                first = pair * (columns // CHUNK)
-                multiply(mma, mine, acc, sQ, sK, first)
-                multiply(mma, mine, acc_dp, sdO, sV, first)
-                S, dP = numbers(acc), numbers(acc_dp)
-                # Tokens ascend: if the first one sees all keys, all see them
-                masked = sSeen[0] < UNIT - 1
-                for m in range_constexpr(cute.size(S, mode=[2])):
-                    for r in range_constexpr(2):
-                        place = (m * PAIR + rows_of_pair) * CHUNK + r * 8 + lane // QUAD
-                        lse, delta = sLse[place], sDelta[place]
-                        for n in range_constexpr(cute.size(S, mode=[3])):
-                            for c in range_constexpr(2):
-                                S[c, r, m, n] = cute.math.exp2(
-                                    cute.math.fma(S[c, r, m, n], scale * LOG2_E, -lse), fastmath=True
-                                )
-                        if masked:
-                            seen = sSeen[place]
-                            for n in range_constexpr(cute.size(S, mode=[3])):
-                                for c in range_constexpr(2):
-                                    key = pair * columns + n * 8 + lane % QUAD * 2 + c
-                                    S[c, r, m, n] = S[c, r, m, n] if key <= seen else Float32(0.0)
-                        for n in range_constexpr(cute.size(S, mode=[3])):
-                            for c in range_constexpr(2):
-                                dP[c, r, m, n] = S[c, r, m, n] * (dP[c, r, m, n] - delta)
-                store(mma, mine, acc, sP, first)
-                store(mma, mine, acc_dp, sdS, first)
+                lse, delta = self._statistics(gLse, gDelta, place, mine, num_rows)
+                next_place = self._place(gPlaces, UNIT + mine, num_rows)
                 cute.arch.sync_threads()
-
-                first = pair * (self.v_dim // PAIR // CHUNK)
-                multiply(mma, mine, dV, transposed(sP), transposed(sdO), first, True, True)
-                first = pair * (self.dim // PAIR // CHUNK)
-                multiply(mma, mine, dK, transposed(sdS), transposed(sQ), first, True, True)
-                acc_dq = accumulator(mma, (UNIT, self.dim // PAIR))
-                acc_dq.fill(0.0)
-                multiply(mma, mine, acc_dq, sdS, transposed(sK), first, False, True)
-                rdQ = cute.make_rmem_tensor_like(acc_dq, self.dtype)
-                rdQ.store((acc_dq.load() * scale).to(self.dtype))
-                to_row = row + (lane // CHUNK * PAIR + rows_of_pair) * CHUNK + lane % CHUNK
-                last = cutlass.min(to_row, num_rows - 1)
-                slot = gPlaces[last // self.group] * self.units + unit
-                to = Int32(cute.crd2idx((slot, last % self.group, 0), gdQ.layout) // VECTOR)
-                to = to if to_row < num_rows else Int32(-1)
-                piece = cute.domain_offset((0, pair * (self.dim // PAIR // VECTOR)), as_vectors(gdQ))
-                write_rows(numbers(rdQ), piece, to)
+                for row in cutlass.range(0, num_rows, UNIT, unroll=1):
+                    present = (row + mine < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
+                    if half == 0:
+                        sLse[mine] = lse * LOG2_E if present else Float32.inf
+                        # The last key that the row sees
+                        sSeen[mine] = first_token + self._token(place) - first_key
+                        sPlace[mine] = next_place
+                    else:
+                        sDelta[mine] = delta if present else Float32(0.0)
+                        to = (place * self.units + unit, self._head(row + mine), 0)
+                        vector = Int32(cute.crd2idx(to, gdQ.layout) // VECTOR)
+                        sTo[mine] = vector if row + mine < num_rows else Int32(-1)
+                    cute.arch.cp_async_wait_group(0)
+                    self._publish()
+                    cute.arch.sync_threads()
+                    stage, next_stage = (Int32(Uint32(row) // UNIT + i) % STAGES for i in range(2))
+                    S, dP = self._start(sKQ, sVdO, stage)
+                    if row + UNIT < num_rows:
+                        self._gather(gQ, sKQ[None, None, next_stage], sPlace, row + UNIT, num_rows)
+                        self._gather(gdO, sVdO[None, None, next_stage], sPlace, row + UNIT, num_rows)
+                        place = next_place
+                        lse, delta = self._statistics(gLse, gDelta, place, row + UNIT + mine, num_rows)
+                        next_place = self._place(gPlaces, row + 2 * UNIT + mine, num_rows)
+                    cute.arch.cp_async_commit_group()
+                    self._multiply(
+                        S, dP, dK, dV, sKQ, sVdO, sScores, stage, sLse, sDelta, sSeen, sTo, as_vectors(gdQ), scale
+                    )
 
             keys = cutlass.min(end - first_key, UNIT)
             dK.store(dK.load() * scale)
@@ -283,63 +257,160 @@ class VisitGradients:
                 self._write(dK, cute.domain_offset((first_key, 0), mdK[batch, None, kv_head, None]), keys, True)
                 self._write(dV, cute.domain_offset((first_key, 0), mdV[batch, None, kv_head, None]), keys, True)
 
-    @cute.jit
-    def _gather(
-        self,
-        gQ: cute.Tensor,
-        gdO: cute.Tensor,
-        gPlaces: cute.Tensor,
-        sKQ: cute.Tensor,
-        sVdO: cute.Tensor,
-        first_row: Int32,
-        num_rows: Int32,
-    ):
-        """Each warp starts copying 16 rows of q and dO; the last row in place of those behind the end."""
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        stage = first_row // UNIT % STAGES
-        row = cutlass.min(first_row + warp_index * CHUNK + cute.arch.lane_idx() % CHUNK, num_rows - 1)
-        place = (gPlaces[row // self.group] // self.slots, row % self.group, 0)
-        sQ = cute.local_tile(sKQ[None, None, stage], (CHUNK, self.dim), (warp_index, 0))
-        sdO = cute.local_tile(sVdO[None, None, stage], (CHUNK, self.v_dim), (warp_index, 0))
-        gather_rows(as_vectors(gQ), sQ, Int32(cute.crd2idx(place, gQ.layout) // VECTOR))
-        gather_rows(as_vectors(gdO), sdO, Int32(cute.crd2idx(place, gdO.layout) // VECTOR))
+    # How products are made
+
+    def _allocate(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Stages of rows and behind them keys; the same of dO and values; P and dS."""
+        layouts = [tiles(self.dtype, UNIT, *of) for of in ((self.dim, 1 + STAGES), (self.v_dim, 1 + STAGES), (UNIT, 2))]
+        sKQ, sVdO, sScores = (smem.allocate_tensor(self.dtype, layout, ALIGNMENT) for layout in layouts)
+        return sKQ, sVdO, sScores
+
+    def _sums(self, columns: int) -> cute.Tensor:
+        return accumulator(warps_mma(self.dtype, PAIR), (UNIT, columns // PAIR))
+
+    def _numbers(self, acc: cute.Tensor) -> cute.Tensor:
+        """As of `warp_tiles.numbers`."""
+        return numbers(acc)
+
+    def _publish(self) -> None:
+        """Before a barrier: what this thread wrote to shared memory is for products."""
+
+    def _start(self, sKQ: cute.Tensor, sVdO: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """Registers for S and dP; their products may start."""
+        mma = warps_mma(self.dtype, PAIR)
+        return accumulator(mma, (UNIT, UNIT // PAIR)), accumulator(mma, (UNIT, UNIT // PAIR))
 
     @cute.jit
-    def _statistic(
+    def _multiply(
+        self,
+        acc: cute.Tensor,  # of _start
+        acc_dp: cute.Tensor,
+        dK: cute.Tensor,
+        dV: cute.Tensor,
+        sKQ: cute.Tensor,
+        sVdO: cute.Tensor,
+        sScores: cute.Tensor,
+        stage: Int32,
+        sLse: cute.Tensor,
+        sDelta: cute.Tensor,
+        sSeen: cute.Tensor,
+        sTo: cute.Tensor,
+        gdQ: cute.Tensor,  # as of `as_vectors`
+        scale: Float32,
+    ):
+        """All products of a tile of rows: dK and dV grow, dQ is written."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        mine, pair, rows_of_pair = thread % (PAIR * LANES), warp_index // PAIR, warp_index % PAIR
+        mma = warps_mma(self.dtype, PAIR)
+        sQ, sdO = sKQ[None, None, stage], sVdO[None, None, stage]
+        sK, sV = sKQ[None, None, STAGES], sVdO[None, None, STAGES]
+        sP, sdS = sScores[None, None, 0], sScores[None, None, 1]
+        to = self._rows_to(sTo)
+
+        columns = UNIT // PAIR
+        acc.fill(0.0)
+        acc_dp.fill(0.0)
+        first = pair * (columns // CHUNK)
+        multiply(mma, mine, acc, sQ, sK, first)
+        multiply(mma, mine, acc_dp, sdO, sV, first)
+        S, dP = numbers(acc), numbers(acc_dp)
+        # Tokens ascend: if the first one sees all keys, all see them
+        masked = sSeen[0] < UNIT - 1
+        for m in range_constexpr(cute.size(S, mode=[2])):
+            for r in range_constexpr(2):
+                place = (m * PAIR + rows_of_pair) * CHUNK + r * 8 + lane // QUAD
+                lse, delta = sLse[place], sDelta[place]
+                for n in range_constexpr(cute.size(S, mode=[3])):
+                    for c in range_constexpr(2):
+                        S[c, r, m, n] = cute.math.exp2(
+                            cute.math.fma(S[c, r, m, n], scale * LOG2_E, -lse), fastmath=True
+                        )
+                if masked:
+                    seen = sSeen[place]
+                    for n in range_constexpr(cute.size(S, mode=[3])):
+                        for c in range_constexpr(2):
+                            key = pair * columns + n * 8 + lane % QUAD * 2 + c
+                            S[c, r, m, n] = S[c, r, m, n] if key <= seen else Float32(0.0)
+                for n in range_constexpr(cute.size(S, mode=[3])):
+                    for c in range_constexpr(2):
+                        dP[c, r, m, n] = S[c, r, m, n] * (dP[c, r, m, n] - delta)
+        store(mma, mine, acc, sP, first)
+        store(mma, mine, acc_dp, sdS, first)
+        cute.arch.sync_threads()
+
+        first = pair * (self.v_dim // PAIR // CHUNK)
+        multiply(mma, mine, dV, transposed(sP), transposed(sdO), first, True, True)
+        first = pair * (self.dim // PAIR // CHUNK)
+        multiply(mma, mine, dK, transposed(sdS), transposed(sQ), first, True, True)
+        dQ = accumulator(mma, (UNIT, self.dim // PAIR))
+        dQ.fill(0.0)
+        multiply(mma, mine, dQ, sdS, transposed(sK), first, False, True)
+        self._write_rows(dQ, cute.domain_offset((0, pair * (self.dim // PAIR // VECTOR)), gdQ), to, scale)
+
+    # Rows
+
+    @cute.jit
+    def _place(self, gPlaces: cute.Tensor, row: Int32, num_rows: Int32) -> Int32:
+        """The place of the row's token and slot, of the last row behind the end."""
+        return gPlaces[Int32(Uint32(cutlass.min(row, num_rows - 1)) // self.group)]
+
+    def _token(self, place: Int32) -> Int32:
+        return Int32(Uint32(place) // self.slots)
+
+    def _head(self, row: Int32) -> Int32:
+        return Int32(Uint32(row) % self.group)
+
+    @cute.jit
+    def _gather(self, gX: cute.Tensor, sX: cute.Tensor, sPlace: cute.Tensor, first_row: Int32, num_rows: Int32):
+        """Start copying a tile of rows, the last one in place of those behind the end."""
+        row = lane_row(sX, THREADS)
+        head = self._head(cutlass.min(first_row + row, num_rows - 1))
+        start = Int32(cute.crd2idx((self._token(sPlace[row]), head, 0), gX.layout) // VECTOR)
+        gather_tile(as_vectors(gX), sX, start, THREADS)
+
+    @cute.jit
+    def _statistics(
         self,
         gLse: cute.Tensor,  # [G, tokens]
         gDelta: cute.Tensor,
-        gPlaces: cute.Tensor,
-        first_row: Int32,
+        place: Int32,
+        row: Int32,
         num_rows: Int32,
-        pair: Int32,
-    ) -> tuple[Float32, Int32]:
-        """Of one row: lse in base 2, in the other pair delta, inf and 0 where P = 0; and its token."""
-        thread, _, _ = cute.arch.thread_idx()
-        row = first_row + thread % UNIT
-        last = cutlass.min(row, num_rows - 1)
-        head, token = last % self.group, gPlaces[last // self.group] // self.slots
-        lse, delta = gLse[head, token], gDelta[head, token]
-        present = (row < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
-        number = lse * LOG2_E if present else Float32.inf
-        if pair != 0:
-            number = delta if present else Float32(0.0)
-        return number, token
+    ) -> tuple[Float32, Float32]:
+        """lse and delta of a row at its place, of the last one behind the end."""
+        head, token = self._head(cutlass.min(row, num_rows - 1)), self._token(place)
+        return gLse[head, token], gDelta[head, token]
+
+    @cute.jit
+    def _rows_to(self, sTo: cute.Tensor) -> Int32:
+        """In lane i, where row i of a warp's rows of an accumulator goes."""
+        lane = cute.arch.lane_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return sTo[((lane // CHUNK * self.row_warps + warp_index % self.row_warps) * CHUNK + lane % CHUNK) % UNIT]
+
+    @cute.jit
+    def _write_rows(self, acc: cute.Tensor, mX: cute.Tensor, to: Int32, scale: Float32):
+        """Rows of dQ, scaled and rounded."""
+        rounded = cute.make_rmem_tensor_like(acc, self.dtype)
+        rounded.store((acc.load() * scale).to(self.dtype))
+        write_whole_rows(self._numbers(rounded), mX, to)
 
     @cute.jit
     def _write(self, acc: cute.Tensor, mX: cute.Tensor, keys: Int32, add: cutlass.Constexpr[bool]):
-        """Columns of a pair of warps to fp32 [keys, columns], maybe added to what is there."""
+        """dK or dV to fp32 [keys, columns], maybe added to what is there."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        X = numbers(acc)
+        X = self._numbers(acc)
         _, _, rows, pieces = X.shape
         rX, rBefore = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for m in range_constexpr(rows):
             for r in range_constexpr(2):
-                key = (m * PAIR + warp_index % PAIR) * CHUNK + r * 8 + lane // QUAD
+                key = (m * self.row_warps + warp_index % self.row_warps) * CHUNK + r * 8 + lane // QUAD
                 if key < keys:
                     for n in range_constexpr(pieces):
-                        place = (warp_index // PAIR * pieces + n) * QUAD + lane % QUAD
+                        place = (warp_index // self.row_warps * pieces + n) * QUAD + lane % QUAD
                         gX = cute.local_tile(mX[key, None], (2,), (place,))
                         for c in range_constexpr(2):
                             rX[c] = X[c, r, m, n]
@@ -347,6 +418,119 @@ class VisitGradients:
                             cute.autovec_copy(gX, rBefore)
                             rX.store(rX.load() + rBefore.load())
                         cute.autovec_copy(rX, gX)
+
+
+class WarpgroupGradients(VisitGradients):
+    """By a warpgroup (WGMMA, sm_90a), transposed: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands
+    of dV and dK in registers. dS passes through shared memory for dQ only.
+    """
+
+    row_warps = THREADS // LANES
+
+    def _allocate(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        layouts = [hopper.swizzled_tiles(self.dtype, *of) for of in ((self.dim, 3), (self.v_dim, 3), (UNIT, 1))]
+        sKQ, sVdO, sScores = (
+            smem.allocate_tensor(self.dtype, layout.outer, hopper.ALIGNMENT, swizzle=layout.inner) for layout in layouts
+        )
+        return sKQ, sVdO, sScores
+
+    def _sums(self, columns: int) -> cute.Tensor:
+        return self._registers(self._mma(columns, hopper.REGISTERS, hopper.K, hopper.MN), columns)
+
+    def _numbers(self, acc: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, 1, cute.size(acc) // 4)))
+
+    def _publish(self) -> None:
+        cute.arch.fence_view_async_shared()
+
+    def _mma(self, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
+        return hopper.warpgroup_mma(self.dtype, columns, source, left, right)
+
+    def _registers(self, mma: cute.TiledMma, columns: int) -> cute.Tensor:
+        return cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((UNIT, columns)), Float32)
+
+    @cute.jit
+    def _start(self, sKQ: cute.Tensor, sVdO: cute.Tensor, stage: Int32):
+        mma = self._mma(UNIT, hopper.SHARED, hopper.K, hopper.K)
+        one = mma.get_slice(0)
+        S, dP = self._registers(mma, UNIT), self._registers(mma, UNIT)
+        for acc, sX in ((S, sKQ), (dP, sVdO)):
+            left = one.make_fragment_A(one.partition_A(sX))[None, None, None, STAGES]
+            right = one.make_fragment_B(one.partition_B(sX))[None, None, None, stage]
+            hopper.start_product(mma, acc, left, right, False)
+        return S, dP
+
+    @cute.jit
+    def _multiply(
+        self,
+        S: cute.Tensor,
+        dP: cute.Tensor,
+        dK: cute.Tensor,
+        dV: cute.Tensor,
+        sKQ: cute.Tensor,
+        sVdO: cute.Tensor,
+        sScores: cute.Tensor,
+        stage: Int32,
+        sLse: cute.Tensor,
+        sDelta: cute.Tensor,
+        sSeen: cute.Tensor,
+        sTo: cute.Tensor,
+        gdQ: cute.Tensor,
+        scale: Float32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        mma_s = self._mma(UNIT, hopper.SHARED, hopper.K, hopper.K)
+        mma_dk = self._mma(self.dim, hopper.REGISTERS, hopper.K, hopper.MN)
+        mma_dv = self._mma(self.v_dim, hopper.REGISTERS, hopper.K, hopper.MN)
+        mma_dq = self._mma(self.dim, hopper.SHARED, hopper.MN, hopper.MN)
+        thr_s, one_dk, one_dv, one_dq = (
+            mma_s.get_slice(thread),
+            mma_dk.get_slice(0),
+            mma_dv.get_slice(0),
+            mma_dq.get_slice(0),
+        )
+        dKrQ = one_dk.make_fragment_B(one_dk.partition_B(hopper.transposed(sKQ)))[None, None, None, stage]
+        dVrdO = one_dv.make_fragment_B(one_dv.partition_B(hopper.transposed(sVdO)))[None, None, None, stage]
+        dQrdS = one_dq.make_fragment_A(one_dq.partition_A(hopper.transposed(sScores)))[None, None, None, 0]
+        dQrK = one_dq.make_fragment_B(one_dq.partition_B(hopper.transposed(sKQ)))[None, None, None, STAGES]
+        rP = one_dv.make_fragment_A(one_dv.partition_shape_A((UNIT, UNIT)))
+        rdS = one_dk.make_fragment_A(one_dk.partition_shape_A((UNIT, UNIT)))
+        every_key = cute.make_layout((UNIT, UNIT), stride=(0, 1))
+        of_rows = [thr_s.partition_C(cute.make_tensor(x.iterator, every_key)) for x in (sLse, sDelta, sSeen)]
+        tSsLse, tSsDelta, tSsSeen = (x[(None, 0, None), 0, 0] for x in of_rows)
+        tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))  # (key, row)
+        to = self._rows_to(sTo)
+        masked = sSeen[0] < UNIT - 1  # tokens ascend
+
+        rLse = hopper.of_columns(tSsLse)
+        warpgroup.wait_group(1)
+        for n, r, c in hopper.accumulated(S):
+            S[(c, r, n), 0, 0] = cute.math.exp2(
+                cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[c, n]), fastmath=True
+            )
+        if masked:
+            for n, r, c in hopper.accumulated(S):
+                key, _ = tScS[(c, r, n), 0, 0]
+                S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if key <= tSsSeen[c, n] else Float32(0.0)
+        rP.store(cute.make_tensor(S.iterator, rP.layout).load().to(self.dtype))
+        hopper.start_product(mma_dv, dV, rP, dVrdO, True)
+        rDelta = hopper.of_columns(tSsDelta)
+        warpgroup.wait_group(1)
+        for n, r, c in hopper.accumulated(S):
+            S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[c, n])
+        rdS.store(cute.make_tensor(S.iterator, rdS.layout).load().to(self.dtype))
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, mma_s).get_slice(thread)
+        rounded = cute.make_tensor(rdS.iterator, S.layout)
+        cute.copy(copy, copy.retile(rounded), copy.partition_D(sScores[None, None, 0]))
+        self._publish()
+        cute.arch.sync_threads()
+        dQ = self._registers(mma_dq, self.dim)
+        hopper.start_product(mma_dq, dQ, dQrdS, dQrK, False)
+        hopper.start_product(mma_dk, dK, rdS, dKrQ, True)
+        warpgroup.wait_group(1)
+        self._write_rows(dQ, gdQ, to, scale)
+        warpgroup.wait_group(0)
 
 
 class AddParts:
@@ -413,10 +597,13 @@ class AddParts:
 
 
 @lru_cache
-def _visit(dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool) -> Kernel:
+def _visit(
+    dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
+) -> Kernel:
     dim, v_dim = dims
+    kernel = WarpgroupGradients if warpgroups else VisitGradients
     return compile_kernel(
-        VisitGradients(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
+        kernel(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
         *[fake(dtype, None, None, None, columns) for columns in (dim, v_dim, dim, v_dim)],
         *[fake(torch.float32, None, None, None, aligned=False) for _ in range(2)],
         fake_places(),
@@ -490,43 +677,47 @@ def token_selected_backward(
             result.zero_()
         return results
     packed = bounds is not None
-    visit = _visit((dim, v_dim), q.dtype, group, slots, size, packed).run
-    for visits, batches, of in passes(
-        indices,
-        size=size,
-        length=-(-SEGMENT_ROWS // group),
-        token_bytes=slots * units * group * dim * q.element_size(),
-        most_bytes=PART_BYTES,
-        bounds=bounds,
-    ):
-        pairs, cut = visits.places.shape[:2], visits.sizes.cut
-        parts = torch.empty((*pairs, visits.sizes.visits * units, group, dim), dtype=q.dtype, device=q.device)
-        cut_parts = [
-            torch.empty((*pairs, max(cut, 1), size, columns), dtype=torch.float32, device=q.device)
-            for columns in (dim, v_dim)
-        ]
-        queries = slice(of.start * group, of.stop * group)
-        rows = visits.rows()
-        sums = [x[batches, :, of] for x in (dk, dv)]
-        visit(
-            *[x[batches, rows, queries] for x in (q, do)],
-            *[x[batches, :, of] for x in (k, v)],
-            *[x[batches, queries, rows] for x in (lse, delta)],
-            visits.places,
-            visits.segments,
-            visits.sums,
-            parts,
-            *sums,
-            *cut_parts,
-            bounds,
-            visits.first_token,
-            scale,
-        )
-        add_slots(visits, parts, dq[batches, rows, queries], units=units)
-        if cut > 0:
-            for x, x_parts in zip(sums, cut_parts, strict=True):
-                run = _add_parts(x.shape[-1], size, packed).run
-                run(visits.counts, visits.sums, visits.segments, x_parts, x, bounds)
+    visit = _visit((dim, v_dim), q.dtype, group, slots, size, packed, has_warpgroups(q.device)).run
+    with SideStreams(q.device, "passes") as streams:
+        for visits, batches, of in passes(
+            indices,
+            size=size,
+            length=-(-SEGMENT_ROWS // group),
+            token_bytes=slots * units * group * dim * q.element_size(),
+            most_bytes=PART_BYTES,
+            bounds=bounds,
+        ):
+            streams.begin()
+            pairs, cut = visits.places.shape[:2], visits.sizes.cut
+            parts = torch.empty((*pairs, visits.sizes.visits * units, group, dim), dtype=q.dtype, device=q.device)
+            cut_parts = [
+                torch.empty((*pairs, max(cut, 1), size, columns), dtype=torch.float32, device=q.device)
+                for columns in (dim, v_dim)
+            ]
+            queries = slice(of.start * group, of.stop * group)
+            rows = visits.rows()
+            sums = [x[batches, :, of] for x in (dk, dv)]
+            visit(
+                *[x[batches, rows, queries] for x in (q, do)],
+                *[x[batches, :, of] for x in (k, v)],
+                *[x[batches, queries, rows] for x in (lse, delta)],
+                visits.places,
+                visits.segments,
+                visits.sums,
+                parts,
+                *sums,
+                *cut_parts,
+                bounds,
+                visits.first_token,
+                scale,
+            )
+            with streams.run(visits, parts):
+                add_slots(visits, parts, dq[batches, rows, queries], units=units)
+            del parts  # the stream holds them as long as it needs them
+            if cut > 0:
+                for x, x_parts in zip(sums, cut_parts, strict=True):
+                    run = _add_parts(x.shape[-1], size, packed).run
+                    run(visits.counts, visits.sums, visits.segments, x_parts, x, bounds)
     results[1].copy_(dk)
     results[2].copy_(dv)
     return results

@@ -202,6 +202,37 @@ def gather_rows(
         cute.copy(copy, mX[None, place], cute.local_tile(sX[row, None], (VECTOR,), (vector,)))
 
 
+def lane_row(sX: cute.Tensor, threads: int) -> Int32:
+    """The row whose first vector this lane has for `gather_tile`."""
+    across = const_expr(cute.size(sX, mode=[1]) // VECTOR)
+    lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    rows = const_expr(LANES // across)  # of a warp at a time
+    steps = const_expr(cute.size(sX, mode=[0]) * across // threads)
+    return lane // rows % steps * (threads // across) + warp_index * rows + lane % rows
+
+
+@cute.jit
+def gather_tile(
+    mX: cute.Tensor,  # as of `as_vectors`
+    sX: cute.Tensor,  # [rows, dim]
+    start: Int32,  # the first vector of the lane's row (lane_row)
+    threads: cutlass.Constexpr[int],
+):
+    """Start copying rows into shared memory, by all warps; a thread's vectors lie a multiple of 8 rows apart."""
+    across = const_expr(cute.size(sX, mode=[1]) // VECTOR)
+    mode = cpasync.LoadCacheMode.GLOBAL
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=mode), sX.element_type, num_bits_per_copy=128)
+    lanes = cute.make_ordered_layout((threads // across, across), order=(1, 0))
+    copy = cute.make_tiled_copy_tv(atom, lanes, cute.make_layout((1, VECTOR)))
+    thread, _, _ = cute.arch.thread_idx()
+    lane = cute.arch.lane_idx()
+    to = copy.get_slice(thread).partition_D(sX)  # (vector, step, 0)
+    from_lane = cute.domain_offset((0, lane % across), mX)
+    for step in range_constexpr(cute.size(to, mode=[1])):
+        first = cute.arch.shuffle_sync(start, step * (LANES // across) + lane // across)
+        cute.copy(atom, from_lane[None, Int64(first)], to[None, step, 0])
+
+
 @cute.jit
 def load_for_quads(
     mX: cute.Tensor,  # [N, dim]
@@ -273,3 +304,27 @@ def write_rows(
                 if place >= 0:
                     vector = mX[None, Int64(place + first + lane % QUAD)]
                     cute.autovec_copy(cute.recast_tensor(rPieces, mX.element_type), vector)
+
+
+@cute.jit
+def write_whole_rows(
+    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
+    mX: cute.Tensor,  # as of `as_vectors`
+    start: Int32,  # in lane i, the first vector of row i; negative: it is not written
+):
+    """As `write_rows`, all vectors of a row together: one address and one branch for each. They leave L2 first."""
+    _, _, rows, pieces = rRounded.shape
+    lane = cute.arch.lane_idx()
+    pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)
+    rPieces = cute.make_rmem_tensor((QUAD, pieces // QUAD), Int32)
+    for m in range_constexpr(rows):
+        for r in range_constexpr(2):
+            place = cute.arch.shuffle_sync(start, m * CHUNK + r * 8 + lane // QUAD)
+            for first in range_constexpr(0, pieces, QUAD):
+                for i in range_constexpr(QUAD):
+                    rPieces[i, first // QUAD] = pairs[0, r, m, first + i]
+                quad_vectors(rPieces[None, first // QUAD], lane)
+            row = cute.domain_offset((0, Int64(place + lane % QUAD)), mX)
+            if place >= 0:
+                for i in range_constexpr(pieces // QUAD):
+                    cute.arch.store(row[None, i * QUAD].iterator, rPieces[None, i].load(), cop="cs")

@@ -1,7 +1,7 @@
-"""Tiles in shared memory, and products of them by warpgroups (WGMMA), on Hopper.
+"""Tiles of rows in shared memory, and products of them by warpgroups (WGMMA): what kernels for Hopper share.
 
-A warpgroup multiplies UNIT rows; each of its warps has 16 of them, whose numbers lie in its lanes as those of
-warp_tiles.py do.
+Of 64 x columns numbers of an accumulator, lane 4 i + j of warp w holds columns 2 j and 2 j + 1 of each 8, in rows
+16 w + i and 16 w + i + 8: each warp's 16 rows lie in it as those of warp_tiles.py do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 UNIT = 64
-"""Rows of one tile of a left operand: what a warpgroup multiplies at once."""
+"""Rows that a warpgroup multiplies, and of a tile."""
 
 GROUP = 128
 """Threads of a warpgroup."""
@@ -23,28 +23,29 @@ GROUP = 128
 ALIGNMENT = 1024
 """Of tiles in shared memory, in bytes."""
 
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+REGISTERS, SHARED = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
 
-def tiles(dtype: Any, rows: int, dim: int, count: int) -> Any:
-    """Layout of `count` tiles of rows x dim in 16 bits, as TMA writes and WGMMA reads them (also transposed)."""
+
+def swizzled_tiles(dtype: Any, dim: int, count: int, rows: int = UNIT) -> Any:
+    """Layout of `count` tiles of rows x dim, as TMA writes and WGMMA reads them (also transposed)."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     return cute.tile_to_shape(atom, (rows, dim, count), (0, 1, 2))
 
 
-def transposed(several: cute.Tensor) -> cute.Tensor:
+def transposed(tiles: cute.Tensor) -> cute.Tensor:
     """Tiles of rows x columns as columns x rows."""
-    rows, columns, count = (cute.size(several, mode=[i]) for i in range(3))
-    return cute.composition(several, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
+    rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
+    return cute.composition(tiles, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
 
 
-def group_mma(dtype: Any, columns: int, left: Any, right: Any) -> cute.TiledMma:
-    """UNIT x `columns` by one warpgroup: left operand (K-major) from `left`, right operand of major mode `right`."""
-    return hopper_helpers.make_trivial_tiled_mma(
-        dtype, dtype, OperandMajorMode.K, right, Float32, (1, 1, 1), (UNIT, columns), left
-    )
+def warpgroup_mma(dtype: Any, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
+    """UNIT x `columns` by one warpgroup. Args: where the left operand lies; major modes of both."""
+    return hopper_helpers.make_trivial_tiled_mma(dtype, dtype, left, right, Float32, (1, 1, 1), (UNIT, columns), source)
 
 
-def of_group(acc: cute.Tensor) -> cute.Tensor:
-    """A warp's accumulator of 16 rows (warp_tiles.accumulator) as a warpgroup's of UNIT rows."""
+def of_warpgroup(acc: cute.Tensor) -> cute.Tensor:
+    """A warp's accumulator of 16 rows (warp_tiles.accumulator) as a part of a warpgroup's of UNIT rows."""
     return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, cute.size(acc, mode=[2])), 1, 1)))
 
 
@@ -60,3 +61,17 @@ def start_product(
         cute.gemm(atom, acc, left[None, None, k], right[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+def accumulated(acc: cute.Tensor) -> list[tuple[int, int, int]]:
+    """Where a thread's values lie, ((c, r, n), 0, 0): n-th 8 columns, r-th of its 2 rows, c-th of its 2 columns."""
+    columns, rows, eighths = acc.shape[0]
+    return [(n, r, c) for n in range(eighths) for r in range(rows) for c in range(columns)]
+
+
+@cute.jit
+def of_columns(shared: cute.Tensor) -> cute.Tensor:
+    """(c, n), as in `accumulated`, in registers."""
+    values = cute.make_rmem_tensor_like(shared)
+    cute.autovec_copy(shared, values)
+    return values

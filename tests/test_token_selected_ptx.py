@@ -32,12 +32,16 @@ def of_groups(x: Tensor, group: int) -> bytes:
     return tensor_argument(x, [*x.shape[:2], x.shape[2] // group], [batch, tokens, head * group, head])
 
 
-@pytest.fixture(params=["late", "at once"])
+@pytest.fixture(params=["warps, late", "warps, at once", "warpgroups, late", "warpgroups, at once"])
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kernels run interpreted; copies arrive when they are waited for, or at once."""
+    """Kernels run interpreted; what is asynchronous happens when it is waited for, or at once."""
     from cute_kernels import documents, jit, segments, token_selected, token_selected_backward
 
     monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
+
+    multiplied, _, when = request.param.partition(", ")
+    capability = (9, 0) if multiplied == "warpgroups" else (10, 0)
+    monkeypatch.setattr(token_selected_backward, "compute_capability", lambda _: capability)
 
     modules = {"segments": segments, "forward": token_selected, "backward": token_selected_backward}
     real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
@@ -51,7 +55,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
             def run(*x: Any) -> None:
                 arguments, grid = launch(how, *x)
                 tensors = [y for y in x if isinstance(y, Tensor)]
-                program(of, name, *how, **named).run(arguments, grid, tensors, request.param == "late")
+                program(of, name, *how, **named).run(arguments, grid, tensors, when == "late")
 
             return Twin(run)
 
