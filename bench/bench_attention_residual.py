@@ -7,8 +7,8 @@ reason is told. A shape that ends with ",list" gives the blocks as tensors of th
 
 On CUDA, what is checked and timed is a CUDA graph of CALLS calls, one after the other, divided by as many: starting a
 graph takes a seventh of the shortest of them. Beside it stands the wall time of a call as Python makes it, from an idle
-GPU to its end. Elsewhere the two are one. Mode "memory" adds the peak of
-everything alive, inputs and outputs included; backward has that of both passes.
+GPU to its end. Elsewhere the two are one. Mode "memory" adds the peak of everything alive, inputs and outputs included;
+backward has that of both passes.
 
 With --bars the figures are held against what they have to reach. Writes OUT.json (schema: docs/architecture.md) after
 every shape, OUT.csv and OUT.png.

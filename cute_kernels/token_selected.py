@@ -4,23 +4,30 @@
     o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
 
 VisitBlocks   one CTA: keys and values of one block, and a segment of the tokens that chose it (segments.py). The G
-              query heads of a key/value head chose together, so a block has visits x G rows; a warp takes 32 of them at
-              a time (16 where l' > 64), gathered by cp.async, and meets the others for the keys only. All keys of a
-              row are there at once: one softmax, then o in 16 bits and lse to the place of the token's slot.
-AddSlots      the slots of each row added up in their order, weighted by exp(lse_slot - lse).
+              query heads of a key/value head chose together, so a block has visits x G rows. All keys of a row are
+              there at once: one softmax, then o in 16 bits and lse to the place of the token's slot. A warp gathers its
+              rows by cp.async, the next ones while it works on these, and needs no other warp's. On Hopper
+              (`warpgroups`) it takes 16 at a time, and the four warps of a warpgroup multiply theirs together (WGMMA),
+              q and P from registers; elsewhere each multiplies by itself (mma.sync), 32 rows, or 16 where l' > 64.
+AddSlots      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them loaded at a
+              time, in an online softmax.
+
+V's columns lie in another order in shared memory (load_for_quads), so each lane of a product has 16 bytes of a row of o
+one behind the other and writes them as they are (write_quads).
 
 What moves does not depend on whether neighbours agree: q is read n times, o is written and read n times. The slots' o
-stays below PART_BYTES by taking some tokens and key/value heads at a time, of which q is small enough for L2.
+of a pass stays below PART_BYTES by taking some tokens and key/value heads at a time, of which q is small enough for L2.
+Passes run on two streams in turn (side_streams.py): one visits and adds up where another leaves multiprocessors idle.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the slots'
 o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more.
 
 Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
 
-Limits: mma.sync, sm_90a and sm_100a alike; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of
-a pass n T G D_v < 2^34; a token's q less than 2^15 numbers from the next one's; 64-bit offsets; rows start at multiples
-of 16 bytes. Every block that is visited must hold
-finite values behind a token too, or that token's o is not finite.
+Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens
+of a pass n T G D_v < 2^34; a token's q less than 2^15 numbers from the next one's; 64-bit offsets; rows start at
+multiples of 16 bytes. Every block that is visited must hold finite values behind a token too, or that token's o is not
+finite.
 """
 
 from __future__ import annotations
@@ -92,7 +99,7 @@ SHARED_PERCENT = 100
 """Of a multiprocessor's memory for shared memory; without it the compiler asks a GPU."""
 
 COLUMNS = 32
-"""Of o that a warp has in registers at a time."""
+"""Of o that a warp has in registers at a time, with mma.sync."""
 
 ADD_THREADS = 128
 BATCH = 8

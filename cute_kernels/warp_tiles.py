@@ -2,7 +2,8 @@
 
 Of 16 x 8 numbers of an accumulator, lane 4 i + j holds columns 2 j and 2 j + 1 of rows i and i + 8. A quad, four lanes,
 so has a row's piece of 16 bytes (in 16 bits), a quarter of it in each lane. To write whole vectors, its lanes exchange
-what they have of four pieces.
+what they have of four pieces (write_rows), or the right operand's columns lie in another order (load_for_quads), so
+that a lane has a whole piece already (write_quads).
 """
 
 from __future__ import annotations
@@ -289,7 +290,7 @@ def write_rows(
     mX: cute.Tensor,  # as of `as_vectors`
     start: Int32,  # in lane i, the first vector of row i; negative: it is not written
 ):
-    """Rows of an accumulator, each by its quad."""
+    """Rows of an accumulator, each by its quad, whose lanes exchange pieces."""
     _, _, rows, pieces = rRounded.shape
     lane = cute.arch.lane_idx()
     pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)

@@ -40,8 +40,8 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
 
     multiplied, _, when = request.param.partition(", ")
-    capability = (9, 0) if multiplied == "warpgroups" else (10, 0)
-    monkeypatch.setattr(token_selected_backward, "compute_capability", lambda _: capability)
+    for module in (token_selected, token_selected_backward):
+        monkeypatch.setattr(module, "has_warpgroups", lambda _: multiplied == "warpgroups")
 
     modules = {"segments": segments, "forward": token_selected, "backward": token_selected_backward}
     real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
