@@ -589,7 +589,19 @@ def test_lists() -> None:
 
 
 @CUDA
-def test_graph() -> None:
+@pytest.mark.parametrize("group", [1, 3, 16, 64])
+def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs other than Hopper's."""
+    for module in ("token_selected", "token_selected_backward"):
+        monkeypatch.setattr(f"cute_kernels.{module}.has_warpgroups", lambda _: False)
+    make(517, group, 2, 128, count=5).check()
+    make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check()
+
+
+@CUDA
+@pytest.mark.parametrize("bytes_of_pass", [1, 1 << 30], ids=["many passes", "one pass"])
+def test_graph(bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_passes(monkeypatch, 256, bytes_of_pass, 1000)
     inputs = make(1000, 16, 2, 128)
     lse, delta = inputs.statistics()
     expected = *inputs.forward(), *inputs.backward(lse, delta)
