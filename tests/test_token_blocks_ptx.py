@@ -44,7 +44,6 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
             statics = (3,), (3,), (), (3,)
             given = [argument(y, static) for y, static in zip((q, k, lse, indices), statics, strict=True)]
             given += [argument(y, (0,)) if isinstance(y, Tensor) else argument(y) for y in x if y is not None]
-            given += [bytes(1)] * (len(program.parameters) - len(given))  # a flag of WGMMA that the kernel sets itself
             tiling = token_blocks.choose_tiling(how[1], group, how[3])
             assert tiling is not None
             ctas = -(-q.shape[1] // tiling.tokens) * k.shape[2] * q.shape[0]
