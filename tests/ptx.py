@@ -2,11 +2,12 @@
 
     one CTA after the other; of its threads, in NumPy, those with the lowest program counter run together
 
-Threads that diverge so meet again as on a GPU, and wait for each other at barriers. cp.async arrives, and WGMMA reads
-its operands, as late as they may, when their group is waited for, or at once (`late=False`): a kernel must bear both.
-Sums of WGMMA are NaN until they are waited for. Found are: accesses outside of the tensors that a kernel was given,
-misaligned ones, two lanes that write one address together, shuffles from lanes that do not take part. Not found: races
-of warps, which run in step here, missing fences, and what ptxas makes of all this.
+Threads that diverge so meet again as on a GPU, and wait for each other at barriers. cp.async arrives as late as it may,
+when its group is waited for, and WGMMA reads at once; or cp.async arrives at once, and WGMMA reads as late as it may
+(`late=False`): a kernel must bear both. Sums of WGMMA are NaN until they are waited for. Found are: accesses outside of
+the tensors that a kernel was given, misaligned ones, two lanes that write one address together, shuffles from lanes
+that do not take part. Not found: races of warps, which run in step here, missing fences, and what ptxas makes of all
+this.
 
 WGMMA takes 16-bit operands, the left one from registers or shared memory, with a swizzle of 128 bytes there.
 
@@ -222,20 +223,19 @@ class Cta:
         barrier = np.zeros(self.count, np.int64)  # that a thread waits for
         arrived: dict[int, int] = {}
         while True:
-            running = (counter < DONE) & ~waiting
-            if not running.any():
+            at = int(np.where(waiting, DONE, counter).min())
+            if at == DONE:
                 if not waiting.any():
                     return
                 raise RuntimeError(f"threads wait for each other at barriers {sorted({*barrier[waiting].tolist()})}")
-            at = counter[running].min()
-            active = running & (counter == at)
+            active = (counter == at) & ~waiting
             counter[active] = at + 1
             predicate, name, operands = self.program.instructions[at]
             if predicate:
                 value = self.register(predicate.lstrip("@!"))
                 active = active & (~value if predicate[1] == "!" else value)
-            if not active.any():
-                continue
+                if not active.any():
+                    continue
             self.active = active
             if name[0] == "bra":
                 counter[active] = self.program.labels[operands[0]]
@@ -271,20 +271,20 @@ class Cta:
         return self.registers[name]
 
     def get(self, operand: str, kind: Any) -> Any:
-        of, count = np.dtype(kind), int(self.active.sum())
+        of = np.dtype(kind)
         bits = f"u{of.itemsize}"
-        if operand in self.special:
-            return np.full(count, self.special[operand], of)
         if operand in ("%tid.x", "%laneid"):
             return (self.thread if operand == "%tid.x" else self.lane)[self.active].astype(of)
-        if operand[0] in "%p":
+        if operand[0] in "%p" and operand not in self.special:
             value = self.register(operand)[self.active]
             return value if value.dtype == np.bool_ else value.astype(bits).view(of)
-        if operand.startswith("0f"):
+        if operand in self.special:
+            number = self.special[operand]
+        elif operand.startswith("0f"):
             number = int(operand[2:], 16)
         else:
             number = 0 if operand.startswith("__dynamic_shmem__") else int(operand, 0)
-        return np.full(count, number & (1 << 8 * of.itemsize) - 1, bits).view(of)
+        return np.full(int(self.active.sum()), number & (1 << 8 * of.itemsize) - 1, bits).view(of)
 
     def put(self, name: str, value: Any) -> None:
         register = self.register(name)
@@ -431,7 +431,7 @@ class Cta:
             of.sums.setdefault(x, register[of.threads].copy().view("f4"))
             register[of.threads] = NAN
         of.products.started.append(product)
-        if not self.late:
+        if self.late:
             self.add_product(of, product)
 
     def add_product(self, of: Warpgroup, product: Product) -> None:
@@ -445,7 +445,7 @@ class Cta:
 
     def end_products(self, of: Warpgroup, most: int) -> None:
         for product in of.products.wait(most):
-            if self.late:
+            if not self.late:
                 self.add_product(of, product)
         groups = [*of.products.groups, of.products.started]
         waiting = {x for group in groups for product in group for x in product.sums}
