@@ -2,8 +2,8 @@
 
 Of 16 x 8 numbers of an accumulator, lane 4 i + j holds columns 2 j and 2 j + 1 of rows i and i + 8. A quad, four lanes,
 so has a row's piece of 16 bytes (in 16 bits), a quarter of it in each lane. To write whole vectors, its lanes exchange
-what they have of four pieces (write_rows), or the right operand's columns lie in another order (load_for_quads), so
-that a lane has a whole piece already (write_quads).
+what they have of four pieces (write_whole_rows), or the right operand's columns lie in another order (load_for_quads),
+so that a lane has a whole piece already (write_quads).
 """
 
 from __future__ import annotations
@@ -285,35 +285,15 @@ def write_quads(
 
 
 @cute.jit
-def write_rows(
-    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
-    mX: cute.Tensor,  # as of `as_vectors`
-    start: Int32,  # in lane i, the first vector of row i; negative: it is not written
-):
-    """Rows of an accumulator, each by its quad, whose lanes exchange pieces."""
-    _, _, rows, pieces = rRounded.shape
-    lane = cute.arch.lane_idx()
-    pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)
-    rPieces = cute.make_rmem_tensor(QUAD, Int32)
-    for m in range_constexpr(rows):
-        for r in range_constexpr(2):
-            place = cute.arch.shuffle_sync(start, m * CHUNK + r * 8 + lane // QUAD)
-            for first in range_constexpr(0, pieces, QUAD):
-                for i in range_constexpr(QUAD):
-                    rPieces[i] = pairs[0, r, m, first + i]
-                quad_vectors(rPieces, lane)
-                if place >= 0:
-                    vector = mX[None, Int64(place + first + lane % QUAD)]
-                    cute.autovec_copy(cute.recast_tensor(rPieces, mX.element_type), vector)
-
-
-@cute.jit
 def write_whole_rows(
     rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
     mX: cute.Tensor,  # as of `as_vectors`
     start: Int32,  # in lane i, the first vector of row i; negative: it is not written
 ):
-    """As `write_rows`, all vectors of a row together: one address and one branch for each. They leave L2 first."""
+    """Rows of an accumulator, each by its quad, whose lanes exchange pieces.
+
+    All vectors of a row are written together: one address and one branch for each. They leave L2 first.
+    """
     _, _, rows, pieces = rRounded.shape
     lane = cute.arch.lane_idx()
     pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)

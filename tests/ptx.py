@@ -3,10 +3,13 @@
     one CTA after the other; of its threads, in NumPy, those with the lowest program counter run together
 
 Threads that diverge so meet again as on a GPU, and wait for each other at barriers. cp.async arrives as late as it may,
-when its group is waited for, or at once (`late=False`): a kernel must bear both. WGMMA multiplies at once, but its sums
-are NaN until they are waited for. Found are: accesses outside of the
-tensors that a kernel was given, misaligned ones, two lanes that write one address together, shuffles from lanes that do
-not take part. Not found: races of warps, which run in step here, and what ptxas makes of all this.
+when its group is waited for, and WGMMA reads at once; or cp.async arrives at once, and WGMMA reads as late as it may
+(`late=False`): a kernel must bear both. Sums of WGMMA are NaN until they are waited for. Found are: accesses outside of
+the tensors that a kernel was given, misaligned ones, two lanes that write one address together, shuffles from lanes
+that do not take part. Not found: races of warps, which run in step here, missing fences, and what ptxas makes of all
+this.
+
+WGMMA takes 16-bit operands, the left one from registers or shared memory, with a swizzle of 128 bytes there.
 
 Integers wrap; ex2, lg2 and rcp are NumPy's. Registers hold what an instruction last wrote, at first 0xAB in each byte;
 shared memory begins as 0xFF, NaN in every type.
@@ -18,13 +21,18 @@ import ctypes
 import re
 import struct
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 LANES = 32
-FOUR_WARPS = 4 * LANES
+GROUP = 4 * LANES
+"""Threads of a warpgroup."""
+ROW, COLUMN = np.arange(LANES) // 4, np.arange(LANES) % 4 * 2
+"""i and 2 j of lane 4 i + j: where it has two of 8 x 8 numbers of a matrix in registers."""
+NAN = 0x7FFFFFFF
 SHARED_BYTES = 227 << 10
 DONE = 1 << 40
 TYPES: dict[str, Any] = {
@@ -59,6 +67,47 @@ class Storage(NamedTuple):
     memory: Any
 
 
+class Queue:
+    """What was started and, in groups, committed, until it is waited for."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.groups: list[list[Any]] = []
+
+    def commit(self) -> None:
+        self.groups.append(self.started)
+        self.started = []
+
+    def wait(self, most: int) -> list[Any]:
+        """Leaves `most` groups, and returns what the others hold."""
+        ended = max(0, len(self.groups) - most)
+        done = [x for group in self.groups[:ended] for x in group]
+        del self.groups[:ended]
+        return done
+
+
+class Product(NamedTuple):
+    """A WGMMA of one warpgroup."""
+
+    sums: list[str]
+    left: list[str] | int
+    """Registers, or the descriptor of a tile."""
+    right: int
+    transposed: tuple[bool, bool]
+    """Whether k is not what is contiguous, left and right."""
+    add: bool
+
+
+class Warpgroup:
+    """The products that a warpgroup has not waited for."""
+
+    def __init__(self, number: int) -> None:
+        self.threads = slice(number * GROUP, (number + 1) * GROUP)
+        self.products = Queue()
+        self.sums: dict[str, Any] = {}
+        """Behind the NaN of registers."""
+
+
 def tensor_argument(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bytes:
     """How CuTe DSL passes a tensor: its address, and what is dynamic of its shape (32 bits) and strides (64 bits)."""
     head = struct.pack(f"<Q{len(shape)}i", x.data_ptr(), *shape)
@@ -73,6 +122,26 @@ def bf16_bits(x: Any) -> Any:
 
 def bf16_numbers(bits: Any) -> Any:
     return (bits.astype("u4") << 16).view("f4")
+
+
+@lru_cache(4096)
+def tile_places(descriptor: int, rows: int, is_transposed: bool) -> Any:
+    """Where rows x 16 numbers lie in shared memory, in 2 bytes (PTX ISA, matrix descriptors)."""
+    if descriptor >> 46 != 1 << 16:
+        raise NotImplementedError(f"not a plain swizzle of 128 bytes: {descriptor:#x}")
+    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    row, k = np.arange(rows)[:, None], np.arange(16)
+    if is_transposed:
+        place = start + row // 64 * leading + k // 8 * stride + k % 8 * 128 + row % 64 * 2
+    else:
+        place = start + row // 8 * stride + row % 8 * 128 + k * 2
+    return (place ^ (place >> 7 & 7) << 4) // 2
+
+
+def of_lanes(x: Any) -> list[Any]:
+    """(warp, row, column) as registers: a lane holds two numbers of rows i and i + 8 in columns 2 j of each 8."""
+    places = [(8 * r, c + 8 * n) for n in range(x.shape[2] // 8) for r in range(2) for c in range(2)]
+    return [x[:, ROW + row, COLUMN + column].flatten() for row, column in places]
 
 
 def operands_of(text: str) -> list[str]:
@@ -90,7 +159,8 @@ class Program:
     def __init__(self, ptx: str) -> None:
         head, _, body = ptx.partition(".reqntid")
         self.threads = int(body.split(",")[0])
-        self.parameters = re.findall(r"\.param.*?\s(\w+_param_\d+)", head)
+        # But for flags of WGMMA, bytes that no kernel reads
+        self.parameters = re.findall(r"\.param.*?\s(\w+_param_\d+)\b(?!\[1\])", head)
         self.labels: dict[str, int] = {}
         self.instructions: list[Instruction] = []
         body = re.sub(r"//[^\n]*", "", body[body.index("{") + 1 : body.rindex("}")])
@@ -145,31 +215,27 @@ class Cta:
         self.registers: dict[str, Any] = {}
         self.shared = np.full(SHARED_BYTES, 0xFF, "u1")
         self.active = np.ones(self.count, np.bool_)
-        self.started: list[list[tuple[int, Any]]] = [[] for _ in range(self.count)]
-        self.groups: list[list[list[tuple[int, Any]]]] = [[] for _ in range(self.count)]
-        # Of each four warps: the products that were started, and those of groups
-        self.products: list[dict[str, Any]] = [{} for _ in range(0, self.count, FOUR_WARPS)]
-        self.product_groups: list[list[dict[str, Any]]] = [[] for _ in self.products]
+        self.copies = [Queue() for _ in range(self.count)]
+        self.warpgroups = [Warpgroup(number) for number in range(self.count // GROUP)]
 
     def run(self) -> None:
         counter, waiting = np.zeros(self.count, np.int64), np.zeros(self.count, np.bool_)
         barrier = np.zeros(self.count, np.int64)  # that a thread waits for
         arrived: dict[int, int] = {}
         while True:
-            running = (counter < DONE) & ~waiting
-            if not running.any():
+            at = int(np.where(waiting, DONE, counter).min())
+            if at == DONE:
                 if not waiting.any():
                     return
                 raise RuntimeError(f"threads wait for each other at barriers {sorted({*barrier[waiting].tolist()})}")
-            at = counter[running].min()
-            active = running & (counter == at)
+            active = (counter == at) & ~waiting
             counter[active] = at + 1
             predicate, name, operands = self.program.instructions[at]
             if predicate:
                 value = self.register(predicate.lstrip("@!"))
                 active = active & (~value if predicate[1] == "!" else value)
-            if not active.any():
-                continue
+                if not active.any():
+                    continue
             self.active = active
             if name[0] == "bra":
                 counter[active] = self.program.labels[operands[0]]
@@ -205,20 +271,20 @@ class Cta:
         return self.registers[name]
 
     def get(self, operand: str, kind: Any) -> Any:
-        of, count = np.dtype(kind), int(self.active.sum())
+        of = np.dtype(kind)
         bits = f"u{of.itemsize}"
-        if operand in self.special:
-            return np.full(count, self.special[operand], of)
         if operand in ("%tid.x", "%laneid"):
             return (self.thread if operand == "%tid.x" else self.lane)[self.active].astype(of)
-        if operand[0] in "%p":
+        if operand[0] in "%p" and operand not in self.special:
             value = self.register(operand)[self.active]
             return value if value.dtype == np.bool_ else value.astype(bits).view(of)
-        if operand.startswith("0f"):
+        if operand in self.special:
+            number = self.special[operand]
+        elif operand.startswith("0f"):
             number = int(operand[2:], 16)
         else:
             number = 0 if operand.startswith("__dynamic_shmem__") else int(operand, 0)
-        return np.full(count, number & (1 << 8 * of.itemsize) - 1, bits).view(of)
+        return np.full(int(self.active.sum()), number & (1 << 8 * of.itemsize) - 1, bits).view(of)
 
     def put(self, name: str, value: Any) -> None:
         register = self.register(name)
@@ -270,20 +336,18 @@ class Cta:
         threads = np.nonzero(self.active)[0]
         if "commit_group" in name:
             for thread in threads:
-                self.groups[thread].append(self.started[thread])
-                self.started[thread] = []
+                self.copies[thread].commit()
         elif "wait_group" in name:
             for thread in threads:
-                while len(self.groups[thread]) > int(operands[0]):
-                    for to, data in self.groups[thread].pop(0):
-                        self.shared[to : to + len(data)] = data
+                for to, data in self.copies[thread].wait(int(operands[0])):
+                    self.shared[to : to + len(data)] = data
         else:
             _, to = self.place_of(self.address(operands[0], "u4"), 16, True)
             memory, place = self.place_of(self.address(operands[1], "u8"), 16, False)
             if not self.late:
                 self.shared[to] = memory[place]
             for thread, start, data in zip(threads, to[:, 0], memory[place], strict=True):
-                self.started[thread].append((start, data))
+                self.copies[thread].started.append((start, data))
 
     def matrices(self, name: tuple[str, ...], operands: list[str]) -> None:
         """ldmatrix and stmatrix: four times 8 rows of 8 numbers, whose addresses 32 lanes have."""
@@ -307,82 +371,89 @@ class Cta:
             raise RuntimeError("only some lanes of a warp take part")
         return np.nonzero(active.any(1))[0]
 
+    def numbers(self, bits: Any) -> Any:
+        return bits.view("f2").astype("f4") if self.program.half else bf16_numbers(bits)
+
+    def pairs(self, register: str, threads: Any) -> Any:
+        """The two numbers in a register: (warp, lane, number)."""
+        bits = np.ascontiguousarray(self.register(register)[threads]).view("u2")
+        return self.numbers(bits).reshape(-1, LANES, 2)
+
+    def left_operand(self, registers: list[str], threads: Any) -> Any:
+        """(warp, row, k), likewise."""
+        left = np.zeros((self.lane[threads].size // LANES, 16, 16), "f4")
+        for i, register in enumerate(registers):
+            pairs = self.pairs(register, threads)
+            for c in range(2):
+                left[:, ROW + 8 * (i % 2), COLUMN + c + 8 * (i // 2)] = pairs[..., c]
+        return left
+
     def multiply(self, operands: list[str]) -> None:
-        """mma.m16n8k16: lane 4 i + j holds two numbers of rows i and i + 8 in columns 2 j of each 8 (PTX ISA)."""
+        """mma.m16n8k16."""
         warps = self.whole_warps()
-        row, column = np.arange(LANES) // 4, np.arange(LANES) % 4 * 2
-
-        def halves(register: str) -> Any:
-            bits = np.ascontiguousarray(self.register(register).reshape(-1, LANES)[warps]).view("u2")
-            numbers = bits.view("f2").astype("f4") if self.program.half else bf16_numbers(bits)
-            return numbers.reshape(len(warps), LANES, 2)
-
-        left, right, acc = (np.zeros((len(warps), *shape), "f4") for shape in ((16, 16), (16, 8), (16, 8)))
-        for c in range(2):
-            for i, register in enumerate(names(operands[1])):
-                left[:, row + 8 * (i % 2), column + c + 8 * (i // 2)] = halves(register)[..., c]
-            for i, register in enumerate(names(operands[2])):
-                right[:, column + c + 8 * i, row] = halves(register)[..., c]
-        for i, operand in enumerate(names(operands[3])):
-            acc[:, row + 8 * (i // 2), column + i % 2] = self.get(operand, "f4").reshape(-1, LANES)
-        acc = acc + left @ right
-        for i, register in enumerate(names(operands[0])):
-            self.put(register, acc[:, row + 8 * (i // 2), column + i % 2].flatten())
+        left = self.left_operand(names(operands[1]), self.active)
+        right = np.zeros((len(warps), 16, 8), "f4")
+        for i, register in enumerate(names(operands[2])):
+            pairs = self.pairs(register, self.active)
+            for c in range(2):
+                right[:, COLUMN + c + 8 * i, ROW] = pairs[..., c]
+        before = [self.get(operand, "f4") for operand in names(operands[3])]
+        for register, sums, product in zip(names(operands[0]), before, of_lanes(left @ right), strict=True):
+            self.put(register, sums + product)
 
     def multiply_together(self, name: tuple[str, ...], operands: list[str]) -> None:
-        """wgmma with the left operand in registers, the right one in shared memory, 128 bytes swizzled, K-major.
-
-        Sums are NaN until they are waited for.
-        """
-        for four in {*(self.whole_warps() // 4).tolist()}:
-            threads = slice(four * FOUR_WARPS, (four + 1) * FOUR_WARPS)
-            if not self.active[threads].all():
-                raise RuntimeError("only some warps of four take part")
-            pending, groups = self.products[four], self.product_groups[four]
-            if name[1] == "commit_group":
-                groups.append(dict(pending))
-                pending.clear()
+        """wgmma."""
+        for number in {*(self.whole_warps() // (GROUP // LANES)).tolist()}:
+            of = self.warpgroups[number]
+            if not self.active[of.threads].all():
+                raise RuntimeError("only some warps of a warpgroup take part")
+            if name[1] == "mma_async":
+                self.start_product(of, operands)
+            elif name[1] == "commit_group":
+                of.products.commit()
             elif name[1] == "wait_group":
-                while len(groups) > int(operands[0]):
-                    for register, values in groups.pop(0).items():
-                        self.register(register)[threads] = values
-            elif name[1] == "mma_async":
-                if operands[4:] != ["1", "1", "0"]:
-                    raise NotImplementedError(f"wgmma with {operands[4:]}")
-                first = int(np.searchsorted(np.nonzero(self.active)[0], threads.start))
-                descriptor = int(self.get(operands[2], "u8")[first])
-                add = bool(self.get(operands[3], np.bool_)[first])
-                self._start(threads, names(operands[0]), names(operands[1]), descriptor, add, pending)
+                self.end_products(of, int(operands[0]))
 
-    def _start(
-        self, threads: slice, to: list[str], left: list[str], descriptor: int, add: bool, pending: dict[str, Any]
-    ) -> None:
-        columns = len(to) * 2
-        if descriptor >> 62 != 1:
-            raise NotImplementedError("wgmma without a swizzle of 128 bytes")
-        start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
-        column, k = np.arange(columns)[:, None], np.arange(16)
-        address = start + column // 8 * stride + column % 8 * 128 + 2 * k
-        address ^= (address >> 7 & 7) << 4
+    def start_product(self, of: Warpgroup, operands: list[str]) -> None:
+        def same(register: str) -> int:
+            first, *others = {*self.register(register)[of.threads].tolist()}
+            if others:
+                raise RuntimeError(f"threads of a warpgroup do not agree about {register}")
+            return int(first)
 
-        def numbers(bits: Any) -> Any:
-            return bits.view("f2").astype("f4") if self.program.half else bf16_numbers(bits)
+        if operands[4:6] != ["1", "1"]:
+            raise NotImplementedError(f"wgmma with factors {operands[4:6]}")
+        left = names(operands[1]) if operands[1][0] == "{" else same(operands[1])
+        transposed = operands[6] == "1" and isinstance(left, int), operands[-1] == "1"
+        product = Product(names(operands[0]), left, same(operands[2]), transposed, bool(same(operands[3])))
+        for x in product.sums:
+            register = self.register(x)
+            of.sums.setdefault(x, register[of.threads].copy().view("f4"))
+            register[of.threads] = NAN
+        of.products.started.append(product)
+        if self.late:
+            self.add_product(of, product)
 
-        right = numbers(self.shared.view("u2")[address // 2])
-        lane, warp = np.arange(FOUR_WARPS) % LANES, np.arange(FOUR_WARPS) // LANES
-        keys = np.zeros((64, 16), "f4")
-        for i, name in enumerate(left):
-            halves = numbers(np.ascontiguousarray(self.register(name)[threads]).view("u2")).reshape(-1, 2)
-            for c in range(2):
-                keys[16 * warp + lane // 4 + 8 * (i % 2), lane % 4 * 2 + c + 8 * (i // 2)] = halves[:, c]
-        products = keys @ right.T
-        for i, name in enumerate(to):
-            own = products[16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + lane % 4 * 2 + i % 2]
-            if add:
-                before = pending.get(name)
-                own = own + np.ascontiguousarray(self.register(name)[threads] if before is None else before).view("f4")
-            pending[name] = np.ascontiguousarray(own, "f4").view("u4")
-            self.register(name)[threads] = 0x7FFFFFFF
+    def add_product(self, of: Warpgroup, product: Product) -> None:
+        if isinstance(product.left, int):
+            left = self.tile(product.left, 64, product.transposed[0]).reshape(4, 16, 16)
+        else:
+            left = self.left_operand(product.left, of.threads)
+        right = self.tile(product.right, 2 * len(product.sums), product.transposed[1])
+        for x, own in zip(product.sums, of_lanes(left @ right.T), strict=True):
+            of.sums[x] = of.sums[x] + own if product.add else own
+
+    def end_products(self, of: Warpgroup, most: int) -> None:
+        for product in of.products.wait(most):
+            if not self.late:
+                self.add_product(of, product)
+        groups = [*of.products.groups, of.products.started]
+        waiting = {x for group in groups for product in group for x in product.sums}
+        for x in of.sums.keys() - waiting:
+            self.register(x)[of.threads] = of.sums.pop(x).view("u4")
+
+    def tile(self, descriptor: int, rows: int, is_transposed: bool) -> Any:
+        return self.numbers(self.shared.view("u2")[tile_places(descriptor, rows, is_transposed)])
 
     # Arithmetic
 

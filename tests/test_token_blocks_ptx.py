@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch import Tensor
 from nsa import NSAConfig, reference
 from nsa.tensors import NSAInputs
 from tests.helpers import make_qkv
-from tests.ptx import Program
 from tests.test_token_blocks import check_chosen
-from tests.test_token_selected_ptx import argument
+from tests.test_token_selected_ptx import argument, program
 from tests.token_selected_twins import Twin
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -27,29 +25,25 @@ CONFIG = NSAConfig.paper(
 """A step covers 252 tokens."""
 
 
-@pytest.fixture(params=["mma.sync, at once", "wgmma, late"])
+@pytest.fixture(params=["mma.sync, early", "wgmma, late", "wgmma, early"])
 def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tensor]:
-    """token_blocks interpreted; copies arrive when they are waited for, or at once."""
-    instruction, _, late = request.param.partition(", ")
+    """token_blocks interpreted. Parameter: what multiplies, and when copies arrive."""
+    instruction, _, copies = request.param.partition(", ")
     from cute_kernels import jit, token_blocks
 
     monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
-    real = token_blocks._compiled.__wrapped__
+    real = token_blocks._compiled
 
-    @lru_cache
     def compiled(*how: Any) -> Twin:
-        program, group = Program(real(*how[:-1], instruction == "wgmma").compiled.__ptx__), how[2]
-
         def run(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, *x: Any) -> None:
             statics = (3,), (3,), (), (3,)
             given = [argument(y, static) for y, static in zip((q, k, lse, indices), statics, strict=True)]
             given += [argument(y, (0,)) if isinstance(y, Tensor) else argument(y) for y in x if y is not None]
-            given += [bytes(1)] * (len(program.parameters) - len(given))  # a flag of WGMMA that the kernel sets itself
-            tiling = token_blocks.choose_tiling(how[1], group, how[3])
+            tiling = token_blocks.choose_tiling(how[1], how[2], how[3])
             assert tiling is not None
             ctas = -(-q.shape[1] // tiling.tokens) * k.shape[2] * q.shape[0]
             tensors = [y for y in (q, k, lse, indices, *x) if isinstance(y, Tensor)]
-            program.run(given, (ctas, 1, 1), tensors, late == "late")
+            program(real, *how[:-1], instruction == "wgmma").run(given, (ctas, 1, 1), tensors, copies == "late")
 
         return Twin(run)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +33,32 @@ def of_groups(x: Tensor, group: int) -> bytes:
     return tensor_argument(x, [*x.shape[:2], x.shape[2] // group], [batch, tokens, head * group, head])
 
 
-@pytest.fixture(params=["warps, late", "warps, at once", "warpgroups, late", "warpgroups, at once"])
+@cache
+def program(compiled: Any, *how: Any, **named: Any) -> Program:
+    """What a module's cached function compiles, once for all tests."""
+    return Program(compiled.__wrapped__(*how, **named).compiled.__ptx__)
+
+
+@pytest.fixture
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kernels run interpreted; what is asynchronous happens when it is waited for, or at once."""
+    """Kernels run interpreted. Parameter: what multiplies, and when copies arrive."""
     from cute_kernels import documents, jit, segments, token_selected, token_selected_backward
 
     monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
 
-    multiplied, _, when = request.param.partition(", ")
+    by, _, copies = request.param.partition(", ")
     for module in (token_selected, token_selected_backward):
-        monkeypatch.setattr(module, "has_warpgroups", lambda _: multiplied == "warpgroups")
+        monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
 
     modules = {"segments": segments, "forward": token_selected, "backward": token_selected_backward}
     real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
-
-    @lru_cache
-    def program(of: str, name: str, *how: Any, **named: Any) -> Program:
-        return Program(real[of, name].__wrapped__(*how, **named).compiled.__ptx__)
 
     def patch(of: str, name: str, launch: Callable[..., tuple[list[bytes], tuple[int, int, int]]]) -> None:
         def compiled(*how: Any, **named: Any) -> Twin:
             def run(*x: Any) -> None:
                 arguments, grid = launch(how, *x)
                 tensors = [y for y in x if isinstance(y, Tensor)]
-                program(of, name, *how, **named).run(arguments, grid, tensors, when == "late")
+                program(real[of, name], *how, **named).run(arguments, grid, tensors, copies == "late")
 
             return Twin(run)
 
@@ -110,13 +113,18 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+LATE = ["warps, late", "warpgroups, late"]
+EARLY = [("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("warpgroups, early", "D_v, fp16")]
+
+
+@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, CASES), *EARLY], indirect=["interpreted"])
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("case", CASES)
 def test_interpreted(case: str) -> None:
     tokens, options = CASES[case]
     make(tokens, device="cpu", **options).check()
 
 
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_interpreted_in_passes_and_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     small_passes(monkeypatch, 64, 1 << 17, 5)

@@ -284,14 +284,16 @@ def segment_cases() -> Iterator[Case]:
 
 def token_selected_cases() -> Iterator[Case]:
     from cute_kernels import token_selected, token_selected_backward
+    from cute_kernels.device import compute_capability
 
+    hopper = compute_capability(0)[0] == 9
     for dim, group, dtype in itertools.product(DIMS, (*GROUPS, 3, 16, 64), DTYPES):
         variants = {"64": (64, dim, 16, False)}
         if group == GROUPS[1]:
             variants |= {"64,packed": (64, dim, 16, True), "64,D_v": (64, 192 - dim, 12, False)}
             variants |= {f"{size}": (size, dim, 16, False) for size in token_selected.SIZES[1:]}
         for variant, (size, v_dim, slots, packed) in variants.items():
-            how = (dim, v_dim), dtype, group, slots, size, packed
+            how = (dim, v_dim), dtype, group, slots, size, packed, hopper
             yield Case("VisitBlocks", variant, dim, group, dtype, ours(token_selected._visit, *how))
             run = ours(token_selected_backward._visit, *how)
             yield Case("VisitGradients", variant, dim, group, dtype, run)
