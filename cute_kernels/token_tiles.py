@@ -49,7 +49,7 @@ from cute_kernels.warp_tiles import (
     multiply_registers,
     numbers,
     warps_mma,
-    write_rows,
+    write_whole_rows,
 )
 from cute_kernels.warpgroup_tiles import (
     ALIGNMENT,
@@ -262,7 +262,7 @@ class TileBlocks:
         rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
         rO.store(acc_o.load().to(self.dtype))
         to = cute.crd2idx((my_row // self.group, my_row % self.group, 0), gO.layout) // VECTOR
-        write_rows(numbers(rO), as_vectors(gO), Int32(to) if my_row <= last_row else Int32(-1))
+        write_whole_rows(numbers(rO), as_vectors(gO), Int32(to) if my_row <= last_row else Int32(-1))
 
     @cute.jit
     def _block(

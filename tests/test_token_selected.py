@@ -104,11 +104,13 @@ class Inputs:
     def _rounded(self, x: Tensor, low: bool) -> Tensor:
         return x.to(self.q.dtype).to(x.dtype) if low else x
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self, *, tiles: bool = False) -> tuple[Tensor, Tensor]:
         from cute_kernels.token_selected import token_selected_forward
+        from cute_kernels.token_tiles import token_tiles_forward
 
         how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
-        return token_selected_forward(self.q, self.k, self.v, self.indices, **how)
+        attend = token_tiles_forward if tiles else token_selected_forward
+        return attend(self.q, self.k, self.v, self.indices, **how)
 
     def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.token_selected_backward import token_selected_backward
@@ -118,8 +120,8 @@ class Inputs:
             lse, delta = self.statistics()
         return token_selected_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
 
-    def check(self) -> None:
-        o, lse = self.forward()
+    def check_forward(self, *, tiles: bool = False) -> None:
+        o, lse = self.forward(tiles=tiles)
         oracle, expected = self.attend(low=False)
         naive, naive_lse = self.attend(low=True)
         assert_within_budget(o, oracle, naive, "o")
@@ -127,6 +129,9 @@ class Inputs:
         assert torch.equal(lse == -math.inf, ~there)
         assert not o.transpose(1, 2)[~there].any()
         assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
+
+    def check(self) -> None:
+        self.check_forward()
         named = zip(
             ("dq", "dk", "dv"), self.backward(), self.gradients(low=False), self.gradients(low=True), strict=True
         )

@@ -42,15 +42,20 @@ def program(compiled: Any, *how: Any, **named: Any) -> Program:
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Kernels run interpreted. Parameter: what multiplies, and when copies arrive."""
-    from cute_kernels import documents, jit, segments, token_selected, token_selected_backward
+    from cute_kernels import documents, jit, segments, token_selected, token_selected_backward, token_tiles
 
     monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
 
     by, _, copies = request.param.partition(", ")
-    for module in (token_selected, token_selected_backward):
+    for module in (token_selected, token_selected_backward, token_tiles):
         monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
 
-    modules = {"segments": segments, "forward": token_selected, "backward": token_selected_backward}
+    modules = {
+        "segments": segments,
+        "forward": token_selected,
+        "backward": token_selected_backward,
+        "tiles": token_tiles,
+    }
     real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
 
     def patch(of: str, name: str, launch: Callable[..., tuple[list[bytes], tuple[int, int, int]]]) -> None:
@@ -75,6 +80,12 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         some = [argument(y, static) for y, static in zip((k, v, *x[:6]), statics, strict=True) if y is not None]
         return [of_groups(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
 
+    def attend_tiles(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
+        some = [argument(k, (3,)), argument(v, (3,)), argument(indices), of_groups(o, how[2]), argument(x[0])]
+        some += [argument(y, (0,)) for y in x[1:2] if y is not None]
+        grid = (-(-q.shape[1] // token_tiles.tile_tokens(how[2])), k.shape[2], k.shape[0])
+        return [of_groups(q, how[2]), *some, *map(argument, x[2:])], grid
+
     def visit_gradients(how: Any, q: Tensor, do: Tensor, *x: Any) -> Any:
         statics = (3,), (3,), (), (), (), (2,), (2,), (3, 4), (3,), (3,), (3, 4), (3, 4), (0,)
         some = [argument(y, static) for y, static in zip(x[:13], statics, strict=True) if y is not None]
@@ -97,6 +108,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     patch("segments", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
     patch("segments", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
     patch("segments", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
+    patch("tiles", "_attend", attend_tiles)
     patch("forward", "_visit", visit)
     patch("forward", "_add", add_slots)
     patch("backward", "_visit", visit_gradients)
@@ -113,6 +125,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+TILES = [case for case in CASES if case != "odd group"]
 LATE = ["warps, late", "warpgroups, late"]
 EARLY = [("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("warpgroups, early", "D_v, fp16")]
 
@@ -129,3 +142,10 @@ def test_interpreted(case: str) -> None:
 def test_interpreted_in_passes_and_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     small_passes(monkeypatch, 64, 1 << 17, 5)
     make([90, 66], 2, 2, count=3, device="cpu").check()
+
+
+@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, TILES)], indirect=["interpreted"])
+@pytest.mark.usefixtures("interpreted")
+def test_tiles_interpreted(case: str) -> None:
+    tokens, options = CASES[case]
+    make(tokens, device="cpu", **options).check_forward(tiles=True)
