@@ -1,4 +1,4 @@
-"""Attention of each token to its own blocks, by tiles of tokens, against fp64; on a CPU see test_token_selected_ptx.py."""
+"""Attention of each token to its own blocks by tiles, against fp64; on a CPU: test_token_selected_ptx.py."""
 
 from __future__ import annotations
 
