@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -30,10 +29,10 @@ from cute_kernels.device import vectorizable
 from cute_kernels.documents import Documents, lay_out
 from cute_kernels.gate import gated_sum
 from cute_kernels.score import top_blocks
-from cute_kernels.side_streams import SideStreams
 from cute_kernels.support import tile_rows
 from cute_kernels.token_blocks import token_blocks
 from cute_kernels.token_selected import token_selected_forward
+from cute_kernels.token_tiles import takes_tiles, token_tiles_forward
 
 CHUNK_BYTES = 8 << 30
 """Outputs of the three branches that may exist at once."""
@@ -310,11 +309,13 @@ def attend(
     cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or indices is None)
     if indices is None:  # from its probabilities, which lse brings back
         indices = token_blocks(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
-    with SideStreams(q.device, "window") as streams:  # bound by products, where visits per token are by memory
-        with streams.run() if plan.config.token_mode else nullcontext():
-            win = attend_window(plan, q, *keys_of(inputs, "win"), start, lse)
-        slc = attend_selected(plan, q, *keys_of(inputs, "slc"), indices, start, lse)
-    return Part(cmp, slc, win, indices, cmp_indices)
+    return Part(
+        cmp,
+        attend_selected(plan, q, *keys_of(inputs, "slc"), indices, start, lse),
+        attend_window(plan, q, *keys_of(inputs, "win"), start, lse),
+        indices,
+        cmp_indices,
+    )
 
 
 def keys_of(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
@@ -389,7 +390,10 @@ def attend_selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor
     if indices.numel() == 0:
         return _nothing(q, v)
     if plan.config.token_mode:
-        return Branch(*token_selected_forward(q, k, v, indices, first_token=start, **token_blocks_of(plan)))
+        attend = (
+            token_tiles_forward if takes_tiles(q.shape[2] // k.shape[2], indices.shape[3]) else token_selected_forward
+        )
+        return Branch(*attend(q, k, v, indices, first_token=start, **token_blocks_of(plan)))
     lists = token_lists(plan, q, k, indices, start)
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 

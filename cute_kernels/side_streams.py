@@ -24,9 +24,8 @@ class SideStreams:
     Part of a CUDA graph where the current stream is being captured. On a CPU it does nothing.
     """
 
-    def __init__(self, device: torch.device, name: str) -> None:
-        """Args: name, of streams that no other uses inside of these passes."""
-        self._device, self._name = device, name
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._passes = 0
         self._ends: deque[tuple[torch.cuda.Event, Any]] = deque()
 
@@ -54,7 +53,7 @@ class SideStreams:
         if self._device.type != "cuda":
             yield
             return
-        stream = _streams(self._device, self._name)[self._passes % STREAMS]
+        stream = _streams(self._device)[self._passes % STREAMS]
         self._passes += 1
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -70,5 +69,5 @@ class SideStreams:
 
 
 @lru_cache
-def _streams(device: torch.device, name: str) -> list[torch.cuda.Stream]:
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]

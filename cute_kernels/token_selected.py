@@ -600,7 +600,7 @@ def token_selected_forward(
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)).run
-    with SideStreams(q.device, "passes") as streams:
+    with SideStreams(q.device) as streams:
         for visits, batches, of in passes(
             indices,
             size=size,

@@ -679,7 +679,7 @@ def token_selected_backward(
         return results
     packed = bounds is not None
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, packed, has_warpgroups(q.device)).run
-    with SideStreams(q.device, "passes") as streams:
+    with SideStreams(q.device) as streams:
         for visits, batches, of in passes(
             indices,
             size=size,

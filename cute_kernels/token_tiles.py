@@ -10,10 +10,11 @@ not choose changes none of its bits: it adds 0 to what is multiplied by 1. So a 
 others of its tile choose, and nothing leaks from the future.
 
 Good where neighbours agree: a tile multiplies the union of its tokens' blocks. token_selected.py, where keys stay, does
-the same work whatever tokens choose.
+the same work whatever tokens choose. `takes_tiles` picks.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, u blocks a tile of 8 tokens: u / 16 times 2.2 TFLOP, 3.7
-ms at 600 TFLOP/s; q and o once, 2 GB, 0.5 ms; keys and values from L2, u x 32 KB a tile. Random blocks: u = 100.
+ms at 600 TFLOP/s; q and o once, 2 GB, 0.5 ms; keys and values from L2, u x 32 KB a tile. Random blocks: u = 98.
+Seen once on an H200: 10 ns for each block of a tile, 7.2 ms at u = 16, 33 ms at u = 98.
 
 Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64; G up to ROWS; rows start at
 multiples of 16 bytes; every block that is visited must hold finite values behind a token too.
@@ -74,6 +75,12 @@ ROWS = WARPS * WARP_ROWS
 MOST_TOKENS = 32
 """Of a tile: bits of a word."""
 
+TILES_GROUP = 64
+"""The fewest heads a group for which tiles take less time than visits whatever tokens choose (docs/performance.md)."""
+
+ALWAYS_TILES: bool | None = None
+"""True or False instead of the rule: True pays where neighbours choose alike."""
+
 MOST_ENTRIES = 4096
 """Slots of a tile's tokens: what shared memory has room for."""
 
@@ -84,6 +91,15 @@ STAGES = 3
 def tile_tokens(group: int) -> int:
     """Tokens of a tile, for G heads."""
     return min(MOST_TOKENS, ROWS // group)
+
+
+def takes_tiles(group: int, slots: int) -> bool:
+    """Whether attention per token goes by tiles: the rule, which sees shapes alone.
+
+    By what tokens choose, which would be better, one token's bits would depend on what later ones choose.
+    """
+    fits = group <= ROWS and tile_tokens(group) * slots <= MOST_ENTRIES
+    return fits and (group >= TILES_GROUP if ALWAYS_TILES is None else ALWAYS_TILES)
 
 
 class TileBlocks:
@@ -415,6 +431,8 @@ def token_tiles_forward(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
+    if indices.stride(3) != 1:
+        indices = indices.clone(memory_format=torch.contiguous_format)
     attend = _attend((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device))
     attend.run(q, k, v, indices, o, lse, bounds, first_token, scale)
     return o, lse

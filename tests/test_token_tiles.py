@@ -98,6 +98,23 @@ def forward(q: Any, k: Any, v: Any, indices: Any, inputs: Any, **how: Any) -> An
     return token_tiles_forward(q, k, v, indices, size=inputs.size, scale=inputs.scale, **how)
 
 
+def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shapes alone, unless told otherwise; never for what the kernel refuses."""
+    from cute_kernels import token_tiles
+
+    assert [token_tiles.takes_tiles(group, 16) for group in (1, 16, 32, 63, 64, 128, 129)] == 4 * [False] + [
+        True,
+        True,
+        False,
+    ]
+    assert not token_tiles.takes_tiles(64, 2049)
+    monkeypatch.setattr(token_tiles, "ALWAYS_TILES", True)
+    assert token_tiles.takes_tiles(1, 16)
+    assert not token_tiles.takes_tiles(129, 16)
+    monkeypatch.setattr(token_tiles, "ALWAYS_TILES", False)
+    assert not token_tiles.takes_tiles(64, 16)
+
+
 @pytest.mark.parametrize(
     ("group", "slots", "message"), [(129, 1, "at most 128 heads"), (64, 2049, "at most 2048 slots for 64 heads")]
 )

@@ -283,7 +283,7 @@ def segment_cases() -> Iterator[Case]:
 
 
 def token_selected_cases() -> Iterator[Case]:
-    from cute_kernels import token_selected, token_selected_backward
+    from cute_kernels import token_selected, token_selected_backward, token_tiles
     from cute_kernels.device import compute_capability
 
     hopper = compute_capability(0)[0] == 9
@@ -297,6 +297,7 @@ def token_selected_cases() -> Iterator[Case]:
             yield Case("VisitBlocks", variant, dim, group, dtype, ours(token_selected._visit, *how))
             run = ours(token_selected_backward._visit, *how)
             yield Case("VisitGradients", variant, dim, group, dtype, run)
+            yield Case("TileBlocks", variant, dim, group, dtype, ours(token_tiles._attend, *how))
         for weighted, units in ((True, 1), (False, 1), (False, 2)):
             run = ours(token_selected._add, dim, dtype, group, weighted=weighted, units=units)
             variant = "weighted" if weighted else f"{units}"
