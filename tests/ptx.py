@@ -184,7 +184,7 @@ class Program:
         tensors: Sequence[Tensor | None],
         late: bool = True,
     ) -> None:
-        """Args: of the kernel, as bytes; and every tensor that it may read or write."""
+        """Args: of the kernel, as bytes; every tensor that it may read or write; whether copies arrive late."""
         memory = {x.data_ptr(): x.untyped_storage() for x in tensors if x is not None and x.numel() > 0}
         storages = [
             Storage(s.data_ptr(), np.ctypeslib.as_array((ctypes.c_uint8 * s.nbytes()).from_address(s.data_ptr())))
@@ -380,7 +380,7 @@ class Cta:
         return self.numbers(bits).reshape(-1, LANES, 2)
 
     def left_operand(self, registers: list[str], threads: Any) -> Any:
-        """(warp, row, k), likewise."""
+        """(warp, row, k), of registers as `of_lanes` lays them out, in pairs."""
         left = np.zeros((self.lane[threads].size // LANES, 16, 16), "f4")
         for i, register in enumerate(registers):
             pairs = self.pairs(register, threads)
