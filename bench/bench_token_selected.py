@@ -1,13 +1,14 @@
 """Attention of each token to its own blocks alone (the selected branch of the paper's NSA) on an NVIDIA GPU.
 
-B = 1, bf16, D = D_v = 128, l' = 64, n = 16, at 64 query heads over 4 and 32 over 8, for some ways to choose:
+B = 1, bf16, D = D_v = 128, l' = 64, n = 16, at 64 query heads over 4 and over 1 and 32 over 8, for some ways to choose:
 
     random   any 16 blocks up to the token's own
     local    the first block, the token's own and the one before, then near ones: with a weight of 1 / distance
     text     what NSA chooses for the embeddings of a real text (bench/inputs.py)
     file     --indices FILE: NSAAux.indices of some model, `[1,S,N,16]`, saved by torch.save; its S heads in turn
 
-Stages are replays of CUDA graphs: lists (the choices turned around), forward, backward, both. A floor is the larger of
+Stages are replays of CUDA graphs: lists (the choices turned around), forward, tiles (the forward by the other strategy,
+cute_kernels/token_tiles.py, whose time depends on what is chosen), backward, both. A floor is the larger of
 the bytes of inputs and outputs at the copy bandwidth measured here and of the products at the peak; what this way to
 compute must move besides is in cute_kernels/token_selected*.py. Before anything is timed, o, dq, dk and dv of samples
 must be within twice the error of the same math in PyTorch, plus one rounding, of fp64. Beside forward and both stands
@@ -49,10 +50,11 @@ from bench.timing import capture, copy_bandwidth, measure, peak_memory
 from cute_kernels.segments import passes
 from cute_kernels.token_selected import PART_BYTES, SEGMENT_ROWS, token_selected_forward
 from cute_kernels.token_selected_backward import token_selected_backward
+from cute_kernels.token_tiles import token_tiles_forward
 from nsa import NSAConfig, nsa_forward_aux
 
 DIM, SIZE, SLOTS = 128, 64, 16
-HEADS = ((64, 4), (32, 8))
+HEADS = ((64, 4), (32, 8), (64, 1))
 CHOICES = ("random", "local", "text")
 BARS = {(64, 4): {"forward": 13.6, "both": 43.8}, (32, 8): {"forward": 26.9, "both": 65.4}}
 """Milliseconds of the fastest peer (SFNSA both times), random choices of BAR_TOKENS tokens."""
@@ -96,6 +98,9 @@ class Problem:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return token_selected_forward(self.q, self.k, self.v, self.indices, **self.how)
+
+    def tiles(self) -> tuple[Tensor, Tensor]:
+        return token_tiles_forward(self.q, self.k, self.v, self.indices, **self.how)
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         return token_selected_backward(self.q, self.k, self.v, self.indices, self.do, self.lse, self.delta, **self.how)
@@ -224,6 +229,7 @@ def errors(problem: Problem) -> list[str]:
     group = problem.q.shape[2] // kv_heads
     generator = torch.Generator().manual_seed(1)
     dq, dk, dv = problem.backward()
+    by_tiles, _ = problem.tiles()
     found: list[str] = []
     for kv_head in {0, kv_heads - 1}:
         heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -238,6 +244,7 @@ def errors(problem: Problem) -> list[str]:
         visitors = (problem.indices[0, kv_head] == block).any(1).nonzero()[:, 0]
         columns = columns_of(problem, kv_head, heads, visitors, of_block)
         got = {"o": problem.o[0, tokens, heads], "dq": dq[0, tokens, heads]}
+        rows["o by tiles"], got["o by tiles"] = rows["o"], by_tiles[0, tokens, heads]
         got |= {"dk": dk[0, of_block, kv_head], "dv": dv[0, of_block, kv_head]}
         for name, (oracle, naive) in {**rows, **columns}.items():
             error = (got[name].double() - oracle).abs().max().item()
@@ -307,6 +314,7 @@ def stages(problem: Problem, choice: str, copy_tbs: float, tflops: float) -> lis
         "backward": Work(3 * row + 4 * key + 2 * number, BACKWARD_PRODUCTS * 2 * DIM * seen),
     }
     forward, backward = work["forward"], work["backward"]
+    work["tiles"] = forward
     work["both"] = Work(forward.bytes + backward.bytes, forward.flops + backward.flops)
 
     def lists() -> None:
@@ -318,6 +326,7 @@ def stages(problem: Problem, choice: str, copy_tbs: float, tflops: float) -> lis
     calls: dict[str, Callable[[], Any]] = {
         "lists": lists,
         "forward": problem.forward,
+        "tiles": problem.tiles,
         "backward": problem.backward,
         "both": lambda: (problem.forward(), problem.backward()),
     }

@@ -92,7 +92,7 @@ SUMMED = 4
 BATCH = 4
 """Vectors that a thread loads together."""
 
-PART_BYTES = 1 << 30
+PART_BYTES = 512 << 20
 """For dQ of a pass's slots; two passes have theirs at a time."""
 
 SEGMENT_ROWS = 4096

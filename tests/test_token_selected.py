@@ -221,6 +221,12 @@ def test_twins(tokens: int, group: int, size: int) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_twins_of_tiles() -> None:
+    make(200, 3, size=64, device="cpu").check_forward(tiles=True)
+    make([70, 0, 1, 66], 2, behind=3, device="cpu").check_forward(tiles=True)
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_twins_of_documents() -> None:
     make([70, 0, 1, 129, 64], behind=9, size=64, device="cpu").check()
 
@@ -307,10 +313,13 @@ def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPat
     assert bench.errors(problem) == []
     q = problem.q.clone()
     q[:, :, 0] *= 1.5  # not what o and lse were made from
-    assert {text.split()[0] for text in bench.errors(replace(problem, q=q))} == {"o"}
+    assert {text.partition(" of head")[0] for text in bench.errors(replace(problem, q=q))} == {"o"}
     backward = problem.backward()
     monkeypatch.setattr(bench.Problem, "backward", lambda _: [1.1 * x for x in backward])
-    assert {text.split()[0] for text in bench.errors(problem)} == {"dq", "dk", "dv"}
+    by_tiles = [1.1 * x for x in problem.tiles()]
+    monkeypatch.setattr(bench.Problem, "tiles", lambda _: by_tiles)
+    found = {text.partition(" of head")[0] for text in bench.errors(problem)}
+    assert found == {"o by tiles", "dq", "dk", "dv"}
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -368,13 +377,13 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
     if wrong:
         with pytest.raises(SystemExit, match="150   4/2 text    o"):
             bench.main(options)
-        assert [(content["gate"], len(content["rows"])) for content in written] == [("unfinished", 4), ("red", 0)]
+        assert [(content["gate"], len(content["rows"])) for content in written] == [("unfinished", 5), ("red", 0)]
         return
     bench.main(options)
-    assert [len(content["rows"]) for content in written] == [4, 8, 12, 12]
+    assert [len(content["rows"]) for content in written] == [5, 10, 15, 15]
     assert [content["gate"] for content in written] == ["unfinished"] * 3 + ["green"]
     rows = written[-1]["rows"]
-    stages = ["lists", "forward", "backward", "both"]
+    stages = ["lists", "forward", "tiles", "backward", "both"]
     cases = [(150, "random"), (150, "text"), (100, "file")]
     assert [(row["n"], row["choice"], row["stage"]) for row in rows] == [(*case, of) for case in cases for of in stages]
     assert {(row["ms"], row["fla_ms"]) for row in rows} == {(2.0, None)}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import documents, segments, token_selected, token_selected_backward
+from cute_kernels import documents, segments, token_selected, token_selected_backward, token_tiles
 from cute_kernels.documents import LENGTH, ROW, TILE, TOKEN
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE
 
@@ -32,6 +32,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(segments, "_cut", lambda: Twin(cut))
     for module, twin in ((token_selected, visit_blocks), (token_selected_backward, visit_gradients)):
         patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
+    patch.setattr(token_tiles, "_attend", lambda *how: Twin(lambda *x: attend_tiles(how, *x)))
     patch.setattr(token_selected, "_add", lambda *_, weighted, units: Twin(lambda *x: add_slots(units, *x)))
     patch.setattr(token_selected_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 
@@ -165,6 +166,36 @@ def visit_blocks(
         lse[x.b, x.h, x.places] = logits.logsumexp(-1)
         p = logits.softmax(-1).to(q.dtype).float()
         o[x.b, x.h, x.places] = (p @ v[x.b, keys, x.h].float()).to(q.dtype)
+
+
+def attend_tiles(
+    how: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    first_token: int,
+    scale: float,
+) -> None:
+    group, size = how[2], how[4]
+    batch, kv_heads, tokens, _ = indices.shape
+    blocks = torch.empty_like(indices)
+    most = -(-k.shape[1] // size) + (0 if bounds is None else bounds.shape[1])
+    bits = torch.zeros((batch, kv_heads, most, -(-tokens // 32)), dtype=torch.int32)
+    mark(size, indices, blocks, bits, bounds, first_token)
+    visible = torch.zeros((batch, kv_heads, tokens, k.shape[1]), dtype=torch.bool)
+    for b, h, token, slot in (blocks >= 0).nonzero().tolist():
+        first, end = block_bounds(int(blocks[b, h, token, slot]), size, k.shape[1], bounds)
+        visible[b, h, token, first : min(first + size, end, first_token + token + 1)] = True
+    keys, values = (x.float().repeat_interleave(group, 2) for x in (k, v))
+    logits = torch.einsum("bihd,bjhd->bhij", q.float(), keys) * scale
+    logits = logits.masked_fill(~visible.repeat_interleave(group, 1), -math.inf)
+    lse.copy_(logits.logsumexp(-1))
+    p = (logits - lse[..., None].nan_to_num(0, 0, 0)).exp().to(q.dtype).float()
+    o.copy_(torch.einsum("bhij,bjhd->bihd", p, values))
 
 
 def add_slots(
