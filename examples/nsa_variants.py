@@ -82,6 +82,23 @@ def ablated(model: ByteModel, branch: str) -> Iterator[None]:
             hook.remove()
 
 
+@contextmanager
+def recorded(model: ByteModel) -> Iterator[list[Tensor]]:
+    """Inside, what each layer selects is kept, `NSAAux.indices` of each call."""
+    found: list[Tensor] = []
+
+    def keep(attention: NSAttention, given: tuple[Any, ...]) -> None:
+        found.append(attention.forward_aux(*given)[1].indices)
+
+    layers = [module for module in model.modules() if isinstance(module, NSAttention)]
+    hooks = [layer.register_forward_pre_hook(keep) for layer in layers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def variant_config(variant: str, config: NSAConfig) -> NSAConfig:
     """`config` without the selected or the window branch, where the variant has none."""
     if "selected" not in VARIANTS[variant]:

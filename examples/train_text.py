@@ -55,6 +55,7 @@ from examples.nsa_variants import (
     describe,
     make_config,
     make_model,
+    recorded,
     resolve,
 )
 
@@ -152,6 +153,10 @@ class Trainer(TextTrainer):
             generator = torch.Generator().manual_seed(self.args.seed)
             cuts = torch.randperm(self.args.context, generator=generator)[: self.args.cuts].tolist()
             added, error = self.lookahead(cuts)
+        if self.variant == "nsa" and self.args.save_indices is not None:
+            with recorded(self.model) as found:
+                self.losses(self.validation[:1])
+            torch.save(torch.cat(found, 1).cpu(), self.args.save_indices)
         final = rows[-1]
         losses = (final.val_loss, bits_per_byte(final.val_loss))
         return rows, Summary(self.variant, final.step, *losses, None, added, error, cost.tokens_per_s, cost.peak_gib)
@@ -219,8 +224,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     cuts = ("cuts", "places per validation sequence at which the lookahead is measured")
     group = add_training_options(parser, DEFAULTS["seed"], [cuts])
     group.add_argument("--checkpointing", action="store_true", help="keep block inputs only, and recompute in backward")
+    parser.add_argument(
+        "--save-indices",
+        type=Path,
+        metavar="FILE",
+        help="save what all layers of variant nsa select for a held-out text, for bench_token_selected.py --indices",
+    )
     args = parser.parse_args(argv)
     resolve_options(parser, args, DEFAULTS[args.preset])
+    if args.save_indices is not None and "nsa" not in args.variants:
+        parser.error(f"--save-indices needs variant nsa, got {args.variants}")
     if args.cuts > args.context:
         parser.error(f"--cuts must be at most --context, got {args.cuts} and {args.context}")
     args.config = make_config(parser, args)

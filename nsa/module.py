@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nsa.api import nsa
+from nsa.api import nsa, nsa_forward_aux
 from nsa.compression import LinearCompression
 from nsa.config import NSAConfig
+from nsa.tensors import NSAAux
 
 RotaryHook = Callable[[Tensor, Any], Tensor]
 """Rotates queries or keys `[...,heads,D]` by whatever `position_embeddings` holds."""
@@ -128,6 +129,26 @@ class NSAttention(nn.Module):
         Raises:
             TypeError: `position_embeddings` without a `rope` hook to use them.
         """
+        given = self._given(hidden_states, position_embeddings)
+        projected: Tensor = self.o_proj(nsa(**given, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).flatten(-2))
+        return projected
+
+    def forward_aux(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> tuple[Tensor, NSAAux]:
+        """`forward` without a graph, and everything computed on the way, such as what was selected (NSAAux)."""
+        with torch.no_grad():
+            given = self._given(hidden_states, position_embeddings)
+            out, aux = nsa_forward_aux(**given, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            return self.o_proj(out.flatten(-2)), aux
+
+    def _given(self, hidden_states: Tensor, position_embeddings: Any) -> dict[str, Any]:
+        """Arguments of `nsa`."""
         if position_embeddings is not None and self.rope is None:
             raise TypeError("position_embeddings would be ignored: NSAttention was built without a rope hook")
         q = self._rotate(self._heads(self.q_proj(hidden_states), self.num_heads), position_embeddings)
@@ -140,25 +161,18 @@ class NSAttention(nn.Module):
         gates = None
         if self.gate_proj is not None:
             gates = torch.sigmoid(self.gate_proj(hidden_states)).unflatten(-1, (self.num_heads, 3))
-        out = nsa(
-            q,
-            k,
-            v,
-            k_slc=branches.get("k_slc"),
-            v_slc=branches.get("v_slc"),
-            k_win=branches.get("k_win"),
-            v_win=branches.get("v_win"),
-            w_k_compress=None if self.w_k_compress is None else self.w_k_compress.to(q.dtype),
-            w_v_compress=None if self.w_v_compress is None else self.w_v_compress.to(v.dtype),
-            gate_proj_weight=self.gate_proj_weight,
-            gates=gates,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            config=self._config(),
-            backend=self.backend,
-        )
-        projected: Tensor = self.o_proj(out.flatten(-2))
-        return projected
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            **branches,
+            "w_k_compress": None if self.w_k_compress is None else self.w_k_compress.to(q.dtype),
+            "w_v_compress": None if self.w_v_compress is None else self.w_v_compress.to(v.dtype),
+            "gate_proj_weight": self.gate_proj_weight,
+            "gates": gates,
+            "config": self._config(),
+            "backend": self.backend,
+        }
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, gate={self.gate!r}, config={self.config}"

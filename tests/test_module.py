@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nsa import NSAConfig, NSAttention, nsa
+from nsa import NSAConfig, NSAttention, nsa, nsa_forward_aux
 from tests.helpers import SMALL
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
@@ -62,6 +62,10 @@ def test_is_the_function_between_projections() -> None:
     gates = torch.sigmoid(layer.gate_proj(x)).unflatten(-1, (HEADS, 3))
     expected = layer.o_proj(nsa(q, k, v, gates=gates, config=SMALL["seed"]).flatten(-2))
     torch.testing.assert_close(layer(x), expected)
+    out, aux = layer.forward_aux(x)
+    torch.testing.assert_close(out, expected)
+    assert not out.requires_grad
+    assert torch.equal(aux.indices, nsa_forward_aux(q, k, v, config=SMALL["seed"])[1].indices)
 
 
 def test_packed_documents_equal_documents_alone() -> None:

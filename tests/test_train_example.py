@@ -96,6 +96,19 @@ def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert " ".join(content["verdict"].split()) in " ".join(shown.split())
 
 
+def test_saves_what_layers_select(tmp_path: Path, corpus: example.Corpus) -> None:
+    """As bench_token_selected.py reads it: of every layer and key/value head, for each token, ascending, then -1."""
+    saved = tmp_path / "chosen.pt"
+    options = [*PRESETS["paper"], "--layers=2", "--kv-heads=2", "--save-indices", str(saved)]
+    run(trainer("nsa", corpus, *options))
+    indices = torch.load(saved, weights_only=True)
+    assert (indices.dtype, tuple(indices.shape)) == (torch.int32, (1, 2 * 2, 64, 4))
+    own = torch.arange(64)[:, None] // 8
+    assert ((indices >= -1) & (indices <= own)).all()
+    assert (indices.where(indices >= 0, 64 + torch.arange(4)).diff(dim=-1) > 0).all()
+    assert not torch.equal(indices[:, :2], indices[:, 2:])
+
+
 def test_a_seed_fixes_all_numbers(corpus: example.Corpus) -> None:
     first, second, other = (run(trainer("nsa", corpus, "--seed", seed))[0] for seed in ("1", "1", "2"))
     assert first == second
@@ -350,6 +363,7 @@ def test_the_verdict(losses: tuple[float, ...], sentences: list[str]) -> None:
         (["--steps", "0"], "must be a positive integer such as 4096 or 4K, got '0'"),
         (["--cuts", "65"], "--cuts must be at most --context, got 65 and 64"),
         (["--lr", "nan"], "--lr must be greater than 0, got nan"),
+        (["--variants=dense", "--save-indices=x"], "--save-indices needs variant nsa, got ['dense']"),
         (["--minutes", "0"], "--minutes must be greater than 0, got 0.0"),
     ],
 )
