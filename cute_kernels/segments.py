@@ -107,6 +107,25 @@ def write_counts(mCounts: cute.Tensor, item: Int32, visits: Int32, length: Int32
     mCounts[WHOLE, item] = Int32(0) if segments > 1 else Int32(1)
 
 
+@cute.jit
+def visited_block(
+    chosen: Int32, position: Int32, end: Int32, size: cutlass.Constexpr[int], mBounds: cute.Tensor | None
+) -> Int32:
+    """The block that a slot visits, counted over all documents; -1: nothing.
+
+    Args:
+        chosen: what the slot holds. position: of its token. end: tokens of the sequence; not read with mBounds.
+        mBounds: Documents.bounds, whose tiles are the blocks.
+    """
+    before = Int32(0)
+    if const_expr(mBounds is not None):
+        document = document_at(mBounds[TOKEN, None], position, 1, 1, 0)
+        position -= mBounds[TOKEN, document]
+        before, end = mBounds[TILE, document], mBounds[LENGTH, document]
+    visits = (chosen >= 0) & (chosen <= position // size) & (position < end)
+    return before + chosen if visits else Int32(-1)
+
+
 @dataclass(frozen=True)
 class Visits:
     """Lists of the tokens `first_token` ... that visit each block."""
@@ -172,15 +191,9 @@ class MarkTokens:
         item = group * THREADS + thread
         token, slot = item // slots, item % slots
         if token < tokens:
-            position, before, length = first_token + token, Int32(0), first_token + tokens
-            if const_expr(mBounds is not None):
-                document = document_at(mBounds[TOKEN, None], position, 1, 1, 0)
-                position -= mBounds[TOKEN, document]
-                before, length = mBounds[TILE, document], mBounds[LENGTH, document]
-            block = mIndices[batch, head, token, slot]
-            visited = Int32(-1)
-            if (block >= 0) & (block <= position // self.size) & (position < length):
-                visited = before + block
+            chosen, end = mIndices[batch, head, token, slot], first_token + tokens
+            visited = visited_block(chosen, first_token + token, end, self.size, mBounds)
+            if visited >= 0:
                 word = cute.domain_offset((batch, head, visited, token // WORD), mBits)
                 cute.arch.atomic_or(word.iterator, Int32(1) << token % WORD, sem="relaxed")
             mBlocks[batch, head, token, slot] = visited

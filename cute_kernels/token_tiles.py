@@ -34,9 +34,8 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups
-from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
-from cute_kernels.segments import fake_bounds, fake_table
+from cute_kernels.segments import fake_bounds, fake_table, visited_block
 from cute_kernels.token_selected import LOG2_E, LOG_2, block_bounds, check_token_selected, heads_of
 from cute_kernels.warp import LANES
 from cute_kernels.warp_tiles import (
@@ -195,7 +194,11 @@ class TileBlocks:
         for i in range_constexpr((entries + THREADS - 1) // THREADS):
             entry = thread + i * THREADS
             if entry < entries:
-                sBlock[entry] = self._block(gIndices, entry, num_tokens, first_token, ends, mBounds)
+                token, block = entry // self.slots, Int32(-1)
+                if token < num_tokens:
+                    chosen = gIndices[token, entry % self.slots]
+                    block = visited_block(chosen, first_token + token, ends, self.size, mBounds)
+                sBlock[entry] = block
         cute.arch.sync_threads()
         found = self._list(sBlock, sBits, sFound, sFoundBits, thread)
 
@@ -279,30 +282,6 @@ class TileBlocks:
         rO.store(acc_o.load().to(self.dtype))
         to = cute.crd2idx((my_row // self.group, my_row % self.group, 0), gO.layout) // VECTOR
         write_whole_rows(numbers(rO), as_vectors(gO), Int32(to) if my_row <= last_row else Int32(-1))
-
-    @cute.jit
-    def _block(
-        self,
-        gIndices: cute.Tensor,
-        entry: Int32,
-        num_tokens: Int32,
-        first_token: Int32,
-        ends: Int32,
-        mBounds: cute.Tensor | None,
-    ) -> Int32:
-        """What a slot of the tile visits, counted over all documents; -1: nothing."""
-        token, slot = entry // self.slots, entry % self.slots
-        block = Int32(-1)
-        if token < num_tokens:
-            position, before, length = first_token + token, Int32(0), ends
-            if const_expr(mBounds is not None):
-                document = document_at(mBounds[TOKEN, None], position, 1, 1, 0)
-                position -= mBounds[TOKEN, document]
-                before, length = mBounds[TILE, document], mBounds[LENGTH, document]
-            chosen = gIndices[token, slot]
-            if (chosen >= 0) & (chosen <= position // self.size) & (position < length):
-                block = before + chosen
-        return block
 
     @cute.jit
     def _list(
