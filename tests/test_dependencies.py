@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -201,6 +200,8 @@ STUBS = {
     "rich": ("rich",),
 }
 JOBS = """
+import sys
+sys.path.insert(0, sys.argv[1])  # not by PYTHONPATH: CuTe DSL puts itself before that
 import torch
 import dispatch
 from nsa import nsa_forward
@@ -237,9 +238,9 @@ def with_stubs(folder: Path, state: str) -> subprocess.CompletedProcess[str]:
         info.mkdir()
         shown = version or version_of(distribution) or "2.7.1"
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {shown}\n")
-    environ = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CUTE_DSL_ARCH": "sm_90a"}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUTE_DSL_ARCH": "sm_90a"}
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(JOBS)], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-c", JOBS, str(folder)], env=environ, capture_output=True, text=True, check=False
     )
 
 
