@@ -72,6 +72,8 @@ def advisories() -> tuple[bool, str]:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return True, f"not checked: pip-audit failed: {last}"
     skipped = [each["name"] for each in audited if "skip_reason" in each]
+    if len(skipped) == len(audited):
+        return True, f"not checked: pip-audit skipped all packages: {audited[0]['skip_reason'] if audited else 'none'}"
     known = [
         f"{each['name']} {each['version']}: {vulnerability['id']}"
         for each in audited
