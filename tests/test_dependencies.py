@@ -20,6 +20,7 @@ from dispatch.device import (
     PACKAGES,
     TRITON_ASCEND,
     TRITON_TESTED,
+    Package,
     fits,
     package_advice,
     package_problem,
@@ -117,13 +118,10 @@ def test_an_npu_needs_its_own_triton(
     assert package_problem("triton", "npu") == problem
 
 
-@pytest.mark.parametrize("package", KNOWN, ids=lambda package: package.distribution)
+@pytest.mark.parametrize("known", KNOWN, ids=lambda package: package.distribution)
 @pytest.mark.parametrize("error", [OSError("no libcuda\nat all"), SystemExit("no libcuda"), TypeError("no libcuda")])
-def test_raising_at_import(package: object, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert package in KNOWN
-    known = next(each for each in KNOWN if each is package)
-    right = known.needs[2:]
-    pretend(monkeypatch, {known.distribution: right}, error)
+def test_raising_at_import(known: Package, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {known.distribution: known.needs[2:]}, error)
     fix = f"triton=={TRITON_TESTED}" if known.distribution == "triton" else f"{known.distribution}{known.needs}"
     assert package_problem(known.module, "npu" if known is TRITON_ASCEND else "cuda") == (
         f'needs {known.distribution}, broken: {type(error).__name__}: no libcuda: pip install --force-reinstall "{fix}"'
@@ -178,7 +176,9 @@ def test_versions_are_those_of_pyproject() -> None:
             assert named[package.distribution] == package.needs
     for distribution, needs in extras.NEEDS.items():
         assert named[distribution] == needs
-    # Its oldest is what triton-ascend is made from; the newest tested one stands in the records too
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert all(f"{distribution}=={version}" in pinned for distribution, version in extras.TESTED.items())
+    # The oldest is what triton-ascend is made from
     assert fits(named["triton-ascend"][2:], next(each.needs for each in PACKAGES if each.module == "triton"))
 
 
