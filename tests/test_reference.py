@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -164,6 +165,37 @@ def test_selection_and_samples_are_for_fixed_length_inputs() -> None:
         reference.nsa(inputs, SMALL["seed"], indices=torch.zeros(1, 4, 2, 3))
     with pytest.raises(ValueError, match="fixed-length"):
         reference.nsa_tiles(inputs, SMALL["seed"], torch.tensor([0]))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_sizes_far_beyond_the_document_are_its_own(causal: bool) -> None:
+    """They take no memory, and change nothing: one select block, one block of entries, a window that sees all."""
+    inputs = make_inputs(20)
+    small = {"compress_block_size": 4, "num_selected_blocks": 2, "q_tile_size": 8, "causal": causal}
+    far = dict.fromkeys(("window_size", "select_block_size", "n_block_size"), 2**31 - 1)
+    near = {"window_size": 40, "select_block_size": 20, "n_block_size": 5}
+    config = NSAConfig(**small, num_cmp_selected_blocks=2, **far)
+    out, aux = reference.nsa(inputs, config)
+    expected, aux_expected = reference.nsa(inputs, replace(config, **near))
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+    assert torch.equal(aux.indices, aux_expected.indices)
+    none = replace(config, compress_block_size=2**31 - 1, num_cmp_selected_blocks=None, num_local_blocks=1)
+    _, aux = reference.nsa(inputs, none)
+    assert not aux.o_cmp.any()
+    torch.testing.assert_close(aux.o_slc, aux_expected.o_win if causal else aux.o_win, rtol=1e-13, atol=1e-13)
+
+
+def test_fewest_blocks_of_entries_that_a_tile_needs() -> None:
+    """The rule in closed form, against counting over all tiles of a period."""
+    for length, tile, width in product(range(1, 7), range(2, 12), range(1, 5)):
+        for stride in range(1, length + 1):
+            counts = []
+            for t in range(length // tile + 1, length // tile + 1 + stride * width):
+                first = -((length - 1 - t * tile) // stride)
+                last = (t * tile + tile - length) // stride
+                counts.append(last // width - first // width + 1 if last >= first else 0)
+            config = NSAConfig(compress_block_size=length, compress_stride=stride, q_tile_size=tile, n_block_size=width)
+            assert config._forced_cmp_blocks() == max(counts)
 
 
 # Gradients
