@@ -28,10 +28,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = os.environ.get("FUZZ_OUT")
     if not path or hasattr(session.config, "workerinput") or exitstatus != 0:
         return
+    arguments = session.config.invocation_params.args
     total = sum(outcomes.values(), Counter())
     content = {
         **environment(torch.device("cpu")),
-        "command": f"make fuzz FUZZ_EXAMPLES={os.environ['FUZZ_EXAMPLES']} FUZZ_OUT={path}",
+        "command": " ".join(
+            [f"FUZZ_EXAMPLES={os.environ['FUZZ_EXAMPLES']} FUZZ_OUT={path} python -m pytest", *arguments]
+        ),
         "examples": sum(total.values()),
         "outcomes": dict(sorted(total.items())),
         "tests": {name: dict(sorted(counts.items())) for name, counts in sorted(outcomes.items())},

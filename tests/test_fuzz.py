@@ -101,6 +101,8 @@ def assert_documented(error: Exception, names: list[str]) -> None:
     else:
         if not set(names).isdisjoint(TENSOR_NAMES):  # a wrong size of one may be named as another's
             names = [*names, *TENSOR_NAMES]
+        if not {"compress_block_size", "compress_stride"}.isdisjoint(names):  # which say how many entries there are
+            names = [*names, "k_cmp", "v_cmp"]
         assert any(re.search(rf"(?<!\w){name}(?!\w)", message) for name in names), f"none of {names} in: {message}"
 
 
