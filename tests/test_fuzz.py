@@ -447,13 +447,18 @@ def test_a_bad_value_stays_in_its_document_and_head_group(outcomes: Outcomes, da
 
     with guarded(strided(keywords)):
         clean, bad = run({}), run({name: spoilt})
-    group = inputs.group_size
+    group, dtype = inputs.group_size, inputs.q.dtype
+    # Taking bad keys out copies all of them, and products of tensors in another layout round otherwise
+    keys = max(largest(keywords[n]) for n in ("k", "k_cmp", "k_slc", "k_win") if n in keywords)
+    logits = config.scale(inputs.q.shape[-1]) * inputs.q.shape[-1] * largest(inputs.q) * keys
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    slack = torch.finfo(dtype).eps + 64 * eps * (1 + logits)
     for what, before, after in zip(("out", "dq", "dk", "dv"), clean, bad, strict=True):
         per_head = before.shape[-2] // reached.shape[-1]
         touched = reached.repeat_interleave(per_head, -1)[..., None].expand_as(before)
         assert per_head in (1, group)
-        assert torch.equal(after[~touched], before[~touched]), f"{what} beyond what {name}{list(at)} may reach"
-        assert torch.isfinite(after[~touched]).all()
+        difference = (after.double() - before.double())[~touched].abs()
+        assert (difference <= slack * largest(before)).all(), f"{what} beyond what {name}{list(at)} may reach"
     note(outcomes, "NaN or inf kept apart")
 
 
