@@ -41,7 +41,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
@@ -83,9 +83,9 @@ from cute_kernels.warpgroup_tiles import (
     GROUP,
     MN,
     REGISTERS,
-    UNIT,
     K,
     of_warpgroup,
+    read_left,
     start_product,
     swizzled_tiles,
     transposed,
@@ -309,14 +309,8 @@ class VisitBlocks:
     @cute.jit
     def _start_scores(self, mma: cute.TiledMma, acc: cute.Tensor, sRows: cute.Tensor, sK: cute.Tensor):
         """S of a warpgroup's rows; each warp has read its own ones then."""
-        thread, _, _ = cute.arch.thread_idx()
-        one = mma.get_slice(thread % GROUP)
-        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_A(load, mma).get_slice(thread % GROUP)
-        rQ = one.make_fragment_A(one.partition_shape_A((UNIT, self.dim)))
-        cute.copy(copy, copy.partition_S(sRows), copy.retile(rQ))
-        rK = one.make_fragment_B(mma.get_slice(0).partition_B(sK))
-        start_product(mma, acc, rQ, rK[None, None, None, 0], False)
+        rK = mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(sK))
+        start_product(mma, acc, read_left(mma, sRows), rK[None, None, None, 0], False)
 
     # A lane for each row of a warp
 

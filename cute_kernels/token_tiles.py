@@ -30,7 +30,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups
@@ -53,12 +53,12 @@ from cute_kernels.warp_tiles import (
 )
 from cute_kernels.warpgroup_tiles import (
     ALIGNMENT,
-    GROUP,
     MN,
     REGISTERS,
     UNIT,
     K,
     of_warpgroup,
+    read_left,
     start_product,
     swizzled_tiles,
     transposed,
@@ -210,7 +210,9 @@ class TileBlocks:
             cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(STAGES - 1)
         cute.arch.sync_warp()
-        rQ = self._left(sRows) if const_expr(self.warpgroups) else None
+        rQ = None
+        if const_expr(self.warpgroups):
+            rQ = read_left(warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K), sRows)
 
         rToken = cute.make_rmem_tensor(2, Int32)
         rTop, rTotal = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # top in units of log 2
@@ -329,18 +331,6 @@ class TileBlocks:
         first += step % self.units * UNIT
         load_block(gK, sK[None, None, step % STAGES], first, end, thread, THREADS)
         load_block(gV, sV[None, None, step % STAGES], first, end, thread, THREADS)
-
-    @cute.jit
-    def _left(self, sRows: cute.Tensor) -> cute.Tensor:
-        """A warpgroup's queries as left operand; not read elsewhere."""
-        thread, _, _ = cute.arch.thread_idx()
-        mma = warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K)
-        one = mma.get_slice(thread % GROUP)
-        rQ = one.make_fragment_A(one.partition_shape_A((UNIT, self.dim)))
-        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_A(load, mma).get_slice(thread % GROUP)
-        cute.copy(copy, copy.partition_S(sRows), copy.retile(rQ))
-        return rQ
 
     @cute.jit
     def _scores(self, acc: cute.Tensor, rQ: cute.Tensor | None, sMine: cute.Tensor, sK: cute.Tensor, stage: Int32):

@@ -11,7 +11,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.utils import hopper_helpers
 
 UNIT = 64
@@ -47,6 +47,18 @@ def warpgroup_mma(dtype: Any, columns: int, source: Any, left: Any, right: Any) 
 def of_warpgroup(acc: cute.Tensor) -> cute.Tensor:
     """A warp's accumulator of 16 rows (warp_tiles.accumulator) as a part of a warpgroup's of UNIT rows."""
     return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, cute.size(acc, mode=[2])), 1, 1)))
+
+
+@cute.jit
+def read_left(mma: cute.TiledMma, rows: cute.Tensor) -> cute.Tensor:
+    """UNIT rows of shared memory in registers, as a left operand from REGISTERS; a warp reads its own 16 alone."""
+    thread, _, _ = cute.arch.thread_idx()
+    one = mma.get_slice(thread % GROUP)
+    load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), rows.element_type)
+    copy = cute.make_tiled_copy_A(load, mma).get_slice(thread % GROUP)
+    left = one.make_fragment_A(one.partition_shape_A((UNIT, cute.size(rows, mode=[1]))))
+    cute.copy(copy, copy.partition_S(rows), copy.retile(left))
+    return left
 
 
 @cute.jit
