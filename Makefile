@@ -63,11 +63,12 @@ compile-all: ## compile every CUDA kernel for every architecture, without a GPU 
 	$(bootstrap) --extras dev,bench,cuda
 	$(VENV_PYTHON) tools/compile_all.py $(ARGS)
 
-lint: ## check format, lint rules and types
+lint: ## check format, lint rules and types, and licences of what is installed
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m mypy
+	$(VENV_PYTHON) tools/check_licences.py
 
 format: ## rewrite the sources to the house format
 	$(bootstrap) --extras dev,bench

@@ -46,17 +46,16 @@ from bench.common import (
     positive,
     resolve_sizes,
 )
+from bench.extras import needed
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from dispatch.device import device_types
 from nsa import NSAConfig, nsa, nsa_forward
 
-try:
+with needed("rich"):
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
-except ModuleNotFoundError as error:
-    raise SystemExit(f'{error.name} is missing: pip install "nsa-kernels[bench]"') from error
 
 CONFIG_OPTIONS = (
     "compress_block_size",

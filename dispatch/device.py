@@ -1,14 +1,19 @@
 """Facts about this machine: devices, and the state of the packages that backends need.
 
-Nothing here imports a kernel language unless `package_states` is asked to try, which only a diagnosis does.
+Nothing here imports a kernel language unless `package_states` is asked by a diagnosis, or `package_problem` for a call
+that could use it.
 """
 
 from __future__ import annotations
 
 import importlib
 import platform
+import re
 import sys
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -28,43 +33,93 @@ class Package:
     distribution: str
     purpose: str
     install: str
+    needs: str
+    """Versions, as pyproject.toml gives them: "==4.8.1" or ">=3.2"."""
     version: str | None = None
     problem: str | None = None
 
 
+TRITON_TESTED = "3.9.0"
+"""The newest that the kernels were tested with. The oldest is that of triton-ascend and of torch 2.6."""
+
 PACKAGES = (
-    Package("cutlass", "nvidia-cutlass-dsl", "CuTe DSL kernels on NVIDIA", INSTALL_CUDA),
-    Package("flash_attn.cute", "flash-attn-4", "FlashAttention-4 on NVIDIA", INSTALL_CUDA),
-    Package("triton", "triton", "Triton kernels (on an NPU: triton-ascend)", "pip install triton"),
-    Package("torch_npu", "torch-npu", "PyTorch on Ascend NPUs", INSTALL_NPU),
+    Package("cutlass.cute", "nvidia-cutlass-dsl", "CuTe DSL kernels on NVIDIA", INSTALL_CUDA, "==4.8.1"),
+    Package("flash_attn.cute", "flash-attn-4", "FlashAttention-4 on NVIDIA", INSTALL_CUDA, "==4.0.0b36"),
+    Package("triton", "triton", "Triton kernels (on an NPU: triton-ascend)", "", ">=3.2"),
+    Package("torch_npu", "torch-npu", "PyTorch on Ascend NPUs", INSTALL_NPU, "==2.7.1"),
 )
+TRITON_ASCEND = Package("triton", "triton-ascend", "Triton kernels on an NPU", INSTALL_NPU, "==3.2.0")
 
 
 def package_states() -> list[Package]:
     """PACKAGES with version and problem filled in, by importing each one."""
-    return [_try_import(package) for package in PACKAGES]
+    return [_state(package) for package in PACKAGES]
 
 
-def _try_import(package: Package) -> Package:
-    version = _version(package.distribution)
-    if package.module == "triton" and version is None:
-        version = _version("triton-ascend")
-    problem: str | None
+@cache
+def package_problem(module: str, device_type: str) -> str | None:
+    """Why a package of PACKAGES is of no use to calls on a type of device, with the way to mend it, or None."""
+    listed = next(package for package in PACKAGES if package.module == module)
+    state = _state(TRITON_ASCEND if module == "triton" and device_type == "npu" else listed)
+    return None if state.problem is None else f"needs {state.distribution}, {state.problem}"
+
+
+def package_advice(modules: Sequence[str]) -> str:
+    """What is installed of PACKAGES, and what would mend it, for a failure that says neither."""
+    states = [_installed(package) for package in PACKAGES if package.module in modules]
+    return "".join(f"; {state.distribution} is {state.version}: {_mend_line(state)}" for state in states)
+
+
+def _installed(package: Package) -> Package:
+    """The package with its version; triton-ascend in place of a triton that is not there."""
+    version = version_of(package.distribution)
+    if package.distribution == "triton" and version is None and version_of("triton-ascend") is not None:
+        return _installed(TRITON_ASCEND)
+    return replace(package, version=version)
+
+
+def _state(package: Package) -> Package:
+    state = _installed(package)
+    raised: BaseException | None = None
     try:
-        importlib.import_module(package.module)
-    except ModuleNotFoundError as error:
-        itself = (error.name or "").partition(".")[0] == package.module.partition(".")[0]
-        problem = f"not installed: {_install_line(package)}" if itself else f"broken: {error}"
-    except Exception as error:  # a broken package can raise anything; that is its state
-        problem = f"broken: {type(error).__name__}: {_first_line(error)}"
-    else:
-        problem = triton_clash() if package.module == "triton" else None
-    return replace(package, version=version, problem=problem)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what packages deprecate in each other, an error under python -W error
+            importlib.import_module(package.module)
+    except (Exception, SystemExit) as error:  # a broken package can raise anything; that is its state
+        raised = error
+    return replace(state, problem=_problem(state, raised))
+
+
+def _problem(state: Package, raised: BaseException | None) -> str | None:
+    missing = raised.name or "" if isinstance(raised, ModuleNotFoundError) else None
+    top = state.module.partition(".")[0]
+    foreign = state.distribution == "triton-ascend" and state.version is None  # upstream's triton has the same name
+    if foreign or (missing is not None and missing.partition(".")[0] == top):
+        return f"not installed: {_install_line(state)}"
+    if state.version is not None and not fits(state.version, state.needs):
+        return f"{state.version} is installed, not {state.needs}: {_install_line(state)}"
+    if missing is not None:
+        return f"broken: {raised}: {_install_line(state)}"
+    if raised is not None:
+        return f"broken: {type(raised).__name__}: {first_line(raised)}: {_mend_line(state)}"
+    return triton_clash() if state.module == "triton" else None
+
+
+def fits(version: str, needs: str) -> bool:
+    """Whether a version is "==" or ">=" another one; what builds add to it (+cpu, .post1) does not matter."""
+    wanted, plain = needs[2:], re.split(r"\+|\.post", version)[0]
+    if needs.startswith("=="):
+        return plain == wanted
+    return _numbers(plain) >= _numbers(wanted)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def triton_clash() -> str | None:
     """Upstream triton and triton-ascend install into one folder; whichever came last is broken by the other."""
-    if _version("triton") is None or _version("triton-ascend") is None:
+    if version_of("triton") is None or version_of("triton-ascend") is None:
         return None
     on_npu = device_types()[0] == "npu"
     surplus, kept = ("triton", "triton-ascend") if on_npu else ("triton-ascend", "triton")
@@ -118,15 +173,32 @@ def _processor() -> str:
 def _install_line(package: Package) -> str:
     if package.install == INSTALL_NPU and sys.version_info[:2] >= NPU_PYTHON_BEFORE:
         return f"{package.install}, on Python 3.9 to 3.11 (this is {platform.python_version()})"
-    return package.install
+    return f'pip install "triton=={_triton_of_torch()}"' if package.distribution == "triton" else package.install
 
 
-def _version(distribution: str) -> str | None:
+def _mend_line(package: Package) -> str:
+    version = f"=={_triton_of_torch()}" if package.distribution == "triton" else package.needs
+    return f'pip install --force-reinstall "{package.distribution}{version}"'
+
+
+def _triton_of_torch() -> str:
+    """The triton that this torch names, as builds for CUDA do; else TRITON_TESTED."""
+    try:
+        required = metadata.requires("torch") or []
+    except metadata.PackageNotFoundError:
+        required = []
+    named = (re.match(r"triton==([\w.]+)", line) for line in required)
+    return next((match[1] for match in named if match), TRITON_TESTED)
+
+
+def version_of(distribution: str) -> str | None:
+    """The version that is installed, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """Of its message."""
     return (str(error).splitlines() or [""])[0]

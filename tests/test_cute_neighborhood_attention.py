@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dispatch
 from ascend_kernels import reference
-from cute_kernels import device, fa4, support
+from cute_kernels import device, fa4
 from cute_kernels import neighborhood_attention as cute
 from dispatch import neighborhood_attention
 from tests import backward_twins
@@ -198,7 +198,6 @@ def test_nothing_to_compute(twin: Twin, shape: tuple[int, ...]) -> None:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU with everything installed, as far as checks can tell."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(support, "_package_problem", lambda: None)
     monkeypatch.setenv(device.TARGET_VARIABLE, "sm_90a")
     device.compute_capability.cache_clear()
     yield

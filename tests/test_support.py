@@ -21,7 +21,6 @@ BOUNDS = torch.tensor([0, 100, 300], dtype=torch.int32)
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Hopper GPU with everything installed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(support, "_package_problem", lambda: None)
     monkeypatch.setenv(device.TARGET_VARIABLE, "sm_90a")
     monkeypatch.delenv(fa4.STRATEGY_VARIABLE, raising=False)
     device.compute_capability.cache_clear()
@@ -178,23 +177,3 @@ def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert support.check(call) == "no NVIDIA GPU is visible"
     assert support.check(dispatch.Call("nsa", "cpu", torch.bfloat16)) == "runs on CUDA devices, got cpu"
-
-
-def test_says_what_to_install_or_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # ask for real
-
-    def absent(module: str) -> None:
-        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
-
-    def broken(module: str) -> None:
-        raise OSError("libcuda.so.1 is from another world")
-
-    for importing, answer in (
-        (absent, 'needs nvidia-cutlass-dsl (no module named cutlass.cute): pip install "nsa-kernels[cuda]"'),
-        (broken, "nvidia-cutlass-dsl is broken: OSError: libcuda.so.1 is from another world"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(support.importlib, "import_module", importing)
-            support._package_problem.cache_clear()
-            assert support._package_problem() == answer
-    support._package_problem.cache_clear()
