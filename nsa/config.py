@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypedDict
 
 from torch import Tensor, nn
 
@@ -17,6 +17,18 @@ BlockPooling = Callable[[Tensor], Tensor]
 """Maps blocks `[..., l, D]` to one entry each, `[..., D]`."""
 
 Compress = str | BlockPooling | tuple[BlockPooling, BlockPooling]
+
+
+LARGEST = 2**31 - 1
+"""Of all integer options: kernels take them as int32."""
+
+
+def finite(number: SupportsFloat) -> bool:
+    """As math.isfinite, also for integers that no float can hold: these are not."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 class NSAOptions(TypedDict, total=False):
@@ -158,11 +170,17 @@ class NSAConfig:
 
     def _integer(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:  # a float, or a tensor of another type or size than one integer
+            number = None
+        if number is None:
             raise TypeError(f"{name} must be an integer, got {value!r}")
-        if operator.index(value) < least:
+        if number < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-        object.__setattr__(self, name, operator.index(value))
+        if number > LARGEST:
+            raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+        object.__setattr__(self, name, number)
 
     def _check_scale(self) -> None:
         scale: Any = self.softmax_scale
@@ -170,7 +188,7 @@ class NSAConfig:
             return
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
-        if not (math.isfinite(scale) and scale > 0):
+        if not (finite(scale) and scale > 0):
             raise ValueError(f"softmax_scale must be finite and greater than 0, got {scale}")
 
     def _check_compress(self) -> None:
@@ -213,16 +231,12 @@ class NSAConfig:
         """The most blocks of compressed entries that become visible inside one tile, over all tiles."""
         if not self.causal:
             return 0
-        length, stride, tile = self.compress_block_size, self.stride, self.q_tile_size
-        period = math.lcm(tile, stride * self.n_block_size) // tile
-        most = 0
-        # The count repeats after `period` tiles; the first tiles, before any block ends, have fewer.
-        for t in range(length // tile + 1, length // tile + 1 + period):
-            first = -((length - 1 - t * tile) // stride)
-            last = (t * tile + tile - length) // stride
-            if last >= first:
-                most = max(most, last // self.n_block_size - first // self.n_block_size + 1)
-        return most
+        stride, tile, span = self.stride, self.q_tile_size, self.stride * self.n_block_size
+        # With y = t*tile - length + stride, tile t completes entries of the blocks y // span ... (y + tile - stride) //
+        # span. Modulo span, y takes every value that is stride - length modulo `step`; the largest meets most blocks.
+        step = math.gcd(tile, span)
+        latest = span - step + (stride - self.compress_block_size) % step
+        return (latest + tile - stride) // span + 1
 
 
 OPTION_NAMES = frozenset(field.name for field in fields(NSAConfig))

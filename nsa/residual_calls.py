@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from nsa.config import finite
 from nsa.tensors import DTYPES
 
 Blocks = Tensor | Sequence[Tensor]
@@ -69,7 +69,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def check_eps(eps: object) -> None:
     if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, Real)):
         raise TypeError(f"eps must be a number, got {eps!r}")
-    if not math.isfinite(eps) or eps < 0:
+    if not finite(eps) or eps < 0:
         raise ValueError(f"eps must be finite and at least 0, got {eps}")
 
 
@@ -92,6 +92,8 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
             _check_same(i, block, first)
     else:
         raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
+    if first.layout != torch.strided:
+        raise TypeError(f"blocks must be dense tensors, got the layout {_short(first.layout)}")
     if first.dtype not in DTYPES:
         raise TypeError(f"blocks must be bfloat16, float16, float32 or float64, got {_short(first.dtype)}")
     if 0 in (size, first.shape[-1]):
@@ -106,7 +108,9 @@ def _check_same(i: int, block: Tensor, first: Tensor) -> None:
         raise ValueError(f"blocks[{i}] must be {_short(first.dtype)} as blocks[0], got {_short(block.dtype)}")
     if block.device != first.device:
         raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {first.device}, got {block.device}")
-    if block.stride() != first.stride():
+    if block.layout != first.layout:
+        raise ValueError(f"blocks[{i}] must have blocks[0]'s layout {_short(first.layout)}, got {_short(block.layout)}")
+    if first.layout == torch.strided and block.stride() != first.stride():
         raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {first.stride()}, got {block.stride()}")
 
 
@@ -117,11 +121,13 @@ def _check_weight(name: str, weight: Any, first: Tensor) -> None:
     if weight.dtype != first.dtype and weight.dtype != torch.float32:
         wanted = " or ".join(dict.fromkeys((_short(first.dtype), "float32")))
         raise TypeError(f"{name} must be {wanted} (blocks are {_short(first.dtype)}), got {_short(weight.dtype)}")
+    if weight.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got the layout {_short(weight.layout)}")
     if weight.device != first.device:
         raise ValueError(f"{name} must be on the blocks' device {first.device}, got {weight.device}")
     if weight.dim() != 1 or weight.shape[0] != first.shape[-1]:
         raise ValueError(f"{name} must have the shape {[first.shape[-1]]}, got {list(weight.shape)}")
 
 
-def _short(dtype: torch.dtype) -> str:
+def _short(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")

@@ -115,6 +115,9 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "eps must be a number, got None", {"eps": None}),
     (ValueError, "eps must be finite and at least 0, got -1.0", {"eps": -1.0}),
     (ValueError, "eps must be finite and at least 0, got nan", {"eps": math.nan}),
+    (ValueError, "eps must be finite and at least 0, got 1000", {"eps": 10**400}),
+    (TypeError, "blocks must be dense tensors, got the layout sparse_coo", {"blocks": BLOCKS.to_sparse()}),
+    (TypeError, "w_norm must be a dense tensor, got the layout sparse_coo", {"w_norm": torch.ones(8).to_sparse()}),
 ]
 
 

@@ -151,6 +151,8 @@ def test_cpu_tensors_run_the_reference() -> None:
         (ValueError, "q must have at least one head and D >= 1", {"q": torch.zeros(1, 8, 4, 0)}),
         (TypeError, "kernel_size must be an integer, got 3.0", {"kernel_size": 3.0}),
         (TypeError, "dilation must be an integer, got True", {"dilation": True}),
+        (ValueError, "dilation must be at most 2147483647, got 2147483648", {"dilation": 2**31}),
+        (TypeError, "v must be a dense tensor, got the layout sparse_coo", {"v": torch.zeros(1, 8, 2, 16).to_sparse()}),
         (ValueError, "kernel_size must be at least 1, got 0", {"kernel_size": 0}),
         (ValueError, "dilation must be at least 1, got -1", {"dilation": -1}),
         (TypeError, "softmax_scale must be a number or None, got 'x'", {"softmax_scale": "x"}),
