@@ -19,8 +19,6 @@ from pathlib import Path
 
 import torch
 
-INSTALL_CUDA = 'pip install "nsa-kernels[cuda]"'
-INSTALL_NPU = 'pip install "nsa-kernels[npu]"'
 NPU_PYTHON_BEFORE = (3, 12)
 """triton-ascend 3.2 has wheels for Python 3.9 to 3.11."""
 
@@ -30,35 +28,57 @@ class Package:
     """A package some backend needs, and why it is not usable here (None: it is)."""
 
     module: str
-    distribution: str
+    requirement: str
+    """With versions as pyproject.toml gives them."""
     purpose: str
-    install: str
-    needs: str
-    """Versions, as pyproject.toml gives them: "==4.8.1" or ">=3.2"."""
+    extra: str | None
+    """Of nsa-kernels, which brings it."""
+    reinstall: str = "--force-reinstall"
+    """pip's options where it is broken."""
     version: str | None = None
     problem: str | None = None
+
+    @property
+    def distribution(self) -> str:
+        """Its name for pip."""
+        return re.split(r"[\[=>]", self.requirement)[0]
+
+    @property
+    def needs(self) -> str:
+        """Versions that fit: "==4.8.1" or ">=3.2"."""
+        return re.split(r"(?=[=>]=)", self.requirement)[1]
 
 
 TRITON_TESTED = "3.9.0"
 """The newest that the kernels were tested with. The oldest is that of triton-ascend and of torch 2.6."""
 
+# Kernels use what CuTe DSL and FlashAttention-4 have inside, and each of their versions changes it: one of each fits.
 PACKAGES = (
-    Package("cutlass.cute", "nvidia-cutlass-dsl", "CuTe DSL kernels on NVIDIA", INSTALL_CUDA, "==4.8.1"),
-    Package("flash_attn.cute", "flash-attn-4", "FlashAttention-4 on NVIDIA", INSTALL_CUDA, "==4.0.0b36"),
-    Package("triton", "triton", "Triton kernels (on an NPU: triton-ascend)", "", ">=3.2"),
-    Package("torch_npu", "torch-npu", "PyTorch on Ascend NPUs", INSTALL_NPU, "==2.7.1"),
+    Package("cutlass.cute", "nvidia-cutlass-dsl[cu13]==4.8.1", "CuTe DSL kernels on NVIDIA", "cuda"),
+    Package(
+        "flash_attn.cute",
+        "flash-attn-4==4.0.0b36",
+        "FlashAttention-4 on NVIDIA",
+        "cuda",
+        reinstall="--force-reinstall --no-deps",  # or pip would put another torch in place of the one that is there
+    ),
+    Package("triton", "triton>=3.2", "Triton kernels (on an NPU: triton-ascend)", None),
+    Package("torch_npu", "torch-npu==2.7.1", "PyTorch on Ascend NPUs", "npu"),
 )
-TRITON_ASCEND = Package("triton", "triton-ascend", "Triton kernels on an NPU", INSTALL_NPU, "==3.2.0")
+TRITON_ASCEND = Package("triton", "triton-ascend==3.2.0", "Triton kernels on an NPU", "npu")
 
 
 def package_states() -> list[Package]:
-    """PACKAGES with version and problem filled in, by importing each one."""
+    """PACKAGES with version and problem filled in, by importing each one whose version fits."""
     return [_state(package) for package in PACKAGES]
 
 
 @cache
 def package_problem(module: str, device_type: str) -> str | None:
-    """Why a package of PACKAGES is of no use to calls on a type of device, with the way to mend it, or None."""
+    """Why a package of PACKAGES is of no use to calls on a type of device, with the way to mend it, or None.
+
+    Asked once per process: a package that is mended meanwhile is seen by the next one.
+    """
     listed = next(package for package in PACKAGES if package.module == module)
     state = _state(TRITON_ASCEND if module == "triton" and device_type == "npu" else listed)
     return None if state.problem is None else f"needs {state.distribution}, {state.problem}"
@@ -67,7 +87,7 @@ def package_problem(module: str, device_type: str) -> str | None:
 def package_advice(modules: Sequence[str]) -> str:
     """What is installed of PACKAGES, and what would mend it, for a failure that says neither."""
     states = [_installed(package) for package in PACKAGES if package.module in modules]
-    return "".join(f"; {state.distribution} is {state.version}: {_mend_line(state)}" for state in states)
+    return "".join(f"; {state.distribution} is {state.version}: {_reinstall_line(state)}" for state in states)
 
 
 def _installed(package: Package) -> Package:
@@ -80,28 +100,29 @@ def _installed(package: Package) -> Package:
 
 def _state(package: Package) -> Package:
     state = _installed(package)
-    raised: BaseException | None = None
+    return replace(state, problem=_misfit(state) or _import_problem(state))
+
+
+def _misfit(state: Package) -> str | None:
+    """What its version tells before any of its code runs."""
+    if state.version is None:  # upstream's triton has the module of triton-ascend
+        return f"not installed: {_install_line(state)}" if state.distribution == "triton-ascend" else None
+    if not fits(state.version, state.needs):
+        return f"{state.version} is installed, not {state.needs}: {_exact_line(state)}"
+    return None
+
+
+def _import_problem(state: Package) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what packages deprecate in each other, an error under python -W error
-            importlib.import_module(package.module)
+            importlib.import_module(state.module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == state.module.partition(".")[0]:
+            return f"not installed: {_install_line(state)}"
+        return f"broken: {error}: {_exact_line(state)}"  # which brings what it needs
     except (Exception, SystemExit) as error:  # a broken package can raise anything; that is its state
-        raised = error
-    return replace(state, problem=_problem(state, raised))
-
-
-def _problem(state: Package, raised: BaseException | None) -> str | None:
-    missing = raised.name or "" if isinstance(raised, ModuleNotFoundError) else None
-    top = state.module.partition(".")[0]
-    foreign = state.distribution == "triton-ascend" and state.version is None  # upstream's triton has the same name
-    if foreign or (missing is not None and missing.partition(".")[0] == top):
-        return f"not installed: {_install_line(state)}"
-    if state.version is not None and not fits(state.version, state.needs):
-        return f"{state.version} is installed, not {state.needs}: {_install_line(state)}"
-    if missing is not None:
-        return f"broken: {raised}: {_install_line(state)}"
-    if raised is not None:
-        return f"broken: {type(raised).__name__}: {first_line(raised)}: {_mend_line(state)}"
+        return f"broken: {type(error).__name__}: {first_line(error)}: {_reinstall_line(state)}"
     return triton_clash() if state.module == "triton" else None
 
 
@@ -171,14 +192,27 @@ def _processor() -> str:
 
 
 def _install_line(package: Package) -> str:
-    if package.install == INSTALL_NPU and sys.version_info[:2] >= NPU_PYTHON_BEFORE:
-        return f"{package.install}, on Python 3.9 to 3.11 (this is {platform.python_version()})"
-    return f'pip install "triton=={_triton_of_torch()}"' if package.distribution == "triton" else package.install
+    if package.extra is None:
+        return _exact_line(package)
+    return f'pip install "nsa-kernels[{package.extra}]"{_python_limit(package)}'
 
 
-def _mend_line(package: Package) -> str:
-    version = f"=={_triton_of_torch()}" if package.distribution == "triton" else package.needs
-    return f'pip install --force-reinstall "{package.distribution}{version}"'
+def _exact_line(package: Package) -> str:
+    return f'pip install "{_exactly(package)}"{_python_limit(package)}'
+
+
+def _reinstall_line(package: Package) -> str:
+    return f'pip install {package.reinstall} "{_exactly(package)}"'
+
+
+def _exactly(package: Package) -> str:
+    return f"triton=={_triton_of_torch()}" if package.distribution == "triton" else package.requirement
+
+
+def _python_limit(package: Package) -> str:
+    if package.extra == "npu" and sys.version_info[:2] >= NPU_PYTHON_BEFORE:
+        return f", on Python 3.9 to 3.11 (this is {platform.python_version()})"
+    return ""
 
 
 def _triton_of_torch() -> str:

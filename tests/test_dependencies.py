@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 KNOWN = (*PACKAGES, TRITON_ASCEND)
 CUDA_FIX, NPU_FIX = 'pip install "nsa-kernels[cuda]"', 'pip install "nsa-kernels[npu]"'
 TRITON_FIX = f'pip install "triton=={TRITON_TESTED}"'
+DSL_PIN, FA4_PIN = 'pip install "nvidia-cutlass-dsl[cu13]==4.8.1"', 'pip install "flash-attn-4==4.0.0b36"'
+TORCH_NPU_PIN, TRITON_ASCEND_PIN = 'pip install "torch-npu==2.7.1"', 'pip install "triton-ascend==3.2.0"'
 
 
 @pytest.fixture(autouse=True)
@@ -70,26 +72,26 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], error: Ba
         (
             "cutlass.cute",
             {"nvidia-cutlass-dsl": "4.7.0"},
-            f"needs nvidia-cutlass-dsl, 4.7.0 is installed, not ==4.8.1: {CUDA_FIX}",
+            f"needs nvidia-cutlass-dsl, 4.7.0 is installed, not ==4.8.1: {DSL_PIN}",
         ),
         (
             "cutlass.cute",
             {"nvidia-cutlass-dsl": "5.0.0"},
-            f"needs nvidia-cutlass-dsl, 5.0.0 is installed, not ==4.8.1: {CUDA_FIX}",
+            f"needs nvidia-cutlass-dsl, 5.0.0 is installed, not ==4.8.1: {DSL_PIN}",
         ),
         (
             "flash_attn.cute",
             {"flash-attn-4": "4.0.0b35"},
-            f"needs flash-attn-4, 4.0.0b35 is installed, not ==4.0.0b36: {CUDA_FIX}",
+            f"needs flash-attn-4, 4.0.0b35 is installed, not ==4.0.0b36: {FA4_PIN}",
         ),
         (
             "flash_attn.cute",
             {"flash-attn-4": "4.0.0"},
-            f"needs flash-attn-4, 4.0.0 is installed, not ==4.0.0b36: {CUDA_FIX}",
+            f"needs flash-attn-4, 4.0.0 is installed, not ==4.0.0b36: {FA4_PIN}",
         ),
         ("triton", {"triton": "3.1.0"}, f"needs triton, 3.1.0 is installed, not >=3.2: {TRITON_FIX}"),
-        ("torch_npu", {"torch-npu": "2.6.0"}, f"needs torch-npu, 2.6.0 is installed, not ==2.7.1: {NPU_FIX}"),
-        ("torch_npu", {"torch-npu": "2.8.0"}, f"needs torch-npu, 2.8.0 is installed, not ==2.7.1: {NPU_FIX}"),
+        ("torch_npu", {"torch-npu": "2.6.0"}, f"needs torch-npu, 2.6.0 is installed, not ==2.7.1: {TORCH_NPU_PIN}"),
+        ("torch_npu", {"torch-npu": "2.8.0"}, f"needs torch-npu, 2.8.0 is installed, not ==2.7.1: {TORCH_NPU_PIN}"),
         ("cutlass.cute", {"nvidia-cutlass-dsl": "4.8.1"}, None),
         ("triton", {"triton": "99.0"}, None),
         ("torch_npu", {"torch-npu": "2.7.1.post2"}, None),
@@ -106,8 +108,8 @@ def test_absent_old_and_new(
     ("versions", "problem"),
     [
         ({"triton": "3.9.0"}, f"needs triton-ascend, not installed: {NPU_FIX}"),
-        ({"triton-ascend": "3.1.0"}, f"needs triton-ascend, 3.1.0 is installed, not ==3.2.0: {NPU_FIX}"),
-        ({"triton-ascend": "3.3.0"}, f"needs triton-ascend, 3.3.0 is installed, not ==3.2.0: {NPU_FIX}"),
+        ({"triton-ascend": "3.1.0"}, f"needs triton-ascend, 3.1.0 is installed, not ==3.2.0: {TRITON_ASCEND_PIN}"),
+        ({"triton-ascend": "3.3.0"}, f"needs triton-ascend, 3.3.0 is installed, not ==3.2.0: {TRITON_ASCEND_PIN}"),
         ({"triton-ascend": "3.2.0"}, None),
     ],
 )
@@ -118,14 +120,39 @@ def test_an_npu_needs_its_own_triton(
     assert package_problem("triton", "npu") == problem
 
 
+REINSTALLS = {
+    "nvidia-cutlass-dsl": '--force-reinstall "nvidia-cutlass-dsl[cu13]==4.8.1"',
+    "flash-attn-4": '--force-reinstall --no-deps "flash-attn-4==4.0.0b36"',
+    "triton": f'--force-reinstall "triton=={TRITON_TESTED}"',
+    "torch-npu": '--force-reinstall "torch-npu==2.7.1"',
+    "triton-ascend": '--force-reinstall "triton-ascend==3.2.0"',
+}
+
+
 @pytest.mark.parametrize("known", KNOWN, ids=lambda package: package.distribution)
 @pytest.mark.parametrize("error", [OSError("no libcuda\nat all"), SystemExit("no libcuda"), TypeError("no libcuda")])
 def test_raising_at_import(known: Package, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {known.distribution: known.needs[2:]}, error)
-    fix = f"triton=={TRITON_TESTED}" if known.distribution == "triton" else f"{known.distribution}{known.needs}"
+    fix = f"pip install {REINSTALLS[known.distribution]}"
     assert package_problem(known.module, "npu" if known is TRITON_ASCEND else "cuda") == (
-        f'needs {known.distribution}, broken: {type(error).__name__}: no libcuda: pip install --force-reinstall "{fix}"'
+        f"needs {known.distribution}, broken: {type(error).__name__}: no libcuda: {fix}"
     )
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda package: package.distribution)
+def test_one_that_does_not_fit_runs_no_code(known: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version can take the process down at import."""
+    pretend(monkeypatch, {known.distribution: "0.1"}, AssertionError("was imported"))
+    problem = package_problem(known.module, "npu" if known is TRITON_ASCEND else "cuda")
+    assert f"needs {known.distribution}, 0.1 is installed, not {known.needs}: pip install" in str(problem)
+
+
+def test_each_package_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call comes by here."""
+    pretend(monkeypatch, {"nvidia-cutlass-dsl": "4.7.0"})
+    first = package_problem("cutlass.cute", "cuda")
+    monkeypatch.setattr(metadata, "version", None)
+    assert package_problem("cutlass.cute", "cuda") is first
 
 
 def test_a_build_of_torch_names_its_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,16 +197,16 @@ def test_versions(version: str, needs: str, fit: bool) -> None:
 
 def test_versions_are_those_of_pyproject() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    named = {name.lower(): needs for name, needs in re.findall(r'"([\w-]+)(?:\[\w+\])?\s*([=>]=[\w.]+)(?=["; ])', text)}
+    written = [line.partition(";")[0] for line in re.findall(r'"([^"]+)"', text)]
     for package in KNOWN:
         if package.distribution != "triton":  # the dev extra asks for one that Python 3.14 has wheels of
-            assert named[package.distribution] == package.needs
+            assert package.requirement in written
     for distribution, needs in extras.NEEDS.items():
-        assert named[distribution] == needs
+        assert f"{distribution}{needs}" in written
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     assert all(f"{distribution}=={version}" in pinned for distribution, version in extras.TESTED.items())
     # The oldest is what triton-ascend is made from
-    assert fits(named["triton-ascend"][2:], next(each.needs for each in PACKAGES if each.module == "triton"))
+    assert fits(TRITON_ASCEND.needs[2:], next(each.needs for each in PACKAGES if each.module == "triton"))
 
 
 # All of them at once, as Python finds them

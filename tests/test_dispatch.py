@@ -234,9 +234,11 @@ def test_package_states_report_versions(monkeypatch: pytest.MonkeyPatch) -> None
     states = {package.module: package for package in package_states()}
     assert len(states) == len(PACKAGES)
     assert (states["triton"].distribution, states["triton"].version) == ("triton-ascend", "1.0")
-    assert states["triton"].problem == '1.0 is installed, not ==3.2.0: pip install "nsa-kernels[npu]"'
+    assert states["triton"].problem == '1.0 is installed, not ==3.2.0: pip install "triton-ascend==3.2.0"'
     assert states["cutlass.cute"].problem == 'not installed: pip install "nsa-kernels[cuda]"'
-    assert states["flash_attn.cute"].problem == "broken: No module named 'quack': pip install \"nsa-kernels[cuda]\""
+    assert (
+        states["flash_attn.cute"].problem == "broken: No module named 'quack': pip install \"flash-attn-4==4.0.0b36\""
+    )
 
 
 def test_npu_install_line_names_the_python_limit(monkeypatch: pytest.MonkeyPatch) -> None:
