@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.installed import required_distributions
 
 ROOT = Path(__file__).resolve().parents[1]
 BY_TORCH = re.compile(r"torch|triton|sympy|cuda-.*|nvidia-(?!cutlass).*")
@@ -50,26 +51,10 @@ def test_constraints_fit_pyproject(python: str) -> None:
 
 
 def test_constraints_cover_what_is_installed() -> None:
-    """From the extras through everything that they require here."""
     pinned = pins("{}.{}".format(*sys.version_info[:2]))
-    seen: set[str] = set()
-    waiting = [(line, extra) for extra in ("bench", "cuda", "dev") for line in metadata.requires("nsa-kernels") or []]
-    while waiting:
-        text, extra = waiting.pop()
-        wanted = Requirement(text)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra}):
-            continue
-        name = canonicalize_name(wanted.name)
-        if name in seen:
-            continue
-        try:
-            required = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:
-            continue  # without the cuda extra
-        seen.add(name)
-        assert name in pinned or BY_TORCH.fullmatch(name), f"{name} is missing in constraints.txt"
-        waiting += [(line, each) for line in required for each in ("", *wanted.extras)]
-    assert {"numpy", "pytest", "rich", "pillow"} <= seen
+    found = required_distributions()
+    assert {"numpy", "pytest", "rich", "pillow"} <= found.keys()
+    assert [name for name in found if name not in pinned and not BY_TORCH.fullmatch(name)] == []
 
 
 def test_no_name_is_there_for_nothing_that_torch_decides() -> None:

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from importlib import metadata
 
 ALLOWED = {
@@ -25,10 +26,11 @@ ALLOWED = {
     *("MPL-2.0", "Mozilla Public License 2.0 (MPL 2.0)"),
 }
 EXCEPTIONS = {
-    "nvidia-": "NVIDIA's own software licence, which the `cuda` extra has users accept",
-    "cuda-": "the same, or Apache-2.0",
+    "nvidia-*": "NVIDIA's own licences: CuTe DSL (the `cuda` extra), CUDA's libraries (torch for GPUs)",
+    "cuda-toolkit": "names no licence and holds no files; it asks for nvidia-*",
     "quack-kernels": "Apache-2.0 by its LICENSE file; its metadata names none",
 }
+"""By name or pattern."""
 ADVISORY_SECONDS = 120
 
 
@@ -50,7 +52,8 @@ def licence_problems(distributions: Iterable[metadata.Distribution]) -> list[str
     for distribution in sorted(distributions, key=lambda each: each.name.lower()):
         terms = statement(distribution)
         unknown = [term for term in terms if term not in ALLOWED]
-        excepted = any(distribution.name.lower().startswith(name) for name in EXCEPTIONS)
+        name = re.sub(r"[-_.]+", "-", distribution.name).lower()
+        excepted = any(fnmatchcase(name, pattern) for pattern in EXCEPTIONS)
         if (unknown or not terms) and not excepted:
             shown = ", ".join(unknown) or "no licence in its metadata"
             problems.append(f"{distribution.name} {distribution.version}: {shown}")
