@@ -69,7 +69,7 @@ compile-all: ## compile every CUDA kernel for every architecture, without a GPU 
 	$(bootstrap) --extras dev,bench,cuda
 	$(VENV_PYTHON) tools/compile_all.py $(ARGS)
 
-lint: ## check format, lint rules and types, and licences of what is installed
+lint: ## check format, lint rules and types; licences and known vulnerabilities of what is installed
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m ruff check .

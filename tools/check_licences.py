@@ -3,8 +3,8 @@
 
 Licences: every distribution's own statement (License-Expression, else its classifiers, else the first line of License)
 must hold terms of ALLOWED only; EXCEPTIONS names packages whose statement says less, with what was read in them.
-Advisories: `pip-audit`, where it is installed and reaches its index. Where it does not run, that is said, and is no
-failure: a list of vulnerabilities changes by the day, and offline there is none to be had.
+Advisories: `pip-audit`, where it reaches its index. Where it does not, that is said, and is no failure: a list of
+vulnerabilities changes by the day, and offline there is none to be had.
 """
 
 from __future__ import annotations
