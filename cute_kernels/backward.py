@@ -37,6 +37,7 @@ from cute_kernels.forward import (
     prepare,
     token_blocks_of,
     token_lists,
+    window_reach,
 )
 from cute_kernels.gate_backward import gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
@@ -564,8 +565,7 @@ def pieces(
 
 
 def window_backward(plan: Plan, gradients: fa4.Gradients, deterministic: bool) -> None:
-    size = plan.config.window_size
-    before, behind = (size - 1, 0) if plan.config.causal else (size // 2, size // 2)
+    before, behind = window_reach(plan.config.window_size, plan.config.causal, gradients.k.shape[1])
     documents = None if plan.documents is None else plan.documents.rows_of_each
     fa4.window_backward(
         gradients, left=before, right=behind, scale=plan.scale, documents=documents, deterministic=deterministic

@@ -10,6 +10,8 @@ from cute_kernels import fa4
 from cute_kernels.device import compute_capability
 
 SELECT_UNIT = 64
+MAX_SIZE = 1 << 30
+"""Of tiles and blocks, in tokens: the kernels' int32 holds sums of two."""
 MAX_BLOCKS = 1024
 MAX_ENTRIES = 128
 TOKEN_SELECT_SIZES = (64, 128, 192, 256)
@@ -132,6 +134,14 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
 
 
 def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
+    sizes = {
+        "q_tile_size": config.q_tile_size,
+        "compress_block_size": config.compress_block_size,
+        "select_block_size": config.select_size,
+    }
+    for name, size in sizes.items():
+        if size > MAX_SIZE:
+            return f"takes {name} up to 2^30, got {size}"
     if config.token_mode:
         return _refusal_of_token_mode(inputs, config, tile_rows(config, rules))
     if config.q_tile_size % rules.rows:
