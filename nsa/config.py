@@ -20,7 +20,7 @@ Compress = str | BlockPooling | tuple[BlockPooling, BlockPooling]
 
 
 LARGEST = 2**31 - 1
-"""Of all integer options: kernels take them as int32."""
+"""Of all integer options: kernels count in int32, and a window or block of this many tokens holds any document."""
 
 
 def finite(number: SupportsFloat) -> bool:
@@ -55,7 +55,7 @@ class NSAOptions(TypedDict, total=False):
 class NSAConfig:
     """What NSA computes. Immutable and hashable, so one object can serve a whole model.
 
-    Blocks, tiles and windows are counted in tokens from the start of each document.
+    Blocks, tiles and windows are counted in tokens from the start of each document. Integers are at most 2^31 - 1.
 
     Args:
         compress_block_size: l, tokens pooled into one compressed entry.
