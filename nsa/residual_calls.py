@@ -78,6 +78,7 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
     if isinstance(blocks, Tensor):
         if blocks.dim() != 4:
             raise ValueError(f"blocks must have the layout [L,B,N,D] or be a list, got shape {list(blocks.shape)}")
+        _check_dense("blocks", blocks)
         first, size = blocks, blocks.shape[0]
     elif isinstance(blocks, (list, tuple)):
         if not blocks:
@@ -88,12 +89,10 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
         first, size = blocks[0], len(blocks)
         if first.dim() != 3:
             raise ValueError(f"blocks[0] must have the layout [B,N,D], got shape {list(first.shape)}")
-        for i, block in enumerate(blocks[1:], 1):
-            _check_same(i, block, first)
+        _check_dense("blocks[0]", first)
+        _check_rest(blocks, first)
     else:
         raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
-    if first.layout != torch.strided:
-        raise TypeError(f"blocks must be dense tensors, got the layout {_short(first.layout)}")
     if first.dtype not in DTYPES:
         raise TypeError(f"blocks must be bfloat16, float16, float32 or float64, got {_short(first.dtype)}")
     if 0 in (size, first.shape[-1]):
@@ -101,17 +100,19 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
     return first, size
 
 
-def _check_same(i: int, block: Tensor, first: Tensor) -> None:
-    if block.shape != first.shape:
-        raise ValueError(f"blocks[{i}] must have blocks[0]'s shape {list(first.shape)}, got {list(block.shape)}")
-    if block.dtype != first.dtype:
-        raise ValueError(f"blocks[{i}] must be {_short(first.dtype)} as blocks[0], got {_short(block.dtype)}")
-    if block.device != first.device:
-        raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {first.device}, got {block.device}")
-    if block.layout != first.layout:
-        raise ValueError(f"blocks[{i}] must have blocks[0]'s layout {_short(first.layout)}, got {_short(block.layout)}")
-    if first.layout == torch.strided and block.stride() != first.stride():
-        raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {first.stride()}, got {block.stride()}")
+def _check_rest(blocks: Sequence[Tensor], first: Tensor) -> None:
+    """That all of a list are like its first. Its facts are asked once: lists are long, and every call checks them."""
+    shape, dtype, device, strides = first.shape, first.dtype, first.device, first.stride()
+    for i, block in enumerate(blocks[1:], 1):
+        if block.shape != shape:
+            raise ValueError(f"blocks[{i}] must have blocks[0]'s shape {list(shape)}, got {list(block.shape)}")
+        if block.dtype != dtype:
+            raise ValueError(f"blocks[{i}] must be {_short(dtype)} as blocks[0], got {_short(block.dtype)}")
+        if block.device != device:
+            raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {device}, got {block.device}")
+        _check_dense(f"blocks[{i}]", block)
+        if block.stride() != strides:
+            raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {strides}, got {block.stride()}")
 
 
 def _check_weight(name: str, weight: Any, first: Tensor) -> None:
@@ -121,12 +122,17 @@ def _check_weight(name: str, weight: Any, first: Tensor) -> None:
     if weight.dtype != first.dtype and weight.dtype != torch.float32:
         wanted = " or ".join(dict.fromkeys((_short(first.dtype), "float32")))
         raise TypeError(f"{name} must be {wanted} (blocks are {_short(first.dtype)}), got {_short(weight.dtype)}")
-    if weight.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got the layout {_short(weight.layout)}")
+    _check_dense(name, weight)
     if weight.device != first.device:
         raise ValueError(f"{name} must be on the blocks' device {first.device}, got {weight.device}")
     if weight.dim() != 1 or weight.shape[0] != first.shape[-1]:
         raise ValueError(f"{name} must have the shape {[first.shape[-1]]}, got {list(weight.shape)}")
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    """Sparse tensors have no strides."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got the layout {_short(tensor.layout)}")
 
 
 def _short(dtype: torch.dtype | torch.layout) -> str:

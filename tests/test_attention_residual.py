@@ -116,7 +116,9 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "eps must be finite and at least 0, got -1.0", {"eps": -1.0}),
     (ValueError, "eps must be finite and at least 0, got nan", {"eps": math.nan}),
     (ValueError, "eps must be finite and at least 0, got 1000", {"eps": 10**400}),
-    (TypeError, "blocks must be dense tensors, got the layout sparse_coo", {"blocks": BLOCKS.to_sparse()}),
+    (TypeError, "blocks must be a dense tensor, got the layout sparse_coo", {"blocks": BLOCKS.to_sparse()}),
+    (TypeError, r"blocks\[0\] must be a dense tensor, got the layout", {"blocks": [BLOCKS[0].to_sparse()] * 2}),
+    (TypeError, r"blocks\[1\] must be a dense tensor, got the layout", {"blocks": [BLOCKS[0], BLOCKS[0].to_sparse()]}),
     (TypeError, "w_norm must be a dense tensor, got the layout sparse_coo", {"w_norm": torch.ones(8).to_sparse()}),
 ]
 
