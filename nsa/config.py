@@ -220,11 +220,15 @@ class NSAConfig:
                     f"num_cmp_selected_blocks needs q_tile_size > 1, got num_cmp_selected_blocks="
                     f"{self.num_cmp_selected_blocks} with q_tile_size=1"
                 )
-            if self.num_cmp_selected_blocks < self._forced_cmp_blocks():
+            fewest = self._forced_cmp_blocks()
+            if self.num_cmp_selected_blocks < fewest:
+                because = (
+                    f"n_block_size={self.n_block_size}, q_tile_size={self.q_tile_size}, causal=True, "
+                    f"compress_block_size={self.compress_block_size}, compress_stride={self.stride}"
+                )
                 raise ValueError(
-                    f"num_cmp_selected_blocks must be at least {self._forced_cmp_blocks()}, the blocks of "
-                    f"n_block_size={self.n_block_size} entries that can become visible inside one tile of "
-                    f"q_tile_size={self.q_tile_size}, got {self.num_cmp_selected_blocks}"
+                    f"num_cmp_selected_blocks must be at least {fewest}, the blocks of compressed entries that can "
+                    f"become visible inside one tile ({because}), got {self.num_cmp_selected_blocks}"
                 )
 
     def _forced_cmp_blocks(self) -> int:

@@ -71,7 +71,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "c below forced": (
         {"num_cmp_selected_blocks": 3, "n_block_size": 1, "q_tile_size": 32},
         ValueError,
-        ("num_cmp_selected_blocks", "at least 4", "3"),
+        ("num_cmp_selected_blocks", "at least 4", "compress_block_size=8", "causal=True", "got 3"),
     ),
     "scale zero": ({"softmax_scale": 0.0}, ValueError, ("softmax_scale", "greater than 0", "0.0")),
     "scale nan": ({"softmax_scale": float("nan")}, ValueError, ("softmax_scale", "finite", "nan")),
