@@ -20,7 +20,7 @@ Compress = str | BlockPooling | tuple[BlockPooling, BlockPooling]
 
 
 LARGEST = 2**31 - 1
-"""Of all integer options: kernels count in int32, and a window or block of this many tokens holds any document."""
+"""Of NSA's integer options: kernels count in int32, and a window or block of this many tokens holds any document."""
 
 
 def finite(number: SupportsFloat) -> bool:

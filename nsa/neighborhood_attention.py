@@ -42,9 +42,9 @@ def neighborhood_attention(
     Args:
         q: `[B,N,H,D]`; fp16, bf16 or fp32, on the CPU also fp64.
         k, v: `[B,N,H_kv,D]`, q's dtype; H a multiple of H_kv.
-        kernel_size: keys in a window, 1 to 2^31 - 1. Offsets are -(k//2) ... k//2 for an odd one and -k/2 ... k/2 - 1
+        kernel_size: keys in a window, at least 1. Offsets are -(k//2) ... k//2 for an odd one and -k/2 ... k/2 - 1
             for an even one, times `dilation`.
-        dilation: distance between neighbors, 1 to 2^31 - 1.
+        dilation: distance between neighbors, at least 1.
         softmax_scale: None means 1/sqrt(D).
         boundary: "truncate" drops neighbors before the first or after the last token; "shift" moves the window inside,
             so that every query has min(kernel_size, tokens of its residue class modulo dilation) keys, as in NATTEN.

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import dispatch
-from nsa.config import LARGEST, finite
+from nsa.config import finite
 
 BOUNDARIES = ("truncate", "shift")
+LARGEST = 2**63 - 1
+"""Of integers, as operators of PyTorch hold them. Windows and residue classes past N tokens change nothing."""
 ALGORITHMS = ("auto", "flash", "band", "dense")
 PATHS = ("auto", "sparse", "dense")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

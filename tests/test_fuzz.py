@@ -501,8 +501,8 @@ def neighborhoods(draw: st.DrawFn) -> dict[str, Any]:
         tensor = torch.randn(batch, tokens, heads, dim, generator=generator, dtype=torch.float64).to(dtype)
         keywords[name] = draw(placed(tensor))
     options = {
-        "kernel_size": st.integers(1, 12) | st.sampled_from([30, 1001, 2**31 - 1]),
-        "dilation": st.integers(1, 5) | st.sampled_from([100, 2**31 - 1]),
+        "kernel_size": st.integers(1, 12) | st.sampled_from([30, 1001, 2**63 - 1]),
+        "dilation": st.integers(1, 5) | st.sampled_from([100, 2**63 - 1]),
         "softmax_scale": st.sampled_from([None, 0.1, 2.0, -0.5, 0, Fraction(1, 3)]),
         "boundary": st.sampled_from(["truncate", "shift"]),
         "causal": st.booleans(),

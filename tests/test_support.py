@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +17,8 @@ BOUNDS = torch.tensor([0, 100, 300], dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
-def _pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Hopper GPU with everything installed."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv(device.TARGET_VARIABLE, "sm_90a")
+def _on_hopper(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fa4.STRATEGY_VARIABLE, raising=False)
-    device.compute_capability.cache_clear()
-    yield
-    device.compute_capability.cache_clear()
 
 
 def ask(
