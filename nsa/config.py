@@ -190,6 +190,7 @@ class NSAConfig:
             raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
         if not (finite(scale) and scale > 0):
             raise ValueError(f"softmax_scale must be finite and greater than 0, got {scale}")
+        object.__setattr__(self, "softmax_scale", float(scale))  # PyTorch takes no integers beyond int64
 
     def _check_compress(self) -> None:
         compress: Any = self.compress
