@@ -32,7 +32,7 @@ def attention_residual(
         blocks: `[L,B,N,D]`, or a list of L tensors `[B,N,D]` of the same strides, which are read where they are; fp16,
             bf16 or fp32, on the CPU also fp64.
         w_query: `[D]`, in the blocks' dtype or fp32. w_norm: likewise; None means ones.
-        eps: added to the mean square, at least 0.
+        eps: added to the mean square, at least 0; with 0, features that are all 0 give NaN.
         backend: "triton", "ascend" or "reference"; None reads NSA_KERNELS_BACKEND, then takes the first that can run.
 
     Returns:

@@ -15,7 +15,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from fractions import Fraction
@@ -33,6 +33,7 @@ from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.neighborhood_attention import neighborhood_attention_forward
 from nsa.tensors import TENSOR_NAMES, NSAInputs
 from tests import loop_oracle, neighborhood_loops, residual_loops
+from tests.helpers import make_inputs, make_qkv
 from tests.reference_cases import Document, cases, documents
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
@@ -329,15 +330,16 @@ class Odd:
 INTEGERS = [-(2**70), -1, 0, 1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**63, 2**70]
 OTHERS = [None, True, False, 1.0, 2.5, math.nan, math.inf, -1.0, 10**400, Fraction(1, 3), "2", "", (), [], {}, Odd()]
 SCALARS = [torch.tensor(3), torch.tensor(2.5), torch.tensor([1, 2]), torch.tensor(True)]
-anything = st.sampled_from([*INTEGERS, *OTHERS, *SCALARS])
+ANYTHING = [*INTEGERS, *OTHERS, *SCALARS]
+anything = st.sampled_from(ANYTHING)
 LISTS_OF_ALL_CHOSEN = ["num_selected_blocks", "num_init_blocks", "num_local_blocks", "num_cmp_selected_blocks"]
 
 
-def option_values(name: str) -> st.SearchStrategy[Any]:
+def option_values(name: str) -> list[Any]:
     """Results hold lists as long as the number of blocks to choose, so that one stays small."""
     if name in LISTS_OF_ALL_CHOSEN:
-        return anything.filter(lambda value: type(value) is not int or value <= 64)
-    return anything
+        return [value for value in ANYTHING if type(value) is not int or value <= 64]
+    return ANYTHING
 
 
 @st.composite
@@ -380,7 +382,7 @@ def changes(draw: st.DrawFn, keywords: dict[str, Any]) -> dict[str, Any]:
     kind = draw(st.sampled_from(["tensor", "tensor", "tensor", "option", "option", "flag", "bounds", "pool", "added"]))
     if kind == "option":
         name = draw(st.sampled_from([*OPTIONS, "block_size", "config"]))
-        return {name: draw(option_values(name))}
+        return {name: draw(st.sampled_from(option_values(name)))}
     if kind == "flag":
         name = draw(st.sampled_from(["deterministic", "recompute", "backend", "max_seqlen"]))
         named = st.sampled_from(["cute", "triton", "ascend", "reference", "cudnn"])
@@ -409,17 +411,42 @@ def test_nsa_is_right_or_refused(outcomes: Outcomes, data: st.DataObject) -> Non
         changed |= {n: value.to("meta") for n, value in keywords.items() if isinstance(value, Tensor)}
     keywords = {name: value for name, value in (keywords | changed).items() if value is not Odd}
     function = data.draw(st.sampled_from([nsa, nsa_forward, nsa_forward_aux]))
+    note(outcomes, nsa_outcome(function, keywords, changed))
+
+
+def nsa_outcome(function: Callable[..., Any], keywords: dict[str, Any], changed: Iterable[str]) -> str:
+    """How a call ended: right, or refused by the names that were changed."""
     with guarded(strided(keywords)):
         try:
             result = function(**keywords)
         except Exception as error:
             assert_documented(error, [*changed])
-            note(outcomes, f"refused, {type(error).__name__}")
-            return
+            return f"refused, {type(error).__name__}"
         out, aux = nsa_forward_aux(**keywords)
         assert torch.equal(result if isinstance(result, Tensor) else result[0], out)
         assert_right(keywords, out, aux)
-    note(outcomes, "right, though changed")
+    return "right, though changed" if changed else "right"
+
+
+@pytest.mark.parametrize(
+    "name", [*OPTIONS, "block_size", "config", "deterministic", "recompute", "backend", "max_seqlen"]
+)
+def test_every_value_of_an_option_of_nsa(name: str) -> None:
+    """Not drawn: hypothesis would try some pairs of option and value a hundred times, and others never."""
+    sizes = {
+        "compress_block_size": 2,
+        "select_block_size": 3,
+        "num_selected_blocks": 2,
+        "window_size": 3,
+        "q_tile_size": 4,
+    }
+    one, some = make_inputs(9), replace(make_inputs(9, batch=None), cu_seqlens=torch.tensor([0, 4, 4, 9]).int())
+    for more in ({}, {"num_cmp_selected_blocks": 4, "n_block_size": 1}, {"q_tile_size": 1, "num_local_blocks": 1}):
+        for inputs in (one, some):
+            keywords = {**inputs.tensors(), **sizes, **more}
+            assert nsa_outcome(nsa, keywords, ()) == "right"
+            for value in option_values(name):
+                nsa_outcome(nsa, {**keywords, name: value}, [name])
 
 
 # NSA: NaN and inf
@@ -526,13 +553,17 @@ def test_neighborhood_attention_is_right_or_refused(outcomes: Outcomes, data: st
         if name == "softmax_scale" and type(changed[name]) is int:  # finite logits need a scale that is no larger
             changed = {name: 1}
         keywords |= changed
+    note(outcomes, neighborhood_outcome(keywords, changed))
+
+
+def neighborhood_outcome(keywords: dict[str, Any], changed: Iterable[str]) -> str:
+    """How a call ended: right, or refused by the names that were changed."""
     with guarded(strided(keywords)):
         try:
             out = dispatch.neighborhood_attention(**keywords)
         except Exception as error:
             assert_documented(error, [*changed])
-            note(outcomes, f"refused, {type(error).__name__}")
-            return
+            return f"refused, {type(error).__name__}"
         assert_neighborhood_right(keywords, out)
         inputs = [keywords[name].detach().requires_grad_() for name in ("q", "k", "v")]
         options = {name: value for name, value in keywords.items() if name not in ("q", "k", "v")}
@@ -541,7 +572,17 @@ def test_neighborhood_attention_is_right_or_refused(outcomes: Outcomes, data: st
         for tensor, gradient in zip(inputs, gradients, strict=True):
             assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
             assert torch.isfinite(gradient).all()
-    note(outcomes, "right, though changed" if changed else "right, with gradients")
+    return "right, though changed" if changed else "right, with gradients"
+
+
+@pytest.mark.parametrize("name", NEIGHBORHOOD_OPTIONS)
+def test_every_value_of_an_option_of_neighborhood_attention(name: str) -> None:
+    for tokens in (0, 9):
+        tensors = dict(zip("qkv", make_qkv(tokens, 2, 1, 2), strict=True))
+        for more in ({}, {"boundary": "shift", "dilation": 2}, {"causal": True, "kernel_size": 4}):
+            for value in ANYTHING:
+                if name != "softmax_scale" or type(value) is not int or abs(value) < 100:
+                    neighborhood_outcome({**tensors, **more, name: value}, [name])
 
 
 def assert_neighborhood_right(keywords: dict[str, Any], out: Tensor) -> None:
@@ -635,20 +676,36 @@ def test_attention_residual_is_right_or_refused(outcomes: Outcomes, data: st.Dat
         else:
             changed = {name: data.draw(spoiled(value) if isinstance(value, Tensor) else anything)}
         keywords |= changed
+    note(outcomes, residual_outcome(keywords, changed))
+
+
+def residual_outcome(keywords: dict[str, Any], changed: Iterable[str]) -> str:
+    """How a call ended: right, or refused by the names that were changed."""
     with guarded(strided(keywords)):
         try:
             out = dispatch.attention_residual(**keywords)
         except Exception as error:
             assert_documented(error, [*changed, "w_query", "w_norm"] if "blocks" in changed else [*changed])
-            note(outcomes, f"refused, {type(error).__name__}")
-            return
+            return f"refused, {type(error).__name__}"
+        if keywords.get("eps") == 0 and (stacked(keywords["blocks"]) == 0).all(-1).any():
+            return "0 / 0 by definition"
         assert_residual_right(keywords, out)
-    note(outcomes, "right, though changed" if changed else "right, with gradients")
+    return "right, though changed" if changed else "right, with gradients"
+
+
+@pytest.mark.parametrize("name", ["eps", "backend"])
+def test_every_value_of_an_option_of_attention_residual(name: str) -> None:
+    for blocks in (torch.randn(3, 1, 2, 4), torch.zeros(3, 1, 2, 4), torch.zeros(3, 1, 0, 4)):
+        for value in ANYTHING:
+            residual_outcome({"blocks": blocks, "w_query": torch.randn(4), name: value}, [name])
+
+
+def stacked(blocks: Tensor | list[Tensor]) -> Tensor:
+    return blocks if isinstance(blocks, Tensor) else torch.stack(blocks)
 
 
 def assert_residual_right(keywords: dict[str, Any], out: Tensor) -> None:
-    given_blocks, eps = keywords["blocks"], float(keywords.get("eps", 1e-6))
-    blocks = given_blocks if isinstance(given_blocks, Tensor) else torch.stack(list(given_blocks))
+    blocks, eps = stacked(keywords["blocks"]), float(keywords.get("eps", 1e-6))
     dtype, dim = blocks.dtype, blocks.shape[-1]
     assert (out.dtype, out.shape) == (dtype, blocks.shape[1:])
     leaves = {n: x.detach().requires_grad_() for n, x in keywords.items() if isinstance(x, Tensor)}
