@@ -281,7 +281,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
             before, backward.SPLIT = backward.SPLIT, through_split
             try:
                 for one in passes:
-                    backward.selected_backward(plan, one.slc, one.part.indices, one.gated.delta, False)
+                    backward.selected_backward(plan, one.slc, one.part.indices, one.gated.delta[1], False)
             finally:
                 backward.SPLIT = before
 
@@ -307,7 +307,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         if can_split(plan.rules, sizes.dim, sizes.dim):
             stages += [("selected, split", selected(through_split=True)), *split_halves(plan, passes, bits)]
     stages += [
-        ("window", every(lambda one: backward.window_backward(plan, one.win, False))),
+        ("window", every(lambda one: backward.window_backward(plan, one.win, one.gated.delta[2], False))),
         ("query sums", every(sum_queries)),
         ("key sums", every(sum_keys)),
     ]
@@ -343,12 +343,12 @@ def split_halves(
     def dq() -> None:
         for one, lists, _ in made:
             x = one.slc
-            split.selected_dq(x.q, x.k, x.v, x.do, x.lse, one.gated.delta, lists, dq=x.dq, **how)
+            split.selected_dq(x.q, x.k, x.v, x.do, x.lse, one.gated.delta[1], lists, dq=x.dq, **how)
 
     def dkv() -> None:
         for one, lists, of in made:
             x, size = one.slc, plan.config.select_size
-            given = x.q, x.k, x.v, x.do, x.lse, one.gated.delta, lists, of
+            given = x.q, x.k, x.v, x.do, x.lse, one.gated.delta[1], lists, of
             split.selected_dkv(*given, size=size, dk=x.dk, dv=x.dv, **how)
 
     return [("split, dq", dq), ("split, dk dv", dkv)]

@@ -641,6 +641,7 @@ def token_selected_backward(
     size: int,
     scale: float,
     bounds: Tensor | None = None,
+    local: int = 0,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `token_selected.token_selected_forward`.
@@ -651,6 +652,7 @@ def token_selected_backward(
         lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Not finite: the row counts nothing.
         delta: fp32 `[B,H,N]`, likewise: what dP is reduced by, sum(do * o) without a gate. Ignored where lse is not
             finite.
+        local: leave out the block of each token and those before it, so many in all, where they were chosen.
         into: dq, dk and dv to write, instead of new ones.
 
     Returns:
@@ -687,6 +689,7 @@ def token_selected_backward(
             token_bytes=slots * units * group * dim * q.element_size(),
             most_bytes=PART_BYTES,
             bounds=bounds,
+            local=local,
         ):
             streams.begin()
             pairs, cut = visits.places.shape[:2], visits.sizes.cut

@@ -169,7 +169,7 @@ def gate_gradients(
     logits = delta * g * (1 - g) if projected else None
     weight = None if logits is None else torch.einsum("bnhg,bnhd->hgd", logits, q)
     d_gates = delta if given else None
-    return GateResults(lse, delta[..., 1], weighted if given else None, logits, d_gates, weight)
+    return GateResults(lse, torch.stack(dots), weighted if given else None, logits, d_gates, weight)
 
 
 def by_token(x: Tensor, documents: Documents | None) -> Tensor:

@@ -46,7 +46,7 @@ DIMS = (64, 128)
 GROUPS = (1, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
-HOPPER_MODULES = ("selected_backward",)
+HOPPER_MODULES = ("selected_backward", "window_backward")
 """Of cute_kernels: what only sm_90a can run."""
 
 
@@ -308,6 +308,7 @@ def token_selected_cases() -> Iterator[Case]:
 
 
 def hopper_cases() -> Iterator[Case]:
+    from cute_kernels import window_backward
     from cute_kernels.selected_backward import _add, _count, _dkv, _dq, _list
 
     yield Case("CountVisits", "bits", None, None, None, ours(_count))
@@ -321,6 +322,10 @@ def hopper_cases() -> Iterator[Case]:
                 yield Case("SelectedDKV", f"{size}-in-64,{variant}", dim, None, dtype, run)
         for size in (64, 128):
             yield Case("AddSegments", f"{size}-in-64", dim, None, dtype, ours(_add, dim, dtype, size))
+        for near in (False, True):
+            variant = "near" if near else "window"
+            yield Case("WindowDQ", variant, dim, None, dtype, ours(window_backward._dq, dim, dtype, near))
+            yield Case("WindowDKV", variant, dim, None, dtype, ours(window_backward._dkv, dim, dtype, near))
 
 
 def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], bytes]:
