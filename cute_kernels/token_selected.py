@@ -44,6 +44,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
+from cute_kernels.forced_blocks import forced_blocks_forward, takes_forced
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
 from cute_kernels.segments import (
     BLOCK,
@@ -187,10 +188,13 @@ class AddSlots:
         group: G.
         weighted: by the slots' lse's, to one softmax over all their keys.
         units: parts of a slot, one behind the other.
+        carry: begin with what the rows hold already, weighted by its lse too: nothing where that is -inf. Slots that
+            visit nothing are then many, and are not loaded.
     """
 
-    def __init__(self, dim: int, group: int, *, weighted: bool, units: int) -> None:
+    def __init__(self, dim: int, group: int, *, weighted: bool, units: int, carry: bool) -> None:
         self.vectors, self.group, self.weighted, self.units = dim // VECTOR, group, weighted, units
+        self.carry = carry
         self.rows = ADD_THREADS // self.vectors
 
     @cute.jit
@@ -223,26 +227,47 @@ class AddSlots:
         vector, row = thread % self.vectors, cta * self.rows + thread // self.vectors
         token, head = row // self.group, row % self.group
         _, _, tokens, slots = mBlocks.shape
+        carried = -Float32.inf
+        if const_expr(self.carry):
+            if token < tokens:
+                carried = mLse[batch, kv_head * self.group + head, token]
+            cute.arch.sync_warp()  # a row's threads, of one warp, have read it before one of them writes
         if token < tokens:
             gBlocks = mBlocks[batch, kv_head, token, None]
             top, total = -Float32.inf, Float32(0.0)
             rSum = cute.make_rmem_tensor(VECTOR, Float32)
             rSum.fill(0.0)
+            if const_expr(self.carry):
+                if carried > -Float32.inf:
+                    self._take(mX[batch, token, kv_head * self.group + head, None], rSum, vector)
+                    top, total = carried, Float32(1.0)
+                rBlocks = cute.make_rmem_tensor(BATCH, Int32)
             rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
             rPairs = cute.recast_tensor(rPart, Int32)
             rWeight = cute.make_rmem_tensor(BATCH, Float32)
             parts = slots * self.units
             for start in cutlass.range(0, parts, BATCH, unroll=1):
-                # Nothing is waited for before all loads are under way: also what no slot visits is loaded
+                # Nothing is waited for before all loads are under way: also what no slot visits is loaded, unless most
+                # of what a row needs is there already
                 rPart.fill(0.0)
                 rWeight.fill(-Float32.inf)
+                if const_expr(self.carry):
+                    for i in range_constexpr(BATCH):
+                        rBlocks[i] = Int32(-1)
+                        if start + i < parts:
+                            rBlocks[i] = gBlocks[(start + i) // self.units]
                 for i in range_constexpr(BATCH):
                     part = start + i
-                    if part < parts:
+                    loads = part < parts
+                    if const_expr(self.carry):
+                        loads = rBlocks[i] >= 0
+                    if loads:
                         place = token * parts + part
                         gPart = mParts[batch, kv_head, place, head, None]
                         cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (vector,)), rPart[None, i])
-                        visits = gBlocks[part // self.units] >= 0
+                        visits = cutlass.Boolean(True)
+                        if const_expr(not self.carry):
+                            visits = gBlocks[part // self.units] >= 0
                         lse = Float32(0.0)
                         if const_expr(self.weighted):
                             lse = mPartLse[batch, kv_head, place, head]
@@ -271,6 +296,13 @@ class AddSlots:
             rX.store(rSum.load().to(mX.element_type))
             cute.autovec_copy(rX, cute.local_tile(gX, (VECTOR,), (vector,)))
 
+    @cute.jit
+    def _take(self, gX: cute.Tensor, rSum: cute.Tensor, vector: Int32):
+        """What a row holds."""
+        rX = cute.make_rmem_tensor(VECTOR, gX.element_type)
+        cute.autovec_copy(cute.local_tile(gX, (VECTOR,), (vector,)), rX)
+        rSum.store(rX.load().to(Float32))
+
 
 @lru_cache
 def _visit(
@@ -292,9 +324,9 @@ def _visit(
 
 
 @lru_cache
-def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int) -> Kernel:
+def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, carry: bool = False) -> Kernel:
     return compile_kernel(
-        AddSlots(dim, group, weighted=weighted, units=units),
+        AddSlots(dim, group, weighted=weighted, units=units, carry=carry),
         fake_table(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
@@ -311,6 +343,7 @@ def add_slots(
     part_lse: Tensor | None = None,
     lse: Tensor | None = None,
     units: int = 1,
+    carry: bool = False,
 ) -> None:
     """Add up what the slots of some tokens have.
 
@@ -319,8 +352,9 @@ def add_slots(
         x: `[B,T,H,dim]`, where to write.
         part_lse, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write that of all slots.
         units: parts of a slot.
+        carry: to what x and lse hold, as if that were one more slot; x is not read where lse is -inf.
     """
-    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units).run
+    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, carry=carry).run
     run(visits.blocks, parts, part_lse, x, lse)
 
 
@@ -376,6 +410,8 @@ def token_selected_forward(
     scale: float,
     first_token: int = 0,
     bounds: Tensor | None = None,
+    init: int = 0,
+    local: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each token to the blocks that it chose, causal.
 
@@ -388,6 +424,8 @@ def token_selected_forward(
         scale: what q . k is multiplied by, > 0.
         bounds: of packed documents, with B = 1 (documents.bounds_of, Documents.bounds_of_blocks), whose tiles are the
             blocks: these count from each document's first token.
+        init, local: indices hold these forced blocks for every token wherever they exist: the first `init` of its
+            document, and `local` that end with its own. They are attended to in one go (forced_blocks.py).
 
     Returns:
         o `[B,T,H,D_v]` and lse fp32 `[B,H,T]`, natural log. Rows without keys, and rows behind the last document: 0 and
@@ -404,6 +442,12 @@ def token_selected_forward(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
+    forced = takes_forced(size, init, local)
+    if forced:
+        if bounds is not None:
+            lse.fill_(-math.inf)  # also of tokens of no document
+        where: dict[str, Any] = {"first_token": first_token, "bounds": bounds}
+        forced_blocks_forward(q, k, v, o, lse, size=size, scale=scale, init=init, local=local, **where)
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)).run
     with SideStreams(q.device) as streams:
         for visits, batches, of in passes(
@@ -414,6 +458,8 @@ def token_selected_forward(
             most_bytes=PART_BYTES,
             first_token=first_token,
             bounds=bounds,
+            init=init if forced else 0,
+            local=local if forced else 0,
         ):
             streams.begin()
             shape = (*visits.places.shape, group)
@@ -425,6 +471,7 @@ def token_selected_forward(
             some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
             with streams.run(visits, parts, part_lse, some):
                 visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
-                add_slots(visits, parts, o[batches, rows, queries], part_lse=part_lse, lse=lse[batches, queries, rows])
+                sums = o[batches, rows, queries], lse[batches, queries, rows]
+                add_slots(visits, parts, sums[0], part_lse=part_lse, lse=sums[1], carry=forced)
             del parts, part_lse, visits, tables, some
     return o, lse

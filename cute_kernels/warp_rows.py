@@ -155,7 +155,7 @@ class WarpRows:
     ) -> Mine:
         """Args: of `_operands`."""
         thread, _, _ = cute.arch.thread_idx()
-        cta = cute.arch.block_idx()
+        item, kv_head, batch = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         my_group = warp_index // self.together
@@ -165,7 +165,7 @@ class WarpRows:
         sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
         sRows = sQ[None, None, my_group]
         sMine = cute.local_tile(sRows, (self.rows, self.dim), (warp_index % self.together, 0))
-        return Mine(thread, *cta, lane, warp_index, sK, sV, sRows, sMine)
+        return Mine(thread, item, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine)
 
     @cute.jit
     def _attend(
