@@ -245,14 +245,15 @@ def attend_forced(
 
 def carry_slots(units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor, x: Tensor, lse: Tensor) -> None:
     """What x and lse hold as one slot more, of a block that is not read."""
-    batch, heads, tokens, slots = blocks.shape
+    _, heads, tokens, slots = blocks.shape
     group = parts.shape[3]
 
     def with_slot(of_slots: Tensor, of_rows: Tensor) -> Tensor:
         rows = of_rows.unflatten(2, (heads, group)).transpose(1, 2).unsqueeze(3)
         return torch.cat([rows, of_slots.unflatten(2, (tokens, slots))], 3).flatten(2, 3)
 
-    there = torch.cat([torch.zeros_like(blocks[..., :1]), blocks], 3)
+    holds = (lse[:, ::group] > -math.inf)[..., None]
+    there = torch.cat([holds.int() - 1, blocks], 3)
     values = with_slot(parts, x.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0))
     add_slots(units, there, values, with_slot(part_lse, lse.transpose(1, 2)), x, lse)
 
