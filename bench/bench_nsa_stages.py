@@ -149,6 +149,9 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
     def attend_compressed() -> forward.Branch:
         return forward.attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, 0, token_mode)
 
+    def attend_selected() -> forward.Branch:
+        return forward.attend_selected(plan, q, k, v, indices, 0, False, forced=True)
+
     per_tile: list[Stage] = []
     per_token: list[Stage] = []
     if token_mode:
@@ -184,7 +187,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
         *per_tile,
         Stage("compressed", attend_compressed, attention(compressed_keys)),
         *per_token,
-        Stage("selected", lambda: forward.attend_selected(plan, q, k, v, indices, 0, False), attention(selected_keys)),
+        Stage("selected", attend_selected, attention(selected_keys)),
         Stage("window", lambda: forward.attend_window(plan, q, k, v, 0, False), attention(window_keys)),
         Stage("gate", lambda: forward.gate(call, part, 0, n, out), Work(5 * row_bytes)),
     ]

@@ -48,16 +48,9 @@ from cute_kernels.device import has_warpgroups, vectorized
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, fake_bounds, fake_places, fake_segments, passes
 from cute_kernels.side_streams import SideStreams
-from cute_kernels.token_selected import (
-    LOG2_E,
-    SHARED_PERCENT,
-    add_slots,
-    block_bounds,
-    check_token_selected,
-    heads_of,
-    used_segments,
-)
-from cute_kernels.warp import LANES
+from cute_kernels.token_selected import add_slots, check_token_selected, used_segments
+from cute_kernels.warp import LANES, LOG2_E
+from cute_kernels.warp_rows import SHARED_PERCENT, block_bounds, heads_of
 from cute_kernels.warp_tiles import (
     ALIGNMENT,
     CHUNK,

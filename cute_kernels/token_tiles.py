@@ -36,8 +36,9 @@ from torch import Tensor
 from cute_kernels.device import has_warpgroups
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
 from cute_kernels.segments import fake_bounds, fake_table, visited_block
-from cute_kernels.token_selected import LOG2_E, LOG_2, block_bounds, check_token_selected, heads_of
-from cute_kernels.warp import LANES
+from cute_kernels.token_selected import check_token_selected
+from cute_kernels.warp import LANES, LOG2_E
+from cute_kernels.warp_rows import LOG_2, block_bounds, heads_of
 from cute_kernels.warp_tiles import (
     QUAD,
     accumulator,
