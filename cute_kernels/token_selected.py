@@ -188,13 +188,13 @@ class AddSlots:
         group: G.
         weighted: by the slots' lse's, to one softmax over all their keys.
         units: parts of a slot, one behind the other.
-        carry: begin with what the rows hold already, weighted by its lse too: nothing where that is -inf. Slots that
-            visit nothing are then many, and are not loaded.
+        skip: do not load what no slot visits: pays where such slots are many.
+        carry: begin with what the rows hold already, weighted by its lse too: nothing where that is -inf.
     """
 
-    def __init__(self, dim: int, group: int, *, weighted: bool, units: int, carry: bool) -> None:
+    def __init__(self, dim: int, group: int, *, weighted: bool, units: int, skip: bool, carry: bool) -> None:
         self.vectors, self.group, self.weighted, self.units = dim // VECTOR, group, weighted, units
-        self.carry = carry
+        self.skip, self.carry = skip, carry
         self.rows = ADD_THREADS // self.vectors
 
     @cute.jit
@@ -241,17 +241,16 @@ class AddSlots:
                 if carried > -Float32.inf:
                     self._take(mX[batch, token, kv_head * self.group + head, None], rSum, vector)
                     top, total = carried, Float32(1.0)
-                rBlocks = cute.make_rmem_tensor(BATCH, Int32)
+            rBlocks = cute.make_rmem_tensor(BATCH, Int32)
             rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
             rPairs = cute.recast_tensor(rPart, Int32)
             rWeight = cute.make_rmem_tensor(BATCH, Float32)
             parts = slots * self.units
             for start in cutlass.range(0, parts, BATCH, unroll=1):
-                # Nothing is waited for before all loads are under way: also what no slot visits is loaded, unless most
-                # of what a row needs is there already
+                # Nothing but which blocks to skip is waited for before all loads are under way
                 rPart.fill(0.0)
                 rWeight.fill(-Float32.inf)
-                if const_expr(self.carry):
+                if const_expr(self.skip):
                     for i in range_constexpr(BATCH):
                         rBlocks[i] = Int32(-1)
                         if start + i < parts:
@@ -259,14 +258,14 @@ class AddSlots:
                 for i in range_constexpr(BATCH):
                     part = start + i
                     loads = part < parts
-                    if const_expr(self.carry):
+                    if const_expr(self.skip):
                         loads = rBlocks[i] >= 0
                     if loads:
                         place = token * parts + part
                         gPart = mParts[batch, kv_head, place, head, None]
                         cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (vector,)), rPart[None, i])
                         visits = cutlass.Boolean(True)
-                        if const_expr(not self.carry):
+                        if const_expr(not self.skip):
                             visits = gBlocks[part // self.units] >= 0
                         lse = Float32(0.0)
                         if const_expr(self.weighted):
@@ -324,9 +323,11 @@ def _visit(
 
 
 @lru_cache
-def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, carry: bool = False) -> Kernel:
+def _add(
+    dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, skip: bool = False, carry: bool = False
+) -> Kernel:
     return compile_kernel(
-        AddSlots(dim, group, weighted=weighted, units=units, carry=carry),
+        AddSlots(dim, group, weighted=weighted, units=units, skip=skip, carry=carry),
         fake_table(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
@@ -343,6 +344,7 @@ def add_slots(
     part_lse: Tensor | None = None,
     lse: Tensor | None = None,
     units: int = 1,
+    skip: bool = False,
     carry: bool = False,
 ) -> None:
     """Add up what the slots of some tokens have.
@@ -352,9 +354,10 @@ def add_slots(
         x: `[B,T,H,dim]`, where to write.
         part_lse, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write that of all slots.
         units: parts of a slot.
+        skip: do not load what no slot visits.
         carry: to what x and lse hold, as if that were one more slot; x is not read where lse is -inf.
     """
-    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, carry=carry).run
+    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, skip=skip, carry=carry).run
     run(visits.blocks, parts, part_lse, x, lse)
 
 
@@ -472,6 +475,6 @@ def token_selected_forward(
             with streams.run(visits, parts, part_lse, some):
                 visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
                 sums = o[batches, rows, queries], lse[batches, queries, rows]
-                add_slots(visits, parts, sums[0], part_lse=part_lse, lse=sums[1], carry=forced)
+                add_slots(visits, parts, sums[0], part_lse=part_lse, lse=sums[1], skip=forced, carry=forced)
             del parts, part_lse, visits, tables, some
     return o, lse

@@ -70,12 +70,6 @@ STAGES = 4
 
 
 @cute.jit
-def _first_near(row: Int32, size: Int32, local: Int32) -> Int32:
-    """The first key of the blocks that row's block ends; may be below 0."""
-    return (row // size - local + 1) * size
-
-
-@cute.jit
 def _seen(score: Float32, before: Int32, left: Int32) -> Float32:
     """-inf unless the row, `before` places behind the key, sees it."""
     return score if (before >= 0) & (before <= left) else -Float32.inf
@@ -223,7 +217,7 @@ class WindowDQ:
             my_group = warp_index // (GROUP // LANES) - 1
             my_thread = thread % GROUP
             first_row = (rows * CONSUMERS + my_group) * UNIT
-            first_near = _first_near(first_row, size, local)
+            first_near = (first_row // size - local + 1) * size  # may be below 0
             thr_s, thr_dq = mma_s.get_slice(my_thread), mma_dq.get_slice(my_thread)
             tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))
             tSrK = thr_s.make_fragment_B(mma_s.get_slice(0).partition_B(sK))
@@ -384,9 +378,9 @@ class WindowDKV:
         keys, kv_head, batch = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         branches = ((mLse, mDelta), (mNearLse, mNearDelta))
-        # Tiles of rows that see the keys: of each head these
+        # Tiles of rows that see the keys, the same of each head
         first_tile = keys * CONSUMERS
-        tiles = cutlass.min(keys * ROWS + ROWS - 1 + left, num_rows - 1) // UNIT + 1 - first_tile
+        last_tile = cutlass.min(keys * ROWS + ROWS - 1 + left, num_rows - 1) // UNIT + 1
 
         smem = cutlass.memory.SmemAllocator()
         sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
@@ -426,30 +420,30 @@ class WindowDKV:
                     place = keys * CONSUMERS + i
                     cute.copy(tma_k, tKgK[None, place, kv_head, batch], tKsK[None, i], tma_bar_ptr=barrier)
                     cute.copy(tma_v, tVgV[None, place, kv_head, batch], tVsV[None, i], tma_bar_ptr=barrier)
-                for i in cutlass.range(group * tiles, unroll=1):
-                    head, tile = kv_head * group + i // tiles, first_tile + i % tiles
-                    rows_ready.producer_acquire(state)
-                    barrier = rows_ready.producer_get_barrier(state)
-                    stage = state.index
-                    cute.copy(tma_q, tQgQ[None, tile, head, batch], tQsQ[None, stage], tma_bar_ptr=barrier)
-                    cute.copy(tma_do, tdOgdO[None, tile, head, batch], tdOsdO[None, stage], tma_bar_ptr=barrier)
-                    state.advance()
+                for head in cutlass.range(kv_head * group, (kv_head + 1) * group, unroll=1):
+                    for tile in cutlass.range(first_tile, last_tile, unroll=1):
+                        rows_ready.producer_acquire(state)
+                        barrier = rows_ready.producer_get_barrier(state)
+                        stage = state.index
+                        cute.copy(tma_q, tQgQ[None, tile, head, batch], tQsQ[None, stage], tma_bar_ptr=barrier)
+                        cute.copy(tma_do, tdOgdO[None, tile, head, batch], tdOsdO[None, stage], tma_bar_ptr=barrier)
+                        state.advance()
             elif warp_index <= UNIT // LANES:
                 row = thread - LANES  # of a tile
-                for i in cutlass.range(group * tiles, unroll=1):
-                    head, tile = kv_head * group + i // tiles, first_tile + i % tiles
-                    rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-                    for b in range_constexpr(1 + self.near):
-                        lse, delta = branches[b]
-                        rLse[b], rDelta[b] = row_statistics(
-                            lse[batch, head, None], delta[batch, head, None], tile * UNIT + row, num_rows
-                        )
-                    stage = state.index
-                    rows_ready.sync_object_empty.wait(stage, state.phase)
-                    for b in range_constexpr(1 + self.near):
-                        sLse[row, b, stage], sDelta[row, b, stage] = rLse[b], rDelta[b]
-                    cute.arch.mbarrier_arrive(rows_ready.producer_get_barrier(state))
-                    state.advance()
+                rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+                for head in cutlass.range(kv_head * group, (kv_head + 1) * group, unroll=1):
+                    for tile in cutlass.range(first_tile, last_tile, unroll=1):
+                        for b in range_constexpr(1 + self.near):
+                            lse, delta = branches[b]
+                            rLse[b], rDelta[b] = row_statistics(
+                                lse[batch, head, None], delta[batch, head, None], tile * UNIT + row, num_rows
+                            )
+                        stage = state.index
+                        rows_ready.sync_object_empty.wait(stage, state.phase)
+                        for b in range_constexpr(1 + self.near):
+                            sLse[row, b, stage], sDelta[row, b, stage] = rLse[b], rDelta[b]
+                        cute.arch.mbarrier_arrive(rows_ready.producer_get_barrier(state))
+                        state.advance()
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             my_group = warp_index // (GROUP // LANES) - 1
@@ -481,47 +475,53 @@ class WindowDKV:
 
             keys_ready.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-            for i in cutlass.range(group * tiles, unroll=1):
-                S = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
-                dP = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
-                first_row, stage = (first_tile + i % tiles) * UNIT, state.index
-                rows_ready.consumer_wait(state)
-                if (first_row >= first_key) & (first_row - left < first_key + UNIT):
-                    start_product(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
-                    start_product(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
-                    warpgroup.wait_group(1)
-                    if (first_key == first_row) | (first_key < first_row + UNIT - 1 - left):
-                        for n, r, c in accumulated(S):
-                            key, row = tScS[(c, r, n), 0, 0]
-                            S[(c, r, n), 0, 0] = _seen(S[(c, r, n), 0, 0], first_row + row - (first_key + key), left)
-                    near = Int32(0)
-                    if const_expr(self.near):
-                        near = Int32(1) if first_key >= _first_near(first_row, size, local) else Int32(0)
-                    # S becomes P, dP becomes dS
-                    if near == 0:
-                        rLse = of_columns(tSsLse[0][(None, 0, None), 0, 0, stage])
-                        for n, r, c in accumulated(S):
-                            S[(c, r, n), 0, 0] = cute.math.exp2(
-                                cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[c, n]), fastmath=True
-                            )
-                        rDelta = of_columns(tSsDelta[0][(None, 0, None), 0, 0, stage])
+            end_near = (first_key // size + local) * size  # of the rows to which the keys are near
+            for _ in cutlass.range(group, unroll=1):
+                for tile in cutlass.range(first_tile, last_tile, unroll=1):
+                    S = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
+                    dP = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
+                    first_row, stage = tile * UNIT, state.index
+                    rows_ready.consumer_wait(state)
+                    if (first_row >= first_key) & (first_row - left < first_key + UNIT):
+                        start_product(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
+                        start_product(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
+                        warpgroup.wait_group(1)
+                        if (first_key == first_row) | (first_key < first_row + UNIT - 1 - left):
+                            for n, r, c in accumulated(S):
+                                key, row = tScS[(c, r, n), 0, 0]
+                                S[(c, r, n), 0, 0] = _seen(
+                                    S[(c, r, n), 0, 0], first_row + row - (first_key + key), left
+                                )
+                        near = Int32(0)
+                        if const_expr(self.near):
+                            near = Int32(1) if first_row < end_near else Int32(0)
+                        # S becomes P, dP becomes dS
+                        if near == 0:
+                            rLse = of_columns(tSsLse[0][(None, 0, None), 0, 0, stage])
+                            for n, r, c in accumulated(S):
+                                S[(c, r, n), 0, 0] = cute.math.exp2(
+                                    cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[c, n]), fastmath=True
+                                )
+                            rDelta = of_columns(tSsDelta[0][(None, 0, None), 0, 0, stage])
+                            warpgroup.wait_group(0)
+                            for n, r, c in accumulated(S):
+                                dP[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[c, n])
+                        else:
+                            warpgroup.wait_group(0)
+                            for n, r, c in accumulated(S):
+                                lse, delta = (
+                                    [x[b][(c, 0, n), 0, 0, stage] for b in range(2)] for x in (tSsLse, tSsDelta)
+                                )
+                                S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0] = _both(
+                                    S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0], scale, lse, delta
+                                )
+                        tdVrP.store(cute.make_tensor(S.iterator, tdVrP.layout).load().to(self.dtype))
+                        start_product(mma_dkv, dV, tdVrP, tdVrdO[None, None, None, stage], True)
+                        tdKrdS.store(cute.make_tensor(dP.iterator, tdKrdS.layout).load().to(self.dtype))
+                        start_product(mma_dkv, dK, tdKrdS, tdKrQ[None, None, None, stage], True)
                         warpgroup.wait_group(0)
-                        for n, r, c in accumulated(S):
-                            dP[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[c, n])
-                    else:
-                        warpgroup.wait_group(0)
-                        for n, r, c in accumulated(S):
-                            lse, delta = ([x[b][(c, 0, n), 0, 0, stage] for b in range(2)] for x in (tSsLse, tSsDelta))
-                            S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0] = _both(
-                                S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0], scale, lse, delta
-                            )
-                    tdVrP.store(cute.make_tensor(S.iterator, tdVrP.layout).load().to(self.dtype))
-                    start_product(mma_dkv, dV, tdVrP, tdVrdO[None, None, None, stage], True)
-                    tdKrdS.store(cute.make_tensor(dP.iterator, tdKrdS.layout).load().to(self.dtype))
-                    start_product(mma_dkv, dK, tdKrdS, tdKrQ[None, None, None, stage], True)
-                    warpgroup.wait_group(0)
-                rows_ready.consumer_release(state)
-                state.advance()
+                    rows_ready.consumer_release(state)
+                    state.advance()
 
             # Each takes the place of its own keys and values, which no one reads any more
             dK.store(dK.load() * scale)
