@@ -5,15 +5,13 @@
 
 VisitBlocks   one CTA: keys and values of one block, and a segment of the tokens that chose it (segments.py). The G
               query heads of a key/value head chose together, so a block has visits x G rows. All keys of a row are
-              there at once: one softmax, then o in 16 bits and lse to the place of the token's slot. A warp gathers its
-              rows by cp.async, the next ones while it works on these, and needs no other warp's. On Hopper
-              (`warpgroups`) it takes 16 at a time, and the four warps of a warpgroup multiply theirs together (WGMMA),
-              q and P from registers; elsewhere each multiplies by itself (mma.sync), 32 rows, or 16 where l' > 64.
+              there at once: one softmax (warp_rows.py), then o in 16 bits and lse to the place of the token's slot.
 AddSlots      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them loaded at a
               time, in an online softmax.
 
-V's columns lie in another order in shared memory (load_for_quads), so each lane of a product has 16 bytes of a row of o
-one behind the other and writes them as they are (write_quads).
+Forced blocks, which every token attends to at places known beforehand, need no slots: forced_blocks.py attends to all
+of them first and leaves o and lse where the result goes, they are not visited, and AddSlots adds the other slots to
+what is there (`carry`).
 
 What moves does not depend on whether neighbours agree: q is read n times, o is written and read n times. The slots' o
 of a pass stays below PART_BYTES by taking some tokens and key/value heads at a time, of which q is small enough for L2.
@@ -27,8 +25,8 @@ Packed documents (B = 1): their tokens are read where they lie; no block holds t
 
 Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens
 of a pass n T G D_v < 2^34; a token's q less than 2^15 numbers from the next one's; 64-bit offsets; rows start at
-multiples of 16 bytes. Every block that is visited must hold finite values behind a token too, or that token's o is not
-finite.
+multiples of 16 bytes. Every block that is attended to must hold finite values behind a token too, or that token's o is
+not finite.
 """
 
 from __future__ import annotations
@@ -238,9 +236,12 @@ class AddSlots:
             rSum = cute.make_rmem_tensor(VECTOR, Float32)
             rSum.fill(0.0)
             if const_expr(self.carry):
-                if carried > -Float32.inf:
-                    self._take(mX[batch, token, kv_head * self.group + head, None], rSum, vector)
-                    top, total = carried, Float32(1.0)
+                gHeld = mX[batch, token, kv_head * self.group + head, None]
+                rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)
+                cute.autovec_copy(cute.local_tile(gHeld, (VECTOR,), (vector,)), rHeld)
+                top, total = carried, Float32(1.0) if carried > -Float32.inf else Float32(0.0)
+                for j in range_constexpr(VECTOR):  # what counts nothing may be NaN
+                    rSum[j] = rHeld[j].to(Float32) if carried > -Float32.inf else Float32(0.0)
             rBlocks = cute.make_rmem_tensor(BATCH, Int32)
             rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
             rPairs = cute.recast_tensor(rPart, Int32)
@@ -295,13 +296,6 @@ class AddSlots:
             rX.store(rSum.load().to(mX.element_type))
             cute.autovec_copy(rX, cute.local_tile(gX, (VECTOR,), (vector,)))
 
-    @cute.jit
-    def _take(self, gX: cute.Tensor, rSum: cute.Tensor, vector: Int32):
-        """What a row holds."""
-        rX = cute.make_rmem_tensor(VECTOR, gX.element_type)
-        cute.autovec_copy(cute.local_tile(gX, (VECTOR,), (vector,)), rX)
-        rSum.store(rX.load().to(Float32))
-
 
 @lru_cache
 def _visit(
@@ -355,7 +349,7 @@ def add_slots(
         part_lse, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write that of all slots.
         units: parts of a slot.
         skip: do not load what no slot visits.
-        carry: to what x and lse hold, as if that were one more slot; x is not read where lse is -inf.
+        carry: to what x and lse hold, as if that were one more slot; x counts nothing where lse is -inf.
     """
     run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, skip=skip, carry=carry).run
     run(visits.blocks, parts, part_lse, x, lse)
