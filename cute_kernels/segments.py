@@ -431,6 +431,8 @@ def passes(
     per_token = 2 * blocks // 8 + 1  # of bits and their counts
     step = min(most_bytes // token_bytes, LIST_BYTES // per_token) // ALIGNED_TOKENS * ALIGNED_TOKENS
     step = max(step, ALIGNED_TOKENS)
+    times = max(-(-tokens // step), 1)  # about as many tokens each
+    step = -(-tokens // (times * ALIGNED_TOKENS)) * ALIGNED_TOKENS
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
         seen = blocks if bounds is not None else -(-(first_token + stop) // size)

@@ -70,8 +70,8 @@ ADD_THREADS = 128
 BATCH = 8
 """Loads of a thread in flight together."""
 
-PART_BYTES = 512 << 20
-"""For o of a pass's slots; two passes have theirs at a time."""
+PART_BYTES = 520 << 20
+"""For o and lse of a pass's slots, 8192 tokens of 16 heads and 16 slots; two passes have theirs at a time."""
 
 SEGMENT_ROWS = 2048
 """The fewest rows of a segment of a cut block."""

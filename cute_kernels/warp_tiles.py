@@ -262,6 +262,9 @@ def load_for_quads(
             cute.autovec_copy(cute.local_tile(rX[None, i], (2,), (pair,)), cute.local_tile(sX[row, None], (2,), (to,)))
 
 
+STREAMED = True
+
+
 @cute.jit
 def write_quads(
     rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
@@ -280,8 +283,11 @@ def write_quads(
                 for first in range_constexpr(0, pieces, QUAD):
                     for i in range_constexpr(QUAD):
                         rPieces[i] = pairs[0, r, m, first + i]
-                    vector = mX[None, Int64(place + first + lane % QUAD)]
-                    cute.autovec_copy(cute.recast_tensor(rPieces, mX.element_type), vector)
+                    vector = cute.recast_tensor(mX[None, Int64(place + first + lane % QUAD)], Int32)
+                    if const_expr(STREAMED):
+                        cute.arch.store(vector.iterator, rPieces.load(), cop="cs")
+                    else:
+                        cute.autovec_copy(rPieces, vector)
 
 
 @cute.jit
