@@ -262,16 +262,16 @@ def load_for_quads(
             cute.autovec_copy(cute.local_tile(rX[None, i], (2,), (pair,)), cute.local_tile(sX[row, None], (2,), (to,)))
 
 
-STREAMED = True
-
-
 @cute.jit
 def write_quads(
     rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
     mX: cute.Tensor,  # as of `as_vectors`
     start: Int32,  # in lane i, the first vector of row i; negative: it is not written
 ):
-    """Rows of an accumulator whose columns are in the order of `load_for_quads`, each by its quad."""
+    """Rows of an accumulator whose columns are in the order of `load_for_quads`, each by its quad.
+
+    They leave L2 first.
+    """
     _, _, rows, pieces = rRounded.shape
     lane = cute.arch.lane_idx()
     pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)
@@ -284,10 +284,7 @@ def write_quads(
                     for i in range_constexpr(QUAD):
                         rPieces[i] = pairs[0, r, m, first + i]
                     vector = cute.recast_tensor(mX[None, Int64(place + first + lane % QUAD)], Int32)
-                    if const_expr(STREAMED):
-                        cute.arch.store(vector.iterator, rPieces.load(), cop="cs")
-                    else:
-                        cute.autovec_copy(rPieces, vector)
+                    cute.arch.store(vector.iterator, rPieces.load(), cop="cs")
 
 
 @cute.jit

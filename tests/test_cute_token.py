@@ -151,8 +151,9 @@ def test_gradients_of_packed_documents(recompute: bool) -> None:
         if length > 0:
             alone = of(do[None, here], *(x[None, here] for x in qkv))
             for name, whole, part in zip("qkv", got, alone, strict=True):
-                scale = float(part.float().abs().max())
-                torch.testing.assert_close(whole[None, here], part, rtol=0, atol=scale * 2**-7, msg=f"{name} {length}")
+                # dq of a document of one token is nothing but the difference of two sums in fp32
+                allowed = float(part.float().abs().max()) * 2**-7 + 1e-4
+                torch.testing.assert_close(whole[None, here], part, rtol=0, atol=allowed, msg=f"{name} {length}")
     for gradient in got:
         assert not gradient[sum(lengths) :].any()
 
