@@ -18,7 +18,7 @@ WITHOUT_CUDA_EXTRA := --ignore=tests/test_compile.py --ignore=tests/test_backwar
 	--deselect=tests/test_selected_backward.py::test_memory_is_bounded --ignore=tests/ascend
 endif
 
-.PHONY: help demo train-demo needle-demo residual-demo test test-ascend lint format test-gpu compile-all clean distclean
+.PHONY: help demo train-demo needle-demo residual-demo test fuzz test-ascend lint format test-gpu compile-all clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -46,6 +46,12 @@ test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda and not ascend" --cov=nsa --cov=dispatch --cov-fail-under=95 \
 		$(WITHOUT_CUDA_EXTRA) $(ARGS)
 
+FUZZ_EXAMPLES ?= 10000
+fuzz: ## run 10,000 drawn calls of the public functions on the CPU; FUZZ_OUT=file.json records the outcome
+	$(bootstrap) --extras dev,bench
+	OMP_NUM_THREADS=1 FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_OUT=$(FUZZ_OUT) $(VENV_PYTHON) -m pytest -n auto -p tests.fuzz_report \
+		tests/test_fuzz.py $(ARGS)
+
 test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) tools/ascend_toolchain.py
@@ -63,11 +69,12 @@ compile-all: ## compile every CUDA kernel for every architecture, without a GPU 
 	$(bootstrap) --extras dev,bench,cuda
 	$(VENV_PYTHON) tools/compile_all.py $(ARGS)
 
-lint: ## check format, lint rules and types
+lint: ## check format, lint rules and types; licences and known vulnerabilities of what is installed
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m mypy
+	$(VENV_PYTHON) tools/check_licences.py
 
 format: ## rewrite the sources to the house format
 	$(bootstrap) --extras dev,bench

@@ -110,6 +110,9 @@ def neighborhood_attention(
     dtype = compute_dtype or result_dtype
     dilation = min(dilation, max(num_tokens, 1))  # from there on every row is its own class
 
+    if not return_band:  # nothing is farther away, and temporaries grow with it
+        kernel_size = min(kernel_size, 2 * num_tokens + 2 - kernel_size % 2)
+
     starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal).to(q.device)
     slots = torch.arange(kernel_size, device=q.device) * dilation
 

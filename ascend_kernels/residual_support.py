@@ -10,12 +10,12 @@ from ascend_kernels.residual_tiling import MAX_BLOCKS, MAX_DIM, MAX_ROWS
 
 def check_gpu(call: Any) -> str | None:
     """Why upstream Triton cannot run the call (dispatch.Call) on a GPU, or None."""
-    return support.machine_refusal(call, "cuda", "CUDA devices", "pip install triton") or _shape_refusal(call)
+    return support.machine_refusal(call, "cuda", "CUDA devices") or _shape_refusal(call)
 
 
 def check_npu(call: Any) -> str | None:
     """Why triton-ascend cannot run the call (dispatch.Call) on an NPU, or None."""
-    return support.machine_refusal(call, "npu", "Ascend NPUs", 'pip install "nsa-kernels[npu]"') or _shape_refusal(call)
+    return support.machine_refusal(call, "npu", "Ascend NPUs") or _shape_refusal(call)
 
 
 def _shape_refusal(call: Any) -> str | None:

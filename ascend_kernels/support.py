@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ascend_kernels.tiling import DTYPES, MAX_DIM, MAX_TOKENS
 
 def check_gpu(call: Any) -> str | None:
     """Why upstream Triton cannot run the call (dispatch.Call) on a GPU, or None."""
-    return _check(call, "cuda", "CUDA devices", "pip install triton")
+    return _check(call, "cuda", "CUDA devices")
 
 
 NARROW = 96
@@ -32,10 +31,10 @@ def check_narrow_gpu(call: Any) -> str | None:
 
 def check_npu(call: Any) -> str | None:
     """Why triton-ascend cannot run the call (dispatch.Call) on an NPU, or None."""
-    return _check(call, "npu", "Ascend NPUs", 'pip install "nsa-kernels[npu]"')
+    return _check(call, "npu", "Ascend NPUs")
 
 
-def machine_refusal(call: Any, device_type: str, devices: str, install: str) -> str | None:
+def machine_refusal(call: Any, device_type: str, devices: str) -> str | None:
     """Why no kernel in Triton can run the call here, whatever its shape, or None."""
     if call.device_type != device_type and not (call.device_type == "cpu" and call.named and _takes_cpu_tensors()):
         simulated = ", and on the CPU when named, with TRITON_INTERPRET=1" if call.device_type == "cpu" else ""
@@ -43,16 +42,14 @@ def machine_refusal(call: Any, device_type: str, devices: str, install: str) -> 
     if call.device_type == "cuda" and not torch.cuda.is_available():
         return "no NVIDIA GPU is visible"
     if call.device_type == "npu" and not (hasattr(torch, "npu") and torch.npu.is_available()):
-        return "no Ascend NPU is visible (torch_npu must be imported)"
-    if not _has_triton():
-        return f"triton is not installed: {install}"
+        return 'no Ascend NPU is visible (torch_npu must be imported; pip install "nsa-kernels[npu]")'
     if call.dtype not in DTYPES:
         return f"takes float16, bfloat16 and float32, got {str(call.dtype).removeprefix('torch.')}"
     return None
 
 
-def _check(call: Any, device_type: str, devices: str, install: str) -> str | None:
-    refusal = machine_refusal(call, device_type, devices, install)
+def _check(call: Any, device_type: str, devices: str) -> str | None:
+    refusal = machine_refusal(call, device_type, devices)
     if refusal is not None:
         return refusal
     kernel_size = call.options.get("kernel_size", 1)
@@ -67,13 +64,6 @@ def _check(call: Any, device_type: str, devices: str, install: str) -> str | Non
     if shape is not None and math.prod(shape[:3]) > MAX_TOKENS:  # programs stride over fewer than 2^30 tiles, in int32
         return f"takes up to {MAX_TOKENS} tokens of all heads and sequences, got {math.prod(shape[:3])}"
     return None
-
-
-def _has_triton() -> bool:
-    try:
-        return find_spec("triton") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _takes_cpu_tensors() -> bool:

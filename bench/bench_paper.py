@@ -29,6 +29,7 @@ import dispatch
 from bench import bench_sparse_attn_e2e as e2e
 from bench.bars import Bar
 from bench.common import DTYPES, choose_dense
+from bench.extras import needed
 from bench.inputs import Sizes, make_problem
 from bench.nsa_peers import COMPUTES, PEERS, make_peer, make_task
 from bench.pass_report import PASS_TITLES, ms_text, show_bars
@@ -218,10 +219,11 @@ def _cost(ms: float | None, gib: float | None) -> str:
 
 def plot(rows: Sequence[Row], path: Path, device: str) -> None:
     """A panel for each pass: times by N of NSA, dense attention and peers, NSA's floor and bars."""
-    import matplotlib as mpl
+    with needed("matplotlib"):
+        import matplotlib as mpl
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
 
     passes = list(dict.fromkeys(row.direction for row in rows))
     figure, panels = plt.subplots(1, len(passes), figsize=(6 * len(passes), 5), layout="constrained", squeeze=False)

@@ -42,6 +42,7 @@ from bench.common import (
     positive,
     resolve_sizes,
 )
+from bench.extras import needed
 from bench.gradient_check import GradientError, Tiles, gradient_errors, sampled_do
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
@@ -52,13 +53,11 @@ from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.reference import nsa_tiles
 from nsa.tensors import NSAInputs
 
-try:
+with needed("rich"):
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
-except ModuleNotFoundError as error:
-    raise SystemExit(f'{error.name} is missing: pip install "nsa-kernels[bench]"') from error
 
 SAMPLED_ROWS = 256
 MODES = ("eager", "graph")
@@ -592,10 +591,11 @@ def show(rows: list[Row], out: Path) -> None:
 
 def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:
     """Times and speed-ups by N: a line for each block size, number of compressed blocks and mode."""
-    import matplotlib as mpl
+    with needed("matplotlib"):
+        import matplotlib as mpl
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
 
     lengths = sorted({row.n for row in rows})
     figure, (times, speed) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")

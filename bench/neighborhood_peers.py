@@ -36,8 +36,8 @@ def make_peer(name: str, problem: Neighborhood, device: torch.device, dtype: tor
 def _fa4(problem: Neighborhood, device: torch.device, dtype: torch.dtype) -> Candidate:
     try:
         from flash_attn.cute import flash_attn_func
-    except ImportError as error:
-        raise Unavailable(f'not installed: pip install "nsa-kernels[cuda]" ({error})') from error
+    except Exception as error:  # a broken package can raise anything
+        raise Unavailable(f'cannot be imported: pip install "nsa-kernels[cuda]" ({error})') from error
     if dtype == torch.float32:
         raise Unavailable("takes 16-bit tensors, got float32")
     if problem.tokens % problem.dilation:

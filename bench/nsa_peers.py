@@ -109,7 +109,7 @@ def _fla(config: NSAConfig) -> Attention:
 def _fa4_window() -> Callable[..., Tensor]:
     try:
         from flash_attn.cute import flash_attn_func
-    except ImportError as error:
+    except Exception as error:  # a broken package can raise anything
         raise Unavailable(f'has no window: pip install "nsa-kernels[cuda]" ({error})') from error
 
     def window(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int]) -> Tensor:

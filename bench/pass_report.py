@@ -16,18 +16,17 @@ import torch
 
 from bench.bars import Bar
 from bench.common import DTYPES
+from bench.extras import needed
 from bench.passes import MODES, Case, Comparison, Measured, Plan, compare
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
 from bench.timing import copy_bandwidth
 from dispatch.device import device_types
 
-try:
+with needed("rich"):
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
-except ModuleNotFoundError as error:
-    raise SystemExit(f'{error.name} is missing: pip install "nsa-kernels[bench]"') from error
 
 TABLE_WIDTH = 140
 OWN_COLORS = ("#1b4f72", "#2e86c1", "#76448a")
@@ -283,10 +282,11 @@ def _ratio(row: PassRow, name: str) -> str:
 
 def plot(rows: Sequence[PassRow], path: Path, look: Look, device: str, tbs: float | None) -> None:
     """A panel for each pass, bars of every implementation by shape: the share of the byte floor, if known, else ms."""
-    import matplotlib as mpl
+    with needed("matplotlib"):
+        import matplotlib as mpl
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
 
     shapes = list(dict.fromkeys(row.shape for row in rows))
     passes = list(dict.fromkeys(row.direction for row in rows))

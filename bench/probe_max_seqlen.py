@@ -5,7 +5,7 @@ Each trial runs once, cold, in its own process, so that a failure cannot spoil t
 the device's memory runs out. On a CPU a trial may take --memory-limit beyond what its interpreter holds after the
 imports; it is a resource limit of the trial's own process, so nothing else on the machine is in danger.
 
-Every trial goes to the --out file at once: the same command goes on where it was stopped.
+Every trial goes to the --out file at once: the same command goes on where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import argparse
 import importlib
 import json
 import mmap
+import os
 import re
 import resource
 import shlex
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -46,17 +49,16 @@ from bench.common import (
     positive,
     resolve_sizes,
 )
+from bench.extras import needed
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from dispatch.device import device_types
 from nsa import NSAConfig, nsa, nsa_forward
 
-try:
+with needed("rich"):
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
-except ModuleNotFoundError as error:
-    raise SystemExit(f'{error.name} is missing: pip install "nsa-kernels[bench]"') from error
 
 CONFIG_OPTIONS = (
     "compress_block_size",
@@ -156,6 +158,7 @@ class Settings:
 def main(argv: list[str] | None = None) -> int:
     arguments, settings, backend_note = parse(argv)
     if arguments.trial is not None:
+        end_with_the_probe()
         print(json.dumps(asdict(run_trial(settings, arguments.trial))))
         return 0
 
@@ -418,12 +421,14 @@ def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
     """
     command = [*command, "--trial", str(tokens)]
     started = time.perf_counter()
+    lifeline, held = os.pipe()  # `held` is closed with this process, however that ends
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        done = subprocess.run(command, stdin=lifeline, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return Trial(tokens, False, timeout, None, "timeout", f"no result after {timeout:g} s")
+    finally:
+        os.close(lifeline)
+        os.close(held)
     if done.returncode == -signal.SIGKILL:
         reason = "killed by SIGKILL, as the system does when memory runs out"
         return Trial(tokens, False, time.perf_counter() - started, None, "oom", reason)
@@ -436,6 +441,18 @@ def start_trial(tokens: int, command: list[str], timeout: float) -> Trial:
 
 
 # One trial, inside its own process
+
+
+def end_with_the_probe() -> None:
+    """Stop when the probe is killed: a trial left behind would take memory from those of the next probe."""
+    standard_input = 0
+
+    def wait() -> None:
+        os.read(standard_input, 1)  # nothing is ever written: it returns once the probe, which holds the pipe, is gone
+        os._exit(1)
+
+    if stat.S_ISFIFO(os.fstat(standard_input).st_mode):  # else somebody repeats the trial by hand
+        threading.Thread(target=wait, daemon=True).start()
 
 
 def run_trial(settings: Settings, tokens: int) -> Trial:

@@ -38,6 +38,7 @@ from cute_kernels.forward import (
     prepare,
     token_blocks_of,
     token_lists,
+    window_reach,
 )
 from cute_kernels.gate_backward import GateResults, gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
@@ -597,7 +598,8 @@ def window_backward(
     near: split_window.Near | None = None,
 ) -> None:
     """Args: `delta`, do . o, fp32 `[B,H,N]`; `near`, what of the selected branch is done here."""
-    size, given = plan.config.window_size, gradients
+    given = gradients
+    before, behind = window_reach(plan.config.window_size, plan.config.causal, given.k.shape[1])
     if _splits_window(plan, given.q, given.v):
         split_window.window_backward(
             given.q,
@@ -606,13 +608,12 @@ def window_backward(
             given.do,
             given.lse,
             delta,
-            left=size - 1,
+            left=before,
             scale=plan.scale,
             into=(given.dq, given.dk, given.dv),
             near=near,
         )
         return
-    before, behind = (size - 1, 0) if plan.config.causal else (size // 2, size // 2)
     documents = None if plan.documents is None else plan.documents.rows_of_each
     fa4.window_backward(
         gradients, left=before, right=behind, scale=plan.scale, documents=documents, deterministic=deterministic

@@ -440,7 +440,7 @@ def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: 
     stop, tokens, size = start + q.shape[1], k.shape[1], plan.config.window_size
     if size == 0:
         return _nothing(q, v)
-    before, behind = (size - 1, 0) if plan.config.causal else (size // 2, size // 2)
+    before, behind = window_reach(size, plan.config.causal, tokens)
     if plan.documents is not None:
         rows = plan.documents.rows_of_each
         return Branch(*fa4.window(q, k, v, left=before, right=behind, scale=plan.scale, lse=lse, documents=rows))
@@ -450,6 +450,15 @@ def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: 
     if last - first < tokens:
         k, v = k[:, first:last], v[:, first:last]
     return Branch(*fa4.window(q, k, v, left=before + extra, right=behind - extra, scale=plan.scale, lse=lse))
+
+
+def window_reach(size: int, causal: bool, tokens: int) -> tuple[int, int]:
+    """How many keys before and behind a query are in its window of `size` >= 1, no more than there are tokens.
+
+    FlashAttention-4 adds both to rows in int32, where a window of 2^31 - 1 would wrap around.
+    """
+    before, behind = (size - 1, 0) if causal else (size // 2, size // 2)
+    return min(before, tokens), min(behind, tokens)
 
 
 def _nothing(q: Tensor, v: Tensor) -> Branch:

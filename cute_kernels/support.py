@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,8 +9,9 @@ import torch
 from cute_kernels import fa4
 from cute_kernels.device import compute_capability
 
-INSTALL = 'pip install "nsa-kernels[cuda]"'
 SELECT_UNIT = 64
+MAX_SIZE = 1 << 30
+"""Of tiles and blocks, in tokens: the kernels' int32 holds sums of two."""
 MAX_BLOCKS = 1024
 MAX_ENTRIES = 128
 TOKEN_SELECT_SIZES = (64, 128, 192, 256)
@@ -87,9 +85,6 @@ def _machine_problem(call: Any, *, given: bool = False) -> str | None:
         return f"runs on CUDA devices, got {call.device_type}"
     if not given and not torch.cuda.is_available():
         return "no NVIDIA GPU is visible"
-    problem = _package_problem()
-    if problem:
-        return problem
     device = torch.device(call.device)
     if fa4.rules(device) is None:
         major, minor = compute_capability(device.index or 0)
@@ -139,6 +134,14 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
 
 
 def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
+    sizes = {
+        "q_tile_size": config.q_tile_size,
+        "compress_block_size": config.compress_block_size,
+        "select_block_size": config.select_size,
+    }
+    for name, size in sizes.items():
+        if size > MAX_SIZE:
+            return f"takes {name} up to 2^30, got {size}"
     if config.token_mode:
         return _refusal_of_token_mode(inputs, config, tile_rows(config, rules))
     if config.q_tile_size % rules.rows:
@@ -204,19 +207,4 @@ def _refusal_of_documents(inputs: Any, config: Any, tile: int) -> str | None:
     covered = tokens + (docs + 1) * fa4.WIDEST * config.stride
     if max(rows, covered) >= 1 << 31:
         return f"lays documents out in fewer than 2^31 rows, got {tokens} tokens in {docs} documents"
-    return None
-
-
-@cache
-def _package_problem() -> str | None:
-    """What is wrong with the packages the kernels are written in, or None."""
-    for module, distribution in (("cutlass.cute", "nvidia-cutlass-dsl"), ("flash_attn.cute", "flash-attn-4")):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what they deprecate in each other, an error under python -W error
-                importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            return f"needs {distribution} (no module named {error.name}): {INSTALL}"
-        except Exception as error:  # whatever a broken package raises at import is the reason
-            return f"{distribution} is broken: {type(error).__name__}: {error}"
     return None

@@ -1,21 +1,24 @@
 """Facts about this machine: devices, and the state of the packages that backends need.
 
-Nothing here imports a kernel language unless `package_states` is asked to try, which only a diagnosis does.
+Nothing here imports a kernel language unless `package_states` is asked by a diagnosis, or `package_problem` for a call
+that could use it.
 """
 
 from __future__ import annotations
 
 import importlib
 import platform
+import re
 import sys
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-INSTALL_CUDA = 'pip install "nsa-kernels[cuda]"'
-INSTALL_NPU = 'pip install "nsa-kernels[npu]"'
 NPU_PYTHON_BEFORE = (3, 12)
 """triton-ascend 3.2 has wheels for Python 3.9 to 3.11."""
 
@@ -25,46 +28,119 @@ class Package:
     """A package some backend needs, and why it is not usable here (None: it is)."""
 
     module: str
-    distribution: str
+    requirement: str
+    """With versions as pyproject.toml gives them."""
     purpose: str
-    install: str
+    extra: str | None
+    """Of nsa-kernels, which brings it."""
+    reinstall: str = "--force-reinstall"
+    """pip's options where it is broken."""
     version: str | None = None
     problem: str | None = None
 
+    @property
+    def distribution(self) -> str:
+        """Its name for pip."""
+        return re.split(r"[\[=>]", self.requirement)[0]
 
+    @property
+    def needs(self) -> str:
+        """Versions that fit: "==4.8.1" or ">=3.2"."""
+        return re.split(r"(?=[=>]=)", self.requirement)[1]
+
+
+TRITON_TESTED = "3.9.0"
+"""The newest that the kernels were tested with. The oldest is that of triton-ascend and of torch 2.6."""
+
+# Kernels use what CuTe DSL and FlashAttention-4 have inside, and each of their versions changes it: one of each fits.
 PACKAGES = (
-    Package("cutlass", "nvidia-cutlass-dsl", "CuTe DSL kernels on NVIDIA", INSTALL_CUDA),
-    Package("flash_attn.cute", "flash-attn-4", "FlashAttention-4 on NVIDIA", INSTALL_CUDA),
-    Package("triton", "triton", "Triton kernels (on an NPU: triton-ascend)", "pip install triton"),
-    Package("torch_npu", "torch-npu", "PyTorch on Ascend NPUs", INSTALL_NPU),
+    Package("cutlass.cute", "nvidia-cutlass-dsl[cu13]==4.8.1", "CuTe DSL kernels on NVIDIA", "cuda"),
+    Package(
+        "flash_attn.cute",
+        "flash-attn-4==4.0.0b36",
+        "FlashAttention-4 on NVIDIA",
+        "cuda",
+        reinstall="--force-reinstall --no-deps",  # or pip would put another torch in place of the one that is there
+    ),
+    Package("triton", "triton>=3.2", "Triton kernels (on an NPU: triton-ascend)", None),
+    Package("torch_npu", "torch-npu==2.7.1", "PyTorch on Ascend NPUs", "npu"),
 )
+TRITON_ASCEND = Package("triton", "triton-ascend==3.2.0", "Triton kernels on an NPU", "npu")
 
 
 def package_states() -> list[Package]:
-    """PACKAGES with version and problem filled in, by importing each one."""
-    return [_try_import(package) for package in PACKAGES]
+    """PACKAGES with version and problem filled in, by importing each one whose version fits."""
+    return [_state(package) for package in PACKAGES]
 
 
-def _try_import(package: Package) -> Package:
-    version = _version(package.distribution)
-    if package.module == "triton" and version is None:
-        version = _version("triton-ascend")
-    problem: str | None
+@cache
+def package_problem(module: str, device_type: str) -> str | None:
+    """Why a package of PACKAGES is of no use to calls on a type of device, with the way to mend it, or None.
+
+    Asked once per process: a package that is mended meanwhile is seen by the next one.
+    """
+    listed = next(package for package in PACKAGES if package.module == module)
+    state = _state(TRITON_ASCEND if module == "triton" and device_type == "npu" else listed)
+    return None if state.problem is None else f"needs {state.distribution}, {state.problem}"
+
+
+def package_advice(modules: Sequence[str]) -> str:
+    """What is installed of PACKAGES, and what would mend it, for a failure that says neither."""
+    states = [_installed(package) for package in PACKAGES if package.module in modules]
+    return "".join(f"; {state.distribution} is {state.version}: {_reinstall_line(state)}" for state in states)
+
+
+def _installed(package: Package) -> Package:
+    """The package with its version; triton-ascend in place of a triton that is not there."""
+    version = version_of(package.distribution)
+    if package.distribution == "triton" and version is None and version_of("triton-ascend") is not None:
+        return _installed(TRITON_ASCEND)
+    return replace(package, version=version)
+
+
+def _state(package: Package) -> Package:
+    state = _installed(package)
+    return replace(state, problem=_misfit(state) or _import_problem(state))
+
+
+def _misfit(state: Package) -> str | None:
+    """What its version tells before any of its code runs."""
+    if state.version is None:  # upstream's triton has the module of triton-ascend
+        return f"not installed: {_install_line(state)}" if state.distribution == "triton-ascend" else None
+    if not fits(state.version, state.needs):
+        return f"{state.version} is installed, not {state.needs}: {_exact_line(state)}"
+    return None
+
+
+def _import_problem(state: Package) -> str | None:
     try:
-        importlib.import_module(package.module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what packages deprecate in each other, an error under python -W error
+            importlib.import_module(state.module)
     except ModuleNotFoundError as error:
-        itself = (error.name or "").partition(".")[0] == package.module.partition(".")[0]
-        problem = f"not installed: {_install_line(package)}" if itself else f"broken: {error}"
-    except Exception as error:  # a broken package can raise anything; that is its state
-        problem = f"broken: {type(error).__name__}: {_first_line(error)}"
-    else:
-        problem = triton_clash() if package.module == "triton" else None
-    return replace(package, version=version, problem=problem)
+        if (error.name or "").partition(".")[0] == state.module.partition(".")[0]:
+            return f"not installed: {_install_line(state)}"
+        return f"broken: {error}: {_exact_line(state)}"  # which brings what it needs
+    except (Exception, SystemExit) as error:  # a broken package can raise anything; that is its state
+        return f"broken: {type(error).__name__}: {first_line(error)}: {_reinstall_line(state)}"
+    return triton_clash() if state.module == "triton" else None
+
+
+def fits(version: str, needs: str) -> bool:
+    """Whether a version is "==" or ">=" another one; what builds add to it (+cpu, .post1) does not matter."""
+    wanted, plain = needs[2:], re.split(r"\+|\.post", version)[0]
+    if needs.startswith("=="):
+        return plain == wanted
+    return _numbers(plain) >= _numbers(wanted)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def triton_clash() -> str | None:
     """Upstream triton and triton-ascend install into one folder; whichever came last is broken by the other."""
-    if _version("triton") is None or _version("triton-ascend") is None:
+    if version_of("triton") is None or version_of("triton-ascend") is None:
         return None
     on_npu = device_types()[0] == "npu"
     surplus, kept = ("triton", "triton-ascend") if on_npu else ("triton-ascend", "triton")
@@ -116,17 +192,47 @@ def _processor() -> str:
 
 
 def _install_line(package: Package) -> str:
-    if package.install == INSTALL_NPU and sys.version_info[:2] >= NPU_PYTHON_BEFORE:
-        return f"{package.install}, on Python 3.9 to 3.11 (this is {platform.python_version()})"
-    return package.install
+    if package.extra is None:
+        return _exact_line(package)
+    return f'pip install "nsa-kernels[{package.extra}]"{_python_limit(package)}'
 
 
-def _version(distribution: str) -> str | None:
+def _exact_line(package: Package) -> str:
+    return f'pip install "{_exactly(package)}"{_python_limit(package)}'
+
+
+def _reinstall_line(package: Package) -> str:
+    return f'pip install {package.reinstall} "{_exactly(package)}"'
+
+
+def _exactly(package: Package) -> str:
+    return f"triton=={_triton_of_torch()}" if package.distribution == "triton" else package.requirement
+
+
+def _python_limit(package: Package) -> str:
+    if package.extra == "npu" and sys.version_info[:2] >= NPU_PYTHON_BEFORE:
+        return f", on Python 3.9 to 3.11 (this is {platform.python_version()})"
+    return ""
+
+
+def _triton_of_torch() -> str:
+    """The triton that this torch names, as builds for CUDA do; else TRITON_TESTED."""
+    try:
+        required = metadata.requires("torch") or []
+    except metadata.PackageNotFoundError:
+        required = []
+    named = (re.match(r"triton==([\w.]+)", line) for line in required)
+    return next((match[1] for match in named if match), TRITON_TESTED)
+
+
+def version_of(distribution: str) -> str | None:
+    """The version that is installed, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """Of its message."""
     return (str(error).splitlines() or [""])[0]

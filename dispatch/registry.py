@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from dispatch.device import package_advice, package_problem
+
 ENVIRONMENT_VARIABLE = "NSA_KERNELS_BACKEND"
 
 
@@ -32,6 +34,8 @@ class Impl:
     target: str
     check: str
     """Predicate on a Call, in a module that needs torch alone: the reason why the row cannot run it, or None."""
+    packages: tuple[str, ...] = ()
+    """Modules of dispatch.device.PACKAGES that it needs."""
     training: str | None = None
     """A module with what the op's autograd needs of this implementation; None: it is differentiable itself."""
 
@@ -47,12 +51,18 @@ class Impl:
     def refusal(self, call: Call) -> str | None:
         """Why this row cannot run the call, or None."""
         reason: str | None = _attribute(self.check)(call)
-        if reason is None:
-            try:
-                self.load()
-            except Exception as error:  # whatever a broken dependency raises at import is the reason
-                reason = f"importing {self.target.partition(':')[0]} failed: {type(error).__name__}: {error}"
-        return reason
+        if reason is not None:
+            return reason
+        for module in self.packages:
+            reason = package_problem(module, call.device_type)
+            if reason is not None:
+                return reason
+        try:
+            self.load()
+        except (Exception, SystemExit) as error:  # whatever a broken dependency raises at import is the reason
+            module = self.target.partition(":")[0]
+            return f"importing {module} failed: {type(error).__name__}: {error}{package_advice(self.packages)}"
+        return None
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dispatch.registry import Impl
 
+CUTE = ("cutlass.cute", "flash_attn.cute")
+TRITON = ("triton",)
+
 ROWS: tuple[Impl, ...] = (
     Impl(
         "nsa",
         "cute",
         target="cute_kernels.forward:nsa",
         check="cute_kernels.support:check",
+        packages=CUTE,
         training="cute_kernels.backward",
     ),
     Impl("nsa", "reference", target="nsa.reference:nsa", check="nsa.reference:check"),
@@ -18,6 +22,7 @@ ROWS: tuple[Impl, ...] = (
         "triton",
         target="ascend_kernels.algorithms:forward",
         check="ascend_kernels.support:check_narrow_gpu",
+        packages=TRITON,
         training="ascend_kernels.algorithms",
     ),
     Impl(
@@ -25,6 +30,7 @@ ROWS: tuple[Impl, ...] = (
         "cute",
         target="cute_kernels.neighborhood_attention:forward",
         check="cute_kernels.support:check_neighborhood_attention",
+        packages=CUTE,
         training="cute_kernels.neighborhood_attention",
     ),
     Impl(
@@ -32,6 +38,7 @@ ROWS: tuple[Impl, ...] = (
         "triton",
         target="ascend_kernels.algorithms:forward",
         check="ascend_kernels.support:check_gpu",
+        packages=TRITON,
         training="ascend_kernels.algorithms",
     ),
     Impl(
@@ -39,6 +46,7 @@ ROWS: tuple[Impl, ...] = (
         "ascend",
         target="ascend_kernels.algorithms:forward",
         check="ascend_kernels.support:check_npu",
+        packages=TRITON,
         training="ascend_kernels.algorithms",
     ),
     Impl(
@@ -52,12 +60,14 @@ ROWS: tuple[Impl, ...] = (
         "triton",
         target="ascend_kernels.attention_backward:backward",
         check="ascend_kernels.support:check_gpu",
+        packages=TRITON,
     ),
     Impl(
         "neighborhood_attention_backward",
         "ascend",
         target="ascend_kernels.attention_backward:backward",
         check="ascend_kernels.support:check_npu",
+        packages=TRITON,
     ),
     Impl(
         "neighborhood_attention_backward",
@@ -70,6 +80,7 @@ ROWS: tuple[Impl, ...] = (
         "triton",
         target="ascend_kernels.attention_residual:forward",
         check="ascend_kernels.residual_support:check_gpu",
+        packages=TRITON,
         training="ascend_kernels.attention_residual",
     ),
     Impl(
@@ -77,6 +88,7 @@ ROWS: tuple[Impl, ...] = (
         "ascend",
         target="ascend_kernels.attention_residual:forward",
         check="ascend_kernels.residual_support:check_npu",
+        packages=TRITON,
         training="ascend_kernels.attention_residual",
     ),
     Impl(

@@ -24,18 +24,17 @@ from torch.nn.functional import cross_entropy, pad, silu
 from torch.utils.checkpoint import checkpoint
 
 from bench.common import DTYPES, Dense, positive
+from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative
 from bench.timing import GIB
 from dispatch.device import device_types
 from nsa import LinearCompression, NSAttention
 
-try:
+with needed("rich"):
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Table
-except ModuleNotFoundError as error:
-    raise SystemExit(f'{error.name} is missing: pip install "nsa-kernels[bench]"') from error
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
@@ -573,10 +572,11 @@ class Curves:
 
 def plot(rows: Sequence[Row], path: Path, device: str, curves: Curves) -> None:
     """Validation loss by bytes seen; beside it, if the baseline is there, the distance from it at each step."""
-    import matplotlib as mpl
+    with needed("matplotlib"):
+        import matplotlib as mpl
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
 
     by_name = {
         name: [row for row in rows if row.variant == name] for name in dict.fromkeys(row.variant for row in rows)

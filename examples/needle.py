@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from bench.extras import needed
 from bench.report import write_json
 from examples.byte_models import (
     ByteTrainer,
@@ -379,10 +380,11 @@ def verdict(summaries: Sequence[Summary]) -> str:
 
 def plot(ranges: Sequence[Accuracy], path: Path, device: str) -> None:
     """Right answers by distance, one line per variant."""
-    import matplotlib as mpl
+    with needed("matplotlib"):
+        import matplotlib as mpl
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for name in dict.fromkeys(each.variant for each in ranges):

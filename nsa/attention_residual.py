@@ -45,7 +45,7 @@ def attention_residual(
     if torch.compiler.is_compiling():
         return call_forward(blocks, w_query, w_norm, eps, backend)
     impl = resolve(blocks, w_query, w_norm, eps, backend)
-    given = members(blocks)
+    given, eps = members(blocks), float(eps)
     out: Tensor
     with autocast_off(w_query.device.type):
         if impl.training is None:

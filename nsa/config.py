@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypedDict
 
 from torch import Tensor, nn
 
@@ -17,6 +17,18 @@ BlockPooling = Callable[[Tensor], Tensor]
 """Maps blocks `[..., l, D]` to one entry each, `[..., D]`."""
 
 Compress = str | BlockPooling | tuple[BlockPooling, BlockPooling]
+
+
+LARGEST = 2**31 - 1
+"""Of NSA's integer options: kernels count in int32, and a window or block of this many tokens holds any document."""
+
+
+def finite(number: SupportsFloat) -> bool:
+    """As math.isfinite, also for integers that no float can hold: these are not."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 class NSAOptions(TypedDict, total=False):
@@ -43,7 +55,7 @@ class NSAOptions(TypedDict, total=False):
 class NSAConfig:
     """What NSA computes. Immutable and hashable, so one object can serve a whole model.
 
-    Blocks, tiles and windows are counted in tokens from the start of each document.
+    Blocks, tiles and windows are counted in tokens from the start of each document. Integers are at most 2^31 - 1.
 
     Args:
         compress_block_size: l, tokens pooled into one compressed entry.
@@ -158,11 +170,17 @@ class NSAConfig:
 
     def _integer(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:  # a float, or a tensor of another type or size than one integer
+            number = None
+        if number is None:
             raise TypeError(f"{name} must be an integer, got {value!r}")
-        if operator.index(value) < least:
+        if number < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-        object.__setattr__(self, name, operator.index(value))
+        if number > LARGEST:
+            raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+        object.__setattr__(self, name, number)
 
     def _check_scale(self) -> None:
         scale: Any = self.softmax_scale
@@ -170,8 +188,9 @@ class NSAConfig:
             return
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
-        if not (math.isfinite(scale) and scale > 0):
+        if not (finite(scale) and scale > 0):
             raise ValueError(f"softmax_scale must be finite and greater than 0, got {scale}")
+        object.__setattr__(self, "softmax_scale", float(scale))  # PyTorch takes no integers beyond int64
 
     def _check_compress(self) -> None:
         compress: Any = self.compress
@@ -202,27 +221,27 @@ class NSAConfig:
                     f"num_cmp_selected_blocks needs q_tile_size > 1, got num_cmp_selected_blocks="
                     f"{self.num_cmp_selected_blocks} with q_tile_size=1"
                 )
-            if self.num_cmp_selected_blocks < self._forced_cmp_blocks():
+            fewest = self._forced_cmp_blocks()
+            if self.num_cmp_selected_blocks < fewest:
+                because = (
+                    f"n_block_size={self.n_block_size}, q_tile_size={self.q_tile_size}, causal=True, "
+                    f"compress_block_size={self.compress_block_size}, compress_stride={self.stride}"
+                )
                 raise ValueError(
-                    f"num_cmp_selected_blocks must be at least {self._forced_cmp_blocks()}, the blocks of "
-                    f"n_block_size={self.n_block_size} entries that can become visible inside one tile of "
-                    f"q_tile_size={self.q_tile_size}, got {self.num_cmp_selected_blocks}"
+                    f"num_cmp_selected_blocks must be at least {fewest}, the blocks of compressed entries that can "
+                    f"become visible inside one tile ({because}), got {self.num_cmp_selected_blocks}"
                 )
 
     def _forced_cmp_blocks(self) -> int:
         """The most blocks of compressed entries that become visible inside one tile, over all tiles."""
         if not self.causal:
             return 0
-        length, stride, tile = self.compress_block_size, self.stride, self.q_tile_size
-        period = math.lcm(tile, stride * self.n_block_size) // tile
-        most = 0
-        # The count repeats after `period` tiles; the first tiles, before any block ends, have fewer.
-        for t in range(length // tile + 1, length // tile + 1 + period):
-            first = -((length - 1 - t * tile) // stride)
-            last = (t * tile + tile - length) // stride
-            if last >= first:
-                most = max(most, last // self.n_block_size - first // self.n_block_size + 1)
-        return most
+        stride, tile, span = self.stride, self.q_tile_size, self.stride * self.n_block_size
+        # With y = t*tile - length + stride, tile t completes entries of the blocks y // span ... (y + tile - stride) //
+        # span. Modulo span, y takes every value that is stride - length modulo `step`; the largest meets most blocks.
+        step = math.gcd(tile, span)
+        latest = span - step + (stride - self.compress_block_size) % step
+        return (latest + tile - stride) // span + 1
 
 
 OPTION_NAMES = frozenset(field.name for field in fields(NSAConfig))

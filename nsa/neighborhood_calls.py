@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from numbers import Real
 
@@ -10,8 +9,11 @@ import torch
 from torch import Tensor
 
 import dispatch
+from nsa.config import finite
 
 BOUNDARIES = ("truncate", "shift")
+LARGEST = 2**63 - 1
+"""Of integers, as operators of PyTorch hold them. Windows and residue classes past N tokens change nothing."""
 ALGORITHMS = ("auto", "flash", "band", "dense")
 PATHS = ("auto", "sparse", "dense")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -34,11 +36,15 @@ class Window:
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+            if value > LARGEST:
+                raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
         scale = self.softmax_scale
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
             raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
-        if scale is not None and not math.isfinite(scale):
+        if scale is not None and not finite(scale):
             raise ValueError(f"softmax_scale must be finite, got {scale}")
+        if scale is not None:
+            object.__setattr__(self, "softmax_scale", float(scale))
         check_choice("boundary", self.boundary, BOUNDARIES)
         if not isinstance(self.causal, bool):
             raise TypeError(f"causal must be True or False, got {self.causal!r}")
@@ -57,6 +63,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have the layout [B,N,heads,D], got shape {list(tensor.shape)}")
+        if tensor.layout != torch.strided:
+            raise TypeError(
+                f"{name} must be a dense tensor, got the layout {str(tensor.layout).removeprefix('torch.')}"
+            )
     if q.dtype not in DTYPES:
         raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(q.dtype)}")
     for name, tensor in (("k", k), ("v", v)):

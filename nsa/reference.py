@@ -39,6 +39,8 @@ def check(call: Any) -> str | None:
         return None
     if not call.named:
         return f"runs on {call.device_type} only when named: backend='reference' (correct everywhere, fast nowhere)"
+    if call.device_type == "meta":
+        return "reads values, and meta tensors have none"
     if call.options.get("deterministic") and call.backward:
         return f"its backward on {call.device_type} sums with atomics, so deterministic=True cannot be kept"
     return None
@@ -237,7 +239,7 @@ def _chunks(tiles: Tensor, inputs: NSAInputs, config: NSAConfig, dtype: torch.dt
     chosen = min(config.num_selected_blocks * config.select_size, num_tokens + config.select_size)
     blocks = -(-num_tokens // config.select_size)
     tile_size = min(config.q_tile_size, max(num_tokens, 1))
-    gathered = chosen + config.window_size + tile_size
+    gathered = chosen + min(config.window_size, 2 * num_tokens) + tile_size
     select_heads = inputs.k.shape[2] if config.shares_heads else heads
     # About three live copies of the logits (logits, mask, probabilities); scores and overlap of all blocks.
     per_tile = 3 * heads * tile_size * (max(entries, gathered) + dim)
@@ -292,6 +294,8 @@ def _pools(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> list[tup
             return blocks.select(-2, 0)
         if callable(how):
             mean = how(blocks)
+            if not isinstance(mean, Tensor):
+                raise TypeError(f"compress must map blocks of {name} to a torch.Tensor, got {type(mean).__name__}")
             if mean.shape != (*shape, dim):
                 wanted = f"compress must map blocks of {name} {list(blocks.shape)} to {[*shape, dim]}"
                 raise ValueError(f"{wanted}, got {list(mean.shape)}")
@@ -387,14 +391,23 @@ def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:
     return weights / torch.where(total == 0, 1.0, total)
 
 
+def _select_size(num_tokens: int, config: NSAConfig) -> int:
+    """l', but no longer than the document, which is then the only block: temporaries grow with it."""
+    return min(config.select_size, max(num_tokens, 1))
+
+
 def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_heads: int, config: NSAConfig) -> Tensor:
     """Selected blocks `[B,S,n,num_selected_blocks]`, ascending, padded with -1 (steps 3 and 4)."""
     batch, heads, n, num_entries = scores.shape
     if config.shares_heads:
         scores = scores.reshape(batch, kv_heads, heads // kv_heads, n, num_entries).sum(2)
-    size, length, stride = config.select_size, config.compress_block_size, config.stride
+    size, length, stride = _select_size(num_tokens, config), config.compress_block_size, config.stride
     num_blocks = -(-num_tokens // size)
     blocks = torch.arange(num_blocks, device=rows.device)
+    forced = _forced_blocks(blocks, rows, num_tokens, config)
+    if num_entries == 0:
+        block_scores = torch.where(forced, math.inf, scores.new_full((*scores.shape[:-1], num_blocks), -math.inf))
+        return _top_blocks(block_scores, forced, config.num_selected_blocks)
 
     # Entries that overlap block b: j = first(b) ... first(b) + most - 1, some of them outside [0, N_cmp). Entry j goes
     # to slot j % most, so that blocks made of the same entries are summed in the same order and tie exactly.
@@ -406,19 +419,13 @@ def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_he
         starts, blocks[:, None] * size
     )
     overlap = torch.where((entries >= 0) & (entries < num_entries), overlap.clamp(min=0), 0).to(scores.dtype)
-    if num_entries > 0:
-        inside = entries.clamp(0, num_entries - 1)
-        weights = torch.where(scored[:, inside], overlap, 0.0)  # [n, blocks, most]
-        values = torch.where(weights > 0, scores[..., inside], 0.0)
-        total = weights.sum(-1)
-        eligible = total > 0
-        divisor = length if config.token_mode else torch.where(eligible, total, 1.0)[..., None]
-        block_scores = (values * (weights / divisor)).sum(-1)
-    else:
-        eligible = torch.zeros((n, num_blocks), dtype=torch.bool, device=rows.device)
-        block_scores = scores.new_zeros((*scores.shape[:-1], num_blocks))
-
-    forced = _forced_blocks(blocks, rows, num_tokens, config)
+    inside = entries.clamp(0, num_entries - 1)
+    weights = torch.where(scored[:, inside], overlap, 0.0)  # [n, blocks, most]
+    values = torch.where(weights > 0, scores[..., inside], 0.0)
+    total = weights.sum(-1)
+    eligible = total > 0
+    divisor = length if config.token_mode else torch.where(eligible, total, 1.0)[..., None]
+    block_scores = (values * (weights / divisor)).sum(-1)
     block_scores = torch.where(eligible, block_scores, -math.inf)
     block_scores = torch.where(forced, math.inf, block_scores)
     return _top_blocks(block_scores, eligible | forced, config.num_selected_blocks)
@@ -426,7 +433,7 @@ def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_he
 
 def _forced_blocks(blocks: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
     """Which blocks each tile must select, `[n, blocks]`."""
-    size, count = config.select_size, config.num_local_blocks
+    size, count = _select_size(num_tokens, config), config.num_local_blocks
     last_token = _last_token(rows, num_tokens)[:, None]
     last = last_token // size
     if config.causal:
@@ -441,7 +448,8 @@ def _forced_blocks(blocks: Tensor, rows: Tensor, num_tokens: int, config: NSACon
 
 def _choose_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int, config: NSAConfig) -> Tensor:
     """Blocks of compressed entries for each tile and query head, `[B,H,n,c]`, ascending, padded with -1."""
-    num_entries, width = scores.shape[-1], config.n_block_size
+    num_entries = scores.shape[-1]
+    width = min(config.n_block_size, max(num_entries, 1))
     num_blocks = -(-num_entries // width)
     behind = num_blocks * width - num_entries
     weights = pad(scored.to(scores.dtype), [0, behind]).unflatten(-1, (num_blocks, width))
@@ -483,7 +491,7 @@ def _compressed(
         common = _Keys(keys.k[:, :, None, :num_entries], keys.v[:, :, None, :num_entries], keys.finite)
         o, lse = _attend(shared, common, visible, scale)
         return o.reshape(*q.shape[:-1], keys.v.shape[-1]), lse.reshape(q.shape[:-1])
-    width = config.n_block_size
+    width = min(config.n_block_size, max(num_entries, 1))  # one block of all is as good as a longer one
     positions = cmp_indices[..., None] * width + torch.arange(width, device=rows.device)
     exists = ((cmp_indices >= 0)[..., None] & (positions < num_entries)).flatten(-2)
     positions = positions.flatten(-2)
@@ -496,7 +504,7 @@ def _compressed(
 def _selected(
     q: Tensor, keys: _Keys, rows: Tensor, indices: Tensor, scale: float, config: NSAConfig
 ) -> tuple[Tensor, Tensor]:
-    size = config.select_size
+    size = _select_size(keys.k.shape[2], config)
     positions = indices[..., None] * size + torch.arange(size, device=rows.device)
     exists = ((indices >= 0)[..., None] & (positions < keys.k.shape[2])).flatten(-2)
     positions = positions.flatten(-2)  # [B,S,n,k*l']
@@ -507,8 +515,9 @@ def _selected(
 
 
 def _window(q: Tensor, keys: _Keys, rows: Tensor, scale: float, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    before, behind = (config.window_size - 1, 0) if config.causal else (config.window_size // 2,) * 2
-    span = rows.shape[1] + before + behind if config.window_size > 0 else 0
+    size = min(config.window_size, 2 * keys.k.shape[2])  # nothing is farther away
+    before, behind = (size - 1, 0) if config.causal else (size // 2,) * 2
+    span = rows.shape[1] + before + behind if size > 0 else 0
     positions = rows[:, :1] - before + torch.arange(span, device=rows.device)  # [n, T + w - 1]
     distance = positions[:, None, :] - rows[..., None]
     visible = (distance >= -before) & (distance <= behind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from nsa.config import finite
 from nsa.tensors import DTYPES
 
 Blocks = Tensor | Sequence[Tensor]
@@ -69,7 +69,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def check_eps(eps: object) -> None:
     if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, Real)):
         raise TypeError(f"eps must be a number, got {eps!r}")
-    if not math.isfinite(eps) or eps < 0:
+    if not finite(eps) or eps < 0:
         raise ValueError(f"eps must be finite and at least 0, got {eps}")
 
 
@@ -78,6 +78,7 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
     if isinstance(blocks, Tensor):
         if blocks.dim() != 4:
             raise ValueError(f"blocks must have the layout [L,B,N,D] or be a list, got shape {list(blocks.shape)}")
+        _check_dense("blocks", blocks)
         first, size = blocks, blocks.shape[0]
     elif isinstance(blocks, (list, tuple)):
         if not blocks:
@@ -88,8 +89,8 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
         first, size = blocks[0], len(blocks)
         if first.dim() != 3:
             raise ValueError(f"blocks[0] must have the layout [B,N,D], got shape {list(first.shape)}")
-        for i, block in enumerate(blocks[1:], 1):
-            _check_same(i, block, first)
+        _check_dense("blocks[0]", first)
+        _check_rest(blocks, first)
     else:
         raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
     if first.dtype not in DTYPES:
@@ -99,15 +100,19 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
     return first, size
 
 
-def _check_same(i: int, block: Tensor, first: Tensor) -> None:
-    if block.shape != first.shape:
-        raise ValueError(f"blocks[{i}] must have blocks[0]'s shape {list(first.shape)}, got {list(block.shape)}")
-    if block.dtype != first.dtype:
-        raise ValueError(f"blocks[{i}] must be {_short(first.dtype)} as blocks[0], got {_short(block.dtype)}")
-    if block.device != first.device:
-        raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {first.device}, got {block.device}")
-    if block.stride() != first.stride():
-        raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {first.stride()}, got {block.stride()}")
+def _check_rest(blocks: Sequence[Tensor], first: Tensor) -> None:
+    """That all of a list are like its first. Its facts are asked once: lists are long, and every call checks them."""
+    shape, dtype, device, strides = first.shape, first.dtype, first.device, first.stride()
+    for i, block in enumerate(blocks[1:], 1):
+        if block.shape != shape:
+            raise ValueError(f"blocks[{i}] must have blocks[0]'s shape {list(shape)}, got {list(block.shape)}")
+        if block.dtype != dtype:
+            raise ValueError(f"blocks[{i}] must be {_short(dtype)} as blocks[0], got {_short(block.dtype)}")
+        if block.device != device:
+            raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {device}, got {block.device}")
+        _check_dense(f"blocks[{i}]", block)
+        if block.stride() != strides:
+            raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {strides}, got {block.stride()}")
 
 
 def _check_weight(name: str, weight: Any, first: Tensor) -> None:
@@ -117,11 +122,18 @@ def _check_weight(name: str, weight: Any, first: Tensor) -> None:
     if weight.dtype != first.dtype and weight.dtype != torch.float32:
         wanted = " or ".join(dict.fromkeys((_short(first.dtype), "float32")))
         raise TypeError(f"{name} must be {wanted} (blocks are {_short(first.dtype)}), got {_short(weight.dtype)}")
+    _check_dense(name, weight)
     if weight.device != first.device:
         raise ValueError(f"{name} must be on the blocks' device {first.device}, got {weight.device}")
     if weight.dim() != 1 or weight.shape[0] != first.shape[-1]:
         raise ValueError(f"{name} must have the shape {[first.shape[-1]]}, got {list(weight.shape)}")
 
 
-def _short(dtype: torch.dtype) -> str:
+def _check_dense(name: str, tensor: Tensor) -> None:
+    """Sparse tensors have no strides."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got the layout {_short(tensor.layout)}")
+
+
+def _short(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")

@@ -103,7 +103,7 @@ class NSAInputs:
         self._check_optional_shapes(config)
         if self.cu_seqlens is not None and _values_readable(self.cu_seqlens, config):
             self._check_documents(self.cu_seqlens, config)
-        if config.debug:
+        if config.debug and self.q.device.type != "meta":
             self._check_finite()
 
     # Structure: dtype, device, dimensions
@@ -127,6 +127,8 @@ class NSAInputs:
                 wanted = " or ".join(dict.fromkeys(map(_short, allowed.get(name, (dtype,)))))
                 because = "" if name == "cu_seqlens" else f" (q is {_short(dtype)})"
                 raise TypeError(f"{name} must be {wanted}{because}, got {_short(tensor.dtype)}")
+            if tensor.layout != torch.strided:
+                raise TypeError(f"{name} must be a dense tensor, got the layout {_short(tensor.layout)}")
             if tensor.device != device:
                 raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}")
 
@@ -244,12 +246,12 @@ TENSOR_NAMES = tuple(field.name for field in fields(NSAInputs) if field.name != 
 def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
     """Reading must neither wait for a device (unless asked to) nor break tracing; fake tensors have no values."""
     plain = type(tensor) is Tensor and not torch.compiler.is_compiling()
-    return plain and (tensor.device.type == "cpu" or config.debug)
+    return plain and tensor.device.type != "meta" and (tensor.device.type == "cpu" or config.debug)
 
 
 def _shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
-def _short(dtype: torch.dtype) -> str:
+def _short(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")

@@ -76,6 +76,7 @@ def window_backward(
         return
     row = torch.arange(gradients.q.shape[1])[:, None]
     key = torch.arange(gradients.k.shape[1])
+    assert max(left, right) + max(len(row), len(key)) < 2**31, "FlashAttention-4 adds them in int32"
     differentiate(gradients, (key >= row - left) & (key <= row + right), scale)
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from cute_kernels.device import TARGET_VARIABLE, compute_capability
+
 settings.register_profile(
     "default",
     deadline=None,
@@ -33,6 +35,17 @@ def _seeded_and_poisoned() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU with everything installed, as far as dispatch's checks can tell."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("dispatch.registry.package_problem", lambda module, device_type: None)
+    monkeypatch.setenv(TARGET_VARIABLE, "sm_90a")
+    compute_capability.cache_clear()
+    yield
+    compute_capability.cache_clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,6 +35,8 @@ class LoopResult:
     gates: Tensor  # [N, H, 3]: compressed, selected, window
     indices: list[list[set[int]]]  # [H, or H_kv when shared][tile] -> chosen select blocks
     cmp_indices: list[list[set[int]]] | None  # [H][tile] -> chosen blocks of n_block_size compressed entries
+    scores: list[list[dict[int, Fraction]]]  # like indices: scores of the eligible select blocks
+    cmp_scores: list[list[dict[int, Fraction]]] | None  # like cmp_indices: scores of its blocks with scored entries
 
 
 @dataclass(frozen=True)
@@ -271,10 +273,12 @@ def choose(count: int, forced: set[int], scores: dict[int, Fraction]) -> set[int
     return forced | set(others[: count - len(forced)])
 
 
-def choose_cmp_blocks(tile: int, queries: list[Vector], keys: list[Vector], rules: Rules) -> set[int]:
-    """The blocks of n_block_size compressed entries that a query head's tile attends to (step 5)."""
+def choose_cmp_blocks(
+    tile: int, queries: list[Vector], keys: list[Vector], rules: Rules
+) -> tuple[set[int], dict[int, Fraction]]:
+    """The blocks of n_block_size compressed entries that a query head's tile attends to, and scores (step 5)."""
     if rules.cmp_selected >= rules.cmp_block_count:
-        return set(range(rules.cmp_block_count))
+        return set(range(rules.cmp_block_count)), {}
     entry_scores = tile_scores(tile, queries, keys, rules)
     scores = {}
     forced = set()
@@ -287,7 +291,7 @@ def choose_cmp_blocks(tile: int, queries: list[Vector], keys: list[Vector], rule
             forced.add(block)
     if len(forced) > rules.cmp_selected:
         raise ValueError(f"tile {tile} forces {len(forced)} blocks, num_cmp_selected_blocks={rules.cmp_selected}")
-    return choose(rules.cmp_selected, forced, scores)
+    return choose(rules.cmp_selected, forced, scores), scores
 
 
 # Step 5, three attentions.
@@ -382,12 +386,15 @@ def nsa_document(
     v_win: Tensor | None = None,
     gate_proj_weight: Tensor | None = None,
     gates: Tensor | None = None,
+    indices: list[list[set[int]]] | None = None,
+    cmp_indices: list[list[set[int]]] | None = None,
 ) -> LoopResult:
     """NSA of one document: q [N, H, D], k [N, H_kv, D], v [N, H_kv, D_v], fp64 on the CPU, N >= 0.
 
     gates [N, H, 3], gate_proj_weight [H, 3, D], w_k_compress [H_kv, D, D], w_v_compress [H_kv, D_v, D_v], k_cmp
     [N_cmp, H_kv, D], v_cmp [N_cmp, H_kv, D_v]; the other keys and values are shaped like k and v. `config` has the
-    attributes of NSAConfig. Raises ValueError for what section 3 of docs/design.md refuses.
+    attributes of NSAConfig. `indices` and `cmp_indices`, as in LoopResult, stand for the choice of blocks. Raises
+    ValueError for what section 3 of docs/design.md refuses.
     """
     tokens, query_heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[1:]
@@ -413,7 +420,8 @@ def nsa_document(
 
     # Steps 3 and 4, score and select.
     touching = overlaps(rules)
-    indices: list[list[set[int]]] = []
+    chosen_blocks: list[list[set[int]]] = []
+    all_scores: list[list[dict[int, Fraction]]] = []
     for selection_head in range(kv_heads if rules.shared else query_heads):
         if rules.shared:
             together = queries[selection_head * group : (selection_head + 1) * group]
@@ -421,19 +429,22 @@ def nsa_document(
         else:
             together = [queries[selection_head]]
             kv_head = selection_head // group
-        per_tile = []
-        for tile in range(rules.tile_count):
-            scores = select_scores(tile, together, cmp_k[kv_head], touching, rules)
-            per_tile.append(choose(rules.selected, forced_blocks(tile, rules), scores))
-        indices.append(per_tile)
+        tiles = range(rules.tile_count)
+        scores = [select_scores(tile, together, cmp_k[kv_head], touching, rules) for tile in tiles]
+        chosen_blocks.append([choose(rules.selected, forced_blocks(tile, rules), scores[tile]) for tile in tiles])
+        all_scores.append(scores)
+    indices = chosen_blocks if indices is None else indices
 
     # Step 5, the compressed branch's own choice.
-    cmp_indices: list[list[set[int]]] | None = None
+    cmp_scores: list[list[dict[int, Fraction]]] | None = None
     if rules.cmp_selected is not None:
-        cmp_indices = [
+        choices = [
             [choose_cmp_blocks(tile, queries[h], cmp_k[h // group], rules) for tile in range(rules.tile_count)]
             for h in range(query_heads)
         ]
+        cmp_scores = [[scores for _, scores in head] for head in choices]
+        if cmp_indices is None:
+            cmp_indices = [[chosen for chosen, _ in head] for head in choices]
 
     # Steps 5 and 6, per query head and token.
     out, all_gates = [], []
@@ -484,6 +495,8 @@ def nsa_document(
         gates=per_token(all_gates, 3),
         indices=indices,
         cmp_indices=cmp_indices,
+        scores=all_scores,
+        cmp_scores=cmp_scores,
     )
 
 

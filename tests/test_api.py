@@ -39,6 +39,7 @@ def test_config_is_a_value() -> None:
         config.window_size = 1  # type: ignore[misc]
     assert NSAConfig(q_tile_size=1).shares_heads
     assert NSAConfig(softmax_scale=2).scale(64) == 2
+    assert type(NSAConfig(softmax_scale=2**70).scale(64)) is float, "PyTorch takes no such integer"
     assert NSAConfig().scale(64) == 0.125
 
 

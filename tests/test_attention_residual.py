@@ -115,6 +115,11 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "eps must be a number, got None", {"eps": None}),
     (ValueError, "eps must be finite and at least 0, got -1.0", {"eps": -1.0}),
     (ValueError, "eps must be finite and at least 0, got nan", {"eps": math.nan}),
+    (ValueError, "eps must be finite and at least 0, got 1000", {"eps": 10**400}),
+    (TypeError, "blocks must be a dense tensor, got the layout sparse_coo", {"blocks": BLOCKS.to_sparse()}),
+    (TypeError, r"blocks\[0\] must be a dense tensor, got the layout", {"blocks": [BLOCKS[0].to_sparse()] * 2}),
+    (TypeError, r"blocks\[1\] must be a dense tensor, got the layout", {"blocks": [BLOCKS[0], BLOCKS[0].to_sparse()]}),
+    (TypeError, "w_norm must be a dense tensor, got the layout sparse_coo", {"w_norm": torch.ones(8).to_sparse()}),
 ]
 
 
@@ -219,8 +224,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no Ascend NPU is visible" in str(refusal("ascend", "npu"))
     assert "only when named" in str(refusal("reference", "cuda"))
     assert refusal("reference", "cpu", torch.float64, blocks=100) is None
-    monkeypatch.setattr("ascend_kernels.support.find_spec", lambda _: None)
-    assert refusal("triton", "cuda") == "triton is not installed: pip install triton"
 
 
 # Tiles and launches

@@ -90,12 +90,21 @@ def test_options_of_the_compressed_branch(changes: dict[str, Any], batch: int, a
         {"share_heads_in_group": True},
         {"num_selected_blocks": 0},
         {"window_size": 0},
+        {"window_size": 2**31 - 1},
+        {"window_size": 2**31 - 1, "causal": False},
         {"q_tile_size": 512},
     ],
     ids=str,
 )
 def test_options(changes: dict[str, Any], arch: str) -> None:
     check(some_inputs(520), replace(SOME, **changes))
+
+
+def test_windows_reach_no_farther_than_tokens() -> None:
+    assert forward.window_reach(7, True, 100) == (6, 0)
+    assert forward.window_reach(7, False, 100) == (3, 3)
+    assert forward.window_reach(2**31 - 1, True, 100) == (100, 0)
+    assert forward.window_reach(2**31 - 1, False, 100) == (100, 100)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -258,7 +258,7 @@ def test_peers_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch) ->
     gpu = torch.device("cuda")
     for module in ("flash_attn.cute", "liger_kernel.ops.fused_neighborhood_attention"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(Unavailable, match=r"not installed: pip install \"nsa-kernels\[cuda\]\""):
+    with pytest.raises(Unavailable, match=r"cannot be imported: pip install \"nsa-kernels\[cuda\]\""):
         make_peer("fa4", SHAPE, gpu, torch.bfloat16)
     with pytest.raises(Unavailable, match=r"not installed: pip install liger-kernel==0\.8\.5"):
         make_peer("liger", SHAPE, gpu, torch.bfloat16)

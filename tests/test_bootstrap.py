@@ -82,6 +82,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'nsa-kernels'\n")
+    (tmp_path / "constraints.txt").write_text("numpy==2.3.5\n")
     return tmp_path
 
 
@@ -218,6 +219,8 @@ def test_torch_is_installed_first_and_kept(
     assert torch_step[-1] == torch
     assert "-e" not in torch_step
     assert package_step[-3:] == ["-e", package, torch]
+    for step in machine.pip_calls:
+        assert step[step.index("--constraint") + 1] == "constraints.txt"
     assert machine.environ["PIP_DISABLE_PIP_VERSION_CHECK"] == "1"
 
 
@@ -242,6 +245,8 @@ def test_torch_index_serves_the_torch_step_alone(
     torch_step, package_step = machine.pip_calls
     assert torch_step[torch_step.index("--index-url") + 1] == "file:///wheels"
     assert "--index-url" not in package_step
+    assert "--constraint" not in torch_step, "such an index has not every version"
+    assert "--constraint" in package_step
 
     monkeypatch.delenv("TORCH_INDEX")
     set_up(checkout, "dev", "bench")
@@ -283,6 +288,13 @@ def test_changed_pyproject_installs_again(machine: Machine, checkout: Path) -> N
     set_up(checkout, "bench")
     assert (machine.venvs_made, len(machine.pip_calls)) == (1, 4)
     assert stamped_extras(checkout) == ["bench"], "dev was not brought up to date with the new pyproject.toml"
+
+
+def test_changed_constraints_install_again(machine: Machine, checkout: Path) -> None:
+    set_up(checkout, "dev")
+    (checkout / "constraints.txt").write_text("numpy==2.3.4\n")
+    set_up(checkout, "dev")
+    assert (machine.venvs_made, len(machine.pip_calls)) == (1, 4)
 
 
 def test_changed_torch_version_installs_again(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dispatch
 from ascend_kernels import reference
-from cute_kernels import device, fa4, support
+from cute_kernels import device, fa4
 from cute_kernels import neighborhood_attention as cute
 from dispatch import neighborhood_attention
 from tests import backward_twins
@@ -192,17 +192,6 @@ def test_nothing_to_compute(twin: Twin, shape: tuple[int, ...]) -> None:
 
 
 # Refusals
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU with everything installed, as far as checks can tell."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(support, "_package_problem", lambda: None)
-    monkeypatch.setenv(device.TARGET_VARIABLE, "sm_90a")
-    device.compute_capability.cache_clear()
-    yield
-    device.compute_capability.cache_clear()
 
 
 def ask(*, dtype: torch.dtype = BF16, backward: bool = True, **options: Any) -> dict[str, str | None]:

@@ -171,20 +171,6 @@ def test_works_with_torch_alone() -> None:
     assert "nsa                              cpu   reference  runs" in done.stdout
 
 
-@pytest.mark.parametrize("package", ["cutlass", "flash_attn", "triton", "torch_npu"])
-def test_works_with_a_broken_package(package: str, tmp_path: Path) -> None:
-    """One that raises at import: the main job does not notice, the diagnosis says what it raised."""
-    (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").write_text("raise RuntimeError('driver too old\\nand more')\n")
-    setup = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-    done = run_python(setup + MAIN_JOB)
-    assert done.returncode == 0, done.stderr
-    shown = run_python(setup + "import runpy; runpy.run_module('dispatch', run_name='__main__')")
-    assert shown.returncode == 0, shown.stderr
-    assert "broken: RuntimeError: driver too old  [" in shown.stdout
-    assert "reference  runs" in shown.stdout
-
-
 def test_importing_imports_no_kernel_language() -> None:
     done = run_python(
         "import sys, nsa, dispatch, cute_kernels, ascend_kernels\n"
@@ -235,9 +221,10 @@ def test_the_two_tritons_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_package_states_report_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     versions_of(monkeypatch, "triton-ascend")
+    monkeypatch.setattr("dispatch.device.NPU_PYTHON_BEFORE", (4, 0))
 
     def import_module(name: str) -> object:
-        if name == "cutlass":
+        if name == "cutlass.cute":
             raise ModuleNotFoundError("No module named 'cutlass'", name="cutlass")
         if name == "flash_attn.cute":
             raise ModuleNotFoundError("No module named 'quack'", name="quack")
@@ -246,9 +233,12 @@ def test_package_states_report_versions(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(importlib, "import_module", import_module)
     states = {package.module: package for package in package_states()}
     assert len(states) == len(PACKAGES)
-    assert (states["triton"].version, states["triton"].problem) == ("1.0", None)
-    assert states["cutlass"].problem == 'not installed: pip install "nsa-kernels[cuda]"'
-    assert states["flash_attn.cute"].problem == "broken: No module named 'quack'"
+    assert (states["triton"].distribution, states["triton"].version) == ("triton-ascend", "1.0")
+    assert states["triton"].problem == '1.0 is installed, not ==3.2.0: pip install "triton-ascend==3.2.0"'
+    assert states["cutlass.cute"].problem == 'not installed: pip install "nsa-kernels[cuda]"'
+    assert (
+        states["flash_attn.cute"].problem == "broken: No module named 'quack': pip install \"flash-attn-4==4.0.0b36\""
+    )
 
 
 def test_npu_install_line_names_the_python_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,11 +71,14 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "c below forced": (
         {"num_cmp_selected_blocks": 3, "n_block_size": 1, "q_tile_size": 32},
         ValueError,
-        ("num_cmp_selected_blocks", "at least 4", "3"),
+        ("num_cmp_selected_blocks", "at least 4", "compress_block_size=8", "causal=True", "got 3"),
     ),
     "scale zero": ({"softmax_scale": 0.0}, ValueError, ("softmax_scale", "greater than 0", "0.0")),
     "scale nan": ({"softmax_scale": float("nan")}, ValueError, ("softmax_scale", "finite", "nan")),
     "compress word": ({"compress": "max"}, ValueError, ("compress", "'mean'", "'max'")),
+    "l two values": ({"compress_block_size": torch.tensor([8, 8])}, TypeError, ("compress_block_size", "integer")),
+    "w beyond int32": ({"window_size": 2**31}, ValueError, ("window_size", "2147483647", "2147483648")),
+    "scale beyond float": ({"softmax_scale": 10**400}, ValueError, ("softmax_scale", "finite")),
     # how options are given
     "unknown keyword": ({"block_size": 64}, TypeError, ("block_size",)),
     "config and option": ({"config": NSAConfig()}, TypeError, ("config", "compress_block_size")),
@@ -88,6 +91,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "k other dtype": ({"k": ones(B, N, H_KV, D, dtype=DOUBLE)}, TypeError, ("k", "float32", "float64")),
     "v other device": ({"v": ones(B, N, H_KV, D_V, device="meta")}, ValueError, ("v", "cpu", "meta")),
     "gates dtype": ({"gates": ones(B, N, H, 3, dtype=torch.bfloat16)}, TypeError, ("gates", "float32", "bfloat16")),
+    "k sparse": ({"k": ones(B, N, H_KV, D).to_sparse()}, TypeError, ("k", "dense", "sparse_coo")),
     # tensors: shape
     "q 3 dims": ({"q": ones(N, H, D)}, ValueError, ("q", "[B,N,heads,D]", f"[{N}, {H}, {D}]")),
     "k other N": ({"k": ones(B, 31, H_KV, D)}, ValueError, ("k", f"[{B}, {N}]", "31")),
@@ -145,6 +149,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("compress", "[2, 4, 2, 8]", "[2, 4, 2, 8, 8]"),
     ),
+    "compress gives nothing": ({"compress": lambda blocks: None}, TypeError, ("compress", "NoneType")),
     # documents
     "q 4 dims packed": (packed(q=ones(1, N, H, D)), ValueError, ("q", "[T,heads,D]", "[1, 32, 4, 8]")),
     "cu_seqlens list": (packed(cu_seqlens=[0, N]), TypeError, ("cu_seqlens", "list")),
@@ -215,6 +220,13 @@ def test_no_backend_on_a_device_without_kernels() -> None:
 def test_bad_modules(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NSAttention(32, **keywords)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_reference_has_no_values_of_meta_tensors(debug: bool) -> None:
+    on_meta = {name: ones(*good()[name].shape, device="meta") for name in ("q", "k", "v")}
+    with pytest.raises(dispatch.BackendError, match="reads values, and meta tensors have none"):
+        nsa(**on_meta, debug=debug, backend="reference")
 
 
 def test_module_refuses_positions_it_would_ignore() -> None:

@@ -149,6 +149,8 @@ def test_cpu_tensors_run_the_reference() -> None:
         (ValueError, "q must have at least one head and D >= 1", {"q": torch.zeros(1, 8, 4, 0)}),
         (TypeError, "kernel_size must be an integer, got 3.0", {"kernel_size": 3.0}),
         (TypeError, "dilation must be an integer, got True", {"dilation": True}),
+        (ValueError, "dilation must be at most 9223372036854775807, got 9223372036854775808", {"dilation": 2**63}),
+        (TypeError, "v must be a dense tensor, got the layout sparse_coo", {"v": torch.zeros(1, 8, 2, 16).to_sparse()}),
         (ValueError, "kernel_size must be at least 1, got 0", {"kernel_size": 0}),
         (ValueError, "dilation must be at least 1, got -1", {"dilation": -1}),
         (TypeError, "softmax_scale must be a number or None, got 'x'", {"softmax_scale": "x"}),
@@ -177,8 +179,8 @@ def refusal(backend: str, device: str, dtype: torch.dtype = torch.float16, **opt
     return {verdict.impl.backend: verdict.reason for verdict in dispatch.explain(call)}[backend]
 
 
-def test_wide_windows_are_left_to_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.usefixtures("hopper")
+def test_wide_windows_are_left_to_flash_attention_4() -> None:
     first, *_, again, _, _ = dispatch.explain(
         dispatch.Call("neighborhood_attention", "cuda", torch.float16, options={"kernel_size": 97})
     )
@@ -189,8 +191,8 @@ def test_wide_windows_are_left_to_flash_attention_4(monkeypatch: pytest.MonkeyPa
         assert dispatch.explain(call, named)[0].reason is None
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.usefixtures("hopper")
+def test_refusals() -> None:
     assert refusal("triton", "cuda") is None
     assert refusal("triton", "cuda", torch.float64) == "takes float16, bfloat16 and float32, got float64"
     assert refusal("triton", "cuda", shape=(1, 9, 1, 257)) == "takes D up to 256, got 257"
@@ -210,8 +212,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     assert refusal("ascend", "cuda") == "runs on Ascend NPUs, got cuda"
     assert "no Ascend NPU is visible" in str(refusal("ascend", "npu"))
-    monkeypatch.setattr("ascend_kernels.support.find_spec", lambda _: None)
-    assert refusal("triton", "cuda") == "triton is not installed: pip install triton"
 
 
 # Launches

@@ -7,8 +7,11 @@ import json
 import math
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -485,6 +488,67 @@ def run_probe(how: list[str], out: Path, *arguments: str) -> tuple[str, dict[str
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(out.read_text())
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
+    """What `what` gives as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while not (answer := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return answer
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_killed_probe_leaves_no_trial_behind(tmp_path: Path) -> None:
+    """On a GPU it would hold memory that the next probe's trials miss."""
+    pid_file = tmp_path / "pid"
+    endless = f"""
+import os, time
+from bench import probe_max_seqlen as probe
+probe.end_with_the_probe()
+open({str(pid_file)!r} + ".partial", "w").write(str(os.getpid()))
+os.replace({str(pid_file)!r} + ".partial", {str(pid_file)!r})
+time.sleep(600)
+"""
+    starter = f"from bench import probe_max_seqlen as probe; probe.start_trial(1, {python(endless)!r}, timeout=600)"
+    killed = subprocess.Popen(python(starter), cwd=CHECKOUT)
+    wait_for(pid_file.exists)
+    trial = int(pid_file.read_text())
+    assert is_running(trial)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    wait_for(lambda: not is_running(trial), seconds=30)
+
+
+@pytest.mark.slow
+def test_a_killed_probe_goes_on_where_it_was(tmp_path: Path) -> None:
+    out = tmp_path / "killed.json"
+    sizes = ["--op", "dense", "--start", "256", "--max-seqlen", "1024"]
+    killed = subprocess.Popen(
+        [sys.executable, "bench/probe_max_seqlen.py", *SMALL, "--out", str(out), *sizes],
+        cwd=CHECKOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for(lambda: out.exists() and json.loads(out.read_text())["trials"])
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, "it was over before it was killed"
+    before = json.loads(out.read_text())["trials"]
+    out.with_suffix(".json.partial").write_text('{"half a')  # as if killed while it wrote
+
+    printed, state = run_probe(["bench/probe_max_seqlen.py"], out, *sizes)
+    assert f"Going on from the {len(before)} trials" in printed
+    assert printed.count("(recorded)") == len(before)
+    assert [trial["n"] for trial in state["trials"]] == [256, 512, 1024]
+    assert state["trials"][: len(before)] == before
+    assert state["bracket"] == {"fits": 1024, "fails": None, "why": "max-seqlen"}
 
 
 def assert_consistent(state: dict[str, Any], granularity: int) -> None:

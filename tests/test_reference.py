@@ -7,122 +7,21 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import nsa.reference as reference
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.tensors import NSAInputs
 from tests.helpers import SMALL, assert_within_budget, make_inputs, make_qkv
-from tests.loop_oracle import LoopResult, nsa_document, nsa_packed
+from tests.loop_oracle import nsa_document, nsa_packed
+from tests.reference_cases import assert_agrees, assert_same_blocks, cases, documents
 
 # Agreement of two independent implementations
-
-
-@st.composite
-def configs(draw: st.DrawFn) -> NSAConfig:
-    length = draw(st.integers(1, 9))
-    tile = draw(st.sampled_from([1, 1, 2, 5, 8, 16, 100]))
-    selected = draw(st.integers(0, 8))
-    init = draw(st.integers(0, selected))
-    options: dict[str, Any] = {
-        "compress_block_size": length,
-        "compress_stride": draw(st.none() | st.integers(1, length)),
-        "select_block_size": draw(st.none() | st.integers(1, 12)),
-        "num_selected_blocks": selected,
-        "window_size": draw(st.sampled_from([0, 1, 2, 7, 30, 1000])),
-        "q_tile_size": tile,
-        "share_heads_in_group": draw(st.booleans()),
-        "num_init_blocks": init,
-        "num_local_blocks": draw(st.integers(0, selected - init)),
-        "causal": draw(st.booleans()),
-        "softmax_scale": draw(st.none() | st.sampled_from([0.1, 2.0])),
-        "n_block_size": draw(st.integers(1, 4)),
-    }
-    config = NSAConfig(**options)
-    if tile > 1 and draw(st.booleans()):
-        fewest = max(1, config._forced_cmp_blocks())
-        config = replace(config, num_cmp_selected_blocks=fewest + draw(st.integers(0, 3)))
-    return config
-
-
-@st.composite
-def cases(draw: st.DrawFn, packed: bool) -> tuple[NSAInputs, NSAConfig]:
-    config = draw(configs())
-    kv_heads, group = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 8]))
-    dim, v_dim = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 5, 17, 30]), min_size=0, max_size=4)) if packed else []
-    tail = draw(st.integers(0, 3)) if packed else 0
-    tokens = sum(lengths) + tail if packed else draw(st.integers(0, 60))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    lead = (tokens,) if packed else (1, tokens)
-    tensors = {
-        "q": normal(*lead, kv_heads * group, dim),
-        "k": normal(*lead, kv_heads, dim),
-        "v": normal(*lead, kv_heads, v_dim),
-    }
-    compression = draw(st.sampled_from(["mean", "mean", "projected", "given", "callable", "pair"]))
-    if compression == "projected":
-        tensors |= {"w_k_compress": normal(kv_heads, dim, dim), "w_v_compress": normal(kv_heads, v_dim, v_dim)}
-    elif compression == "given":
-        entries = sum(map(config.num_compressed, lengths)) if packed else config.num_compressed(tokens)
-        cmp_lead = (entries,) if packed else (1, entries)
-        tensors |= {"k_cmp": normal(*cmp_lead, kv_heads, dim), "v_cmp": normal(*cmp_lead, kv_heads, v_dim)}
-    elif compression == "callable":
-        config = replace(config, compress=last_of_block)
-    elif compression == "pair":
-        config = replace(config, compress=(last_of_block, largest_of_block))
-    for branch in ("slc", "win"):
-        if draw(st.booleans()):
-            tensors |= {f"k_{branch}": normal(*lead, kv_heads, dim), f"v_{branch}": normal(*lead, kv_heads, v_dim)}
-    gate = draw(st.sampled_from(["third", "given", "projected"]))
-    if gate == "given":
-        tensors["gates"] = normal(*lead, kv_heads * group, 3)
-    elif gate == "projected":
-        tensors["gate_proj_weight"] = normal(kv_heads * group, 3, dim)
-    if packed:
-        bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        tensors["cu_seqlens"] = bounds
-    return NSAInputs(**tensors), config
-
-
-def last_of_block(blocks: Tensor) -> Tensor:
-    return blocks[..., -1, :]
-
-
-def largest_of_block(blocks: Tensor) -> Tensor:
-    return blocks.amax(-2)
-
-
-def assert_agrees(out: Tensor, aux: Any, loop: LoopResult, config: NSAConfig) -> None:
-    """One document's results, without batch dim, against the loops' to 1e-12."""
-    for name in ("o_cmp", "o_slc", "o_win", "lse_cmp", "lse_slc", "lse_win", "k_cmp", "v_cmp", "gates"):
-        torch.testing.assert_close(
-            aux[name], getattr(loop, name), rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    torch.testing.assert_close(out, loop.out, rtol=1e-12, atol=1e-12)
-    assert_same_blocks(aux["indices"], loop.indices, config.num_selected_blocks)
-    if loop.cmp_indices is None:
-        assert aux["cmp_indices"] is None
-    else:
-        assert_same_blocks(aux["cmp_indices"], loop.cmp_indices, config.num_cmp_selected_blocks)
-
-
-def assert_same_blocks(indices: Tensor, expected: list[list[set[int]]], width: int | None) -> None:
-    assert indices.dtype == torch.int32
-    assert indices.shape[-1] == width
-    for head, tiles in zip(indices.tolist(), expected, strict=True):
-        for row, blocks in zip(head, tiles, strict=True):
-            assert row == [*sorted(blocks), *[-1] * (len(row) - len(blocks))]
 
 
 @settings(max_examples=150)
@@ -130,10 +29,8 @@ def assert_same_blocks(indices: Tensor, expected: list[list[set[int]]], width: i
 def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None:
     inputs, config = case
     out, aux = reference.nsa(inputs, config)
-    tensors = {n: t[0] if t.dim() == 4 else t for n, t in inputs.tensors().items()}
-    loop = nsa_document(config=config, **tensors)
-    one = {name: None if value is None else value[0] for name, value in aux._asdict().items()}
-    assert_agrees(out[0], one, loop, config)
+    (document,) = documents(inputs, config, out, aux)
+    assert_agrees(document.out, document.aux, nsa_document(config=config, **document.tensors), config)
 
 
 @settings(max_examples=100)
@@ -144,17 +41,11 @@ def test_packed_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None
     out, aux = reference.nsa(inputs, config)
     loops = nsa_packed(config=config, **inputs.tensors())
     token = entry = tile = 0
-    for loop in loops:
-        length = loop.out.shape[0]
-        tiles, entries = -(-length // config.q_tile_size), config.num_compressed(length)
-        rows, cols = slice(token, token + length), slice(tile, tile + tiles)
-        one = {name: getattr(aux, name)[rows] for name in ("o_cmp", "o_slc", "o_win", "gates")}
-        one |= {name: getattr(aux, name)[:, rows] for name in ("lse_cmp", "lse_slc", "lse_win")}
-        one |= {name: getattr(aux, name)[entry : entry + entries] for name in ("k_cmp", "v_cmp")}
-        one["indices"] = aux.indices[:, cols]
-        one["cmp_indices"] = None if aux.cmp_indices is None else aux.cmp_indices[:, cols]
-        assert_agrees(out[rows], one, loop, config)
-        token, entry, tile = token + length, entry + entries, tile + tiles
+    for loop, document in zip(loops, documents(inputs, config, out, aux), strict=True):
+        assert_agrees(document.out, document.aux, loop, config)
+        length = len(document.out)
+        token, entry = token + length, entry + config.num_compressed(length)
+        tile += -(-length // config.q_tile_size)
     total, docs = inputs.q.shape[0], len(loops)
     assert out.shape[0] == total
     assert aux.indices.shape[1] == (total + docs * (config.q_tile_size - 1)) // config.q_tile_size
@@ -274,6 +165,37 @@ def test_selection_and_samples_are_for_fixed_length_inputs() -> None:
         reference.nsa(inputs, SMALL["seed"], indices=torch.zeros(1, 4, 2, 3))
     with pytest.raises(ValueError, match="fixed-length"):
         reference.nsa_tiles(inputs, SMALL["seed"], torch.tensor([0]))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_sizes_far_beyond_the_document_are_its_own(causal: bool) -> None:
+    """They take no memory, and change nothing: one select block, one block of entries, a window that sees all."""
+    inputs = make_inputs(20)
+    small = {"compress_block_size": 4, "num_selected_blocks": 2, "q_tile_size": 8, "causal": causal}
+    far = dict.fromkeys(("window_size", "select_block_size", "n_block_size"), 2**31 - 1)
+    near = {"window_size": 40, "select_block_size": 20, "n_block_size": 5}
+    config = NSAConfig(**small, num_cmp_selected_blocks=2, **far)
+    out, aux = reference.nsa(inputs, config)
+    expected, aux_expected = reference.nsa(inputs, replace(config, **near))
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+    assert torch.equal(aux.indices, aux_expected.indices)
+    none = replace(config, compress_block_size=2**31 - 1, num_cmp_selected_blocks=None, num_local_blocks=1)
+    _, aux = reference.nsa(inputs, none)
+    assert not aux.o_cmp.any()
+    torch.testing.assert_close(aux.o_slc, aux_expected.o_win if causal else aux.o_win, rtol=1e-13, atol=1e-13)
+
+
+def test_fewest_blocks_of_entries_that_a_tile_needs() -> None:
+    """The rule in closed form, against counting over all tiles of a period."""
+    for length, tile, width in product(range(1, 7), range(2, 12), range(1, 5)):
+        for stride in range(1, length + 1):
+            counts = []
+            for t in range(length // tile + 1, length // tile + 1 + stride * width):
+                first = -((length - 1 - t * tile) // stride)
+                last = (t * tile + tile - length) // stride
+                counts.append(last // width - first // width + 1 if last >= first else 0)
+            config = NSAConfig(compress_block_size=length, compress_stride=stride, q_tile_size=tile, n_block_size=width)
+            assert config._forced_cmp_blocks() == max(counts)
 
 
 # Gradients

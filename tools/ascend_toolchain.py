@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bootstrap import ROOT, SetUpError, free_disk_gb, run_step
+from bootstrap import CONSTRAINTS, ROOT, SetUpError, free_disk_gb, run_step
 
 CACHE = ROOT / ".cache" / "ascend"
 STAMP_NAME = "toolchain.json"
@@ -109,7 +109,7 @@ def set_up_triton() -> None:
         ("venv", [find_python(), "-m", "venv", "--clear", str(venv)]),
         (TORCH, [*pip, "--no-deps", *(["--index-url", index] if index else []), TORCH]),
         (TRITON_ASCEND, [*pip, "--no-deps", TRITON_ASCEND]),
-        ("what they need", [*pip, *SMALL_PACKAGES]),
+        ("what they need", [*pip, "--constraint", CONSTRAINTS, *SMALL_PACKAGES]),
         ("import", [str(venv / "bin" / "python"), "-I", "-c", check]),
     ):
         run_step(title, command, ROOT, advice)

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 10)
 STAMP_NAME = ".nsa-bootstrap.json"
+CONSTRAINTS = "constraints.txt"
 PIP_LINES_SHOWN = 25
 
 
@@ -135,6 +136,7 @@ def wanted_stamp(root: Path, device: Device, torch: str, extras: Iterable[str]) 
         "checkout": str(root),
         "device": device.label,
         "pyproject": hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest(),
+        "constraints": hashlib.sha256((root / CONSTRAINTS).read_bytes()).hexdigest(),
         "torch": torch,
         "python": "{}.{}".format(*sys.version_info[:2]),
         "extras": sorted({*extras, *device.extras}),
@@ -189,13 +191,15 @@ def venv_python(venv: Path) -> Path:
 
 def pip_steps(venv: Path, torch: str, extras: Sequence[str], torch_index: str) -> list[tuple[str, list[str]]]:
     """(title, command) of each pip call. torch comes first, so that it never arrives as another package's dependency,
-    and is named again in the second, so that no extra replaces it.
+    and is named again in the second, so that no extra replaces it. An index of torch's own has not every version that
+    CONSTRAINTS names, so there the second call alone keeps to it.
     """
     pip_install = [str(venv_python(venv)), "-I", "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
+    pinned = ["--constraint", CONSTRAINTS]
     package = f".[{','.join(extras)}]" if extras else "."
     return [
-        (torch, [*pip_install, *(["--index-url", torch_index] if torch_index else []), torch]),
-        (f"nsa-kernels [{', '.join(extras)}]", [*pip_install, "-e", package, torch]),
+        (torch, [*pip_install, *(["--index-url", torch_index] if torch_index else pinned), torch]),
+        (f"nsa-kernels [{', '.join(extras)}]", [*pip_install, *pinned, "-e", package, torch]),
     ]
 
 

@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Licences and known vulnerabilities of what is installed beside this script's Python; `make lint` ends with it.
+
+Licences: every distribution's own statement (License-Expression, else its classifiers, else the first line of License)
+must hold terms of ALLOWED only; EXCEPTIONS names packages whose statement says less, with what was read in them.
+Advisories: `pip-audit`, where it reaches its index. Where it does not, that is said, and is no failure: a list of
+vulnerabilities changes by the day, and offline there is none to be had.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from importlib import metadata
+
+ALLOWED = {
+    *("Apache-2.0", "Apache-2.0 WITH LLVM-exception", "Apache 2.0", "Apache Software License"),
+    *("MIT", "MIT-CMU", "MIT License", "BSL-1.0", "Zlib", "CC0-1.0", "ISC"),
+    *("0BSD", "BSD-2-Clause", "BSD-3-Clause", "BSD", "BSD License", "3-Clause BSD License"),
+    *("PSF-2.0", "Python Software Foundation License"),
+    *("MPL-2.0", "Mozilla Public License 2.0 (MPL 2.0)"),
+}
+EXCEPTIONS = {
+    "nvidia-*": "NVIDIA's own licences: CuTe DSL (the `cuda` extra), CUDA's libraries (torch for GPUs)",
+    "cuda-toolkit": "names no licence and holds no files; it asks for nvidia-*",
+    "quack-kernels": "Apache-2.0 by its LICENSE file; its metadata names none",
+}
+"""By name or pattern."""
+ADVISORY_SECONDS = 120
+
+
+def statement(distribution: metadata.Distribution) -> list[str]:
+    """Terms that a distribution gives for itself."""
+    facts = distribution.metadata
+    expression = facts.get("License-Expression")
+    if expression:
+        return [term.strip("() ") for term in re.split(r"\b(?:AND|OR)\b", str(expression))]
+    classifiers = [line.rpartition(" :: ")[2] for line in facts.get_all("Classifier") or [] if line.startswith("Licen")]
+    if classifiers:
+        return classifiers
+    return (facts.get("License") or "").strip().splitlines()[:1]
+
+
+def licence_problems(distributions: Iterable[metadata.Distribution]) -> list[str]:
+    """One line for each distribution whose licence is not allowed or not stated."""
+    problems = []
+    for distribution in sorted(distributions, key=lambda each: each.name.lower()):
+        terms = statement(distribution)
+        unknown = [term for term in terms if term not in ALLOWED]
+        name = re.sub(r"[-_.]+", "-", distribution.name).lower()
+        excepted = any(fnmatchcase(name, pattern) for pattern in EXCEPTIONS)
+        if (unknown or not terms) and not excepted:
+            shown = ", ".join(unknown) or "no licence in its metadata"
+            problems.append(f"{distribution.name} {distribution.version}: {shown}")
+    return problems
+
+
+def advisories() -> tuple[bool, str]:
+    """Whether nothing bad is known of what is installed, or nothing could be asked; and what to print."""
+    if importlib.util.find_spec("pip_audit") is None:
+        return True, "not checked: pip-audit is not installed (pip install pip-audit)"
+    command = [sys.executable, "-m", "pip_audit", "--format", "json", "--progress-spinner", "off", "--skip-editable"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ADVISORY_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return True, f"not checked: pip-audit had no answer after {ADVISORY_SECONDS} s"
+    try:
+        audited = json.loads(done.stdout)["dependencies"]
+    except (ValueError, KeyError, TypeError):
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return True, f"not checked: pip-audit failed: {last}"
+    skipped = [each["name"] for each in audited if "skip_reason" in each]
+    if len(skipped) == len(audited):
+        return True, f"not checked: pip-audit skipped all packages: {audited[0]['skip_reason'] if audited else 'none'}"
+    known = [
+        f"{each['name']} {each['version']}: {vulnerability['id']}"
+        for each in audited
+        for vulnerability in each.get("vulns", ())
+    ]
+    shown = f"{len(audited) - len(skipped)} packages checked, {len(known)} known vulnerabilities"
+    if skipped:
+        shown += f"; not checked: {', '.join(skipped)}"
+    return not known, "\n".join([shown, *(f"  {line}" for line in known)])
+
+
+def main() -> int:
+    distributions = list(metadata.distributions())
+    problems = licence_problems(distributions)
+    print(f"Licences: {len(distributions)} packages checked, {len(problems)} not allowed")
+    for problem in problems:
+        print(f"  {problem}\n    Add its terms to ALLOWED or its name to EXCEPTIONS, or do without the package.")
+    safe, shown = advisories()
+    print(f"Advisories: {shown}")
+    return 0 if safe and not problems else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
