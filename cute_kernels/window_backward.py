@@ -603,7 +603,7 @@ def window_backward(
         into: dq, dk and dv, like q, k and v, to write.
         near: add the gradients of this branch's attention to keys inside the window.
     """
-    if near is not None and (near.size % UNIT or not 0 < near.local * near.size <= left + 1):
+    if near is not None and (near.size % UNIT or not 0 < min(near.local * near.size, q.shape[1]) <= left + 1):
         raise ValueError(f"near blocks must be multiples of {UNIT} keys and lie in the window, got {near[2:]}, {left=}")
     dq, dk, dv = into
     if q.numel() == 0:

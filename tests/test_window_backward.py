@@ -166,6 +166,13 @@ def test_near_blocks(near: tuple[int, int]) -> None:
 
 
 @CUDA
+@pytest.mark.parametrize("tokens", [1, 100, 128])
+def test_windows_as_long_as_the_sequence(tokens: int) -> None:
+    """Callers pass no wider ones, near blocks may be."""
+    make(tokens, left=tokens - 1, near=(64, 2)).check()
+
+
+@CUDA
 @NEAR
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
@@ -213,7 +220,7 @@ def test_strides() -> None:
 
 @pytest.mark.parametrize("near", [(32, 2), (64, 0), (64, 9), (256, 3)], ids=str)
 def test_near_blocks_must_lie_in_the_window(near: tuple[int, int]) -> None:
-    inputs = make(4, 1, 1, 64, near=(64, 2), device="cpu")
+    inputs = make(600, 1, 1, 64, near=(64, 2), device="cpu")
     with pytest.raises(ValueError, match="near blocks must be multiples of 64 keys and lie in the window, got"):
         replace(inputs, near=near).run()
 
