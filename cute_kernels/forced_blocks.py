@@ -24,7 +24,6 @@ bytes. All blocks that are read must hold finite values up to the last token of 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from cute_kernels.device import has_warpgroups
 from cute_kernels.documents import TILE, document_at
-from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import fake_bounds
 from cute_kernels.warp import LANES
 from cute_kernels.warp_rows import SHARED_PERCENT, WarpRows, block_bounds, heads_of
@@ -170,7 +169,7 @@ class ForcedBlocks(WarpRows):
         return (*first, *(local + i * self.size for i in range(self.local)))
 
 
-@lru_cache
+@compiled_once
 def _attend(
     dims: tuple[int, int],
     dtype: torch.dtype,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -29,7 +28,7 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 THREADS = 128
 CHUNK = 256
@@ -223,7 +222,7 @@ class GateResults:
     """fp32 `[H,3,D]`, gradient of the projection."""
 
 
-@lru_cache
+@compiled_once
 def _compiled(
     dim: int, v_dim: int, dtype: torch.dtype, g_dtype: torch.dtype | None, projected: bool, packed: bool
 ) -> Kernel:

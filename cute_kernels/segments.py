@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -41,7 +40,7 @@ from torch import Tensor
 from cute_kernels import documents
 from cute_kernels.block_lists import WORD
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
-from cute_kernels.jit import Kernel, compile_kernel, fake
+from cute_kernels.jit import Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.warp import LANES, prefix_sum
 
 THREADS = 256
@@ -339,24 +338,24 @@ def fake_bounds() -> Any:
     return fake(torch.int32, 6, None, aligned=False)
 
 
-@lru_cache
+@compiled_once
 def _mark(size: int, packed: bool, init: int = 0, local: int = 0) -> Kernel:
     tables = [fake_table() for _ in range(3)]
     return compile_kernel(MarkTokens(size, init, local), *tables, fake_bounds() if packed else None, Int32(0))
 
 
-@lru_cache
+@compiled_once
 def _count() -> Kernel:
     return compile_kernel(CountTokens(), fake_table(), fake_table(), fake_segments(), Int32(0))
 
 
-@lru_cache
+@compiled_once
 def _list() -> Kernel:
     tables = [fake_table() for _ in range(3)]
     return compile_kernel(ListTokens(), *tables, fake_segments(), fake_segments(), fake_places())
 
 
-@lru_cache
+@compiled_once
 def _cut() -> Kernel:
     return compile_kernel(CutLists(), *[fake_segments() for _ in range(3)])
 

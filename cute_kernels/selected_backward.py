@@ -35,7 +35,6 @@ in all rows, also where lse is not; TMA: rows start at multiples of 16 bytes.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -46,7 +45,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
 from cute_kernels.block_lists import WORD, BlockLists, fake_lists
-from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE, Sizes, write_counts, write_segments
 from cute_kernels.warp import LANES, LOG2_E, lowest_bit, prefix_sum
 from cute_kernels.warpgroup_tiles import (
@@ -748,7 +747,7 @@ class AddSegments:
                         cute.autovec_copy(rOut, gOut)
 
 
-@lru_cache
+@compiled_once
 def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     statistics = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
@@ -762,7 +761,7 @@ def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
     )
 
 
-@lru_cache
+@compiled_once
 def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     statistics = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
@@ -779,19 +778,19 @@ def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int) -> Ke
     )
 
 
-@lru_cache
+@compiled_once
 def _count() -> Kernel:
     return compile_kernel(CountVisits(), _fake_bits(), _fake_table(), *[Int32(0)] * 3)
 
 
-@lru_cache
+@compiled_once
 def _list() -> Kernel:
     visits = fake(torch.int32, None, aligned=False)
     tables = [_fake_table() for _ in range(3)]
     return compile_kernel(ListVisits(), _fake_bits(), *tables[:2], visits, tables[2], *[Int32(0)] * 3)
 
 
-@lru_cache
+@compiled_once
 def _add(dim: int, dtype: torch.dtype, size: int) -> Kernel:
     tables = [_fake_table() for _ in range(3)]
     outputs = [fake(dtype, None, None, None, dim) for _ in range(2)]

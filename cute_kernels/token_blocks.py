@@ -38,7 +38,6 @@ Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -53,7 +52,7 @@ from cute_kernels.best_blocks import LIMIT, BestBlocks, Blocks
 from cute_kernels.block_lists import Keys
 from cute_kernels.device import has_warpgroups, vectorizable
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
-from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.warp import LANES
 
@@ -606,7 +605,7 @@ class TokenBlocks:
                 threshold = self.best.merge(sBest, sIndex, score, block, candidates)
 
 
-@lru_cache
+@compiled_once
 def _compiled(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: bool, warpgroups: bool) -> Kernel:
     bounds, tiles = fake_tables() if packed else (None, None)
     return compile_kernel(

@@ -32,7 +32,6 @@ not finite.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -43,7 +42,7 @@ from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
 from cute_kernels.forced_blocks import forced_blocks_forward, takes_forced
-from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import (
     BLOCK,
     COUNT,
@@ -297,7 +296,7 @@ class AddSlots:
             cute.autovec_copy(rX, cute.local_tile(gX, (VECTOR,), (vector,)))
 
 
-@lru_cache
+@compiled_once
 def _visit(
     dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
 ) -> Kernel:
@@ -316,7 +315,7 @@ def _visit(
     )
 
 
-@lru_cache
+@compiled_once
 def _add(
     dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, skip: bool = False, carry: bool = False
 ) -> Kernel:

@@ -35,7 +35,6 @@ multiples of 16 bytes; what is visited is finite.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -47,7 +46,7 @@ from torch import Tensor
 
 from cute_kernels import warpgroup_tiles as hopper
 from cute_kernels.device import has_warpgroups, vectorized
-from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, fake_bounds, fake_places, fake_segments, passes
 from cute_kernels.side_streams import STREAMS, SideStreams
 from cute_kernels.token_selected import add_slots, check_token_selected, used_segments
@@ -592,7 +591,7 @@ class AddParts:
                     cute.autovec_copy(rSum, gX)
 
 
-@lru_cache
+@compiled_once
 def _visit(
     dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
 ) -> Kernel:
@@ -613,7 +612,7 @@ def _visit(
     )
 
 
-@lru_cache
+@compiled_once
 def _add_parts(dim: int, size: int, packed: bool) -> Kernel:
     return compile_kernel(
         AddParts(dim, size),

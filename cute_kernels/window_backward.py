@@ -26,7 +26,6 @@ finite in all rows; TMA: rows start at multiples of 16 bytes; 64-bit offsets.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -36,7 +35,7 @@ from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
-from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.warp import LANES, LOG2_E
 from cute_kernels.warpgroup_tiles import (
     ALIGNMENT,
@@ -548,7 +547,7 @@ class Near(NamedTuple):
     local: int
 
 
-@lru_cache
+@compiled_once
 def _dq(dim: int, dtype: torch.dtype, near: bool) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     return compile_kernel(
@@ -561,7 +560,7 @@ def _dq(dim: int, dtype: torch.dtype, near: bool) -> Kernel:
     )
 
 
-@lru_cache
+@compiled_once
 def _dkv(dim: int, dtype: torch.dtype, near: bool) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     return compile_kernel(
