@@ -26,6 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "blocks of 128": {"select_block_size": 128},
     "blocks of 256": {"select_block_size": 256, "num_selected_blocks": 3},
     "no window": {"window_size": 0},
+    "local blocks in the window": {"window_size": 200},
+    "blocks of 128 in the window": {"select_block_size": 128, "window_size": 300},
     "nothing selected": {"num_selected_blocks": 0, "num_init_blocks": 0, "num_local_blocks": 0},
 }
 
