@@ -149,6 +149,9 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
     def attend_compressed() -> forward.Branch:
         return forward.attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, 0, token_mode)
 
+    def attend_selected() -> forward.Branch:
+        return forward.attend_selected(plan, q, k, v, indices, 0, False, forced=True)
+
     per_tile: list[Stage] = []
     per_token: list[Stage] = []
     if token_mode:
@@ -184,7 +187,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
         *per_tile,
         Stage("compressed", attend_compressed, attention(compressed_keys)),
         *per_token,
-        Stage("selected", lambda: forward.attend_selected(plan, q, k, v, indices, 0, False), attention(selected_keys)),
+        Stage("selected", attend_selected, attention(selected_keys)),
         Stage("window", lambda: forward.attend_window(plan, q, k, v, 0, False), attention(window_keys)),
         Stage("gate", lambda: forward.gate(call, part, 0, n, out), Work(5 * row_bytes)),
     ]
@@ -281,7 +284,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
             before, backward.SPLIT = backward.SPLIT, through_split
             try:
                 for one in passes:
-                    backward.selected_backward(plan, one.slc, one.part.indices, one.gated.delta, False)
+                    backward.selected_backward(plan, one.slc, one.part.indices, one.gated.delta[1], False)
             finally:
                 backward.SPLIT = before
 
@@ -307,7 +310,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         if can_split(plan.rules, sizes.dim, sizes.dim):
             stages += [("selected, split", selected(through_split=True)), *split_halves(plan, passes, bits)]
     stages += [
-        ("window", every(lambda one: backward.window_backward(plan, one.win, False))),
+        ("window", every(lambda one: backward.window_backward(plan, one.win, one.gated.delta[2], False))),
         ("query sums", every(sum_queries)),
         ("key sums", every(sum_keys)),
     ]
@@ -343,12 +346,12 @@ def split_halves(
     def dq() -> None:
         for one, lists, _ in made:
             x = one.slc
-            split.selected_dq(x.q, x.k, x.v, x.do, x.lse, one.gated.delta, lists, dq=x.dq, **how)
+            split.selected_dq(x.q, x.k, x.v, x.do, x.lse, one.gated.delta[1], lists, dq=x.dq, **how)
 
     def dkv() -> None:
         for one, lists, of in made:
             x, size = one.slc, plan.config.select_size
-            given = x.q, x.k, x.v, x.do, x.lse, one.gated.delta, lists, of
+            given = x.q, x.k, x.v, x.do, x.lse, one.gated.delta[1], lists, of
             split.selected_dkv(*given, size=size, dk=x.dk, dv=x.dv, **how)
 
     return [("split, dq", dq), ("split, dk dv", dkv)]

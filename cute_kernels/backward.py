@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cute_kernels import fa4
 from cute_kernels import selected_backward as split
+from cute_kernels import window_backward as split_window
 from cute_kernels.block_lists import BlockLists
 from cute_kernels.compress import block_means
 from cute_kernels.device import vectorizable
@@ -39,7 +40,7 @@ from cute_kernels.forward import (
     token_lists,
     window_reach,
 )
-from cute_kernels.gate_backward import gate_gradients
+from cute_kernels.gate_backward import GateResults, gate_gradients
 from cute_kernels.gradient_sums import key_gradients, query_gradients
 from cute_kernels.support import can_split, tile_rows
 from cute_kernels.token_selected_backward import token_selected_backward
@@ -68,9 +69,9 @@ DIFFERENTIABLE = (
 BRANCHES = ("cmp", "slc", "win")
 
 SPLIT = True
-"""Whether the selected branch takes the kernels of selected_backward.py wherever it can, not FlashAttention-4's.
+"""Whether the selected branch and the window take selected_backward.py and window_backward.py wherever they can.
 
-They take half the time (docs/performance.md). False leaves FlashAttention-4's for comparisons."""
+They take less time than FlashAttention-4's (docs/performance.md). False leaves those for comparisons."""
 
 
 class Saved(NamedTuple):
@@ -304,14 +305,17 @@ def _differentiate(
             total[:, :, kv_heads] = x
         del cmp
     whole: dict[str, tuple[Tensor, Tensor]] = {}
+    near = None
     if indices.numel() > 0:
         slc = gradients_of(1, *keys_of(some.attended, "slc"))
-        selected_backward(call.plan, slc, indices, gated.delta, deterministic)
+        near = _near_of(some, gated)
+        local = 0 if near is None else near.local
+        selected_backward(call.plan, slc, indices, gated.delta[1], deterministic, local=local)
         whole["slc"] = slc.dk, slc.dv
         del slc
     if config.window_size > 0:
         win = gradients_of(2, *keys_of(some.attended, "win"))
-        window_backward(call.plan, win, deterministic)
+        window_backward(call.plan, win, gated.delta[2], deterministic, near=near)
         whole["win"] = win.dk, win.dv
         del win
     query_gradients(
@@ -322,6 +326,26 @@ def _differentiate(
         documents=documents,
     )
     _add_keys(some, whole, kv_heads, results)
+
+
+def _near_of(some: Call, gated: GateResults) -> split_window.Near | None:
+    """What the window's backward is to do of the selected branch; None: nothing.
+
+    That needs the same keys, and the same do: given gates weigh it for each branch.
+    """
+    inputs, config = some.attended, some.plan.config
+    (k, _), (k_win, _) = keys_of(inputs, "slc"), keys_of(inputs, "win")
+    size, local = config.select_size, config.num_local_blocks
+    inside = config.token_mode and 0 < local * size <= config.window_size
+    if not (inside and _splits_window(some.plan, inputs.q, inputs.v) and k is k_win and gated.do is None):
+        return None
+    return split_window.Near(gated.lse[1], gated.delta[1], size, local)
+
+
+def _splits_window(plan: Plan, q: Tensor, v: Tensor) -> bool:
+    """Whether window_backward.py takes the window."""
+    dims = q.shape[-1], v.shape[-1]
+    return SPLIT and plan.config.causal and plan.documents is None and can_split(plan.rules, *dims)
 
 
 def _add_keys(some: Call, whole: dict[str, tuple[Tensor, Tensor]], kv_heads: slice, results: _Results) -> None:
@@ -452,12 +476,13 @@ def _compressed_by_phases(plan: Plan, given: fa4.Gradients, deterministic: bool)
 
 
 def selected_backward(
-    plan: Plan, gradients: fa4.Gradients, indices: Tensor, delta: Tensor, deterministic: bool
+    plan: Plan, gradients: fa4.Gradients, indices: Tensor, delta: Tensor, deterministic: bool, *, local: int = 0
 ) -> None:
-    """Args: `delta`, do . o, fp32 `[B,H,N]`."""
+    """Args: `delta`, do . o, fp32 `[B,H,N]`; in token mode `local` blocks of each token to leave out."""
     if plan.config.token_mode:
         inputs = gradients.q, gradients.k, gradients.v, indices, gradients.do, gradients.lse, delta
-        token_selected_backward(*inputs, into=(gradients.dq, gradients.dk, gradients.dv), **token_blocks_of(plan))
+        into = gradients.dq, gradients.dk, gradients.dv
+        token_selected_backward(*inputs, local=local, into=into, **token_blocks_of(plan))
         return
     size, causal, k = plan.config.select_size, plan.config.causal, gradients.k
     bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=False, documents=plan.documents)
@@ -564,8 +589,31 @@ def pieces(
             one.dq.copy_(total)
 
 
-def window_backward(plan: Plan, gradients: fa4.Gradients, deterministic: bool) -> None:
-    before, behind = window_reach(plan.config.window_size, plan.config.causal, gradients.k.shape[1])
+def window_backward(
+    plan: Plan,
+    gradients: fa4.Gradients,
+    delta: Tensor,
+    deterministic: bool,
+    *,
+    near: split_window.Near | None = None,
+) -> None:
+    """Args: `delta`, do . o, fp32 `[B,H,N]`; `near`, what of the selected branch is done here."""
+    given = gradients
+    before, behind = window_reach(plan.config.window_size, plan.config.causal, given.k.shape[1])
+    if _splits_window(plan, given.q, given.v):
+        split_window.window_backward(
+            given.q,
+            given.k,
+            given.v,
+            given.do,
+            given.lse,
+            delta,
+            left=before,
+            scale=plan.scale,
+            into=(given.dq, given.dk, given.dv),
+            near=near,
+        )
+        return
     documents = None if plan.documents is None else plan.documents.rows_of_each
     fa4.window_backward(
         gradients, left=before, right=behind, scale=plan.scale, documents=documents, deterministic=deterministic

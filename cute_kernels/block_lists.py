@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -24,7 +23,7 @@ from cutlass import Int32, const_expr
 from torch import Tensor
 
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
-from cute_kernels.jit import Kernel, compile_kernel, fake
+from cute_kernels.jit import Kernel, compile_kernel, compiled_once, fake
 
 THREADS = 128
 WORD = 32
@@ -275,7 +274,7 @@ def fake_lists() -> list[Any]:
     return [fake(torch.int32, *[None] * dims, aligned=False) for dims in (3, 4, 3, 4)]
 
 
-@lru_cache
+@compiled_once
 def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, packed: bool) -> Kernel:
     indices = fake(torch.int32, None, None, None, None, aligned=False)
     bits = fake(torch.int32, None, None, None, None, aligned=False) if size % width else None
@@ -289,7 +288,7 @@ def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, pack
     )
 
 
-@lru_cache
+@compiled_once
 def _prefix(keys: Keys, width: int, rows: int, tile: int | None) -> Kernel:
     return compile_kernel(
         PrefixLists(keys, width, rows, tile),

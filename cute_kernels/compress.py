@@ -17,7 +17,6 @@ Limits: head dim a multiple of 8; fewer than 2^31 vectors of output; 64-bit offs
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -27,7 +26,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.documents import ENTRY, LENGTH, TILE, TOKEN, Documents, document_at, fake_tables
-from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 LANES = 64
 SLICES = 4
@@ -143,7 +142,7 @@ class BlockMean:
             cute.autovec_copy(rO, cute.local_tile(mO[batch, block, head, None], (VECTOR,), (vector,)))
 
 
-@lru_cache
+@compiled_once
 def _compiled(
     kernel: tuple[int, int, bool],
     dtype: torch.dtype,

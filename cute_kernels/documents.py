@@ -19,7 +19,6 @@ head dims multiples of 8; 64-bit offsets.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -29,7 +28,7 @@ from cutlass import Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.fa4 import WIDEST
-from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.warp import LANES, prefix_sum
 
 UNIT = WIDEST
@@ -308,12 +307,12 @@ def fake_tables() -> tuple[Any, Any]:
     return fake(torch.int32, 6, None, aligned=False), fake(torch.int32, 2, None, aligned=False)
 
 
-@lru_cache
+@compiled_once
 def _add_up(tile: int, length: int, stride: int) -> Kernel:
     return compile_kernel(AddUp(tile, length, stride), fake(torch.int32, None, aligned=False), fake_tables()[0])
 
 
-@lru_cache
+@compiled_once
 def _align(tile: int, stride: int, dtype: torch.dtype, dim: int, v_dim: int | None, with_q: bool) -> Kernel:
     rows = fake(torch.int32, None, aligned=False)
     pairs = [None if size is None else fake(dtype, None, None, None, size) for size in (dim, dim, v_dim, v_dim)]

@@ -91,7 +91,8 @@ def nsa(
     call = prepare(inputs, config)
     q, documents, out = call.inputs.q, call.plan.documents, call.output()
     if aux:
-        part = attend(call, 0, call.num_rows, lse=True, given=(indices, cmp_indices))
+        given = indices, cmp_indices
+        part = attend(call, 0, call.num_rows, lse=True, given=given, forced=indices is None)
         gates = gate(call, part, 0, call.num_rows, out)
         if gates is None:
             gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
@@ -298,8 +299,13 @@ def attend(
     *,
     lse: bool,
     given: tuple[Tensor | None, Tensor | None] = (None, None),
+    forced: bool = True,
 ) -> Part:
-    """Selections and branches of query rows start ... stop-1."""
+    """Selections and branches of query rows start ... stop-1.
+
+    Args:
+        given: selections to use. forced: they hold the forced blocks, as all that are made here do.
+    """
     inputs, plan, k_cmp, v_cmp = call.attended, call.plan, call.k_cmp, call.v_cmp
     tokens = inputs.q.shape[1]
     q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
@@ -311,7 +317,7 @@ def attend(
         indices = token_blocks(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
     return Part(
         cmp,
-        attend_selected(plan, q, *keys_of(inputs, "slc"), indices, start, lse),
+        attend_selected(plan, q, *keys_of(inputs, "slc"), indices, start, lse, forced=forced),
         attend_window(plan, q, *keys_of(inputs, "win"), start, lse),
         indices,
         cmp_indices,
@@ -383,17 +389,22 @@ def entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start:
     )
 
 
-def attend_selected(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, start: int, lse: bool) -> Branch:
+def attend_selected(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, start: int, lse: bool, *, forced: bool
+) -> Branch:
+    """Args: `forced`: indices hold the forced blocks, which need not be true of a caller's."""
     stop, causal = start + q.shape[1], plan.config.causal
     if causal and stop < k.shape[1]:
         k, v = k[:, :stop], v[:, :stop]
     if indices.numel() == 0:
         return _nothing(q, v)
     if plan.config.token_mode:
-        attend = (
-            token_tiles_forward if takes_tiles(q.shape[2] // k.shape[2], indices.shape[3]) else token_selected_forward
-        )
-        return Branch(*attend(q, k, v, indices, first_token=start, **token_blocks_of(plan)))
+        how = token_blocks_of(plan)
+        if takes_tiles(q.shape[2] // k.shape[2], indices.shape[3]):
+            return Branch(*token_tiles_forward(q, k, v, indices, first_token=start, **how))
+        if forced:
+            how |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
+        return Branch(*token_selected_forward(q, k, v, indices, first_token=start, **how))
     lists = token_lists(plan, q, k, indices, start)
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 

@@ -17,7 +17,6 @@ Limits: head dims multiples of 8, at most 256; 64-bit offsets.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import cutlass.cute as cute
@@ -25,7 +24,7 @@ import torch
 from cutlass import Float32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 THREADS = 128
 LOG2_E = 1.4426950408889634
@@ -136,7 +135,7 @@ class GatedSum:
             cute.autovec_copy(rOut, cute.local_tile(mOut[batch, token, head, None], (VECTOR,), (lane,)))
 
 
-@lru_cache
+@compiled_once
 def _compiled(
     dim: int, v_dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, packed: bool
 ) -> Kernel:

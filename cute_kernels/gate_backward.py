@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -29,7 +28,7 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 THREADS = 128
 CHUNK = 256
@@ -58,7 +57,7 @@ class GateGradients:
         mLseSlc: cute.Tensor,
         mLseWin: cute.Tensor,
         mShifted: cute.Tensor,  # fp32 [3, B, H, N], likewise
-        mDelta: cute.Tensor,  # fp32 [B, H, N], likewise: of the selected branch
+        mDelta: cute.Tensor,  # fp32 [3, B, H, N], likewise
         mDg: cute.Tensor | None,  # [B, N, H, 3]: of the logits with mQ, else of the gates
         mPartial: cute.Tensor | None,  # fp32 [B * chunks, H, 3, D], with mQ
         mDoCmp: cute.Tensor | None,  # like mCmp, where gates were given
@@ -169,16 +168,16 @@ class GateGradients:
                         mDg[batch, token, head, b] = rDelta[b].to(mDg.element_type)
             if const_expr(mDoCmp is None):
                 if attended & (lane == 0):
-                    mDelta[batch, head, row] = rDelta[1]
                     for b in range_constexpr(3):
+                        mDelta[b, batch, head, row] = rDelta[b]
                         lse = lses[b][batch, head, row]
                         if lse != -Float32.inf:
                             lse -= cute.math.log(rG[b])
                         mShifted[b, batch, head, row] = lse
             else:
                 if attended & (lane == 0):
-                    mDelta[batch, head, row] = rDelta[1] * rG[1]
                     for b in range_constexpr(3):
+                        mDelta[b, batch, head, row] = rDelta[b] * rG[b]
                         mShifted[b, batch, head, row] = lses[b][batch, head, row]
                 if attended & in_v:
                     rWeighted = cute.make_rmem_tensor(VECTOR, element)
@@ -212,7 +211,7 @@ class GateResults:
     lse: Tensor
     """fp32 `[3,B,H,N]`: shifted, so that exp(S - lse) weighs `do`. Unused aligned rows: inf."""
     delta: Tensor
-    """fp32 `[B,H,N]`: of the selected branch, do . o of the `do` that belongs to `lse`."""
+    """fp32 `[3,B,H,N]`: do . o of the `do` that belongs to `lse`."""
     do: list[Tensor] | None
     """Weighted by gates that were given, like the o's; then `lse` is not shifted."""
     logits: Tensor | None
@@ -223,7 +222,7 @@ class GateResults:
     """fp32 `[H,3,D]`, gradient of the projection."""
 
 
-@lru_cache
+@compiled_once
 def _compiled(
     dim: int, v_dim: int, dtype: torch.dtype, g_dtype: torch.dtype | None, projected: bool, packed: bool
 ) -> Kernel:
@@ -244,8 +243,7 @@ def _compiled(
         fake(torch.int32, None, aligned=False) if packed else None,
         *[values() for _ in range(4)],
         *[sums() for _ in range(3)],
-        fake(torch.float32, 3, None, None, None, aligned=False),
-        sums(),
+        *[fake(torch.float32, 3, None, None, None, aligned=False) for _ in range(2)],
         per_gate(torch.float32 if projected else g_dtype),
         fake(torch.float32, None, None, 3, dim, aligned=False) if projected else None,
         *[values() if given else None for _ in range(3)],
@@ -282,7 +280,7 @@ def gate_gradients(
             return torch.empty(shape, dtype=torch.float32, device=device)
         return torch.full(shape, torch.inf, dtype=torch.float32, device=device)
 
-    lse, delta = sums(3, batch, heads, aligned), sums(batch, heads, aligned)
+    lse, delta = (sums(3, batch, heads, aligned) for _ in range(2))
     if rows is not None:
         delta.zero_()
     new = torch.empty_like if rows is None else torch.zeros_like

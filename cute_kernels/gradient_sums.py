@@ -17,7 +17,6 @@ Limits: head dims multiples of 8, at most 256; 64-bit offsets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from cute_kernels.block_lists import Keys
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
-from cute_kernels.jit import VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 THREADS = 128
 BRANCHES = 3
@@ -208,7 +207,7 @@ class KeyGradients:
             cute.autovec_copy(rDx, cute.local_tile(mDx[batch, token, head, None], (VECTOR,), (lane,)))
 
 
-@lru_cache
+@compiled_once
 def _queries(dim: int, dtype: torch.dtype, parts: int, w_dtype: torch.dtype | None, packed: bool) -> Kernel:
     return compile_kernel(
         QueryGradients(dim),
@@ -220,7 +219,7 @@ def _queries(dim: int, dtype: torch.dtype, parts: int, w_dtype: torch.dtype | No
     )
 
 
-@lru_cache
+@compiled_once
 def _keys(dims: tuple[int, int], dtype: torch.dtype, parts: int, keys: Keys | None, tile: int, packed: bool) -> Kernel:
     tensors: list[Any] = []
     for dim in dims:

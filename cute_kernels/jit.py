@@ -6,13 +6,17 @@ One compiled function serves every length. It takes torch tensors and runs on to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, ParamSpec, cast
 
 import cutlass
 import cutlass.cute as cute
 import torch
 
-from cute_kernels.device import VECTOR_BYTES, positional
+from cute_kernels import disk_cache
+from cute_kernels.device import VECTOR_BYTES, compute_capability, positional
+
+P = ParamSpec("P")
 
 CUTE_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: cutlass.BFloat16,
@@ -40,6 +44,27 @@ def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Kernel:
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     compiled = cute.compile(kernel, *arguments, stream, options=OPTIONS)
     return Kernel(compiled, positional(compiled))
+
+
+def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
+    """Remember what a function compiles for its arguments: in this process, and on disk where disk_cache.py is on.
+
+    The arguments must have a `repr` that tells all of them.
+    """
+
+    @lru_cache
+    @wraps(build)
+    def remembered(*arguments: P.args, **keywords: P.kwargs) -> Kernel:
+        where = disk_cache.folder()
+        if where is None:
+            return build(*arguments, **keywords)
+        asked = f"{build.__module__}.{build.__qualname__} {arguments!r} {sorted(keywords.items())!r}"
+        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        key = disk_cache.key_of(asked, architecture=compute_capability(index), options=OPTIONS)
+        compiled = disk_cache.load_or_make(where, key, lambda: build(*arguments, **keywords).compiled)
+        return Kernel(compiled, positional(compiled))
+
+    return cast("Callable[P, Kernel]", remembered)
 
 
 def fake(dtype: torch.dtype, *shape: Any, aligned: bool = True) -> Any:

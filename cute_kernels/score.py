@@ -24,7 +24,6 @@ Limits: D a multiple of 16, at most 128; at most 128 entries overlap one block; 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -37,7 +36,7 @@ from torch import Tensor
 from cute_kernels.best_blocks import LIMIT, BestBlocks, Blocks
 from cute_kernels.block_lists import Keys
 from cute_kernels.documents import ENTRY, LENGTH, TILE, Documents, document_at, fake_tables
-from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.warp import LANES, lowest_bit
 
 ROWS = 16
@@ -344,7 +343,7 @@ class TopBlocks:
         return total, weight
 
 
-@lru_cache
+@compiled_once
 def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Kernel:
     return compile_kernel(
         TopBlocks(dim, CUTE_DTYPES[dtype], blocks, keys, tile),

@@ -13,8 +13,9 @@ A bit is set by an atomic "or", whose order changes nothing, and every place fol
 bitwise the same each time. A block that many tokens chose (all of them choose block 0) is cut into segments of at least
 `Sizes.length` and less than twice as many visits. The segments of cut blocks come first: they are the longest.
 
-A slot visits nothing if it holds -1, or a block that begins behind its token. Packed documents (B = 1): chosen blocks
-count from a document's first token, listed ones over all documents, each of which begins with a new one.
+A slot visits nothing if it holds -1, a block that begins behind its token, or one of the forced blocks where a caller
+attends to these otherwise. Packed documents (B = 1): chosen blocks count from a document's first token, listed ones
+over all documents, each of which begins with a new one.
 
 Sizes of lists and grids follow from shapes. Bytes: T n entries are read three times and written twice, and the bits of
 each block, one for each token, five times. T = 16K, n = 16, 4 heads, 1024 blocks: 60 MB, mostly in L2.
@@ -28,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -40,7 +40,7 @@ from torch import Tensor
 from cute_kernels import documents
 from cute_kernels.block_lists import WORD
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
-from cute_kernels.jit import Kernel, compile_kernel, fake
+from cute_kernels.jit import Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.warp import LANES, prefix_sum
 
 THREADS = 256
@@ -109,20 +109,27 @@ def write_counts(mCounts: cute.Tensor, item: Int32, visits: Int32, length: Int32
 
 @cute.jit
 def visited_block(
-    chosen: Int32, position: Int32, end: Int32, size: cutlass.Constexpr[int], mBounds: cute.Tensor | None
+    chosen: Int32,
+    position: Int32,
+    end: Int32,
+    size: cutlass.Constexpr[int],
+    mBounds: cute.Tensor | None,
+    init: cutlass.Constexpr[int] = 0,
+    local: cutlass.Constexpr[int] = 0,
 ) -> Int32:
     """The block that a slot visits, counted over all documents; -1: nothing.
 
     Args:
         chosen: what the slot holds. position: of its token. end: tokens of the sequence; not read with mBounds.
         mBounds: Documents.bounds, whose tiles are the blocks.
+        init, local: the first blocks of a document, and those that end with the token's own, that are not visited.
     """
     before = Int32(0)
     if const_expr(mBounds is not None):
         document = document_at(mBounds[TOKEN, None], position, 1, 1, 0)
         position -= mBounds[TOKEN, document]
         before, end = mBounds[TILE, document], mBounds[LENGTH, document]
-    visits = (chosen >= 0) & (chosen <= position // size) & (position < end)
+    visits = (chosen >= init) & (chosen <= position // size - local) & (position < end)
     return before + chosen if visits else Int32(-1)
 
 
@@ -155,10 +162,10 @@ class Visits:
 
 
 class MarkTokens:
-    """Args: tokens of a block."""
+    """Args: tokens of a block; the first and the last blocks that are not visited (`visited_block`)."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, init: int, local: int) -> None:
+        self.size, self.init, self.local = size, init, local
 
     @cute.jit
     def __call__(
@@ -192,7 +199,8 @@ class MarkTokens:
         token, slot = item // slots, item % slots
         if token < tokens:
             chosen, end = mIndices[batch, head, token, slot], first_token + tokens
-            visited = visited_block(chosen, first_token + token, end, self.size, mBounds)
+            position = first_token + token
+            visited = visited_block(chosen, position, end, self.size, mBounds, self.init, self.local)
             if visited >= 0:
                 word = cute.domain_offset((batch, head, visited, token // WORD), mBits)
                 cute.arch.atomic_or(word.iterator, Int32(1) << token % WORD, sem="relaxed")
@@ -330,30 +338,38 @@ def fake_bounds() -> Any:
     return fake(torch.int32, 6, None, aligned=False)
 
 
-@lru_cache
-def _mark(size: int, packed: bool) -> Kernel:
+@compiled_once
+def _mark(size: int, packed: bool, init: int = 0, local: int = 0) -> Kernel:
     tables = [fake_table() for _ in range(3)]
-    return compile_kernel(MarkTokens(size), *tables, fake_bounds() if packed else None, Int32(0))
+    return compile_kernel(MarkTokens(size, init, local), *tables, fake_bounds() if packed else None, Int32(0))
 
 
-@lru_cache
+@compiled_once
 def _count() -> Kernel:
     return compile_kernel(CountTokens(), fake_table(), fake_table(), fake_segments(), Int32(0))
 
 
-@lru_cache
+@compiled_once
 def _list() -> Kernel:
     tables = [fake_table() for _ in range(3)]
     return compile_kernel(ListTokens(), *tables, fake_segments(), fake_segments(), fake_places())
 
 
-@lru_cache
+@compiled_once
 def _cut() -> Kernel:
     return compile_kernel(CutLists(), *[fake_segments() for _ in range(3)])
 
 
 def visits_of(
-    indices: Tensor, *, size: int, blocks: int, length: int, first_token: int = 0, bounds: Tensor | None = None
+    indices: Tensor,
+    *,
+    size: int,
+    blocks: int,
+    length: int,
+    first_token: int = 0,
+    bounds: Tensor | None = None,
+    init: int = 0,
+    local: int = 0,
 ) -> Visits:
     """Turn the choices of some tokens around.
 
@@ -363,6 +379,7 @@ def visits_of(
         blocks: the most that tokens up to the last one can visit.
         length: the fewest visits of a segment of a cut block.
         bounds: Documents.bounds (documents.bounds_of) with tiles of l' tokens.
+        init, local: the first blocks of a document, and those that end with a token's own, that it does not visit.
     """
     batch, heads, tokens, slots = indices.shape
     sizes = Sizes.of(tokens * slots, tokens, blocks, length)
@@ -373,7 +390,7 @@ def visits_of(
     bits = torch.zeros((batch, heads, blocks, -(-tokens // WORD)), dtype=torch.int32, device=indices.device)
     visited, before, counts = torch.empty_like(indices), torch.empty_like(bits), table(3, blocks)
     places, segments = table(sizes.visits), table(3, sizes.segments)
-    _mark(size, bounds is not None).run(indices, visited, bits, bounds, first_token)
+    _mark(size, bounds is not None, init, local).run(indices, visited, bits, bounds, first_token)
     _count().run(bits, before, counts, length)
     sums = counts.cumsum(3, dtype=torch.int32)
     _list().run(visited, bits, before, counts, sums, places)
@@ -390,11 +407,13 @@ def passes(
     most_bytes: int,
     first_token: int = 0,
     bounds: Tensor | None = None,
+    init: int = 0,
+    local: int = 0,
 ) -> Iterator[tuple[Visits, slice, slice]]:
     """Lists for some tokens, batches and key/value heads at a time, tokens ascending.
 
     Args:
-        indices, size, length, first_token, bounds: as of `visits_of`, of all tokens.
+        indices, size, length, first_token, bounds, init, local: as of `visits_of`, of all tokens.
         token_bytes: what is written for the visits of a token of one batch and key/value head.
         most_bytes: what may be written in a pass; passed by only where ALIGNED_TOKENS write more.
 
@@ -411,6 +430,8 @@ def passes(
     per_token = 2 * blocks // 8 + 1  # of bits and their counts
     step = min(most_bytes // token_bytes, LIST_BYTES // per_token) // ALIGNED_TOKENS * ALIGNED_TOKENS
     step = max(step, ALIGNED_TOKENS)
+    times = max(-(-tokens // step), 1)  # about as many tokens each
+    step = -(-tokens // (times * ALIGNED_TOKENS)) * ALIGNED_TOKENS
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
         seen = blocks if bounds is not None else -(-(first_token + stop) // size)
@@ -423,6 +444,8 @@ def passes(
                 length=length,
                 first_token=first_token + start,
                 bounds=bounds,
+                init=init,
+                local=local,
             )
             for b, h in shares(batches, kv_heads, most_bytes // (token_bytes * (stop - start))):
                 inner = slice(b.start - batches.start, b.stop - batches.start)

@@ -35,7 +35,6 @@ in all rows, also where lse is not; TMA: rows start at multiples of 16 bytes.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -46,9 +45,9 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from torch import Tensor
 
 from cute_kernels.block_lists import WORD, BlockLists, fake_lists
-from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE, Sizes, write_counts, write_segments
-from cute_kernels.warp import LANES, lowest_bit, prefix_sum
+from cute_kernels.warp import LANES, LOG2_E, lowest_bit, prefix_sum
 from cute_kernels.warpgroup_tiles import (
     ALIGNMENT,
     GROUP,
@@ -59,8 +58,12 @@ from cute_kernels.warpgroup_tiles import (
     K,
     accumulated,
     of_columns,
+    row_statistics,
     start_product,
+    store_rounded,
     swizzled_tiles,
+    tma_copy,
+    tma_tiles,
     transposed,
     warpgroup_mma,
 )
@@ -85,41 +88,6 @@ SEGMENT = 32
 
 WORKSPACE = 512 << 20
 """Bytes for the sums of segments."""
-
-LOG2_E = math.log2(math.e)
-
-
-def _rows_first(x: cute.Tensor) -> cute.Tensor:
-    """[B, N, H, D] as (N, D, H, B)."""
-    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
-
-
-def _tma(op: Any, x: cute.Tensor, dtype: Any, dim: int) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """How to copy tiles between shared memory and [B, N, H, D]."""
-    layout = cute.select(swizzled_tiles(dtype, dim, 1), mode=[0, 1])
-    atom, coordinates = cpasync.make_tiled_tma_atom(op, _rows_first(x), layout, (UNIT, dim))
-    return atom, coordinates
-
-
-def _tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """(., tile in shared memory) and (., tile of rows, head, batch) for cute.copy."""
-    gX = cute.flat_divide(x, (UNIT, cute.size(tiles, mode=[1])))[None, None, None, 0, None, None]
-    sX, tiled = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
-    )
-    return sX, tiled
-
-
-@cute.jit
-def _store(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: Int32, barrier: Int32):
-    """Round a warpgroup's sums into a tile, for TMA to read it."""
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
-    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
-    rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
-    rounded.store(acc.load().to(tile.element_type))
-    cute.copy(copy, copy.retile(rounded), copy.partition_D(tile))
-    cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
 
 
 class CountVisits:
@@ -251,10 +219,10 @@ class SelectedDQ:
         stream: Any,
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        loads = [_tma(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
+        loads = [tma_copy(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
         self.kernel(
             *[part for pair in loads for part in pair],
-            *_tma(store, mdQ, self.dtype, self.dim),
+            *tma_copy(store, mdQ, self.dtype, self.dim),
             mLse,
             mDelta,
             mMaskCount,
@@ -328,11 +296,11 @@ class SelectedDQ:
             consumer_group=consumer_warps,
             tx_count=2 * self.tile_bytes,
         )
-        tQsQ, tQgQ = _tma_tiles(tma_q, sQ, mQ)
-        tdOsdO, tdOgdO = _tma_tiles(tma_do, sdO, mdO)
-        tKsK, tKgK = _tma_tiles(tma_k, sK, mK)
-        tVsV, tVgV = _tma_tiles(tma_v, sV, mV)
-        tdQsdQ, tdQgdQ = _tma_tiles(tma_dq, sQ, mdQ)  # dQ takes Q's place
+        tQsQ, tQgQ = tma_tiles(tma_q, sQ, mQ)
+        tdOsdO, tdOgdO = tma_tiles(tma_do, sdO, mdO)
+        tKsK, tKgK = tma_tiles(tma_k, sK, mK)
+        tVsV, tVgV = tma_tiles(tma_v, sV, mV)
+        tdQsdQ, tdQgdQ = tma_tiles(tma_dq, sQ, mdQ)  # dQ takes Q's place
         masks, fulls = mMaskCount[batch, head, tile], mFullCount[batch, head, tile]
         gMask, gFull = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
 
@@ -376,7 +344,7 @@ class SelectedDQ:
             # Of the two rows of this thread; P = exp2(-inf) = 0 where there is no lse
             rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
             for r in range_constexpr(2):
-                rLse[r], rDelta[r] = _row_statistics(
+                rLse[r], rDelta[r] = row_statistics(
                     mLse[batch, head, None], mDelta[batch, head, None], first_row + tScS[(0, r, 0), 0, 0][0], num_rows
                 )
 
@@ -424,20 +392,11 @@ class SelectedDQ:
                 state.advance()
 
             dQ.store(dQ.load() * scale)
-            _store(mma_dq, dQ, sQ[None, None, my_group], my_thread, 1 + my_group)
+            store_rounded(mma_dq, dQ, sQ[None, None, my_group], my_thread, 1 + my_group)
             if warp_index % (GROUP // LANES) == 0:
                 cute.copy(tma_dq, tdQsdQ[None, my_group], tdQgdQ[None, rows * CONSUMERS + my_group, head, batch])
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-@cute.jit
-def _row_statistics(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows: Int32) -> tuple[Float32, Float32]:
-    """(lse in base 2, delta) of a row, (inf, 0) where there is no finite lse. Without branches: loads go together."""
-    place = cutlass.min(row, num_rows - 1)
-    lse, delta = mLse[place], mDelta[place]
-    present = (row < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
-    return lse * LOG2_E if present else Float32.inf, delta if present else Float32(0.0)
 
 
 class SelectedDKV:
@@ -468,8 +427,8 @@ class SelectedDKV:
         stream: Any,
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        copies = [_tma(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
-        copies += [_tma(store, x, self.dtype, self.dim) for x in (mdK, mdV)]
+        copies = [tma_copy(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
+        copies += [tma_copy(store, x, self.dtype, self.dim) for x in (mdK, mdV)]
         self.kernel(
             *[part for pair in copies for part in pair],
             mLse,
@@ -566,10 +525,10 @@ class SelectedDKV:
                 tiles = cute.ceil_div(num_rows, self.tile)
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
                 if warp_index == 0:
-                    tQsQ, tQgQ = _tma_tiles(tma_q, sQ, mQ)
-                    tdOsdO, tdOgdO = _tma_tiles(tma_do, sdO, mdO)
-                    tKsK, tKgK = _tma_tiles(tma_k, sK, mK)
-                    tVsV, tVgV = _tma_tiles(tma_v, sV, mV)
+                    tQsQ, tQgQ = tma_tiles(tma_q, sQ, mQ)
+                    tdOsdO, tdOgdO = tma_tiles(tma_do, sdO, mdO)
+                    tKsK, tKgK = tma_tiles(tma_k, sK, mK)
+                    tVsV, tVgV = tma_tiles(tma_v, sV, mV)
                     start = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
                     keys_ready.producer_acquire(start)
                     barrier = keys_ready.producer_get_barrier(start)
@@ -595,7 +554,7 @@ class SelectedDKV:
                         for step in cutlass.range(0, self.steps, 2, unroll=1):
                             first_row = tile * self.tile + step * UNIT
                             for j in range_constexpr(2):
-                                rLse[j], rDelta[j] = _row_statistics(
+                                rLse[j], rDelta[j] = row_statistics(
                                     mLse[batch, head, None],
                                     mDelta[batch, head, None],
                                     first_row + j * UNIT + row,
@@ -698,17 +657,17 @@ class SelectedDKV:
                     else:
                         cute.autovec_copy(dK, thr_dkv.partition_C(mParts[segment, unit, 0, None, None]))
                 elif my_group == 0:
-                    _store(mma_dkv, dV, sV[None, None, 0], my_thread, 2)
+                    store_rounded(mma_dkv, dV, sV[None, None, 0], my_thread, 2)
                     if warp_index % (GROUP // LANES) == 0:
-                        tdVsdV, tdVgdV = _tma_tiles(tma_dv, sV, mdV)
+                        tdVsdV, tdVgdV = tma_tiles(tma_dv, sV, mdV)
                         cute.copy(tma_dv, tdVsdV[None, 0], tdVgdV[None, place, kv_head, batch])
                         cute.arch.cp_async_bulk_commit_group()
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                 else:
                     dK.store(dK.load() * scale)
-                    _store(mma_dkv, dK, sK[None, None, 0], my_thread, 3)
+                    store_rounded(mma_dkv, dK, sK[None, None, 0], my_thread, 3)
                     if warp_index % (GROUP // LANES) == 0:
-                        tdKsdK, tdKgdK = _tma_tiles(tma_dk, sK, mdK)
+                        tdKsdK, tdKgdK = tma_tiles(tma_dk, sK, mdK)
                         cute.copy(tma_dk, tdKsdK[None, 0], tdKgdK[None, place, kv_head, batch])
                         cute.arch.cp_async_bulk_commit_group()
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -788,7 +747,7 @@ class AddSegments:
                         cute.autovec_copy(rOut, gOut)
 
 
-@lru_cache
+@compiled_once
 def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     statistics = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
@@ -802,7 +761,7 @@ def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
     )
 
 
-@lru_cache
+@compiled_once
 def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     statistics = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
@@ -819,19 +778,19 @@ def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int) -> Ke
     )
 
 
-@lru_cache
+@compiled_once
 def _count() -> Kernel:
     return compile_kernel(CountVisits(), _fake_bits(), _fake_table(), *[Int32(0)] * 3)
 
 
-@lru_cache
+@compiled_once
 def _list() -> Kernel:
     visits = fake(torch.int32, None, aligned=False)
     tables = [_fake_table() for _ in range(3)]
     return compile_kernel(ListVisits(), _fake_bits(), *tables[:2], visits, tables[2], *[Int32(0)] * 3)
 
 
-@lru_cache
+@compiled_once
 def _add(dim: int, dtype: torch.dtype, size: int) -> Kernel:
     tables = [_fake_table() for _ in range(3)]
     outputs = [fake(dtype, None, None, None, dim) for _ in range(2)]

@@ -38,7 +38,6 @@ Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -53,7 +52,7 @@ from cute_kernels.best_blocks import LIMIT, BestBlocks, Blocks
 from cute_kernels.block_lists import Keys
 from cute_kernels.device import has_warpgroups, vectorizable
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
-from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.warp import LANES
 
@@ -74,9 +73,6 @@ ENTRIES = MAX_TOKEN_ENTRIES
 
 UNIT, COLUMNS = 64, 64
 """Entries, and the most queries, that a warpgroup multiplies at once."""
-
-TOGETHER = 4
-"""Products that a warpgroup may start without a pause."""
 
 MAX_GROUP = MAX_TOKEN_GROUP
 DIMS = (64, 128)
@@ -507,7 +503,6 @@ class TokenBlocks:
         thread, _, _ = cute.arch.thread_idx()
         rows = const_expr(self.tiling.rows)
         parts, sets = const_expr(self.tiling.tokens // rows), const_expr(self.group // self.heads)
-        together = const_expr(max(n for n in range(1, TOGETHER + 1) if sets % n == 0))
         thr_mma = tiled_mma.get_slice(thread)
         load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
@@ -526,26 +521,23 @@ class TokenBlocks:
             for half in range_constexpr(2):
                 cute.copy(copy_k, tSsK[None, half, None], copy_k.retile(tSrK[half])[None, 0, None])
             self._keys_are_read(step, steps)
-            for part in cutlass.range(parts, unroll=1):
+            self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0])
+            for part in range_constexpr(parts):
                 for half in range_constexpr(2):
                     total[half].fill(0.0)
-                for several in cutlass.range(sets // together, unroll=1):
-                    first = several * together
-                    head_lse = cute.domain_offset((part * rows, first * self.heads), sLse)
-                    at = part * sets + first
-                    self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at])
-                    for i in range_constexpr(together):
-                        set_lse = cute.domain_offset((0, i * self.heads), head_lse)
-                        self._start(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at + i])
+                for i in range_constexpr(sets):
+                    set_lse = cute.domain_offset((part * rows, i * self.heads), sLse)
+                    at = part * sets + i
+                    self._start(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at])
+                    warpgroup.wait_group(1)
+                    self._add_heads(acc[0], total[0], coordinates[0], set_lse, scale)
+                    if const_expr(at + 1 < parts * sets):
+                        self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1])
                         warpgroup.wait_group(1)
-                        self._add_heads(acc[0], total[0], coordinates[0], set_lse, scale)
-                        if const_expr(i + 1 < together):
-                            self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + i + 1])
-                            warpgroup.wait_group(1)
-                        else:
-                            warpgroup.wait_group(0)
-                        self._add_heads(acc[1], total[1], coordinates[1], set_lse, scale)
-                self._store_scores((*total,), sScore, (*coordinates,), sRow, step, part)
+                    else:
+                        warpgroup.wait_group(0)
+                    self._add_heads(acc[1], total[1], coordinates[1], set_lse, scale)
+                self._store_scores((*total,), sScore, (*coordinates,), sRow, step, Int32(part))
 
     @cute.jit
     def _start(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, tSrK: cute.Tensor, tSrQ: cute.Tensor):
@@ -613,7 +605,7 @@ class TokenBlocks:
                 threshold = self.best.merge(sBest, sIndex, score, block, candidates)
 
 
-@lru_cache
+@compiled_once
 def _compiled(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: bool, warpgroups: bool) -> Kernel:
     bounds, tiles = fake_tables() if packed else (None, None)
     return compile_kernel(

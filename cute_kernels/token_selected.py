@@ -5,15 +5,13 @@
 
 VisitBlocks   one CTA: keys and values of one block, and a segment of the tokens that chose it (segments.py). The G
               query heads of a key/value head chose together, so a block has visits x G rows. All keys of a row are
-              there at once: one softmax, then o in 16 bits and lse to the place of the token's slot. A warp gathers its
-              rows by cp.async, the next ones while it works on these, and needs no other warp's. On Hopper
-              (`warpgroups`) it takes 16 at a time, and the four warps of a warpgroup multiply theirs together (WGMMA),
-              q and P from registers; elsewhere each multiplies by itself (mma.sync), 32 rows, or 16 where l' > 64.
+              there at once: one softmax (warp_rows.py), then o in 16 bits and lse to the place of the token's slot.
 AddSlots      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them loaded at a
               time, in an online softmax.
 
-V's columns lie in another order in shared memory (load_for_quads), so each lane of a product has 16 bytes of a row of o
-one behind the other and writes them as they are (write_quads).
+Forced blocks, which every token attends to at places known beforehand, need no slots: forced_blocks.py attends to all
+of them first and leaves o and lse where the result goes, they are not visited, and AddSlots adds the other slots to
+what is there (`carry`).
 
 What moves does not depend on whether neighbours agree: q is read n times, o is written and read n times. The slots' o
 of a pass stays below PART_BYTES by taking some tokens and key/value heads at a time, of which q is small enough for L2.
@@ -27,26 +25,24 @@ Packed documents (B = 1): their tokens are read where they lie; no block holds t
 
 Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens
 of a pass n T G D_v < 2^34; a token's q less than 2^15 numbers from the next one's; 64-bit offsets; rows start at
-multiples of 16 bytes. Every block that is visited must hold finite values behind a token too, or that token's o is not
-finite.
+multiples of 16 bytes. Every block that is attended to must hold finite values behind a token too, or that token's o is
+not finite.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
-from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
-from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.forced_blocks import forced_blocks_forward, takes_forced
+from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import (
     BLOCK,
     COUNT,
@@ -62,72 +58,25 @@ from cute_kernels.segments import (
 )
 from cute_kernels.side_streams import SideStreams
 from cute_kernels.support import TOKEN_SELECT_SIZES
-from cute_kernels.warp import LANES
-from cute_kernels.warp_tiles import (
-    CHUNK,
-    QUAD,
-    accumulator,
-    as_vectors,
-    gather_rows,
-    left_operand,
-    load_block,
-    load_for_quads,
-    multiply,
-    multiply_registers,
-    numbers,
-    warps_mma,
-    write_quads,
-)
-from cute_kernels.warpgroup_tiles import (
-    ALIGNMENT,
-    GROUP,
-    MN,
-    REGISTERS,
-    K,
-    of_warpgroup,
-    read_left,
-    start_product,
-    swizzled_tiles,
-    transposed,
-    warpgroup_mma,
-)
+from cute_kernels.warp import LANES, LOG2_E
+from cute_kernels.warp_rows import SHARED_PERCENT, WarpRows, block_bounds, heads_of
 
 WARPS = 8
 CTAS = 2
 """Of a multiprocessor, at a time."""
 
-SHARED_PERCENT = 100
-"""Of a multiprocessor's memory for shared memory; without it the compiler asks a GPU."""
-
-COLUMNS = 32
-"""Of o that a warp has in registers at a time, with mma.sync."""
-
 ADD_THREADS = 128
 BATCH = 8
 """Loads of a thread in flight together."""
 
-PART_BYTES = 512 << 20
-"""For o of a pass's slots; two passes have theirs at a time."""
+PART_BYTES = 520 << 20
+"""For o and lse of a pass's slots, 8192 tokens of 16 heads and 16 slots; two passes have theirs at a time."""
 
 SEGMENT_ROWS = 2048
 """The fewest rows of a segment of a cut block."""
 
 DIMS = (64, 128)
 SIZES = TOKEN_SELECT_SIZES
-LOG2_E, LOG_2 = math.log2(math.e), math.log(2)
-
-
-@cute.jit
-def block_bounds(
-    block: Int32, size: cutlass.Constexpr[int], num_keys: Int32, mBounds: cute.Tensor | None
-) -> tuple[Int32, Int32]:
-    """First key of a block, and the first one behind its document."""
-    first, end = block * size, num_keys
-    if const_expr(mBounds is not None):
-        document = document_at(mBounds[TILE, None], block, 1, 1, 0)
-        start = mBounds[TOKEN, document]
-        first, end = start + (block - mBounds[TILE, document]) * size, start + mBounds[LENGTH, document]
-    return first, end
 
 
 @cute.jit
@@ -138,25 +87,11 @@ def used_segments(mSums: cute.Tensor) -> tuple[Int32, Int32]:
     return cut, cut + mSums[WHOLE, last]
 
 
-def heads_of(mX: cute.Tensor, group: int) -> cute.Tensor:
-    """[B, N, H, D] as [B, N, H_kv, G, D]."""
-    batches, tokens, heads, dim = mX.layout.shape
-    of_batch, of_token, of_head, of_dim = mX.layout.stride
-    layout = cute.make_layout(
-        (batches, tokens, heads // group, group, dim), stride=(of_batch, of_token, of_head * group, of_head, of_dim)
-    )
-    return cute.make_tensor(mX.iterator, layout)
-
-
-class VisitBlocks:
+class VisitBlocks(WarpRows):
     """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block; whether to use WGMMA."""
 
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
-        self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
-        self.warpgroups = warpgroups
-        self.rows = 32 if size == 64 and not warpgroups else 16
-        self.together = GROUP // LANES if warpgroups else 1  # warps that multiply together
-        self.columns = v_dim if warpgroups else COLUMNS
+        super().__init__(dim, v_dim, dtype, group, slots, size, 1, WARPS, warpgroups)
         self.ctas = CTAS if size * (dim + v_dim) <= 128 * 128 else 1
 
     @cute.jit
@@ -187,11 +122,7 @@ class VisitBlocks:
             mBounds,
             first_token,
             scale,
-            self._mma(self.size, K),
-            self._mma(self.v_dim, MN),
-            swizzled_tiles(self.dtype, self.dim, WARPS // self.together, self.rows * self.together),
-            swizzled_tiles(self.dtype, self.dim, 1, self.size),
-            swizzled_tiles(self.dtype, self.v_dim, 1, self.size),
+            *self._operands(),
         ).launch(
             grid=[mSegments.shape[3], mK.shape[2], mK.shape[0]],
             block=[WARPS * LANES, 1, 1],
@@ -199,11 +130,6 @@ class VisitBlocks:
             min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=SHARED_PERCENT,
         )
-
-    def _mma(self, columns: int, right: Any) -> cute.TiledMma:
-        if self.warpgroups:
-            return warpgroup_mma(self.dtype, columns, REGISTERS, K, right)
-        return warps_mma(self.dtype, 1)
 
     @cute.kernel
     def kernel(
@@ -225,147 +151,30 @@ class VisitBlocks:
         key_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
     ):
-        thread, _, _ = cute.arch.thread_idx()
-        segment, kv_head, batch = cute.arch.block_idx()
-        lane = cute.arch.lane_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        my_group = warp_index // self.together
-        smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, value_layout.outer, ALIGNMENT, swizzle=value_layout.inner)
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
-        sRows = sQ[None, None, my_group]
-        sMine = cute.local_tile(sRows, (self.rows, self.dim), (warp_index % self.together, 0))
-
+        mine = self._begin(row_layout, key_layout, value_layout)
+        segment, kv_head, batch = mine.item, mine.kv_head, mine.batch
         _, used = used_segments(mSums[batch, kv_head, None, None])
         if segment < used:
             gSegment = mSegments[batch, kv_head, None, segment]
             first_key, end = block_bounds(gSegment[BLOCK], self.size, mK.shape[1], mBounds)
             num_rows = gSegment[COUNT] * self.group
             gPlaces = cute.domain_offset((gSegment[FIRST],), mPlaces[batch, kv_head, None])
-            gQ = mQ[batch, None, kv_head, None, None]
-            gO, gLse = mO[batch, kv_head, None, None, None], mLse[batch, kv_head, None, None]
-            row, step = warp_index * self.rows, const_expr(WARPS * self.rows)
-            place, next_place = Int32(0), Int32(0)
-            if num_rows > 0:
-                place, next_place = self._place(gPlaces, row, num_rows), self._place(gPlaces, row + step, num_rows)
-                load_block(mK[batch, None, kv_head, None], sK[None, None, 0], first_key, end, thread, WARPS * LANES)
-                if row < num_rows:
-                    gather_rows(as_vectors(gQ), sMine, self._query(gQ, place, row, num_rows))
-                cute.arch.cp_async_commit_group()
-                load_for_quads(mV[batch, None, kv_head, None], sV[None, None, 0], first_key, end, thread, WARPS * LANES)
-                cute.arch.cp_async_wait_group(0)
-                if const_expr(self.warpgroups):
-                    cute.arch.fence_view_async_shared()
-                cute.arch.sync_threads()
-            while row - warp_index % self.together * self.rows < num_rows:  # the first row of those multiplied together
-                cute.arch.cp_async_wait_group(0)
-                cute.arch.sync_warp()
-                next_row = row + step
-                later_place = self._place(gPlaces, next_row + step, num_rows)
-                acc = accumulator(warps_mma(self.dtype, 1), (self.rows, self.size))
-                if const_expr(self.warpgroups):
-                    self._start_scores(mma_s, of_warpgroup(acc), sRows, sK)
-                else:
-                    acc.fill(0.0)
-                    multiply(mma_s, lane, acc, sMine, sK[None, None, 0], 0)
-                cute.arch.sync_warp()
-                if next_row < num_rows:
-                    gather_rows(as_vectors(gQ), sMine, self._query(gQ, next_place, next_row, num_rows))
-                cute.arch.cp_async_commit_group()
-                if const_expr(self.warpgroups):
-                    warpgroup.wait_group(0)
-
-                seen = first_token + place // self.slots - first_key  # the last key that a row sees
-                S = numbers(acc)
-                # Tokens ascend: if the first one sees all keys, all see them
-                if cute.arch.shuffle_sync(seen, 0) < self.size - 1:
-                    self._mask(S, seen)
-                lse = self._softmax(S, scale)
-                mine = lane % QUAD * 8 + lane // QUAD  # the row whose lse this lane has
-                slot = cute.arch.shuffle_sync(place, mine)
-                if (mine < self.rows) & (row + mine < num_rows):
-                    gLse[slot, (row + mine) % self.group] = lse
-
-                to = cute.crd2idx((place, (row + lane % self.rows) % self.group, 0), gO.layout) // VECTOR
-                to = Int32(to) if row + lane % self.rows < num_rows else Int32(-1)
-                rP = left_operand(acc, self.dtype)
-                for part in range_constexpr(self.v_dim // self.columns):
-                    acc_o = accumulator(warps_mma(self.dtype, 1), (self.rows, self.columns))
-                    if const_expr(self.warpgroups):
-                        rV = mma_o.get_slice(0).make_fragment_B(mma_o.get_slice(0).partition_B(transposed(sV)))
-                        start_product(mma_o, of_warpgroup(acc_o), rP, rV[None, None, None, 0], False)
-                        warpgroup.wait_group(0)
-                    else:
-                        acc_o.fill(0.0)
-                        sColumns = transposed(sV)[None, None, 0]
-                        multiply_registers(mma_o, lane, acc_o, rP, sColumns, part * (COLUMNS // CHUNK), True)
-                    rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
-                    rO.store(acc_o.load().to(self.dtype))
-                    piece = cute.domain_offset((0, part * (self.columns // VECTOR)), as_vectors(gO))
-                    write_quads(numbers(rO), piece, to)
-                row, place, next_place = next_row, next_place, later_place
-
-    @cute.jit
-    def _start_scores(self, mma: cute.TiledMma, acc: cute.Tensor, sRows: cute.Tensor, sK: cute.Tensor):
-        """S of a warpgroup's rows; each warp has read its own ones then."""
-        rK = mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(sK))
-        start_product(mma, acc, read_left(mma, sRows), rK[None, None, None, 0], False)
-
-    # A lane for each row of a warp
-
-    @cute.jit
-    def _place(self, gPlaces: cute.Tensor, first_row: Int32, num_rows: Int32) -> Int32:
-        """The place of the row's visit, of the last one behind the end."""
-        row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
-        return gPlaces[row // self.group]
-
-    @cute.jit
-    def _query(self, gQ: cute.Tensor, place: Int32, first_row: Int32, num_rows: Int32) -> Int32:
-        """The first vector of the row's query."""
-        row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
-        return Int32(cute.crd2idx((place // self.slots, row % self.group, 0), gQ.layout) // VECTOR)
-
-    # A quad for each row of an accumulator
-
-    @cute.jit
-    def _mask(self, S: cute.Tensor, seen: Int32):
-        lane = cute.arch.lane_idx()
-        for m in range_constexpr(self.rows // CHUNK):
-            for r in range_constexpr(2):
-                last = cute.arch.shuffle_sync(seen, m * CHUNK + r * 8 + lane // QUAD)
-                for n in range_constexpr(self.size // 8):
-                    for c in range_constexpr(2):
-                        key = n * 8 + lane % QUAD * 2 + c
-                        S[c, r, m, n] = S[c, r, m, n] if key <= last else -Float32.inf
-
-    @cute.jit
-    def _softmax(self, S: cute.Tensor, scale: Float32) -> Float32:
-        """S becomes P. Returns lse of row 16 m + 8 r + i in lane 4 i + 2 m + r."""
-        lane = cute.arch.lane_idx()
-        my_top, my_total = Float32(0.0), Float32(0.0)
-        for m in range_constexpr(self.rows // CHUNK):
-            for r in range_constexpr(2):
-                top = -Float32.inf
-                for n in range_constexpr(self.size // 8):
-                    for c in range_constexpr(2):
-                        top = cute.arch.fmax(top, S[c, r, m, n])
-                top = cute.arch.warp_reduction_max(top, threads_in_group=QUAD)
-                top = Float32(0.0) if top == -Float32.inf else top * (scale * LOG2_E)
-                total = Float32(0.0)
-                for n in range_constexpr(self.size // 8):
-                    for c in range_constexpr(2):
-                        P = cute.math.exp2(cute.math.fma(S[c, r, m, n], scale * LOG2_E, -top), fastmath=True)
-                        S[c, r, m, n] = P
-                        total += P
-                total = cute.arch.warp_reduction_sum(total, threads_in_group=QUAD)
-                share = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-                for n in range_constexpr(self.size // 8):
-                    for c in range_constexpr(2):
-                        S[c, r, m, n] = S[c, r, m, n] * share
-                if lane % QUAD == 2 * m + r:
-                    my_top, my_total = top, total
-        return (my_top + cute.math.log2(my_total, fastmath=True)) * LOG_2
+            self._attend(
+                mine,
+                mQ,
+                mK,
+                mV,
+                gPlaces,
+                mO,
+                mLse,
+                (first_key,),
+                end,
+                num_rows,
+                first_token,
+                scale,
+                mma_s,
+                mma_o,
+            )
 
 
 class AddSlots:
@@ -376,10 +185,13 @@ class AddSlots:
         group: G.
         weighted: by the slots' lse's, to one softmax over all their keys.
         units: parts of a slot, one behind the other.
+        skip: do not load what no slot visits: pays where such slots are many.
+        carry: begin with what the rows hold already, weighted by its lse too: nothing where that is -inf.
     """
 
-    def __init__(self, dim: int, group: int, *, weighted: bool, units: int) -> None:
+    def __init__(self, dim: int, group: int, *, weighted: bool, units: int, skip: bool, carry: bool) -> None:
         self.vectors, self.group, self.weighted, self.units = dim // VECTOR, group, weighted, units
+        self.skip, self.carry = skip, carry
         self.rows = ADD_THREADS // self.vectors
 
     @cute.jit
@@ -412,26 +224,49 @@ class AddSlots:
         vector, row = thread % self.vectors, cta * self.rows + thread // self.vectors
         token, head = row // self.group, row % self.group
         _, _, tokens, slots = mBlocks.shape
+        carried = -Float32.inf
+        if const_expr(self.carry):
+            if token < tokens:
+                carried = mLse[batch, kv_head * self.group + head, token]
+            cute.arch.sync_warp()  # a row's threads, of one warp, have read it before one of them writes
         if token < tokens:
             gBlocks = mBlocks[batch, kv_head, token, None]
             top, total = -Float32.inf, Float32(0.0)
             rSum = cute.make_rmem_tensor(VECTOR, Float32)
             rSum.fill(0.0)
+            if const_expr(self.carry):
+                gHeld = mX[batch, token, kv_head * self.group + head, None]
+                rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)
+                cute.autovec_copy(cute.local_tile(gHeld, (VECTOR,), (vector,)), rHeld)
+                top, total = carried, Float32(1.0) if carried > -Float32.inf else Float32(0.0)
+                for j in range_constexpr(VECTOR):  # what counts nothing may be NaN
+                    rSum[j] = rHeld[j].to(Float32) if carried > -Float32.inf else Float32(0.0)
+            rBlocks = cute.make_rmem_tensor(BATCH, Int32)
             rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
             rPairs = cute.recast_tensor(rPart, Int32)
             rWeight = cute.make_rmem_tensor(BATCH, Float32)
             parts = slots * self.units
             for start in cutlass.range(0, parts, BATCH, unroll=1):
-                # Nothing is waited for before all loads are under way: also what no slot visits is loaded
+                # Nothing but which blocks to skip is waited for before all loads are under way
                 rPart.fill(0.0)
                 rWeight.fill(-Float32.inf)
+                if const_expr(self.skip):
+                    for i in range_constexpr(BATCH):
+                        rBlocks[i] = Int32(-1)
+                        if start + i < parts:
+                            rBlocks[i] = gBlocks[(start + i) // self.units]
                 for i in range_constexpr(BATCH):
                     part = start + i
-                    if part < parts:
+                    loads = part < parts
+                    if const_expr(self.skip):
+                        loads = rBlocks[i] >= 0
+                    if loads:
                         place = token * parts + part
                         gPart = mParts[batch, kv_head, place, head, None]
                         cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (vector,)), rPart[None, i])
-                        visits = gBlocks[part // self.units] >= 0
+                        visits = cutlass.Boolean(True)
+                        if const_expr(not self.skip):
+                            visits = gBlocks[part // self.units] >= 0
                         lse = Float32(0.0)
                         if const_expr(self.weighted):
                             lse = mPartLse[batch, kv_head, place, head]
@@ -461,7 +296,7 @@ class AddSlots:
             cute.autovec_copy(rX, cute.local_tile(gX, (VECTOR,), (vector,)))
 
 
-@lru_cache
+@compiled_once
 def _visit(
     dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
 ) -> Kernel:
@@ -480,10 +315,12 @@ def _visit(
     )
 
 
-@lru_cache
-def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int) -> Kernel:
+@compiled_once
+def _add(
+    dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, skip: bool = False, carry: bool = False
+) -> Kernel:
     return compile_kernel(
-        AddSlots(dim, group, weighted=weighted, units=units),
+        AddSlots(dim, group, weighted=weighted, units=units, skip=skip, carry=carry),
         fake_table(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
@@ -500,6 +337,8 @@ def add_slots(
     part_lse: Tensor | None = None,
     lse: Tensor | None = None,
     units: int = 1,
+    skip: bool = False,
+    carry: bool = False,
 ) -> None:
     """Add up what the slots of some tokens have.
 
@@ -508,8 +347,10 @@ def add_slots(
         x: `[B,T,H,dim]`, where to write.
         part_lse, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write that of all slots.
         units: parts of a slot.
+        skip: do not load what no slot visits.
+        carry: to what x and lse hold, as if that were one more slot; x counts nothing where lse is -inf.
     """
-    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units).run
+    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, skip=skip, carry=carry).run
     run(visits.blocks, parts, part_lse, x, lse)
 
 
@@ -565,6 +406,8 @@ def token_selected_forward(
     scale: float,
     first_token: int = 0,
     bounds: Tensor | None = None,
+    init: int = 0,
+    local: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each token to the blocks that it chose, causal.
 
@@ -577,6 +420,8 @@ def token_selected_forward(
         scale: what q . k is multiplied by, > 0.
         bounds: of packed documents, with B = 1 (documents.bounds_of, Documents.bounds_of_blocks), whose tiles are the
             blocks: these count from each document's first token.
+        init, local: indices hold these forced blocks for every token wherever they exist: the first `init` of its
+            document, and `local` that end with its own. They are attended to in one go (forced_blocks.py).
 
     Returns:
         o `[B,T,H,D_v]` and lse fp32 `[B,H,T]`, natural log. Rows without keys, and rows behind the last document: 0 and
@@ -593,6 +438,12 @@ def token_selected_forward(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
+    forced = takes_forced(size, init, local)
+    if forced:
+        if bounds is not None:
+            lse.fill_(-math.inf)  # also of tokens of no document
+        where: dict[str, Any] = {"first_token": first_token, "bounds": bounds}
+        forced_blocks_forward(q, k, v, o, lse, size=size, scale=scale, init=init, local=local, **where)
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)).run
     with SideStreams(q.device) as streams:
         for visits, batches, of in passes(
@@ -603,6 +454,8 @@ def token_selected_forward(
             most_bytes=PART_BYTES,
             first_token=first_token,
             bounds=bounds,
+            init=init if forced else 0,
+            local=local if forced else 0,
         ):
             streams.begin()
             shape = (*visits.places.shape, group)
@@ -614,6 +467,7 @@ def token_selected_forward(
             some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
             with streams.run(visits, parts, part_lse, some):
                 visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
-                add_slots(visits, parts, o[batches, rows, queries], part_lse=part_lse, lse=lse[batches, queries, rows])
+                sums = o[batches, rows, queries], lse[batches, queries, rows]
+                add_slots(visits, parts, sums[0], part_lse=part_lse, lse=sums[1], skip=forced, carry=forced)
             del parts, part_lse, visits, tables, some
     return o, lse

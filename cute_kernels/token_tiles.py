@@ -23,7 +23,6 @@ multiples of 16 bytes; every block that is visited must hold finite values behin
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -34,10 +33,11 @@ from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups
-from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, fake
+from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import fake_bounds, fake_table, visited_block
-from cute_kernels.token_selected import LOG2_E, LOG_2, block_bounds, check_token_selected, heads_of
-from cute_kernels.warp import LANES
+from cute_kernels.token_selected import check_token_selected
+from cute_kernels.warp import LANES, LOG2_E
+from cute_kernels.warp_rows import LOG_2, block_bounds, heads_of
 from cute_kernels.warp_tiles import (
     QUAD,
     accumulator,
@@ -355,7 +355,7 @@ class TileBlocks:
             multiply_registers(warps_mma(self.dtype, 1), cute.arch.lane_idx(), acc, rP, sColumns, 0, True)
 
 
-@lru_cache
+@compiled_once
 def _attend(
     dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
 ) -> Kernel:

@@ -14,7 +14,6 @@ Packed documents: numbers of blocks and tiles are those of the aligned buffers o
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from cute_kernels.block_lists import THREADS, WORD, BlockLists, Keys, fake_lists, int32_tensors
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, SHIFT, Documents, document_at, fake_tables
-from cute_kernels.jit import Kernel, compile_kernel, fake
+from cute_kernels.jit import Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.warp import LANES, lowest_bit, prefix_sum
 
 WARPS = 4
@@ -262,20 +261,20 @@ class TransposedPrefixLists:
                 mFullCount[0, 0, block] = fulls
 
 
-@lru_cache
+@compiled_once
 def _bits(size: int, *, entries: bool, packed: bool) -> Kernel:
     tensors = [fake(torch.int32, None, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(TileBits(size, entries=entries), *tensors, *(fake_tables() if packed else (None, None)))
 
 
-@lru_cache
+@compiled_once
 def _transposed(keys: Keys, size: int, width: int, rows: int, *, shifted: bool) -> Kernel:
     bits = fake(torch.int32, None, None, None, None, aligned=False)
     tiles = fake_tables()[1] if shifted else None
     return compile_kernel(TransposedLists(keys, size, width, rows), bits, *fake_lists(), tiles, *[Int32(0)] * 4)
 
 
-@lru_cache
+@compiled_once
 def _prefix(keys: Keys, width: int, rows: int, *, packed: bool) -> Kernel:
     bounds = fake_tables()[0] if packed else None
     return compile_kernel(TransposedPrefixLists(keys, width, rows), *fake_lists(), bounds, *[Int32(0)] * 2)

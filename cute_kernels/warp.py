@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
 LANES = 32
+LOG2_E = math.log2(math.e)
 
 
 @cute.jit

@@ -268,7 +268,10 @@ def write_quads(
     mX: cute.Tensor,  # as of `as_vectors`
     start: Int32,  # in lane i, the first vector of row i; negative: it is not written
 ):
-    """Rows of an accumulator whose columns are in the order of `load_for_quads`, each by its quad."""
+    """Rows of an accumulator whose columns are in the order of `load_for_quads`, each by its quad.
+
+    They leave L2 first.
+    """
     _, _, rows, pieces = rRounded.shape
     lane = cute.arch.lane_idx()
     pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)
@@ -280,8 +283,8 @@ def write_quads(
                 for first in range_constexpr(0, pieces, QUAD):
                     for i in range_constexpr(QUAD):
                         rPieces[i] = pairs[0, r, m, first + i]
-                    vector = mX[None, Int64(place + first + lane % QUAD)]
-                    cute.autovec_copy(cute.recast_tensor(rPieces, mX.element_type), vector)
+                    vector = cute.recast_tensor(mX[None, Int64(place + first + lane % QUAD)], Int32)
+                    cute.arch.store(vector.iterator, rPieces.load(), cop="cs")
 
 
 @cute.jit

@@ -10,9 +10,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass import Float32, Int32, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
+
+from cute_kernels.warp import LOG2_E
 
 UNIT = 64
 """Rows that a warpgroup multiplies, and of a tile."""
@@ -87,3 +89,45 @@ def of_columns(shared: cute.Tensor) -> cute.Tensor:
     values = cute.make_rmem_tensor_like(shared)
     cute.autovec_copy(shared, values)
     return values
+
+
+def _rows_first(x: cute.Tensor) -> cute.Tensor:
+    """[B, N, H, D] as (N, D, H, B)."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
+
+
+def tma_copy(op: Any, x: cute.Tensor, dtype: Any, dim: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """How to copy tiles between shared memory and [B, N, H, D]."""
+    layout = cute.select(swizzled_tiles(dtype, dim, 1), mode=[0, 1])
+    atom, coordinates = cpasync.make_tiled_tma_atom(op, _rows_first(x), layout, (UNIT, dim))
+    return atom, coordinates
+
+
+def tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """(., tile in shared memory) and (., tile of rows, head, batch) for cute.copy."""
+    gX = cute.flat_divide(x, (UNIT, cute.size(tiles, mode=[1])))[None, None, None, 0, None, None]
+    sX, tiled = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
+    )
+    return sX, tiled
+
+
+@cute.jit
+def store_rounded(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: Int32, barrier: Int32):
+    """Round a warpgroup's sums into a tile, for TMA to read it."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
+    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
+    rounded.store(acc.load().to(tile.element_type))
+    cute.copy(copy, copy.retile(rounded), copy.partition_D(tile))
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+
+
+@cute.jit
+def row_statistics(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows: Int32) -> tuple[Float32, Float32]:
+    """(lse in base 2, delta) of a row, (inf, 0) where there is no finite lse. Without branches: loads go together."""
+    place = cutlass.min(row, num_rows - 1)
+    lse, delta = mLse[place], mDelta[place]
+    present = (row < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
+    return lse * LOG2_E if present else Float32.inf, delta if present else Float32(0.0)

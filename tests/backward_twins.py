@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import backward, documents, fa4, forward
+from cute_kernels import window_backward as window_backward_kernels
 from cute_kernels.block_lists import Keys
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, PUBLIC_ENTRY, ROW, SHIFT, TILE, TOKEN, UNIT, Documents
 from cute_kernels.gate_backward import GateResults
@@ -38,6 +39,8 @@ def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
         "transposed_prefix_lists",
     ):
         patch.setattr(backward, name, globals()[name])
+    patch.setattr(backward, "token_selected_backward", token_selected_backward)
+    patch.setattr(backward.split_window, "window_backward", split_window)
     patch.setattr(backward, "block_means", block_means)
     patch.setattr(forward, "lay_out", lay_out)
     patch.setattr(documents, "_align_rows", align_rows)
@@ -78,6 +81,78 @@ def window_backward(
     key = torch.arange(gradients.k.shape[1])
     assert max(left, right) + max(len(row), len(key)) < 2**31, "FlashAttention-4 adds them in int32"
     differentiate(gradients, (key >= row - left) & (key <= row + right), scale)
+
+
+# Token mode, where tokens number the keys and rows alike
+
+
+def token_selected_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    size: int,
+    scale: float,
+    local: int,
+    into: tuple[Tensor, Tensor, Tensor],
+    bounds: None = None,
+) -> None:
+    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
+    row, blocks = torch.arange(tokens)[:, None], -(-tokens // size)
+    kept = indices.long().where((indices >= 0) & (indices <= row // size - local), blocks)
+    chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool).scatter_(3, kept, True)[..., :blocks]
+    pairs = chosen.repeat_interleave(size, 3)[..., :tokens] & (torch.arange(tokens) <= row)
+    add_pairs(q, k, v, do, [(pairs.repeat_interleave(group, 1), lse, delta)], scale, into)
+
+
+def split_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    left: int,
+    scale: float,
+    into: tuple[Tensor, Tensor, Tensor],
+    near: window_backward_kernels.Near | None = None,
+) -> None:
+    row, key = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
+    branches = [((key <= row) & (key >= row - left), lse, delta)]
+    if near is not None:
+        pairs = (key <= row) & (key >= (row // near.size - near.local + 1) * near.size)
+        branches.append((pairs, near.lse, near.delta))
+    add_pairs(q, k, v, do, branches, scale, into)
+
+
+def add_pairs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    branches: Sequence[tuple[Tensor, Tensor, Tensor]],
+    scale: float,
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Gradients of branches with the same keys: for each its pairs, lse and delta."""
+    group = q.shape[2] // k.shape[2]
+    k_all, v_all = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) * scale
+    dp = torch.einsum("bihd,bjhd->bhij", do, v_all)
+    p, ds = torch.zeros_like(scores), torch.zeros_like(scores)
+    for pairs, lse, delta in branches:
+        mine = (scores - lse[..., None]).exp().masked_fill(~(pairs & lse.isfinite()[..., None]), 0.0)
+        p += mine
+        ds += mine * (dp - delta[..., None])
+    dq, dk, dv = into
+    dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, k_all) * scale)
+    dk.copy_(torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (-1, group)).sum(3) * scale)
+    dv.copy_(torch.einsum("bhij,bihd->bjhd", p, do).unflatten(2, (-1, group)).sum(3))
 
 
 # Lists. What is of documents counts from the beginning of aligned buffers.
@@ -156,6 +231,7 @@ def gate_gradients(
     g = torch.full((*do.shape[:3], 3), 1 / 3, dtype=do.dtype) if gates is None else gates.to(do.dtype)
     aligned = outputs[0].shape[1]
     lse = torch.full((3, *lses[0].shape), torch.inf, dtype=do.dtype)
+    delta = torch.zeros_like(lse)
     dots, weighted = [], [torch.zeros_like(o) for o in outputs]
     to = torch.arange(do.shape[1]) if rows is None else rows
     used = to >= 0
@@ -165,12 +241,13 @@ def gate_gradients(
         dots.append((do * of_tokens).sum(-1))
         shifted = old[..., to[used]] - (0 if given else torch.log(g[..., b]).transpose(1, 2)[..., used])
         lse[b][..., to[used]] = shifted
+        of_do = dots[-1] * g[..., b] if given else dots[-1]
+        delta[b][..., to[used]] = of_do.transpose(1, 2)[..., used]
         weighted[b][:, to[used]] = (do * g[..., b : b + 1])[:, used]
-    delta = torch.stack(dots, -1)
-    logits = delta * g * (1 - g) if projected else None
+    d_gates = torch.stack(dots, -1)
+    logits = d_gates * g * (1 - g) if projected else None
     weight = None if logits is None else torch.einsum("bnhg,bnhd->hgd", logits, q)
-    d_gates = delta if given else None
-    return GateResults(lse, delta[..., 1], weighted if given else None, logits, d_gates, weight)
+    return GateResults(lse, delta, weighted if given else None, logits, d_gates if given else None, weight)
 
 
 def by_token(x: Tensor, documents: Documents | None) -> Tensor:

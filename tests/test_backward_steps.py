@@ -256,3 +256,47 @@ def test_split_backward_gets_lists_of_its_unit(size: int, monkeypatch: pytest.Mo
     saved = twins.saved(inputs, config, aux).to_list()
     backward.nsa_backward(inputs, config, saved, torch.randn_like(out), deterministic=True)
     assert widths == [UNIT]
+
+
+# Token mode
+
+PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 65, 300, 540])
+@pytest.mark.parametrize(
+    "names", [(), ("gate_proj_weight",), ("gates",), ("k_slc", "v_slc"), ("k_win", "v_win")], ids="+".join
+)
+@pytest.mark.parametrize("v_dim", [4, 2])
+def test_token_mode(tokens: int, names: tuple[str, ...], v_dim: int, arch: str) -> None:
+    """The window takes the local blocks of the selected branch along where keys and do are the same, and dims."""
+    inputs = make_inputs(tokens, heads=4, kv_heads=2, dim=4, v_dim=v_dim, batch=2, seed=tokens)
+    check(extras(inputs, names), PAPER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "local"),
+    [
+        ({}, 2),
+        ({"window_size": 128}, 2),
+        ({"window_size": 127}, 0),
+        ({"window_size": 0}, 0),
+        ({"num_local_blocks": 1, "window_size": 64}, 1),
+        ({"num_local_blocks": 0}, 0),
+        ({"select_block_size": 128}, 0),
+        ({"select_block_size": 128, "window_size": 256}, 2),
+        ({"num_init_blocks": 0}, 2),
+    ],
+    ids=str,
+)
+def test_local_blocks_inside_the_window(changes: dict[str, Any], local: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    left_out = []
+
+    def selected(*inputs: Any, local: int, **how: Any) -> None:
+        left_out.append(local)
+        twins.token_selected_backward(*inputs, local=local, **how)
+
+    monkeypatch.setattr(backward, "token_selected_backward", selected)
+    check(make_inputs(400, heads=4, kv_heads=2, dim=4, batch=1, seed=1), replace(PAPER, **changes))
+    assert left_out == [local]

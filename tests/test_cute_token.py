@@ -26,6 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "blocks of 128": {"select_block_size": 128},
     "blocks of 256": {"select_block_size": 256, "num_selected_blocks": 3},
     "no window": {"window_size": 0},
+    "local blocks in the window": {"window_size": 200},
+    "blocks of 128 in the window": {"select_block_size": 128, "window_size": 300},
     "nothing selected": {"num_selected_blocks": 0, "num_init_blocks": 0, "num_local_blocks": 0},
 }
 
@@ -151,8 +153,9 @@ def test_gradients_of_packed_documents(recompute: bool) -> None:
         if length > 0:
             alone = of(do[None, here], *(x[None, here] for x in qkv))
             for name, whole, part in zip("qkv", got, alone, strict=True):
-                scale = float(part.float().abs().max())
-                torch.testing.assert_close(whole[None, here], part, rtol=0, atol=scale * 2**-7, msg=f"{name} {length}")
+                # dq of a document of one token is nothing but the difference of two sums in fp32
+                allowed = float(part.float().abs().max()) * 2**-7 + 1e-4
+                torch.testing.assert_close(whole[None, here], part, rtol=0, atol=allowed, msg=f"{name} {length}")
     for gradient in got:
         assert not gradient[sum(lengths) :].any()
 

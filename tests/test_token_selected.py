@@ -27,12 +27,20 @@ pytestmark = NOISY
 
 
 def random_indices(
-    shape: tuple[int, int], lengths: list[int], blocks: int, count: int, *, size: int, seed: int = 0
+    shape: tuple[int, int],
+    lengths: list[int],
+    blocks: int,
+    count: int,
+    *,
+    size: int,
+    seed: int = 0,
+    forced: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Some blocks that begin at or before each token, block 0 and its own often among them: ascending, then -1.
 
     Args:
         lengths: of documents, one behind the other. blocks: the most that is looked at.
+        forced: blocks at the beginning and at the token that are there wherever they exist.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
@@ -40,6 +48,7 @@ def random_indices(
     place = torch.arange(blocks)
     scores = torch.rand((*shape, tokens, blocks), generator=generator)
     scores = scores + 0.7 * (place == begun - 1) + 0.7 * (place == 0)
+    scores = scores + 3 * ((place < forced[0]) | (place >= begun - forced[1]))
     order = scores.masked_fill(place >= begun, -1).argsort(-1, descending=True)[..., :count]
     chosen = torch.full((*shape, tokens, count), blocks)
     chosen[..., : order.shape[-1]] = order.where(order < begun, blocks)
@@ -63,6 +72,8 @@ class Inputs:
     """Of packed documents, where they lie."""
     shift: Tensor
     """What lse is lowered by for the backward, `[B,H,N]`."""
+    forced: tuple[int, int] = (0, 0)
+    """First and local blocks that all of indices hold."""
 
     def attend(self, *, low: bool) -> tuple[Tensor, Tensor]:
         """o and lse in fp64; with `low` in fp32 with P and o rounded."""
@@ -109,8 +120,10 @@ class Inputs:
         from cute_kernels.token_tiles import token_tiles_forward
 
         how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
-        attend = token_tiles_forward if tiles else token_selected_forward
-        return attend(self.q, self.k, self.v, self.indices, **how)
+        if tiles:
+            return token_tiles_forward(self.q, self.k, self.v, self.indices, **how)
+        how |= dict(zip(("init", "local"), self.forced, strict=True))
+        return token_selected_forward(self.q, self.k, self.v, self.indices, **how)
 
     def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.token_selected_backward import token_selected_backward
@@ -128,6 +141,31 @@ class Inputs:
         there = expected.isfinite()
         assert torch.equal(lse == -math.inf, ~there)
         assert not o.transpose(1, 2)[~there].any()
+        assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
+
+    def attend_forced(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Of some rows, o and lse of the forced blocks alone; NaN where nothing was written."""
+        from cute_kernels.forced_blocks import forced_blocks_forward
+
+        q = self.q[:, rows]
+        o = torch.full((*q.shape[:3], self.v.shape[3]), math.nan, dtype=q.dtype, device=q.device)
+        lse = torch.full_like(self.shift[:, :, rows], math.nan)
+        how = {"first_token": rows.start, **dict(zip(("init", "local"), self.forced, strict=True))}
+        k, v = (x if self.bounds is not None else x[:, : rows.stop] for x in (self.k, self.v))
+        forced_blocks_forward(q, k, v, o, lse, size=self.size, scale=self.scale, bounds=self.bounds, **how)
+        return o, lse
+
+    def check_forced(self, first: int = 0, stop: int | None = None) -> None:
+        """Of indices that hold the forced blocks alone. Args: the rows."""
+        rows = slice(first, self.q.shape[1] if stop is None else stop)
+        o, lse = self.attend_forced(rows)
+        (oracle, expected), (naive, naive_lse) = (self.attend(low=low) for low in (False, True))
+        oracle, naive, o = (x.transpose(1, 2) for x in (oracle[:, rows], naive[:, rows], o))
+        expected, naive_lse = expected[..., rows], naive_lse[..., rows]
+        there = expected.isfinite()
+        assert o[~there].isnan().all()
+        assert lse[~there].isnan().all()
+        assert_within_budget(o[there], oracle[there], naive[there], "o")
         assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
 
     def check(self) -> None:
@@ -149,16 +187,18 @@ def make(
     *,
     batch: int = 1,
     dtype: torch.dtype = BF16,
-    count: int = 4,
+    count: int | None = 4,
     size: int = 64,
     indices: Tensor | None = None,
     behind: int = 0,
+    forced: tuple[int, int] = (0, 0),
     device: str = "cuda",
 ) -> Inputs:
     """Normal inputs.
 
     Args:
         tokens: of each batch; or of documents, with `behind` more behind the last one.
+        forced: blocks that all tokens choose; 0 more are chosen with `count` None.
     """
     lengths = [tokens] if isinstance(tokens, int) else tokens
     packed, n = not isinstance(tokens, int), sum(lengths) + behind
@@ -172,7 +212,8 @@ def make(
     k, v = normal(batch, n, kv_heads, dim), normal(batch, n, kv_heads, v_dim)
     blocks = max(1, -(-max(lengths, default=0) // size))
     if indices is None:
-        indices = random_indices((batch, kv_heads), lengths, blocks, count, size=size)
+        count = sum(forced) if count is None else count
+        indices = random_indices((batch, kv_heads), lengths, blocks, count, size=size, forced=forced)
         rest = torch.zeros((batch, kv_heads, behind, count), dtype=torch.int32)  # chosen by tokens of no document
         indices = torch.cat([indices, rest], 2)
     visible = torch.zeros((batch, kv_heads, n, n), dtype=torch.bool)
@@ -193,7 +234,7 @@ def make(
         bounds = documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
     shift = 2 * torch.rand((batch, heads, n), generator=generator).to(device)
     tensors = q, k, v, do, indices.to(device), visible.to(device)
-    return Inputs(*tensors, size, dim**-0.5, bounds, shift)
+    return Inputs(*tensors, size, dim**-0.5, bounds, shift, forced)
 
 
 @pytest.fixture
@@ -260,6 +301,62 @@ def test_twins_without_keys() -> None:
     inputs.check()
     nothing = make(20, indices=torch.zeros((1, 2, 20, 0), dtype=torch.int32), device="cpu")
     nothing.check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("forced", [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)])
+def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, as none or all are attended to in one go: there is no room for (2, 3)."""
+    small_passes(monkeypatch, 64, 1 << 18, 40)
+    make(400, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check()
+    make([270, 0, 1, 129, 64], 2, behind=9, count=sum(forced) + 1, forced=forced, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("forced", [(1, 2), (0, 2), (2, 0)])
+def test_forced_blocks_are_not_visited(forced: tuple[int, int]) -> None:
+    check_unvisited(forced, "cpu")
+
+
+def check_unvisited(forced: tuple[int, int], device: str) -> None:
+    """Lists hold what is not forced, and all of it."""
+    from cute_kernels.segments import visits_of
+
+    (init, local), blocks = forced, 7
+    indices = random_indices((2, 2), [400], blocks, 5, size=64, forced=forced)
+    own = torch.arange(400)[:, None] // 64
+    rest = indices.where((indices >= init) & (indices <= own - local), -1)
+    assert (rest != indices).any()
+    assert (rest >= 0).any()
+    how: dict[str, Any] = {"size": 64, "blocks": blocks, "length": 20, "init": init, "local": local}
+    check_visits(visits_of(indices.to(device), **how), rest, 20)
+
+
+@pytest.mark.parametrize(("forced", "expected"), [(True, {"init": 1, "local": 2}), (False, {})])
+def test_indices_of_callers_need_not_hold_forced_blocks(
+    forced: bool, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cute_kernels import forward
+    from nsa.config import NSAConfig
+
+    inputs, passed = make(200, device="cpu"), []
+
+    def attend(q: Tensor, *_: Any, **how: Any) -> tuple[Tensor, Tensor]:
+        passed.append({name: value for name, value in how.items() if name in ("init", "local")})
+        return q, inputs.shift
+
+    monkeypatch.setattr(forward, "token_selected_forward", attend)
+    config = NSAConfig(
+        causal=True,
+        q_tile_size=1,
+        num_selected_blocks=4,
+        select_block_size=64,
+        num_init_blocks=1,
+        num_local_blocks=2,
+    )
+    plan: Any = SimpleNamespace(config=config, documents=None, scale=1.0)
+    forward.attend_selected(plan, inputs.q, inputs.k, inputs.v, inputs.indices, 0, True, forced=forced)
+    assert passed == [expected]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -522,6 +619,54 @@ def test_documents() -> None:
     make([64] * 9, 4, behind=0).check()
 
 
+FORCED = [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)]
+
+
+@CUDA
+@pytest.mark.parametrize("forced", FORCED)
+@pytest.mark.parametrize(("group", "dim", "v_dim"), [(1, 64, 64), (4, 128, 64), (16, 128, 128), (3, 64, 128)])
+def test_forced_blocks(group: int, dim: int, v_dim: int, forced: tuple[int, int]) -> None:
+    make(733, group, 2, dim, v_dim, batch=2, count=8, forced=forced).check()
+    make([500, 0, 1, 129, 64, 77], group, 2, dim, v_dim, behind=9, count=8, forced=forced).check()
+    if forced != (2, 3):
+        make(733, group, 2, dim, v_dim, count=None, forced=forced).check_forced(200, 700)
+
+
+@CUDA
+@pytest.mark.parametrize("forced", [(1, 1), (0, 2), (0, 1)])
+@pytest.mark.parametrize("size", [128, 192, 256])
+def test_forced_blocks_of_sizes(size: int, forced: tuple[int, int]) -> None:
+    make(1700, 4, 2, 128, size=size, forced=forced).check_forward()
+    make([1100, 77, 300], 4, 2, 128, size=size, forced=forced).check_forward()
+
+
+@CUDA
+@pytest.mark.parametrize("first", [1, 63, 64, 200, 700])
+def test_forced_blocks_of_later_queries(first: int) -> None:
+    """Queries from any token on: bitwise those of all."""
+    inputs = make(999, 16, 2, 128, count=8, forced=(1, 2))
+    o, lse = inputs.forward()
+    some, some_lse = forward_from(inputs, first)
+    assert torch.equal(some, o[:, first:])
+    assert torch.equal(some_lse, lse[..., first:])
+
+
+def forward_from(inputs: Inputs, first: int) -> tuple[Tensor, Tensor]:
+    from cute_kernels.token_selected import token_selected_forward
+
+    q, indices = inputs.q[:, first:], inputs.indices[:, :, first:]
+    how = dict(zip(("init", "local"), inputs.forced, strict=True))
+    return token_selected_forward(
+        q, inputs.k, inputs.v, indices, size=inputs.size, scale=inputs.scale, first_token=first, **how
+    )
+
+
+@CUDA
+@pytest.mark.parametrize("forced", [(1, 2), (0, 2), (2, 0)])
+def test_forced_blocks_are_not_visited_on_cuda(forced: tuple[int, int]) -> None:
+    check_unvisited(forced, "cuda")
+
+
 @CUDA
 def test_rows_without_keys() -> None:
     chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
@@ -535,7 +680,7 @@ def test_rows_without_keys() -> None:
 @pytest.mark.parametrize("rows", [1, 100, 1000])
 @pytest.mark.parametrize("bytes_of_pass", [1, 1 << 22])
 def test_passes_and_segments(rows: int, bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = make(1500, 6, 3, batch=2)
+    inputs = make(1500, 6, 3, batch=2, forced=(1, 2) if rows == 100 else (0, 0))
     whole = inputs.forward()
     small_passes(monkeypatch, 256, bytes_of_pass, rows)
     inputs.check()
@@ -555,10 +700,11 @@ def test_bitwise_repeatable() -> None:
 
 
 @CUDA
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
 @pytest.mark.parametrize("token", [0, 63, 64, 500, 998])
-def test_future_changes_nothing(token: int) -> None:
+def test_future_changes_nothing(token: int, forced: tuple[int, int]) -> None:
     """Tokens behind `token`, and what they choose, are others: o and lse up to it are bitwise the same."""
-    inputs = make(999, 16, 2, 128, count=8)
+    inputs = make(999, 16, 2, 128, count=8, forced=forced)
     o, lse = inputs.forward()
     changed = {}
     for name in ("q", "k", "v"):
@@ -566,7 +712,8 @@ def test_future_changes_nothing(token: int) -> None:
         x[:, token + 1 :] = 3 * torch.randn_like(x[:, token + 1 :])
         changed[name] = x
     indices = inputs.indices.clone()
-    indices[:, :, token + 1 :] = random_indices((1, 2), [999], 16, 8, size=64, seed=5)[:, :, token + 1 :].cuda()
+    chosen = random_indices((1, 2), [999], 16, 8, size=64, seed=5, forced=forced)
+    indices[:, :, token + 1 :] = chosen[:, :, token + 1 :].cuda()
     other, other_lse = replace(inputs, **changed, indices=indices).forward()
     assert torch.equal(o[:, : token + 1], other[:, : token + 1])
     assert torch.equal(lse[..., : token + 1], other_lse[..., : token + 1])
@@ -606,10 +753,11 @@ def test_lists() -> None:
 @pytest.mark.parametrize("group", [1, 3, 16, 64])
 def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs other than Hopper's."""
-    for module in ("token_selected", "token_selected_backward"):
+    for module in ("token_selected", "token_selected_backward", "forced_blocks"):
         monkeypatch.setattr(f"cute_kernels.{module}.has_warpgroups", lambda _: False)
     make(517, group, 2, 128, count=5).check()
     make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check()
+    make([300, 1, 216], group, 1, 128, count=5, forced=(1, 2)).check()
 
 
 @CUDA

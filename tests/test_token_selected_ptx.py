@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.ptx import Program, tensor_argument
-from tests.test_token_selected import make, small_passes
+from tests.test_token_selected import forward_from, make, small_passes
 from tests.token_selected_twins import Twin, add_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -42,12 +43,20 @@ def program(compiled: Any, *how: Any, **named: Any) -> Program:
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Kernels run interpreted. Parameter: what multiplies, and when copies arrive."""
-    from cute_kernels import documents, jit, segments, token_selected, token_selected_backward, token_tiles
+    from cute_kernels import (
+        documents,
+        forced_blocks,
+        jit,
+        segments,
+        token_selected,
+        token_selected_backward,
+        token_tiles,
+    )
 
     monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
 
     by, _, copies = request.param.partition(", ")
-    for module in (token_selected, token_selected_backward, token_tiles):
+    for module in (token_selected, token_selected_backward, token_tiles, forced_blocks):
         monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
 
     modules = {
@@ -55,6 +64,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         "forward": token_selected,
         "backward": token_selected_backward,
         "tiles": token_tiles,
+        "forced": forced_blocks,
     }
     real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
 
@@ -79,6 +89,19 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         statics = (3,), (3,), (), (2,), (2,), (3, 4), (3,), (0,)
         some = [argument(y, static) for y, static in zip((k, v, *x[:6]), statics, strict=True) if y is not None]
         return [of_groups(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
+
+    def attend_forced(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
+        group, size = how[2:4]
+        bounds, first_token, _ = x
+        shape = q.shape[0], q.shape[2] // group, q.shape[1]
+        (batch, token, head, _), (of_batch, of_head, _) = o.stride(), lse.stride()
+        some = [argument(k, (3,)), argument(v, (3,)), tensor_argument(o, shape, [batch, head * group, token, head])]
+        some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
+        some += [argument(y, (0,)) for y in x[:1] if y is not None]
+        blocks = -(-(first_token % size + q.shape[1]) // size)
+        if bounds is not None:
+            blocks = (q.shape[1] + (bounds.shape[1] - 1) * (size - 1)) // size
+        return [of_groups(q, group), *some, *map(argument, x[1:])], (blocks, k.shape[2], k.shape[0])
 
     def attend_tiles(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
         some = [argument(k, (3,)), argument(v, (3,)), argument(indices), of_groups(o, how[2]), argument(x[0])]
@@ -109,6 +132,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     patch("segments", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
     patch("segments", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
     patch("tiles", "_attend", attend_tiles)
+    patch("forced", "_attend", attend_forced)
     patch("forward", "_visit", visit)
     patch("forward", "_add", add_slots)
     patch("backward", "_visit", visit_gradients)
@@ -149,3 +173,73 @@ def test_interpreted_in_passes_and_segments(monkeypatch: pytest.MonkeyPatch) -> 
 def test_tiles_interpreted(case: str) -> None:
     tokens, options = CASES[case]
     make(tokens, device="cpu", **options).check_forward(tiles=True)
+
+
+FORCED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
+    "one token": (1, {"group": 1, "forced": (1, 2)}, ()),
+    "early and late blocks": (330, {"group": 1, "kv_heads": 1, "forced": (1, 2)}, ()),
+    "first and own": (201, {"group": 4, "kv_heads": 1, "forced": (1, 1), "dim": 128, "v_dim": 64}, ()),
+    "local alone": (201, {"group": 4, "kv_heads": 1, "forced": (0, 2), "v_dim": 128, "dtype": torch.float16}, ()),
+    "own alone": (130, {"group": 2, "kv_heads": 1, "forced": (0, 1)}, ()),
+    "first alone": (201, {"group": 1, "kv_heads": 2, "forced": (2, 0)}, ()),
+    "from mid-block": (301, {"group": 16, "kv_heads": 1, "forced": (1, 2), "dim": 128}, (250, 263)),
+    "odd group": (301, {"group": 3, "kv_heads": 2, "forced": (1, 2)}, (63, 130)),
+    "documents": ([70, 0, 1, 266], {"group": 2, "kv_heads": 1, "forced": (1, 2), "behind": 3}, ()),
+    "128 tokens": (401, {"group": 4, "kv_heads": 1, "forced": (1, 1), "size": 128}, (200, 290)),
+    "128 tokens, wide": (401, {"group": 4, "kv_heads": 1, "forced": (0, 2), "size": 128, "dim": 128}, (380, 401)),
+    "128 tokens, documents": ([140, 270], {"group": 1, "kv_heads": 1, "forced": (1, 1), "size": 128}, ()),
+}
+
+
+@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, FORCED)], indirect=["interpreted"])
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_interpreted(case: str) -> None:
+    tokens, options, rows = FORCED[case]
+    make(tokens, device="cpu", count=None, **options).check_forced(*rows)
+
+
+@pytest.mark.parametrize("interpreted", ["warps, early", "warpgroups, early"], indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_interpreted_early() -> None:
+    make(301, 4, 1, 128, count=None, forced=(1, 2), device="cpu").check_forced(190, 263)
+
+
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.parametrize(
+    ("tokens", "size", "forced"), [(330, 64, (1, 2)), (330, 64, (0, 2)), (330, 64, (2, 3)), ([70, 0, 330], 64, (1, 2))]
+)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_beside_visited(tokens: Any, size: int, forced: tuple[int, int]) -> None:
+    """All of the forward: forced blocks, visits of the others and their sum; there is no room for (2, 3)."""
+    behind = 0 if isinstance(tokens, int) else 5
+    inputs = make(tokens, 2, 1, count=sum(forced) + 2, size=size, forced=forced, behind=behind, device="cpu")
+    inputs.check_forward()
+
+
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_of_later_queries() -> None:
+    """Queries from any token on: bitwise those of all."""
+    inputs = make(300, 2, 1, count=4, forced=(1, 2), device="cpu")
+    o, lse = inputs.forward()
+    for first in (70, 250):
+        some, some_lse = forward_from(inputs, first)
+        assert torch.equal(some, o[:, first:])
+        assert torch.equal(some_lse, lse[..., first:])
+
+
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.parametrize("token", [5, 63, 64, 280])
+@pytest.mark.usefixtures("interpreted")
+def test_future_changes_nothing_of_forced_blocks(token: int) -> None:
+    inputs = make(300, 2, 1, count=None, forced=(1, 2), device="cpu")
+    o, lse = inputs.attend_forced(slice(0, 300))
+    changed = {}
+    for name in ("q", "k", "v"):
+        x = getattr(inputs, name).clone()
+        x[:, token + 1 :] = 3 * torch.randn_like(x[:, token + 1 :])
+        changed[name] = x
+    other, other_lse = replace(inputs, **changed).attend_forced(slice(0, 300))
+    assert torch.equal(o[:, : token + 1], other[:, : token + 1])
+    assert torch.equal(lse[..., : token + 1], other_lse[..., : token + 1])
+    assert not torch.equal(o[:, token + 1], other[:, token + 1])

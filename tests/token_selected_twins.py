@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import documents, segments, token_selected, token_selected_backward, token_tiles
+from cute_kernels import documents, forced_blocks, segments, token_selected, token_selected_backward, token_tiles
 from cute_kernels.documents import LENGTH, ROW, TILE, TOKEN
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE
 
@@ -26,14 +26,19 @@ class Twin(NamedTuple):
 
 def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(documents, "_add_up", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
-    patch.setattr(segments, "_mark", lambda size, packed: Twin(lambda *x: mark(size, *x)))
+    patch.setattr(segments, "_mark", lambda size, _, *forced: Twin(lambda *x: mark(size, *x, *forced)))
     patch.setattr(segments, "_count", lambda: Twin(count))
     patch.setattr(segments, "_list", lambda: Twin(list_places))
     patch.setattr(segments, "_cut", lambda: Twin(cut))
     for module, twin in ((token_selected, visit_blocks), (token_selected_backward, visit_gradients)):
         patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
     patch.setattr(token_tiles, "_attend", lambda *how: Twin(lambda *x: attend_tiles(how, *x)))
-    patch.setattr(token_selected, "_add", lambda *_, weighted, units: Twin(lambda *x: add_slots(units, *x)))
+    patch.setattr(forced_blocks, "_attend", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
+    patch.setattr(
+        token_selected,
+        "_add",
+        lambda *_, weighted, units, skip, carry: Twin(lambda *x: (carry_slots if carry else add_slots)(units, *x)),
+    )
     patch.setattr(token_selected_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 
 
@@ -48,7 +53,16 @@ def add_up(tile: int, cu_seqlens: Tensor, bounds: Tensor) -> None:
 # Lists
 
 
-def mark(size: int, indices: Tensor, blocks: Tensor, bits: Tensor, bounds: Tensor | None, first_token: int) -> None:
+def mark(
+    size: int,
+    indices: Tensor,
+    blocks: Tensor,
+    bits: Tensor,
+    bounds: Tensor | None,
+    first_token: int,
+    init: int = 0,
+    local: int = 0,
+) -> None:
     tokens = indices.shape[2]
     position = torch.arange(first_token, first_token + tokens)
     before, length = torch.zeros_like(position), torch.full_like(position, first_token + tokens)
@@ -57,7 +71,7 @@ def mark(size: int, indices: Tensor, blocks: Tensor, bits: Tensor, bounds: Tenso
         position = position - bounds[TOKEN, document]
         before, length = bounds[TILE, document], bounds[LENGTH, document]
     position, before, length = (x[:, None] for x in (position, before, length))
-    visits = (indices >= 0) & (indices <= position // size) & (position < length)
+    visits = (indices >= init) & (indices <= position // size - local) & (position < length)
     blocks.copy_(torch.where(visits, before + indices, -1))
     for b, h, token, slot in visits.nonzero().tolist():
         word = bits[b, h, blocks[b, h, token, slot], token // 32 : token // 32 + 1]
@@ -196,6 +210,52 @@ def attend_tiles(
     lse.copy_(logits.logsumexp(-1))
     p = (logits - lse[..., None].nan_to_num(0, 0, 0)).exp().to(q.dtype).float()
     o.copy_(torch.einsum("bhij,bjhd->bihd", p, values))
+
+
+def attend_forced(
+    how: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    first_token: int,
+    scale: float,
+) -> None:
+    """Row by row; tokens of no document are left as they are."""
+    _, _, group, size, init, local = how[:6]
+    for token in range(q.shape[1]):
+        position, start = first_token + token, 0
+        if bounds is not None:
+            document = int(torch.searchsorted(bounds[TOKEN, :-1].contiguous(), token, right=True)) - 1
+            start = int(bounds[TOKEN, document])
+            position -= start
+            if position >= bounds[LENGTH, document]:
+                continue
+        own = position // size
+        forced = sorted({*range(min(init, own + 1)), *range(max(own - local + 1, 0), own + 1)})
+        keys = torch.cat([torch.arange(block * size, (block + 1) * size) for block in forced])
+        keys = start + keys[keys <= position]
+        some_k, some_v = (x[:, keys].float().repeat_interleave(group, 2) for x in (k, v))
+        logits = torch.einsum("bhd,bjhd->bhj", q[:, token].float(), some_k) * scale
+        lse[:, :, token] = logits.logsumexp(-1)
+        o[:, token] = torch.einsum("bhj,bjhd->bhd", logits.softmax(-1).to(q.dtype).float(), some_v).to(o.dtype)
+
+
+def carry_slots(units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor, x: Tensor, lse: Tensor) -> None:
+    """What x and lse hold as one slot more, of a block that is not read."""
+    _, heads, tokens, slots = blocks.shape
+    group = parts.shape[3]
+
+    def with_slot(of_slots: Tensor, of_rows: Tensor) -> Tensor:
+        rows = of_rows.unflatten(2, (heads, group)).transpose(1, 2).unsqueeze(3)
+        return torch.cat([rows, of_slots.unflatten(2, (tokens, slots))], 3).flatten(2, 3)
+
+    holds = (lse[:, ::group] > -math.inf)[..., None]
+    there = torch.cat([holds.int() - 1, blocks], 3)
+    values = with_slot(parts, x.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0))
+    add_slots(units, there, values, with_slot(part_lse, lse.transpose(1, 2)), x, lse)
 
 
 def add_slots(

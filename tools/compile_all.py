@@ -46,7 +46,7 @@ DIMS = (64, 128)
 GROUPS = (1, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
-HOPPER_MODULES = ("selected_backward",)
+HOPPER_MODULES = ("selected_backward", "window_backward")
 """Of cute_kernels: what only sm_90a can run."""
 
 
@@ -278,12 +278,13 @@ def segment_cases() -> Iterator[Case]:
     for packed in (False, True):
         variant = "64,packed" if packed else "64"
         yield Case("MarkTokens", variant, None, None, None, ours(_mark, 64, packed))
+        yield Case("MarkTokens", f"{variant},1+2", None, None, None, ours(_mark, 64, packed, 1, 2))
     for kernel, compiled in (("CountTokens", _count), ("ListTokens", _list), ("CutLists", _cut)):
         yield Case(kernel, "lists", None, None, None, ours(compiled))
 
 
 def token_selected_cases() -> Iterator[Case]:
-    from cute_kernels import token_selected, token_selected_backward, token_tiles
+    from cute_kernels import forced_blocks, token_selected, token_selected_backward, token_tiles
     from cute_kernels.device import compute_capability
 
     hopper = compute_capability(0)[0] == 9
@@ -298,16 +299,29 @@ def token_selected_cases() -> Iterator[Case]:
             run = ours(token_selected_backward._visit, *how)
             yield Case("VisitGradients", variant, dim, group, dtype, run)
             yield Case("TileBlocks", variant, dim, group, dtype, ours(token_tiles._attend, *how))
-        for weighted, units in ((True, 1), (False, 1), (False, 2)):
-            run = ours(token_selected._add, dim, dtype, group, weighted=weighted, units=units)
-            variant = "weighted" if weighted else f"{units}"
+        adds: dict[str, dict[str, Any]] = {
+            "weighted": {"weighted": True, "units": 1},
+            "weighted,carry": {"weighted": True, "units": 1, "carry": True},
+            "1": {"weighted": False, "units": 1},
+            "2": {"weighted": False, "units": 2},
+        }
+        for variant, options in adds.items():
+            run = ours(token_selected._add, dim, dtype, group, **options)
             yield Case("AddSlots", variant, dim, group, dtype, run)
+        blocks = {"64,1+2": (64, 1, 2, False)}
+        if group == GROUPS[1]:
+            blocks |= {"64,1+2,packed": (64, 1, 2, True), "64,2+2": (64, 2, 2, False), "64,1": (64, 1, 0, False)}
+            blocks |= {"128,1+1": (128, 1, 1, False), "256,0+1": (256, 0, 1, False)}
+        for variant, (size, init, local, packed) in blocks.items():
+            run = ours(forced_blocks._attend, (dim, dim), dtype, group, size, init, local, packed, hopper)
+            yield Case("ForcedBlocks", variant, dim, group, dtype, run)
     for dim, size, packed in itertools.product(DIMS, token_selected.SIZES, (False, True)):
         run = ours(token_selected_backward._add_parts, dim, size, packed)
         yield Case("AddParts", f"{size},packed" if packed else f"{size}", dim, None, None, run)
 
 
 def hopper_cases() -> Iterator[Case]:
+    from cute_kernels import window_backward
     from cute_kernels.selected_backward import _add, _count, _dkv, _dq, _list
 
     yield Case("CountVisits", "bits", None, None, None, ours(_count))
@@ -321,6 +335,10 @@ def hopper_cases() -> Iterator[Case]:
                 yield Case("SelectedDKV", f"{size}-in-64,{variant}", dim, None, dtype, run)
         for size in (64, 128):
             yield Case("AddSegments", f"{size}-in-64", dim, None, dtype, ours(_add, dim, dtype, size))
+        for near in (False, True):
+            variant = "near" if near else "window"
+            yield Case("WindowDQ", variant, dim, None, dtype, ours(window_backward._dq, dim, dtype, near))
+            yield Case("WindowDKV", variant, dim, None, dtype, ours(window_backward._dkv, dim, dtype, near))
 
 
 def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], bytes]:

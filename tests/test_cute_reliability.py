@@ -1,0 +1,231 @@
+"""What a long training run needs of kernels on an NVIDIA GPU: equal bits, streams, graphs, memory that comes back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig, attention_residual, neighborhood_attention, nsa, nsa_forward
+from tests.test_cute import gate_weight, on_gpu
+from tests.test_cute_backward import like
+
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+
+CONFIGS = {
+    "tile": NSAConfig(num_selected_blocks=6, window_size=200),
+    "token": NSAConfig.paper(num_selected_blocks=6, window_size=200),
+}
+MODES = pytest.mark.parametrize("mode", CONFIGS)
+REPEATS = 200
+TOKENS = 3001
+MIB = 2**20
+
+
+def training_step(
+    mode: str, qkv: Sequence[Tensor], weight: Tensor | None = None, *, deterministic: bool = True
+) -> Callable[[], list[Tensor]]:
+    """Returns out and every gradient."""
+    weight = gate_weight() if weight is None else weight
+    leaves = [x.detach().requires_grad_() for x in (*qkv, weight)]
+    do = like(*qkv[0].shape)
+
+    def step() -> list[Tensor]:
+        q, k, v, w = leaves
+        out = nsa(q, k, v, gate_proj_weight=w, config=CONFIGS[mode], deterministic=deterministic)
+        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    return step
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor], where: str = "") -> None:
+    for i, (x, y) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(x, y), f"{where} result {i}"
+
+
+# Equal bits
+
+
+@MODES
+def test_forward_repeats(mode: str) -> None:
+    qkv, weight = on_gpu(TOKENS), gate_weight()
+    first = nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])
+    for i in range(REPEATS):
+        assert_same([nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])], [first], f"repeat {i}")
+
+
+@MODES
+def test_deterministic_backward_repeats(mode: str) -> None:
+    step = training_step(mode, on_gpu(TOKENS))
+    first = step()
+    for i in range(REPEATS):
+        assert_same(step(), first, f"repeat {i}")
+
+
+@pytest.mark.parametrize("kernel_size", [48, 256])
+def test_neighborhood_attention_repeats(kernel_size: int) -> None:
+    leaves = [x.requires_grad_() for x in on_gpu(2000)]
+    do = like(*leaves[0].shape)
+
+    def step() -> list[Tensor]:
+        out = neighborhood_attention(*leaves, kernel_size=kernel_size, dilation=2)
+        return [out.detach()] if kernel_size > 96 else [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    first = step()
+    for i in range(REPEATS):
+        assert_same(step(), first, f"repeat {i}")
+
+
+def test_attention_residual_repeats() -> None:
+    leaves = [like(8, 2, 1000, 1024), like(1024, seed=8), like(1024, seed=9)]
+    leaves = [x.requires_grad_() for x in leaves]
+    do = like(2, 1000, 1024)
+
+    def step() -> list[Tensor]:
+        out = attention_residual(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    first = step()
+    for i in range(REPEATS):
+        assert_same(step(), first, f"repeat {i}")
+
+
+@MODES
+def test_spread_of_sums_without_order(mode: str, record_property: Callable[[str, object], None]) -> None:
+    """Without `deterministic` FlashAttention-4 adds dq up in any order, in fp32, so a result may round otherwise."""
+    step = training_step(mode, on_gpu(TOKENS), deterministic=False)
+    first = step()
+    worst = [0.0] * len(first)
+    for _ in range(50):
+        for i, (x, y) in enumerate(zip(step(), first, strict=True)):
+            worst[i] = max(worst[i], float((x.double() - y.double()).abs().max() / y.double().abs().max()))
+    record_property("spread", worst)
+    assert worst[0] == 0.0
+    assert max(worst) <= 2**-7, worst
+
+
+# Streams, threads, graphs
+
+
+@MODES
+def test_threads_on_streams_of_their_own(mode: str) -> None:
+    steps = [training_step(mode, on_gpu(900 + 100 * i, seed=i)) for i in range(4)]
+    expected = [step() for step in steps]
+    torch.cuda.synchronize()
+
+    def work(i: int) -> list[Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = steps[i % 4]()
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    with ThreadPoolExecutor(4) as pool:
+        for i, results in enumerate(pool.map(work, range(40))):
+            assert_same(results, expected[i % 4], f"call {i}")
+
+
+@MODES
+def test_two_streams_at_once(mode: str) -> None:
+    steps = [training_step(mode, on_gpu(2000, seed=i)) for i in range(2)]
+    expected = [step() for step in steps]
+    streams = [torch.cuda.Stream() for _ in steps]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    results: list[list[list[Tensor]]] = [[], []]
+    for _ in range(10):
+        for stream, step, mine in zip(streams, steps, results, strict=True):
+            with torch.cuda.stream(stream):
+                mine.append(step())
+    torch.cuda.synchronize()
+    for mine, wanted in zip(results, expected, strict=True):
+        for got in mine:
+            assert_same(got, wanted)
+
+
+@MODES
+def test_a_thousand_replays(mode: str) -> None:
+    static, weight = on_gpu(1000), gate_weight()
+    inputs = [on_gpu(1000, seed=seed) for seed in range(5)]
+    expected = [nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode]) for qkv in inputs]
+    nsa_forward(*static, gate_proj_weight=weight, config=CONFIGS[mode])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nsa_forward(*static, gate_proj_weight=weight, config=CONFIGS[mode])
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(1000):
+        for x, new in zip(static, inputs[i % 5], strict=True):
+            x.copy_(new)
+        graph.replay()
+        wrong += (out != expected[i % 5]).any()
+    assert int(wrong) == 0
+
+
+# Memory
+
+
+@pytest.fixture
+def scarce() -> Iterator[Callable[[int], None]]:
+    """Sets how many bytes may be allocated beside those that are."""
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def allow(extra: int) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(min((torch.cuda.memory_reserved() + extra) / total, 1.0))
+
+    yield allow
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@MODES
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "training"])
+def test_running_out_of_memory(mode: str, backward: bool, scarce: Callable[[int], None]) -> None:
+    """Wherever an allocation fails, the error is PyTorch's, what the call took comes back, and the next call works."""
+    qkv, weight = on_gpu(16384, 16, 2), gate_weight(16)
+
+    def forward() -> list[Tensor]:
+        return [nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])]
+
+    step = training_step(mode, qkv, weight) if backward else forward
+    step()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = step()
+    needed = torch.cuda.max_memory_allocated() - before
+    failures = 0
+    for tenth in range(10):
+        scarce(needed * tenth // 10)
+        try:
+            again = step()
+        except torch.OutOfMemoryError:
+            failures += 1
+        else:
+            del again
+        gc.collect()
+        torch.cuda.synchronize()
+        held = before + sum(x.numel() * x.element_size() for x in results)
+        assert torch.cuda.memory_allocated() <= held + MIB, f"at {tenth} tenths"
+    assert failures >= 5
+    scarce(torch.cuda.get_device_properties(0).total_memory)
+    assert_same(step(), results)
+
+
+@MODES
+def test_memory_stays_flat(mode: str) -> None:
+    """Of training steps with another length each time."""
+    steps = [training_step(mode, on_gpu(500 + 37 * i, seed=i)) for i in range(20)]
+    for step in steps:
+        step()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        for step in steps:
+            step()
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + MIB
