@@ -25,9 +25,9 @@ from cutlass import Float32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.warp import LOG2_E
 
 THREADS = 128
-LOG2_E = 1.4426950408889634
 
 
 class GatedSum:

@@ -41,7 +41,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch import Tensor
 
 from cute_kernels.block_lists import WORD, BlockLists, fake_lists
@@ -49,7 +49,6 @@ from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once,
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE, Sizes, write_counts, write_segments
 from cute_kernels.warp import LANES, LOG2_E, lowest_bit, prefix_sum
 from cute_kernels.warpgroup_tiles import (
-    ALIGNMENT,
     GROUP,
     MN,
     REGISTERS,
@@ -57,12 +56,15 @@ from cute_kernels.warpgroup_tiles import (
     UNIT,
     K,
     accumulated,
+    allocate_tiles,
     of_columns,
+    read_left,
     row_statistics,
     start_product,
     store_rounded,
     swizzled_tiles,
     tma_copy,
+    tma_pipeline,
     tma_tiles,
     transposed,
     warpgroup_mma,
@@ -278,24 +280,13 @@ class SelectedDQ:
         tile = rows * (CONSUMERS * UNIT) // self.tile
 
         smem = cutlass.memory.SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
-        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        consumer_warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS * GROUP // LANES)
-        rows_ready = pipeline.PipelineTmaAsync.create(
-            num_stages=1,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=consumer_warps,
-            tx_count=2 * CONSUMERS * self.tile_bytes,
-            defer_sync=True,
-        )
-        keys_ready = pipeline.PipelineTmaAsync.create(
-            num_stages=STAGES,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=consumer_warps,
-            tx_count=2 * self.tile_bytes,
-        )
+        sQ = allocate_tiles(smem, self.dtype, row_layout)
+        sdO = allocate_tiles(smem, self.dtype, row_layout)
+        sK = allocate_tiles(smem, self.dtype, key_layout)
+        sV = allocate_tiles(smem, self.dtype, key_layout)
+        consumer_warps = CONSUMERS * GROUP // LANES
+        rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
+        keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
         tQsQ, tQgQ = tma_tiles(tma_q, sQ, mQ)
         tdOsdO, tdOgdO = tma_tiles(tma_do, sdO, mdO)
         tKsK, tKgK = tma_tiles(tma_k, sK, mK)
@@ -350,12 +341,7 @@ class SelectedDQ:
 
             ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             rows_ready.consumer_wait(ready)
-            load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-            copy = cute.make_tiled_copy_A(load, mma_s).get_slice(my_thread)
-            tSrQ = thr_s.make_fragment_A(thr_s.partition_shape_A((UNIT, self.dim)))
-            tdPrdO = thr_s.make_fragment_A(thr_s.partition_shape_A((UNIT, self.dim)))
-            cute.copy(copy, copy.partition_S(sQ[None, None, my_group]), copy.retile(tSrQ))
-            cute.copy(copy, copy.partition_S(sdO[None, None, my_group]), copy.retile(tdPrdO))
+            tSrQ, tdPrdO = (read_left(mma_s, rows[None, None, my_group]) for rows in (sQ, sdO))
             tdQrdS = thr_dq.make_fragment_A(thr_dq.partition_shape_A((UNIT, UNIT)))
 
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
@@ -496,29 +482,18 @@ class SelectedDKV:
         used = segment < cut_segments + mSums[WHOLE, last]
 
         smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
-        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sK = allocate_tiles(smem, self.dtype, key_layout)
+        sV = allocate_tiles(smem, self.dtype, key_layout)
+        sQ = allocate_tiles(smem, self.dtype, row_layout)
+        sdO = allocate_tiles(smem, self.dtype, row_layout)
         sLse = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
         sDelta = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
         sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
 
         if used & (place * UNIT < num_keys):
-            keys_ready = pipeline.PipelineTmaAsync.create(
-                num_stages=1,
-                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS * GROUP // LANES),
-                tx_count=2 * self.tile_bytes,
-                defer_sync=True,
-            )
+            keys_ready = tma_pipeline(1, CONSUMERS * GROUP // LANES, 2 * self.tile_bytes, defer_sync=True)
             # A stage is full when TMA and UNIT threads have written, and empty when one warpgroup has read it
-            rows_ready = pipeline.PipelineTmaAsync.create(
-                num_stages=STAGES,
-                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + UNIT),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, GROUP // LANES),
-                tx_count=2 * self.tile_bytes,
-            )
+            rows_ready = tma_pipeline(STAGES, GROUP // LANES, 2 * self.tile_bytes, writers=UNIT)
             if warp_index < GROUP // LANES:
                 cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
                 gVisits = cute.domain_offset((first,), mVisits)

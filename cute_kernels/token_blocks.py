@@ -54,7 +54,7 @@ from cute_kernels.device import has_warpgroups, vectorizable
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
-from cute_kernels.warp import LANES
+from cute_kernels.warp import LANES, LOG2_E
 
 WARPS = 8
 """That multiply; as many more load keys and keep the lists."""
@@ -78,8 +78,6 @@ MAX_GROUP = MAX_TOKEN_GROUP
 DIMS = (64, 128)
 SMEM_BYTES = 227 << 10
 """What a CTA can have on Hopper and on Blackwell."""
-
-LOG2_E = 1.4426950408889634
 
 
 class Tiling(NamedTuple):

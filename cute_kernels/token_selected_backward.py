@@ -424,9 +424,7 @@ class WarpgroupGradients(VisitGradients):
 
     def _allocate(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         layouts = [hopper.swizzled_tiles(self.dtype, *of) for of in ((self.dim, 3), (self.v_dim, 3), (UNIT, 1))]
-        sKQ, sVdO, sScores = (
-            smem.allocate_tensor(self.dtype, layout.outer, hopper.ALIGNMENT, swizzle=layout.inner) for layout in layouts
-        )
+        sKQ, sVdO, sScores = (hopper.allocate_tiles(smem, self.dtype, layout) for layout in layouts)
         return sKQ, sVdO, sScores
 
     def _sums(self, columns: int) -> cute.Tensor:

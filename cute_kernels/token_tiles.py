@@ -52,11 +52,11 @@ from cute_kernels.warp_tiles import (
     write_whole_rows,
 )
 from cute_kernels.warpgroup_tiles import (
-    ALIGNMENT,
     MN,
     REGISTERS,
     UNIT,
     K,
+    allocate_tiles,
     of_warpgroup,
     read_left,
     start_product,
@@ -167,9 +167,9 @@ class TileBlocks:
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, value_layout.outer, ALIGNMENT, swizzle=value_layout.inner)
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sK = allocate_tiles(smem, self.dtype, key_layout)
+        sV = allocate_tiles(smem, self.dtype, value_layout)
+        sQ = allocate_tiles(smem, self.dtype, row_layout)
         entries = const_expr(self.tokens * self.slots)
         sBlock, sBits, sFound, sFoundBits = (
             smem.allocate_tensor(Int32, cute.make_layout(entries), 16) for _ in range(4)

@@ -42,11 +42,11 @@ from cute_kernels.warp_tiles import (
     write_quads,
 )
 from cute_kernels.warpgroup_tiles import (
-    ALIGNMENT,
     GROUP,
     MN,
     REGISTERS,
     K,
+    allocate_tiles,
     of_warpgroup,
     read_left,
     start_product,
@@ -160,9 +160,9 @@ class WarpRows:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         my_group = warp_index // self.together
         smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, value_layout.outer, ALIGNMENT, swizzle=value_layout.inner)
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sK = allocate_tiles(smem, self.dtype, key_layout)
+        sV = allocate_tiles(smem, self.dtype, value_layout)
+        sQ = allocate_tiles(smem, self.dtype, row_layout)
         sRows = sQ[None, None, my_group]
         sMine = cute.local_tile(sRows, (self.rows, self.dim), (warp_index % self.together, 0))
         return Mine(thread, item, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine)

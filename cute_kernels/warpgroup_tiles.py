@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, range_constexpr
+from cutlass import Float32, Int32, pipeline, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 
@@ -33,6 +33,11 @@ def swizzled_tiles(dtype: Any, dim: int, count: int, rows: int = UNIT) -> Any:
     """Layout of `count` tiles of rows x dim, as TMA writes and WGMMA reads them (also transposed)."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     return cute.tile_to_shape(atom, (rows, dim, count), (0, 1, 2))
+
+
+def allocate_tiles(smem: Any, dtype: Any, layout: Any) -> cute.Tensor:
+    """Shared memory for tiles laid out by `swizzled_tiles`."""
+    return smem.allocate_tensor(dtype, layout.outer, ALIGNMENT, swizzle=layout.inner)
 
 
 def transposed(tiles: cute.Tensor) -> cute.Tensor:
@@ -110,6 +115,22 @@ def tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple[
         atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
     )
     return sX, tiled
+
+
+def tma_pipeline(stages: int, warps: int, tx_bytes: int, *, writers: int = 0, defer_sync: bool = False) -> Any:
+    """Stages that TMA fills with `tx_bytes` each, and that warps read.
+
+    Args:
+        writers: threads that write, too, before a stage is full.
+        defer_sync: a later pipeline makes the barriers of this one known to all threads.
+    """
+    return pipeline.PipelineTmaAsync.create(
+        num_stages=stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + writers),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps),
+        tx_count=tx_bytes,
+        defer_sync=defer_sync,
+    )
 
 
 @cute.jit

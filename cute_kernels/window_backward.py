@@ -32,13 +32,13 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch import Tensor
 
 from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.selected_backward import CONSUMERS, LOAD_REGISTERS, MATH_REGISTERS, STAGES, THREADS
 from cute_kernels.warp import LANES, LOG2_E
 from cute_kernels.warpgroup_tiles import (
-    ALIGNMENT,
     GROUP,
     MN,
     REGISTERS,
@@ -46,26 +46,22 @@ from cute_kernels.warpgroup_tiles import (
     UNIT,
     K,
     accumulated,
+    allocate_tiles,
     of_columns,
+    read_left,
     row_statistics,
     start_product,
     store_rounded,
     swizzled_tiles,
     tma_copy,
+    tma_pipeline,
     tma_tiles,
     transposed,
     warpgroup_mma,
 )
 
-CONSUMERS = 2
-"""Warpgroups that multiply; one more loads."""
-
 ROWS = CONSUMERS * UNIT
 """Rows, or keys, of a CTA."""
-
-THREADS = (CONSUMERS + 1) * GROUP
-LOAD_REGISTERS, MATH_REGISTERS = 24, 240
-STAGES = 4
 
 
 @cute.jit
@@ -168,24 +164,13 @@ class WindowDQ:
         blocks = cutlass.min(rows * ROWS + ROWS, num_rows + UNIT - 1) // UNIT - first_block
 
         smem = cutlass.memory.SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
-        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        consumer_warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS * GROUP // LANES)
-        rows_ready = pipeline.PipelineTmaAsync.create(
-            num_stages=1,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=consumer_warps,
-            tx_count=2 * CONSUMERS * self.tile_bytes,
-            defer_sync=True,
-        )
-        keys_ready = pipeline.PipelineTmaAsync.create(
-            num_stages=STAGES,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=consumer_warps,
-            tx_count=2 * self.tile_bytes,
-        )
+        sQ = allocate_tiles(smem, self.dtype, row_layout)
+        sdO = allocate_tiles(smem, self.dtype, row_layout)
+        sK = allocate_tiles(smem, self.dtype, key_layout)
+        sV = allocate_tiles(smem, self.dtype, key_layout)
+        consumer_warps = CONSUMERS * GROUP // LANES
+        rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
+        keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
         tQsQ, tQgQ = tma_tiles(tma_q, sQ, mQ)
         tdOsdO, tdOgdO = tma_tiles(tma_do, sdO, mdO)
         tKsK, tKgK = tma_tiles(tma_k, sK, mK)
@@ -238,12 +223,7 @@ class WindowDQ:
 
             ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             rows_ready.consumer_wait(ready)
-            load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-            copy = cute.make_tiled_copy_A(load, mma_s).get_slice(my_thread)
-            tSrQ = thr_s.make_fragment_A(thr_s.partition_shape_A((UNIT, self.dim)))
-            tdPrdO = thr_s.make_fragment_A(thr_s.partition_shape_A((UNIT, self.dim)))
-            cute.copy(copy, copy.partition_S(sQ[None, None, my_group]), copy.retile(tSrQ))
-            cute.copy(copy, copy.partition_S(sdO[None, None, my_group]), copy.retile(tdPrdO))
+            tSrQ, tdPrdO = (read_left(mma_s, rows[None, None, my_group]) for rows in (sQ, sdO))
             tdQrdS = thr_dq.make_fragment_A(thr_dq.partition_shape_A((UNIT, UNIT)))
 
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
@@ -382,28 +362,17 @@ class WindowDKV:
         last_tile = cutlass.min(keys * ROWS + ROWS - 1 + left, num_rows - 1) // UNIT + 1
 
         smem = cutlass.memory.SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, key_layout.outer, ALIGNMENT, swizzle=key_layout.inner)
-        sQ = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
-        sdO = smem.allocate_tensor(self.dtype, row_layout.outer, ALIGNMENT, swizzle=row_layout.inner)
+        sK = allocate_tiles(smem, self.dtype, key_layout)
+        sV = allocate_tiles(smem, self.dtype, key_layout)
+        sQ = allocate_tiles(smem, self.dtype, row_layout)
+        sdO = allocate_tiles(smem, self.dtype, row_layout)
         # Of each row, for both branches
         statistics = cute.make_layout((UNIT, 2, STAGES))
         sLse, sDelta = (smem.allocate_tensor(Float32, statistics, 16) for _ in range(2))
-        consumer_warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS * GROUP // LANES)
-        keys_ready = pipeline.PipelineTmaAsync.create(
-            num_stages=1,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=consumer_warps,
-            tx_count=2 * CONSUMERS * self.tile_bytes,
-            defer_sync=True,
-        )
+        consumer_warps = CONSUMERS * GROUP // LANES
+        keys_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
         # A stage is full when TMA and UNIT threads have written
-        rows_ready = pipeline.PipelineTmaAsync.create(
-            num_stages=STAGES,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + UNIT),
-            consumer_group=consumer_warps,
-            tx_count=2 * self.tile_bytes,
-        )
+        rows_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes, writers=UNIT)
         if warp_index < GROUP // LANES:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
