@@ -17,11 +17,11 @@ them are one tile. It sums its share of t in registers, and `weights` adds the s
 same bits in every run on one device with one number of programs. Everything is fp32 from load to store.
 Longer rows take the kernels of residual_tiled.py.
 
-Forward keeps 2 L + 1 fp32 numbers per token: rstd, and alpha as what it is computed from, score and the softmax's
-log-sum-exp, alpha = exp(score - lse): a running softmax has no alpha before its last row, and dx takes the score too.
+Forward keeps 2 L fp32 numbers per token: rstd, and alpha as the scores that it is the softmax of, which backward takes
+again: a running softmax has no alpha before its last row, and dx needs the scores too.
 
 Floor, in elements of the blocks' dtype. Forward reads V, T L D, and writes out, T D. Backward reads V and do and writes
-dV, T (2 L + 1) D. The rest is small: fp32, 2 L + 1 per token, and D per program.
+dV, T (2 L + 1) D. The rest is small: fp32, 2 L per token, and D per program.
 
 Traffic. Forward reads V once wherever a row fits (residual_tiling.py says where). Backward reads do once, and V once
 where a token is one tile; else its second reading of a token comes right after the first, from the L2 of a GPU as long
@@ -48,6 +48,7 @@ from ascend_kernels import residual_tiling as tiling
 from ascend_kernels.device import gpu_cores, npu_of
 from ascend_kernels.launch import Repeat, launch
 from ascend_kernels.residual_rows import (
+    MAX_BLOCKS,
     MAX_POINTERS,
     OFFSETS,
     POINTERS,
@@ -55,6 +56,7 @@ from ascend_kernels.residual_rows import (
     TABLE,
     WIDE,
     load_kept,
+    load_lse,
     load_tile,
     load_weight,
     sum_of_rows,
@@ -78,7 +80,6 @@ def forward_kernel(
     p_out,
     p_scores,
     p_rstd,
-    p_lse,
     num_tokens,
     num_blocks,
     tokens_per_batch,
@@ -113,7 +114,7 @@ def forward_kernel(
     STAGES: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ) -> None:
-    """out, scores, rstd and log-sum-exp.
+    """out, scores and rstd.
 
     ONE_TILE: a token has no more than ROWS rows, whose softmax is plain. Otherwise it runs over a token's steps.
     """
@@ -149,7 +150,6 @@ def forward_kernel(
             b_p = tl.exp(b_score - b_largest)
             b_total = tl.sum(b_p, 0)
             b_mixed = tl.sum((b_p * (1.0 / b_total))[:, None] * b_x, 0)
-            tl.store(p_lse + i_token, b_largest + tl.log(b_total))
             tl.store(p_row + o_dim, b_mixed.to(p_out.dtype.element_ty), mask=o_dim < dim)
             i_token += tl.num_programs(0)
         else:
@@ -160,7 +160,6 @@ def forward_kernel(
             b_sum = b_sum * b_scale + tl.sum(b_p, 0)
             b_out = b_out * b_scale + tl.sum(b_p[:, None] * b_x, 0)
             if i_step == num_steps - 1:
-                tl.store(p_lse + i_token, b_max + tl.log(b_sum))
                 tl.store(p_row + o_dim, (b_out * (1.0 / b_sum)).to(p_out.dtype.element_ty), mask=o_dim < dim)
                 b_max = float("-inf")
                 b_sum = 0.0
@@ -178,7 +177,6 @@ def backward_kernel(
     p_do,
     p_scores,
     p_rstd,
-    p_lse,
     p_dblocks,
     p_partials,
     num_tokens,
@@ -247,7 +245,7 @@ def backward_kernel(
         if ONE_TILE or i_turn == 0:
             p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride, FLAT)
             b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
-            b_lse = tl.load(p_lse + i_token)
+            b_lse = load_lse(p_scores, i_kept, num_blocks, ROWS if ONE_TILE else MAX_BLOCKS)
             b_delta = 0.0
         b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
         b_dp = sum_of_rows(b_x, b_do[None, :], BRANCHES)
@@ -327,7 +325,7 @@ def forward(
         overrides: of `residual_tiling.gpu_plan`, to try other tiles.
 
     Returns:
-        out `[B,N,D]`, and what `backward` takes, one fp32 tensor: scores and rstd `[T,L]`, log-sum-exp `[T]`.
+        out `[B,N,D]`, and what `backward` takes, one fp32 tensor: scores and rstd `[T,L]`.
     """
     first = _first(blocks)
     known = _Known.of(blocks, w_query, w_norm, "forward", eps, *overrides.items())
@@ -353,8 +351,7 @@ def forward(
 
 def kept_like(blocks: Tensor | Sequence[Tensor]) -> Tensor:
     """Uninitialised: what `forward` keeps."""
-    tokens, rows = _rows_of(blocks)
-    return _first(blocks).new_empty(2 * _aligned(rows) + tokens, dtype=torch.float32)
+    return _first(blocks).new_empty(2 * _aligned_rows(blocks), dtype=torch.float32)
 
 
 def backward(
@@ -450,26 +447,19 @@ def _first(blocks: Tensor | Sequence[Tensor]) -> Tensor:
     return blocks if isinstance(blocks, Tensor) else blocks[0]
 
 
-def _aligned(count: int) -> int:
-    """So many fp32 numbers, and up to three more: what follows begins at a multiple of 16 bytes."""
-    return -(-count // 4) * 4
+def _aligned_rows(blocks: Tensor | Sequence[Tensor]) -> int:
+    """Rows of all tokens, and up to three more: fp32 numbers after so many others begin at a multiple of 16 bytes."""
+    rows = len(blocks) * _first(blocks).shape[-3:-1].numel()
+    return -(-rows // 4) * 4
 
 
 def _parts(kept: Tensor, blocks: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
-    start = _aligned(_rows_of(blocks)[1])
-    return {"p_scores": kept, "p_rstd": kept[start:], "p_lse": kept[2 * start :]}
+    return {"p_scores": kept, "p_rstd": kept[_aligned_rows(blocks) :]}
 
 
-def _addresses(kept: Tensor, blocks: Tensor | Sequence[Tensor]) -> tuple[int, int, int]:
+def _addresses(kept: Tensor, blocks: Tensor | Sequence[Tensor]) -> tuple[int, int]:
     """Where `_parts` lie."""
-    start, size = kept.data_ptr(), 4 * _aligned(_rows_of(blocks)[1])
-    return start, start + size, start + 2 * size
-
-
-def _rows_of(blocks: Tensor | Sequence[Tensor]) -> tuple[int, int]:
-    """Tokens, and rows of all of them."""
-    *lead, batch, tokens, _ = _first(blocks).shape
-    return batch * tokens, batch * tokens * (lead[0] if lead else len(blocks))
+    return kept.data_ptr(), kept.data_ptr() + kept.element_size() * _aligned_rows(blocks)
 
 
 class _Known:

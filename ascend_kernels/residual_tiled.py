@@ -1,6 +1,6 @@
 """Attention residual of rows that are too long to be one tile: what attention_residual.py computes, in more launches.
 
-    scores       score, rstd and log-sum-exp of tokens        reads V
+    scores       score and rstd of tokens                     reads V
     mix          out, a run of BLOCK_D features at a time     reads V
     products     dp and delta of tokens                       reads V and do
     gradients    dV and shares of t, likewise                 reads V and do
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ascend_kernels.residual_rows import MAX_BLOCKS, load_kept, load_tile, load_weight, token_offset
+from ascend_kernels.residual_rows import MAX_BLOCKS, load_kept, load_lse, load_tile, load_weight, token_offset
 
 SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "num_work")
 """Run-time values that must not make builds of their own; strides, D and norm_dim may, for their alignment."""
@@ -28,7 +28,6 @@ def scores_kernel(
     p_w_norm,
     p_scores,
     p_rstd,
-    p_lse,
     num_tokens,
     num_blocks,
     tokens_per_batch,
@@ -63,8 +62,6 @@ def scores_kernel(
     for i_token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_max = float("-inf")
-        b_sum = 0.0
         for i_block in range(0, num_blocks):
             b_squares = tl.zeros([1, BLOCK_D], dtype=tl.float32)
             b_products = tl.zeros([1, BLOCK_D], dtype=tl.float32)
@@ -83,10 +80,6 @@ def scores_kernel(
             o_row = i_block + tl.arange(0, 1)
             tl.store(p_scores + i_kept + o_row, b_score)
             tl.store(p_rstd + i_kept + o_row, b_rstd)
-            b_largest = tl.maximum(b_max, tl.max(b_score, 0))
-            b_sum = b_sum * tl.exp(b_max - b_largest) + tl.sum(tl.exp(b_score - b_largest), 0)
-            b_max = b_largest
-        tl.store(p_lse + i_token, b_max + tl.log(b_sum))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -96,7 +89,6 @@ def mix_kernel(
     p_out,
     p_scores,
     p_rstd,
-    p_lse,
     num_work,
     num_blocks,
     tokens_per_batch,
@@ -131,7 +123,7 @@ def mix_kernel(
         o_dim = i_work % num_runs * BLOCK_D + tl.arange(0, BLOCK_D)
         i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = tl.load(p_lse + i_token)
+        b_lse = load_lse(p_scores, i_kept, num_blocks, MAX_BLOCKS)
         b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
         for i_block in range(0, num_blocks):
             b_x = load_tile(
@@ -153,7 +145,6 @@ def products_kernel(
     p_do,
     p_scores,
     p_rstd,
-    p_lse,
     p_dp,
     p_delta,
     num_tokens,
@@ -204,7 +195,7 @@ def products_kernel(
                 b_product = tl.sum(tl.sum(b_x.to(tl.float32) * b_do[None, :], 1), 0)
                 b_dp += tl.where(o_row == i_block, b_product, 0.0)
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = tl.load(p_lse + i_token)
+        b_lse = load_lse(p_scores, i_kept, num_blocks, MAX_BLOCKS)
         b_alpha, _, _ = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
         tl.store(p_dp + i_kept + o_row, b_dp, mask=o_row < num_blocks)
         tl.store(p_delta + i_token, tl.sum(b_alpha * b_dp, 0))
@@ -219,7 +210,6 @@ def gradients_kernel(
     p_do,
     p_scores,
     p_rstd,
-    p_lse,
     p_dp,
     p_delta,
     p_dblocks,
@@ -267,7 +257,7 @@ def gradients_kernel(
         i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
         p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride)
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = tl.load(p_lse + i_token)
+        b_lse = load_lse(p_scores, i_kept, num_blocks, MAX_BLOCKS)
         b_delta = tl.load(p_delta + i_token)
         b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
         for i_block in range(0, num_blocks):
