@@ -22,13 +22,13 @@ from tests.residual_cases import EPS, Case, check, make, through_the_public_op
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LOADS_STORES = {
-    "forward": (3, 4),
-    "backward": (6, 2),
+    "forward": (3, 3),
+    "backward": (7, 2),
     "weights": (3, 2),
-    "scores": (3, 3),
-    "mix": (2, 1),
-    "products": (3, 2),
-    "gradients": (7, 2),
+    "scores": (3, 2),
+    "mix": (3, 1),
+    "products": (4, 2),
+    "gradients": (8, 2),
     "table": (0, MAX_POINTERS),
 }
 """Block copies in and out that a kernel's source has, with one for all of the blocks' pointers."""
