@@ -193,21 +193,15 @@ def load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim):
 
 
 @triton.jit
-def load_lse(p_scores, i_kept, num_blocks, ROWS: tl.constexpr):
-    """Log-sum-exp of a token's scores, of which there are at most ROWS."""
-    o_row = tl.arange(0, ROWS)
-    b_score = tl.load(p_scores + i_kept + o_row, mask=o_row < num_blocks, other=float("-inf"))
-    b_max = tl.max(b_score, 0)
-    return b_max + tl.log(tl.sum(tl.exp(b_score - b_max), 0))
+def load_scores(p_scores, i_kept, o_row, num_blocks):
+    """Of a token's rows o_row, -inf past the last block."""
+    return tl.load(p_scores + i_kept + o_row, mask=o_row < num_blocks, other=float("-inf"))
 
 
 @triton.jit
-def load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse):
-    """alpha, score and rstd of rows, zeros past the last block."""
-    there = o_row < num_blocks
-    b_score = tl.load(p_scores + i_kept + o_row, mask=there, other=0.0)
-    b_rstd = tl.load(p_rstd + i_kept + o_row, mask=there, other=0.0)
-    return tl.where(there, tl.exp(b_score - b_lse), 0.0), b_score, b_rstd
+def log_sum_exp(b_score):
+    b_max = tl.max(b_score, 0)
+    return b_max + tl.log(tl.sum(tl.exp(b_score - b_max), 0))
 
 
 WIDE = tl.constexpr(1 << 40)

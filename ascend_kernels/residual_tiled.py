@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ascend_kernels.residual_rows import MAX_BLOCKS, load_kept, load_lse, load_tile, load_weight, token_offset
+from ascend_kernels.residual_rows import MAX_BLOCKS, load_scores, load_tile, load_weight, log_sum_exp, token_offset
 
 SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "num_work")
 """Run-time values that must not make builds of their own; strides, D and norm_dim may, for their alignment."""
@@ -88,7 +88,6 @@ def mix_kernel(
     p_table,
     p_out,
     p_scores,
-    p_rstd,
     num_work,
     num_blocks,
     tokens_per_batch,
@@ -123,7 +122,7 @@ def mix_kernel(
         o_dim = i_work % num_runs * BLOCK_D + tl.arange(0, BLOCK_D)
         i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = load_lse(p_scores, i_kept, num_blocks, MAX_BLOCKS)
+        b_lse = log_sum_exp(load_scores(p_scores, i_kept, tl.arange(0, MAX_BLOCKS), num_blocks))
         b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
         for i_block in range(0, num_blocks):
             b_x = load_tile(
@@ -131,8 +130,7 @@ def mix_kernel(
                 p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
                 1, ADDRESS, UNIT, BRANCHES,
             )  # fmt: skip
-            o_row = i_block + tl.arange(0, 1)
-            b_alpha, _, _ = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
+            b_alpha = tl.exp(tl.load(p_scores + i_kept + i_block + tl.arange(0, 1)) - b_lse)
             b_out += tl.sum(b_alpha[:, None] * b_x.to(tl.float32), 0)
         p_row = p_out + tl.cast(i_token, tl.int64) * dim
         tl.store(p_row + o_dim, b_out.to(p_out.dtype.element_ty), mask=o_dim < dim)
@@ -144,7 +142,6 @@ def products_kernel(
     p_table,
     p_do,
     p_scores,
-    p_rstd,
     p_dp,
     p_delta,
     num_tokens,
@@ -195,8 +192,8 @@ def products_kernel(
                 b_product = tl.sum(tl.sum(b_x.to(tl.float32) * b_do[None, :], 1), 0)
                 b_dp += tl.where(o_row == i_block, b_product, 0.0)
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = load_lse(p_scores, i_kept, num_blocks, MAX_BLOCKS)
-        b_alpha, _, _ = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
+        b_score = load_scores(p_scores, i_kept, o_row, num_blocks)
+        b_alpha = tl.exp(b_score - log_sum_exp(b_score))
         tl.store(p_dp + i_kept + o_row, b_dp, mask=o_row < num_blocks)
         tl.store(p_delta + i_token, tl.sum(b_alpha * b_dp, 0))
 
@@ -257,7 +254,7 @@ def gradients_kernel(
         i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
         p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride)
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = load_lse(p_scores, i_kept, num_blocks, MAX_BLOCKS)
+        b_lse = log_sum_exp(load_scores(p_scores, i_kept, tl.arange(0, MAX_BLOCKS), num_blocks))
         b_delta = tl.load(p_delta + i_token)
         b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
         for i_block in range(0, num_blocks):
@@ -268,7 +265,9 @@ def gradients_kernel(
             )  # fmt: skip
             b_x = tl.sum(b_x.to(tl.float32), 0)
             o_row = i_block + tl.arange(0, 1)
-            b_alpha, b_score, b_rstd = load_kept(p_scores, p_rstd, i_kept, o_row, num_blocks, b_lse)
+            b_score = tl.load(p_scores + i_kept + o_row)
+            b_rstd = tl.load(p_rstd + i_kept + o_row)
+            b_alpha = tl.exp(b_score - b_lse)
             b_f = b_alpha * (tl.load(p_dp + i_kept + o_row) - b_delta) * b_rstd
             b_h = tl.sum(b_f * b_rstd * b_score, 0) * inverse_dim
             b_dx = tl.sum(b_alpha, 0) * b_do + tl.sum(b_f, 0) * b_w - b_h * b_x

@@ -23,11 +23,11 @@ from tests.residual_cases import EPS, Case, check, make, through_the_public_op
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LOADS_STORES = {
     "forward": (3, 3),
-    "backward": (7, 2),
+    "backward": (6, 2),
     "weights": (3, 2),
     "scores": (3, 2),
     "mix": (3, 1),
-    "products": (4, 2),
+    "products": (3, 2),
     "gradients": (8, 2),
     "table": (0, MAX_POINTERS),
 }
@@ -94,6 +94,8 @@ def gate(launches: Sequence[Launch]) -> None:
         _, dtype, block_d, rows, address = found
         assert found[:4] in known
         loads += (MAX_POINTERS - 1) * (address == "pointers")
+        if kernel == "backward" and not launch.constants["ONE_TILE"]:
+            loads += 1  # all scores of a token
         assert gates.count_block_copies(linalg) == {"load": loads, "store": stores}
         live = tiling.live_bytes(kernel, block_d, rows, dtype.itemsize)
         plan = tiling.Plan(block_d, rows, False, False, 1, launch.grid[0], live, {})
