@@ -27,6 +27,8 @@ PASSES = {"forward": "fwd", "backward": "bwd", "full": "fwd+bwd"}
 MODES = (*PASSES, "memory")
 PEER_SLACK = 4
 """A peer may be off by so many budgets: it computes the same thing, if not as exactly."""
+WALL_TURNS, WALL_SECONDS, WALL_MS = 5, 0.1, 2.0
+"""Turns of each candidate for calls as Python makes them, seconds of all but the first, and the longest such calls."""
 PEER_SECONDS = 1 / 3
 """Of a measurement's seconds, for a peer's: most of the slow ones are theirs."""
 
@@ -156,8 +158,11 @@ def compare(
         if found.red:
             continue
         peers: dict[tuple[str, str], Measured] = {}
+        of_name = {candidate.name: candidate for candidate in case.ours}
         for name, make_peer in case.peers.items():
             peer = find_peer(make_peer, task)
+            if isinstance(peer, Candidate):
+                of_name[name] = peer
             for direction in plan.passes:
                 progress.update(steps, description=f"{shape} {direction}: {name}")
                 of_peer = measure_peer(peer, direction, task, plan)
@@ -166,6 +171,8 @@ def compare(
                 else:
                     absent.setdefault((name, of_peer), []).append(f"{shape} {direction}")
                 progress.advance(steps)
+        for direction in plan.passes:
+            take_turns(of_name, direction, task, (ours, peers))
         for (name, direction), measured in ours.items():
             of_peers = {peer: peers.get((peer, direction)) for peer in case.peers}
             default = name == case.ours[0].name
@@ -177,6 +184,24 @@ def compare(
         for (name, reason), where in absent.items()
     ]
     return found
+
+
+def take_turns(
+    candidates: Mapping[str, Candidate], direction: str, task: Task, measured: Sequence[dict[tuple[str, str], Measured]]
+) -> None:
+    """Time the short calls from Python again, of all candidates in turn, and keep the fastest turn of each.
+
+    A host may be half as fast for seconds, which must not be those of one candidate.
+    """
+    for _ in range(WALL_TURNS - 1):
+        for name, candidate in candidates.items():
+            for of_some in measured:
+                found = of_some.get((name, direction))
+                if found is None or found.wall is None or found.wall is found.timing or found.wall.ms_p50 > WALL_MS:
+                    continue
+                again = measure_wall(Passes(candidate, task), direction, WALL_SECONDS)
+                if again.ms_p50 < found.wall.ms_p50:
+                    of_some[name, direction] = replace(found, wall=again)
 
 
 def find_peer(make_peer: Callable[[Task], Candidate], task: Task) -> Candidate | str:
@@ -246,14 +271,21 @@ def measure_pass(
         if plan.timed and plan.wall:
             wall = timing
             if graph:
-                call, keep = passes.eager(direction)
-                wall = measure(call, device, seconds=plan.seconds)
-                del call, keep
-                release(device)
+                wall = measure_wall(passes, direction, plan.seconds)
         if plan.memory:
             peak_gib = peak_memory(passes.forward if direction == "fwd" else passes.full, device)
             peak_gib = None if peak_gib is None else peak_gib + passes.held(direction) / GIB
     return Measured("graph" if graph else "eager", error, timing, wall, peak_gib)
+
+
+def measure_wall(passes: Passes, direction: str, seconds: float) -> Timing:
+    """Of a pass as Python calls it."""
+    device = passes.do.device
+    call, _keep = passes.eager(direction)
+    timing = measure(call, device, seconds=seconds)
+    del call, _keep
+    release(device)
+    return timing
 
 
 def takes_graphs(candidate: Candidate, device: torch.device) -> bool:

@@ -309,6 +309,8 @@ def attend(
     inputs, plan, k_cmp, v_cmp = call.attended, call.plan, call.k_cmp, call.v_cmp
     tokens = inputs.q.shape[1]
     q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
+    # First, for it needs nothing that is made here: the GPU has work while the host launches the rest
+    win = attend_window(plan, q, *keys_of(inputs, "win"), start, lse)
     indices, cmp_indices = given
     if indices is None and not plan.config.token_mode:
         indices, cmp_indices = select(plan, q, k_cmp, start, tokens)
@@ -318,7 +320,7 @@ def attend(
     return Part(
         cmp,
         attend_selected(plan, q, *keys_of(inputs, "slc"), indices, start, lse, forced=forced),
-        attend_window(plan, q, *keys_of(inputs, "win"), start, lse),
+        win,
         indices,
         cmp_indices,
     )

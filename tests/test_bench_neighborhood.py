@@ -20,11 +20,12 @@ from ascend_kernels import reference
 from ascend_kernels.tiling import ascend_tiles
 from bench import bench_neighborhood_attention as bench
 from bench import passes
+from bench.gradient_check import GradientError
 from bench.inputs import Neighborhood, make_problem
 from bench.neighborhood_peers import PEERS, block_mask, make_peer, residue_classes
-from bench.passes import MODES, Candidate, Plan, Unavailable
+from bench.passes import MODES, Candidate, Measured, Plan, Unavailable
 from bench.roofline import AscendWork, neighborhood_bytes, neighborhood_table, neighborhood_work
-from bench.timing import GIB
+from bench.timing import GIB, Timing
 from tests.bench_helpers import DOCS, Changed, documented_fields
 from tools import draw_windows
 
@@ -197,6 +198,32 @@ def test_what_a_graph_replays_is_checked(direction: str, head_major: bool, monke
     measured = passes.measure_pass(candidate, direction, task, plan)
     assert not measured.error.within
     assert measured.timing is None
+
+
+def test_calls_from_python_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of short calls the fastest turn counts, whoever made them; long ones and eager passes keep what they have."""
+    problem = make_problem("random", SHAPE.sizes, device=CPU, dtype=torch.float32, gated=False)
+    task = bench.make_task(SHAPE, problem, torch.randn_like(problem.q))
+    graph, error = Timing(1, 1, 1, None, 9), GradientError("out", 0, 1)
+
+    def measured(wall: float) -> Measured:
+        return Measured("graph", error, graph, Timing(wall, wall, wall, None, 9), None)
+
+    ours = {("ours", "fwd"): measured(1.5), ("long", "fwd"): measured(2.5)}
+    peers = {("peer", "fwd"): measured(1.0), ("eager", "fwd"): Measured("eager", error, graph, graph, None)}
+    of_name = {name: Candidate(name, plain_reference) for name, _ in ours | peers}
+    turns, times = [], {"ours": iter([1.4, 1.2, 1.3, 1.6]), "peer": iter([1.1, 1.2, 0.9, 1.0])}
+
+    def timed(of: passes.Passes, direction: str, seconds: float) -> Timing:
+        turns.append(of.candidate.name)
+        took = next(times[of.candidate.name])
+        return Timing(took, took, took, None, 3)
+
+    monkeypatch.setattr(passes, "measure_wall", timed)
+    passes.take_turns(of_name, "fwd", task, (ours, peers))
+    assert turns == ["ours", "peer"] * (passes.WALL_TURNS - 1)
+    walls = {name: found.wall.ms_p50 for (name, _), found in (ours | peers).items() if found.wall is not None}
+    assert walls == {"ours": 1.2, "long": 2.5, "peer": 0.9, "eager": 1}
 
 
 def plain_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
