@@ -4,9 +4,9 @@
     cases, each in a plain process: kernels are compiled and kept on disk, results compared with fp64
     tool by tool, the same cases again under compute-sanitizer -> findings by kernel -> OUT/sanitizer-TOOL.txt
 
-All that is torch's is allocated by cudaMalloc alone, so that what is read or written behind a tensor is behind an
-allocation. The exit status is 1 if a tool found anything in a kernel of ours, or did not see all of them: every function
-of cute_kernels that compiles a kernel, with each of its flags on and off. What it found in kernels of others is listed.
+Each tensor has a cudaMalloc of its own, so that what is read or written behind a tensor is behind an allocation. The
+exit status is 1 if a tool found anything in a kernel of ours, or did not see all of them: every function of
+cute_kernels that compiles a kernel, with each of its flags on and off. What it found in kernels of others is listed.
 
 `--dry` launches nothing, needs no GPU, and says which kernels the cases would miss.
 """
@@ -30,19 +30,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cache, wraps
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 
-from bench.report import RESULTS, environment
+from bench.report import RESULTS, ROOT, environment
 from nsa import NSAConfig, reference
 from nsa.tensors import NSAInputs
 
@@ -52,7 +51,7 @@ PLAIN, DRY = "plain", "dry"
 
 COMMON_OPTIONS = (
     *("--target-processes", "application-only", "--launch-timeout", "300", "--check-exit-code", "no"),
-    *("--destroy-on-device-error", "kernel", "--show-backtrace", "device", "--print-limit", "1000"),
+    *("--destroy-on-device-error", "kernel", "--show-backtrace", "device", "--print-limit", "5000"),
 )
 BARRIERS = ("--num-cuda-barriers", "64")
 """More than any kernel has; the tools undercount barriers that are not cuda::barrier in a source."""
@@ -61,9 +60,11 @@ ATTENTION = ("--kernel-name", "regex=cute_kernels|flash_attn")
 TOOL_OPTIONS: dict[str, tuple[str, ...]] = {
     "memcheck": ("--padding", "4096", "--report-api-errors", "no"),  # padding: behind it the next allocation begins
     "racecheck": (*BARRIERS, *ATTENTION),
-    "initcheck": (),  # must see who writes, torch too
+    "initcheck": ATTENTION,
     "synccheck": (*BARRIERS, *ATTENTION),
 }
+TRACKING = "--initcheck-track-filtered-global-memory"
+"""From CUDA 13.5 on initcheck knows by this option what kernels write that it leaves out."""
 FIRST_PORT, PORTS = 49152, 16
 """Processes of compute-sanitizer that run at once talk to their programs through ports of their own."""
 TIME_LIMIT = 400
@@ -123,18 +124,18 @@ class Case:
         return NSAInputs(*qkv, **given)
 
     def run(self, device: str, *, check: bool) -> None:
-        """Forward without and with what backward needs, and backward. Args: `check`: the results."""
-        from cute_kernels import backward, forward
+        """Forward and backward. Args: `check`: the results."""
+        from cute_kernels import backward
 
         inputs = self.inputs(device)
-        do = inputs.q.new_ones((*inputs.q.shape[:-1], self.v_dim))
+        shape = (*inputs.q.shape[:-1], self.v_dim)
+        do = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, self.dtype)
         with self._as_asked():
-            out, _ = forward.nsa(inputs, self.config, aux=False)
-            saving, saved = backward.nsa_saving(inputs, self.config, recompute=self.recompute)
+            out, saved = backward.nsa_saving(inputs, self.config, recompute=self.recompute)
             gradients = backward.nsa_backward(inputs, self.config, saved, do, deterministic=self.deterministic)
         if check:
             indices, cmp_indices = backward.Saved.of_list(saved).selections(slice(None), slice(None))
-            self._check(inputs, do, {"out": out, "saving": saving, **gradients}, indices, cmp_indices)
+            self._check(inputs, do, {"out": out, **gradients}, indices, cmp_indices)
 
     @contextmanager
     def _as_asked(self) -> Iterator[None]:
@@ -166,7 +167,7 @@ class Case:
             out, _ = reference.nsa(leaves, self.config, **chosen)  # type: ignore[arg-type]
             names = [name for name in leaves.tensors() if name in got]
             of = torch.autograd.grad(out, [getattr(leaves, name) for name in names], do.double())
-            expected = {"out": out, "saving": out, **dict(zip(names, of, strict=True))}
+            expected = {"out": out, **dict(zip(names, of, strict=True))}
             wrong += [name for name, x in expected.items() if (got[name] - x).norm() > 2**-5 * x.norm()]
         if wrong:
             raise ArithmeticError(f"{', '.join(wrong)}: not finite, or not what fp64 gives")
@@ -256,6 +257,7 @@ CASES: dict[str, Case | Neighborhood] = {
 # ---------------------------------------------------------------- kernels, and which of them were launched
 
 
+@cache
 def every_form(root: Path = ROOT) -> set[str]:
     """Functions of cute_kernels that compile a kernel, once for each value of each flag, as the sources define them."""
     found = set()
@@ -362,12 +364,8 @@ def vouch_for_tensor_copies() -> None:
 
     fa4.attend = vouching(fa4.attend, lambda returned, *_, **__: returned)
     fa4.differentiate = vouching(fa4.differentiate, lambda _, given, *__, **___: (given.dq, given.dk, given.dv))
-    backward.split.selected_backward = vouching(
-        backward.split.selected_backward, lambda returned, *_, **__: returned
-    )
-    backward.split_window.window_backward = vouching(
-        backward.split_window.window_backward, lambda *_, into, **__: into
-    )
+    backward.split.selected_backward = vouching(backward.split.selected_backward, lambda returned, *_, **__: returned)
+    backward.split_window.window_backward = vouching(backward.split_window.window_backward, lambda *_, into, **__: into)
 
 
 # ---------------------------------------------------------------- what compute-sanitizer wrote
@@ -376,6 +374,7 @@ OURS = re.compile(r"cute_kernels[a-z0-9_]+?([A-Z]\w*?)_object")
 FA4 = re.compile(r"flash_attncute[a-z0-9_]*?([A-Z]\w*?)_object")
 PLACE = re.compile(r"(?:\bat|Frame:) ?(\S.*?)\+0x[0-9a-f]+")
 RECORD = re.compile(r"^========= (?=\S)")
+COUNTED = re.compile(r"SUMMARY: ([\d,]+) (?:error|hazard)")
 MORE = re.compile(r"^=========\s{2,}(?=\S)")
 
 
@@ -395,6 +394,12 @@ class Log:
     messages: list[str] = field(default_factory=list)
     """About itself: it may have missed something."""
     summaries: list[str] = field(default_factory=list)
+
+    @property
+    def untold(self) -> int:
+        """Findings that it counted but did not print."""
+        counted = [int(n.replace(",", "")) for text in self.summaries for n in COUNTED.findall(text)]
+        return max(0, max(counted, default=0) - len(self.findings) - len(self.messages))
 
 
 def parse(text: str) -> Log:
@@ -455,6 +460,8 @@ class Outcome:
             self.problems += [f"{', '.join(names)}: {message}" for message in log.messages]
             if not log.summaries:
                 self.problems.append(f"{', '.join(names)}: the tool ended without a summary")
+            if log.untold:
+                self.problems.append(f"{', '.join(names)}: {log.untold} findings were not printed")
 
 
 def kept_apart(cache: Path) -> dict[str, str]:
@@ -513,7 +520,7 @@ def report(tool: str, outcome: Outcome, facts: Mapping[str, Any], options: Seque
         f"compute-sanitizer {tool} over every CUDA kernel of nsa-kernels, forward and backward (tools/sanitize.py).",
         "",
         f"device: {facts['device']}",
-        f"versions: {versions}, {facts['sanitizer']}",
+        f"versions: {versions}",
         f"commit: {facts['commit']}",
         f"command: python tools/sanitize.py --tool {tool}",
         f"options: {' '.join(options)}",
@@ -557,13 +564,21 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders)]))
 
 
+def asked(program: str, of: str) -> str:
+    return subprocess.run([program, of], capture_output=True, text=True, check=True).stdout
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run every CUDA kernel under compute-sanitizer.")
     parser.add_argument("--tool", default=",".join(TOOLS), help="some of %(default)s (default: all, at once)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the reports (default: bench/results)")
     parser.add_argument("--sanitizer", default=find_sanitizer(), help="compute-sanitizer (default: the one found)")
-    parser.add_argument("--option", action="append", default=[], help="more for it, as in --option=--check-tensor-ops=yes")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: %(default)s)")
+    parser.add_argument(
+        "--option", action="append", default=[], help="more for it, as in --option=--check-tensor-ops=yes"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: %(default)s)"
+    )
     parser.add_argument("--cache", type=Path, help="where compiled kernels are kept (default: nowhere)")
     parser.add_argument("--case", action="append", choices=CASES, help="these alone, which misses kernels")
     parser.add_argument("--dry", action="store_true", help="launch nothing, on a CPU, and name what would be missed")
@@ -593,14 +608,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"plain: {plain.seconds:.0f} s, {len(plain.launched)} forms", *all_problems(plain), sep="\n", flush=True)
         if plain.problems:
             return 1
-        version = subprocess.run([args.sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
-        facts = {**environment(torch.device("cuda")), "sanitizer": f"compute-sanitizer {version.split('Version ')[-1]}"}
-        facts["sanitizer"] = facts["sanitizer"].strip()
+        version, manual = (asked(args.sanitizer, of) for of in ("--version", "--help"))
+        facts = environment(torch.device("cuda"))
+        facts["versions"]["compute-sanitizer"] = version.partition("Version ")[2].strip()
         shares = shared_out(names, max(1, args.jobs // len(tools)))
 
         def run_tool(number: int) -> bool:
             tool = tools[number]
-            options = [*COMMON_OPTIONS, *TOOL_OPTIONS[tool], *args.option]
+            seen = () if tool == "initcheck" and TRACKING not in manual else TOOL_OPTIONS[tool]
+            options = [*COMMON_OPTIONS, *seen, *args.option]
             first = FIRST_PORT + number * len(shares) * PORTS
             prefix = [
                 [args.sanitizer, "--tool", tool, "--log-file", "LOG", "--port", str(first + i * PORTS), *options]
