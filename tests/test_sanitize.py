@@ -221,6 +221,16 @@ def test_report(tmp_path: Path) -> None:
         assert line in lines
 
 
+def test_planted_fault_must_be_found(tmp_path: Path) -> None:
+    found = MEMCHECK.replace("gateGatedSum", "compressBlockMean")
+    for text, problems in ((found, []), (MEMCHECK, ["the planted fault was not found"])):
+        outcome = tool.Outcome()
+        outcome.add([tool.PLANTED], tmp_path / "none", "", tool.parse(text))
+        assert [problem.strip() for problem in outcome.problems] == problems
+        assert outcome.findings(ours=True) == []
+    assert tool.FAULTY in our_kernels()
+
+
 def test_others_findings_pass(tmp_path: Path) -> None:
     assert tool.passes(outcome_of(tmp_path, MEMCHECK.replace(GATE, FA4)))
 

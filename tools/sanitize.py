@@ -8,6 +8,8 @@ Each tensor has a cudaMalloc of its own, so that what is read or written behind 
 exit status is 1 if a tool found anything in a kernel of ours, or did not see all of them: every function of
 cute_kernels that compiles a kernel, with each of its flags on and off. What it found in kernels of others is listed.
 
+So that a tool that sees nothing does not pass, one more process makes memcheck and initcheck a fault to find.
+
 `--dry` launches nothing, needs no GPU, and says which kernels the cases would miss.
 """
 
@@ -67,7 +69,7 @@ TRACKING = "--initcheck-track-filtered-global-memory"
 """From CUDA 13.5 on initcheck knows by this option what kernels write that it leaves out."""
 FIRST_PORT, PORTS = 49152, 16
 """Processes of compute-sanitizer that run at once talk to their programs through ports of their own."""
-TIME_LIMIT = 400
+TIME_LIMIT = 300
 """Seconds of a child."""
 
 
@@ -266,6 +268,21 @@ CASES: dict[str, Case | Neighborhood] = {
 }
 
 
+PLANTED, FAULTY = "planted fault", "BlockMean"
+"""In place of a case's name, and the kernel that finds memory as it must not be."""
+
+
+def plant_fault(tool: str) -> None:
+    """Means of keys that nobody wrote, for memcheck of keys whose memory ends halfway."""
+    from cute_kernels.compress import block_means
+
+    k, v = (torch.empty((1, 128, 2, 64), dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    if tool == "memcheck":
+        k.untyped_storage().resize_(k.untyped_storage().nbytes() // 2)
+    block_means(k, v, 64, 64, torch.bfloat16)
+    torch.cuda.synchronize()
+
+
 # ---------------------------------------------------------------- kernels, and which of them were launched
 
 
@@ -458,6 +475,10 @@ class Outcome:
 
     def add(self, names: Sequence[str], results: Path, output: str, log: Log | None) -> None:
         """One child's."""
+        if log is not None and list(names) == [PLANTED]:
+            if not any(finding.kernel == FAULTY for finding in log.findings):
+                self.problems.append(f"the {PLANTED} was not found\n{output[-2000:]}")
+            return
         text = results.read_text(encoding="utf-8") if results.exists() else ""
         done = {one["case"]: one for one in map(json.loads, text.splitlines())}
         for name in names:
@@ -497,7 +518,7 @@ def run_cases(
 
     def run(number: int) -> tuple[Path, str, Log | None]:
         results, output, log = (folder / f"{how}-{number}.{kind}" for kind in ("json", "out", "log"))
-        cases = [part for name in shares[number] for part in ("--case", name)]
+        cases = [part for name in shares[number] for part in (["--planted"] if name == PLANTED else ["--case", name])]
         own = [sys.executable, __file__, "--child", how, "--results", str(results), *cases]
         front = [part.replace("LOG", str(log)) for part in prefix[number]]
         with output.open("w", encoding="utf-8") as file:
@@ -596,7 +617,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="launch nothing, on a CPU, and name what would be missed")
     parser.add_argument("--child", choices=(PLAIN, DRY, *TOOLS), help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--planted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.child and args.planted:
+        plant_fault(args.child)
+        return 0
     names, tools = list(args.case or CASES), args.tool.split(",")
     if unknown := sorted(set(tools) - set(TOOLS)):
         parser.error(f"--tool takes {', '.join(TOOLS)}, got {', '.join(unknown)}")
@@ -618,18 +643,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         plain = run_cases(PLAIN, shared_out(names, args.jobs), [[]] * len(names), environ, folder)
         print(f"plain: {plain.seconds:.0f} s, {len(plain.launched)} forms", *all_problems(plain), sep="\n", flush=True)
-        if plain.problems:
-            return 1
         version, manual = (asked(args.sanitizer, of) for of in ("--version", "--help"))
         facts = environment(torch.device("cuda"))
         facts["versions"]["compute-sanitizer"] = version.partition("Version ")[2].strip()
-        shares = shared_out(names, max(1, args.jobs // len(tools)))
+        cases = shared_out(names, max(1, args.jobs // len(tools)))
 
         def run_tool(number: int) -> bool:
             tool = tools[number]
+            shares = [*cases, [PLANTED]] if tool in ("memcheck", "initcheck") else cases
             seen = () if tool == "initcheck" and TRACKING not in manual else TOOL_OPTIONS[tool]
             options = [*COMMON_OPTIONS, *seen, *args.option]
-            first = FIRST_PORT + number * len(shares) * PORTS
+            first = FIRST_PORT + number * (len(cases) + 1) * PORTS
             prefix = [
                 [args.sanitizer, "--tool", tool, "--log-file", "LOG", "--port", str(first + i * PORTS), *options]
                 for i in range(len(shares))
@@ -642,7 +666,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return passes(outcome)
 
         with ThreadPoolExecutor(len(tools)) as pool:
-            return 0 if all(list(pool.map(run_tool, range(len(tools))))) else 1
+            passed = list(pool.map(run_tool, range(len(tools))))
+        return 0 if all(passed) and not plain.problems else 1
 
 
 if __name__ == "__main__":
