@@ -132,7 +132,7 @@ def test_every_kernel_of_a_module_is_ours(module: str) -> None:
 def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """What each case launches, in a process of its own, where no module of kernels was imported before."""
     folder = tmp_path_factory.mktemp("dry")
-    environ = {**tool.kept_apart(folder / "cache"), "CUTE_DSL_ARCH": "sm_90a"}
+    environ = {**tool.kept_apart(None), "CUTE_DSL_ARCH": "sm_90a"}
     command = [sys.executable, str(TOOL), "--child", "dry", "--results", str(folder / "results")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

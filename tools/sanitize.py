@@ -497,17 +497,17 @@ class Outcome:
                 self.problems.append(f"{', '.join(names)}: {log.untold} findings were not printed")
 
 
-def kept_apart(cache: Path) -> dict[str, str]:
-    """Environment of the children: an allocation for each tensor, and compiled kernels on disk."""
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return {
-        **os.environ,
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "NSA_KERNELS_JIT_CACHE": str(cache / "ours"),
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache / "fa4"),
-        "OMP_NUM_THREADS": "1",
-    }
+def kept_apart(cache: Path | None) -> dict[str, str]:
+    """Environment of the children: an allocation for each tensor, and compiled kernels in a folder, None: not kept."""
+    kept = {"NSA_KERNELS_JIT_CACHE": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+    if cache is not None:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kept = {
+            "NSA_KERNELS_JIT_CACHE": str(cache / "ours"),
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache / "fa4"),
+        }
+    return {**os.environ, **kept, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
 
 
 def run_cases(
@@ -612,7 +612,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: %(default)s)"
     )
-    parser.add_argument("--cache", type=Path, help="where compiled kernels are kept (default: nowhere)")
+    parser.add_argument("--cache", type=Path, help="keep compiled kernels here (default: until this run ends)")
+    parser.add_argument("--fresh", action="store_true", help="let each process compile what it launches")
     parser.add_argument("--case", action="append", choices=CASES, help="these alone, which misses kernels")
     parser.add_argument("--dry", action="store_true", help="launch nothing, on a CPU, and name what would be missed")
     parser.add_argument("--child", choices=(PLAIN, DRY, *TOOLS), help=argparse.SUPPRESS)
@@ -630,7 +631,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        environ = kept_apart(args.cache or folder / "cache")
+        environ = kept_apart(None if args.fresh else args.cache or folder / "cache")
         if args.dry:
             environ["CUTE_DSL_ARCH"] = "sm_90a"
             outcome = run_cases(DRY, [names], [[]], environ, folder)
