@@ -663,7 +663,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.out.mkdir(parents=True, exist_ok=True)
             text = report(tool, outcome, facts, options, names)
             (args.out / f"sanitizer-{tool}.txt").write_text(text, encoding="utf-8")
-            print(f"{tool}: {'passes' if passes(outcome) else 'FAILS'}", text[:6000], sep="\n", flush=True)
+            print(
+                f"{tool}: {'passes' if passes(outcome) else 'FAILS'}",
+                text.partition("forms:")[0][:2500],
+                sep="\n",
+                flush=True,
+            )
             return passes(outcome)
 
         with ThreadPoolExecutor(len(tools)) as pool:
