@@ -154,7 +154,7 @@ class Case:
 
         modules = [module for name, module in sys.modules.items() if name.startswith("cute_kernels.")]
         users = [module for module in modules if hasattr(module, "has_warpgroups")]
-        kept, kept_strategy = [module.has_warpgroups for module in users], os.environ.get(fa4.STRATEGY_VARIABLE, "")
+        kept, kept_strategy = [module.has_warpgroups for module in users], os.environ.pop(fa4.STRATEGY_VARIABLE, None)
         os.environ[fa4.STRATEGY_VARIABLE] = self.strategy
         for module in users:
             module.has_warpgroups = lambda _: self.warpgroups
@@ -163,7 +163,9 @@ class Case:
         finally:
             for module, own in zip(users, kept, strict=True):
                 module.has_warpgroups = own
-            os.environ[fa4.STRATEGY_VARIABLE] = kept_strategy
+            del os.environ[fa4.STRATEGY_VARIABLE]
+            if kept_strategy is not None:
+                os.environ[fa4.STRATEGY_VARIABLE] = kept_strategy
 
     def _check(
         self, inputs: NSAInputs, do: Tensor, got: dict[str, Tensor], indices: Tensor, cmp_indices: Tensor | None
