@@ -31,16 +31,16 @@ def tile_in_fp64(
     blocks: Tensor,
     cmp_blocks: Tensor | None,
 ) -> Tensor:
-    """One tile of one head, `[TILE,DIM]`, for given selections; differentiable in what is fp64.
+    """One tile of one head, `[rows,DIM]`, for given selections; differentiable in what is fp64.
 
     Args:
-        q: the tile's queries `[TILE,DIM]`.
+        q: the tile's queries `[rows,DIM]`: TILE of them, or one that selects alone.
         k, v, k_cmp, v_cmp: of the key/value head, `[tokens,DIM]` and `[entries,DIM]`.
         weight: the head's gate projection `[3,DIM]`.
         start: first token of the tile.
         blocks, cmp_blocks: selected blocks of tokens, and of entries (None: all), padded with -1.
     """
-    rows = torch.arange(start, start + TILE, device=q.device)
+    rows = torch.arange(start, start + len(q), device=q.device)
     q = q.double()
 
     def attend(keys: Tensor, values: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
@@ -55,7 +55,8 @@ def tile_in_fp64(
         entries = members(cmp_blocks, CMP_BLOCK)
         entries = entries[entries < len(k_cmp)]
     tokens = members(blocks, BLOCK)
-    near = torch.arange(max(0, start - WINDOW + 1), start + TILE, device=q.device)
+    tokens = tokens[tokens < len(k)]
+    near = torch.arange(max(0, start - WINDOW + 1), start + len(q), device=q.device)
     branches = (
         attend(k_cmp, v_cmp, entries, entries * BLOCK + BLOCK - 1 <= rows[:, None]),
         attend(k, v, tokens, tokens <= rows[:, None]),
