@@ -57,7 +57,7 @@ fuzz-gpu: ## the same of NSA's kernels on an NVIDIA GPU; PYTHON=python3 uses tha
 ifeq ($(PYTHON_GIVEN),)
 	$(bootstrap) --extras dev,bench
 endif
-	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_OUT=$(FUZZ_OUT) $(if $(PYTHON_GIVEN),$(PYTHON),$(VENV_PYTHON)) -m pytest -n 17 -m cuda \
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_OUT=$(FUZZ_OUT) $(if $(PYTHON_GIVEN),$(PYTHON),$(VENV_PYTHON)) -m pytest -n 20 -m cuda \
 		-p tests.fuzz_report tests/test_fuzz_kernels.py $(ARGS)
 
 test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests

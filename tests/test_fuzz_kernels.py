@@ -1,10 +1,10 @@
-"""Drawn calls of NSA in what its kernels take, on a GPU: right, or refused with a documented error (as test_fuzz.py).
+"""Drawn calls of what kernels take, on a GPU: right, or refused with a documented error (as test_fuzz.py).
 
 Options, heads and dims are those of a few cases, since each other one has kernels of its own to compile. All else is
 drawn: lengths, batches, documents, layouts in buffers of NaN, magnitudes, what is wrong with a call, gradients, bad
 values. Results and gradients are held against the reference in fp64 on the blocks that the kernels chose.
 
-`python -m pytest -n 17 tests/test_fuzz_kernels.py -m cuda` gives each case a process, which compiles its kernels once.
+`python -m pytest -n 20 tests/test_fuzz_kernels.py -m cuda` gives each case a process, which compiles its kernels once.
 FUZZ_EXAMPLES, as in test_fuzz.py, are of all cases; with FUZZ_SECONDS each case stops drawing after so many.
 """
 
@@ -28,6 +28,7 @@ from torch import Tensor
 import dispatch
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.tensors import TENSOR_NAMES, NSAInputs
+from tests import neighborhood_cases, residual_cases
 from tests.helpers import assert_within_budget
 from tests.test_cute import assert_agrees_with_oracle, check_selection
 from tests.test_cute_backward import SLACK, gradients
@@ -35,6 +36,7 @@ from tests.test_cute_varlen import documents, part_of
 from tests.test_fuzz import (
     EXAMPLES,
     LAYOUTS,
+    NEIGHBORHOOD_OPTIONS,
     NEW_EACH_TIME,
     OPTIONS,
     Odd,
@@ -231,6 +233,8 @@ def chosen(aux: dict[str, Tensor | None]) -> dict[str, Tensor]:
 NEVER_RIGHT = [-(2**70), -1, 2**63, 2**70, math.nan, math.inf, -1.0, 10**400, "2", "", (), [], {}, Odd()]
 NEVER_COUNTS = [2**31, 2.5, Fraction(1, 3), torch.tensor([1, 2]), torch.tensor(2.5)]
 """Right as a scale alone."""
+NO_SCALES = [value for value in NEVER_RIGHT if type(value) is not int]
+"""Without numbers that make any softmax pick one key."""
 
 
 @st.composite
@@ -257,7 +261,7 @@ def changes(draw: st.DrawFn, keywords: dict[str, Any]) -> dict[str, Any]:
         like = keywords["cu_seqlens"]
         return {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=like.device), "debug": True}
     name = draw(st.sampled_from([*OPTIONS, "block_size", "config"]))
-    return {name: draw(st.sampled_from(NEVER_RIGHT if name == "softmax_scale" else [*NEVER_RIGHT, *NEVER_COUNTS]))}
+    return {name: draw(st.sampled_from(NO_SCALES if name == "softmax_scale" else [*NEVER_RIGHT, *NEVER_COUNTS]))}
 
 
 def changed_call(keywords: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +287,9 @@ class Budget:
 
 
 @pytest.fixture
-def budget() -> Budget:
+def budget(record_property: Callable[[str, object], None]) -> Budget:
+    """Of a test on a GPU, which tests/fuzz_report.py is told."""
+    record_property("device", "cuda")
     return Budget()
 
 
@@ -356,39 +362,155 @@ def outcome_of_bad_value(keywords: dict[str, Any], data: st.DataObject) -> str:
     return "NaN or inf kept apart"
 
 
+# Neighborhood attention and attention residual
+
+
+NEIGHBORHOODS = {"narrow windows": (1, 2, 7, 48, 96), "wide windows": (97, 200, 1001)}
+"""Kernel sizes: Triton comes first for those, FlashAttention-4's window, where it can, for these."""
+SCALES = [None, 0.1, 2.0]
+
+
+def draw_neighborhood(kernel_sizes: tuple[int, ...], device: str, data: st.DataObject) -> str:
+    narrow = device == "cpu"
+    dim, dtype = (8 if narrow else 64), data.draw(st.sampled_from([BF16, FP16]))
+    batch, tokens = data.draw(st.sampled_from([1, 1, 2, 0])), data.draw(lengths_up_to(200 if narrow else 1500))
+    generator = torch.Generator(device).manual_seed(data.draw(st.integers(0, 2**31)))
+
+    def normal(heads: int) -> Tensor:
+        drawn = torch.randn((batch, tokens, heads, dim), generator=generator, device=device)
+        return data.draw(placed(drawn.to(dtype), GPU_LAYOUTS))
+
+    keywords: dict[str, Any] = {"q": normal(4), "k": normal(2), "v": normal(2)}
+    options: dict[str, Any] = {
+        "kernel_size": data.draw(st.sampled_from(kernel_sizes)),
+        "dilation": data.draw(st.sampled_from([1, 2, 3, 16, 100])),
+        "softmax_scale": data.draw(st.sampled_from(SCALES)),
+        **data.draw(st.sampled_from([*neighborhood_cases.WINDOWS.values()])),
+    }
+    kind = data.draw(st.sampled_from(["right", "right", "wrong", "bad value"]))
+    if kind == "wrong":
+        name = data.draw(st.sampled_from(["q", "k", "v", *NEIGHBORHOOD_OPTIONS]))
+        odd = st.sampled_from(NO_SCALES if name == "softmax_scale" else NEVER_RIGHT)
+        wrong = spoiled(keywords[name]) if name in keywords else odd
+        return outcome_of_changed_neighborhood(keywords | options | {name: data.draw(wrong)}, name)
+    inputs = tuple(keywords.values())
+    with guarded(strided(keywords), SECONDS_PER_CALL):
+        if kind == "bad value":
+            return outcome_of_bad_neighbor(inputs, options, data)
+        do = normal(4)
+        got = neighborhood_cases.results(None, inputs, do, **options)
+        neighborhood_cases.assert_right(got, inputs, do, **options)
+    return "right, with gradients"
+
+
+def outcome_of_changed_neighborhood(keywords: dict[str, Any], changed: str) -> str:
+    with guarded(strided(keywords), SECONDS_PER_CALL):
+        try:
+            out = dispatch.neighborhood_attention(**keywords)
+        except Exception as error:
+            assert_documented(error, [changed])
+            return f"refused, {type(error).__name__}"
+    exact = {n: x.detach().double() if isinstance(x, Tensor) else x for n, x in keywords.items()}
+    low = dispatch.neighborhood_attention(**{**keywords, "backend": "reference"})
+    assert_within_budget(out, dispatch.neighborhood_attention(**{**exact, "backend": "reference"}), low)
+    return "right, though changed"
+
+
+def outcome_of_bad_neighbor(inputs: tuple[Tensor, ...], options: dict[str, Any], data: st.DataObject) -> str:
+    """A NaN or inf reaches no other sequence and head group: there the bits stay what they were."""
+    if inputs[0].numel() == 0:
+        return "no value to spoil"
+    which = data.draw(st.integers(0, 2))
+    plain = [tensor.detach().clone() for tensor in inputs]
+    spoilt = [tensor.clone() for tensor in plain]
+    at = tuple(data.draw(st.integers(0, length - 1)) for length in spoilt[which].shape)
+    spoilt[which][at] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    before, after = (dispatch.neighborhood_attention(*tensors, **options) for tensors in (plain, spoilt))
+    group = at[2] // 2 if which == 0 else at[2]
+    touched = torch.zeros_like(before, dtype=torch.bool)
+    touched[at[0], :, 2 * group : 2 * group + 2] = True
+    assert torch.equal(after[~touched], before[~touched])
+    return "NaN or inf kept apart"
+
+
+def draw_residual(device: str, data: st.DataObject) -> str:
+    options = {
+        "batch": data.draw(st.integers(1, 3)),
+        "layout": data.draw(st.sampled_from(["stacked", "token-major", "list", "slices", "strided"])),
+        "norm": data.draw(st.booleans()),
+        "dtype": data.draw(st.sampled_from([BF16, torch.float32])),
+    }
+    tokens, dim, blocks = (data.draw(st.sampled_from(some)) for some in ([0, 1, 37, 300], [64, 1000], [1, 4, 9]))
+    sizes = (tokens, dim if device == "cuda" else 9, blocks)
+    if data.draw(st.integers(0, 2)) > 0:
+        backend = "reference" if device == "cpu" else "triton"
+        residual_cases.check(backend, *sizes, residual_cases.through_the_public_op, device=device, **options)
+        return "right, with gradients"
+    case = residual_cases.make(*sizes, device=device, **options)
+    keywords: dict[str, Any] = {"blocks": case.blocks, "w_query": case.w_query, "w_norm": case.w_norm, "eps": 1e-6}
+    name = data.draw(st.sampled_from(["blocks", "w_query", "eps", "backend"]))
+    if isinstance(case.blocks, list) and name == "blocks":
+        wrong: Any = [*case.blocks[:-1], data.draw(spoiled(case.blocks[-1]))]
+    elif isinstance(keywords.get(name), Tensor):
+        wrong = data.draw(spoiled(keywords[name]))
+    else:
+        wrong = data.draw(st.sampled_from(NEVER_RIGHT))
+    try:
+        out = dispatch.attention_residual(**{**keywords, name: wrong})
+    except Exception as error:
+        assert_documented(error, [name, "w_query", "w_norm"] if name == "blocks" else [name])
+        return f"refused, {type(error).__name__}"
+    assert torch.isfinite(out).all()
+    return "finite, though changed"
+
+
+# All of it
+
+
+Example = Callable[[str, st.DataObject], str]
+"""Draws one for a device, and says how it ended."""
+
+
+def of_nsa(name: str, packed: bool) -> Example:
+    return lambda device, data: draw_and_check(CASES[name], packed, device, data)
+
+
+def of_neighborhood(kernel_sizes: tuple[int, ...]) -> Example:
+    return lambda device, data: draw_neighborhood(kernel_sizes, device, data)
+
+
+EXAMPLES_OF: dict[str, Example] = {
+    **{f"{name}, packed" if packed else name: of_nsa(name, packed) for name, packed in PARTS},
+    **{name: of_neighborhood(sizes) for name, sizes in NEIGHBORHOODS.items()},
+    "attention residual": draw_residual,
+}
+
+
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
-@EACH
+@pytest.mark.parametrize("what", EXAMPLES_OF)
 @settings(
-    max_examples=max(1, EXAMPLES // len(PARTS)),
+    max_examples=max(1, EXAMPLES // len(EXAMPLES_OF)),
     derandomize=not NEW_EACH_TIME,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a smaller example is not worth the GPU's time
 )
 @given(data=st.data())
-def test_on_a_gpu(
-    name: str,
-    packed: bool,
-    outcomes: Outcomes,
-    budget: Budget,
-    record_property: Callable[[str, object], None],
-    data: st.DataObject,
-) -> None:
+def test_on_a_gpu(what: str, outcomes: Outcomes, budget: Budget, data: st.DataObject) -> None:
     if budget.over:
         return
-    record_property("device", "cuda")
     try:
-        note(outcomes, draw_and_check(CASES[name], packed, "cuda", data))
+        note(outcomes, EXAMPLES_OF[what]("cuda", data))
     except BaseException:
         budget.failed = True
         raise
 
 
-@EACH
+@pytest.mark.parametrize("what", EXAMPLES_OF)
 @settings(max_examples=5, derandomize=True)
 @given(data=st.data())
-def test_the_same_draws_on_a_cpu(name: str, packed: bool, data: st.DataObject) -> None:
-    """With the reference in the kernels' place: that the draws fit, and what is asserted is so of it."""
-    draw_and_check(CASES[name], packed, "cpu", data)
+def test_the_same_draws_on_a_cpu(what: str, data: st.DataObject) -> None:
+    """With references in the kernels' place: that the draws fit, and what is asserted is so of them."""
+    EXAMPLES_OF[what]("cpu", data)
 
 
 @EACH
