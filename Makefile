@@ -53,7 +53,7 @@ fuzz: ## run 10,000 drawn calls of the public functions on the CPU; FUZZ_OUT=fil
 		tests/test_fuzz.py $(ARGS)
 
 # FUZZ_SECONDS: of each case, beyond which it draws no more. A process for each case, which compiles its kernels.
-fuzz-gpu: ## the same of NSA's kernels on an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
+fuzz-gpu: ## the same of kernels on an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
 ifeq ($(PYTHON_GIVEN),)
 	$(bootstrap) --extras dev,bench
 endif
