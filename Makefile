@@ -18,7 +18,7 @@ WITHOUT_CUDA_EXTRA := --ignore=tests/test_compile.py --ignore=tests/test_backwar
 	--deselect=tests/test_selected_backward.py::test_memory_is_bounded --ignore=tests/ascend
 endif
 
-.PHONY: help demo train-demo needle-demo residual-demo test fuzz test-ascend lint format test-gpu compile-all clean distclean
+.PHONY: help demo train-demo needle-demo residual-demo test fuzz fuzz-gpu test-ascend lint format test-gpu compile-all clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -51,6 +51,14 @@ fuzz: ## run 10,000 drawn calls of the public functions on the CPU; FUZZ_OUT=fil
 	$(bootstrap) --extras dev,bench
 	OMP_NUM_THREADS=1 FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_OUT=$(FUZZ_OUT) $(VENV_PYTHON) -m pytest -n auto -p tests.fuzz_report \
 		tests/test_fuzz.py $(ARGS)
+
+# FUZZ_SECONDS: of each case, beyond which it draws no more. A process for each case, which compiles its kernels.
+fuzz-gpu: ## the same of kernels on an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
+ifeq ($(PYTHON_GIVEN),)
+	$(bootstrap) --extras dev,bench
+endif
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_OUT=$(FUZZ_OUT) $(if $(PYTHON_GIVEN),$(PYTHON),$(VENV_PYTHON)) -m pytest -n 20 -m cuda \
+		-p tests.fuzz_report tests/test_fuzz_kernels.py $(ARGS)
 
 test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests
 	$(bootstrap) --extras dev,bench

@@ -134,12 +134,12 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> float | None:
     if trim is not None:
         trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     call()
-    return max(0, _resident("VmHWM") - before) / GIB
+    return max(0, resident("VmHWM") - before) / GIB
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
     """Bytes of a size in /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):

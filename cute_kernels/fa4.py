@@ -225,6 +225,14 @@ def window_backward(
         differentiate(squeezed, Visible(window=(left, right), documents=documents), scale=scale)
 
 
+def num_compiled() -> int:
+    """Kernels that FA4 has compiled in this process, or loaded from its own cache on disk."""
+    from flash_attn.cute import interface
+
+    caches = {id(c): c for c in (getattr(f, "compile_cache", None) for f in vars(interface).values()) if c is not None}
+    return sum(len(cache.cache) for cache in caches.values())
+
+
 # Masks for blocks that are visible in part. FA4 hashes them with their constants; runtime values come as scalars.
 
 

@@ -30,6 +30,9 @@ VECTOR = VECTOR_BYTES // 2
 
 OPTIONS = "--enable-tvm-ffi"
 
+COMPILED: list[str] = []
+"""Kernels that this process has compiled, in order: a program whose list grows after its first steps waits for it."""
+
 
 class Kernel(NamedTuple):
     """A compiled kernel."""
@@ -43,6 +46,7 @@ def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Kernel:
     """Compile a `cute.jit` callable whose last parameter is the stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     compiled = cute.compile(kernel, *arguments, stream, options=OPTIONS)
+    COMPILED.append(type(kernel).__name__)
     return Kernel(compiled, positional(compiled))
 
 

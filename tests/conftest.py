@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -46,6 +47,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compute_capability.cache_clear()
     yield
     compute_capability.cache_clear()
+
+
+@pytest.fixture
+def outcomes(record_property: Callable[[str, object], None]) -> Iterator[Counter[str]]:
+    """How often each kind of outcome of a drawn call came; tests/fuzz_report.py writes them down."""
+    counts: Counter[str] = Counter()
+    yield counts
+    record_property("outcomes", dict(counts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""A pytest plugin for `make fuzz`: writes what tests/test_fuzz.py did to FUZZ_OUT (schema: docs/architecture.md)."""
+"""A pytest plugin for `make fuzz`, `make fuzz-gpu`: writes what drawn calls did to FUZZ_OUT (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import torch
 from bench.report import environment, write_json
 
 outcomes: dict[str, Counter[str]] = {}
+devices: set[str] = set()
+"""That tests name by the property `device`; none: a CPU."""
+VARIABLES = ("FUZZ_EXAMPLES", "FUZZ_SECONDS", "FUZZ_OUT")
 started = time.perf_counter()
 
 
@@ -21,6 +24,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
             if name == "outcomes" and isinstance(value, dict):
                 outcomes[report.nodeid.partition("::")[2]] = Counter(value)
+            elif name == "device":
+                devices.add(str(value))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -29,12 +34,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if not path or hasattr(session.config, "workerinput") or exitstatus != 0:
         return
     arguments = session.config.invocation_params.args
+    variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     total = sum(outcomes.values(), Counter())
     content = {
-        **environment(torch.device("cpu")),
-        "command": " ".join(
-            [f"FUZZ_EXAMPLES={os.environ['FUZZ_EXAMPLES']} FUZZ_OUT={path} python -m pytest", *arguments]
-        ),
+        **environment(torch.device("cuda" if "cuda" in devices else "cpu")),
+        "command": " ".join([*variables, "python -m pytest", *arguments]),
         "examples": sum(total.values()),
         "outcomes": dict(sorted(total.items())),
         "tests": {name: dict(sorted(counts.items())) for name, counts in sorted(outcomes.items())},

@@ -1,10 +1,15 @@
-"""What a long training run needs of kernels on an NVIDIA GPU: equal bits, streams, graphs, memory that comes back."""
+"""What a long run needs of kernels on an NVIDIA GPU: equal bits, streams, processes, graphs, memory that comes back."""
 
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +29,7 @@ MODES = pytest.mark.parametrize("mode", CONFIGS)
 REPEATS = 200
 TOKENS = 3001
 MIB = 2**20
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def training_step(
@@ -162,6 +168,57 @@ def test_a_thousand_replays(mode: str) -> None:
         graph.replay()
         wrong += (out != expected[i % 5]).any()
     assert int(wrong) == 0
+
+
+# Processes
+
+
+WORK = """
+import hashlib, json, warnings
+warnings.simplefilter("ignore")
+import torch
+from cute_kernels import jit
+from tests.test_cute_reliability import on_gpu, training_step
+digest = hashlib.sha256()
+for result in training_step("tile", on_gpu(1000))():
+    digest.update(result.contiguous().view(torch.uint8).cpu().numpy().data)
+print(json.dumps([len(jit.COMPILED), digest.hexdigest()]))
+"""
+"""A training step: how many kernels were compiled for it, and what came out."""
+
+
+def work(where: Path | None) -> tuple[int, str]:
+    """Of a new process that keeps compiled kernels in a folder, or not."""
+    environment = {**os.environ, "NSA_KERNELS_JIT_CACHE": "0" if where is None else str(where)}
+    done = subprocess.run(
+        [sys.executable, "-c", WORK],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    compiled, digest = json.loads(done.stdout.splitlines()[-1])
+    return compiled, digest
+
+
+def test_processes_share_compiled_kernels(tmp_path: Path) -> None:
+    """Each is compiled by one of the processes that want it at once, and by another only where its entry is damaged."""
+    where = tmp_path / "cache"
+    with ThreadPoolExecutor(4) as pool:
+        alone, *sharing = pool.map(work, [None, where, where, where])
+    entries = sorted(where.glob("*.o"))
+    assert len(entries) > 5
+    assert sum(compiled for compiled, _ in sharing) == len(entries) == alone[0]
+    assert {digest for _, digest in sharing} == {alone[1]}
+
+    content = bytearray(entries[0].read_bytes())
+    content[len(content) // 2] ^= 1
+    entries[0].write_bytes(content)
+    assert work(where) == (1, alone[1])
+    assert len(list(where.glob("*.o"))) == len(entries)
 
 
 # Memory

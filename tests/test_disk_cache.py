@@ -19,16 +19,13 @@ from cute_kernels import device, disk_cache, jit
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 
 LOOK = """
-import sys
 from cute_kernels import jit, segments
-real, compiled = jit.compile_kernel, []
-segments.compile_kernel = lambda *x: compiled.append(1) or real(*x)
 kernel = segments._mark(64, False)
 try:
     kernel.run(1)
 except TypeError as error:
     assert "mIndices" in str(error), error
-print(len(compiled))
+print(len(jit.COMPILED))
 """
 """Gets one kernel, sees by its complaint that it can be called, and says how many were compiled."""
 

@@ -1,0 +1,535 @@
+"""A long run of training steps with NSA, to see what only shows with time.
+
+A tiny model whose layers select per tile and per token in turn learns a random walk; every step has another size:
+sequences of another length, or packed documents of other lengths (empty ones too). First, steps that change no weight
+meet every kind of size, which compiles all kernels. From then on every --every seconds are recorded: loss, tokens a
+second, memory of the device and of this process, kernels compiled since. A run passes where all losses and gradients
+were finite, nothing was compiled, and memory was no larger in its second half than in its first (the allocator's and
+the process's own: by 1/16, since both keep pieces).
+
+The state (weights, optimiser, number of steps) goes to a file beside --out at every record; --resume goes on from it
+and adds another run to the same results (schema: docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, silu
+
+from bench.bars import Bar
+from bench.common import positive
+from bench.extras import needed
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
+from bench.timing import resident
+from dispatch.device import device_types
+from nsa import NSAConfig, NSAttention
+
+with needed("rich"):
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+MIB = 2**20
+VOCABULARY = 64
+STRIDES = 3
+"""The walk goes on by 1 to so many, so no loss is far below log(STRIDES)."""
+MANY_DOCUMENTS = 300
+"""More than those for which kernels look bounds up themselves (cute_kernels.fa4_calls.FEW_DOCUMENTS)."""
+FEWEST_RECORDS = 4
+"""Of a run whose halves are compared."""
+KEPT = 1 + 1 / 16
+"""How much larger what an allocator keeps may be in the second half than in the first."""
+console = Console()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model, and of its steps."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    pairs: int
+    """Of layers: one selects per tile, one per token."""
+    tokens: int
+    """Most of one step."""
+    tile: NSAConfig
+    token: NSAConfig
+
+
+SIZES = {
+    "cuda": Sizes(
+        256,
+        heads=4,
+        kv_heads=2,
+        pairs=2,
+        tokens=16384,
+        tile=NSAConfig.seed(num_selected_blocks=8, window_size=256),
+        token=NSAConfig.paper(num_selected_blocks=8, window_size=256),
+    ),
+    "cpu": Sizes(
+        16,
+        heads=2,
+        kv_heads=1,
+        pairs=1,
+        tokens=28,
+        tile=NSAConfig.seed(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16),
+        token=NSAConfig.paper(
+            compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=12
+        ),
+    ),
+}
+"""By device. Head dim 64 on a GPU; the weights and their optimiser take 7 MiB there."""
+
+
+# The model
+
+
+class Layer(nn.Module):
+    """Attention and a small feed-forward net, pre-norm."""
+
+    def __init__(self, sizes: Sizes, config: NSAConfig) -> None:
+        super().__init__()
+        self.norm, self.feed_norm = nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)
+        self.attention = NSAttention(sizes.width, sizes.heads, sizes.kv_heads, config=config)
+        self.up = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.down = nn.Linear(sizes.width, sizes.width, bias=False)
+
+    def forward(self, hidden: Tensor, bounds: Tensor | None) -> Tensor:
+        hidden = hidden + self.attention(self.norm(hidden), cu_seqlens=bounds)
+        out: Tensor = hidden + self.down(silu(self.up(self.feed_norm(hidden))))
+        return out
+
+
+class Model(nn.Module):
+    """Logits of the next symbol of `[B,N]`, or of `[T]` with the bounds of documents."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, sizes.width)
+        self.layers = nn.ModuleList(Layer(sizes, config) for config in (sizes.tile, sizes.token) * sizes.pairs)
+        self.head = nn.Linear(sizes.width, VOCABULARY, bias=False)
+
+    def forward(self, symbols: Tensor, bounds: Tensor | None) -> Tensor:
+        hidden = self.embed(symbols)
+        for layer in self.layers:
+            hidden = layer(hidden, bounds)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+# What a step works on
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sizes of a step: `batch` sequences of `lengths[0]`, or, with `batch=None`, packed documents and `tail` rows."""
+
+    lengths: tuple[int, ...]
+    batch: int | None = None
+    tail: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) * (self.batch or 1) + self.tail
+
+
+def every_kind(most: int) -> Iterator[Work]:
+    """The largest first. Kernels are chosen by sizes below some, or up to one tile, which are round numbers."""
+    round_numbers = {min(most, mantissa << power) for mantissa in (4, 5, 6, 7) for power in range(most.bit_length())}
+    lengths = {1, 2, 3, *round_numbers, *(n + 1 for n in round_numbers if n < most)}
+    for length in sorted(lengths, reverse=True):
+        yield Work((length,), batch=1)
+        yield Work((length,))
+        if 2 * length <= most:
+            yield Work((length,), batch=2)
+            yield Work((length, 0, length), tail=min(3, most - 2 * length))
+    yield Work(tuple(i % 7 for i in range(min(most // 7, 2 * MANY_DOCUMENTS))))
+
+
+def draw(seed: int, step: int, most: int) -> Work:
+    """Sequences and packs in turn; all sizes log-uniform."""
+    generator = random.Random(f"{seed} {step}")
+
+    def length(longest: int) -> int:
+        return round(math.exp(generator.uniform(0, math.log(longest))))
+
+    if step % 2 == 0:
+        tokens = length(most)
+        return Work((tokens,), batch=min(length(8), most // tokens))
+    tokens, longest = length(most), length(most)
+    lengths: list[int] = []
+    while (rest := tokens - sum(lengths)) > 0 and len(lengths) < 2 * MANY_DOCUMENTS:
+        lengths.append(generator.choice([0, min(rest, length(longest))]))
+    return Work(tuple(lengths), tail=min(generator.randrange(4), most - sum(lengths)))
+
+
+def symbols_of(work: Work, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A random walk, its next symbols, and the bounds of documents."""
+    rows = 1 if work.batch is None else work.batch
+    strides = torch.randint(1, STRIDES + 1, (rows, work.tokens // rows + 1), generator=generator)
+    walk = strides.cumsum(1) % VOCABULARY
+    if work.batch is not None:
+        return walk[:, :-1], walk[:, 1:], None
+    return walk[0, :-1], walk[0, 1:], torch.tensor([0, *accumulate(work.lengths)], dtype=torch.int32)
+
+
+# Training
+
+
+class Trainer:
+    """The model, its optimiser, and how many steps they have done."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.seed, self.step = device, seed, 0
+        self.sizes = SIZES[device.type]
+        torch.manual_seed(seed)
+        self.model = Model(self.sizes).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def gradients(self, work: Work, number: int) -> Tensor:
+        """Loss and norm of all gradients `[2]`, which are left in the parameters. `number` seeds the symbols."""
+        generator = torch.Generator().manual_seed(self.seed + number)
+        symbols, following, bounds = symbols_of(work, generator)
+        symbols, following = symbols.to(self.device), following.to(self.device)
+        bounds = None if bounds is None else bounds.to(self.device)
+        autocast = torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+        with autocast:
+            logits = self.model(symbols, bounds)
+        loss = cross_entropy(logits.float().flatten(0, -2), following.flatten())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return torch.stack([loss.detach(), norm.detach()])
+
+    def warm_up(self) -> None:
+        for work in every_kind(self.sizes.tokens):
+            self.gradients(work, 0)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def train(self) -> tuple[Work, Tensor]:
+        """One step: what it worked on, and its loss and norm."""
+        work = draw(self.seed, self.step, self.sizes.tokens)
+        result = self.gradients(work, self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return work, result
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(path.suffix + ".partial")
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+
+# Runs, and what they leave behind
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was seen at one time of a run. Loss and tokens a second since the record before; memory between steps."""
+
+    step: int
+    seconds: float
+    loss: float
+    tokens_per_s: float
+    allocated_mib: float | None
+    reserved_mib: float | None
+    resident_mib: float | None
+    compiled: int | None
+    """Kernels, since the first steps; None where nothing is compiled."""
+
+
+@dataclass(frozen=True)
+class Late:
+    """A step that compiled kernels after the first steps had met every kind of size."""
+
+    step: int
+    work: Work
+    kernels: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process's share of a soak."""
+
+    command: str
+    commit: str
+    first_step: int
+    steps: int
+    tokens: int
+    not_finite: int
+    """Steps whose loss or gradients were not."""
+    minutes: float
+    """Without the first steps, which compile."""
+    warm_up_s: float
+    warm_up_compiled: int | None
+    late: list[Late]
+    records: list[Record]
+
+
+def num_compiled(device: torch.device) -> int | None:
+    if device.type == "cpu":
+        return None
+    from cute_kernels import fa4, jit
+
+    return len(jit.COMPILED) + fa4.num_compiled()
+
+
+class Watch:
+    """Records of one run."""
+
+    def __init__(self, trainer: Trainer, warm_up_s: float) -> None:
+        self.trainer, self.device = trainer, trainer.device
+        self.first_step, self.warm_up_s = trainer.step, warm_up_s
+        self.warm_up_compiled = self.compiled = num_compiled(self.device)
+        self.begin = time.perf_counter()
+        self.tokens = self.not_finite = 0
+        self.late: list[Late] = []
+        self.records: list[Record] = []
+        self.since = (self.begin, trainer.step, 0)
+        """Time, step and tokens of the record before."""
+        self.sums = torch.zeros(2, device=self.device)
+        """Losses that are finite, and how many steps had one that was not, since then."""
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begin
+
+    def saw(self, work: Work, result: Tensor) -> None:
+        """A step; nothing here waits for the device."""
+        finite = result.isfinite().all()
+        self.sums += torch.stack([result[0].where(finite, 0), (~finite).float()])
+        self.tokens += work.tokens
+        compiled = num_compiled(self.device)
+        if compiled is not None and self.compiled is not None and compiled > self.compiled:
+            self.late.append(Late(self.trainer.step - 1, work, compiled - self.compiled))
+        self.compiled = compiled
+
+    def record(self) -> None:
+        """One more, unless there was no step since the last."""
+        if self.trainer.step == self.since[1]:
+            return
+        losses, not_finite = self.sums.tolist()
+        self.sums.zero_()
+        self.not_finite += int(not_finite)
+        now, (before, step, tokens) = time.perf_counter(), self.since
+        steps = self.trainer.step - step
+        allocated, reserved = self.device_memory()
+        self.records.append(
+            Record(
+                step=self.trainer.step,
+                seconds=round(now - self.begin, 1),
+                loss=round(losses / max(1, steps - not_finite), 4),
+                tokens_per_s=round((self.tokens - tokens) / (now - before)),
+                allocated_mib=allocated,
+                reserved_mib=reserved,
+                resident_mib=round(resident("VmRSS") / MIB, 1) if sys.platform.startswith("linux") else None,
+                compiled=None if self.warm_up_compiled is None else (self.compiled or 0) - self.warm_up_compiled,
+            )
+        )
+        self.since = (now, self.trainer.step, self.tokens)
+
+    def device_memory(self) -> tuple[float | None, float | None]:
+        """MiB in use, and MiB that the allocator holds."""
+        if self.device.type == "cpu":
+            return None, None
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
+
+    def run(self, commit: str) -> Run:
+        return Run(
+            command=command_line(),
+            commit=commit,
+            first_step=self.first_step,
+            steps=self.trainer.step - self.first_step,
+            tokens=self.tokens,
+            not_finite=self.not_finite,
+            minutes=round(self.seconds / 60, 2),
+            warm_up_s=round(self.warm_up_s, 1),
+            warm_up_compiled=self.warm_up_compiled,
+            late=self.late,
+            records=self.records,
+        )
+
+
+def bars(runs: list[dict[str, Any]]) -> list[Bar]:
+    """What a soak has to hold; memory is compared inside of each run, the worst counts."""
+    compiled = [run["records"][-1]["compiled"] for run in runs]
+    growth = worst(runs, "allocated_mib", lambda first, second: second - first)
+    kept = [worst(runs, name, lambda first, second: second / first) for name in ("reserved_mib", "resident_mib")]
+    late = None if None in compiled else float(sum(compiled))
+    halves = "second half of a run against its first"
+    return [
+        Bar("steps with a loss or gradient that is not finite", sum(run["not_finite"] for run in runs), 0, False),
+        Bar("kernels compiled after the first steps", late, 0, False),
+        Bar(f"device memory in use, {halves}", growth, 1, False, " MiB more"),
+        Bar(f"device memory kept by the allocator, {halves}", kept[0], KEPT, False, "x"),
+        Bar(f"memory of the process, {halves}", kept[1], KEPT, False, "x"),
+    ]
+
+
+def worst(runs: list[dict[str, Any]], name: str, compare: Callable[[float, float], float]) -> float | None:
+    """Of comparing the largest in both halves of the runs that are long enough; None: there is none."""
+    found = []
+    for run in runs:
+        values = [record[name] for record in run["records"]]
+        if len(values) >= FEWEST_RECORDS and None not in values:
+            half = len(values) // 2
+            found.append(compare(max(values[:half]), max(values[half:])))
+    return max(found, default=None)
+
+
+Save = Callable[[], list[dict[str, Any]]]
+"""Records, writes all files, and returns all runs."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    begin = time.perf_counter()
+    args = parse(argv)
+    device, out = torch.device(args.device), Path(args.out).with_suffix(".json")
+    facts = environment(device)
+    trainer = Trainer(device, args.seed)
+    before: list[dict[str, Any]] = []
+    if args.resume:
+        before = runs_so_far(out, facts, args.seed)
+        trainer.load(out.with_suffix(".pt"))
+        console.print(f"Going on after {trainer.step:,} steps in {len(before)} runs", highlight=False)
+    with console.status("First steps, of every kind of size ..."):
+        warm_up_begin = time.perf_counter()
+        trainer.warm_up()
+        watch = Watch(trainer, time.perf_counter() - warm_up_begin)
+
+    def save() -> list[dict[str, Any]]:
+        watch.record()
+        trainer.save(out.with_suffix(".pt"))
+        runs = [*before, asdict(watch.run(facts["commit"]))]
+        totals = {name: round(sum(run[name] for run in runs), 2) for name in ("minutes", "steps", "tokens")}
+        shown = [bar.as_json() for bar in bars(runs)]
+        sizes = asdict(trainer.sizes)
+        content = {**facts, "command": command_line(), "seed": args.seed, "sizes": sizes, **totals, "bars": shown}
+        write_json(out, {**content, "runs": runs})
+        return runs
+
+    try:
+        train(watch, save, begin + 60 * args.minutes, args.steps, args.every)
+    except KeyboardInterrupt:
+        console.print("Interrupted; --resume goes on.")
+    return show(save(), out)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    usable = [name for name in device_types() if name in SIZES]
+    add("--device", choices=usable, default=usable[0], help="default: %(default)s")
+    add("--minutes", type=above_zero, default=30.0, help="of this run, compiling included; default: %(default)g")
+    add("--steps", type=positive, help="end this run after so many steps, if that is earlier")
+    add("--every", type=above_zero, default=10.0, metavar="SECONDS", help="between records; default: %(default)g")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--resume", action="store_true", help="go on from the files of --out, and add a run to them")
+    add("--out", metavar="FILE", help="results, without suffix; default: bench/results/local/soak-<device>")
+    args = parser.parse_args(argv)
+    args.out = args.out or str(LOCAL_RESULTS / f"soak-{args.device}")
+    return args
+
+
+def above_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return number
+
+
+def runs_so_far(out: Path, facts: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+    """Those of a soak that this one can go on with.
+
+    Raises:
+        SystemExit: where the file is absent or another soak's.
+    """
+    try:
+        content = json.loads(out.read_text(encoding="utf-8"))
+        same = {name: content[name] for name in ("device", "versions", "seed")}
+        runs: list[dict[str, Any]] = content["runs"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{relative(out)} holds no soak to go on with: {error!r}") from error
+    now = {"device": facts["device"], "versions": facts["versions"], "seed": seed}
+    changes = [f"{name} is {now[name]!r}, was {same[name]!r}" for name in now if now[name] != same[name]]
+    if changes:
+        raise SystemExit(f"The soak in {relative(out)} cannot go on here: {'; '.join(changes)}")
+    return runs
+
+
+def train(watch: Watch, save: Save, until: float, most_steps: int | None, every: float) -> None:
+    """At least one step. Args: `until`: by time.perf_counter()."""
+    trainer = watch.trainer
+    columns = ("{task.completed:,.0f} of {task.total:,.0f} s", "step {task.fields[step]:,}", "loss {task.fields[loss]}")
+    bar = (BarColumn(), *(TextColumn(column) for column in columns), TimeRemainingColumn())
+    with Progress(*bar, console=console, transient=True) as progress:
+        task = progress.add_task("", total=max(1.0, until - watch.begin), step=trainer.step, loss="")
+        done = False
+        while not done:
+            watch.saw(*trainer.train())
+            now = time.perf_counter()
+            done = now >= until or trainer.step - watch.first_step == most_steps
+            if now - watch.since[0] >= every:
+                save()
+                loss = f"{watch.records[-1].loss:.3f}"
+                progress.update(task, completed=watch.seconds, step=trainer.step, loss=loss)
+
+
+def show(runs: list[dict[str, Any]], out: Path) -> int:
+    """What the runs showed; 1 where something failed."""
+    for run in runs:
+        first, last = run["records"][0], run["records"][-1]
+        console.print(
+            f"{run['steps']:,} steps, {run['tokens']:,} tokens in {run['minutes']:g} minutes, after "
+            f"{run['warm_up_s']:g} s of first steps; loss {first['loss']:.3f} to {last['loss']:.3f}",
+            soft_wrap=True,
+            highlight=False,
+        )
+        for late in run["late"]:
+            console.print(
+                f"  compiled {late['kernels']} kernels at step {late['step']}: {late['work']}", soft_wrap=True
+            )
+    found = bars(runs)
+    for bar in found:
+        shown = bar.as_json()
+        console.print(
+            f"{shown['verdict']:<12} {bar.what}: {shown['reached']}, wanted {shown['wanted']}", soft_wrap=True
+        )
+    console.print(f"Everything: {relative(out)}", soft_wrap=True)
+    return int(any(bar.verdict == "FAIL" for bar in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

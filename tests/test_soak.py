@@ -1,0 +1,170 @@
+"""bench/soak.py on the CPU: what a run leaves behind, that a resumed one is the same, and that its bars can fail."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dispatch
+from bench import soak
+from bench.common import nsa_facts
+from bench.inputs import Sizes
+from cute_kernels.fa4_calls import FEW_DOCUMENTS
+
+ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
+
+
+def run(out: Path, *options: str) -> dict[str, Any]:
+    assert soak.main(["--device=cpu", f"--out={out}", *options]) == 0
+    content: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a soak of eight steps, and one that was resumed after five."""
+    folder = tmp_path_factory.mktemp("soak")
+    run(folder / "whole", "--steps=8", "--every=0.01")
+    run(folder / "parts", "--steps=5")
+    run(folder / "parts", "--steps=3", "--resume")
+    return folder
+
+
+def test_leaves_what_it_promises(folder: Path) -> None:
+    content = json.loads((folder / "whole.json").read_text())
+    documented = re.search(r"`bench/soak.py` writes\s+`{(.*?)}`", ARCHITECTURE.read_text(), re.DOTALL)
+    assert documented is not None
+    assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*\]", "", documented[1], flags=re.DOTALL)))
+    listed = re.findall(r"\w+", documented[1].partition("runs: [")[2])
+    expected = [[field.name for field in fields(kind)] for kind in (soak.Run, soak.Late, soak.Record)]
+    assert listed == [*expected[0][:-1], *expected[1], expected[0][-1], *expected[2]]
+    (only,) = content["runs"]
+    assert (content["steps"], only["steps"], only["first_step"], only["not_finite"]) == (8, 8, 0, 0)
+    assert content["tokens"] == sum(soak.draw(0, i, soak.SIZES["cpu"].tokens).tokens for i in range(8))
+    assert only["records"][-1]["step"] == 8
+    assert all(record["loss"] < 10 and record["tokens_per_s"] > 0 for record in only["records"])
+    assert [bar["verdict"] for bar in content["bars"][:4]] == ["pass", *["not measured"] * 3]
+
+
+def test_a_resumed_soak_is_the_same_soak(folder: Path) -> None:
+    content = json.loads((folder / "parts.json").read_text())
+    assert [(part["first_step"], part["steps"]) for part in content["runs"]] == [(0, 5), (5, 3)]
+    assert content["steps"] == 8
+    whole, parts = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("whole", "parts"))
+    assert whole["step"] == parts["step"] == 8
+    for name, value in whole["model"].items():
+        assert torch.equal(parts["model"][name], value), name
+
+
+def test_does_not_resume_another_soak(tmp_path: Path) -> None:
+    for content, words in (
+        (None, "holds no soak to go on with: FileNotFoundError"),
+        ("[]", "holds no soak"),
+        ('{"device": "another", "versions": {}, "seed": 0, "runs": []}', "cannot go on here: device is"),
+    ):
+        if content is not None:
+            (tmp_path / "soak.json").write_text(content)
+        with pytest.raises(SystemExit, match=words):
+            soak.main(["--device=cpu", "--resume", f"--out={tmp_path / 'soak'}"])
+
+
+@pytest.mark.parametrize("option", ["--minutes=0", "--minutes=nan", "--every=-1", "--steps=0", "--device=tpu"])
+def test_refuses_options(option: str) -> None:
+    with pytest.raises(SystemExit):
+        soak.parse([option])
+
+
+# The bars
+
+
+RECORD = soak.Record(8, 10.0, 1.0, 100, 50.0, 100.0, 200.0, 0)
+RUN = soak.Run("command", "commit", 0, 8, 100, 0, 1.0, 1.0, 3, [], [RECORD] * 8)
+
+
+def verdicts(*runs: soak.Run) -> list[str]:
+    return [bar.verdict for bar in soak.bars([asdict(one) for one in runs])]
+
+
+def later(**changes: Any) -> soak.Run:
+    """With other records in its second half."""
+    return replace(RUN, records=[RECORD] * 4 + [replace(RECORD, **changes)] * 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "failing"),
+    [
+        (RUN, None),
+        (replace(RUN, not_finite=1), 0),
+        (later(compiled=1), 1),
+        (later(allocated_mib=51.5), 2),
+        (later(allocated_mib=50.5), None),
+        (later(reserved_mib=107.0), 3),
+        (later(reserved_mib=50.0), None),
+        (later(resident_mib=213.0), 4),
+    ],
+)
+def test_bars_fail_by_what_they_hold(bad: soak.Run, failing: int | None) -> None:
+    expected = ["FAIL" if i == failing else "pass" for i in range(5)]
+    assert verdicts(bad) == verdicts(RUN, bad) == verdicts(bad, RUN) == expected
+
+
+def test_short_runs_have_no_halves() -> None:
+    assert verdicts(replace(RUN, records=[RECORD] * 3)) == ["pass", "pass", *["not measured"] * 3]
+
+
+def test_sees_what_is_not_finite() -> None:
+    watch = soak.Watch(soak.Trainer(torch.device("cpu"), 0), 0.0)
+    for result in ([2.0, 1.0], [torch.nan, 1.0], [1.0, torch.inf], [4.0, 1.0]):
+        watch.trainer.step += 1
+        watch.saw(soak.Work((3,)), torch.tensor(result))
+    watch.record()
+    assert watch.run("").not_finite == 2
+    assert watch.records[-1].loss == 3.0
+
+
+# What steps work on
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**40), st.sampled_from([1, 2, 64, 16384]))
+def test_steps_fit(seed: int, step: int, most: int) -> None:
+    work = soak.draw(seed, step, most)
+    assert 1 <= work.tokens <= most
+    assert (work.batch is None) == (step % 2 == 1)
+    symbols, following, bounds = soak.symbols_of(work, torch.Generator().manual_seed(0))
+    assert symbols.shape == following.shape
+    assert symbols.numel() == work.tokens
+    assert torch.equal(symbols[..., 1:], following[..., :-1])
+    if bounds is not None:
+        assert bounds.diff().tolist() == list(work.lengths)
+
+
+def test_the_first_steps_meet_every_kind() -> None:
+    most = soak.SIZES["cuda"].tokens
+    kinds = list(soak.every_kind(most))
+    assert kinds[0].tokens == max(work.tokens for work in kinds) == most
+    for sequence in (True, False):
+        lengths = {work.lengths[0] for work in kinds if (work.batch is not None) == sequence}
+        assert {1, 64, 65, 128, 129, 8192, 8193} <= lengths
+    assert max(len(work.lengths) for work in kinds) > FEW_DOCUMENTS
+    drawn = [soak.draw(0, step, most) for step in range(2000)]
+    assert max(len(work.lengths) for work in drawn) > FEW_DOCUMENTS
+    assert any(0 in work.lengths for work in drawn)
+
+
+@pytest.mark.parametrize("mode", ["tile", "token"])
+def test_kernels_take_the_layers_on_a_gpu(mode: str, hopper: None) -> None:
+    sizes = soak.SIZES["cuda"]
+    shape = Sizes(1, 1, sizes.heads, sizes.kv_heads, sizes.width // sizes.heads)
+    call = nsa_facts(shape, getattr(sizes, mode), torch.device("cuda"), torch.bfloat16, backward=True)
+    packed = call.options["inputs"].map(lambda x: x[0])
+    packed = replace(packed, cu_seqlens=torch.empty(9, dtype=torch.int32, device="meta"))
+    for inputs in (call.options["inputs"], packed):
+        assert dispatch.resolve(replace(call, options={**call.options, "inputs": inputs})).backend == "cute"
