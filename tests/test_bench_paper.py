@@ -21,7 +21,7 @@ from bench import nsa_peers, passes
 from bench.inputs import Sizes, make_problem
 from bench.passes import Candidate, Task, Unavailable
 from nsa import NSAConfig
-from tests.bench_helpers import documented_fields
+from tests.bench_helpers import DOCS, documented_fields
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--heads", "2", "--kv-heads", "1", "--dim", "16", "--seqlens", "40,70", "--seconds", "0"]
@@ -239,6 +239,64 @@ def test_bars_are_the_issues() -> None:
     assert {what: bars[what].wanted for what in wanted} == wanted
     assert bars["128K fwd+bwd"].wanted == 225
     assert bars["128K fwd+bwd, stretch"].verdict == "not measured"
+
+
+SFNSA = {8: (2.66, 8.78), 32: (13.7, 45.5), 64: (36.8, 119), 128: (111, 352)}
+"""Milliseconds of the fastest peer, forward and with backward, by length in K."""
+
+
+def run_table(rows: list[dict[str, Any]]) -> str:
+    """Of a recorded run, as documented."""
+
+    def ms(value: float) -> str:
+        return f"{value:#.3g}".rstrip(".")
+
+    lines = [
+        "| N | pass | ours | as a graph | bar | dense | fla | SFNSA, there | of the floor | GiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    graphs = {(row["n"], row["pass"]): ms(row["ms_p50"]) for row in rows if row["mode"] == "graph"}
+    for row in rows:
+        n, direction = row["n"], row["pass"]
+        if row["mode"] == "eager":
+            forward = direction == "fwd"
+            cells = (
+                f"| {n >> 10}K" if forward else "|",
+                direction,
+                ms(row["ms_p50"]),
+                graphs.get((n, direction), ""),
+                f"{paper.MS_BARS[n][direction][0]:g}",
+                ms(row["dense_ms"]),
+                ms(row["fla_ms"]),
+                f"{SFNSA[n >> 10][not forward]:g}",
+                f"{100 * row['share_of_floor']:.0f} %",
+                f"{row['peak_gib']:.1f} |",
+            )
+            lines.append(" | ".join(cells).replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def test_the_documented_figures_are_those_of_the_recorded_run() -> None:
+    content = json.loads((DOCS.parent / "bench/results/paper-h200.json").read_text())
+    assert content["gate"] == "green"
+    rows, page = content["rows"], (DOCS / "performance.md").read_text(encoding="utf-8")
+    assert run_table(rows) in page
+    eager = {(row["n"] >> 10, row["pass"]): row for row in rows if row["mode"] == "eager"}
+    over = {where: row["ms_p50"] / paper.MS_BARS[row["n"]][row["pass"]][0] - 1 for where, row in eager.items()}
+    assert max(over[n, "fwd+bwd"] for n in SFNSA) <= 0
+    misses = [100 * over[n, "fwd"] for n in SFNSA]
+    assert f"misses its bars by {min(misses):.0f} to {max(misses):.0f} %" in page
+    for n, peers in SFNSA.items():
+        for direction, peer in zip(("fwd", "fwd+bwd"), peers, strict=True):
+            assert eager[n, direction]["ms_p50"] < min(peer, eager[n, direction]["fla_ms"])
+    forward, both = eager[64, "fwd"], eager[64, "fwd+bwd"]
+    assert f"at 64K in {both['peak_gib']:.1f} GiB less memory too (SFNSA 12.7, fla {both['fla_gib']:.1f})" in page
+    readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
+    of_fla, of_dense = ([row[f"{peer}_ms"] / row["ms_p50"] for row in (forward, both)] for peer in ("fla", "dense"))
+    assert (
+        f"the forward is {of_fla[0]:.1f} times and forward + backward {of_fla[1]:.1f} times as fast as fla's" in readme
+    )
+    assert f"{of_dense[0]:.1f} and {of_dense[1]:.1f} times as fast as dense attention" in readme
 
 
 @pytest.mark.cuda
