@@ -279,16 +279,20 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         for _ in backward.pieces(plan, one.slc, bits(one), size=size, width=width, entries=False):
             pass
 
-    def selected(*, through_split: bool) -> Callable[[], None]:
-        def run() -> None:
-            before, backward.SPLIT = backward.SPLIT, through_split
-            try:
-                for one in passes:
-                    backward.selected_backward(plan, one.slc, one.part.indices, one.gated.delta[1], False)
-            finally:
-                backward.SPLIT = before
+    def selected(one: Pass) -> None:
+        near = backward.near_of(one.call, one.gated)
+        backward.selected_backward(plan, one.slc, one.part.indices, one.gated.delta[1], False, near=near)
 
-        return run
+    def selected_through_fa4() -> None:
+        before, backward.SPLIT = backward.SPLIT, False
+        try:
+            every(selected)()
+        finally:
+            backward.SPLIT = before
+
+    def window(one: Pass) -> None:
+        near = backward.near_of(one.call, one.gated)
+        backward.window_backward(plan, one.win, one.gated.delta[2], False, near=near)
 
     def sum_queries(one: Pass) -> None:
         weight, logits = one.call.inputs.gate_proj_weight, one.gated.logits
@@ -304,13 +308,13 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         ("compressed", every(lambda one: backward.compressed_backward(plan, one.cmp, one.part.cmp_indices, False))),
     ]
     if config.token_mode:
-        stages += [("selected", selected(through_split=False))]
+        stages += [("selected", every(selected))]
     else:
-        stages += [("selected, lists", every(transposed)), ("selected, FA4", selected(through_split=False))]
+        stages += [("selected, lists", every(transposed)), ("selected, FA4", selected_through_fa4)]
         if can_split(plan.rules, sizes.dim, sizes.dim):
-            stages += [("selected, split", selected(through_split=True)), *split_halves(plan, passes, bits)]
+            stages += [("selected, split", every(selected)), *split_halves(plan, passes, bits)]
     stages += [
-        ("window", every(lambda one: backward.window_backward(plan, one.win, one.gated.delta[2], False))),
+        ("window", every(window)),
         ("query sums", every(sum_queries)),
         ("key sums", every(sum_keys)),
     ]

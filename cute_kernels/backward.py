@@ -308,9 +308,8 @@ def _differentiate(
     near = None
     if indices.numel() > 0:
         slc = gradients_of(1, *keys_of(some.attended, "slc"))
-        near = _near_of(some, gated)
-        local = 0 if near is None else near.local
-        selected_backward(call.plan, slc, indices, gated.delta[1], deterministic, local=local)
+        near = near_of(some, gated)
+        selected_backward(call.plan, slc, indices, gated.delta[1], deterministic, near=near)
         whole["slc"] = slc.dk, slc.dv
         del slc
     if config.window_size > 0:
@@ -328,7 +327,7 @@ def _differentiate(
     _add_keys(some, whole, kv_heads, results)
 
 
-def _near_of(some: Call, gated: GateResults) -> split_window.Near | None:
+def near_of(some: Call, gated: GateResults) -> split_window.Near | None:
     """What the window's backward is to do of the selected branch; None: nothing.
 
     That needs the same keys, and the same do: given gates weigh it for each branch.
@@ -476,12 +475,19 @@ def _compressed_by_phases(plan: Plan, given: fa4.Gradients, deterministic: bool)
 
 
 def selected_backward(
-    plan: Plan, gradients: fa4.Gradients, indices: Tensor, delta: Tensor, deterministic: bool, *, local: int = 0
+    plan: Plan,
+    gradients: fa4.Gradients,
+    indices: Tensor,
+    delta: Tensor,
+    deterministic: bool,
+    *,
+    near: split_window.Near | None = None,
 ) -> None:
-    """Args: `delta`, do . o, fp32 `[B,H,N]`; in token mode `local` blocks of each token to leave out."""
+    """Args: `delta`, do . o, fp32 `[B,H,N]`; `near`, what the window's backward does instead, in token mode."""
     if plan.config.token_mode:
         inputs = gradients.q, gradients.k, gradients.v, indices, gradients.do, gradients.lse, delta
         into = gradients.dq, gradients.dk, gradients.dv
+        local = 0 if near is None else near.local
         token_selected_backward(*inputs, local=local, into=into, **token_blocks_of(plan))
         return
     size, causal, k = plan.config.select_size, plan.config.causal, gradients.k
