@@ -48,12 +48,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 from torch import Tensor
 
-from cute_kernels.best_blocks import LIMIT, BestBlocks, Blocks
+from cute_kernels.best_blocks import Blocks
 from cute_kernels.block_lists import Keys
 from cute_kernels.device import has_warpgroups, vectorizable
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
+from cute_kernels.token_best import _best
 from cute_kernels.warp import LANES, LOG2_E
 
 WARPS = 8
@@ -73,6 +74,11 @@ ENTRIES = MAX_TOKEN_ENTRIES
 
 UNIT, COLUMNS = 64, 64
 """Entries, and the most queries, that a warpgroup multiplies at once."""
+
+SCORE_BYTES = 256 << 20
+"""For the scores that exist at a time."""
+ALIGNED_ROWS = 64
+"""Tokens whose scores exist at a time are a multiple of this, as of a CTA's tokens."""
 
 MAX_GROUP = MAX_TOKEN_GROUP
 DIMS = (64, 128)
@@ -104,8 +110,7 @@ TILINGS = (Tiling(64, 2), Tiling(32, 2), Tiling(16, 2), Tiling(8, 1))
 def smem_bytes(tiling: Tiling, dim: int, group: int, blocks: Blocks) -> int:
     """Shared memory of a CTA."""
     scores = tiling.rows * score_layout(blocks)[1] * 4
-    places = -(-blocks.count // LANES) * LANES
-    per_token = group * (2 * dim + 4) + places * 8 + 4 * 4
+    per_token = group * (2 * dim + 4) + 4
     return tiling.tokens * per_token + ENTRIES * dim * 2 + scores + 1024  # alignment
 
 
@@ -134,8 +139,8 @@ def overlap_weights(blocks: Blocks) -> list[float]:
     return [(min(start + length, size) - max(start, 0)) / length for start in starts]
 
 
-class TokenBlocks:
-    """Args: G, what to choose, when a token sees an entry, and whether to multiply with WGMMA (sm_90a only)."""
+class TokenScores:
+    """Args: G, what to score, when a token sees an entry, and whether to multiply with WGMMA (sm_90a only)."""
 
     def __init__(self, dim: int, dtype: Any, group: int, blocks: Blocks, keys: Keys, warpgroups: bool = False) -> None:
         self.dim, self.dtype, self.group, self.blocks, self.keys = dim, dtype, group, blocks, keys
@@ -144,7 +149,6 @@ class TokenBlocks:
         if tiling is None:
             raise ValueError(f"no tiling for D={dim}, G={group}, {blocks}")
         self.tiling = tiling
-        self.best = BestBlocks(blocks, keys, tile=1)
         self.weights = overlap_weights(blocks)
         self.ratio = blocks.size // blocks.stride
         self.before = len(self.weights) - self.ratio  # entries that begin in front of the block that they overlap
@@ -170,7 +174,7 @@ class TokenBlocks:
         mQ: cute.Tensor,  # [B, N, H, D]
         mK: cute.Tensor,  # [B, entries, H_kv, D]
         mLse: cute.Tensor,  # fp32 [B, H, N]
-        mIndices: cute.Tensor,  # int32 [B, H_kv, N, k]
+        mScores: cute.Tensor,  # fp32 [B, H_kv, N, blocks]
         mBounds: cute.Tensor | None,  # Documents.bounds
         mTiles: cute.Tensor | None,  # Documents.tiles
         scale: Float32,
@@ -201,7 +205,7 @@ class TokenBlocks:
             mQ,
             mK,
             mLse,
-            mIndices,
+            mScores,
             mBounds,
             mTiles,
             scale,
@@ -227,7 +231,7 @@ class TokenBlocks:
         mQ: cute.Tensor,
         mK: cute.Tensor,
         mLse: cute.Tensor,
-        mIndices: cute.Tensor,
+        mScores: cute.Tensor,
         mBounds: cute.Tensor | None,
         mTiles: cute.Tensor | None,
         scale: Float32,
@@ -249,18 +253,18 @@ class TokenBlocks:
         first_token += first_row
         num_rows = cutlass.min(mQ.shape[1] - first_row, self.tiling.tokens)
         if const_expr(mTiles is not None):
-            document = cutlass.max(mTiles[DOCUMENT, first_row // tile], 0)  # unused tiles lie behind all documents
-            first_token = first_row - mBounds[ROW, document]
+            document = cutlass.max(mTiles[DOCUMENT, first_token // tile], 0)  # unused tiles lie behind all documents
+            first_token -= mBounds[ROW, document]
             tokens = mBounds[LENGTH, document]
             entries = self.keys.visible(tokens - 1, entries)
             mK = cute.domain_offset((0, mBounds[ENTRY, document], 0, 0), mK)
         num_rows = cutlass.min(num_rows, tokens - first_token)  # may be negative
         mQ = cute.domain_offset((0, first_row, 0, 0), mQ)
         mLse = cute.domain_offset((0, 0, first_row), mLse)
-        mIndices = cute.domain_offset((0, 0, first_row, 0), mIndices)
+        mScores = cute.domain_offset((0, 0, first_row, 0), mScores)
 
         smem = cutlass.memory.SmemAllocator()
-        rows, places = const_expr(self.tiling.tokens), const_expr(self.best.places)
+        rows = const_expr(self.tiling.tokens)
         if const_expr(self.warpgroups):
             sQ = smem.allocate_tensor(self.dtype, layout_q.outer, 1024, swizzle=layout_q.inner)
         else:
@@ -268,9 +272,7 @@ class TokenBlocks:
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)
         sScore = smem.allocate_tensor(Float32, layout_score, 16)
         sLse = smem.allocate_tensor(Float32, cute.make_layout((rows, self.group), stride=(1, rows)), 16)
-        sBest = smem.allocate_tensor(Float32, cute.make_layout((rows, places), stride=(places, 1)), 16)
-        sIndex = smem.allocate_tensor(Int32, cute.make_layout((rows, places), stride=(places, 1)), 16)
-        sRow = smem.allocate_tensor(Int32, cute.make_layout((rows, 4), stride=(4, 1)), 16)
+        sLimit = smem.allocate_tensor(Int32, cute.make_layout(rows), 16)  # entries that a token sees
 
         # The last token sees the most
         steps = Int32(0)
@@ -286,7 +288,7 @@ class TokenBlocks:
             if row < num_rows:
                 sLse[row, head] = -LOG2_E * mLse[batch, kv_head * self.group + head, row]
         if thread < rows:
-            self.best.begin_row(sRow[thread, None], first_token + thread, tokens, entries, mBounds is not None)
+            sLimit[thread] = self.keys.visible(cutlass.min(first_token + thread, tokens - 1), entries)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         if const_expr(self.warpgroups):
@@ -297,7 +299,7 @@ class TokenBlocks:
 
         if warp_index < WARPS:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            arguments = tiled_mma, sQ, sK, sLse, sScore, sRow, steps, scale
+            arguments = tiled_mma, sQ, sK, sLse, sScore, sLimit, steps, scale
             if const_expr(self.warpgroups):
                 self._score_by_warpgroups(*arguments)
             else:
@@ -305,9 +307,6 @@ class TokenBlocks:
         else:
             cute.arch.setmaxregister_decrease(LIST_REGISTERS)
             warp_index -= WARPS
-            for i in range_constexpr(rows // WARPS):
-                row = i * WARPS + warp_index  # the warp keeps the lists of these
-                self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
             for step in cutlass.range(steps, unroll=1):
                 if step + 1 < steps:
                     cute.arch.barrier(barrier_id=KEYS_READ, number_of_threads=THREADS)
@@ -322,17 +321,8 @@ class TokenBlocks:
                     for i in range_constexpr(self.tiling.rows // WARPS):
                         row = part * self.tiling.rows + i * WARPS + warp_index
                         if row < num_rows:
-                            self._merge_scores(
-                                sScore[i * WARPS + warp_index, None, None],
-                                sBest[row, None],
-                                sIndex[row, None],
-                                sRow[row, None],
-                                step * self.per_step,
-                            )
-            for i in range_constexpr(rows // WARPS):
-                row = i * WARPS + warp_index
-                if row < num_rows:
-                    self.best.write_list(sIndex[row, None], mIndices[batch, kv_head, row, None])
+                            gScores = mScores[batch, kv_head, row, None]
+                            self._pool(sScore[i * WARPS + warp_index, None, None], gScores, step * self.per_step)
 
     # Loading
 
@@ -390,7 +380,7 @@ class TokenBlocks:
         sK: cute.Tensor,
         sLse: cute.Tensor,
         sScore: cute.Tensor,
-        sRow: cute.Tensor,
+        sLimit: cute.Tensor,
         steps: Int32,
         scale: Float32,
     ):
@@ -438,7 +428,7 @@ class TokenBlocks:
                 # After the last step this is of no use, and does no harm
                 self._multiply(*multiply, following, acc)
                 self._add_probabilities(next_acc, total, coordinates, head_lse[None, self.group - 1], scale)
-                self._store_scores((total,), sScore, (coordinates,), sRow, step, part)
+                self._store_scores((total,), sScore, (coordinates,), sLimit, step, part)
 
     @cute.jit
     def _allow(self, barrier: cutlass.Constexpr[int]):
@@ -493,7 +483,7 @@ class TokenBlocks:
         sK: cute.Tensor,
         sLse: cute.Tensor,
         sScore: cute.Tensor,
-        sRow: cute.Tensor,
+        sLimit: cute.Tensor,
         steps: Int32,
         scale: Float32,
     ):
@@ -535,7 +525,7 @@ class TokenBlocks:
                     else:
                         warpgroup.wait_group(0)
                     self._add_heads(acc[1], total[1], coordinates[1], set_lse, scale)
-                self._store_scores((*total,), sScore, (*coordinates,), sRow, step, Int32(part))
+                self._store_scores((*total,), sScore, (*coordinates,), sLimit, step, Int32(part))
 
     @cute.jit
     def _start(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, tSrK: cute.Tensor, tSrQ: cute.Tensor):
@@ -564,14 +554,14 @@ class TokenBlocks:
         totals: tuple[cute.Tensor, ...],
         sScore: cute.Tensor,
         coordinates: tuple[cute.Tensor, ...],
-        sRow: cute.Tensor,
+        sLimit: cute.Tensor,
         step: Int32,
         part: Int32,
     ):
         """Sums over the heads, 0 where an entry is not visible; for the warps that keep the lists."""
         first_entry = step * self.per_step * self.ratio - self.before
         first_row = part * self.tiling.rows
-        limits = [sRow[first_row + coordinates[0][i][1], LIMIT] for i in range(cute.size(totals[0]))]
+        limits = [sLimit[first_row + coordinates[0][i][1]] for i in range(cute.size(totals[0]))]
         self._wait_for(SCORES_READ)
         for k in range_constexpr(len(totals)):
             for i in range_constexpr(cute.size(totals[k])):
@@ -584,11 +574,8 @@ class TokenBlocks:
     # Scores of blocks
 
     @cute.jit
-    def _merge_scores(
-        self, sScore: cute.Tensor, sBest: cute.Tensor, sIndex: cute.Tensor, sRow: cute.Tensor, first_block: Int32
-    ):
-        """Pool one token's scores to blocks and merge them into its list."""
-        threshold = sBest[self.blocks.count - 1]
+    def _pool(self, sScore: cute.Tensor, gScores: cute.Tensor, first_block: Int32):
+        """Pool one token's scores to blocks."""
         for chunk in range_constexpr(-(-self.per_step // LANES)):
             offset = chunk * LANES + cute.arch.lane_idx()
             column, block = cutlass.min(offset, self.per_step - 1), first_block + offset
@@ -596,22 +583,19 @@ class TokenBlocks:
             for i in range_constexpr(len(self.weights)):
                 probability = sScore[i % self.ratio, column + i // self.ratio]
                 score = cute.math.fma(probability, Float32(self.weights[i]), score)
-            scored = (self.blocks.first_entry(block) < sRow[LIMIT]) & (offset < self.per_step)
-            free = self.best.is_free(sRow, block)
-            candidates = cute.arch.vote_ballot_sync(scored & free & (score > threshold))
-            if candidates != 0:
-                threshold = self.best.merge(sBest, sIndex, score, block, candidates)
+            if (offset < self.per_step) & (block < gScores.shape[0]):
+                gScores[block] = score
 
 
 @compiled_once
 def _compiled(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: bool, warpgroups: bool) -> Kernel:
     bounds, tiles = fake_tables() if packed else (None, None)
     return compile_kernel(
-        TokenBlocks(dim, CUTE_DTYPES[dtype], group, blocks, Keys(blocks.length, blocks.stride), warpgroups),
+        TokenScores(dim, CUTE_DTYPES[dtype], group, blocks, Keys(blocks.length, blocks.stride), warpgroups),
         fake(dtype, None, None, None, dim),
         fake(dtype, None, None, None, dim),
         fake(torch.float32, None, None, None, aligned=False),
-        fake(torch.int32, None, None, None, blocks.count, aligned=False),
+        fake(torch.float32, None, None, None, None, aligned=False),
         bounds,
         tiles,
         Float32(0.0),
@@ -648,19 +632,29 @@ def token_blocks(
     )
     _check(q, k_cmp, lse_cmp, config, blocks, documents, start)
     batch, rows, heads, dim = q.shape
-    shape = (batch, k_cmp.shape[2], rows, blocks.count)
-    bounds, tiles, tile = None, None, 0
+    kv_heads, bounds, tiles, tile = k_cmp.shape[2], None, None, 0
+    shape = (batch, kv_heads, rows, blocks.count)
     if documents is None:
         indices = torch.empty(shape, dtype=torch.int32, device=q.device)
     else:
         indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
         bounds, tiles, tile = documents.bounds, documents.tiles, documents.tile
-    if indices.numel() > 0:
-        hopper = has_warpgroups(q.device)
-        run = _compiled(q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None, hopper).run
-        lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
-        scale = config.scale(dim) * LOG2_E
-        run(vectorizable(q), vectorizable(k_cmp), lse_cmp, indices, bounds, tiles, scale, start + rows, start, tile)
+    if indices.numel() == 0:
+        return indices
+    packed = documents is not None
+    score = _compiled(q.dtype, dim, heads // kv_heads, blocks, packed, has_warpgroups(q.device)).run
+    choose = _best(blocks, packed).run
+    q, k_cmp = vectorizable(q), vectorizable(k_cmp)
+    lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
+    scale, end = config.scale(dim) * LOG2_E, start + rows
+    step = max(SCORE_BYTES // (4 * batch * kv_heads * -(-end // blocks.size)) // ALIGNED_ROWS, 1) * ALIGNED_ROWS
+    for first in range(0, rows, step):
+        some = slice(first, min(first + step, rows))
+        seen = -(-(end if packed else start + some.stop) // blocks.size)
+        scores = torch.empty((batch, kv_heads, some.stop - first, seen), dtype=torch.float32, device=q.device)
+        where = end, start + first, tile
+        score(q[:, some], k_cmp, lse_cmp[:, :, some], scores, bounds, tiles, scale, *where)
+        choose(scores.view(torch.int32), indices[:, :, some], bounds, tiles, k_cmp.shape[1], *where)
     return indices
 
 
