@@ -30,24 +30,38 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     """token_blocks interpreted. Parameter: what multiplies, and when copies arrive."""
     instruction, _, copies = request.param.partition(", ")
     from cute_kernels import jit, token_blocks
+    from cute_kernels.token_best import WARPS
 
     monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
     real = token_blocks._compiled
 
     def compiled(*how: Any) -> Twin:
-        def run(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, *x: Any) -> None:
-            statics = (3,), (3,), (), (3,)
-            given = [argument(y, static) for y, static in zip((q, k, lse, indices), statics, strict=True)]
+        def run(q: Tensor, k: Tensor, lse: Tensor, scores: Tensor, *x: Any) -> None:
+            statics = (3,), (3,), (), ()
+            given = [argument(y, static) for y, static in zip((q, k, lse, scores), statics, strict=True)]
             given += [argument(y, (0,)) if isinstance(y, Tensor) else argument(y) for y in x if y is not None]
             tiling = token_blocks.choose_tiling(how[1], how[2], how[3])
             assert tiling is not None
             ctas = -(-q.shape[1] // tiling.tokens) * k.shape[2] * q.shape[0]
-            tensors = [y for y in (q, k, lse, indices, *x) if isinstance(y, Tensor)]
+            tensors = [y for y in (q, k, lse, scores, *x) if isinstance(y, Tensor)]
             program(real, *how[:-1], instruction == "wgmma").run(given, (ctas, 1, 1), tensors, copies == "late")
 
         return Twin(run)
 
+    real_best = token_blocks._best
+
+    def best(*how: Any) -> Twin:
+        def run(scores: Tensor, indices: Tensor, *x: Any) -> None:
+            given = [argument(scores), argument(indices, (3,))]
+            given += [argument(y, (0,)) if isinstance(y, Tensor) else argument(y) for y in x if y is not None]
+            tensors = [y for y in (scores, indices, *x) if isinstance(y, Tensor)]
+            grid = (-(-scores.shape[2] // WARPS), scores.shape[1], scores.shape[0])
+            program(real_best, *how).run(given, grid, tensors, copies == "late")
+
+        return Twin(run)
+
     monkeypatch.setattr(token_blocks, "_compiled", compiled)
+    monkeypatch.setattr(token_blocks, "_best", best)
     return token_blocks.token_blocks
 
 
