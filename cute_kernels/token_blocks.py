@@ -38,6 +38,7 @@ Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import cutlass
@@ -53,24 +54,19 @@ from cute_kernels.block_lists import Keys
 from cute_kernels.device import has_warpgroups, vectorizable
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
-from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
+from cute_kernels.support import MAX_TOKEN_BLOCKS, MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.token_best import _best
 from cute_kernels.warp import LANES, LOG2_E
 
-WARPS = 8
-"""That multiply; as many more load keys and keep the lists."""
-
-HALF = WARPS * LANES
-THREADS = 2 * HALF
-MATH_REGISTERS, LIST_REGISTERS = 192, 64
-KEYS_READ, SCORES_READY, KEYS_READY, SCORES_READ = 1, 2, 3, 5
-"""Barriers: all that multiply arrive, and who keeps the lists waits; the other way around, and one for each four warps,
-which then need not wait for each other."""
-
+WARPS = 16
+THREADS = WARPS * LANES
 FOUR_WARPS = 4 * LANES
+REGISTERS = {8: (192, 64), 12: (152, 56)}
+"""By the number of warps that multiply: a thread's of those, and of the others."""
 
-ENTRIES = MAX_TOKEN_ENTRIES
-"""Compressed keys of a step."""
+KEYS_READ, SCORES_READY, KEYS_READY, SCORES_READ = 1, 2, 3, 6
+"""Barriers: all that multiply arrive, and the others wait; the other way around, and one for each four warps, which
+then need not wait for each other."""
 
 UNIT, COLUMNS = 64, 64
 """Entries, and the most queries, that a warpgroup multiplies at once."""
@@ -91,44 +87,47 @@ class Tiling(NamedTuple):
 
     tokens: int
     """Of a CTA."""
-    token_warps: int
-    """Warps next to each other along the tokens, 8 each; the others stand along the entries."""
+    rows: int
+    """Tokens that are multiplied, and pooled for, at once."""
+    math_warps: int = 8
+    """That multiply; the others load keys and pool scores."""
+    entries: int = MAX_TOKEN_ENTRIES
+    """Compressed keys of a step."""
 
     @property
-    def entry_warps(self) -> int:
-        return WARPS // self.token_warps
-
-    @property
-    def rows(self) -> int:
-        """Tokens that are multiplied, and chosen for, at once."""
-        return 8 * self.token_warps
+    def pool_warps(self) -> int:
+        return WARPS - self.math_warps
 
 
-TILINGS = (Tiling(64, 2), Tiling(32, 2), Tiling(16, 2), Tiling(8, 1))
+TILINGS = (Tiling(64, 16), Tiling(32, 16), Tiling(16, 16), Tiling(8, 8))
+THREE_WARPGROUPS = {"math_warps": 12, "entries": 3 * UNIT}
+"""A third warp to each scheduler, for the times when one of two neither multiplies nor computes exponentials."""
 
 
 def smem_bytes(tiling: Tiling, dim: int, group: int, blocks: Blocks) -> int:
     """Shared memory of a CTA."""
-    scores = tiling.rows * score_layout(blocks)[1] * 4
+    scores = tiling.rows * score_layout(blocks, tiling.entries)[1] * 4
     per_token = group * (2 * dim + 4) + 4
-    return tiling.tokens * per_token + ENTRIES * dim * 2 + scores + 1024  # alignment
+    return tiling.tokens * per_token + tiling.entries * dim * 2 + scores + 1024  # alignment
 
 
-def choose_tiling(dim: int, group: int, blocks: Blocks) -> Tiling | None:
-    """As many tokens as fit: keys are read once for them."""
-    fitting = (tiling for tiling in TILINGS if smem_bytes(tiling, dim, group, blocks) <= SMEM_BYTES)
-    return next(fitting, None)
+def choose_tiling(dim: int, group: int, blocks: Blocks, warpgroups: bool) -> Tiling:
+    """As many tokens as fit: keys are read once for them. The last tiling fits whatever the limits allow."""
+    tilings = TILINGS
+    if warpgroups and len(overlap_weights(blocks)) <= THREE_WARPGROUPS["entries"]:
+        tilings = tuple(tiling._replace(**THREE_WARPGROUPS) for tiling in TILINGS)
+    return next(tiling for tiling in tilings if smem_bytes(tiling, dim, group, blocks) <= SMEM_BYTES)
 
 
-def score_layout(blocks: Blocks) -> tuple[int, int]:
+def score_layout(blocks: Blocks, entries: int) -> tuple[int, int]:
     """Strides of a row of scores: between the entries of a block, and between rows; chosen against bank conflicts.
 
     Entry r b + i of r = l'/d lies at column b of row i, so that lanes that pool consecutive blocks read consecutive
     numbers. Lanes of a warp write 8 entries of 4 pairs of tokens at once.
     """
     ratio = blocks.size // blocks.stride
-    columns = -(-ENTRIES // ratio)
-    columns += (max(1, 8 // ratio) - columns) % 8
+    of_eight = max(1, 8 // ratio)  # columns that they begin, times an odd number
+    columns = (-(-entries // (ratio * of_eight)) | 1) * of_eight
     return columns, ratio * columns + (4 - ratio * columns) % 16
 
 
@@ -145,14 +144,13 @@ class TokenScores:
     def __init__(self, dim: int, dtype: Any, group: int, blocks: Blocks, keys: Keys, warpgroups: bool = False) -> None:
         self.dim, self.dtype, self.group, self.blocks, self.keys = dim, dtype, group, blocks, keys
         self.warpgroups = warpgroups
-        tiling = choose_tiling(dim, group, blocks)
-        if tiling is None:
-            raise ValueError(f"no tiling for D={dim}, G={group}, {blocks}")
+        tiling = choose_tiling(dim, group, blocks, warpgroups)
         self.tiling = tiling
+        self.pool_threads = tiling.pool_warps * LANES
         self.weights = overlap_weights(blocks)
         self.ratio = blocks.size // blocks.stride
         self.before = len(self.weights) - self.ratio  # entries that begin in front of the block that they overlap
-        self.per_step = blocks.per_step(ENTRIES)
+        self.per_step = blocks.per_step(tiling.entries)
         self.heads = 1
         """Whose products are computed at once."""
         if warpgroups:
@@ -183,7 +181,7 @@ class TokenScores:
         tile: Int32,  # T of the documents
         stream: Any,
     ):
-        entry_warps, token_warps = self.tiling.entry_warps, self.tiling.token_warps
+        math_warps, rows, entries = self.tiling.math_warps, self.tiling.rows, self.tiling.entries
         if const_expr(self.warpgroups):
             tiled_mma = hopper_helpers.make_trivial_tiled_mma(
                 self.dtype,
@@ -191,16 +189,18 @@ class TokenScores:
                 OperandMajorMode.K,
                 OperandMajorMode.K,
                 Float32,
-                (2, 1, 1),
+                (math_warps // 4, 1, 1),
                 (UNIT, self.columns),
                 warpgroup.OperandSource.RMEM,
             )
         else:
             op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
+            token_warps = const_expr(rows // 8)
+            entry_warps = const_expr(math_warps // token_warps)
             tiled_mma = cute.make_tiled_mma(
                 op, (entry_warps, token_warps, 1), permutation_mnk=(16 * entry_warps, 8 * token_warps, 32)
             )
-        columns, stride = score_layout(self.blocks)
+        columns, stride = score_layout(self.blocks, entries)
         self.kernel(
             mQ,
             mK,
@@ -216,8 +216,8 @@ class TokenScores:
             self._smem_layout(
                 self.columns, self.dim, self.tiling.tokens * self.group // self.columns, warpgroups=self.warpgroups
             ),
-            self._smem_layout(ENTRIES, self.dim),
-            cute.make_layout((self.tiling.rows, self.ratio, columns), stride=(stride, columns, 1)),
+            self._smem_layout(entries, self.dim),
+            cute.make_layout((rows, self.ratio, columns), stride=(stride, columns, 1)),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], self.tiling.tokens) * mK.shape[2] * mK.shape[0], 1, 1],
             block=[THREADS, 1, 1],
@@ -296,21 +296,23 @@ class TokenScores:
         cute.arch.sync_threads()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         parts = const_expr(rows // self.tiling.rows)
+        math_registers, pool_registers = REGISTERS[self.tiling.math_warps]
 
-        if warp_index < WARPS:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+        if warp_index < self.tiling.math_warps:
+            cute.arch.setmaxregister_increase(math_registers)
             arguments = tiled_mma, sQ, sK, sLse, sScore, sLimit, steps, scale
             if const_expr(self.warpgroups):
                 self._score_by_warpgroups(*arguments)
             else:
                 self._score(*arguments)
         else:
-            cute.arch.setmaxregister_decrease(LIST_REGISTERS)
-            warp_index -= WARPS
+            cute.arch.setmaxregister_decrease(pool_registers)
+            warp_index -= self.tiling.math_warps
+            pool_thread = thread - self.tiling.math_warps * LANES
             for step in cutlass.range(steps, unroll=1):
                 if step + 1 < steps:
                     cute.arch.barrier(barrier_id=KEYS_READ, number_of_threads=THREADS)
-                    self._load_keys(mK, sK, entries, batch, kv_head, step + 1, thread - HALF, HALF)
+                    self._load_keys(mK, sK, entries, batch, kv_head, step + 1, pool_thread, self.pool_threads)
                 cute.arch.cp_async_commit_group()
                 for part in cutlass.range(parts, unroll=1):
                     self._allow(SCORES_READ)
@@ -318,11 +320,12 @@ class TokenScores:
                         cute.arch.cp_async_wait_group(0)
                         self._allow(KEYS_READY)
                     cute.arch.barrier(barrier_id=SCORES_READY, number_of_threads=THREADS)
-                    for i in range_constexpr(self.tiling.rows // WARPS):
-                        row = part * self.tiling.rows + i * WARPS + warp_index
+                    for i in range_constexpr(self.tiling.rows // self.tiling.pool_warps):
+                        row_of_part = i * self.tiling.pool_warps + warp_index
+                        row = part * self.tiling.rows + row_of_part
                         if row < num_rows:
                             gScores = mScores[batch, kv_head, row, None]
-                            self._pool(sScore[i * WARPS + warp_index, None, None], gScores, step * self.per_step)
+                            self._pool(sScore[row_of_part, None, None], gScores, step * self.per_step)
 
     # Loading
 
@@ -361,7 +364,7 @@ class TokenScores:
         vector, place = thread % vectors, thread // vectors
         first = step * self.per_step * self.ratio - self.before
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for i in range_constexpr(ENTRIES * vectors // threads):
+        for i in range_constexpr(self.tiling.entries * vectors // threads):
             row = i * (threads // vectors) + place
             if (first + row >= 0) & (first + row < entries):
                 cute.copy(
@@ -388,15 +391,15 @@ class TokenScores:
         thread, _, _ = cute.arch.thread_idx()
         parts = const_expr(self.tiling.tokens // self.tiling.rows)
         thr_mma = tiled_mma.get_slice(thread)
-        tSrK = thr_mma.make_fragment_A(thr_mma.partition_shape_A((ENTRIES, self.dim)))
+        tSrK = thr_mma.make_fragment_A(thr_mma.partition_shape_A((self.tiling.entries, self.dim)))
         tSrQ = thr_mma.make_fragment_B(thr_mma.partition_shape_B((self.tiling.rows, self.dim)))
         load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
         copy_q = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread)
         tSsK, tSrK_copy = copy_k.partition_S(sK), copy_k.retile(tSrK)
         multiply = (tiled_mma, copy_q, copy_q.partition_S(sQ), copy_q.retile(tSrQ), tSrQ, tSrK)
-        acc_shape = thr_mma.partition_shape_C((ENTRIES, self.tiling.rows))
-        coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.tiling.rows)))
+        acc_shape = thr_mma.partition_shape_C((self.tiling.entries, self.tiling.rows))
+        coordinates = thr_mma.partition_C(cute.make_identity_tensor((self.tiling.entries, self.tiling.rows)))
         acc, next_acc, total = (cute.make_rmem_tensor(acc_shape, Float32) for _ in range(3))
 
         cute.copy(copy_k, tSsK, tSrK_copy)
@@ -432,15 +435,15 @@ class TokenScores:
 
     @cute.jit
     def _allow(self, barrier: cutlass.Constexpr[int]):
-        """By who keeps the lists."""
-        for i in range_constexpr(HALF // FOUR_WARPS):
-            cute.arch.barrier_arrive(barrier_id=barrier + i, number_of_threads=HALF + FOUR_WARPS)
+        """By who pools."""
+        for i in range_constexpr(self.tiling.math_warps // 4):
+            cute.arch.barrier_arrive(barrier_id=barrier + i, number_of_threads=self.pool_threads + FOUR_WARPS)
 
     @cute.jit
     def _wait_for(self, barrier: cutlass.Constexpr[int]):
         """By who multiplies."""
         four_warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
-        cute.arch.barrier(barrier_id=barrier + four_warps, number_of_threads=HALF + FOUR_WARPS)
+        cute.arch.barrier(barrier_id=barrier + four_warps, number_of_threads=self.pool_threads + FOUR_WARPS)
 
     @cute.jit
     def _keys_are_read(self, step: Int32, steps: Int32):
@@ -487,45 +490,47 @@ class TokenScores:
         steps: Int32,
         scale: Float32,
     ):
-        """The same with WGMMA. A warpgroup multiplies one half of its keys while it adds up the other half."""
+        """The same with WGMMA. A warpgroup has one product under way while it adds up the one before."""
         thread, _, _ = cute.arch.thread_idx()
-        rows = const_expr(self.tiling.rows)
+        rows, warpgroups = const_expr(self.tiling.rows), const_expr(self.tiling.math_warps // 4)
         parts, sets = const_expr(self.tiling.tokens // rows), const_expr(self.group // self.heads)
+        units = const_expr(self.tiling.entries // (warpgroups * UNIT))  # of keys of a warpgroup
+        products = list(itertools.product(range(parts), range(sets), range(units)))
         thr_mma = tiled_mma.get_slice(thread)
         load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
         tSsK = copy_k.partition_S(sK)
-        halves = range(ENTRIES // 2 // UNIT)
-        tSrK = [thr_mma.make_fragment_A(thr_mma.partition_shape_A((2 * UNIT, self.dim))) for _ in halves]
+        k_shape = thr_mma.partition_shape_A((warpgroups * UNIT, self.dim))
+        acc_shape = thr_mma.partition_shape_C((warpgroups * UNIT, self.columns))
+        tSrK = [thr_mma.make_fragment_A(k_shape) for _ in range(units)]
         tSrQ = thr_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(sQ))
-        coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.columns)))
-        coordinates = [coordinates[None, half, 0] for half in halves]  # the first ones are the first head's
-        acc = [cute.make_rmem_tensor(thr_mma.partition_shape_C((2 * UNIT, self.columns)), Float32) for _ in halves]
-        total = [cute.make_rmem_tensor(cute.size(acc[half]) // self.heads, Float32) for half in halves]
+        coordinates = thr_mma.partition_C(cute.make_identity_tensor((self.tiling.entries, self.columns)))
+        coordinates = [coordinates[None, unit, 0] for unit in range(units)]  # the first ones are the first head's
+        acc = [cute.make_rmem_tensor(acc_shape, Float32) for _ in range(2)]
+        total = [cute.make_rmem_tensor(cute.size(acc[0]) // self.heads, Float32) for _ in range(units)]
 
         for step in cutlass.range(steps, unroll=1):
             if step > 0:
                 self._wait_for(KEYS_READY)
-            for half in range_constexpr(2):
-                cute.copy(copy_k, tSsK[None, half, None], copy_k.retile(tSrK[half])[None, 0, None])
+            for unit in range_constexpr(units):
+                cute.copy(copy_k, tSsK[None, unit, None], copy_k.retile(tSrK[unit])[None, 0, None])
             self._keys_are_read(step, steps)
             self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0])
-            for part in range_constexpr(parts):
-                for half in range_constexpr(2):
-                    total[half].fill(0.0)
-                for i in range_constexpr(sets):
-                    set_lse = cute.domain_offset((part * rows, i * self.heads), sLse)
-                    at = part * sets + i
-                    self._start(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at])
+            for i in range_constexpr(len(products)):
+                part, of_heads, unit = products[i]
+                if const_expr(i + 1 < len(products)):
+                    next_part, next_heads, next_unit = products[i + 1]
+                    queries = tSrQ[None, None, None, next_part * sets + next_heads]
+                    self._start(tiled_mma, acc[(i + 1) % 2], tSrK[next_unit], queries)
                     warpgroup.wait_group(1)
-                    self._add_heads(acc[0], total[0], coordinates[0], set_lse, scale)
-                    if const_expr(at + 1 < parts * sets):
-                        self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1])
-                        warpgroup.wait_group(1)
-                    else:
-                        warpgroup.wait_group(0)
-                    self._add_heads(acc[1], total[1], coordinates[1], set_lse, scale)
-                self._store_scores((*total,), sScore, (*coordinates,), sLimit, step, Int32(part))
+                else:
+                    warpgroup.wait_group(0)
+                if const_expr(of_heads == 0):
+                    total[unit].fill(0.0)
+                set_lse = cute.domain_offset((part * rows, of_heads * self.heads), sLse)
+                self._add_heads(acc[i % 2], total[unit], coordinates[unit], set_lse, scale)
+                if const_expr((of_heads + 1, unit + 1) == (sets, units)):
+                    self._store_scores((*total,), sScore, (*coordinates,), sLimit, step, Int32(part))
 
     @cute.jit
     def _start(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, tSrK: cute.Tensor, tSrQ: cute.Tensor):
@@ -558,7 +563,7 @@ class TokenScores:
         step: Int32,
         part: Int32,
     ):
-        """Sums over the heads, 0 where an entry is not visible; for the warps that keep the lists."""
+        """Sums over the heads, 0 where an entry is not visible; for the warps that pool."""
         first_entry = step * self.per_step * self.ratio - self.before
         first_row = part * self.tiling.rows
         limits = [sLimit[first_row + coordinates[0][i][1]] for i in range(cute.size(totals[0]))]
@@ -647,11 +652,13 @@ def token_blocks(
     q, k_cmp = vectorizable(q), vectorizable(k_cmp)
     lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
     scale, end = config.scale(dim) * LOG2_E, start + rows
-    step = max(SCORE_BYTES // (4 * batch * kv_heads * -(-end // blocks.size)) // ALIGNED_ROWS, 1) * ALIGNED_ROWS
+    columns = -(-end // blocks.size)
+    step = max(SCORE_BYTES // (4 * batch * kv_heads * columns) // ALIGNED_ROWS, 1) * ALIGNED_ROWS
+    buffer = torch.empty((batch, kv_heads, min(step, rows), columns), dtype=torch.float32, device=q.device)
     for first in range(0, rows, step):
         some = slice(first, min(first + step, rows))
-        seen = -(-(end if packed else start + some.stop) // blocks.size)
-        scores = torch.empty((batch, kv_heads, some.stop - first, seen), dtype=torch.float32, device=q.device)
+        seen = columns if packed else -(-(start + some.stop) // blocks.size)
+        scores = buffer[:, :, : some.stop - first, :seen]
         where = end, start + first, tile
         score(q[:, some], k_cmp, lse_cmp[:, :, some], scores, bounds, tiles, scale, *where)
         choose(scores.view(torch.int32), indices[:, :, some], bounds, tiles, k_cmp.shape[1], *where)
@@ -684,19 +691,15 @@ def _check(
             f"config must have a compress_stride that divides compress_block_size and select_block_size, got {stride}, "
             f"{length} and {size}"
         )
-    if len(overlap_weights(blocks)) > ENTRIES:
+    if len(overlap_weights(blocks)) > MAX_TOKEN_ENTRIES:
         raise ValueError(
-            f"config must have l'/d + l/d - 1 <= {ENTRIES}, got compress_block_size={length}, "
+            f"config must have l'/d + l/d - 1 <= {MAX_TOKEN_ENTRIES}, got compress_block_size={length}, "
             f"compress_stride={stride}, select_block_size={size}"
         )
-    tiling = choose_tiling(dim, heads // kv_heads, blocks)
-    if tiling is None:
+    if blocks.count > MAX_TOKEN_BLOCKS:
+        raise ValueError(f"config must have at most {MAX_TOKEN_BLOCKS} num_selected_blocks, got {blocks.count}")
+    if documents is not None and (batch != 1 or start != 0 or documents.tile % ALIGNED_ROWS):
         raise ValueError(
-            f"config must have num_selected_blocks that fit in shared memory, got {blocks.count} with D={dim} and "
-            f"{heads // kv_heads} heads a group"
-        )
-    if documents is not None and (batch != 1 or start != 0 or documents.tile % tiling.tokens):
-        raise ValueError(
-            f"documents need B=1, start=0 and a tile that is a multiple of {tiling.tokens}, got {batch}, {start} and "
+            f"documents need B=1, start=0 and a tile that is a multiple of {ALIGNED_ROWS}, got {batch}, {start} and "
             f"{documents.tile}"
         )

@@ -40,8 +40,7 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
             statics = (3,), (3,), (), ()
             given = [argument(y, static) for y, static in zip((q, k, lse, scores), statics, strict=True)]
             given += [argument(y, (0,)) if isinstance(y, Tensor) else argument(y) for y in x if y is not None]
-            tiling = token_blocks.choose_tiling(how[1], how[2], how[3])
-            assert tiling is not None
+            tiling = token_blocks.choose_tiling(how[1], how[2], how[3], instruction == "wgmma")
             ctas = -(-q.shape[1] // tiling.tokens) * k.shape[2] * q.shape[0]
             tensors = [y for y in (q, k, lse, scores, *x) if isinstance(y, Tensor)]
             program(real, *how[:-1], instruction == "wgmma").run(given, (ctas, 1, 1), tensors, copies == "late")
