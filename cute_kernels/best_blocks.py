@@ -1,5 +1,7 @@
 """The best blocks of a row: which are forced, and a list in shared memory that takes in chunk after chunk of scores.
 
+score.py keeps such lists; token_best.py has the forced blocks from here, and its list in registers.
+
 A row is what chooses: a query tile, or one token. Its list has `count` places, sorted: forced blocks first with the
 score +inf, then the highest scores, the lower index first among equals; -inf and -1 mark places not taken. Scores come
 in the order of their blocks, 32 at a time, one in each lane of the row's warp. Whatever beats the last place goes to

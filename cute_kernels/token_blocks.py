@@ -1,24 +1,26 @@
-"""The best blocks of each token, shared by the heads of its group, in one pass over the compressed keys.
+"""The best blocks of each token, shared by the heads of its group: their scores. token_best.py chooses.
 
     p[h, i, j]      = exp(scale q_h[i] . k_cmp[j] - lse_cmp[h, i])        entry j visible to token i: j d + l-1 <= i
     score[i, b]     = sum_j overlap(j, b) / l  sum_h p[h, i, j]           h over the G heads of a key/value head
     indices[i]      = forced blocks, then the highest scores, the lower index first among equals; ascending
 
 (equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). A CTA holds the queries of some tokens and G
-heads in shared memory and walks over the compressed keys, ENTRIES at a time. Half of its warps multiply: S^T = K Q^T,
-because it puts what is used over and over on the left: a warp keeps its keys in registers while all heads of all
+heads in shared memory and walks over the compressed keys, 192 or 256 in a step. Some of its warps multiply: S^T =
+K Q^T, because it puts what is used over and over on the left: a warp keeps its keys in registers while all heads of all
 tokens pass by. The probabilities of the heads add up in registers, in the order of the heads; only their sums, of 8 or
-16 tokens, go to shared memory. There the other half of the warps pools them to block scores and merges what beats a
-token's k-th best into its list (best_blocks.py), while the first half multiplies for the next tokens. Masked entries
-become 0 after the sum, so what they hold reaches nothing. The warps of the lists also fetch the next keys: once those
-that multiply have theirs, their shared memory is free.
+16 tokens, go to shared memory. There the other warps pool them to block scores, and write these, while the first ones
+multiply for the next tokens. Masked entries become 0 after the sum, so what they hold reaches nothing. The warps that
+pool also fetch the next keys: once those that multiply have theirs, their shared memory is free. Scores exist of as
+many tokens at a time as SCORE_BYTES hold.
 
-On Hopper the products are those of WGMMA, of 64 entries with up to 64 queries of 16 tokens, several heads at once; a
-warpgroup has two in flight and adds up one while the next is computed. Elsewhere mma.sync, a head at a time, and the
-next head's products under way while the probabilities of one add up.
+On Hopper the products are those of WGMMA, of 64 entries with up to 64 queries of 16 tokens, several heads at once.
+Three warpgroups multiply, and each has a product under way while it adds up the one before: a scheduler needs a third
+warp, because one of two often neither multiplies nor computes exponentials, but adds up, stores or waits. Blocks of
+more than 192 entries leave it at two warpgroups. Elsewhere mma.sync, a head at a time, and the next head's products
+under way while the probabilities of one add up.
 
-Packed documents: tokens and entries lie aligned (documents.py), T a multiple of `tokens`, so that a CTA has tokens of
-one document; entries and blocks count from its beginning. Rows behind a document's end choose nothing.
+Packed documents: tokens and entries lie aligned (documents.py), T a multiple of ALIGNED_ROWS, so that a CTA has tokens
+of one document; entries and blocks count from its beginning. Rows behind a document's end choose nothing.
 
 Near ties: scores are fp32 sums in a fixed order, the same bits in every run. They are off by at most a fraction
 
@@ -29,11 +31,12 @@ where scores differ by less than twice that.
 
 Floor: 2 D FLOPs and one exponential for each visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP,
 2.7 ms at 800 TFLOP/s (WGMMA; mma.sync 3.7 ms at 600), and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at the same
-time. With few heads a group the lists cost as much: two thirds of the instructions with 4. Keys are read again by every
-CTA, from L2: 4.3 GB there with 32 tokens. Only the indices are written. Seen once on an H200: 5.6 to 5.8 ms, where 3.5
-were expected, and 5.4 ms for 32 heads over 8, where 3 were.
+time. Keys are read again by every CTA, from L2: 4.3 GB there with 32 tokens. For l' = 64 and 4 key/value heads 0.54 GB
+of scores are written. Seen once on an H200, with two warpgroups: 5.1 ms, the tensor cores and what computes
+exponentials both at work less than half of the time. With three 3.5 to 4 ms are expected; not measured yet.
 
-Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= ENTRIES; causal; shared memory for k.
+Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= MAX_TOKEN_ENTRIES; causal; at most
+MAX_TOKEN_BLOCKS chosen blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ UNIT, COLUMNS = 64, 64
 """Entries, and the most queries, that a warpgroup multiplies at once."""
 
 SCORE_BYTES = 256 << 20
-"""For the scores that exist at a time."""
+"""For the scores that exist at a time, if those of ALIGNED_ROWS tokens do not take more."""
 ALIGNED_ROWS = 64
 """Tokens whose scores exist at a time are a multiple of this, as of a CTA's tokens."""
 
@@ -113,9 +116,8 @@ def smem_bytes(tiling: Tiling, dim: int, group: int, blocks: Blocks) -> int:
 
 def choose_tiling(dim: int, group: int, blocks: Blocks, warpgroups: bool) -> Tiling:
     """As many tokens as fit: keys are read once for them. The last tiling fits whatever the limits allow."""
-    tilings = TILINGS
-    if warpgroups and len(overlap_weights(blocks)) <= THREE_WARPGROUPS["entries"]:
-        tilings = tuple(tiling._replace(**THREE_WARPGROUPS) for tiling in TILINGS)
+    three = warpgroups and len(overlap_weights(blocks)) <= THREE_WARPGROUPS["entries"]
+    tilings = [tiling._replace(**THREE_WARPGROUPS) if three else tiling for tiling in TILINGS]
     return next(tiling for tiling in tilings if smem_bytes(tiling, dim, group, blocks) <= SMEM_BYTES)
 
 
@@ -619,7 +621,7 @@ def token_blocks(
         lse_cmp: fp32 `[B,H,N]`, natural log, of attention to the visible entries; -inf where there are none.
         config: with the fields of nsa.config.NSAConfig; only selection, sizes and softmax_scale are read.
         start: position of q's first token.
-        documents: what the rows and entries of a pack are, instead of `start`; T a multiple of the tokens of a CTA.
+        documents: what the rows and entries of a pack are, instead of `start`; T a multiple of ALIGNED_ROWS.
 
     Returns:
         int32 `[B,H_kv,N,k]`, ascending, padded with -1; with documents -1 in rows that are no token's.

@@ -6,26 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from cute_kernels.best_blocks import Blocks
 from tests.test_token_selected_ptx import argument, program
+from tests.token_blocks_model import best
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 PLAIN = Blocks(4, 2, 8, 5, init=1, local=2)
 LAST = (Blocks(4, 2, 8, 40, init=1, local=2), Blocks(4, 2, 8, 3, init=1, local=2), Blocks(4, 2, 8, 33))
-
-
-def expected(scores: Tensor, blocks: Blocks, token: int) -> list[int]:
-    """Forced blocks, then the highest scores, the lower index first among equals."""
-    own = token // blocks.size
-    forced = {b for b in (*range(blocks.init), *range(own - blocks.local + 1, own + 1)) if 0 <= b <= own}
-    visible = (token + 1 - blocks.length) // blocks.stride + 1
-    scored = 0 if visible <= 0 else ((visible - 1) * blocks.stride + blocks.length - 1) // blocks.size + 1
-    rest = [b for b in range(scored) if b not in forced and bool(scores[b] < torch.inf)]
-    rest.sort(key=lambda b: (-float(scores[b]), b))
-    return sorted((sorted(forced) + rest)[: blocks.count])
 
 
 @pytest.mark.parametrize(
@@ -58,5 +47,4 @@ def test_interpreted(blocks: Blocks, first: int, kind: str, monkeypatch: pytest.
     for head in range(2):
         for row in range(tokens):
             got = indices[0, head, row].tolist()
-            wanted = expected(scores[0, head, row], blocks, first + row)
-            assert got == wanted + [-1] * (blocks.count - len(wanted)), (head, row)
+            assert got == best(scores[0, head, row], blocks, first + row), (head, row)
