@@ -16,8 +16,9 @@ many tokens at a time as SCORE_BYTES hold.
 On Hopper the products are those of WGMMA, of 64 entries with up to 64 queries of 16 tokens, several heads at once.
 Three warpgroups multiply, and each has a product under way while it adds up the one before: a scheduler needs a third
 warp, because one of two often neither multiplies nor computes exponentials, but adds up, stores or waits. Blocks of
-more than 192 entries leave it at two warpgroups. Elsewhere mma.sync, a head at a time, and the next head's products
-under way while the probabilities of one add up.
+more than 192 entries leave it at two warpgroups. One of BY_FMA exponentials is made of FMAs (exponential.py): for 128
+dimensions the special function unit is at work as long as the tensor cores, for 64 twice as long. Elsewhere mma.sync, a
+head at a time, and the next head's products under way while the probabilities of one add up.
 
 Packed documents: tokens and entries lie aligned (documents.py), T a multiple of ALIGNED_ROWS, so that a CTA has tokens
 of one document; entries and blocks count from its beginning. Rows behind a document's end choose nothing.
@@ -56,6 +57,7 @@ from cute_kernels.best_blocks import Blocks
 from cute_kernels.block_lists import Keys
 from cute_kernels.device import has_warpgroups, vectorizable
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
+from cute_kernels.exponential import exp2_by_fma
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.support import MAX_TOKEN_BLOCKS, MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.token_best import _best
@@ -70,6 +72,9 @@ REGISTERS = {8: (192, 64), 12: (152, 56)}
 KEYS_READ, SCORES_READY, KEYS_READY, SCORES_READ = 1, 2, 3, 6
 """Barriers: all that multiply arrive, and the others wait; the other way around, and one for each four warps, which
 then need not wait for each other."""
+
+BY_FMA = 4
+"""One of so many exponentials of a warpgroup comes from FMAs."""
 
 UNIT, COLUMNS = 64, 64
 """Entries, and the most queries, that a warpgroup multiplies at once."""
@@ -473,12 +478,26 @@ class TokenScores:
 
     @cute.jit
     def _add_probabilities(
-        self, acc: cute.Tensor, total: cute.Tensor, coordinates: cute.Tensor, sLse: cute.Tensor, scale: Float32
+        self,
+        acc: cute.Tensor,
+        total: cute.Tensor,
+        coordinates: cute.Tensor,
+        sLse: cute.Tensor,
+        scale: Float32,
+        by_fma: cutlass.Constexpr[int | None] = None,
     ):
-        """total += exp(scale acc - lse), for `scale` and `sLse` = -lse in units of log 2."""
+        """total += exp(scale acc - lse), for `scale` and `sLse` = -lse in units of log 2.
+
+        Args:
+            by_fma: the first of those, each BY_FMA-th, that are computed by FMAs.
+        """
         for i in range_constexpr(cute.size(acc)):
             _, row = coordinates[i]
-            total[i] += cute.math.exp2(cute.math.fma(acc[i], scale, sLse[row]), fastmath=True)
+            exponent = cute.math.fma(acc[i], scale, sLse[row])
+            if const_expr(by_fma is not None and i % BY_FMA == by_fma):
+                total[i] += exp2_by_fma(exponent)
+            else:
+                total[i] += cute.math.exp2(exponent, fastmath=True)
 
     @cute.jit
     def _score_by_warpgroups(
@@ -553,7 +572,7 @@ class TokenScores:
         count = cute.size(total)
         for head in range_constexpr(self.heads):
             of_head = cute.make_tensor(acc.iterator + head * count, cute.make_layout(count))
-            self._add_probabilities(of_head, total, coordinates, sLse[None, head], scale)
+            self._add_probabilities(of_head, total, coordinates, sLse[None, head], scale, by_fma=head % BY_FMA)
 
     @cute.jit
     def _store_scores(
