@@ -123,3 +123,12 @@ def test_documents(choose: Callable[..., Tensor], group: int, monkeypatch: pytes
     packed: Any = SimpleNamespace(bounds=bounds, tiles=tiles, tile=tile)
     monkeypatch.setattr("cute_kernels.token_blocks.SCORE_BYTES", 1)
     assert torch.equal(choose(q, k_cmp, lse, CONFIG, documents=packed), expected)
+
+
+def test_scores_of_some_tokens_at_a_time(choose: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, though the last tokens' scores are wider."""
+    q, k, _ = make_qkv(200, 4, 2, 64, dtype=torch.bfloat16, batch=2)
+    k_cmp, lse = torch.cat([k, k.flip(1)], 1)[:, :249], torch.randn(2, 4, 200) + 8  # any will do
+    expected = choose(q, k_cmp, lse, CONFIG, start=50)
+    monkeypatch.setattr("cute_kernels.token_blocks.SCORE_BYTES", 1)
+    assert torch.equal(choose(q, k_cmp, lse, CONFIG, start=50), expected)
