@@ -307,9 +307,10 @@ def test_twins_without_keys() -> None:
 @pytest.mark.parametrize("forced", [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)])
 def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, as none or all are attended to in one go: there is no room for (2, 3)."""
-    small_passes(monkeypatch, 64, 1 << 18, 40)
+    small_passes(monkeypatch, 96, 1 << 18, 40)
     make(400, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check()
     make([270, 0, 1, 129, 64], 2, behind=9, count=sum(forced) + 1, forced=forced, device="cpu").check()
+    make([270, 1, 129], 2, behind=9, count=None, forced=forced, device="cpu").check_forward()
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -628,6 +629,7 @@ FORCED = [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)]
 def test_forced_blocks(group: int, dim: int, v_dim: int, forced: tuple[int, int]) -> None:
     make(733, group, 2, dim, v_dim, batch=2, count=8, forced=forced).check()
     make([500, 0, 1, 129, 64, 77], group, 2, dim, v_dim, behind=9, count=8, forced=forced).check()
+    make([500, 1, 129], group, 2, dim, v_dim, behind=9, count=None, forced=forced).check_forward()
     if forced != (2, 3):
         make(733, group, 2, dim, v_dim, count=None, forced=forced).check_forced(200, 700)
 
@@ -686,12 +688,13 @@ def test_passes_and_segments(rows: int, bytes_of_pass: int, monkeypatch: pytest.
     inputs.check()
     for got, expected in zip(inputs.forward(), whole, strict=True):
         assert torch.equal(got, expected), "how work is cut must not change the forward"
-    make([900, 300], 6, 3).check()
+    make([900, 300, 77], 6, 3, count=8, behind=9, forced=inputs.forced).check()
 
 
 @CUDA
-def test_bitwise_repeatable() -> None:
-    inputs = make(2000, 16, 2, 128, batch=2, count=16)
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+def test_bitwise_repeatable(forced: tuple[int, int]) -> None:
+    inputs = make(2000, 16, 2, 128, batch=2, count=16, forced=forced)
     lse, delta = inputs.statistics()
     first = *inputs.forward(), *inputs.backward(lse, delta)
     for _ in range(3):
@@ -720,9 +723,10 @@ def test_future_changes_nothing(token: int, forced: tuple[int, int]) -> None:
 
 
 @CUDA
-def test_slices_amid_nan() -> None:
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+def test_slices_amid_nan(forced: tuple[int, int]) -> None:
     """Inputs are parts of larger tensors whose other elements are NaN."""
-    inputs = make(777, 4, 2, 128, batch=2)
+    inputs = make(777, 4, 2, 128, batch=2, forced=forced)
     lse, delta = inputs.statistics()
     expected = *inputs.forward(), *inputs.backward(lse, delta)
 
@@ -762,9 +766,10 @@ def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @CUDA
 @pytest.mark.parametrize("bytes_of_pass", [1, 1 << 30], ids=["many passes", "one pass"])
-def test_graph(bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+def test_graph(bytes_of_pass: int, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     small_passes(monkeypatch, 256, bytes_of_pass, 1000)
-    inputs = make(1000, 16, 2, 128)
+    inputs = make(1000, 16, 2, 128, count=8, forced=forced)
     lse, delta = inputs.statistics()
     expected = *inputs.forward(), *inputs.backward(lse, delta)
     torch.cuda.synchronize()

@@ -92,16 +92,20 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 
     def attend_forced(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
         group, size = how[2:4]
-        bounds, first_token, _ = x
+        *tensors, first_token, scale = x
+        bounds = tensors[3]
         shape = q.shape[0], q.shape[2] // group, q.shape[1]
         (batch, token, head, _), (of_batch, of_head, _) = o.stride(), lse.stride()
         some = [argument(k, (3,)), argument(v, (3,)), tensor_argument(o, shape, [batch, head * group, token, head])]
         some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
-        some += [argument(y, (0,)) for y in x[:1] if y is not None]
+        statics = (), (3, 4), (3,), (0,)
+        some += [argument(y, static) for y, static in zip(tensors, statics, strict=True) if y is not None]
         blocks = -(-(first_token % size + q.shape[1]) // size)
         if bounds is not None:
-            blocks = (q.shape[1] + (bounds.shape[1] - 1) * (size - 1)) // size
-        return [of_groups(q, group), *some, *map(argument, x[1:])], (blocks, k.shape[2], k.shape[0])
+            blocks = (q.shape[1] + bounds.shape[1] * (size - 1)) // size
+        shares = max(1, size * group // forced_blocks.SHARE_ROWS)
+        numbers = argument(first_token), argument(scale)
+        return [of_groups(q, group), *some, *numbers], (blocks * shares, k.shape[2], k.shape[0])
 
     def attend_tiles(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
         some = [argument(k, (3,)), argument(v, (3,)), argument(indices), of_groups(o, how[2]), argument(x[0])]
@@ -214,6 +218,31 @@ def test_forced_beside_visited(tokens: Any, size: int, forced: tuple[int, int]) 
     behind = 0 if isinstance(tokens, int) else 5
     inputs = make(tokens, 2, 1, count=sum(forced) + 2, size=size, forced=forced, behind=behind, device="cpu")
     inputs.check_forward()
+
+
+SLOTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "many rows": (140, {"group": 16, "kv_heads": 1, "dim": 128, "count": 5, "forced": (0, 1)}),
+    "odd group, D_v, fp16": (
+        290,
+        {"group": 3, "kv_heads": 1, "dim": 128, "v_dim": 64, "count": 5, "forced": (1, 1), "dtype": torch.float16},
+    ),
+    "documents": ([70, 0, 1, 206], {"group": 2, "kv_heads": 1, "count": 4, "forced": (1, 1), "behind": 3}),
+    "128 tokens": (290, {"group": 2, "kv_heads": 1, "v_dim": 128, "count": 3, "forced": (0, 1), "size": 128}),
+}
+ON_WARPS = ["odd group, D_v, fp16", "documents"]
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "case"),
+    [*itertools.product(["warpgroups, late"], SLOTS), *itertools.product(["warps, late"], ON_WARPS)],
+    indirect=["interpreted"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_slots_beside_forced_blocks_interpreted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In passes that begin inside of blocks, and have rows that no pass before or behind may touch."""
+    small_passes(monkeypatch, 96, 1 << 18, 100)
+    tokens, options = SLOTS[case]
+    make(tokens, device="cpu", **options).check_forward()
 
 
 @pytest.mark.parametrize("interpreted", LATE, indirect=True)

@@ -301,19 +301,19 @@ def token_selected_cases() -> Iterator[Case]:
             yield Case("TileBlocks", variant, dim, group, dtype, ours(token_tiles._attend, *how))
         adds: dict[str, dict[str, Any]] = {
             "weighted": {"weighted": True, "units": 1},
-            "weighted,carry": {"weighted": True, "units": 1, "carry": True},
             "1": {"weighted": False, "units": 1},
             "2": {"weighted": False, "units": 2},
         }
         for variant, options in adds.items():
             run = ours(token_selected._add, dim, dtype, group, **options)
             yield Case("AddSlots", variant, dim, group, dtype, run)
-        blocks = {"64,1+2": (64, 1, 2, False)}
+        blocks = {"64,1+2,slots": (64, 1, 2, False, True)}
         if group == GROUPS[1]:
-            blocks |= {"64,1+2,packed": (64, 1, 2, True), "64,2+2": (64, 2, 2, False), "64,1": (64, 1, 0, False)}
-            blocks |= {"128,1+1": (128, 1, 1, False), "256,0+1": (256, 0, 1, False)}
-        for variant, (size, init, local, packed) in blocks.items():
-            run = ours(forced_blocks._attend, (dim, dim), dtype, group, size, init, local, packed, hopper)
+            blocks |= {"64,1+2": (64, 1, 2, False, False), "64,1+2,slots,packed": (64, 1, 2, True, True)}
+            blocks |= {"64,2+2,slots": (64, 2, 2, False, True), "64,1,slots": (64, 1, 0, False, True)}
+            blocks |= {"128,1+1,slots": (128, 1, 1, False, True), "256,0+1,slots": (256, 0, 1, False, True)}
+        for variant, (*of_blocks, packed, with_slots) in blocks.items():
+            run = ours(forced_blocks._attend, (dim, dim), dtype, group, *of_blocks, packed, with_slots, hopper)
             yield Case("ForcedBlocks", variant, dim, group, dtype, run)
     for dim, size, packed in itertools.product(DIMS, token_selected.SIZES, (False, True)):
         run = ours(token_selected_backward._add_parts, dim, size, packed)
