@@ -55,7 +55,7 @@ class Slot(NamedTuple):
 
 @cute.jit
 def load_slot(slots: Slots, row: Row, first: Int32) -> Slot:
-    """Of the slots from `first` on, the one that has this lane's number in its quad; behind the last one that one.
+    """Of the slots from `first` on, the one with this lane's number in its quad, or the last one where there is none.
 
     Nothing here waits for the loads.
     """
