@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -243,6 +244,30 @@ def test_slots_beside_forced_blocks_interpreted(case: str, monkeypatch: pytest.M
     small_passes(monkeypatch, 96, 1 << 18, 100)
     tokens, options = SLOTS[case]
     make(tokens, device="cpu", **options).check_forward()
+
+
+@pytest.mark.parametrize("interpreted", LATE[1:], indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_rows_between_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change nothing, hold whatever they may, and have 0 and -inf; the pass from row 192 on begins among them."""
+    from cute_kernels.documents import TOKEN
+
+    small_passes(monkeypatch, 96, 1, 100)
+    inputs = make([70, 130], 1, 1, count=3, forced=(0, 1), device="cpu")
+    assert inputs.bounds is not None
+    bounds = inputs.bounds.clone()
+    bounds[TOKEN, 1:] += 130
+    rows = torch.cat([torch.arange(70), torch.arange(200, 330)])
+
+    def apart(x: Tensor, dim: int, fill: float) -> Tensor:
+        shape = [340 if i == dim else n for i, n in enumerate(x.shape)]
+        return torch.full(shape, fill, dtype=x.dtype).index_copy(dim, rows, x)
+
+    spread = {name: apart(getattr(inputs, name), 1, math.nan) for name in ("q", "k", "v")}
+    o, lse = replace(inputs, **spread, indices=apart(inputs.indices, 2, 0), bounds=bounds).forward()
+    expected, expected_lse = inputs.forward()
+    assert torch.equal(o, apart(expected, 1, 0))
+    assert torch.equal(lse, apart(expected_lse, 2, -math.inf))
 
 
 @pytest.mark.parametrize("interpreted", LATE, indirect=True)
