@@ -11,7 +11,7 @@ AddSlots      the slots of each row added up in their order, weighted by exp(lse
 
 Forced blocks, which every token attends to at places known beforehand, need no slots and are not visited: after the
 visits of a pass forced_blocks.py attends to all of them and adds the slots to that before anything is written. There is
-no AddSlots then.
+no AddSlots then, and the other branches can be added in the same place, so that o is never written.
 
 What moves does not depend on whether neighbours agree: q is read n times, the slots' o written and read n times. That
 of a pass stays below PART_BYTES by taking some tokens and key/value heads at a time, of which q is small enough for L2.
@@ -43,7 +43,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
-from cute_kernels.forced_blocks import forced_blocks_forward, takes_forced
+from cute_kernels.forced_blocks import OtherBranches, forced_blocks_forward, takes_forced
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import (
     BLOCK,
@@ -416,22 +416,76 @@ def token_selected_forward(
         ValueError: for what the kernels cannot take.
     """
     check_token_selected(q, k, v, indices, size, scale, first_token, bounds)
-    batch, tokens, heads, dim = q.shape
-    kv_heads, v_dim = v.shape[2:]
-    group, slots = heads // kv_heads, indices.shape[3]
-    o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
+    batch, tokens, heads, _ = q.shape
+    o = torch.empty((batch, tokens, heads, v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-    if o.numel() == 0 or slots == 0:
+    if o.numel() == 0 or indices.shape[3] == 0:
         return o.zero_(), lse.fill_(-math.inf)
+    _attend(q, k, v, indices, o, lse, size, scale, first_token, bounds, init, local)
+    return o, lse
+
+
+def token_selected_sum(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    others: OtherBranches,
+    out: Tensor,
+    *,
+    size: int,
+    scale: float,
+    first_token: int = 0,
+    bounds: Tensor | None = None,
+    init: int,
+    local: int,
+) -> None:
+    """The gated sum of this branch and the others, for which its o is not written.
+
+    Args:
+        q, k, v, indices, size, scale, first_token, bounds: as of `token_selected_forward`.
+        others: the other branches, of the same rows.
+        out: `[B,T,H,D_v]` in q's dtype, where to write, rows aligned; with bounds by `others.tokens`, and 0 for tokens
+            of no document. Bit for bit what gate.py makes of o.
+        init, local: as there, for which `takes_forced`.
+
+    Raises:
+        ValueError: for what the kernels cannot take.
+    """
+    check_token_selected(q, k, v, indices, size, scale, first_token, bounds)
+    if not takes_forced(size, init, local) or indices.shape[3] == 0:
+        raise ValueError(f"there must be forced blocks that fit, got init = {init}, local = {local}, size = {size}")
+    if out.numel() > 0:
+        _attend(q, k, v, indices, out, None, size, scale, first_token, bounds, init, local, others)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor | None,
+    size: int,
+    scale: float,
+    first_token: int,
+    bounds: Tensor | None,
+    init: int,
+    local: int,
+    others: OtherBranches | None = None,
+) -> None:
+    """Of at least one row and slot, into o and lse; with others their gated sum with it into o."""
+    group, slots, (dim, v_dim) = q.shape[2] // k.shape[2], indices.shape[3], (k.shape[3], v.shape[3])
     attend_forced = None
     if takes_forced(size, init, local):
         if bounds is not None:  # tokens of no document, which nothing writes
             o.zero_()
-            lse.fill_(-math.inf)
+            if lse is not None:
+                lse.fill_(-math.inf)
         attend_forced = partial(forced_blocks_forward, size=size, scale=scale, init=init, local=local, bounds=bounds)
         if slots <= init + local:  # no other blocks
-            attend_forced(q, k, v, o, lse, first_token=first_token)
-            return o, lse
+            attend_forced(q, k, v, o, lse, first_token=first_token, others=others)
+            return
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)).run
     with SideStreams(q.device) as streams:
         for visits, batches, of in passes(
@@ -449,17 +503,17 @@ def token_selected_forward(
             shape = (*visits.places.shape, group)
             parts = torch.empty((*shape, v_dim), dtype=q.dtype, device=q.device)
             part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-            queries = slice(of.start * group, of.stop * group)
-            rows = visits.rows(first_token)
+            rows, queries = visits.rows(first_token), slice(of.start * group, of.stop * group)
             tables = visits.places, visits.segments, visits.sums
             some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
-            sums = o[batches, rows, queries], lse[batches, queries, rows]
+            beside = None if others is None else others.part(batches, rows, queries)
+            some_o = o[batches, rows, queries] if others is None else others.of_out(o, batches, rows, queries)
+            some_lse = None if lse is None else lse[batches, queries, rows]
             with streams.run(visits, parts, part_lse, some):
                 visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
                 if attend_forced:
-                    given = visits.blocks, parts, part_lse
-                    attend_forced(*some, *sums, first_token=visits.first_token, slots=given)
+                    given, first = (visits.blocks, parts, part_lse), visits.first_token
+                    attend_forced(*some, some_o, some_lse, first_token=first, slots=given, others=beside)
                 else:
-                    add_slots(visits, parts, sums[0], part_lse=part_lse, lse=sums[1])
+                    add_slots(visits, parts, some_o, part_lse=part_lse, lse=some_lse)
             del parts, part_lse, visits, tables, some
-    return o, lse

@@ -91,16 +91,23 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         some = [argument(y, static) for y, static in zip((k, v, *x[:6]), statics, strict=True) if y is not None]
         return [of_groups(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
 
-    def attend_forced(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
+    def attend_forced(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, *x: Any) -> Any:
         group, size = how[2:4]
-        *tensors, first_token, scale = x
-        bounds = tensors[3]
-        shape = q.shape[0], q.shape[2] // group, q.shape[1]
-        (batch, token, head, _), (of_batch, of_head, _) = o.stride(), lse.stride()
-        some = [argument(k, (3,)), argument(v, (3,)), tensor_argument(o, shape, [batch, head * group, token, head])]
-        some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
-        statics = (), (3, 4), (3,), (0,)
-        some += [argument(y, static) for y, static in zip(tensors, statics, strict=True) if y is not None]
+        blocks_of, parts, part_lse, cmp, win, gates, tokens, bounds, first_token, scale = x
+
+        def places(y: Tensor) -> bytes:
+            """[B, T, H, D] as [B, H_kv, T, G, D]."""
+            (batch, token, head, _), (batches, length, heads, _) = y.stride(), y.shape
+            return tensor_argument(y, (batches, heads // group, length), [batch, head * group, token, head])
+
+        some = [argument(k, (3,)), argument(v, (3,)), places(o)]
+        if lse is not None:
+            (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
+            some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
+        slots = (blocks_of, ()), (parts, (3, 4)), (part_lse, (3,))
+        some += [argument(y, static) for y, static in slots if y is not None]
+        some += [places(y) for y in (cmp, win, gates) if y is not None]
+        some += [argument(y, static) for y, static in ((tokens, ()), (bounds, (0,))) if y is not None]
         blocks = -(-(first_token % size + q.shape[1]) // size)
         if bounds is not None:
             blocks = (q.shape[1] + bounds.shape[1] * (size - 1)) // size

@@ -214,15 +214,19 @@ def attend_forced(
     k: Tensor,
     v: Tensor,
     o: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     blocks: Tensor | None,
     parts: Tensor | None,
     part_lse: Tensor | None,
+    cmp: Tensor | None,
+    win: Tensor | None,
+    gates: Tensor | None,
+    tokens: Tensor | None,
     bounds: Tensor | None,
     first_token: int,
     scale: float,
 ) -> None:
-    """Tokens of no document are left as they are."""
+    """Tokens of no document are left as they are. With cmp and win their gated sum goes to o."""
     _, _, group, size, init, local = how[:6]
     position, key = torch.arange(first_token, first_token + q.shape[1]), torch.arange(k.shape[1])
     start = torch.zeros_like(position)
@@ -246,9 +250,23 @@ def attend_forced(
         there = (blocks >= 0).repeat_interleave(group, 1)
         lses = torch.cat([lses, of_heads(part_lse).masked_fill(~there, -math.inf)], 3)
         sums = torch.cat([sums, of_heads(parts).float().masked_fill(~there[..., None], 0)], 3)
-    lse[:, :, exists] = lses.logsumexp(-1)[:, :, exists]
-    total = torch.einsum("bhts,bhtsd->bthd", lses.softmax(-1), sums)
-    o[:, exists] = total[:, exists].to(o.dtype)
+    if lse is not None:
+        lse[:, :, exists] = lses.logsumexp(-1)[:, :, exists]
+    total = torch.einsum("bhts,bhtsd->bthd", lses.softmax(-1), sums)[:, exists].to(o.dtype)
+    to = exists.nonzero()[:, 0]
+    if tokens is not None and bounds is not None:
+        to = (position - start + tokens[mine])[exists]
+    if cmp is not None and win is not None:
+        weights = torch.full((1, 1, 1, 3), 1 / 3) if gates is None else gates[:, to].float()
+        total = gated((cmp[:, exists], total, win[:, exists]), weights)
+    o[:, to] = total
+
+
+def gated(branches: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+    """As GatedSum: fp32, rounded once."""
+    total = sum(o.float() * gates[..., i : i + 1] for i, o in enumerate(branches))
+    assert isinstance(total, Tensor)
+    return total.to(branches[0].dtype)
 
 
 def add_slots(
