@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tests.ptx import Program, tensor_argument
-from tests.test_token_selected import forward_from, make, small_passes
-from tests.token_selected_twins import Twin, add_up
+from tests.test_token_selected import apart, forward_from, make, small_passes
+from tests.token_selected_twins import Twin, add_up, gated
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -47,6 +47,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     from cute_kernels import (
         documents,
         forced_blocks,
+        gate,
         jit,
         segments,
         token_selected,
@@ -66,6 +67,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         "backward": token_selected_backward,
         "tiles": token_tiles,
         "forced": forced_blocks,
+        "gate": gate,
     }
     real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
 
@@ -132,6 +134,13 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
             128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], ((), (3, 4), (3,), (3,), ()), how, blocks, *x
         )
 
+    def gated_sum(how: Any, *x: Any) -> Any:
+        statics = (3,), (1, 2), (3,), (), *[(3,)] * 4
+        some = [argument(y, static) for y, static in zip(x, statics, strict=True) if y is not None]
+        batches, tokens, heads, _ = (x[2] if x[7] is None else x[7]).shape
+        rows = 128 // max(dim // 8 for dim in how[:2])  # of a CTA
+        return some, (batches * -(-tokens // rows) * heads, 1, 1)
+
     def add_parts(how: Any, *x: Any) -> Any:
         given = [
             argument(y, s) for y, s in zip(x, ((2,), (2,), (2,), (3, 4), (3,), (0,)), strict=True) if y is not None
@@ -145,6 +154,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     patch("segments", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
     patch("tiles", "_attend", attend_tiles)
     patch("forced", "_attend", attend_forced)
+    patch("gate", "_compiled", gated_sum)
     patch("forward", "_visit", visit)
     patch("forward", "_add", add_slots)
     patch("backward", "_visit", visit_gradients)
@@ -253,6 +263,59 @@ def test_slots_beside_forced_blocks_interpreted(case: str, monkeypatch: pytest.M
     make(tokens, device="cpu", **options).check_forward()
 
 
+SUMS: dict[str, tuple[Any, torch.dtype | None, int]] = {
+    "many rows": (SLOTS["many rows"], torch.float32, 0),
+    "odd group, D_v, fp16": (SLOTS["odd group, D_v, fp16"], None, 0),
+    "from mid-block": (SLOTS["128 tokens"], torch.bfloat16, 200),
+    "documents": (SLOTS["documents"], torch.bfloat16, 0),
+    "documents without slots": (FORCED["documents"], None, 0),
+    "one token": (FORCED["one token"], torch.float32, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "case"),
+    [*itertools.product(["warpgroups, late"], SUMS), *itertools.product(["warps, late"], ON_WARPS)],
+    indirect=["interpreted"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_branches_added_in_place(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes as above; of documents every one begins with a row of its own, with NaN between them."""
+    small_passes(monkeypatch, 96, 1 << 18, 100)
+    (tokens, options, *_), gates, first = SUMS[case]
+    make(tokens, device="cpu", **{"count": None, **options}).check_sum(gates, first)
+
+
+@pytest.mark.parametrize("interpreted", LATE[1:], indirect=True)
+@pytest.mark.parametrize(("dim", "v_dim", "behind"), [(64, 64, 0), (128, 64, 3), (64, 128, 3)])
+@pytest.mark.usefixtures("interpreted")
+def test_gates_alone(dim: int, v_dim: int, behind: int) -> None:
+    """Those that GatedSum projects, and that it weighs by, bit for bit; q of no document may be anything."""
+    from cute_kernels.gate import gated_sum, project_gates
+
+    generator = torch.Generator().manual_seed(3)
+    q, weight, *o = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((1, 37, 3, dim), (3, 3, dim), *[(1, 40, 3, v_dim)] * 3)
+    )
+    rows, there = None, 37 - behind
+    if behind:
+        rows = torch.cat([torch.randperm(40, generator=generator)[:there].int(), torch.full((behind,), -1).int()])
+        q[:, there:] = math.nan
+    gates = project_gates(q, weight, rows=rows)
+    expected = torch.einsum("bnhd,hgd->bnhg", q.double(), weight.double()).sigmoid()
+    torch.testing.assert_close(gates[:, :there].double(), expected[:, :there], rtol=0, atol=1e-6)
+    out = torch.full((1, 37, 3, v_dim), math.nan, dtype=q.dtype)
+    o = [x[:, :37] for x in o] if rows is None else o
+    of_sum = gated_sum(*o, out, q=q, gate_proj_weight=weight, rows=rows)
+    assert of_sum is not None
+    assert torch.equal(gates, of_sum)
+    at = torch.arange(37) if rows is None else rows[:there].long()
+    cmp, slc, win = (x[:, at] for x in o)
+    assert torch.equal(out[:, :there], gated((cmp, slc, win), gates[:, :there]))
+    assert not out[:, there:].any()
+
+
 @pytest.mark.parametrize("interpreted", LATE[1:], indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_rows_between_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,16 +328,11 @@ def test_rows_between_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = inputs.bounds.clone()
     bounds[TOKEN, 1:] += 130
     rows = torch.cat([torch.arange(70), torch.arange(200, 330)])
-
-    def apart(x: Tensor, dim: int, fill: float) -> Tensor:
-        shape = [340 if i == dim else n for i, n in enumerate(x.shape)]
-        return torch.full(shape, fill, dtype=x.dtype).index_copy(dim, rows, x)
-
-    spread = {name: apart(getattr(inputs, name), 1, math.nan) for name in ("q", "k", "v")}
-    o, lse = replace(inputs, **spread, indices=apart(inputs.indices, 2, 0), bounds=bounds).forward()
+    spread = {name: apart(getattr(inputs, name), 1, rows, 340, math.nan) for name in ("q", "k", "v")}
+    o, lse = replace(inputs, **spread, indices=apart(inputs.indices, 2, rows, 340, 0), bounds=bounds).forward()
     expected, expected_lse = inputs.forward()
-    assert torch.equal(o, apart(expected, 1, 0))
-    assert torch.equal(lse, apart(expected_lse, 2, -math.inf))
+    assert torch.equal(o, apart(expected, 1, rows, 340, 0))
+    assert torch.equal(lse, apart(expected_lse, 2, rows, 340, -math.inf))
 
 
 @pytest.mark.parametrize("interpreted", LATE, indirect=True)

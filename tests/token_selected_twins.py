@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import documents, forced_blocks, segments, token_selected, token_selected_backward, token_tiles
+from cute_kernels import documents, forced_blocks, gate, segments, token_selected, token_selected_backward, token_tiles
 from cute_kernels.documents import LENGTH, ROW, TILE, TOKEN
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE
 
@@ -34,6 +34,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
     patch.setattr(token_tiles, "_attend", lambda *how: Twin(lambda *x: attend_tiles(how, *x)))
     patch.setattr(forced_blocks, "_attend", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
+    patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
     patch.setattr(token_selected, "_add", lambda *_, weighted, units, skip: Twin(lambda *x: add_slots(units, *x)))
     patch.setattr(token_selected_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 
@@ -236,6 +237,9 @@ def attend_forced(
         start, exists = bounds[TOKEN, mine], position < bounds[TOKEN, mine] + bounds[LENGTH, mine]
     number, own = (key - start[:, None]) // size, ((position - start) // size)[:, None]
     visible = (key >= start[:, None]) & (key <= position[:, None]) & ((number < init) | (number > own - local))
+    visible &= exists[:, None]
+    read = visible.any(0)
+    k, v, visible = k[:, read], v[:, read], visible[:, read]
     keys, values = (x.float().repeat_interleave(group, 2) for x in (k, v))
     logits = torch.einsum("bihd,bjhd->bhij", q.float(), keys) * scale
     logits = logits.masked_fill(~visible, -math.inf)
@@ -263,10 +267,35 @@ def attend_forced(
 
 
 def gated(branches: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
-    """As GatedSum: fp32, rounded once."""
-    total = sum(o.float() * gates[..., i : i + 1] for i, o in enumerate(branches))
-    assert isinstance(total, Tensor)
+    """As gate.weigh, bit for bit: fma in fp32, then rounded. Args: gates in fp32."""
+    total = branches[0].float() * gates[..., :1]
+    for i in range(1, 3):
+        total = (branches[i].double() * gates[..., i : i + 1].double() + total.double()).float()
     return total.to(branches[0].dtype)
+
+
+def gated_sum(
+    q: Tensor | None,
+    weight: Tensor | None,
+    gates: Tensor | None,
+    rows: Tensor | None,
+    cmp: Tensor | None,
+    slc: Tensor | None,
+    win: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    if q is not None and weight is not None and gates is not None:
+        known = q if rows is None else q.masked_fill((rows < 0)[:, None, None], 0)
+        gates.copy_(torch.einsum("bnhd,hgd->bnhg", known.float(), weight.float()).sigmoid())
+    if cmp is not None and slc is not None and win is not None and out is not None:
+        weights = torch.full((1, 1, 1, 3), 1 / 3) if gates is None else gates.float()
+        if rows is None:
+            out.copy_(gated((cmp, slc, win), weights))
+        else:
+            there, at = rows >= 0, rows[rows >= 0].long()
+            weights = weights.expand(1, len(rows), -1, -1)[:, there]
+            out.zero_()
+            out[:, there] = gated((cmp[:, at], slc[:, at], win[:, at]), weights)
 
 
 def add_slots(
