@@ -46,22 +46,18 @@ def load_branches(
     first_vector: Int32,  # of the row's vectors, the first one in the accumulator
     vectors: cutlass.Constexpr[int],  # of a lane
 ) -> Loaded:
-    """Nothing here waits for the loads."""
+    """Of the row, or of its token's one of that head where it does not exist. Nothing here waits for the loads."""
     rCmp, rWin = (cute.make_rmem_tensor((VECTOR, vectors), others.gCmp.element_type) for _ in range(2))
     rGates = cute.make_rmem_tensor(3, Float32)
-    rCmp.fill(0.0)
-    rWin.fill(0.0)
     rGates.fill(1.0 / 3.0)
-    if row.exists:
-        for gX, rX in ((others.gCmp, rCmp), (others.gWin, rWin)):
-            for j in range_constexpr(vectors):
-                vector = first_vector + j * QUAD + cute.arch.lane_idx() % QUAD
-                piece = cute.local_tile(gX[row.token, row.head, None], (VECTOR,), (vector,))
-                cute.autovec_copy(piece, rX[None, j])
-        gGates = others.gGates
-        if const_expr(gGates is not None):
-            for b in range_constexpr(3):
-                rGates[b] = gGates[row.token, row.head, b].to(Float32)
+    for gX, rX in ((others.gCmp, rCmp), (others.gWin, rWin)):
+        for j in range_constexpr(vectors):
+            vector = first_vector + j * QUAD + cute.arch.lane_idx() % QUAD
+            cute.autovec_copy(cute.local_tile(gX[row.token, row.head, None], (VECTOR,), (vector,)), rX[None, j])
+    gGates = others.gGates
+    if const_expr(gGates is not None):
+        for b in range_constexpr(3):
+            rGates[b] = gGates[row.token, row.head, b].to(Float32)
     return Loaded(rCmp, rWin, rGates)
 
 
