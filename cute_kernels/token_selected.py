@@ -38,6 +38,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import CopyG2ROp, LoadCacheMode
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
@@ -245,6 +246,10 @@ class AddSlots:
             rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
             rPairs = cute.recast_tensor(rPart, Int32)
             rWeight = cute.make_rmem_tensor(BATCH, Float32)
+            # They are read once: what leaves L2 for them should not be what is read again, the queries
+            once = cute.make_copy_atom(
+                CopyG2ROp(), mParts.element_type, num_bits_per_copy=128, load_cache_mode=LoadCacheMode.STREAMING
+            )
             parts = slots * self.units
             for start in cutlass.range(0, parts, BATCH, unroll=1):
                 # Nothing but which blocks to skip is waited for before all loads are under way
@@ -263,7 +268,7 @@ class AddSlots:
                     if loads:
                         place = token * parts + part
                         gPart = mParts[batch, kv_head, place, head, None]
-                        cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (vector,)), rPart[None, i])
+                        cute.copy(once, cute.local_tile(gPart, (VECTOR,), (vector,)), rPart[None, i])
                         visits = cutlass.Boolean(True)
                         if const_expr(not self.skip):
                             visits = gBlocks[part // self.units] >= 0
