@@ -1,5 +1,7 @@
 """The best blocks of a row: which are forced, and a list in shared memory that takes in chunk after chunk of scores.
 
+score.py keeps such lists; token_best.py has the forced blocks from here, and its list in registers.
+
 A row is what chooses: a query tile, or one token. Its list has `count` places, sorted: forced blocks first with the
 score +inf, then the highest scores, the lower index first among equals; -inf and -1 mark places not taken. Scores come
 in the order of their blocks, 32 at a time, one in each lane of the row's warp. Whatever beats the last place goes to
@@ -144,13 +146,18 @@ class BestBlocks:
     @cute.jit
     def begin_list(self, sBest: cute.Tensor, sIndex: cute.Tensor, sRow: cute.Tensor):
         """The forced blocks alone."""
-        init, low, high = sRow[INIT], sRow[LOW], sRow[HIGH]
         for slot in range_constexpr(self.slots):
             place = slot * LANES + cute.arch.lane_idx()
-            block = place if place < init else low + place - init
-            taken = place < init + high - low
-            sBest[place] = Float32.inf if taken else -Float32.inf
-            sIndex[place] = block if taken else Int32(-1)
+            block = self.forced_block(sRow, place)
+            sBest[place] = Float32.inf if block >= 0 else -Float32.inf
+            sIndex[place] = block
+
+    @cute.jit
+    def forced_block(self, sRow: cute.Tensor, place: Int32) -> Int32:
+        """What is forced at a place, -1: nothing."""
+        init, low, high = sRow[INIT], sRow[LOW], sRow[HIGH]
+        block = place if place < init else low + place - init
+        return block if place < init + high - low else Int32(-1)
 
     @cute.jit
     def merge(
@@ -203,21 +210,27 @@ class BestBlocks:
     @cute.jit
     def write_list(self, sIndex: cute.Tensor, gIndices: cute.Tensor):
         """The chosen blocks in ascending order, then -1."""
+        rIndex = cute.make_rmem_tensor(self.slots, Int32)
+        for slot in range_constexpr(self.slots):
+            rIndex[slot] = sIndex[slot * LANES + cute.arch.lane_idx()]
+        self.write_places(rIndex, gIndices)
+
+    @cute.jit
+    def write_places(self, rIndex: cute.Tensor, gIndices: cute.Tensor):
+        """The same from registers; what is behind `count` places may hold anything."""
         lane = cute.arch.lane_idx()
         count = self.blocks.count
-        rIndex = cute.make_rmem_tensor(self.slots, Int32)
         taken = Int32(0)
         for slot in range_constexpr(self.slots):
-            place = slot * LANES + lane
-            rIndex[slot] = sIndex[place] if place < count else Int32(-1)
+            rIndex[slot] = rIndex[slot] if slot * LANES + lane < count else Int32(-1)
             taken += cute.arch.popc(cute.arch.vote_ballot_sync(rIndex[slot] >= 0))
         for slot in range_constexpr(self.slots):
+            place = slot * LANES + lane
             rank = Int32(0)
             for other in range_constexpr(self.slots):
                 for source in cutlass.range(LANES, unroll=4):
                     index = cute.arch.shuffle_sync(rIndex[other], source)
                     rank += Int32(1) if (index >= 0) & (index < rIndex[slot]) else Int32(0)
-            place = slot * LANES + lane
             if rIndex[slot] >= 0:
                 gIndices[rank] = rIndex[slot]
             if (place >= taken) & (place < count):

@@ -342,7 +342,7 @@ vars(STAND_INS["cute"]).update(
     size=len,
     domain_offset=_domain_offset,
     local_tile=lambda memory, size, at: Memory(memory.values[at[0] * size[0] : (at[0] + 1) * size[0]]),
-    make_layout=lambda shape, stride: shape,
+    make_layout=lambda shape, stride=None: shape,
     make_identity_tensor=lambda shape: shape,
     make_copy_atom=lambda *_, **__: None,
     make_tiled_copy_A=lambda atom, mma: mma,

@@ -476,7 +476,9 @@ class Cta:
         elif what == "wgmma":
             self.multiply_together(name, operands)
         elif what == "vote":
-            self.vote(operands)
+            self.vote(name, operands)
+        elif what == "redux":
+            self.reduce(name, operands)
         elif what == "shfl":
             self.shuffle(name, operands)
         elif what == "cvt":
@@ -555,9 +557,19 @@ class Cta:
         everywhere[self.active] = self.get(operands[1], "u4")
         self.put(operands[0].partition("|")[0], everywhere[threads])
 
-    def vote(self, operands: list[str]) -> None:
-        """The ballot."""
+    def vote(self, name: tuple[str, ...], operands: list[str]) -> None:
         pred = np.zeros(self.count, "u4")
         pred[self.active] = self.get(operands[1], np.bool_)
         ballots = (pred.reshape(-1, LANES) << np.arange(LANES, dtype="u4")).sum(1, dtype="u4")
-        self.put(operands[0], ballots[self.thread[self.active] // LANES])
+        ballot = ballots[self.thread[self.active] // LANES]
+        self.put(operands[0], ballot != 0 if name[2] == "any" else ballot)
+
+    def reduce(self, name: tuple[str, ...], operands: list[str]) -> None:
+        """Over whole warps."""
+        kind = TYPES[name[3]]
+        values = np.zeros(self.count, kind)
+        values[self.active] = self.get(operands[1], kind)
+        if not self.active.reshape(-1, LANES)[self.thread[self.active] // LANES].all():
+            raise RuntimeError("a reduction in which not all lanes take part")
+        function = {"max": np.maximum, "min": np.minimum}[name[2]]
+        self.put(operands[0], function.reduce(values.reshape(-1, LANES), 1)[self.thread[self.active] // LANES])

@@ -13,12 +13,9 @@ import torch
 
 from cute_kernels.best_blocks import HIGH, INIT, LIMIT, LOW, BestBlocks, Blocks
 from cute_kernels.block_lists import Keys
-from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, TILE, TOKEN
 from cute_kernels.score import TopBlocks
-from cute_kernels.token_blocks import LOG2_E, THREADS, TokenBlocks
 from nsa import NSAConfig, reference
-from tests import token_blocks_model as model
-from tests.lanes import LANES, WARP, Cta, Memory, Mma, Shared, plain
+from tests.lanes import LANES, WARP, Shared, plain
 
 SPEC = Blocks(32, 16, 64, 16, init=1, local=2)
 COUNTS = (1, 16, 33)
@@ -110,55 +107,6 @@ def best_row(best: Any, row: Shared, tile: int, tokens: int, entries: int) -> An
     return WARP.run(begin, each=(list(range(LANES)),))[0]
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        SPEC,
-        replace(SPEC, count=3),
-        Blocks(64, 64, 64, 40),
-        Blocks(96, 32, 32, 5, init=1),
-        Blocks(48, 16, 80, 9, local=1),
-        replace(SPEC, count=100, init=0, local=0),  # more than there are: what no one sees stays out
-    ],
-    ids=lambda spec: str(astuple(spec)),
-)
-def test_token_scores_are_pooled_and_merged(spec: Blocks) -> None:
-    """One token's steps, against tests/token_blocks_model.py in the same precision."""
-    kernel = plain(TokenBlocks)(128, cutlass.BFloat16, 16, spec, Keys(spec.length, spec.stride))
-    kernel.best, kernel.blocks = best_blocks(spec), plain(Blocks)(*astuple(spec))
-    token = 300 * spec.stride
-    sRow = Shared(np.full(4, -9))
-    best_row(kernel.best, sRow, token, token + 1, 1 << 20)
-    limit = int(sRow.values[LIMIT])
-    sBest, sIndex = Shared(np.zeros(kernel.best.places, np.float32)), Shared(np.zeros(kernel.best.places, int))
-    WARP.run(kernel.best.begin_list, sBest, sIndex, sRow)
-    expected = model.TokenList(spec, token)
-    generator = np.random.default_rng(0)
-    probabilities = np.zeros(4096, np.float32)
-    probabilities[:limit] = generator.random(limit)
-    probabilities[:8] += 1  # forced blocks are among the best ones too
-    probabilities[limit - 8 : limit] += 1
-    steps = -(-(token // spec.size + 1) // kernel.per_step)
-    assert steps > 1 or spec.stride == spec.size or spec.size < 64
-    for step in range(steps):
-        first = step * kernel.per_step * kernel.ratio - kernel.before
-        entries = np.array([probabilities[first + i] if first + i >= 0 else 0 for i in range(256)], np.float32)
-        columns = -(-256 // kernel.ratio) + len(kernel.weights)
-        places = np.full((kernel.ratio, columns), np.nan, np.float32)
-        for i in range(256):
-            places[i % kernel.ratio, i // kernel.ratio] = entries[i]
-        first_block = step * kernel.per_step
-        WARP.run(kernel._merge_scores, Shared(places), sBest, sIndex, sRow, first_block)
-        for chunk in range(0, kernel.per_step, LANES):
-            some = range(chunk, min(chunk + LANES, kernel.per_step))
-            pooled = torch.zeros(len(some))
-            for i, weight in enumerate(kernel.weights):
-                part = torch.from_numpy(entries[[o * kernel.ratio + i for o in some]]).double()
-                pooled = (part * np.float32(weight) + pooled.double()).float()
-            expected.take(pooled, first_block + chunk, limit)
-    assert written(kernel.best, sIndex) == expected.written().tolist()
-
-
 @pytest.mark.parametrize("spec", [SPEC, Blocks(64, 64, 64, 40), Blocks(20, 7, 64, 9, init=2)], ids=str)
 def test_tile_scores_are_pooled_and_merged(spec: Blocks) -> None:
     """A row of score.py, with means in place of importances; scores that round nowhere."""
@@ -189,75 +137,3 @@ def test_tile_scores_are_pooled_and_merged(spec: Blocks) -> None:
     init, low, high = (int(sRow.values[i]) for i in (INIT, LOW, HIGH))
     forced = {*range(init), *range(low, high)}
     assert written(kernel.best, sIndex) == expected_list(scores, forced, spec.count)
-
-
-SMALL = Blocks(2, 1, 4, 7, init=1, local=2)
-"""A step covers 252 tokens."""
-DIM, KV_HEADS, SCALE = 64, 2, 0.125
-
-
-def token_kernel(group: int) -> Any:
-    kernel = plain(TokenBlocks)(DIM, cutlass.BFloat16, group, SMALL, Keys(SMALL.length, SMALL.stride))
-    kernel.best, kernel.blocks = best_blocks(SMALL), plain(Blocks)(*astuple(SMALL))
-    kernel.keys = plain(Keys)(SMALL.length, SMALL.stride)
-    return kernel
-
-
-def run_cta(kernel: Any, item: int, tensors: list[Memory], tables: list[Memory | None], *numbers: int) -> None:
-    """Args: q, k, lse and indices; bounds and tiles; tokens, first token, T."""
-    tiling, q, k = kernel.tiling, *tensors[:2]
-    layout_q = tiling.rows, DIM, tiling.tokens * kernel.group // tiling.rows
-    layouts = layout_q, (256, DIM), (tiling.rows, kernel.ratio, 256 // kernel.ratio + 2)
-    mma = Mma(tiling.entry_warps, tiling.token_warps)
-    cta = Cta(THREADS, item, -(-q.shape[1] // tiling.tokens) * q.shape[0] * k.shape[2])
-    cta.run(kernel.kernel, *tensors, *tables, SCALE * LOG2_E, *numbers, mma, *layouts)
-
-
-def normal_tensors(batch: int, group: int, rows: int, entries: int) -> list[np.ndarray[Any, Any]]:
-    """q, k and lse."""
-    generator = np.random.default_rng(2)
-    q, k = (generator.normal(size=(batch, n, h * KV_HEADS, DIM)) for n, h in ((rows, group), (entries, 1)))
-    return [q, k, generator.normal(size=(batch, group * KV_HEADS, rows)) + 5]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("group", "tokens", "items"), [(3, 600, (0, 3)), (64, 260, (0,))])
-def test_the_whole_kernel(group: int, tokens: int, items: tuple[int, ...]) -> None:
-    """The last tile, of the last head of the last sequence and of the first: steps, parts, heads, loads, lists."""
-    batch, start, rows = 2, 5, tokens - 5
-    kernel = token_kernel(group)
-    arrays = normal_tensors(batch, group, rows, tokens - 1)
-    indices = np.full((batch, KV_HEADS, rows, SMALL.count), -9)
-    tensors = [*(Memory(x.astype(np.float32)) for x in arrays), Memory(indices)]
-    expected = model.token_blocks(*map(torch.from_numpy, arrays), SMALL, SCALE, tokens=64, entries=256, start=start)
-    first = (rows - 1) // kernel.tiling.tokens * kernel.tiling.tokens
-    for item in items:
-        run_cta(kernel, item, tensors, [None, None], tokens, start, 0)
-        at = (-1, -1) if item == 0 else (0, 0)
-        assert indices[at][first:].tolist() == expected[at][first:].tolist()
-    assert (indices[:, :, :first] == -9).all()
-
-
-@pytest.mark.slow
-def test_the_whole_kernel_for_documents() -> None:
-    """A long document and what follows it: an empty one, a short one, unused rows. Tiles of 64, entries from 128 on."""
-    lengths, tile, used, rows = (300, 0, 60), 64, 6, 8 * 64
-    kernel = token_kernel(1)
-    arrays = normal_tensors(1, 1, rows, 512)
-    indices = np.full((1, KV_HEADS, rows, SMALL.count), -1)
-    firsts = {TOKEN: (0, 300, 300, 360), TILE: (0, 5, 5, 6), ROW: (0, 320, 320, 384), ENTRY: (0, 384, 384, 512)}
-    bounds = np.full((6, 4), -9)
-    for name, numbers in {**firsts, LENGTH: (*lengths, 0)}.items():
-        bounds[name] = numbers
-    tiles = np.full((2, rows // tile), -9)
-    tiles[DOCUMENT] = [0] * 5 + [2] + [-1] * 2
-    tensors = [*(Memory(x.astype(np.float32)) for x in arrays), Memory(indices)]
-    expected = np.full_like(indices, -1)
-    q, k, lse = map(torch.from_numpy, arrays)
-    for row, entry, length in ((0, 0, 300), (320, 384, 60)):
-        at = slice(row, row + length)
-        own = q[:, at], k[:, entry : entry + length - 1], lse[:, :, at]
-        expected[:, :, at] = model.token_blocks(*own, SMALL, SCALE, tokens=64, entries=256)
-    for item in (0, 2 * (8 - used), 2 * (8 - used) + 2):  # unused; the short document's; the long one's last
-        run_cta(kernel, item, tensors, [Memory(bounds), Memory(tiles)], -9, -9, tile)
-    assert indices[0, 1, 256:].tolist() == expected[0, 1, 256:].tolist()

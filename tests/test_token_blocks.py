@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,16 @@ from torch import Tensor
 
 from cute_kernels.best_blocks import Blocks
 from cute_kernels.token_blocks import (
-    ENTRIES,
-    TILINGS,
+    ALIGNED_ROWS,
+    LANES,
+    REGISTERS,
+    SCORE_BYTES,
+    SMEM_BYTES,
+    Tiling,
     choose_tiling,
     overlap_weights,
     score_layout,
+    smem_bytes,
     token_blocks,
 )
 from nsa import NSAConfig, reference
@@ -133,30 +139,38 @@ def test_overlap_weights_are_those_of_every_block(name: str) -> None:
         assert got == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("entries", [192, 256])
 @pytest.mark.parametrize("name", SIZES)
-def test_scores_have_no_bank_conflicts(name: str) -> None:
+def test_scores_have_no_bank_conflicts(name: str, entries: int) -> None:
     """Places of a row do not overlap; a warp writes 8 entries of 4 pairs of tokens, lanes read consecutive blocks."""
     blocks = blocks_of(SIZES[name])
     ratio = blocks.size // blocks.stride
-    columns, stride = score_layout(blocks)
+    columns, stride = score_layout(blocks, entries)
 
     def place(row: int, entry: int) -> int:
         return row * stride + entry % ratio * columns + entry // ratio
 
-    places = {place(row, entry) for row in range(16) for entry in range(ENTRIES)}
-    assert len(places) == 16 * ENTRIES
-    for first in range(0, ENTRIES, 8):
+    places = {place(row, entry) for row in range(16) for entry in range(entries)}
+    assert len(places) == 16 * entries
+    for first in range(0, entries, 8):
         banks = {place(2 * pair, first + i) % 32 for pair in range(4) for i in range(8)}
         assert len(banks) == 32 or 8 % ratio != 0
 
 
 def test_tilings() -> None:
+    """What the limits allow fits; steps cover a block; two groups of warps make up a CTA; registers are enough."""
     paper = Blocks(32, 16, 64, 16, init=1, local=2)
-    chosen = {(dim, group): choose_tiling(dim, group, paper) for dim in (64, 128) for group in range(1, 65)}
-    assert None not in chosen.values()
-    assert chosen[128, 16] == TILINGS[1]
-    assert chosen[128, 64] == TILINGS[3]
-    assert choose_tiling(128, 64, replace(paper, count=2048)) is None
+    most, fewer = Blocks(2, 1, 255, 16), Blocks(1, 1, 192, 16)
+    assert [len(overlap_weights(blocks)) for blocks in (most, fewer)] == [256, 192]
+    for blocks, dim, group, warpgroups in itertools.product((paper, most, fewer), (64, 128), range(1, 65), (0, 1)):
+        tiling = choose_tiling(dim, group, blocks, bool(warpgroups))
+        assert smem_bytes(tiling, dim, group, blocks) <= SMEM_BYTES
+        assert ALIGNED_ROWS % tiling.tokens == tiling.tokens % tiling.rows == tiling.rows % tiling.pool_warps == 0
+        assert len(overlap_weights(blocks)) <= tiling.entries == (192 if warpgroups and blocks != most else 256)
+        math, pool = REGISTERS[tiling.math_warps]
+        assert LANES * (tiling.math_warps * math + tiling.pool_warps * pool) <= 1 << 16
+    assert choose_tiling(128, 16, paper, warpgroups=True) == Tiling(32, 16, math_warps=12, entries=192)
+    assert choose_tiling(128, 64, paper, warpgroups=False) == Tiling(8, 8, math_warps=8, entries=256)
 
 
 def test_bad_arguments_are_named() -> None:
@@ -173,7 +187,7 @@ def test_bad_arguments_are_named() -> None:
         (ValueError, "causal=True", (q, k_cmp, lse, replace(PAPER, causal=False))),
         (ValueError, "compress_stride that divides", (q, k_cmp, lse, replace(PAPER, compress_stride=12))),
         (ValueError, r"l'/d \+ l/d - 1", (q, k_cmp, lse, replace(PAPER, select_block_size=4096))),
-        (ValueError, "shared memory", (q, k_cmp, lse, replace(PAPER, num_selected_blocks=4096))),
+        (ValueError, "at most 256 num_selected_blocks", (q, k_cmp, lse, replace(PAPER, num_selected_blocks=4096))),
     ]
     for error, message, arguments in cases:
         with pytest.raises(error, match=message):
@@ -195,6 +209,11 @@ GPU_CASES: dict[str, dict[str, Any]] = {
     "blocks of one entry, many": {"compress_block_size": 16, "compress_stride": None, "select_block_size": 16},
     "l > l'": {"compress_block_size": 96, "compress_stride": 32, "select_block_size": 32},
     "odd ratio": {"compress_block_size": 48, "compress_stride": 16, "select_block_size": 80},
+    "more entries than three warpgroups take": {
+        "compress_block_size": 4,
+        "compress_stride": 1,
+        "select_block_size": 192,
+    },
     "scale": {"softmax_scale": 0.5},
 }
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -397,14 +416,23 @@ def test_documents_are_what_they_are_alone(group: int) -> None:
 
 
 @on_cuda
-def test_memory_is_that_of_the_indices() -> None:
-    inputs = on_gpu(1 << 15, 16, 1)
-    entries = PAPER.num_compressed(1 << 15)
+def test_memory_is_that_of_the_indices_and_some_scores() -> None:
+    inputs = on_gpu(1 << 16, 32, 2)
+    entries = PAPER.num_compressed(1 << 16)
     k_cmp = inputs.k[:, :entries].contiguous()
-    lse = torch.full((1, 16, 1 << 15), 8.0, device="cuda")
+    lse = torch.full((1, 32, 1 << 16), 8.0, device="cuda")
     token_blocks(inputs.q, k_cmp, lse, PAPER)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     got = token_blocks(inputs.q, k_cmp, lse, PAPER)
-    assert torch.cuda.max_memory_allocated() - before <= 4 * got.numel() + 4096
+    assert torch.cuda.max_memory_allocated() - before <= 4 * got.numel() + SCORE_BYTES + 4096
+
+
+@on_cuda
+def test_scores_of_some_tokens_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = on_gpu(3000, 16, 2, batch=2)
+    k_cmp, lse, _ = compressed(inputs, PAPER)
+    expected = choose(inputs, PAPER, k_cmp, lse)
+    monkeypatch.setattr("cute_kernels.token_blocks.SCORE_BYTES", 1)
+    assert torch.equal(choose(inputs, PAPER, k_cmp, lse), expected)

@@ -1,7 +1,6 @@
-"""cute_kernels/token_blocks.py and best_blocks.py in PyTorch: the same steps, chunks of lanes and lists, in any dtype.
+"""cute_kernels/token_blocks.py and token_best.py in PyTorch: the same steps and the same order of blocks, in any dtype.
 
-What is not there is poisoned: rows of a step that are no entries hold NaN, and a place of a list must be written by
-exactly one lane.
+What is not there is poisoned: rows of a step that are no entries, and scores that are not written, are NaN.
 """
 
 from __future__ import annotations
@@ -14,41 +13,47 @@ from torch import Tensor
 from cute_kernels.best_blocks import Blocks
 from cute_kernels.token_blocks import overlap_weights
 
-LANES = 32
-
 
 def token_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor, blocks: Blocks, scale: float, *, tokens: int, entries: int, start: int = 0
 ) -> Tensor:
-    """Chosen blocks `[B,H_kv,N,k]` of q `[B,N,H,D]`, k_cmp `[B,E,H_kv,D]`, lse `[B,H,N]`.
+    """Chosen blocks `[B,H_kv,N,k]`. Arguments are those of token_scores."""
+    scores = token_scores(q, k_cmp, lse, blocks, scale, tokens=tokens, entries=entries, start=start)
+    rows = [best(row, blocks, start + i % q.shape[1]) for i, row in enumerate(scores.flatten(0, 2))]
+    return torch.tensor(rows).view(*scores.shape[:3], blocks.count)
+
+
+def token_scores(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, blocks: Blocks, scale: float, *, tokens: int, entries: int, start: int = 0
+) -> Tensor:
+    """Scores `[B,H_kv,N,blocks]` of q `[B,N,H,D]`, k_cmp `[B,E,H_kv,D]`, lse `[B,H,N]`.
 
     Args:
         tokens, entries: of a CTA, and of a step.
     """
     batch, rows, heads, _ = q.shape
     kv_heads = k_cmp.shape[2]
-    indices = torch.full((batch, kv_heads, rows, blocks.count), -1)
+    scores = q.new_full((batch, kv_heads, rows, -(-(start + rows) // blocks.size)), math.nan)
     for b in range(batch):
         for h in range(kv_heads):
             group = slice(h * heads // kv_heads, (h + 1) * heads // kv_heads)
             for first in range(0, rows, tokens):
                 cta = slice(first, min(first + tokens, rows))
-                arguments = q[b, cta, group], k_cmp[b, :, h], lse[b, group, cta]
-                indices[b, h, cta] = _cta(*arguments, blocks, scale, entries, start + first)
-    return indices
+                arguments = q[b, cta, group], k_cmp[b, :, h], lse[b, group, cta], scores[b, h, cta]
+                _cta(*arguments, blocks, scale, entries, start + first)
+    return scores
 
 
-def _cta(q: Tensor, k_cmp: Tensor, lse: Tensor, blocks: Blocks, scale: float, entries: int, first_token: int) -> Tensor:
+def _cta(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, out: Tensor, blocks: Blocks, scale: float, entries: int, first_token: int
+) -> None:
     weights = overlap_weights(blocks)
     ratio = blocks.size // blocks.stride
     before, per_step = len(weights) - ratio, blocks.per_step(entries)
-    positions = [first_token + i for i in range(len(q))]
-    limits = [max(0, min(len(k_cmp), (i + 1 - blocks.length) // blocks.stride + 1)) for i in positions]
-    lists = [TokenList(blocks, i) for i in positions]
+    limits = [visible(blocks, first_token + i, len(k_cmp)) for i in range(len(q))]
     # A step of blocks that no one sees yet would change nothing, so the last token's are enough
-    seen = 0 if limits[-1] == 0 else ((limits[-1] - 1) * blocks.stride + blocks.length - 1) // blocks.size + 1
-    for step in range(-(-seen // per_step)):
-        first_entry = step * per_step * ratio - before
+    for first_block in range(0, scored(blocks, limits[-1]), per_step):
+        first_entry = first_block * ratio - before
         keys = k_cmp.new_full((entries, k_cmp.shape[1]), math.nan)
         there = [j for j in range(entries) if 0 <= first_entry + j < len(k_cmp)]
         keys[there] = k_cmp[[first_entry + j for j in there]]
@@ -56,46 +61,28 @@ def _cta(q: Tensor, k_cmp: Tensor, lse: Tensor, blocks: Blocks, scale: float, en
         for head in range(q.shape[1]):
             total += torch.exp2(((keys @ q[:, head].T) * scale - lse[head]) / math.log(2))
         numbers = first_entry + torch.arange(entries)[:, None]
-        scores = torch.where((numbers >= 0) & (numbers < torch.tensor(limits)), total, 0.0)
-        for chunk in range(0, per_step, LANES):
-            offsets = range(chunk, min(chunk + LANES, per_step))
-            pooled = sum(w * scores[[o * ratio + i for o in offsets]] for i, w in enumerate(weights))
-            assert isinstance(pooled, Tensor)
-            for i, row in enumerate(lists):
-                row.take(pooled[:, i], step * per_step + chunk, limits[i])
-    return torch.stack([row.written() for row in lists])
+        probabilities = torch.where((numbers >= 0) & (numbers < torch.tensor(limits)), total, 0.0)
+        for block in range(first_block, min(first_block + per_step, out.shape[1])):
+            first = (block - first_block) * ratio
+            own = probabilities[first : first + len(weights)]
+            out[:, block] = own.new_tensor(weights) @ own
 
 
-class TokenList:
-    """Of one token."""
+def visible(blocks: Blocks, token: int, entries: int) -> int:
+    return max(0, min(entries, (token + 1 - blocks.length) // blocks.stride + 1))
 
-    def __init__(self, blocks: Blocks, token: int) -> None:
-        self.blocks = blocks
-        last = token // blocks.size
-        self.init = min(blocks.init, last + 1)
-        self.low = max(last - blocks.local + 1, self.init)
-        self.forced = [*range(self.init), *range(self.low, last + 1 if blocks.local else self.low)]
-        empty = blocks.count - len(self.forced)
-        self.best = torch.tensor([math.inf] * len(self.forced) + [-math.inf] * empty, dtype=torch.float64)
-        self.index = torch.tensor(self.forced + [-1] * empty)
 
-    def take(self, scores: Tensor, first_block: int, limit: int) -> None:
-        """The blocks of a chunk, one in each lane."""
-        numbers = first_block + torch.arange(len(scores))
-        first_entries = ((numbers * self.blocks.size - self.blocks.length) // self.blocks.stride + 1).clamp(min=0)
-        free = torch.tensor([b not in self.forced for b in numbers.tolist()])
-        candidates = (first_entries < limit) & free & (scores > self.best[-1])
-        score, number = scores[candidates].double(), numbers[candidates]
-        earlier = torch.arange(len(score)) < torch.arange(len(score))[:, None]
-        better = (score > score[:, None]) | ((score == score[:, None]) & earlier)
-        to = (self.best >= score[:, None]).sum(1) + better.sum(1)
-        back = torch.arange(self.blocks.count) + (score[:, None] > self.best).sum(0)
-        places = torch.cat([to, back])
-        kept = places < self.blocks.count
-        assert places[kept].sort().values.equal(torch.arange(self.blocks.count)), "a place without or with two writers"
-        best, index = torch.cat([score, self.best]), torch.cat([number, self.index])
-        self.best[places[kept]], self.index[places[kept]] = best[kept], index[kept]
+def scored(blocks: Blocks, entries: int) -> int:
+    """Blocks 0 ... that overlap one of the first entries."""
+    return 0 if entries == 0 else ((entries - 1) * blocks.stride + blocks.length - 1) // blocks.size + 1
 
-    def written(self) -> Tensor:
-        chosen = self.index[self.index >= 0].sort().values
-        return torch.cat([chosen, chosen.new_full((self.blocks.count - len(chosen),), -1)])
+
+def best(scores: Tensor, blocks: Blocks, token: int) -> list[int]:
+    """Forced blocks, then the highest scores, the lower index first among equals; ascending, then -1."""
+    own = token // blocks.size
+    forced = {b for b in (*range(blocks.init), *range(own - blocks.local + 1, own + 1)) if 0 <= b <= own}
+    seen = scores[: scored(blocks, visible(blocks, token, token + 1))].tolist()
+    rest = [b for b in range(len(seen)) if b not in forced and seen[b] < math.inf]
+    rest.sort(key=lambda b: (-seen[b], b))
+    chosen = sorted((sorted(forced) + rest)[: blocks.count])
+    return chosen + [-1] * (blocks.count - len(chosen))

@@ -153,6 +153,7 @@ def score_cases() -> Iterator[Case]:
 def token_cases() -> Iterator[Case]:
     from cute_kernels.best_blocks import Blocks
     from cute_kernels.device import compute_capability
+    from cute_kernels.token_best import _best
     from cute_kernels.token_blocks import _compiled
 
     hopper = compute_capability(0)[0] == 9
@@ -162,11 +163,17 @@ def token_cases() -> Iterator[Case]:
             "overlapping": (group, overlapping, False),
             "overlapping,packed": (group, overlapping, True),
             "overlapping,heads-x8": (8 * group, overlapping, False),
-            "overlapping,blocks-x3": (group, replace(overlapping, count=48), False),
             "plain": (group, plain, False),
         }
         for variant, arguments in variants.items():
-            yield Case("TokenBlocks", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments, hopper))
+            yield Case("TokenScores", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments, hopper))
+    many = Blocks(4, 1, 192, 16)
+    run = ours(_compiled, DTYPES[0], DIMS[-1], GROUPS[-1], many, False, hopper)
+    yield Case("TokenScores", "many-entries", DIMS[-1], GROUPS[-1], DTYPES[0], run)
+    choices = {"16": overlapping, "48": replace(overlapping, count=48), "256": replace(overlapping, count=256)}
+    for (variant, blocks), packed in itertools.product(choices.items(), (False, True)):
+        run = ours(_best, blocks, packed)
+        yield Case("BestOfScores", f"{variant},packed" if packed else variant, None, None, None, run)
 
 
 def list_cases() -> Iterator[Case]:
