@@ -32,6 +32,7 @@ from cute_kernels.forward import (
     Part,
     Plan,
     attend,
+    attend_gated,
     chunks,
     gate,
     keys_of,
@@ -123,11 +124,7 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
     projected = inputs.gate_proj_weight is not None
     kept: dict[str, Tensor | None] = {}
     if recompute and call.num_rows > 0:
-        chosen = []
-        for start, stop in chunks(call):
-            part = attend(call, start, stop, lse=False)
-            chosen.append((part.indices, part.cmp_indices, gate(call, part, start, stop, out)))
-            del part  # before the next one is made
+        chosen = [attend_gated(call, start, stop, out) for start, stop in chunks(call)]
         indices = torch.cat([of_part for of_part, _, _ in chosen], 2)
         cmp_indices = _joined([of_part for _, of_part, _ in chosen], 2)
         all_gates = _joined([of_part for _, _, of_part in chosen], 1)

@@ -26,12 +26,13 @@ from cute_kernels.best_blocks import Blocks
 from cute_kernels.block_lists import BlockLists, Keys, chosen_lists, prefix_lists
 from cute_kernels.compress import block_means, tile_means
 from cute_kernels.device import vectorizable
-from cute_kernels.documents import Documents, lay_out
-from cute_kernels.gate import gated_sum
+from cute_kernels.documents import TOKEN, Documents, lay_out
+from cute_kernels.forced_blocks import OtherBranches, takes_forced
+from cute_kernels.gate import gated_sum, project_gates
 from cute_kernels.score import top_blocks
 from cute_kernels.support import tile_rows
 from cute_kernels.token_blocks import token_blocks
-from cute_kernels.token_selected import token_selected_forward
+from cute_kernels.token_selected import token_selected_forward, token_selected_sum
 from cute_kernels.token_tiles import takes_tiles, token_tiles_forward
 
 CHUNK_BYTES = 8 << 30
@@ -49,6 +50,15 @@ class Branch(NamedTuple):
 
     o: Tensor
     lse: Tensor | None
+
+
+class Chosen(NamedTuple):
+    """All of a Part but the selected branch, which waits for it."""
+
+    cmp: Branch
+    win: Branch
+    indices: Tensor
+    cmp_indices: Tensor | None
 
 
 class Part(NamedTuple):
@@ -102,9 +112,7 @@ def nsa(
         selected = part.indices, _all_if_none(part.cmp_indices, config, q, call.k_cmp)
         return out, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
     for start, stop in chunks(call):
-        part = attend(call, start, stop, lse=False)
-        gate(call, part, start, stop, out)
-        del part  # before the next one is made
+        attend_gated(call, start, stop, out)
     return (out if documents is None else out[0]), None
 
 
@@ -306,9 +314,36 @@ def attend(
     Args:
         given: selections to use. forced: they hold the forced blocks, as all that are made here do.
     """
+    chosen = choose(call, start, stop, lse=lse, given=given)
+    return _with_selected(call, chosen, start, stop, lse, forced=forced)
+
+
+def _with_selected(call: Call, chosen: Chosen, start: int, stop: int, lse: bool, *, forced: bool) -> Part:
+    q, keys = rows_of(call.attended.q, start, stop), keys_of(call.attended, "slc")
+    slc = attend_selected(call.plan, q, *keys, chosen.indices, start, lse, forced=forced)
+    return Part(chosen.cmp, slc, chosen.win, chosen.indices, chosen.cmp_indices)
+
+
+def attend_gated(call: Call, start: int, stop: int, out: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Query rows start ... stop-1 of the result, into `out`, where no branch is asked for.
+
+    Returns:
+        The selections, and gates as of `gate`.
+    """
+    chosen = choose(call, start, stop, lse=False)
+    if adds_branches(call, chosen.indices):
+        gates = attend_selected_gated(call, chosen, start, stop, out)
+    else:
+        gates = gate(call, _with_selected(call, chosen, start, stop, False, forced=True), start, stop, out)
+    return chosen.indices, chosen.cmp_indices, gates
+
+
+def choose(
+    call: Call, start: int, stop: int, *, lse: bool, given: tuple[Tensor | None, Tensor | None] = (None, None)
+) -> Chosen:
+    """Selections, and the branches beside the selected one. Args: as of `attend`."""
     inputs, plan, k_cmp, v_cmp = call.attended, call.plan, call.k_cmp, call.v_cmp
-    tokens = inputs.q.shape[1]
-    q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
+    tokens, q = inputs.q.shape[1], rows_of(inputs.q, start, stop)
     # First, for it needs nothing that is made here: the GPU has work while the host launches the rest
     win = attend_window(plan, q, *keys_of(inputs, "win"), start, lse)
     indices, cmp_indices = given
@@ -317,13 +352,12 @@ def attend(
     cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or indices is None)
     if indices is None:  # from its probabilities, which lse brings back
         indices = token_blocks(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
-    return Part(
-        cmp,
-        attend_selected(plan, q, *keys_of(inputs, "slc"), indices, start, lse, forced=forced),
-        win,
-        indices,
-        cmp_indices,
-    )
+    return Chosen(cmp, win, indices, cmp_indices)
+
+
+def rows_of(x: Tensor, start: int, stop: int) -> Tensor:
+    """`[B,N,...]` cut to these rows, if they are not all."""
+    return x if stop - start >= x.shape[1] else x[:, start:stop]
 
 
 def keys_of(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
@@ -396,8 +430,8 @@ def attend_selected(
 ) -> Branch:
     """Args: `forced`: indices hold the forced blocks, which need not be true of a caller's."""
     stop, causal = start + q.shape[1], plan.config.causal
-    if causal and stop < k.shape[1]:
-        k, v = k[:, :stop], v[:, :stop]
+    if causal:
+        k, v = rows_of(k, 0, stop), rows_of(v, 0, stop)
     if indices.numel() == 0:
         return _nothing(q, v)
     if plan.config.token_mode:
@@ -405,10 +439,48 @@ def attend_selected(
         if takes_tiles(q.shape[2] // k.shape[2], indices.shape[3]):
             return Branch(*token_tiles_forward(q, k, v, indices, first_token=start, **how))
         if forced:
-            how |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
+            how |= forced_blocks_of(plan)
         return Branch(*token_selected_forward(q, k, v, indices, first_token=start, **how))
     lists = token_lists(plan, q, k, indices, start)
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
+
+
+def adds_branches(call: Call, indices: Tensor) -> bool:
+    """Whether attention per token can add the other branches where it has its own in registers.
+
+    It can where it ends with forced blocks.
+    """
+    config, group = call.plan.config, call.inputs.q.shape[2] // call.inputs.k.shape[2]
+    if not config.token_mode or indices.numel() == 0 or takes_tiles(group, indices.shape[3]):
+        return False
+    return takes_forced(config.select_size, **forced_blocks_of(call.plan))
+
+
+def attend_selected_gated(call: Call, chosen: Chosen, start: int, stop: int, out: Tensor) -> Tensor | None:
+    """`attend_selected` and `gate` in one, bit for bit, where `adds_branches`."""
+    inputs, plan, documents = call.inputs, call.plan, call.plan.documents
+    gates = None if inputs.gates is None else rows_of(inputs.gates, start, stop)
+    if inputs.gate_proj_weight is not None:
+        rows = None if documents is None else documents.rows
+        gates = project_gates(rows_of(inputs.q, start, stop), inputs.gate_proj_weight, rows=rows)
+    tokens = None if documents is None else documents.bounds[TOKEN]
+    k, v = (rows_of(x, 0, stop) for x in keys_of(call.attended, "slc"))
+    token_selected_sum(
+        rows_of(call.attended.q, start, stop),
+        k,
+        v,
+        chosen.indices,
+        OtherBranches(chosen.cmp.o, chosen.win.o, gates, tokens),
+        rows_of(out, start, stop),
+        first_token=start,
+        **token_blocks_of(plan) | forced_blocks_of(plan),
+    )
+    return gates
+
+
+def forced_blocks_of(plan: Plan) -> dict[str, int]:
+    """How many blocks all tokens attend to, first ones and local ones."""
+    return {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
 
 
 def token_blocks_of(plan: Plan) -> dict[str, Any]:
@@ -472,18 +544,15 @@ def _nothing(q: Tensor, v: Tensor) -> Branch:
 
 def gate(call: Call, part: Part, start: int, stop: int, out: Tensor) -> Tensor | None:
     """Weigh and add the branches of some rows, into `out`; returns the gates, None for 1/3 each."""
-    q, gates, documents = call.inputs.q, call.inputs.gates, call.plan.documents
-    if stop - start < q.shape[1]:
-        q, out = q[:, start:stop], out[:, start:stop]
-        gates = None if gates is None else gates[:, start:stop]
+    gates, documents = call.inputs.gates, call.plan.documents
     return gated_sum(
         part.cmp.o,
         part.slc.o,
         part.win.o,
-        out,
-        q=q,
+        rows_of(out, start, stop),
+        q=rows_of(call.inputs.q, start, stop),
         gate_proj_weight=call.inputs.gate_proj_weight,
-        gates=gates,
+        gates=None if gates is None else rows_of(gates, start, stop),
         rows=None if documents is None else documents.rows,
     )
 

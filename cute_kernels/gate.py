@@ -5,7 +5,8 @@
 A row (token and head) belongs to a group of lanes, one vector of 16 bytes each. Sums in fp32, rounded once. Few
 registers, so many rows are in flight: two rows a thread were slower (0.34 ms instead of 0.30 at 128K).
 
-Projected gates are kept (fp32, 1 % of the bytes) for backward.
+Projected gates are kept (fp32, 1 % of the bytes) for backward. Without o's and out the kernel does nothing else but
+project them, for forced_blocks.py, which weighs and adds the branches where it has the selected one's in registers.
 
 Packed documents (B = 1): the o's come in the aligned rows of documents.py; tokens behind the last document get 0.
 
@@ -30,8 +31,20 @@ from cute_kernels.warp import LOG2_E
 THREADS = 128
 
 
+@cute.jit
+def weigh(o: tuple[Any, Any, Any], rG: cute.Tensor) -> Float32:
+    """The gated sum of a number of the compressed, the selected and the window branch, in 16 bits.
+
+    fma where the compiler could choose, so that every kernel and variant gives the same bits.
+    """
+    value = o[0].to(Float32) * rG[0]
+    for b in range_constexpr(1, 3):
+        value = cute.math.fma(o[b].to(Float32), rG[b], value)
+    return value
+
+
 class GatedSum:
-    """Args: dims of q and of the outputs."""
+    """Args: dims of q and of the outputs; v_dim 0: project the gates, add nothing."""
 
     def __init__(self, dim: int, v_dim: int) -> None:
         self.vectors, self.v_vectors = dim // VECTOR, v_dim // VECTOR
@@ -45,15 +58,15 @@ class GatedSum:
         mW: cute.Tensor | None,  # [H, 3, D]
         mG: cute.Tensor | None,  # [B, N, H, 3]: without mW read, with it written
         mRows: cute.Tensor | None,  # Documents.rows
-        mCmp: cute.Tensor,  # [B, N, H, D_v], with mRows aligned rows
-        mSlc: cute.Tensor,
-        mWin: cute.Tensor,
-        mOut: cute.Tensor,
+        mCmp: cute.Tensor | None,  # [B, N, H, D_v], with mRows aligned rows; None with v_dim 0, as the next ones
+        mSlc: cute.Tensor | None,
+        mWin: cute.Tensor | None,
+        mOut: cute.Tensor | None,
         stream: Any,
     ):
-        groups = mOut.shape[0] * cute.ceil_div(mOut.shape[1], self.rows)
+        batches, tokens, heads, _ = (mG if const_expr(mOut is None) else mOut).shape
         self.kernel(mQ, mW, mG, mRows, mCmp, mSlc, mWin, mOut).launch(
-            grid=[groups * mOut.shape[2], 1, 1],
+            grid=[batches * cute.ceil_div(tokens, self.rows) * heads, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
         )
@@ -65,14 +78,15 @@ class GatedSum:
         mW: cute.Tensor | None,
         mG: cute.Tensor | None,
         mRows: cute.Tensor | None,
-        mCmp: cute.Tensor,
-        mSlc: cute.Tensor,
-        mWin: cute.Tensor,
-        mOut: cute.Tensor,
+        mCmp: cute.Tensor | None,
+        mSlc: cute.Tensor | None,
+        mWin: cute.Tensor | None,
+        mOut: cute.Tensor | None,
     ):
         thread, _, _ = cute.arch.thread_idx()
         item, _, _ = cute.arch.block_idx()
-        _, tokens, heads, _ = mOut.shape
+        _, tokens, heads, _ = (mG if const_expr(mOut is None) else mOut).shape
+        dtype = (mQ if const_expr(mOut is None) else mOut).element_type
         head, group = item % heads, item // heads
         groups = cute.ceil_div(tokens, self.rows)
         batch = group // groups
@@ -85,7 +99,7 @@ class GatedSum:
                 row = mRows[token]
             attended = (token < tokens) & (row >= 0)
 
-        rW = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type if const_expr(mW is None) else mW.element_type)
+        rW = cute.make_rmem_tensor((VECTOR, 3), dtype if const_expr(mW is None) else mW.element_type)
         if const_expr(mW is not None):
             rW.fill(0.0)
             if in_q:
@@ -93,8 +107,8 @@ class GatedSum:
                     cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
 
         branches = (mCmp, mSlc, mWin)
-        rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
-        rO = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type)
+        rQ = cute.make_rmem_tensor(VECTOR, dtype)
+        rO = cute.make_rmem_tensor((VECTOR, 3), dtype)
         rQ.fill(0.0)
         if const_expr(mRows is not None):
             rO.fill(0.0)
@@ -102,11 +116,12 @@ class GatedSum:
             if const_expr(mW is not None):
                 if in_q:
                     cute.autovec_copy(cute.local_tile(mQ[batch, token, head, None], (VECTOR,), (lane,)), rQ)
-            if in_v:
-                for b in range_constexpr(3):
-                    cute.autovec_copy(
-                        cute.local_tile(branches[b][batch, row, head, None], (VECTOR,), (lane,)), rO[None, b]
-                    )
+            if const_expr(mOut is not None):
+                if in_v:
+                    for b in range_constexpr(3):
+                        cute.autovec_copy(
+                            cute.local_tile(branches[b][batch, row, head, None], (VECTOR,), (lane,)), rO[None, b]
+                        )
 
         rG = cute.make_rmem_tensor(3, Float32)
         rG.fill(1.0 / 3.0)
@@ -124,15 +139,12 @@ class GatedSum:
             if attended:
                 for b in range_constexpr(3):
                     rG[b] = mG[batch, token, head, b].to(Float32)
-        if (token < tokens) & in_v:
-            # fma where the compiler could choose, so that every variant of this kernel gives the same bits
-            rOut = cute.make_rmem_tensor(VECTOR, mOut.element_type)
-            for i in range_constexpr(VECTOR):
-                value = rO[i, 0].to(Float32) * rG[0]
-                for b in range_constexpr(1, 3):
-                    value = cute.math.fma(rO[i, b].to(Float32), rG[b], value)
-                rOut[i] = value.to(mOut.element_type)
-            cute.autovec_copy(rOut, cute.local_tile(mOut[batch, token, head, None], (VECTOR,), (lane,)))
+        if const_expr(mOut is not None):
+            if (token < tokens) & in_v:
+                rOut = cute.make_rmem_tensor(VECTOR, dtype)
+                for i in range_constexpr(VECTOR):
+                    rOut[i] = weigh((rO[i, 0], rO[i, 1], rO[i, 2]), rG).to(dtype)
+                cute.autovec_copy(rOut, cute.local_tile(mOut[batch, token, head, None], (VECTOR,), (lane,)))
 
 
 @compiled_once
@@ -143,8 +155,17 @@ def _compiled(
     w = fake(w_dtype, None, 3, dim) if w_dtype is not None else None
     gates = fake(g_dtype, None, None, None, 3, aligned=False) if g_dtype is not None else None
     rows = fake(torch.int32, None, aligned=False) if packed else None
-    outputs = [fake(dtype, None, None, None, v_dim) for _ in range(4)]
+    outputs = [fake(dtype, None, None, None, v_dim) if v_dim > 0 else None for _ in range(4)]
     return compile_kernel(GatedSum(dim, v_dim), q, w, gates, rows, *outputs)
+
+
+def project_gates(q: Tensor, gate_proj_weight: Tensor, *, rows: Tensor | None = None) -> Tensor:
+    """The gates fp32 `[B,N,H,3]`, bit for bit those of `gated_sum`, whose arguments these are."""
+    gates = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)
+    if gates.numel() > 0:
+        run = _compiled(q.shape[-1], 0, q.dtype, gate_proj_weight.dtype, gates.dtype, rows is not None).run
+        run(q, gate_proj_weight, gates, rows, *(None,) * 4)
+    return gates
 
 
 def gated_sum(

@@ -9,17 +9,18 @@ VisitBlocks   one CTA: keys and values of one block, and a segment of the tokens
 AddSlots      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them loaded at a
               time, in an online softmax.
 
-Forced blocks, which every token attends to at places known beforehand, need no slots: forced_blocks.py attends to all
-of them first and leaves o and lse where the result goes, they are not visited, and AddSlots adds the other slots to
-what is there (`carry`).
+Forced blocks, which every token attends to at places known beforehand, need no slots and are not visited: after the
+visits of a pass forced_blocks.py attends to all of them and adds the slots to that before anything is written. There is
+no AddSlots then, and the other branches can be added in the same place, so that o is never written.
 
-What moves does not depend on whether neighbours agree: q is read n times, o is written and read n times. The slots' o
+What moves does not depend on whether neighbours agree: q is read n times, the slots' o written and read n times. That
 of a pass stays below PART_BYTES by taking some tokens and key/value heads at a time, of which q is small enough for L2.
 Passes run on two streams in turn (side_streams.py): one visits and adds up where another leaves multiprocessors idle.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the slots'
-o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more. Seen once on an
-H200, random blocks: VisitBlocks 8.1 ms, AddSlots 5.0, one after the other 13.4, on two streams 12.2.
+o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more. With 3 forced
+blocks 13 slots are written and read, q is read and o written once more: 30 GB, 7.2 ms. Seen once on an H200, random
+blocks, none of them forced: VisitBlocks 8.1 ms, AddSlots 5.0, one after the other 13.4, on two streams 12.2.
 
 Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
 
@@ -32,6 +33,7 @@ not finite.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -42,7 +44,7 @@ from cutlass.cute.nvgpu import CopyG2ROp, LoadCacheMode
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
-from cute_kernels.forced_blocks import forced_blocks_forward, takes_forced
+from cute_kernels.forced_blocks import OtherBranches, forced_blocks_forward, takes_forced
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import (
     BLOCK,
@@ -187,12 +189,11 @@ class AddSlots:
         weighted: by the slots' lse's, to one softmax over all their keys.
         units: parts of a slot, one behind the other.
         skip: do not load what no slot visits: pays where such slots are many.
-        carry: begin with what the rows hold already, weighted by its lse too: nothing where that is -inf.
     """
 
-    def __init__(self, dim: int, group: int, *, weighted: bool, units: int, skip: bool, carry: bool) -> None:
+    def __init__(self, dim: int, group: int, *, weighted: bool, units: int, skip: bool) -> None:
         self.vectors, self.group, self.weighted, self.units = dim // VECTOR, group, weighted, units
-        self.skip, self.carry = skip, carry
+        self.skip = skip
         self.rows = ADD_THREADS // self.vectors
 
     @cute.jit
@@ -225,23 +226,11 @@ class AddSlots:
         vector, row = thread % self.vectors, cta * self.rows + thread // self.vectors
         token, head = row // self.group, row % self.group
         _, _, tokens, slots = mBlocks.shape
-        carried = -Float32.inf
-        if const_expr(self.carry):
-            if token < tokens:
-                carried = mLse[batch, kv_head * self.group + head, token]
-            cute.arch.sync_warp()  # a row's threads, of one warp, have read it before one of them writes
         if token < tokens:
             gBlocks = mBlocks[batch, kv_head, token, None]
             top, total = -Float32.inf, Float32(0.0)
             rSum = cute.make_rmem_tensor(VECTOR, Float32)
             rSum.fill(0.0)
-            if const_expr(self.carry):
-                gHeld = mX[batch, token, kv_head * self.group + head, None]
-                rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)
-                cute.autovec_copy(cute.local_tile(gHeld, (VECTOR,), (vector,)), rHeld)
-                top, total = carried, Float32(1.0) if carried > -Float32.inf else Float32(0.0)
-                for j in range_constexpr(VECTOR):  # what counts nothing may be NaN
-                    rSum[j] = rHeld[j].to(Float32) if carried > -Float32.inf else Float32(0.0)
             rBlocks = cute.make_rmem_tensor(BATCH, Int32)
             rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
             rPairs = cute.recast_tensor(rPart, Int32)
@@ -321,11 +310,9 @@ def _visit(
 
 
 @compiled_once
-def _add(
-    dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, skip: bool = False, carry: bool = False
-) -> Kernel:
+def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, skip: bool = False) -> Kernel:
     return compile_kernel(
-        AddSlots(dim, group, weighted=weighted, units=units, skip=skip, carry=carry),
+        AddSlots(dim, group, weighted=weighted, units=units, skip=skip),
         fake_table(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
@@ -343,7 +330,6 @@ def add_slots(
     lse: Tensor | None = None,
     units: int = 1,
     skip: bool = False,
-    carry: bool = False,
 ) -> None:
     """Add up what the slots of some tokens have.
 
@@ -353,9 +339,8 @@ def add_slots(
         part_lse, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write that of all slots.
         units: parts of a slot.
         skip: do not load what no slot visits.
-        carry: to what x and lse hold, as if that were one more slot; x counts nothing where lse is -inf.
     """
-    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, skip=skip, carry=carry).run
+    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, skip=skip).run
     run(visits.blocks, parts, part_lse, x, lse)
 
 
@@ -436,19 +421,76 @@ def token_selected_forward(
         ValueError: for what the kernels cannot take.
     """
     check_token_selected(q, k, v, indices, size, scale, first_token, bounds)
-    batch, tokens, heads, dim = q.shape
-    kv_heads, v_dim = v.shape[2:]
-    group, slots = heads // kv_heads, indices.shape[3]
-    o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
+    batch, tokens, heads, _ = q.shape
+    o = torch.empty((batch, tokens, heads, v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-    if o.numel() == 0 or slots == 0:
+    if o.numel() == 0 or indices.shape[3] == 0:
         return o.zero_(), lse.fill_(-math.inf)
-    forced = takes_forced(size, init, local)
-    if forced:
-        if bounds is not None:
-            lse.fill_(-math.inf)  # also of tokens of no document
-        where: dict[str, Any] = {"first_token": first_token, "bounds": bounds}
-        forced_blocks_forward(q, k, v, o, lse, size=size, scale=scale, init=init, local=local, **where)
+    _attend(q, k, v, indices, o, lse, size, scale, first_token, bounds, init, local)
+    return o, lse
+
+
+def token_selected_sum(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    others: OtherBranches,
+    out: Tensor,
+    *,
+    size: int,
+    scale: float,
+    first_token: int = 0,
+    bounds: Tensor | None = None,
+    init: int,
+    local: int,
+) -> None:
+    """The gated sum of this branch and the others, for which its o is not written.
+
+    Args:
+        q, k, v, indices, size, scale, first_token, bounds: as of `token_selected_forward`.
+        others: the other branches, of the same rows.
+        out: `[B,T,H,D_v]` in q's dtype, where to write, rows aligned; with bounds by `others.tokens`, and 0 for tokens
+            of no document. Bit for bit what gate.py makes of o.
+        init, local: as there, for which `takes_forced`.
+
+    Raises:
+        ValueError: for what the kernels cannot take.
+    """
+    check_token_selected(q, k, v, indices, size, scale, first_token, bounds)
+    if not takes_forced(size, init, local) or indices.shape[3] == 0:
+        raise ValueError(f"there must be forced blocks that fit, got init = {init}, local = {local}, size = {size}")
+    if out.numel() > 0:
+        _attend(q, k, v, indices, out, None, size, scale, first_token, bounds, init, local, others)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor | None,
+    size: int,
+    scale: float,
+    first_token: int,
+    bounds: Tensor | None,
+    init: int,
+    local: int,
+    others: OtherBranches | None = None,
+) -> None:
+    """Of at least one row and slot, into o and lse; with others their gated sum with it into o."""
+    group, slots, (dim, v_dim) = q.shape[2] // k.shape[2], indices.shape[3], (k.shape[3], v.shape[3])
+    attend_forced = None
+    if takes_forced(size, init, local):
+        if bounds is not None:  # tokens of no document, which nothing writes
+            o.zero_()
+            if lse is not None:
+                lse.fill_(-math.inf)
+        attend_forced = partial(forced_blocks_forward, size=size, scale=scale, init=init, local=local, bounds=bounds)
+        if slots <= init + local:  # no other blocks
+            attend_forced(q, k, v, o, lse, first_token=first_token, others=others)
+            return
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)).run
     with SideStreams(q.device) as streams:
         for visits, batches, of in passes(
@@ -459,20 +501,24 @@ def token_selected_forward(
             most_bytes=PART_BYTES,
             first_token=first_token,
             bounds=bounds,
-            init=init if forced else 0,
-            local=local if forced else 0,
+            init=init if attend_forced else 0,
+            local=local if attend_forced else 0,
         ):
             streams.begin()
             shape = (*visits.places.shape, group)
             parts = torch.empty((*shape, v_dim), dtype=q.dtype, device=q.device)
             part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-            queries = slice(of.start * group, of.stop * group)
-            rows = visits.rows(first_token)
+            rows, queries = visits.rows(first_token), slice(of.start * group, of.stop * group)
             tables = visits.places, visits.segments, visits.sums
             some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
+            beside = None if others is None else others.part(batches, rows, queries)
+            some_o = o[batches, rows, queries] if others is None else others.of_out(o, batches, rows, queries)
+            some_lse = None if lse is None else lse[batches, queries, rows]
             with streams.run(visits, parts, part_lse, some):
                 visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
-                sums = o[batches, rows, queries], lse[batches, queries, rows]
-                add_slots(visits, parts, sums[0], part_lse=part_lse, lse=sums[1], skip=forced, carry=forced)
+                if attend_forced:
+                    given, first = (visits.blocks, parts, part_lse), visits.first_token
+                    attend_forced(*some, some_o, some_lse, first_token=first, slots=given, others=beside)
+                else:
+                    add_slots(visits, parts, some_o, part_lse=part_lse, lse=some_lse)
             del parts, part_lse, visits, tables, some
-    return o, lse

@@ -2,9 +2,11 @@
 
 A CTA has some blocks of keys and values in shared memory, and rows, tokens x G heads of a key/value head. A warp
 gathers its rows by cp.async, the next ones while it works on these, and needs no other warp's. All keys of a row are
-there at once: one softmax, then o in 16 bits and lse to the row's place. On Hopper (`warpgroups`) a warp takes 16 rows
-at a time, and the four warps of a warpgroup multiply theirs together (WGMMA), q and P from registers; elsewhere each
-multiplies by itself (mma.sync), 32 rows, or 16 where there are more than 64 keys.
+there at once: one softmax, then o in 16 bits and lse to the row's place, before that added up with what the row has in
+slots (row_slots.py) where there are any; or in place of both the gated sum with the other branches (row_branches.py).
+On Hopper (`warpgroups`) a warp takes 16 rows at a time, and the four warps of a warpgroup multiply theirs together
+(WGMMA), q and P from registers; elsewhere each multiplies by itself (mma.sync), 32 rows, or 16 where there are more
+than 64 keys.
 
 V's columns lie in another order in shared memory (load_for_quads), so each lane of a product has 16 bytes of a row of o
 one behind the other and writes them as they are (write_quads).
@@ -25,6 +27,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.jit import VECTOR
+from cute_kernels.row_branches import Others, add_branches, load_branches
+from cute_kernels.row_slots import Slot, Slots, add_slots_of_row, load_slot, row_of_quad
 from cute_kernels.warp import LANES, LOG2_E
 from cute_kernels.warp_tiles import (
     CHUNK,
@@ -176,7 +180,7 @@ class WarpRows:
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
         gPlaces: cute.Tensor | None,  # int32: of each token of the CTA, T's token * slots + slot; None: 0, 1, 2 ...
         mO: cute.Tensor,  # [B, H_kv, places, G, D_v]
-        mLse: cute.Tensor,  # fp32 [B, H_kv, places, G]
+        mLse: cute.Tensor | None,  # fp32 [B, H_kv, places, G]
         first_keys: tuple[Int32, ...],  # of each block, ascending
         end: Int32,  # keys from here on are not read
         num_rows: Int32,  # tokens x G
@@ -184,6 +188,8 @@ class WarpRows:
         scale: Float32,
         mma_s: cute.TiledMma,
         mma_o: cute.TiledMma,
+        slots: Slots | None = None,  # of the CTA's tokens, with gPlaces None
+        others: Others | None = None,  # likewise, with mLse None: write the gated sum in place of o
     ):
         """o and lse of all rows.
 
@@ -192,7 +198,8 @@ class WarpRows:
         """
         thread, _, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine = mine
         gQ = mQ[batch, None, kv_head, None, None]
-        gO, gLse = mO[batch, kv_head, None, None, None], mLse[batch, kv_head, None, None]
+        gO = mO[batch, kv_head, None, None, None]
+        gLse = mLse[batch, kv_head, None, None] if const_expr(mLse is not None) else None
         first_key = first_keys[-1] - (self.keys - self.size)  # as if nothing lay between the blocks
         row, step = warp_index * self.rows, const_expr(self.warps * self.rows)
         place, next_place = Int32(0), Int32(0)
@@ -222,6 +229,9 @@ class WarpRows:
             if next_row < num_rows:
                 gather_rows(as_vectors(gQ), sMine, self._query(gQ, next_place, next_row, num_rows))
             cute.arch.cp_async_commit_group()
+            first_slots = None
+            if const_expr(slots is not None):
+                first_slots = self._first_slots(slots, place, row, num_rows)
             if const_expr(self.warpgroups):
                 warpgroup.wait_group(0)
 
@@ -229,11 +239,8 @@ class WarpRows:
             S = numbers(acc)
             self._hide(S, seen)
             lse = self._softmax(S, scale)
-            of_lse = lane % QUAD * 8 + lane // QUAD  # the row whose lse this lane has
-            slot = cute.arch.shuffle_sync(place, of_lse)
-            if (of_lse < self.rows) & (row + of_lse < num_rows):
-                gLse[slot, (row + of_lse) % self.group] = lse
-
+            if const_expr(slots is None):
+                self._write_lse(gLse, lse, place, row, num_rows)
             to = cute.crd2idx((place, (row + lane % self.rows) % self.group, 0), gO.layout) // VECTOR
             to = Int32(to) if row + lane % self.rows < num_rows else Int32(-1)
             rP = left_operand(acc, self.dtype)
@@ -247,6 +254,13 @@ class WarpRows:
                     acc_o.fill(0.0)
                     sColumns = transposed(sV)[None, None, 0]
                     multiply_registers(mma_o, lane, acc_o, rP, sColumns, part * (COLUMNS // CHUNK), True)
+                if const_expr(slots is not None or others is not None):
+                    vector = part * (self.columns // VECTOR)
+                    of_all = self._complete(
+                        numbers(acc_o), lse, slots, first_slots, others, place, row, num_rows, vector
+                    )
+                    if const_expr(part == 0):
+                        self._write_lse(gLse, of_all, place, row, num_rows)
                 rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
                 rO.store(acc_o.load().to(self.dtype))
                 piece = cute.domain_offset((0, part * (self.columns // VECTOR)), as_vectors(gO))
@@ -275,6 +289,16 @@ class WarpRows:
         """S of a warpgroup's rows; each warp has read its own ones then."""
         rK = mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(sK))
         start_product(mma, acc, read_left(mma, sRows), rK[None, None, None, 0], False)
+
+    @cute.jit
+    def _write_lse(self, gLse: cute.Tensor | None, lse: Float32, place: Int32, first_row: Int32, num_rows: Int32):
+        """Args: gLse: None: do nothing. lse: as of `_softmax`. place: in lane i, of row i."""
+        if const_expr(gLse is not None):
+            lane = cute.arch.lane_idx()
+            number = lane % QUAD * 8 + lane // QUAD  # of the row whose lse this lane has
+            to = cute.arch.shuffle_sync(place, number)
+            if (number < self.rows) & (first_row + number < num_rows):
+                gLse[to, (first_row + number) % self.group] = lse
 
     # A lane for each row of a warp
 
@@ -344,3 +368,47 @@ class WarpRows:
                 if lane % QUAD == 2 * m + r:
                     my_top, my_total = top, total
         return (my_top + cute.math.log2(my_total, fastmath=True)) * LOG_2
+
+    @cute.jit
+    def _first_slots(self, slots: Slots, place: Int32, first_row: Int32, num_rows: Int32):
+        """The block and lse of one of each row's first slots, (r, m): loads to have under way early."""
+        rBlock = cute.make_rmem_tensor((2, self.rows // CHUNK), Int32)
+        rLse = cute.make_rmem_tensor((2, self.rows // CHUNK), Float32)
+        for m in range_constexpr(self.rows // CHUNK):
+            for r in range_constexpr(2):
+                number = m * CHUNK + r * 8 + cute.arch.lane_idx() // QUAD
+                row = row_of_quad(place, first_row, num_rows, self.group, number)
+                rBlock[r, m], rLse[r, m] = load_slot(slots, row, Int32(0))
+        return rBlock, rLse
+
+    @cute.jit
+    def _complete(
+        self,
+        rO: cute.Tensor,  # as of `numbers`
+        lse: Float32,
+        slots: Slots | None,
+        first_slots: Any,  # of `_first_slots`
+        others: Others | None,
+        place: Int32,
+        first_row: Int32,
+        num_rows: Int32,
+        first_vector: Int32,
+    ) -> Float32:
+        """rO becomes that of all slots too, then of all branches. Returns the slots' lse, in the same lane."""
+        lane, of_all = cute.arch.lane_idx(), lse
+        for m in range_constexpr(self.rows // CHUNK):
+            for r in range_constexpr(2):
+                row = row_of_quad(place, first_row, num_rows, self.group, m * CHUNK + r * 8 + lane // QUAD)
+                rRow = rO[None, r, m, None]
+                loaded = None
+                if const_expr(others is not None):
+                    loaded = load_branches(others, row, first_vector, self.columns // VECTOR // QUAD)
+                if const_expr(slots is not None):
+                    rBlock, rLse = first_slots
+                    held = cute.arch.shuffle_sync(lse, lane // QUAD * QUAD + 2 * m + r)
+                    first = Slot(rBlock[r, m], rLse[r, m])
+                    total = add_slots_of_row(rRow, held, slots, row, first_vector, first)
+                    of_all = total if lane % QUAD == 2 * m + r else of_all
+                if const_expr(others is not None):
+                    add_branches(rRow, loaded)
+        return of_all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from dataclasses import dataclass, replace
@@ -168,6 +169,47 @@ class Inputs:
         assert_within_budget(o[there], oracle[there], naive[there], "o")
         assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
 
+    def aligned(self, tile: int) -> tuple[Inputs, Tensor]:
+        """Documents in rows that begin with whole tiles, whatever may be between them; and the rows of their tokens."""
+        from cute_kernels.documents import LENGTH, TOKEN
+
+        assert self.bounds is not None
+        lengths, bounds = self.bounds[LENGTH, :-1].tolist(), self.bounds.clone()
+        first = [0, *itertools.accumulate(-(-n // tile) * tile for n in lengths)]
+        bounds[TOKEN] = torch.tensor(first)
+        rows = torch.cat([start + torch.arange(n) for start, n in zip(first, lengths, strict=False)])
+        spread = {name: apart(getattr(self, name), 1, rows, first[-1], math.nan) for name in ("q", "k", "v")}
+        indices = apart(self.indices, 2, rows, first[-1], 0)
+        return replace(self, **spread, indices=indices, bounds=bounds), rows
+
+    def check_sum(self, gates_dtype: torch.dtype | None, first: int = 0, tile: int = 128) -> None:
+        """Bit for bit that of o and the other branches, without gates 1/3 of each. Args: `first`: the first row."""
+        from cute_kernels.documents import TOKEN
+        from cute_kernels.forced_blocks import OtherBranches
+        from cute_kernels.token_selected import token_selected_sum
+
+        o = self.forward()[0][:, first:]
+        generator = torch.Generator().manual_seed(2)
+        cmp, win = (torch.randn(o.shape, generator=generator).to(o) for _ in range(2))
+        wide = torch.randn((*o.shape[:3], 4), generator=generator).to(o.device, gates_dtype or torch.float32)
+        gates = None if gates_dtype is None else wide[..., :3]  # strides of their own
+        weights = torch.full((1, 1, 1, 3), 1 / 3, device=o.device) if gates is None else gates.float()
+        expected = twins.gated((cmp, o, win), weights)
+        inputs, others = self, OtherBranches(cmp, win, gates)
+        if self.bounds is not None:
+            inputs, rows = self.aligned(tile)
+            expected[:, len(rows) :] = 0
+            if gates is not None:
+                gates[:, len(rows) :] = math.nan
+            cmp, win = (apart(x, 1, rows, inputs.q.shape[1], math.nan) for x in (cmp, win))
+            others = OtherBranches(cmp, win, gates, self.bounds[TOKEN])
+        out = torch.full_like(o, math.nan)
+        how: dict[str, Any] = dict(zip(("init", "local"), self.forced, strict=True))
+        how |= {"size": self.size, "scale": self.scale, "bounds": inputs.bounds, "first_token": first}
+        q, indices = inputs.q[:, first:], inputs.indices[:, :, first:]
+        token_selected_sum(q, inputs.k, inputs.v, indices, others, out, **how)
+        assert torch.equal(out, expected)
+
     def check(self) -> None:
         self.check_forward()
         named = zip(
@@ -176,6 +218,14 @@ class Inputs:
         for name, got, gradient, low in named:
             # dS of a row with one key is nothing but the difference of two sums in fp32
             assert_within_budget(got, gradient, low, name, slack=1e-4)
+
+
+def apart(x: Tensor, dim: int, rows: Tensor, count: int, fill: float) -> Tensor:
+    """So many rows along `dim`, the first ones of x at these places, others filled."""
+    shape = [count if i == dim else n for i, n in enumerate(x.shape)]
+    spread = torch.full(shape, fill, dtype=x.dtype, device=x.device)
+    rows = rows.to(x.device)
+    return spread.index_copy(dim, rows, x.narrow(dim, 0, len(rows)))
 
 
 def make(
@@ -307,9 +357,19 @@ def test_twins_without_keys() -> None:
 @pytest.mark.parametrize("forced", [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)])
 def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, as none or all are attended to in one go: there is no room for (2, 3)."""
-    small_passes(monkeypatch, 64, 1 << 18, 40)
+    small_passes(monkeypatch, 96, 1 << 18, 40)
     make(400, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check()
     make([270, 0, 1, 129, 64], 2, behind=9, count=sum(forced) + 1, forced=forced, device="cpu").check()
+    make([270, 1, 129], 2, behind=9, count=None, forced=forced, device="cpu").check_forward()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("gates", [None, torch.float32, BF16])
+def test_twins_of_sums(gates: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_passes(monkeypatch, 96, 1 << 18, 40)
+    make(400, 3, 2, batch=2, count=4, forced=(1, 2), device="cpu").check_sum(gates)
+    make([70, 0, 1, 206], 2, behind=9, count=4, forced=(1, 1), device="cpu").check_sum(gates)
+    make([70, 0, 1, 206], 2, behind=9, count=None, forced=(1, 1), device="cpu").check_sum(gates)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -628,6 +688,7 @@ FORCED = [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)]
 def test_forced_blocks(group: int, dim: int, v_dim: int, forced: tuple[int, int]) -> None:
     make(733, group, 2, dim, v_dim, batch=2, count=8, forced=forced).check()
     make([500, 0, 1, 129, 64, 77], group, 2, dim, v_dim, behind=9, count=8, forced=forced).check()
+    make([500, 1, 129], group, 2, dim, v_dim, behind=9, count=None, forced=forced).check_forward()
     if forced != (2, 3):
         make(733, group, 2, dim, v_dim, count=None, forced=forced).check_forced(200, 700)
 
@@ -686,12 +747,13 @@ def test_passes_and_segments(rows: int, bytes_of_pass: int, monkeypatch: pytest.
     inputs.check()
     for got, expected in zip(inputs.forward(), whole, strict=True):
         assert torch.equal(got, expected), "how work is cut must not change the forward"
-    make([900, 300], 6, 3).check()
+    make([900, 300, 77], 6, 3, count=8, behind=9, forced=inputs.forced).check()
 
 
 @CUDA
-def test_bitwise_repeatable() -> None:
-    inputs = make(2000, 16, 2, 128, batch=2, count=16)
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+def test_bitwise_repeatable(forced: tuple[int, int]) -> None:
+    inputs = make(2000, 16, 2, 128, batch=2, count=16, forced=forced)
     lse, delta = inputs.statistics()
     first = *inputs.forward(), *inputs.backward(lse, delta)
     for _ in range(3):
@@ -720,9 +782,10 @@ def test_future_changes_nothing(token: int, forced: tuple[int, int]) -> None:
 
 
 @CUDA
-def test_slices_amid_nan() -> None:
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+def test_slices_amid_nan(forced: tuple[int, int]) -> None:
     """Inputs are parts of larger tensors whose other elements are NaN."""
-    inputs = make(777, 4, 2, 128, batch=2)
+    inputs = make(777, 4, 2, 128, batch=2, forced=forced)
     lse, delta = inputs.statistics()
     expected = *inputs.forward(), *inputs.backward(lse, delta)
 
@@ -762,9 +825,10 @@ def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @CUDA
 @pytest.mark.parametrize("bytes_of_pass", [1, 1 << 30], ids=["many passes", "one pass"])
-def test_graph(bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+def test_graph(bytes_of_pass: int, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     small_passes(monkeypatch, 256, bytes_of_pass, 1000)
-    inputs = make(1000, 16, 2, 128)
+    inputs = make(1000, 16, 2, 128, count=8, forced=forced)
     lse, delta = inputs.statistics()
     expected = *inputs.forward(), *inputs.backward(lse, delta)
     torch.cuda.synchronize()

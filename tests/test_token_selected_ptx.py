@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tests.ptx import Program, tensor_argument
-from tests.test_token_selected import forward_from, make, small_passes
-from tests.token_selected_twins import Twin, add_up
+from tests.test_token_selected import apart, forward_from, make, small_passes
+from tests.token_selected_twins import Twin, add_up, gated
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -46,6 +47,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     from cute_kernels import (
         documents,
         forced_blocks,
+        gate,
         jit,
         segments,
         token_selected,
@@ -65,6 +67,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         "backward": token_selected_backward,
         "tiles": token_tiles,
         "forced": forced_blocks,
+        "gate": gate,
     }
     real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
 
@@ -90,18 +93,29 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         some = [argument(y, static) for y, static in zip((k, v, *x[:6]), statics, strict=True) if y is not None]
         return [of_groups(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
 
-    def attend_forced(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
+    def attend_forced(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, *x: Any) -> Any:
         group, size = how[2:4]
-        bounds, first_token, _ = x
-        shape = q.shape[0], q.shape[2] // group, q.shape[1]
-        (batch, token, head, _), (of_batch, of_head, _) = o.stride(), lse.stride()
-        some = [argument(k, (3,)), argument(v, (3,)), tensor_argument(o, shape, [batch, head * group, token, head])]
-        some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
-        some += [argument(y, (0,)) for y in x[:1] if y is not None]
+        blocks_of, parts, part_lse, cmp, win, gates, tokens, bounds, first_token, scale = x
+
+        def places(y: Tensor) -> bytes:
+            """[B, T, H, D] as [B, H_kv, T, G, D]."""
+            (batch, token, head, _), (batches, length, heads, _) = y.stride(), y.shape
+            return tensor_argument(y, (batches, heads // group, length), [batch, head * group, token, head])
+
+        some = [argument(k, (3,)), argument(v, (3,)), places(o)]
+        if lse is not None:
+            (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
+            some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
+        slots = (blocks_of, ()), (parts, (3, 4)), (part_lse, (3,))
+        some += [argument(y, static) for y, static in slots if y is not None]
+        some += [places(y) for y in (cmp, win, gates) if y is not None]
+        some += [argument(y, static) for y, static in ((tokens, ()), (bounds, (0,))) if y is not None]
         blocks = -(-(first_token % size + q.shape[1]) // size)
         if bounds is not None:
-            blocks = (q.shape[1] + (bounds.shape[1] - 1) * (size - 1)) // size
-        return [of_groups(q, group), *some, *map(argument, x[1:])], (blocks, k.shape[2], k.shape[0])
+            blocks = (q.shape[1] + bounds.shape[1] * (size - 1)) // size
+        shares = max(1, size * group // forced_blocks.SHARE_ROWS)
+        numbers = argument(first_token), argument(scale)
+        return [of_groups(q, group), *some, *numbers], (blocks * shares, k.shape[2], k.shape[0])
 
     def attend_tiles(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
         some = [argument(k, (3,)), argument(v, (3,)), argument(indices), of_groups(o, how[2]), argument(x[0])]
@@ -120,6 +134,13 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
             128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], ((), (3, 4), (3,), (3,), ()), how, blocks, *x
         )
 
+    def gated_sum(how: Any, *x: Any) -> Any:
+        statics = (3,), (1, 2), (3,), (), *[(3,)] * 4
+        some = [argument(y, static) for y, static in zip(x, statics, strict=True) if y is not None]
+        batches, tokens, heads, _ = (x[2] if x[7] is None else x[7]).shape
+        rows = 128 // max(dim // 8 for dim in how[:2])  # of a CTA
+        return some, (batches * -(-tokens // rows) * heads, 1, 1)
+
     def add_parts(how: Any, *x: Any) -> Any:
         given = [
             argument(y, s) for y, s in zip(x, ((2,), (2,), (2,), (3, 4), (3,), (0,)), strict=True) if y is not None
@@ -133,6 +154,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     patch("segments", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
     patch("tiles", "_attend", attend_tiles)
     patch("forced", "_attend", attend_forced)
+    patch("gate", "_compiled", gated_sum)
     patch("forward", "_visit", visit)
     patch("forward", "_add", add_slots)
     patch("backward", "_visit", visit_gradients)
@@ -214,6 +236,103 @@ def test_forced_beside_visited(tokens: Any, size: int, forced: tuple[int, int]) 
     behind = 0 if isinstance(tokens, int) else 5
     inputs = make(tokens, 2, 1, count=sum(forced) + 2, size=size, forced=forced, behind=behind, device="cpu")
     inputs.check_forward()
+
+
+SLOTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "many rows": (140, {"group": 16, "kv_heads": 1, "dim": 128, "count": 5, "forced": (0, 1)}),
+    "odd group, D_v, fp16": (
+        290,
+        {"group": 3, "kv_heads": 1, "dim": 128, "v_dim": 64, "count": 5, "forced": (1, 1), "dtype": torch.float16},
+    ),
+    "documents": ([70, 0, 1, 206], {"group": 2, "kv_heads": 1, "count": 4, "forced": (1, 1), "behind": 3}),
+    "128 tokens": (290, {"group": 2, "kv_heads": 1, "v_dim": 128, "count": 3, "forced": (0, 1), "size": 128}),
+}
+ON_WARPS = ["odd group, D_v, fp16", "documents"]
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "case"),
+    [*itertools.product(["warpgroups, late"], SLOTS), *itertools.product(["warps, late"], ON_WARPS)],
+    indirect=["interpreted"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_slots_beside_forced_blocks_interpreted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In passes that begin inside of blocks, and have rows that no pass before or behind may touch."""
+    small_passes(monkeypatch, 96, 1 << 18, 100)
+    tokens, options = SLOTS[case]
+    make(tokens, device="cpu", **options).check_forward()
+
+
+SUMS: dict[str, tuple[Any, torch.dtype | None, int]] = {
+    "many rows": (SLOTS["many rows"], torch.float32, 0),
+    "odd group, D_v, fp16": (SLOTS["odd group, D_v, fp16"], None, 0),
+    "from mid-block": (SLOTS["128 tokens"], torch.bfloat16, 200),
+    "documents": (SLOTS["documents"], torch.bfloat16, 0),
+    "documents without slots": (FORCED["documents"], None, 0),
+    "one token": (FORCED["one token"], torch.float32, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "case"),
+    [*itertools.product(["warpgroups, late"], SUMS), *itertools.product(["warps, late"], ON_WARPS)],
+    indirect=["interpreted"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_branches_added_in_place(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes as above; of documents every one begins with a row of its own, with NaN between them."""
+    small_passes(monkeypatch, 96, 1 << 18, 100)
+    (tokens, options, *_), gates, first = SUMS[case]
+    make(tokens, device="cpu", **{"count": None, **options}).check_sum(gates, first)
+
+
+@pytest.mark.parametrize("interpreted", LATE[1:], indirect=True)
+@pytest.mark.parametrize(("dim", "v_dim", "behind"), [(64, 64, 0), (128, 64, 3), (64, 128, 3)])
+@pytest.mark.usefixtures("interpreted")
+def test_gates_alone(dim: int, v_dim: int, behind: int) -> None:
+    """Those that GatedSum projects, and that it weighs by, bit for bit; q of no document may be anything."""
+    from cute_kernels.gate import gated_sum, project_gates
+
+    generator = torch.Generator().manual_seed(3)
+    q, weight, *o = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((1, 37, 3, dim), (3, 3, dim), *[(1, 40, 3, v_dim)] * 3)
+    )
+    rows, there = None, 37 - behind
+    if behind:
+        rows = torch.cat([torch.randperm(40, generator=generator)[:there].int(), torch.full((behind,), -1).int()])
+        q[:, there:] = math.nan
+    gates = project_gates(q, weight, rows=rows)
+    expected = torch.einsum("bnhd,hgd->bnhg", q.double(), weight.double()).sigmoid()
+    torch.testing.assert_close(gates[:, :there].double(), expected[:, :there], rtol=0, atol=1e-6)
+    out = torch.full((1, 37, 3, v_dim), math.nan, dtype=q.dtype)
+    o = [x[:, :37] for x in o] if rows is None else o
+    of_sum = gated_sum(*o, out, q=q, gate_proj_weight=weight, rows=rows)
+    assert of_sum is not None
+    assert torch.equal(gates, of_sum)
+    at = torch.arange(37) if rows is None else rows[:there].long()
+    cmp, slc, win = (x[:, at] for x in o)
+    assert torch.equal(out[:, :there], gated((cmp, slc, win), gates[:, :there]))
+    assert not out[:, there:].any()
+
+
+@pytest.mark.parametrize("interpreted", LATE[1:], indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_rows_between_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change nothing, hold whatever they may, and have 0 and -inf; the pass from row 192 on begins among them."""
+    from cute_kernels.documents import TOKEN
+
+    small_passes(monkeypatch, 96, 1, 100)
+    inputs = make([70, 130], 1, 1, count=3, forced=(0, 1), device="cpu")
+    assert inputs.bounds is not None
+    bounds = inputs.bounds.clone()
+    bounds[TOKEN, 1:] += 130
+    rows = torch.cat([torch.arange(70), torch.arange(200, 330)])
+    spread = {name: apart(getattr(inputs, name), 1, rows, 340, math.nan) for name in ("q", "k", "v")}
+    o, lse = replace(inputs, **spread, indices=apart(inputs.indices, 2, rows, 340, 0), bounds=bounds).forward()
+    expected, expected_lse = inputs.forward()
+    assert torch.equal(o, apart(expected, 1, rows, 340, 0))
+    assert torch.equal(lse, apart(expected_lse, 2, rows, 340, -math.inf))
 
 
 @pytest.mark.parametrize("interpreted", LATE, indirect=True)

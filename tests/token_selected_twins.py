@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import documents, forced_blocks, segments, token_selected, token_selected_backward, token_tiles
+from cute_kernels import documents, forced_blocks, gate, segments, token_selected, token_selected_backward, token_tiles
 from cute_kernels.documents import LENGTH, ROW, TILE, TOKEN
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE
 
@@ -34,11 +34,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
     patch.setattr(token_tiles, "_attend", lambda *how: Twin(lambda *x: attend_tiles(how, *x)))
     patch.setattr(forced_blocks, "_attend", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
-    patch.setattr(
-        token_selected,
-        "_add",
-        lambda *_, weighted, units, skip, carry: Twin(lambda *x: (carry_slots if carry else add_slots)(units, *x)),
-    )
+    patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
+    patch.setattr(token_selected, "_add", lambda *_, weighted, units, skip: Twin(lambda *x: add_slots(units, *x)))
     patch.setattr(token_selected_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 
 
@@ -218,44 +215,87 @@ def attend_forced(
     k: Tensor,
     v: Tensor,
     o: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
+    blocks: Tensor | None,
+    parts: Tensor | None,
+    part_lse: Tensor | None,
+    cmp: Tensor | None,
+    win: Tensor | None,
+    gates: Tensor | None,
+    tokens: Tensor | None,
     bounds: Tensor | None,
     first_token: int,
     scale: float,
 ) -> None:
-    """Row by row; tokens of no document are left as they are."""
+    """Tokens of no document are left as they are. With cmp and win their gated sum goes to o."""
     _, _, group, size, init, local = how[:6]
-    for token in range(q.shape[1]):
-        position, start = first_token + token, 0
-        if bounds is not None:
-            document = int(torch.searchsorted(bounds[TOKEN, :-1].contiguous(), token, right=True)) - 1
-            start = int(bounds[TOKEN, document])
-            position -= start
-            if position >= bounds[LENGTH, document]:
-                continue
-        own = position // size
-        forced = sorted({*range(min(init, own + 1)), *range(max(own - local + 1, 0), own + 1)})
-        keys = torch.cat([torch.arange(block * size, (block + 1) * size) for block in forced])
-        keys = start + keys[keys <= position]
-        some_k, some_v = (x[:, keys].float().repeat_interleave(group, 2) for x in (k, v))
-        logits = torch.einsum("bhd,bjhd->bhj", q[:, token].float(), some_k) * scale
-        lse[:, :, token] = logits.logsumexp(-1)
-        o[:, token] = torch.einsum("bhj,bjhd->bhd", logits.softmax(-1).to(q.dtype).float(), some_v).to(o.dtype)
+    position, key = torch.arange(first_token, first_token + q.shape[1]), torch.arange(k.shape[1])
+    start = torch.zeros_like(position)
+    exists = position >= 0
+    if bounds is not None:
+        mine = torch.searchsorted(bounds[TOKEN, :-1].long().contiguous(), position, right=True) - 1
+        start, exists = bounds[TOKEN, mine], position < bounds[TOKEN, mine] + bounds[LENGTH, mine]
+    number, own = (key - start[:, None]) // size, ((position - start) // size)[:, None]
+    visible = (key >= start[:, None]) & (key <= position[:, None]) & ((number < init) | (number > own - local))
+    visible &= exists[:, None]
+    read = visible.any(0)
+    k, v, visible = k[:, read], v[:, read], visible[:, read]
+    keys, values = (x.float().repeat_interleave(group, 2) for x in (k, v))
+    logits = torch.einsum("bihd,bjhd->bhij", q.float(), keys) * scale
+    logits = logits.masked_fill(~visible, -math.inf)
+    p = logits.softmax(-1).nan_to_num(0).to(q.dtype).float()
+    lses, sums = logits.logsumexp(-1)[..., None], torch.einsum("bhij,bjhd->bhid", p, values)[..., None, :]
+    if blocks is not None and parts is not None and part_lse is not None:
+
+        def of_heads(x: Tensor) -> Tensor:
+            """[B,H_kv,T n,G,...] as [B,H,T,n,...]."""
+            return x.unflatten(2, (-1, blocks.shape[3])).movedim(4, 2).flatten(1, 2)
+
+        there = (blocks >= 0).repeat_interleave(group, 1)
+        lses = torch.cat([lses, of_heads(part_lse).masked_fill(~there, -math.inf)], 3)
+        sums = torch.cat([sums, of_heads(parts).float().masked_fill(~there[..., None], 0)], 3)
+    if lse is not None:
+        lse[:, :, exists] = lses.logsumexp(-1)[:, :, exists]
+    total = torch.einsum("bhts,bhtsd->bthd", lses.softmax(-1), sums)[:, exists].to(o.dtype)
+    to = exists.nonzero()[:, 0]
+    if tokens is not None and bounds is not None:
+        to = (position - start + tokens[mine])[exists]
+    if cmp is not None and win is not None:
+        weights = torch.full((1, 1, 1, 3), 1 / 3) if gates is None else gates[:, to].float()
+        total = gated((cmp[:, exists], total, win[:, exists]), weights)
+    o[:, to] = total
 
 
-def carry_slots(units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor, x: Tensor, lse: Tensor) -> None:
-    """What x and lse hold as one slot more, of a block that is not read."""
-    _, heads, tokens, slots = blocks.shape
-    group = parts.shape[3]
+def gated(branches: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+    """As gate.weigh, bit for bit: fma in fp32, then rounded. Args: gates in fp32."""
+    total = branches[0].float() * gates[..., :1]
+    for i in range(1, 3):
+        total = (branches[i].double() * gates[..., i : i + 1].double() + total.double()).float()
+    return total.to(branches[0].dtype)
 
-    def with_slot(of_slots: Tensor, of_rows: Tensor) -> Tensor:
-        rows = of_rows.unflatten(2, (heads, group)).transpose(1, 2).unsqueeze(3)
-        return torch.cat([rows, of_slots.unflatten(2, (tokens, slots))], 3).flatten(2, 3)
 
-    holds = (lse[:, ::group] > -math.inf)[..., None]
-    there = torch.cat([holds.int() - 1, blocks], 3)
-    values = with_slot(parts, x.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0))
-    add_slots(units, there, values, with_slot(part_lse, lse.transpose(1, 2)), x, lse)
+def gated_sum(
+    q: Tensor | None,
+    weight: Tensor | None,
+    gates: Tensor | None,
+    rows: Tensor | None,
+    cmp: Tensor | None,
+    slc: Tensor | None,
+    win: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    if q is not None and weight is not None and gates is not None:
+        known = q if rows is None else q.masked_fill((rows < 0)[:, None, None], 0)
+        gates.copy_(torch.einsum("bnhd,hgd->bnhg", known.float(), weight.float()).sigmoid())
+    if cmp is not None and slc is not None and win is not None and out is not None:
+        weights = torch.full((1, 1, 1, 3), 1 / 3) if gates is None else gates.float()
+        if rows is None:
+            out.copy_(gated((cmp, slc, win), weights))
+        else:
+            there, at = rows >= 0, rows[rows >= 0].long()
+            weights = weights.expand(1, len(rows), -1, -1)[:, there]
+            out.zero_()
+            out[:, there] = gated((cmp[:, at], slc[:, at], win[:, at]), weights)
 
 
 def add_slots(

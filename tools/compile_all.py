@@ -217,6 +217,9 @@ def gate_cases() -> Iterator[Case]:
         }
         for variant, gates in variants.items():
             yield Case("GatedSum", variant, dim, None, dtype, ours(_compiled, dim, dim, dtype, *gates))
+        for variant, packed in (("gates alone", False), ("gates alone,packed", True)):
+            run = ours(_compiled, dim, 0, dtype, dtype, torch.float32, packed)
+            yield Case("GatedSum", variant, dim, None, dtype, run)
 
 
 def gate_gradient_cases() -> Iterator[Case]:
@@ -308,20 +311,23 @@ def token_selected_cases() -> Iterator[Case]:
             yield Case("TileBlocks", variant, dim, group, dtype, ours(token_tiles._attend, *how))
         adds: dict[str, dict[str, Any]] = {
             "weighted": {"weighted": True, "units": 1},
-            "weighted,carry": {"weighted": True, "units": 1, "carry": True},
             "1": {"weighted": False, "units": 1},
             "2": {"weighted": False, "units": 2},
         }
         for variant, options in adds.items():
             run = ours(token_selected._add, dim, dtype, group, **options)
             yield Case("AddSlots", variant, dim, group, dtype, run)
-        blocks = {"64,1+2": (64, 1, 2, False)}
+        blocks = {"64,1+2,slots": (64, 1, 2, False, True)}
         if group == GROUPS[1]:
-            blocks |= {"64,1+2,packed": (64, 1, 2, True), "64,2+2": (64, 2, 2, False), "64,1": (64, 1, 0, False)}
-            blocks |= {"128,1+1": (128, 1, 1, False), "256,0+1": (256, 0, 1, False)}
-        for variant, (size, init, local, packed) in blocks.items():
-            run = ours(forced_blocks._attend, (dim, dim), dtype, group, size, init, local, packed, hopper)
-            yield Case("ForcedBlocks", variant, dim, group, dtype, run)
+            blocks |= {"64,1+2": (64, 1, 2, False, False), "64,1+2,slots,packed": (64, 1, 2, True, True)}
+            blocks |= {"64,2+2,slots": (64, 2, 2, False, True), "64,1,slots": (64, 1, 0, False, True)}
+            blocks |= {"128,1+1,slots": (128, 1, 1, False, True), "256,0+1,slots": (256, 0, 1, False, True)}
+        sums: dict[str, tuple[bool, torch.dtype | None]] = {"": (False, None), ",sum,projected": (True, torch.float32)}
+        if group == 3:
+            sums |= {",sum,thirds": (True, None), ",sum,given": (True, dtype)}
+        for (variant, of_blocks), (kind, gates) in itertools.product(blocks.items(), sums.items()):
+            run = ours(forced_blocks._attend, (dim, dim), dtype, group, *of_blocks, *gates, hopper)
+            yield Case("ForcedBlocks", variant + kind, dim, group, dtype, run)
     for dim, size, packed in itertools.product(DIMS, token_selected.SIZES, (False, True)):
         run = ours(token_selected_backward._add_parts, dim, size, packed)
         yield Case("AddParts", f"{size},packed" if packed else f"{size}", dim, None, None, run)

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from itertools import accumulate
 from pathlib import Path
@@ -260,6 +260,9 @@ CASES: dict[str, Case | Neighborhood] = {
         v_dim=64,
         dtype=torch.float16,
         tensors=("gates",),
+    ),
+    "tokens, only forced": Case(
+        replace(TOKENS, num_selected_blocks=3), tokens=401, tensors=("gate_proj_weight",), recompute=True, **MANY
     ),
     "tokens, documents": Case(TOKENS, documents=LENGTHS, recompute=True, **MANY),
     "tokens, 64 heads": Case(TOKENS, **MOST),
