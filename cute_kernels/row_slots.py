@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from cute_kernels.jit import VECTOR
 from cute_kernels.warp import LOG2_E
-from cute_kernels.warp_tiles import QUAD
+from cute_kernels.warp_tiles import QUAD, read_once
 
 
 class Slots(NamedTuple):
@@ -79,6 +79,7 @@ def add_slots_of_row(
     mine, count = lane % QUAD, slots.gBlocks.shape[1]
     rPart = cute.make_rmem_tensor((VECTOR, vectors, QUAD), slots.gO.element_type)
     rLse = cute.make_rmem_tensor(QUAD, Float32)
+    once = read_once(slots.gO.element_type)  # so that the queries of visits, which are read again, stay in L2
     top, total = lse, Float32(1.0) if lse > -Float32.inf else Float32(0.0)
     block, lse_of_slot = loaded
     for first in cutlass.range(0, count, QUAD, unroll=1):
@@ -92,7 +93,7 @@ def add_slots_of_row(
                 gPart = slots.gO[row.token * count + first + i, row.head, None]
                 for j in range_constexpr(vectors):
                     piece = cute.local_tile(gPart, (VECTOR,), (first_vector + j * QUAD + mine,))
-                    cute.autovec_copy(piece, rPart[None, j, i])
+                    cute.copy(once, piece, rPart[None, j, i])
         new_top = cute.arch.fmax(top, cute.arch.warp_reduction_max(my_lse, threads_in_group=QUAD))
         base = Float32(0.0) if new_top == -Float32.inf else new_top
         scale = cute.math.exp2((top - base) * LOG2_E, fastmath=True)

@@ -40,7 +40,6 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import CopyG2ROp, LoadCacheMode
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
@@ -63,6 +62,7 @@ from cute_kernels.side_streams import SideStreams
 from cute_kernels.support import TOKEN_SELECT_SIZES
 from cute_kernels.warp import LANES, LOG2_E
 from cute_kernels.warp_rows import SHARED_PERCENT, WarpRows, block_bounds, heads_of
+from cute_kernels.warp_tiles import read_once
 
 WARPS = 8
 CTAS = 2
@@ -235,10 +235,7 @@ class AddSlots:
             rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
             rPairs = cute.recast_tensor(rPart, Int32)
             rWeight = cute.make_rmem_tensor(BATCH, Float32)
-            # They are read once: what leaves L2 for them should not be what is read again, the queries
-            once = cute.make_copy_atom(
-                CopyG2ROp(), mParts.element_type, num_bits_per_copy=128, load_cache_mode=LoadCacheMode.STREAMING
-            )
+            once = read_once(mParts.element_type)  # so that the queries, which are read again, stay in L2
             parts = slots * self.units
             for start in cutlass.range(0, parts, BATCH, unroll=1):
                 # Nothing but which blocks to skip is waited for before all loads are under way

@@ -13,7 +13,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import CopyG2ROp, LoadCacheMode, cpasync, warp
 
 from cute_kernels.jit import VECTOR
 from cute_kernels.warp import LANES
@@ -179,6 +179,11 @@ def load_block(
             cute.copy(copy, cute.local_tile(mX[first + row, None], (VECTOR,), (vector,)), to)
         else:
             cute.autovec_copy(rZero, to)
+
+
+def read_once(dtype: Any) -> Any:
+    """Copies 16 bytes into registers that nobody reads again: they leave L2 first."""
+    return cute.make_copy_atom(CopyG2ROp(), dtype, num_bits_per_copy=128, load_cache_mode=LoadCacheMode.STREAMING)
 
 
 def as_vectors(mX: cute.Tensor) -> cute.Tensor:
