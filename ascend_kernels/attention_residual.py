@@ -48,13 +48,13 @@ from ascend_kernels import residual_tiling as tiling
 from ascend_kernels.device import gpu_cores, npu_of
 from ascend_kernels.launch import Repeat, launch
 from ascend_kernels.residual_rows import (
-    MAX_BLOCKS,
     MAX_POINTERS,
     OFFSETS,
     POINTERS,
     STACKED,
     TABLE,
     WIDE,
+    load_lse,
     load_scores,
     load_tile,
     load_weight,
@@ -252,7 +252,7 @@ def backward_kernel(
         if ONE_TILE:
             b_lse = log_sum_exp(b_score)
         elif i_turn == 0:
-            b_lse = log_sum_exp(load_scores(p_scores, i_kept, tl.arange(0, MAX_BLOCKS), num_blocks))
+            b_lse = load_lse(p_scores, i_kept, num_blocks)
         b_alpha = tl.exp(b_score - b_lse)
         b_score = tl.where(there, b_score, 0.0)
         if ONE_TILE or i_turn < num_steps:

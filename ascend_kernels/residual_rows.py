@@ -204,6 +204,12 @@ def log_sum_exp(b_score):
     return b_max + tl.log(tl.sum(tl.exp(b_score - b_max), 0))
 
 
+@triton.jit
+def load_lse(p_scores, i_kept, num_blocks):
+    """Log-sum-exp of all scores of a token."""
+    return log_sum_exp(load_scores(p_scores, i_kept, tl.arange(0, MAX_BLOCKS), num_blocks))
+
+
 WIDE = tl.constexpr(1 << 40)
 """Added to every offset that a launch is given: all take 64 bits then, and one build takes all."""
 OFFSETS = tuple(f"offset_{i}" for i in range(MAX_POINTERS))

@@ -14,7 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ascend_kernels.residual_rows import MAX_BLOCKS, load_scores, load_tile, load_weight, log_sum_exp, token_offset
+from ascend_kernels.residual_rows import (
+    MAX_BLOCKS,
+    load_lse,
+    load_scores,
+    load_tile,
+    load_weight,
+    log_sum_exp,
+    token_offset,
+)
 
 SIZES = ("num_tokens", "num_blocks", "tokens_per_batch", "num_work")
 """Run-time values that must not make builds of their own; strides, D and norm_dim may, for their alignment."""
@@ -122,7 +130,7 @@ def mix_kernel(
         o_dim = i_work % num_runs * BLOCK_D + tl.arange(0, BLOCK_D)
         i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = log_sum_exp(load_scores(p_scores, i_kept, tl.arange(0, MAX_BLOCKS), num_blocks))
+        b_lse = load_lse(p_scores, i_kept, num_blocks)
         b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
         for i_block in range(0, num_blocks):
             b_x = load_tile(
@@ -254,7 +262,7 @@ def gradients_kernel(
         i_offset = token_offset(i_token, tokens_per_batch, batch_stride, token_stride)
         p_do_row = p_do + token_offset(i_token, tokens_per_batch, do_batch_stride, do_token_stride)
         i_kept = tl.cast(i_token, tl.int64) * num_blocks
-        b_lse = log_sum_exp(load_scores(p_scores, i_kept, tl.arange(0, MAX_BLOCKS), num_blocks))
+        b_lse = load_lse(p_scores, i_kept, num_blocks)
         b_delta = tl.load(p_delta + i_token)
         b_do = tl.load(p_do_row + o_dim, mask=o_dim < dim, other=0.0).to(tl.float32)
         for i_block in range(0, num_blocks):
