@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
@@ -146,18 +147,17 @@ def compare(
         task = case.make()
         progress.advance(steps)
 
-        ours: dict[tuple[str, str], Measured] = {}
+        measured: dict[tuple[str, str], Measured] = {}
         for candidate in case.ours:
             for direction in plan.passes:
                 progress.update(steps, description=f"{shape} {direction}: {candidate.name}")
-                measured = measure_pass(candidate, direction, task, plan, timed=not found.red)
-                ours[candidate.name, direction] = measured
-                if not measured.error.within:
-                    found.red.append(f"{shape} {direction} {candidate.name}: {_above(measured.error)}")
+                one = measure_pass(candidate, direction, task, plan, timed=not found.red)
+                measured[candidate.name, direction] = one
+                if not one.error.within:
+                    found.red.append(f"{shape} {direction} {candidate.name}: {_above(one.error)}")
                 progress.advance(steps)
         if found.red:
             continue
-        peers: dict[tuple[str, str], Measured] = {}
         of_name = {candidate.name: candidate for candidate in case.ours}
         for name, make_peer in case.peers.items():
             peer = find_peer(make_peer, task)
@@ -167,16 +167,16 @@ def compare(
                 progress.update(steps, description=f"{shape} {direction}: {name}")
                 of_peer = measure_peer(peer, direction, task, plan)
                 if isinstance(of_peer, Measured):
-                    peers[name, direction] = of_peer
+                    measured[name, direction] = of_peer
                 else:
                     absent.setdefault((name, of_peer), []).append(f"{shape} {direction}")
                 progress.advance(steps)
         for direction in plan.passes:
-            take_turns(of_name, direction, task, (ours, peers))
-        for (name, direction), measured in ours.items():
-            of_peers = {peer: peers.get((peer, direction)) for peer in case.peers}
-            default = name == case.ours[0].name
-            found.rows.append(make_row(shape, direction, name, default, measured, of_peers))
+            take_turns(of_name, direction, task, measured)
+        for candidate, direction in product(case.ours, plan.passes):
+            of_peers = {peer: measured.get((peer, direction)) for peer in case.peers}
+            name, default = candidate.name, candidate is case.ours[0]
+            found.rows.append(make_row(shape, direction, name, default, measured[name, direction], of_peers))
         save(found.rows)
     every = len(cases) * len(plan.passes)
     found.missing = [
@@ -187,7 +187,7 @@ def compare(
 
 
 def take_turns(
-    candidates: Mapping[str, Candidate], direction: str, task: Task, measured: Sequence[dict[tuple[str, str], Measured]]
+    candidates: Mapping[str, Candidate], direction: str, task: Task, measured: dict[tuple[str, str], Measured]
 ) -> None:
     """Time the short calls from Python again, of all candidates in turn, and keep the fastest turn of each.
 
@@ -195,13 +195,12 @@ def take_turns(
     """
     for _ in range(WALL_TURNS - 1):
         for name, candidate in candidates.items():
-            for of_some in measured:
-                found = of_some.get((name, direction))
-                if found is None or found.wall is None or found.wall is found.timing or found.wall.ms_p50 > WALL_MS:
-                    continue
-                again = measure_wall(Passes(candidate, task), direction, WALL_SECONDS)
-                if again.ms_p50 < found.wall.ms_p50:
-                    of_some[name, direction] = replace(found, wall=again)
+            found = measured.get((name, direction))
+            if found is None or found.wall is None or found.wall is found.timing or found.wall.ms_p50 > WALL_MS:
+                continue
+            again = measure_wall(Passes(candidate, task), direction, WALL_SECONDS)
+            if again.ms_p50 < found.wall.ms_p50:
+                measured[name, direction] = replace(found, wall=again)
 
 
 def find_peer(make_peer: Callable[[Task], Candidate], task: Task) -> Candidate | str:

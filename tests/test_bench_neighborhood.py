@@ -220,9 +220,10 @@ def test_calls_from_python_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return Timing(took, took, took, None, 3)
 
     monkeypatch.setattr(passes, "measure_wall", timed)
-    passes.take_turns(of_name, "fwd", task, (ours, peers))
+    every = ours | peers
+    passes.take_turns(of_name, "fwd", task, every)
     assert turns == ["ours", "peer"] * (passes.WALL_TURNS - 1)
-    walls = {name: found.wall.ms_p50 for (name, _), found in (ours | peers).items() if found.wall is not None}
+    walls = {name: found.wall.ms_p50 for (name, _), found in every.items() if found.wall is not None}
     assert walls == {"ours": 1.2, "long": 2.5, "peer": 0.9, "eager": 1}
 
 
