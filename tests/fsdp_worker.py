@@ -28,13 +28,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nsa import NSAConfig, NSAttention
-from tests.helpers import SMALL, assert_within_budget
+from tests.helpers import LARGE, SMALL, assert_within_budget
 
-LARGE = {
-    "seed": NSAConfig.seed(num_selected_blocks=4, window_size=128),
-    "paper": NSAConfig.paper(num_selected_blocks=4, window_size=128),
-}
-"""Which the kernels for GPUs take."""
 STEPS = 2
 WITHOUT_GRADIENT = "compress.k.position"
 """Adds the same to all compressed keys, which no softmax sees: its gradient is rounding alone."""

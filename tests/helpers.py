@@ -37,6 +37,12 @@ def make_inputs(tokens: int, **keywords: object) -> NSAInputs:
     return NSAInputs(*make_qkv(tokens, **keywords))  # type: ignore[arg-type]
 
 
+LARGE = {
+    "seed": NSAConfig.seed(num_selected_blocks=4, window_size=128),
+    "paper": NSAConfig.paper(num_selected_blocks=4, window_size=128),
+}
+"""Configs that the kernels for GPUs take."""
+
 SMALL = {
     "seed": NSAConfig.seed(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16),
     "paper": NSAConfig.paper(

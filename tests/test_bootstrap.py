@@ -9,25 +9,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tools import bootstrap
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 GIGABYTE = 10**9
-
-
-def load_bootstrap() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bootstrap", CHECKOUT / "tools" / "bootstrap.py")
-    if spec is None or spec.loader is None:
-        raise ImportError("tools/bootstrap.py cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bootstrap = load_bootstrap()
 
 
 class Machine:

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from tools import compile_all as tool
+
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "compile_all.py"
-
-
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compile_all", TOOL)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{TOOL.name} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 def our_kernels(arch: str = "sm_90a") -> set[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.far_rows import FAR, FarMemory, span
-from tests.test_sanitize import tool
+from tools import sanitize as tool
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 

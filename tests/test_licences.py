@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 from email.message import Message
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.installed import required_distributions
+from tools import check_licences as check
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_licences", ROOT / "tools" / "check_licences.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-check = load()
 
 
 def package(name: str, **facts: str) -> Any:

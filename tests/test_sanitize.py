@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.test_compile import our_kernels
+from tools import sanitize as tool
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "sanitize.py"
 
-
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sanitize", TOOL)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{TOOL.name} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 GATE = "kernel_cutlass_kernel_cute_kernelsgateGatedSum_object_at__tensorptrbf16_gmem_align16_o_64i64_div81_0"
 LISTS = "kernel_cutlass_kernel_cute_kernelstransposed_listsTileBits_object_at__tensorptri32gmemo3i64i64i641_0"

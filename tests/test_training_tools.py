@@ -17,17 +17,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from nsa import NSAConfig, NSAttention, nsa_forward
-from tests.helpers import SMALL
+from nsa import NSAttention, nsa_forward
+from tests.helpers import LARGE, SMALL
 
 # FlashAttention-4, CuTe DSL and torch.compile warn about themselves; Python does about fork in programs with threads.
 pytestmark = pytest.mark.filterwarnings("default")
 
-LARGE = {
-    "seed": NSAConfig.seed(num_selected_blocks=4, window_size=128),
-    "paper": NSAConfig.paper(num_selected_blocks=4, window_size=128),
-}
-"""Which the kernels for GPUs take."""
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 PRESETS = pytest.mark.parametrize("preset", LARGE)
 
