@@ -441,12 +441,8 @@ def test_the_documented_figures_are_those_of_the_recorded_run() -> None:
     assert f"at T = 1024 forward was {forward:.2f} times as fast as Liger in this run" in page
     forward, both = (row["peak_mib"] for row in rows if (row["t"], row["inputs"]) == (1024, "stacked"))
     assert f"| {forward:.1f} and {both:.1f} MiB |" in page
-    slower = [row for row in rows if any(row["wall_ms"] > row[f"{peer}_wall_ms"] for peer in PEERS)]
-    assert [(row["t"], row["d"], row["pass"]) for row in slower] == [(4096, 1024, "fwd+bwd"), (8192, 1024, "fwd+bwd")]
-    assert f"In {len(slower)} of {len(rows)} rows a peer was faster from Python" in page
-    at_4096, at_8192 = slower
-    assert f"ours took {at_4096['wall_ms']:.3f} ms and Liger's {at_4096['liger_wall_ms']:.3f}" in page
-    assert at_8192["wall_ms"] == pytest.approx(at_8192["liger_wall_ms"], rel=0.01)
+    assert not any(row["wall_ms"] > row[f"{peer}_wall_ms"] for row in rows for peer in PEERS)
+    assert f"No peer was faster from Python in any of the {len(rows)}" in page
     (short,) = (row for row in rows if (row["t"], row["d"], row["pass"]) == (4096, 1024, "fwd"))
     assert f"now {100 * short['share_of_floor']:.1f} % of the floor" in page
     performance = (DOCS / "performance.md").read_text(encoding="utf-8")
