@@ -61,7 +61,7 @@ WARPS = 8
 
 HALF = WARPS * LANES
 THREADS = 2 * HALF
-MATH_REGISTERS, LIST_REGISTERS = 192, 64
+MATH_REGISTERS, LIST_REGISTERS = 200, 56
 KEYS_READ, SCORES_READY, KEYS_READY, SCORES_READ = 1, 2, 3, 5
 """Barriers: all that multiply arrive, and who keeps the lists waits; the other way around, and one for each four warps,
 which then need not wait for each other."""
@@ -419,12 +419,14 @@ class TokenBlocks:
                 total.fill(0.0)
                 for pair in cutlass.range((self.group - 1) // 2, unroll=1):
                     self._multiply(*multiply, first_head + 2 * pair + 1, next_acc)
-                    self._add_probabilities(acc, total, coordinates, head_lse[None, 2 * pair], scale)
+                    self._add_probabilities(acc, total, self._lse(coordinates, head_lse[None, 2 * pair]), scale)
                     self._multiply(*multiply, first_head + 2 * pair + 2, acc)
-                    self._add_probabilities(next_acc, total, coordinates, head_lse[None, 2 * pair + 1], scale)
+                    self._add_probabilities(
+                        next_acc, total, self._lse(coordinates, head_lse[None, 2 * pair + 1]), scale
+                    )
                 if const_expr(self.group % 2 == 0):
                     self._multiply(*multiply, first_head + self.group - 1, next_acc)
-                    self._add_probabilities(acc, total, coordinates, head_lse[None, self.group - 2], scale)
+                    self._add_probabilities(acc, total, self._lse(coordinates, head_lse[None, self.group - 2]), scale)
                 else:
                     for i in range_constexpr(cute.size(acc)):
                         next_acc[i] = acc[i]
@@ -437,7 +439,7 @@ class TokenBlocks:
                         self._keys_are_read(step + 1, steps)
                 # After the last step this is of no use, and does no harm
                 self._multiply(*multiply, following, acc)
-                self._add_probabilities(next_acc, total, coordinates, head_lse[None, self.group - 1], scale)
+                self._add_probabilities(next_acc, total, self._lse(coordinates, head_lse[None, self.group - 1]), scale)
                 self._store_scores((total,), sScore, (coordinates,), sRow, step, part)
 
     @cute.jit
@@ -477,13 +479,18 @@ class TokenBlocks:
             cute.gemm(tiled_mma, acc, tSrK[None, None, c], tSrQ[None, None, c], acc)
 
     @cute.jit
-    def _add_probabilities(
-        self, acc: cute.Tensor, total: cute.Tensor, coordinates: cute.Tensor, sLse: cute.Tensor, scale: Float32
-    ):
-        """total += exp(scale acc - lse), for `scale` and `sLse` = -lse in units of log 2."""
-        for i in range_constexpr(cute.size(acc)):
-            _, row = coordinates[i]
-            total[i] += cute.math.exp2(cute.math.fma(acc[i], scale, sLse[row]), fastmath=True)
+    def _lse(self, coordinates: cute.Tensor, sLse: cute.Tensor) -> cute.Tensor:
+        """Of one head, in registers, for each product of a thread."""
+        lse = cute.make_rmem_tensor(cute.size(coordinates), Float32)
+        for i in range_constexpr(cute.size(lse)):
+            lse[i] = sLse[coordinates[i][1]]
+        return lse
+
+    @cute.jit
+    def _add_probabilities(self, acc: cute.Tensor, total: cute.Tensor, lse: cute.Tensor, scale: Float32):
+        """total += exp(scale acc - lse), for `scale` and `lse` = -lse in units of log 2."""
+        for i in range_constexpr(cute.size(total)):
+            total[i] += cute.math.exp2(cute.math.fma(acc[i], scale, lse[i]), fastmath=True)
 
     @cute.jit
     def _score_by_warpgroups(
@@ -509,9 +516,10 @@ class TokenBlocks:
         tSrK = [thr_mma.make_fragment_A(thr_mma.partition_shape_A((2 * UNIT, self.dim))) for _ in halves]
         tSrQ = thr_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(sQ))
         coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.columns)))
-        coordinates = [coordinates[None, half, 0] for half in halves]  # the first ones are the first head's
         acc = [cute.make_rmem_tensor(thr_mma.partition_shape_C((2 * UNIT, self.columns)), Float32) for _ in halves]
         total = [cute.make_rmem_tensor(cute.size(acc[half]) // self.heads, Float32) for half in halves]
+        first_head = cute.make_layout(cute.size(total[0]))
+        coordinates = [cute.composition(coordinates[None, half, 0], first_head) for half in halves]
 
         for step in cutlass.range(steps, unroll=1):
             if step > 0:
@@ -527,14 +535,15 @@ class TokenBlocks:
                     set_lse = cute.domain_offset((part * rows, i * self.heads), sLse)
                     at = part * sets + i
                     self._start(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at])
+                    lse = [self._lse(coordinates[0], set_lse[None, head]) for head in range(self.heads)]
                     warpgroup.wait_group(1)
-                    self._add_heads(acc[0], total[0], coordinates[0], set_lse, scale)
+                    self._add_heads(acc[0], total[0], lse, scale)
                     if const_expr(at + 1 < parts * sets):
                         self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1])
                         warpgroup.wait_group(1)
                     else:
                         warpgroup.wait_group(0)
-                    self._add_heads(acc[1], total[1], coordinates[1], set_lse, scale)
+                    self._add_heads(acc[1], total[1], lse, scale)
                 self._store_scores((*total,), sScore, (*coordinates,), sRow, step, Int32(part))
 
     @cute.jit
@@ -549,14 +558,12 @@ class TokenBlocks:
         warpgroup.commit_group()
 
     @cute.jit
-    def _add_heads(
-        self, acc: cute.Tensor, total: cute.Tensor, coordinates: cute.Tensor, sLse: cute.Tensor, scale: Float32
-    ):
+    def _add_heads(self, acc: cute.Tensor, total: cute.Tensor, lse: list[cute.Tensor], scale: Float32):
         """_add_probabilities for several heads, whose queries follow each other in `acc`."""
         count = cute.size(total)
         for head in range_constexpr(self.heads):
             of_head = cute.make_tensor(acc.iterator + head * count, cute.make_layout(count))
-            self._add_probabilities(of_head, total, coordinates, sLse[None, head], scale)
+            self._add_probabilities(of_head, total, lse[head], scale)
 
     @cute.jit
     def _store_scores(
