@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -108,7 +108,8 @@ def nsa(
     return (out if documents is None else out[0]), None
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """What every step of a call needs."""
 
     inputs: Any
@@ -116,8 +117,21 @@ class Call(NamedTuple):
     attended: Any
     """What attention reads: the inputs, or packed ones in aligned rows."""
     plan: Plan
-    k_cmp: Tensor
-    v_cmp: Tensor
+    given: tuple[Tensor, Tensor] | None = None
+    """k_cmp and v_cmp that were computed before."""
+
+    @cached_property
+    def compressed(self) -> tuple[Tensor, Tensor]:
+        """k_cmp and v_cmp, made once, when a step first reads them: the window is on the GPU before."""
+        return self.given or compress(self.inputs, self.plan.config, self.plan.documents)
+
+    @property
+    def k_cmp(self) -> Tensor:
+        return self.compressed[0]
+
+    @property
+    def v_cmp(self) -> Tensor:
+        return self.compressed[1]
 
     @property
     def num_rows(self) -> int:
@@ -147,19 +161,20 @@ class Call(NamedTuple):
 
         inputs = narrow(self.inputs)
         attended = inputs if self.attended is self.inputs else narrow(self.attended)
-        return Call(inputs, attended, self.plan, self.k_cmp[:, :, heads], self.v_cmp[:, :, heads])
+        k_cmp, v_cmp = self.compressed
+        return Call(inputs, attended, self.plan, (k_cmp[:, :, heads], v_cmp[:, :, heads]))
 
 
 def prepare(inputs: Any, config: Any, compressed: tuple[Tensor, Tensor] | None = None) -> Call:
-    """Align, lay packed documents out, compress (unless `compressed` gives k_cmp and v_cmp), plan."""
+    """Align, lay packed documents out, plan. Args: `compressed`, k_cmp and v_cmp that were computed before."""
     inputs, rules = _aligned(inputs), fa4.rules(inputs.q.device)
-    attended, documents = inputs, None
-    if inputs.cu_seqlens is not None:
-        inputs, attended, documents = _unpack(inputs, config, rules)
-    k_cmp, v_cmp = compressed or compress(inputs, config, documents)
-    entries = k_cmp.shape[1] if documents is None else None
-    plan = _plan(config, rules, inputs.q.shape[-1], entries)
-    return Call(inputs, attended, plan if documents is None else replace(plan, documents=documents), k_cmp, v_cmp)
+    dim = inputs.q.shape[-1]
+    if inputs.cu_seqlens is None:
+        plan = _plan(config, rules, dim, config.num_compressed(inputs.q.shape[1]))
+        return Call(inputs, inputs, plan, compressed)
+    inputs, attended, documents = _unpack(inputs, config, rules)
+    plan = _plan(config, rules, dim, None)
+    return Call(inputs, attended, replace(plan, documents=documents), compressed)
 
 
 def chunks(call: Call) -> Iterator[tuple[int, int]]:
@@ -306,11 +321,12 @@ def attend(
     Args:
         given: selections to use. forced: they hold the forced blocks, as all that are made here do.
     """
-    inputs, plan, k_cmp, v_cmp = call.attended, call.plan, call.k_cmp, call.v_cmp
+    inputs, plan = call.attended, call.plan
     tokens = inputs.q.shape[1]
     q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
     # First, for it needs nothing that is made here: the GPU has work while the host launches the rest
     win = attend_window(plan, q, *keys_of(inputs, "win"), start, lse)
+    k_cmp, v_cmp = call.compressed
     indices, cmp_indices = given
     if indices is None and not plan.config.token_mode:
         indices, cmp_indices = select(plan, q, k_cmp, start, tokens)
