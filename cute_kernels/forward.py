@@ -89,28 +89,28 @@ def nsa(
         out `[B,N,H,D_v]`, packed `[T,H,D_v]`, and the fields of NSAAux or None.
     """
     call = prepare(inputs, config)
-    q, documents, out = call.inputs.q, call.plan.documents, call.output()
+    q, documents = call.inputs.q, call.plan.documents
     if aux:
         given = indices, cmp_indices
         part = attend(call, 0, call.num_rows, lse=True, given=given, forced=indices is None)
-        gates = gate(call, part, 0, call.num_rows, out)
+        gates = gate(call, part, 0, call.num_rows)
         if gates is None:
             gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
         if documents is not None:
-            return out[0], _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates, config.token_mode)
+            return call.out[0], _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates, config.token_mode)
         outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
         selected = part.indices, _all_if_none(part.cmp_indices, config, q, call.k_cmp)
-        return out, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
+        return call.out, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
     for start, stop in chunks(call):
         part = attend(call, start, stop, lse=False)
-        gate(call, part, start, stop, out)
+        gate(call, part, start, stop)
         del part  # before the next one is made
-    return (out if documents is None else out[0]), None
+    return (call.out if documents is None else call.out[0]), None
 
 
 @dataclass(frozen=True)
 class Call:
-    """What every step of a call needs."""
+    """What every step of a call needs. What is made on first use leaves the window to be launched before it."""
 
     inputs: Any
     """Aligned; packed ones as one sequence `[1,T,...]`."""
@@ -122,7 +122,7 @@ class Call:
 
     @cached_property
     def compressed(self) -> tuple[Tensor, Tensor]:
-        """k_cmp and v_cmp, made once, when a step first reads them: the window is on the GPU before."""
+        """k_cmp and v_cmp, for all chunks of queries."""
         return self.given or compress(self.inputs, self.plan.config, self.plan.documents)
 
     @property
@@ -133,14 +133,15 @@ class Call:
     def v_cmp(self) -> Tensor:
         return self.compressed[1]
 
+    @cached_property
+    def out(self) -> Tensor:
+        """`[B,N,H,D_v]`, filled in by `gate`."""
+        q = self.inputs.q
+        return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
+
     @property
     def num_rows(self) -> int:
         return int(self.attended.q.shape[1])
-
-    def output(self) -> Tensor:
-        """`[B,N,H,D_v]`, not yet filled."""
-        q = self.inputs.q
-        return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
 
     def query_heads(self, heads: slice) -> slice:
         """The query heads of some key/value heads."""
@@ -486,9 +487,9 @@ def _nothing(q: Tensor, v: Tensor) -> Branch:
     return Branch(o, torch.full((batch, heads, rows), -math.inf, dtype=torch.float32, device=q.device))
 
 
-def gate(call: Call, part: Part, start: int, stop: int, out: Tensor) -> Tensor | None:
-    """Weigh and add the branches of some rows, into `out`; returns the gates, None for 1/3 each."""
-    q, gates, documents = call.inputs.q, call.inputs.gates, call.plan.documents
+def gate(call: Call, part: Part, start: int, stop: int) -> Tensor | None:
+    """Weigh and add the branches of some rows, into `call.out`; returns the gates, None for 1/3 each."""
+    q, gates, out, documents = call.inputs.q, call.inputs.gates, call.out, call.plan.documents
     if stop - start < q.shape[1]:
         q, out = q[:, start:stop], out[:, start:stop]
         gates = None if gates is None else gates[:, start:stop]
