@@ -155,8 +155,8 @@ class Visits(NamedTuple):
 
     def part(self, batches: slice, heads: slice) -> Visits:
         """Of some batches and key/value heads."""
-        *tables, sizes, first_token = self
-        return Visits(*(table[batches, heads] for table in tables), sizes, first_token)
+        blocks, places, segments, counts, sums = (table[batches, heads] for table in self[:5])
+        return Visits(blocks, places, segments, counts, sums, self.sizes, self.first_token)
 
 
 class MarkTokens:
