@@ -137,7 +137,7 @@ def random_inputs(sizes: Sizes) -> NSAInputs:
 def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
     """Each stage of the forward, in the order of its run: its time and floor, for one sequence."""
     inputs, n = random_inputs(sizes), sizes.tokens
-    q, k, v, out = inputs.q, inputs.k, inputs.v, torch.empty_like(inputs.q)
+    q, k, v = inputs.q, inputs.k, inputs.v
     call = forward.prepare(inputs, config)
     plan, k_cmp, v_cmp, entries = call.plan, call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
     part = forward.attend(call, 0, n, lse=False)
@@ -189,7 +189,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
         *per_token,
         Stage("selected", attend_selected, attention(selected_keys)),
         Stage("window", lambda: forward.attend_window(plan, q, k, v, 0, False), attention(window_keys)),
-        Stage("gate", lambda: forward.gate(call, part, 0, n, out), Work(5 * row_bytes)),
+        Stage("gate", lambda: forward.gate(call, part, 0, n), Work(5 * row_bytes)),
     ]
     timed = [(stage.name, milliseconds(stage.call), stage.work.floor_ms(copy_tbs, tflops)) for stage in run]
 

@@ -119,27 +119,26 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
         recompute: keep the selections, not the branches' outputs.
     """
     call = prepare(inputs, config)
-    out, documents = call.output(), call.plan.documents
     projected = inputs.gate_proj_weight is not None
     kept: dict[str, Tensor | None] = {}
     if recompute and call.num_rows > 0:
         chosen = []
         for start, stop in chunks(call):
             part = attend(call, start, stop, lse=False)
-            chosen.append((part.indices, part.cmp_indices, gate(call, part, start, stop, out)))
+            chosen.append((part.indices, part.cmp_indices, gate(call, part, start, stop)))
             del part  # before the next one is made
         indices = torch.cat([of_part for of_part, _, _ in chosen], 2)
         cmp_indices = _joined([of_part for _, of_part, _ in chosen], 2)
         all_gates = _joined([of_part for _, _, of_part in chosen], 1)
     else:
         part = attend(call, 0, call.num_rows, lse=True)
-        all_gates = gate(call, part, 0, call.num_rows, out)
+        all_gates = gate(call, part, 0, call.num_rows)
         indices, cmp_indices = part.indices, part.cmp_indices
         for branch in () if recompute else BRANCHES:
             kept[f"o_{branch}"], kept[f"lse_{branch}"] = getattr(part, branch)
     k_cmp, v_cmp = (None, None) if inputs.k_cmp is not None else (call.k_cmp, call.v_cmp)
     saved = Saved(k_cmp, v_cmp, indices, cmp_indices, all_gates if projected else None, **kept)
-    return (out if documents is None else out[0]), saved.to_list()
+    return (call.out if call.plan.documents is None else call.out[0]), saved.to_list()
 
 
 def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -43,7 +44,7 @@ def vectorized(tensor: Tensor) -> bool:
     """Whether every row (the last dimension) is contiguous and starts at a multiple of VECTOR_BYTES."""
     step = VECTOR_BYTES // tensor.element_size()
     *strides, last = tensor.stride()
-    return last == 1 and not any(s % step for s in strides) and tensor.data_ptr() % VECTOR_BYTES == 0
+    return last == 1 and math.gcd(*strides) % step == 0 and tensor.data_ptr() % VECTOR_BYTES == 0
 
 
 def vectorizable(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -89,44 +89,59 @@ def nsa(
         out `[B,N,H,D_v]`, packed `[T,H,D_v]`, and the fields of NSAAux or None.
     """
     call = prepare(inputs, config)
-    q, documents, out = call.inputs.q, call.plan.documents, call.output()
+    q, documents = call.inputs.q, call.plan.documents
     if aux:
         given = indices, cmp_indices
         part = attend(call, 0, call.num_rows, lse=True, given=given, forced=indices is None)
-        gates = gate(call, part, 0, call.num_rows, out)
+        gates = gate(call, part, 0, call.num_rows)
         if gates is None:
             gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
         if documents is not None:
-            return out[0], _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates, config.token_mode)
+            return call.out[0], _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates, config.token_mode)
         outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
         selected = part.indices, _all_if_none(part.cmp_indices, config, q, call.k_cmp)
-        return out, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
+        return call.out, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
     for start, stop in chunks(call):
         part = attend(call, start, stop, lse=False)
-        gate(call, part, start, stop, out)
+        gate(call, part, start, stop)
         del part  # before the next one is made
-    return (out if documents is None else out[0]), None
+    return (call.out if documents is None else call.out[0]), None
 
 
-class Call(NamedTuple):
-    """What every step of a call needs."""
+@dataclass(frozen=True)
+class Call:
+    """What every step of a call needs. What is made on first use leaves the window to be launched before it."""
 
     inputs: Any
     """Aligned; packed ones as one sequence `[1,T,...]`."""
     attended: Any
     """What attention reads: the inputs, or packed ones in aligned rows."""
     plan: Plan
-    k_cmp: Tensor
-    v_cmp: Tensor
+    given: tuple[Tensor, Tensor] | None = None
+    """k_cmp and v_cmp that were computed before."""
+
+    @cached_property
+    def compressed(self) -> tuple[Tensor, Tensor]:
+        """k_cmp and v_cmp, for all chunks of queries."""
+        return self.given or compress(self.inputs, self.plan.config, self.plan.documents)
+
+    @property
+    def k_cmp(self) -> Tensor:
+        return self.compressed[0]
+
+    @property
+    def v_cmp(self) -> Tensor:
+        return self.compressed[1]
+
+    @cached_property
+    def out(self) -> Tensor:
+        """`[B,N,H,D_v]`, filled in by `gate`."""
+        q = self.inputs.q
+        return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
 
     @property
     def num_rows(self) -> int:
         return int(self.attended.q.shape[1])
-
-    def output(self) -> Tensor:
-        """`[B,N,H,D_v]`, not yet filled."""
-        q = self.inputs.q
-        return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
 
     def query_heads(self, heads: slice) -> slice:
         """The query heads of some key/value heads."""
@@ -147,19 +162,20 @@ class Call(NamedTuple):
 
         inputs = narrow(self.inputs)
         attended = inputs if self.attended is self.inputs else narrow(self.attended)
-        return Call(inputs, attended, self.plan, self.k_cmp[:, :, heads], self.v_cmp[:, :, heads])
+        k_cmp, v_cmp = self.compressed
+        return Call(inputs, attended, self.plan, (k_cmp[:, :, heads], v_cmp[:, :, heads]))
 
 
 def prepare(inputs: Any, config: Any, compressed: tuple[Tensor, Tensor] | None = None) -> Call:
-    """Align, lay packed documents out, compress (unless `compressed` gives k_cmp and v_cmp), plan."""
+    """Align, lay packed documents out, plan. Args: `compressed`, k_cmp and v_cmp that were computed before."""
     inputs, rules = _aligned(inputs), fa4.rules(inputs.q.device)
-    attended, documents = inputs, None
-    if inputs.cu_seqlens is not None:
-        inputs, attended, documents = _unpack(inputs, config, rules)
-    k_cmp, v_cmp = compressed or compress(inputs, config, documents)
-    entries = k_cmp.shape[1] if documents is None else None
-    plan = _plan(config, rules, inputs.q.shape[-1], entries)
-    return Call(inputs, attended, plan if documents is None else replace(plan, documents=documents), k_cmp, v_cmp)
+    dim = inputs.q.shape[-1]
+    if inputs.cu_seqlens is None:
+        plan = _plan(config, rules, dim, config.num_compressed(inputs.q.shape[1]))
+        return Call(inputs, inputs, plan, compressed)
+    inputs, attended, documents = _unpack(inputs, config, rules)
+    plan = _plan(config, rules, dim, None)
+    return Call(inputs, attended, replace(plan, documents=documents), compressed)
 
 
 def chunks(call: Call) -> Iterator[tuple[int, int]]:
@@ -306,11 +322,12 @@ def attend(
     Args:
         given: selections to use. forced: they hold the forced blocks, as all that are made here do.
     """
-    inputs, plan, k_cmp, v_cmp = call.attended, call.plan, call.k_cmp, call.v_cmp
+    inputs, plan = call.attended, call.plan
     tokens = inputs.q.shape[1]
     q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
     # First, for it needs nothing that is made here: the GPU has work while the host launches the rest
     win = attend_window(plan, q, *keys_of(inputs, "win"), start, lse)
+    k_cmp, v_cmp = call.compressed
     indices, cmp_indices = given
     if indices is None and not plan.config.token_mode:
         indices, cmp_indices = select(plan, q, k_cmp, start, tokens)
@@ -470,9 +487,9 @@ def _nothing(q: Tensor, v: Tensor) -> Branch:
     return Branch(o, torch.full((batch, heads, rows), -math.inf, dtype=torch.float32, device=q.device))
 
 
-def gate(call: Call, part: Part, start: int, stop: int, out: Tensor) -> Tensor | None:
-    """Weigh and add the branches of some rows, into `out`; returns the gates, None for 1/3 each."""
-    q, gates, documents = call.inputs.q, call.inputs.gates, call.plan.documents
+def gate(call: Call, part: Part, start: int, stop: int) -> Tensor | None:
+    """Weigh and add the branches of some rows, into `call.out`; returns the gates, None for 1/3 each."""
+    q, gates, out, documents = call.inputs.q, call.inputs.gates, call.out, call.plan.documents
     if stop - start < q.shape[1]:
         q, out = q[:, start:stop], out[:, start:stop]
         gates = None if gates is None else gates[:, start:stop]

@@ -28,7 +28,6 @@ Limits: a token's blocks differ; T n < 2^31 and tokens < 2^31.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -133,8 +132,7 @@ def visited_block(
     return before + chosen if visits else Int32(-1)
 
 
-@dataclass(frozen=True)
-class Visits:
+class Visits(NamedTuple):
     """Lists of the tokens `first_token` ... that visit each block."""
 
     blocks: Tensor
@@ -157,8 +155,8 @@ class Visits:
 
     def part(self, batches: slice, heads: slice) -> Visits:
         """Of some batches and key/value heads."""
-        tables = {name: getattr(self, name)[batches, heads] for name in ("blocks", "places", "segments")}
-        return replace(self, **tables, counts=self.counts[batches, heads], sums=self.sums[batches, heads])
+        blocks, places, segments, counts, sums = (table[batches, heads] for table in self[:5])
+        return Visits(blocks, places, segments, counts, sums, self.sizes, self.first_token)
 
 
 class MarkTokens:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -21,20 +21,26 @@ STREAMS = 2
 class SideStreams:
     """For passes that do not depend on each other. After `with`, the current stream has waited for all of them.
 
-    Part of a CUDA graph where the current stream is being captured. On a CPU it does nothing.
+    Inside, the current device is that of the streams. Part of a CUDA graph where the current stream is being captured.
+    On a CPU it does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._passes = 0
         self._ends: deque[tuple[torch.cuda.Event, Any]] = deque()
 
     def __enter__(self) -> SideStreams:
+        self._guard.__enter__()
+        if self._device.type == "cuda":
+            self._current = torch.cuda.current_stream(self._device)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Waits after an exception too: memory that is freed then may be in use."""
         self._wait(0)
+        self._guard.__exit__(*error)
 
     def begin(self) -> None:
         """Before a pass takes memory: that of an earlier pass is free then."""
@@ -55,17 +61,18 @@ class SideStreams:
             return
         stream = _streams(self._device)[self._passes % STREAMS]
         self._passes += 1
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            try:
-                yield
-            finally:
-                self._ends.append((stream.record_event(), held))
+        stream.wait_stream(self._current)
+        torch.cuda.set_stream(stream)  # `with torch.cuda.stream` asks for device and stream anew in each pass
+        try:
+            yield
+        finally:
+            self._ends.append((stream.record_event(), held))
+            torch.cuda.set_stream(self._current)
 
     def _wait(self, left: int) -> None:
         while len(self._ends) > left:
             event, _ = self._ends.popleft()
-            torch.cuda.current_stream(self._device).wait_event(event)
+            self._current.wait_event(event)
 
 
 @lru_cache

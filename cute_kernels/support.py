@@ -85,9 +85,8 @@ def _machine_problem(call: Any, *, given: bool = False) -> str | None:
         return f"runs on CUDA devices, got {call.device_type}"
     if not given and not torch.cuda.is_available():
         return "no NVIDIA GPU is visible"
-    device = torch.device(call.device)
-    if fa4.rules(device) is None:
-        major, minor = compute_capability(device.index or 0)
+    major, minor = compute_capability(torch.device(call.device).index or 0)
+    if major not in fa4.RULES:
         return f"needs compute capability 9.x or 10.x, this device has {major}.{minor}"
     return None
 

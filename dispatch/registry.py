@@ -10,7 +10,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class Call:
     """The user asked for this backend by name."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def device_type(self) -> str:
         return str(self.device).partition(":")[0]
 

@@ -170,9 +170,9 @@ class NSAInputs:
 
     def _check_options(self, config: NSAConfig) -> None:
         for one, other in (("k_cmp", "v_cmp"), ("k_slc", "v_slc"), ("k_win", "v_win")):
-            given = [name for name in (one, other) if getattr(self, name) is not None]
-            if len(given) == 1:
-                raise ValueError(f"{one} and {other} go together, got only {given[0]}")
+            without_one, without_other = getattr(self, one) is None, getattr(self, other) is None
+            if without_one != without_other:
+                raise ValueError(f"{one} and {other} go together, got only {other if without_one else one}")
         if self.k_cmp is not None:
             for name in ("w_k_compress", "w_v_compress"):
                 if getattr(self, name) is not None:
@@ -185,17 +185,19 @@ class NSAInputs:
             raise ValueError("gates and gate_proj_weight exclude each other, got both")
 
     def _check_optional_shapes(self, config: NSAConfig) -> None:
-        if all(getattr(self, name) is None for name in TENSOR_NAMES[3:]):
+        given = {name: tensor for name in TENSOR_NAMES[3:] if (tensor := getattr(self, name)) is not None}
+        if not given:
             return
+        k, v = self.k.shape, self.v.shape
         *lead, heads, dim = self.q.shape
-        kv_heads, v_dim = self.v.shape[-2:]
+        kv_heads, v_dim = v[-2:]
         wanted: dict[str, tuple[int, ...]] = {
             "w_k_compress": (kv_heads, dim, dim),
             "w_v_compress": (kv_heads, v_dim, v_dim),
-            "k_slc": tuple(self.k.shape),
-            "v_slc": tuple(self.v.shape),
-            "k_win": tuple(self.k.shape),
-            "v_win": tuple(self.v.shape),
+            "k_slc": k,
+            "v_slc": v,
+            "k_win": k,
+            "v_win": v,
             "gate_proj_weight": (heads, 3, dim),
             "gates": (*lead, heads, 3),
         }
@@ -207,8 +209,8 @@ class NSAInputs:
             wanted["k_cmp"] = (*entries, kv_heads, dim)
             wanted["v_cmp"] = (*entries, kv_heads, v_dim)
         for name, shape in wanted.items():
-            tensor: Tensor | None = getattr(self, name)
-            if tensor is not None and tuple(tensor.shape) != shape:
+            tensor = given.get(name)
+            if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} must have the shape {list(shape)}, got {_shape(tensor)}")
 
     # Values: free to read on the host, only with debug=True on a device

@@ -1,0 +1,75 @@
+"""The order in which NSA's forward for NVIDIA GPUs launches its steps, with stand-ins for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels import fa4, forward
+from nsa import NSAConfig
+from nsa.tensors import NSAInputs
+from tests.helpers import make_inputs
+
+PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
+REST = ["compressed", "choose", "selected", "gate"]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+
+    def step(module: Any, function: str, name: str, make: Callable[..., Any]) -> None:
+        def stand_in(*arguments: Any, **keywords: Any) -> Any:
+            log.append(name)
+            return make(*arguments, **keywords)
+
+        monkeypatch.setattr(module, function, stand_in)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros(*q.shape[:3], v.shape[3]), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    def means(k: Tensor, v: Tensor, length: int, stride: int, *_: Any) -> tuple[Tensor, ...]:
+        return tuple(x.unfold(1, length, stride).mean(-1) for x in (k, v))
+
+    def choose(q: Tensor, k_cmp: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(q.shape[0], k_cmp.shape[2], q.shape[1], PAPER.num_selected_blocks, dtype=torch.int32)
+
+    monkeypatch.setattr(fa4, "rules", lambda device: fa4.RULES[9])
+    monkeypatch.setattr(forward, "prefix_lists", lambda *_, **__: None)
+    step(forward, "block_means", "compress", means)
+    step(fa4, "window", "window", attend)
+    step(fa4, "compressed", "compressed", attend)
+    step(forward, "token_blocks", "choose", choose)
+    step(forward, "token_selected_forward", "selected", attend)
+    step(forward, "gated_sum", "gate", lambda *_, **__: None)
+    return log
+
+
+def some_inputs() -> NSAInputs:
+    return make_inputs(512, heads=4, kv_heads=2, dim=8, v_dim=8, batch=1, seed=0)
+
+
+@pytest.mark.parametrize("aux", [False, True])
+def test_an_idle_gpu_gets_the_window_first(aux: bool, launched: list[str]) -> None:
+    forward.nsa(some_inputs(), PAPER, aux=aux)
+    assert launched == ["window", "compress", *REST]
+
+
+def test_chunks_share_compressed_keys(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "CHUNK_BYTES", 1)
+    forward.nsa(some_inputs(), PAPER, aux=False)
+    assert launched == ["window", "compress", *REST, "window", *REST]
+
+
+def test_what_was_compressed_before_is_taken(launched: list[str]) -> None:
+    inputs = some_inputs()
+    k_cmp, v_cmp = inputs.k[:, :31] + 0, inputs.v[:, :31] + 0
+    call = forward.prepare(inputs, PAPER, (k_cmp, v_cmp))
+    forward.attend(call, 0, call.num_rows, lse=False)
+    assert call.k_cmp is k_cmp
+    assert call.v_cmp is v_cmp
+    assert launched == ["window", "compressed", "choose", "selected"]
