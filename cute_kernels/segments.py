@@ -107,6 +107,18 @@ def write_counts(mCounts: cute.Tensor, item: Int32, visits: Int32, length: Int32
 
 
 @cute.jit
+def used_segments(mSums: cute.Tensor) -> tuple[Int32, Int32]:
+    """How many segments there are of cut blocks, and of all; what lies behind them is not written.
+
+    Args:
+        mSums: int32 [3, blocks], as of `write_segments`.
+    """
+    last = mSums.shape[1] - 1
+    cut = mSums[CUT, last]
+    return cut, cut + mSums[WHOLE, last]
+
+
+@cute.jit
 def visited_block(
     chosen: Int32,
     position: Int32,

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from cute_kernels.block_lists import WORD, BlockLists, fake_lists
 from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
-from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE, Sizes, write_counts, write_segments
+from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, Sizes, used_segments, write_counts, write_segments
 from cute_kernels.warp import LANES, LOG2_E, lowest_bit, prefix_sum
 from cute_kernels.warpgroup_tiles import (
     GROUP,
@@ -474,12 +474,12 @@ class SelectedDKV:
         item, _, _ = cute.arch.block_idx()
         segment, unit = item // self.units, item % self.units
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        last = mSums.shape[1] - 1
-        cut_segments = mSums[CUT, last]
-        block, first, visits = mSegments[BLOCK, segment], mSegments[FIRST, segment], mSegments[COUNT, segment]
+        cut_segments, segments = used_segments(mSums)
+        block, first, visits = Int32(0), Int32(0), Int32(0)
+        if segment < segments:
+            block, first, visits = mSegments[BLOCK, segment], mSegments[FIRST, segment], mSegments[COUNT, segment]
         batch, kv_head = block // kv_heads % mLse.shape[0], block % kv_heads
         place = block // kv_heads // mLse.shape[0] * self.units + unit
-        used = segment < cut_segments + mSums[WHOLE, last]
 
         smem = cutlass.memory.SmemAllocator()
         sK = allocate_tiles(smem, self.dtype, key_layout)
@@ -490,7 +490,7 @@ class SelectedDKV:
         sDelta = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
         sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
 
-        if used & (place * UNIT < num_keys):
+        if (segment < segments) & (place * UNIT < num_keys):
             keys_ready = tma_pipeline(1, CONSUMERS * GROUP // LANES, 2 * self.tile_bytes, defer_sync=True)
             # A stage is full when TMA and UNIT threads have written, and empty when one warpgroup has read it
             rows_ready = tma_pipeline(STAGES, GROUP // LANES, 2 * self.tile_bytes, writers=UNIT)
@@ -686,7 +686,8 @@ class AddSegments:
     ):
         thread, _, _ = cute.arch.thread_idx()
         segment, _, _ = cute.arch.block_idx()
-        if segment < mSums[CUT, mSums.shape[1] - 1]:
+        cut_segments, _ = used_segments(mSums)
+        if segment < cut_segments:
             item = mSegments[BLOCK, segment]
             segments = mCounts[CUT, item]
             first = mSums[CUT, item] - segments
@@ -701,17 +702,17 @@ class AddSegments:
             for vector in cutlass.range(share * vectors // segments + thread, end, ADD_THREADS, unroll=1):
                 column, row = vector % (self.dim // SUMMED), vector // (self.dim // SUMMED)
                 unit, which, key = row // (2 * UNIT), row // UNIT % 2, row % UNIT
-                rSum.fill(0.0)
-                for start in cutlass.range(0, segments, BATCH, unroll=1):
-                    for i in range_constexpr(BATCH):
-                        rPart[None, i].fill(0.0)
-                        if start + i < segments:
-                            gPart = mParts[first + start + i, unit, which, key, None]
-                            cute.autovec_copy(cute.local_tile(gPart, (SUMMED,), (column,)), rPart[None, i])
-                    for i in range_constexpr(BATCH):
-                        rSum.store(rSum.load() + rPart[None, i].load())
                 token = block * (self.units * UNIT) + unit * UNIT + key
-                if token < num_keys:
+                if token < num_keys:  # units behind the last key have no sums
+                    rSum.fill(0.0)
+                    for start in cutlass.range(0, segments, BATCH, unroll=1):
+                        for i in range_constexpr(BATCH):
+                            rPart[None, i].fill(0.0)
+                            if start + i < segments:
+                                gPart = mParts[first + start + i, unit, which, key, None]
+                                cute.autovec_copy(cute.local_tile(gPart, (SUMMED,), (column,)), rPart[None, i])
+                        for i in range_constexpr(BATCH):
+                            rSum.store(rSum.load() + rPart[None, i].load())
                     if which == 0:
                         rOut.store((rSum.load() * scale).to(mdK.element_type))
                         gOut = cute.local_tile(mdK[batch, token, kv_head, None], (SUMMED,), (column,))

@@ -46,15 +46,14 @@ from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compil
 from cute_kernels.segments import (
     BLOCK,
     COUNT,
-    CUT,
     FIRST,
-    WHOLE,
     Visits,
     fake_bounds,
     fake_places,
     fake_segments,
     fake_table,
     passes,
+    used_segments,
 )
 from cute_kernels.side_streams import SideStreams
 from cute_kernels.support import TOKEN_SELECT_SIZES
@@ -77,14 +76,6 @@ SEGMENT_ROWS = 2048
 
 DIMS = (64, 128)
 SIZES = TOKEN_SELECT_SIZES
-
-
-@cute.jit
-def used_segments(mSums: cute.Tensor) -> tuple[Int32, Int32]:
-    """How many segments there are of cut blocks, and of all. Args: [3, blocks] of Visits.sums."""
-    last = mSums.shape[1] - 1
-    cut = mSums[CUT, last]
-    return cut, cut + mSums[WHOLE, last]
 
 
 class VisitBlocks(WarpRows):
@@ -178,20 +169,19 @@ class VisitBlocks(WarpRows):
 
 
 class AddSlots:
-    """Adds up what the slots of each row have; slots that visit nothing count nothing.
+    """Adds up what the slots of each row have; slots that visit nothing, of which nothing is read, count nothing.
 
     Args:
         dim: columns of a row.
         group: G.
         weighted: by the slots' lse's, to one softmax over all their keys.
         units: parts of a slot, one behind the other.
-        skip: do not load what no slot visits: pays where such slots are many.
-        carry: begin with what the rows hold already, weighted by its lse too: nothing where that is -inf.
+        carry: begin with what the rows hold already, weighted by its lse too: nothing, and not read, where that is
+            -inf.
     """
 
-    def __init__(self, dim: int, group: int, *, weighted: bool, units: int, skip: bool, carry: bool) -> None:
-        self.vectors, self.group, self.weighted, self.units = dim // VECTOR, group, weighted, units
-        self.skip, self.carry = skip, carry
+    def __init__(self, dim: int, group: int, *, weighted: bool, units: int, carry: bool) -> None:
+        self.vectors, self.group, self.weighted, self.units, self.carry = dim // VECTOR, group, weighted, units, carry
         self.rows = ADD_THREADS // self.vectors
 
     @cute.jit
@@ -237,40 +227,32 @@ class AddSlots:
             if const_expr(self.carry):
                 gHeld = mX[batch, token, kv_head * self.group + head, None]
                 rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)
-                cute.autovec_copy(cute.local_tile(gHeld, (VECTOR,), (vector,)), rHeld)
-                top, total = carried, Float32(1.0) if carried > -Float32.inf else Float32(0.0)
-                for j in range_constexpr(VECTOR):  # what counts nothing may be NaN
-                    rSum[j] = rHeld[j].to(Float32) if carried > -Float32.inf else Float32(0.0)
+                rHeld.fill(0.0)
+                top = carried
+                if carried > -Float32.inf:
+                    cute.autovec_copy(cute.local_tile(gHeld, (VECTOR,), (vector,)), rHeld)
+                    total = Float32(1.0)
+                rSum.store(rHeld.load().to(Float32))
             rBlocks = cute.make_rmem_tensor(BATCH, Int32)
             rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
-            rPairs = cute.recast_tensor(rPart, Int32)
             rWeight = cute.make_rmem_tensor(BATCH, Float32)
             parts = slots * self.units
             for start in cutlass.range(0, parts, BATCH, unroll=1):
-                # Nothing but which blocks to skip is waited for before all loads are under way
+                # Nothing but which slots visit a block is waited for before all loads are under way
+                rBlocks.fill(-1)
+                for i in range_constexpr(BATCH):
+                    if start + i < parts:
+                        rBlocks[i] = gBlocks[(start + i) // self.units]
                 rPart.fill(0.0)
                 rWeight.fill(-Float32.inf)
-                if const_expr(self.skip):
-                    for i in range_constexpr(BATCH):
-                        rBlocks[i] = Int32(-1)
-                        if start + i < parts:
-                            rBlocks[i] = gBlocks[(start + i) // self.units]
                 for i in range_constexpr(BATCH):
-                    part = start + i
-                    loads = part < parts
-                    if const_expr(self.skip):
-                        loads = rBlocks[i] >= 0
-                    if loads:
-                        place = token * parts + part
+                    if rBlocks[i] >= 0:
+                        place = token * parts + start + i
                         gPart = mParts[batch, kv_head, place, head, None]
                         cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (vector,)), rPart[None, i])
-                        visits = cutlass.Boolean(True)
-                        if const_expr(not self.skip):
-                            visits = gBlocks[part // self.units] >= 0
-                        lse = Float32(0.0)
+                        rWeight[i] = Float32(0.0)
                         if const_expr(self.weighted):
-                            lse = mPartLse[batch, kv_head, place, head]
-                        rWeight[i] = lse if visits else -Float32.inf
+                            rWeight[i] = mPartLse[batch, kv_head, place, head]
                 new_top = top
                 for i in range_constexpr(BATCH):
                     new_top = cute.arch.fmax(new_top, rWeight[i])
@@ -282,8 +264,6 @@ class AddSlots:
                 for i in range_constexpr(BATCH):
                     weight = cute.math.exp2((rWeight[i] - base) * LOG2_E, fastmath=True)
                     total += weight
-                    for j in range_constexpr(VECTOR // 2):
-                        rPairs[j, i] = rPairs[j, i] if weight > 0.0 else Int32(0)
                     for j in range_constexpr(VECTOR):
                         rSum[j] = cute.math.fma(weight, rPart[j, i].to(Float32), rSum[j])
             gX = mX[batch, token, kv_head * self.group + head, None]
@@ -316,11 +296,9 @@ def _visit(
 
 
 @compiled_once
-def _add(
-    dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, skip: bool = False, carry: bool = False
-) -> Kernel:
+def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, carry: bool) -> Kernel:
     return compile_kernel(
-        AddSlots(dim, group, weighted=weighted, units=units, skip=skip, carry=carry),
+        AddSlots(dim, group, weighted=weighted, units=units, carry=carry),
         fake_table(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
@@ -337,7 +315,6 @@ def add_slots(
     part_lse: Tensor | None = None,
     lse: Tensor | None = None,
     units: int = 1,
-    skip: bool = False,
     carry: bool = False,
 ) -> None:
     """Add up what the slots of some tokens have.
@@ -347,10 +324,9 @@ def add_slots(
         x: `[B,T,H,dim]`, where to write.
         part_lse, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write that of all slots.
         units: parts of a slot.
-        skip: do not load what no slot visits.
-        carry: to what x and lse hold, as if that were one more slot; x counts nothing where lse is -inf.
+        carry: to what x and lse hold, as if that were one more slot; x is not read where lse is -inf.
     """
-    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, skip=skip, carry=carry).run
+    run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, carry=carry).run
     run(visits.blocks, parts, part_lse, x, lse)
 
 
@@ -468,6 +444,6 @@ def token_selected_forward(
             with streams.run(visits, parts, part_lse, some):
                 visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
                 sums = o[batches, rows, queries], lse[batches, queries, rows]
-                add_slots(visits, parts, sums[0], part_lse=part_lse, lse=sums[1], skip=forced, carry=forced)
+                add_slots(visits, parts, sums[0], part_lse=part_lse, lse=sums[1], carry=forced)
             del parts, part_lse, visits, tables, some
     return o, lse

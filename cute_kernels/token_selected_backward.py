@@ -47,9 +47,19 @@ from torch import Tensor
 from cute_kernels import warpgroup_tiles as hopper
 from cute_kernels.device import has_warpgroups, vectorized
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
-from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, fake_bounds, fake_places, fake_segments, passes
+from cute_kernels.segments import (
+    BLOCK,
+    COUNT,
+    CUT,
+    FIRST,
+    fake_bounds,
+    fake_places,
+    fake_segments,
+    passes,
+    used_segments,
+)
 from cute_kernels.side_streams import STREAMS, SideStreams
-from cute_kernels.token_selected import add_slots, check_token_selected, used_segments
+from cute_kernels.token_selected import add_slots, check_token_selected
 from cute_kernels.warp import LANES, LOG2_E
 from cute_kernels.warp_rows import SHARED_PERCENT, block_bounds, heads_of
 from cute_kernels.warp_tiles import (
@@ -709,7 +719,7 @@ def token_selected_backward(
                     for x, x_parts in zip(mine, cut_parts, strict=True):
                         run = _add_parts(x.shape[-1], size, packed).run
                         run(visits.counts, visits.sums, visits.segments, x_parts, x, bounds)
-                add_slots(visits, parts, dq[batches, rows, queries], units=units, skip=local > 0)
+                add_slots(visits, parts, dq[batches, rows, queries], units=units)
             del parts, cut_parts, given, visits  # the stream holds them as long as it needs them
     for result, *of_streams in zip(results[1:], *sums, strict=True):
         if len(of_streams) > 1:

@@ -6,8 +6,8 @@ Threads that diverge so meet again as on a GPU, and wait for each other at barri
 when its group is waited for, and WGMMA reads at once; or cp.async arrives at once, and WGMMA reads as late as it may
 (`late=False`): a kernel must bear both. Sums of WGMMA are NaN until they are waited for. Found are: accesses outside of
 the tensors that a kernel was given, misaligned ones, two lanes that write one address together, shuffles from lanes
-that do not take part. Not found: races of warps, which run in step here, missing fences, and what ptxas makes of all
-this.
+that do not take part, and reads of memory that nobody wrote, by the NaN that `torch.empty` holds in tests. Not found:
+races of warps, which run in step here, missing fences, and what ptxas makes of all this.
 
 WGMMA takes 16-bit operands, the left one from registers or shared memory, with a swizzle of 128 bytes there.
 
@@ -33,6 +33,8 @@ GROUP = 4 * LANES
 ROW, COLUMN = np.arange(LANES) // 4, np.arange(LANES) % 4 * 2
 """i and 2 j of lane 4 i + j: where it has two of 8 x 8 numbers of a matrix in registers."""
 NAN = 0x7FFFFFFF
+UNWRITTEN = np.array([0x7FFFFFFF, 0x7FC00000, 0x7FC07FC0, 0x7E007E00], "u4")
+"""What `torch.empty` holds in tests, as words: the largest int32, NaN in fp32, NaN twice in bf16 and in fp16."""
 SHARED_BYTES = 227 << 10
 DONE = 1 << 40
 TYPES: dict[str, Any] = {
@@ -112,6 +114,12 @@ def tensor_argument(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> 
     """How CuTe DSL passes a tensor: its address, and what is dynamic of its shape (32 bits) and strides (64 bits)."""
     head = struct.pack(f"<Q{len(shape)}i", x.data_ptr(), *shape)
     return head + bytes(-len(head) % 8) + struct.pack(f"<{len(strides)}q", *strides)
+
+
+def check_written(data: Any) -> None:
+    """Args: the bytes of each thread that were read, found by whole words."""
+    if data.shape[1] % 4 == 0 and (np.ascontiguousarray(data).view("u4")[..., None] == UNWRITTEN).any():
+        raise MemoryError("a read of memory that nobody wrote")
 
 
 def bf16_bits(x: Any) -> Any:
@@ -323,7 +331,10 @@ class Cta:
         address = self.address(where, "u4" if shared else "u8")
         memory, place = self.place_of(address, kind.itemsize * len(parts), shared)
         if load:
-            data = memory[place].view(kind)
+            data = memory[place]
+            if not shared:
+                check_written(data)
+            data = data.view(kind)
             for i, target in enumerate(parts):
                 self.put(target, data[:, i])
             return
@@ -344,6 +355,7 @@ class Cta:
         else:
             _, to = self.place_of(self.address(operands[0], "u4"), 16, True)
             memory, place = self.place_of(self.address(operands[1], "u8"), 16, False)
+            check_written(memory[place])
             if not self.late:
                 self.shared[to] = memory[place]
             for thread, start, data in zip(threads, to[:, 0], memory[place], strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,7 +167,7 @@ CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
     ("text", "how", "problem"),
     [
         (CLEAN, {"error": "RuntimeError: launch failed"}, "tiles: RuntimeError: launch failed"),
-        (CLEAN, {"done": False}, "tiles: its process ended before it was done"),
+        (CLEAN, {"done": False}, "tiles: the process ended before this was done"),
         ("========= COMPUTE-SANITIZER\n", {}, "tiles: the tool ended without a summary"),
         (CLEAN.replace("0 errors", "7 errors"), {}, "tiles: 7 findings were not printed"),
         (
@@ -216,6 +217,14 @@ def test_planted_fault_must_be_found(tmp_path: Path) -> None:
         assert [problem.strip() for problem in outcome.problems] == problems
         assert outcome.findings(ours=True) == []
     assert tool.FAULTY in our_kernels()
+
+
+def test_a_process_that_ends_early_tells_how(tmp_path: Path) -> None:
+    outcome = tool.run_cases("memcheck", [["tiles", "tokens"]], [["false"]], {**os.environ}, tmp_path)
+    assert outcome.problems == [
+        "tiles, tokens: the process ended before this was done\nexit status 1\n",
+        "tiles, tokens: the tool ended without a summary",
+    ]
 
 
 def test_others_findings_pass(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         token_selected,
         "_add",
-        lambda *_, weighted, units, skip, carry: Twin(lambda *x: (carry_slots if carry else add_slots)(units, *x)),
+        lambda *_, weighted, units, carry: Twin(lambda *x: (carry_slots if carry else add_slots)(units, *x)),
     )
     patch.setattr(token_selected_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 

@@ -53,8 +53,9 @@ PLAIN, DRY = "plain", "dry"
 
 COMMON_OPTIONS = (
     *("--target-processes", "application-only", "--launch-timeout", "300", "--check-exit-code", "no"),
-    *("--destroy-on-device-error", "kernel", "--show-backtrace", "device", "--print-limit", "5000"),
+    *("--destroy-on-device-error", "kernel", "--show-backtrace", "device", "--print-limit", "200"),
 )
+"""Thousands of findings, each printed, take minutes; what was not printed is counted, and makes a run fail."""
 BARRIERS = ("--num-cuda-barriers", "64")
 """More than any kernel has; the tools undercount barriers that are not cuda::barrier in a source."""
 ATTENTION = ("--kernel-name", "regex=cute_kernels|flash_attn")
@@ -483,13 +484,13 @@ class Outcome:
             return
         text = results.read_text(encoding="utf-8") if results.exists() else ""
         done = {one["case"]: one for one in map(json.loads, text.splitlines())}
-        for name in names:
-            if name not in done:
-                self.problems.append(f"{name}: its process ended before it was done\n{output[-2000:]}")
-            elif done[name]["error"]:
-                self.problems.append(f"{name}: {done[name]['error']}\n{output[-2000:]}")
+        if undone := [name for name in names if name not in done]:
+            self.problems.append(f"{', '.join(undone)}: the process ended before this was done\n{output[-2000:]}")
+        for name, one in done.items():
+            if one["error"]:
+                self.problems.append(f"{name}: {one['error']}\n{output[-2000:]}")
             else:
-                self.launched |= set(done[name]["launched"])
+                self.launched |= set(one["launched"])
         if log is not None:
             self.logs.append(log)
             self.problems += [f"{', '.join(names)}: {message}" for message in log.messages]
@@ -525,7 +526,8 @@ def run_cases(
         front = [part.replace("LOG", str(log)) for part in prefix[number]]
         with output.open("w", encoding="utf-8") as file:
             try:
-                subprocess.run([*front, *own], env=environ, stdout=file, stderr=file, timeout=TIME_LIMIT, check=False)
+                options: Any = {"env": environ, "stdout": file, "stderr": file, "timeout": TIME_LIMIT, "check": False}
+                print(f"exit status {subprocess.run([*front, *own], **options).returncode}", file=file)
             except subprocess.TimeoutExpired:
                 print(f"stopped after {TIME_LIMIT} s", file=file)
         written = output.read_text(encoding="utf-8", errors="replace")
