@@ -435,6 +435,8 @@ def _compressed_by_phases(plan: Plan, given: fa4.Gradients, deterministic: bool)
     """Rows i = m*d + p of one phase p see entries causally: j <= m - l/d, for the last phase j <= m - l/d + 1.
 
     So d phases are a batch of dense causal attentions, much faster than lists: the few blocks of entries become many.
+    Rows that see nothing are left out. Then there are as many rows as entries: FA4 compiles kernels of their own for one
+    tile of rows and for one tile of keys, and a few lengths alone would have the one without the other.
     The rows behind the last whole period see every entry.
     """
     keys, entries = plan.entry, given.k.shape[1]
@@ -460,11 +462,14 @@ def _compressed_by_phases(plan: Plan, given: fa4.Gradients, deterministic: bool)
 
     for b in range(given.q.shape[0]):
         rows = {name: by_phase(getattr(given, name), b) for name in ("q", "o", "do", "dq")}
-        lse = given.lse[b, :, :whole].unflatten(1, (-1, period)).permute(2, 0, 1).contiguous()
+        lse = given.lse[b, :, :whole].unflatten(1, (-1, period)).permute(2, 0, 1)
+        given.dq[b, : keys.length - 1] = 0
         ranges = [(p, min(p + most, period - 1), entries - 1) for p in range(0, period - 1, most)]
         for start, stop, seen in [*ranges, (period - 1, period, entries)]:
-            phases = {name: x[start:stop] for name, x in rows.items()}
-            gradients = fa4.Gradients(**phases, lse=lse[start:stop], **of_keys(b, seen, stop - start))
+            first = whole // period - seen
+            phases = {name: x[start:stop, first:] for name, x in rows.items()}
+            of_rows = lse[start:stop, :, first:].contiguous()
+            gradients = fa4.Gradients(**phases, lse=of_rows, **of_keys(b, seen, stop - start))
             differentiate(gradients, b, seen, causal=True)
         if whole < given.q.shape[1]:
             tail = {name: getattr(given, name)[b : b + 1, whole:] for name in ("q", "o", "do", "dq")}

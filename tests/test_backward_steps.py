@@ -116,6 +116,24 @@ def test_phases_equal_lists(batch: int, arch: str, monkeypatch: pytest.MonkeyPat
             check(some_inputs(tokens, batch=batch), replace(SOME, compress_stride=stride))
 
 
+@pytest.mark.parametrize(("stride", "expected"), [(16, {(17, 17), (18, 18)}), (8, {(35, 35), (36, 36)})])
+def test_phases_have_as_many_rows_as_entries(
+    stride: int, expected: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no length alone has one tile of entries, but two of rows, for which FA4 compiles other kernels."""
+    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    sizes = set()
+
+    def dense_backward(gradients: fa4.Gradients, *, causal: bool, **how: Any) -> None:
+        if causal:
+            sizes.add((gradients.q.shape[1], gradients.k.shape[1]))
+        twins.dense_backward(gradients, causal=causal, **how)
+
+    monkeypatch.setattr(fa4, "dense_backward", dense_backward)
+    check(some_inputs(300, batch=1), replace(SOME, compress_stride=stride))
+    assert sizes == expected
+
+
 @pytest.mark.parametrize(("passes", "list_bytes"), [(1, 250), (1, 60), (2, 250), (2, 130), (2, 60)])
 @pytest.mark.parametrize(
     "changes",
