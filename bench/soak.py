@@ -7,8 +7,12 @@ second, memory of the device and of this process, kernels compiled since. A run 
 were finite, nothing was compiled, and memory was no larger in its second half than in its first (the allocator's and
 the process's own: by 1/16, since both keep pieces).
 
+Where the environment says nothing of PyTorch's allocator, it gets expandable segments: without them it keeps, for ever
+other sizes, ever more pieces that fit none. Folders of compiled kernels (docs/reliability.md) may shorten the first
+steps; a kernel that is found there later counts like one that is compiled.
+
 The state (weights, optimiser, number of steps) goes to a file beside --out at every record; --resume goes on from it
-and adds another run to the same results (schema: docs/architecture.md).
+and adds another run to the same results (schema: docs/architecture.md). Each run has first steps and halves of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -28,6 +33,9 @@ from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__" and os.environ.keys().isdisjoint(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read where torch is imported
 
 import torch
 from torch import Tensor, nn
@@ -150,10 +158,20 @@ class Work:
         return sum(self.lengths) * (self.batch or 1) + self.tail
 
 
-def every_kind(most: int) -> Iterator[Work]:
-    """The largest first. Kernels are chosen by sizes below some, or up to one tile, which are round numbers."""
-    round_numbers = {min(most, mantissa << power) for mantissa in (4, 5, 6, 7) for power in range(most.bit_length())}
-    lengths = {1, 2, 3, *round_numbers, *(n + 1 for n in round_numbers if n < most)}
+def every_kind(sizes: Sizes) -> Iterator[Work]:
+    """The largest first.
+
+    Kernels are chosen by sizes below some, or up to one tile, which are round numbers: of tokens, and of a layer's
+    compressed entries.
+    """
+    most = sizes.tokens
+    powers = [1 << power for power in range(most.bit_length())]
+    round_numbers = {min(most, mantissa * power) for mantissa in (4, 5, 6, 7) for power in powers}
+    lengths = {1, 2, 3, *round_numbers, *(n + 1 for n in round_numbers)}
+    for config in (sizes.tile, sizes.token):
+        entries = {*powers, *(n + 1 for n in powers)}
+        lengths |= {config.compress_block_size + (n - 1) * config.stride for n in entries}
+    lengths = {n for n in lengths if n <= most}
     for length in sorted(lengths, reverse=True):
         yield Work((length,), batch=1)
         yield Work((length,))
@@ -219,7 +237,7 @@ class Trainer:
         return torch.stack([loss.detach(), norm.detach()])
 
     def warm_up(self) -> None:
-        for work in every_kind(self.sizes.tokens):
+        for work in every_kind(self.sizes):
             self.gradients(work, 0)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -261,7 +279,7 @@ class Record:
     reserved_mib: float | None
     resident_mib: float | None
     compiled: int | None
-    """Kernels, since the first steps; None where nothing is compiled."""
+    """Kernels, or found on disk, since the first steps; None where nothing is compiled."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +304,7 @@ class Run:
     """Steps whose loss or gradients were not."""
     minutes: float
     """Without the first steps, which compile."""
+    expandable_segments: bool | None
     warm_up_s: float
     warm_up_compiled: int | None
     late: list[Late]
@@ -293,11 +312,19 @@ class Run:
 
 
 def num_compiled(device: torch.device) -> int | None:
+    """Kernels that this process has waited for: compiled, or found on disk."""
     if device.type == "cpu":
         return None
     from cute_kernels import fa4, jit
 
-    return len(jit.COMPILED) + fa4.num_compiled()
+    return jit.num_compiled() + fa4.num_compiled()
+
+
+def expandable_segments(device: torch.device) -> bool | None:
+    """Whether all memory that PyTorch's allocator holds on the device lies in such."""
+    if device.type == "cpu":
+        return None
+    return all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
 class Watch:
@@ -307,6 +334,7 @@ class Watch:
         self.trainer, self.device = trainer, trainer.device
         self.first_step, self.warm_up_s = trainer.step, warm_up_s
         self.warm_up_compiled = self.compiled = num_compiled(self.device)
+        self.expandable_segments = expandable_segments(self.device)
         self.begin = time.perf_counter()
         self.tokens = self.not_finite = 0
         self.late: list[Late] = []
@@ -370,6 +398,7 @@ class Watch:
             tokens=self.tokens,
             not_finite=self.not_finite,
             minutes=round(self.seconds / 60, 2),
+            expandable_segments=self.expandable_segments,
             warm_up_s=round(self.warm_up_s, 1),
             warm_up_compiled=self.warm_up_compiled,
             late=self.late,
@@ -386,7 +415,7 @@ def bars(runs: list[dict[str, Any]]) -> list[Bar]:
     halves = "second half of a run against its first"
     return [
         Bar("steps with a loss or gradient that is not finite", sum(run["not_finite"] for run in runs), 0, False),
-        Bar("kernels compiled after the first steps", late, 0, False),
+        Bar("kernels compiled, or found on disk, after the first steps", late, 0, False),
         Bar(f"device memory in use, {halves}", growth, 1, False, " MiB more"),
         Bar(f"device memory kept by the allocator, {halves}", kept[0], KEPT, False, "x"),
         Bar(f"memory of the process, {halves}", kept[1], KEPT, False, "x"),

@@ -435,8 +435,8 @@ def _compressed_by_phases(plan: Plan, given: fa4.Gradients, deterministic: bool)
     """Rows i = m*d + p of one phase p see entries causally: j <= m - l/d, for the last phase j <= m - l/d + 1.
 
     So d phases are a batch of dense causal attentions, much faster than lists: the few blocks of entries become many.
-    Rows that see nothing are left out. Then there are as many rows as entries: FA4 compiles kernels of their own for one
-    tile of rows and for one tile of keys, and a few lengths alone would have the one without the other.
+    Rows that see nothing are left out. Then there are as many rows as entries: FA4 compiles kernels of their own for
+    one tile of rows and for one tile of keys, and a few lengths alone would have the one without the other.
     The rows behind the last whole period see every entry.
     """
     keys, entries = plan.entry, given.k.shape[1]

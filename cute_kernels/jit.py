@@ -6,7 +6,7 @@ One compiled function serves every length. It takes torch tensors and runs on to
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import cache, wraps
 from typing import Any, NamedTuple, ParamSpec, cast
 
 import cutlass
@@ -31,7 +31,10 @@ VECTOR = VECTOR_BYTES // 2
 OPTIONS = "--enable-tvm-ffi"
 
 COMPILED: list[str] = []
-"""Kernels that this process has compiled, in order: a program whose list grows after its first steps waits for it."""
+"""Kernels that this process has compiled, in order."""
+
+REMEMBERING: list[Any] = []
+"""Functions that `compiled_once` made, of the modules that are imported."""
 
 
 class Kernel(NamedTuple):
@@ -56,7 +59,7 @@ def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
     The arguments must have a `repr` that tells all of them.
     """
 
-    @lru_cache
+    @cache
     @wraps(build)
     def remembered(*arguments: P.args, **keywords: P.kwargs) -> Kernel:
         where = disk_cache.folder()
@@ -68,7 +71,13 @@ def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
         compiled = disk_cache.load_or_make(where, key, lambda: build(*arguments, **keywords).compiled)
         return Kernel(compiled, positional(compiled))
 
+    REMEMBERING.append(remembered)
     return cast("Callable[P, Kernel]", remembered)
+
+
+def num_compiled() -> int:
+    """Kernels that this process has compiled or found on disk: a program for which they become more waits for them."""
+    return sum(function.cache_info().currsize for function in REMEMBERING)
 
 
 def fake(dtype: torch.dtype, *shape: Any, aligned: bool = True) -> Any:

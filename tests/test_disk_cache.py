@@ -25,9 +25,11 @@ try:
     kernel.run(1)
 except TypeError as error:
     assert "mIndices" in str(error), error
+assert segments._mark(64, False) is kernel
+assert jit.num_compiled() == 1
 print(len(jit.COMPILED))
 """
-"""Gets one kernel, sees by its complaint that it can be called, and says how many were compiled."""
+"""Gets one kernel, sees by its complaint that it can be called, and says how many were compiled, not found."""
 
 
 @pytest.fixture(autouse=True)

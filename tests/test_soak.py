@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import dispatch
 from bench import soak
 from bench.common import nsa_facts
 from bench.inputs import Sizes
 from cute_kernels.fa4_calls import FEW_DOCUMENTS
+from nsa import NSAConfig
+from nsa.tensors import NSAInputs
+from tests.compile_keys import noted_keys
+from tests.fa4_cases import NOISY
 
-ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
+ROOT = Path(__file__).resolve().parents[1]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
 def run(out: Path, *options: str) -> dict[str, Any]:
@@ -82,11 +91,51 @@ def test_refuses_options(option: str) -> None:
         soak.parse([option])
 
 
+# The allocator
+
+
+IMPORT_TORCH = """
+import os, runpy, sys
+
+class Stop:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise SystemExit([value for name, value in os.environ.items() if name.endswith("_ALLOC_CONF")])
+
+sys.meta_path.insert(0, Stop())
+runpy.run_path("bench/soak.py", run_name="__main__")
+"""
+"""Says what PyTorch will read of its allocator."""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+    ],
+)
+def test_segments_are_expandable_unless_told_otherwise(given: dict[str, str], expected: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_ALLOC_CONF")} | given
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_TORCH], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == str([expected])
+
+
+@pytest.mark.parametrize(("kinds", "expected"), [([True, True], True), ([True, False], False)])
+def test_says_what_segments_there_were(kinds: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [{"is_expandable": kind} for kind in kinds]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert soak.expandable_segments(torch.device("cuda")) is expected
+
+
 # The bars
 
 
 RECORD = soak.Record(8, 10.0, 1.0, 100, 50.0, 100.0, 200.0, 0)
-RUN = soak.Run("command", "commit", 0, 8, 100, 0, 1.0, 1.0, 3, [], [RECORD] * 8)
+RUN = soak.Run("command", "commit", 0, 8, 100, 0, 1.0, True, 1.0, 3, [], [RECORD] * 8)
 
 
 def verdicts(*runs: soak.Run) -> list[str]:
@@ -148,15 +197,53 @@ def test_steps_fit(seed: int, step: int, most: int) -> None:
 
 def test_the_first_steps_meet_every_kind() -> None:
     most = soak.SIZES["cuda"].tokens
-    kinds = list(soak.every_kind(most))
+    kinds = list(soak.every_kind(soak.SIZES["cuda"]))
     assert kinds[0].tokens == max(work.tokens for work in kinds) == most
     for sequence in (True, False):
         lengths = {work.lengths[0] for work in kinds if (work.batch is not None) == sequence}
         assert {1, 64, 65, 128, 129, 8192, 8193} <= lengths
+        for config in (soak.SIZES["cuda"].tile, soak.SIZES["cuda"].token):
+            assert {1, 64, 65, 128, 129} <= set(map(config.num_compressed, lengths))
     assert max(len(work.lengths) for work in kinds) > FEW_DOCUMENTS
     drawn = [soak.draw(0, step, most) for step in range(2000)]
     assert max(len(work.lengths) for work in drawn) > FEW_DOCUMENTS
     assert any(0 in work.lengths for work in drawn)
+
+
+@NOISY
+@pytest.mark.parametrize("mode", ["tile", "token"])
+def test_no_size_asks_for_a_kernel_of_its_own(mode: str) -> None:
+    """Behind the first steps. Sizes of what kernels are given change where tokens are multiples of d, and behind."""
+    sizes = soak.SIZES["cuda"]
+    config: NSAConfig = getattr(sizes, mode)
+    lengths = [n + behind for n in range(0, sizes.tokens, config.stride) for behind in (0, 1)]
+    works = [soak.Work((n,), batch=1) for n in [*lengths, sizes.tokens] if n > 0]
+    with noted_keys() as keys:
+        for work in soak.every_kind(sizes):
+            train_step(sizes, config, work)
+        met = len(keys)
+        assert met > 40
+        for work in [*works, *(soak.draw(0, step, sizes.tokens) for step in range(400))]:
+            train_step(sizes, config, work)
+            assert len(keys) == met, work
+
+
+def train_step(sizes: soak.Sizes, config: NSAConfig, work: soak.Work) -> None:
+    """What the kernels are given in a layer's forward and backward; nothing is computed."""
+    from cute_kernels import backward
+
+    dim = sizes.width // sizes.heads
+    rows = (work.tokens,) if work.batch is None else (work.batch, work.tokens // work.batch)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*rows, *shape, dtype=torch.bfloat16, device="meta")
+
+    q, gates = empty(sizes.heads, dim), empty(sizes.heads, 3)
+    k, v = empty(sizes.kv_heads, dim), empty(sizes.kv_heads, dim)
+    bounds = torch.empty(len(work.lengths) + 1, dtype=torch.int32, device="meta")
+    inputs = NSAInputs(q, k, v, gates=gates, cu_seqlens=None if work.batch is not None else bounds)
+    out, saved = backward.nsa_saving(inputs, config, recompute=False)
+    backward.nsa_backward(inputs, config, saved, torch.empty_like(out))
 
 
 @pytest.mark.parametrize("mode", ["tile", "token"])
