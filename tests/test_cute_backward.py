@@ -341,8 +341,9 @@ def test_learned_compression_of_packed_documents(config: NSAConfig) -> None:
             continue
         alone = of(do[None, start:stop], *(x[None, start:stop] for x in qkv))
         for whole, part in zip(got[:3], alone[:3], strict=True):
-            scale = float(part.float().abs().max())
-            torch.testing.assert_close(whole[None, start:stop], part, rtol=0, atol=scale * 2**-7)
+            # dq of a document of one token is nothing but the difference of two sums in fp32
+            allowed = float(part.float().abs().max()) * 2**-7 + 1e-4
+            torch.testing.assert_close(whole[None, start:stop], part, rtol=0, atol=allowed)
         for total, part in zip(sums, alone[3:], strict=True):
             total += part
     for whole, total in zip(got[3:], sums, strict=True):
