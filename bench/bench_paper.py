@@ -3,10 +3,11 @@
 NSA and dense attention are checked and timed as in bench_sparse_attn_e2e.py, with NSAConfig.paper() and 64 query heads
 over 4, D = 128: errors against fp64 come first, and where one is above its budget nothing more is timed and the status
 is 1. A peer (bench/nsa_peers.py) computes a little less than NSA here and need only give finite numbers; where it does
-not run it has null, and the reason is told. Dense attention and peers are timed once for each length and pass, eagerly.
+not run it has null, and the reason is told. Dense attention and peers are timed once for each length and pass, as eager
+calls; on CUDA without what a host takes to start them on an idle GPU, which NSA's mode "eager" has, "queued" has not.
 
 Writes OUT.json after every length and pass (schema: docs/architecture.md); at the end OUT.csv and OUT.png. With --bars
-also what the rows have to reach on one H200, and whether they do: that of mode "eager".
+also what the rows have to reach on one H200, and whether they do: that of mode "queued".
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,6 +43,8 @@ PASSES = ("fwd", "fwd+bwd")
 PAPER = ["--preset", "paper", "--seconds", "0.3", "--out", str(LOCAL_RESULTS / "paper")]
 SIZES = ["--heads", "64", "--kv-heads", "4", "--dim", "128", "--seqlens", "8K,32K,64K,128K"]
 CPU_SIZES = ["--heads", "4", "--kv-heads", "1", "--dim", "64", "--seqlens", "256,1K"]
+USUAL_MODES = ["queued", "eager", "graph"]
+"""On CUDA."""
 NOT_TAKEN = ("--backward", "--recompute", "--no-dense-above", "--demo")
 """Options of bench_sparse_attn_e2e.py that a run of both passes and one length at a time has no use for."""
 
@@ -73,7 +76,7 @@ class Row(e2e.Row):
         """Has the sizes and options that the bars are for."""
         sizes = self.b, self.h, self.h_kv, self.d, self.dtype
         options = self.l, self.stride, self.l_select, self.k, self.w, self.q_tile
-        plain = self.mode == "eager" and self.gated and self.inputs == "random"
+        plain = self.mode == "queued" and self.gated and self.inputs == "random"
         return plain and sizes == (1, 64, 4, 128, "bf16") and options == (32, 16, 64, 16, 512, 1)
 
 
@@ -139,14 +142,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = e2e.parse([*PAPER, *sizes, *others])
     if len(args.configs) > 1:
         parser.error(f"takes one combination of options, got {len(args.configs)}")
+    args.usual_modes = USUAL_MODES
     return argparse.Namespace(**vars(args), **vars(own))
 
 
 def run_of(args: argparse.Namespace, n: int, direction: str) -> argparse.Namespace:
-    """Options of bench_sparse_attn_e2e.py for one length and pass; graphs are for the forward."""
+    """Options of bench_sparse_attn_e2e.py for one length and pass."""
     backward = direction == "fwd+bwd"
-    modes = ["eager"] if backward else args.modes
-    return argparse.Namespace(**{**vars(args), "seqlens": [n], "backward": backward, "modes": modes})
+    return argparse.Namespace(**{**vars(args), "seqlens": [n], "backward": backward})
 
 
 def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[dict[str, Timing | None], list[str]]:
@@ -156,6 +159,7 @@ def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[dict[str
     release(device)
     problem = make_problem(args.input, sizes, device=device, dtype=DTYPES[args.dtype], gated=not args.ungated)
     task, plan = make_task(problem), Plan((direction,), timed=True, memory=False, seconds=args.seconds)
+    plan = replace(plan, host=not e2e.is_queued(args))
     found: dict[str, Timing | None] = dict.fromkeys(PEERS)
     missing = []
     for name in args.peers:
@@ -209,7 +213,7 @@ def line(row: Row) -> str:
     share = "" if row.share_of_floor is None else f" ({row.share_of_floor:.0%} of the floor)"
     others: dict[str, tuple[float | None, float | None]] = {"dense": (row.dense_ms, row.dense_peak_gib)}
     others |= {name: (row.peer_ms(name), getattr(row, f"{name}_gib")) for name in PEERS}
-    ours = f"{row.n:>8} {row.direction:<8}{row.mode:<6} NSA {_cost(row.ms_p50, row.peak_gib)}{share}"
+    ours = f"{row.n:>8} {row.direction:<8}{row.mode:<7} NSA {_cost(row.ms_p50, row.peak_gib)}{share}"
     return "  ".join([ours, *(f"{name} {_cost(*cost)}" for name, cost in others.items())])
 
 

@@ -60,7 +60,8 @@ with needed("rich"):
     from rich.table import Table
 
 SAMPLED_ROWS = 256
-MODES = ("eager", "graph")
+MODES = ("eager", "queued", "graph")
+"""From an idle GPU; as an eager call while the GPU works on something else, as in a training step; as a CUDA graph."""
 TABLE_WIDTH = 120
 """Columns that the table may take where the terminal has fewer, or where there is none."""
 console = Console()
@@ -203,13 +204,13 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
     for config in args.configs:
         call = nsa_facts(sizes, config, device, DTYPES[args.dtype], backward=args.backward, recompute=args.recompute)
         backend, note = choose_backend(call, args.backend)
-        modes = args.modes or (("eager",) if device.type != "cuda" or args.backward else MODES)
+        modes = modes_of(args)
         if backend == "reference" and "graph" in modes:
             reason = "the reference reads values on the host, which a CUDA graph cannot hold"
             if args.modes:
                 raise ValueError(f"--modes graph: {reason}")
-            modes = ("eager",)
-            note = "\n".join(filter(None, (note, f"Mode eager only: {reason}")))
+            modes = [mode for mode in modes if mode != "graph"]
+            note = "\n".join(filter(None, (note, f"Mode {', '.join(modes)} only: {reason}")))
         if note:
             notes[note] = None
         variants.append(Variant(config, backend, tuple(modes), args.backward, args.recompute))
@@ -247,7 +248,9 @@ def run(
             extrapolated = measured is not None and args.no_dense_above is not None and n > args.no_dense_above
             if measured is None or not extrapolated:
                 progress.update(steps, description=f"N={n}: {dense.name}")
-                timing = measure(dense_call(problem, dense, args.backward), device, seconds=args.seconds)
+                timing = measure(
+                    dense_call(problem, dense, args.backward), device, seconds=args.seconds, host=not is_queued(args)
+                )
                 measured = n, everything(timing, leaves(problem)[:3]) if args.backward else timing
             dense_n, dense_timing = measured
             dense_ms = dense_timing.ms_p50 * (n / dense_n) ** 2
@@ -336,7 +339,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
     add("--ungated", action="store_true", help="weigh the branches by 1/3 instead of learned gates")
-    add("--modes", type=_list(_mode), metavar="MODE,...", help="eager, graph; default: eager, on CUDA forward both")
+    add(
+        "--modes",
+        type=_list(_mode),
+        metavar="MODE,...",
+        help="eager: from an idle GPU, with the time that the host takes to start; queued: without it, then dense "
+        "attention too; graph; default: eager, on CUDA forward eager,graph",
+    )
     options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
     add = options.add_argument
     add("--preset", choices=PRESETS, default="seed", help="NSAConfig.seed() or .paper(); default: %(default)s")
@@ -354,6 +363,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--peak-tbs", type=float, help="TB/s of its memory; default: likewise, else 4.8")
     add("--out", default=str(LOCAL_RESULTS / "e2e"), help="results, without suffix; default: %(default)s")
     args = parser.parse_args(argv)
+    args.usual_modes = ["eager", "graph"]
     resolve_sizes(parser, args)
     args.input = args.input or ("text" if args.demo else "random")
     cpu_lengths, gpu_lengths = [1024, 2048, 4096, 8192, 16384, 32768], [8192, 32768, 131072]
@@ -364,11 +374,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         )
     if args.recompute and not args.backward:
         parser.error("--recompute goes with --backward")
-    if "graph" in (args.modes or ()):
+    for mode in {"queued", "graph"}.intersection(args.modes or ()):
         if args.device != "cuda":
-            parser.error(f"--modes graph needs --device cuda, got {args.device}")
-        if args.backward:
-            parser.error("--modes graph is for the forward pass, got --backward")
+            parser.error(f"--modes {mode} needs --device cuda, got {args.device}")
+    if "graph" in (args.modes or ()) and args.backward:
+        parser.error("--modes graph is for the forward pass, got --backward")
     try:
         args.configs = make_configs(args)
     except (TypeError, ValueError) as error:
@@ -451,6 +461,17 @@ def dense_call(problem: Problem, dense: Dense, backward: bool) -> Callable[[], A
     return lambda: torch.autograd.grad(dense.attention(q, k, v), (q, k, v), grad)
 
 
+def modes_of(args: argparse.Namespace) -> list[str]:
+    """Those that were asked for, or the usual ones; graphs are for the forward."""
+    modes = args.modes or (args.usual_modes if args.device == "cuda" else ["eager"])
+    return [mode for mode in modes if mode != "graph" or not args.backward] or ["eager"]
+
+
+def is_queued(args: argparse.Namespace) -> bool:
+    """Whether what NSA is compared with is timed without the host: once for all modes, as NSA is where it is so."""
+    return "queued" in modes_of(args)
+
+
 def everything(timing: Timing, given: Sequence[Tensor]) -> Timing:
     """With all that is alive in forward + backward: also the inputs, and do, which is like the first of them."""
     return timing.holding([given[0], *given])
@@ -460,8 +481,8 @@ def measure_mode(
     mode: str, call: Callable[[], Any], sample: Sample, device: torch.device, seconds: float
 ) -> Timing | None:
     """Times of a checked call; None when a replay of its graph gives another result."""
-    if mode == "eager":
-        return measure(call, device, seconds=seconds)
+    if mode != "graph":
+        return measure(call, device, seconds=seconds, host=mode == "eager")
     captured = capture(call, device)
     captured.out.fill_(math.nan)
     captured.replay()
@@ -608,6 +629,7 @@ def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:
             times.loglog(*zip(*points, strict=True), "o", color="tab:gray", markerfacecolor=face, label=label)
     styles = {
         "eager": {"marker": "o", "markerfacecolor": "white", "linewidth": 1},
+        "queued": {"marker": "o", "linewidth": 1},
         "graph": {"marker": "s", "linewidth": 2},
     }
     options = list(dict.fromkeys((row.l, row.num_cmp) for row in rows))

@@ -92,6 +92,8 @@ class Plan:
     """Besides graphs, also calls as Python makes them."""
     calls: int = 1
     """Of a graph, one after the other: what it takes to start a graph (3 us on an H200) is shared by them."""
+    host: bool = True
+    """Whether the time of an eager call has what the host takes to start it on an idle GPU."""
 
     @classmethod
     def of(cls, modes: Sequence[str], seconds: float, *, wall: bool = False, calls: int = 1) -> Plan:
@@ -263,7 +265,7 @@ def measure_pass(
     timing = wall = peak_gib = None
     if timed and error.within:
         if plan.timed:
-            timing = measure(call, device, seconds=plan.seconds, host=not graph)
+            timing = measure(call, device, seconds=plan.seconds, host=plan.host and not graph)
             timing = timing.per(plan.calls) if graph else timing
         del call, keep
         release(device)

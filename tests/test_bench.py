@@ -315,6 +315,23 @@ def test_modes_by_device_and_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         modes("--device", "cuda", "--modes", "eager,graph")
 
 
+def test_queued_leaves_the_host_out_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NSA's own calls where the mode says so, dense attention's in a run that has the mode."""
+    seen: list[bool] = []
+
+    def measured(call: Any, device: Any, *, seconds: float, host: bool = True) -> Any:
+        seen.append(host)
+        return measure(call, device, seconds=seconds, host=host)
+
+    monkeypatch.setattr(e2e, "measure", measured)
+    for usual, dense, own in ((["eager"], True, [True]), (["queued", "eager"], False, [False, True])):
+        monkeypatch.setattr(e2e, "modes_of", lambda _, usual=usual: usual)
+        seen.clear()
+        assert e2e.main([*SMALL, "--seqlens", "64", "--out", str(tmp_path / "run")]) == 0
+        assert seen == [dense, *own]
+        assert [row["mode"] for row in json.loads((tmp_path / "run.json").read_text())["rows"]] == usual
+
+
 @pytest.mark.parametrize("backward", [[], ["--backward"]])
 def test_the_plot_shows_every_line(backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both modes, two numbers of compressed blocks, an extrapolated baseline and the roofline, from one real row."""
@@ -359,7 +376,7 @@ def test_the_plot_shows_every_line(backward: list[str], tmp_path: Path, monkeypa
         (["--heads", "4", "--kv-heads", "3"], "--heads must be a multiple of --kv-heads, got 4 and 3"),
         (["--preset", "large"], "invalid choice: 'large'"),
         (["--modes", "graph"], "--modes graph needs --device cuda, got cpu"),
-        (["--modes", "eager,lazy"], "argument --modes: must be one of eager, graph, got 'lazy'"),
+        (["--modes", "eager,lazy"], "argument --modes: must be one of eager, queued, graph, got 'lazy'"),
         (["--num-cmp", "none,0"], "argument --num-cmp: must be a positive integer such as 4096 or 4K, got '0'"),
         (["--preset", "paper", "--num-cmp", "16"], "num_cmp_selected_blocks"),
         (["--recompute"], "--recompute goes with --backward"),

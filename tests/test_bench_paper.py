@@ -71,7 +71,7 @@ def test_writes_what_it_promises(
         assert [f"{row['n']} {row['pass']}" for row in csv.DictReader(file)] == order
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert "fwd+bwd eager  NSA" in shown
+    assert "fwd+bwd eager   NSA" in shown
     assert "0 of 26 bars are reached" in shown
 
 
@@ -132,8 +132,17 @@ def test_graphs_are_for_the_forward() -> None:
         ["fla"],
     )
     forward, both = (paper.run_of(args, 40, direction) for direction in args.passes)
-    assert (forward.seqlens, forward.backward, forward.modes) == ([40], False, None)
-    assert (both.seqlens, both.backward, both.modes) == ([40], True, ["eager"])
+    assert (forward.seqlens, forward.backward) == ([40], False)
+    assert (both.seqlens, both.backward) == ([40], True)
+
+    def modes() -> list[list[str]]:
+        return [e2e.modes_of(paper.run_of(args, 40, direction)) for direction in args.passes]
+
+    assert modes() == [["eager"], ["eager"]]
+    args.device = "cuda"
+    assert modes() == [["queued", "eager", "graph"], ["queued", "eager"]]
+    args.modes = ["graph"]
+    assert modes() == [["graph"], ["eager"]]
 
 
 def test_peers_get_gates_and_need_only_be_finite() -> None:
@@ -215,13 +224,13 @@ def test_flas_selected_branch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def row_of(n: int, direction: str, ms: float, **changes: Any) -> paper.Row:
     values: dict[str, Any] = dict.fromkeys(field.name for field in fields(paper.Row))
     values |= {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16, "l_select": 64, "k": 16}
-    values |= {"w": 512, "q_tile": 1, "mode": "eager", "gated": True, "inputs": "random", "fla_ms": 60.0}
+    values |= {"w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random", "fla_ms": 60.0}
     return paper.Row(**{**values, "n": n, "direction": direction, "ms_p50": ms, **changes})
 
 
 def test_bars_are_the_issues() -> None:
     rows = [row_of(64 << 10, "fwd", 25.0), row_of(64 << 10, "fwd+bwd", 70.0, peak_gib=11.0)]
-    others = [row_of(64 << 10, "fwd", 1.0, mode="graph"), row_of(64 << 10, "fwd", 1.0, h_kv=8)]
+    others = [row_of(64 << 10, "fwd", 1.0, mode="eager"), row_of(64 << 10, "fwd", 1.0, h_kv=8)]
     bars = {bar.what: bar for bar in paper.find_bars([*rows, *others])}
     assert bars["64K fwd"].as_json() == {"bar": "64K fwd", "wanted": "<= 27 ms", "reached": "25 ms", "verdict": "pass"}
     verdicts = {what: bar.verdict for what, bar in bars.items() if bar.verdict != "not measured"}
@@ -306,6 +315,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert paper.main([*sizes, "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
     rows = content["rows"]
-    assert [(row["pass"], row["mode"]) for row in rows] == [("fwd", "eager"), ("fwd", "graph"), ("fwd+bwd", "eager")]
+    modes = {"fwd": ["queued", "eager", "graph"], "fwd+bwd": ["queued", "eager"]}
+    assert [(row["pass"], row["mode"]) for row in rows] == [(of, mode) for of in modes for mode in modes[of]]
     assert {(row["backend"], row["dense"]) for row in rows} == {("cute", "FlashAttention-4")}
     assert all((row["fla_ms"] is None) == bool(content["missing"]) for row in rows)
