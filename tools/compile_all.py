@@ -299,14 +299,14 @@ def token_selected_cases() -> Iterator[Case]:
             run = ours(token_selected_backward._visit, *how)
             yield Case("VisitGradients", variant, dim, group, dtype, run)
             yield Case("TileBlocks", variant, dim, group, dtype, ours(token_tiles._attend, *how))
-        adds: dict[str, dict[str, Any]] = {
-            "weighted": {"weighted": True, "units": 1},
-            "weighted,carry": {"weighted": True, "units": 1, "carry": True},
-            "1": {"weighted": False, "units": 1},
-            "2": {"weighted": False, "units": 2},
+        adds = {
+            "weighted": (True, 1, False),
+            "weighted,carry": (True, 1, True),
+            "1": (False, 1, False),
+            "2": (False, 2, False),
         }
-        for variant, options in adds.items():
-            run = ours(token_selected._add, dim, dtype, group, **options)
+        for variant, (weighted, units, carry) in adds.items():
+            run = ours(token_selected._add, dim, dtype, group, weighted=weighted, units=units, carry=carry)
             yield Case("AddSlots", variant, dim, group, dtype, run)
         blocks = {"64,1+2": (64, 1, 2, False)}
         if group == GROUPS[1]:
