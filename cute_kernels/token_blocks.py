@@ -149,6 +149,7 @@ class TokenBlocks:
         self.ratio = blocks.size // blocks.stride
         self.before = len(self.weights) - self.ratio  # entries that begin in front of the block that they overlap
         self.per_step = blocks.per_step(ENTRIES)
+        self.chunks = -(-self.per_step // LANES)
         self.heads = 1
         """Whose products are computed at once."""
         if warpgroups:
@@ -305,25 +306,31 @@ class TokenBlocks:
         else:
             cute.arch.setmaxregister_decrease(LIST_REGISTERS)
             warp_index -= WARPS
+            rScore = cute.make_rmem_tensor((self.chunks, self.tiling.rows // WARPS), Float32)
             for i in range_constexpr(rows // WARPS):
                 row = i * WARPS + warp_index  # the warp keeps the lists of these
                 self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
+            if steps > 0:
+                self._allow(SCORES_READ)
             for step in cutlass.range(steps, unroll=1):
                 if step + 1 < steps:
                     cute.arch.barrier(barrier_id=KEYS_READ, number_of_threads=THREADS)
                     self._load_keys(mK, sK, entries, batch, kv_head, step + 1, thread - HALF, HALF)
                 cute.arch.cp_async_commit_group()
                 for part in cutlass.range(parts, unroll=1):
-                    self._allow(SCORES_READ)
                     if (part + 1 == parts) & (step + 1 < steps):
                         cute.arch.cp_async_wait_group(0)
                         self._allow(KEYS_READY)
                     cute.arch.barrier(barrier_id=SCORES_READY, number_of_threads=THREADS)
                     for i in range_constexpr(self.tiling.rows // WARPS):
+                        self._pool(sScore[i * WARPS + warp_index, None, None], rScore[None, i])
+                    if (step + 1 < steps) | (part + 1 < parts):
+                        self._allow(SCORES_READ)  # to be overwritten while this half merges
+                    for i in range_constexpr(self.tiling.rows // WARPS):
                         row = part * self.tiling.rows + i * WARPS + warp_index
                         if row < num_rows:
-                            self._merge_scores(
-                                sScore[i * WARPS + warp_index, None, None],
+                            self._merge(
+                                rScore[None, i],
                                 sBest[row, None],
                                 sIndex[row, None],
                                 sRow[row, None],
@@ -591,18 +598,25 @@ class TokenBlocks:
     # Scores of blocks
 
     @cute.jit
-    def _merge_scores(
-        self, sScore: cute.Tensor, sBest: cute.Tensor, sIndex: cute.Tensor, sRow: cute.Tensor, first_block: Int32
-    ):
-        """Pool one token's scores to blocks and merge them into its list."""
-        threshold = sBest[self.blocks.count - 1]
-        for chunk in range_constexpr(-(-self.per_step // LANES)):
-            offset = chunk * LANES + cute.arch.lane_idx()
-            column, block = cutlass.min(offset, self.per_step - 1), first_block + offset
+    def _pool(self, sScore: cute.Tensor, rScore: cute.Tensor):
+        """One token's scores of entries to those of blocks, LANES blocks at a time."""
+        for chunk in range_constexpr(self.chunks):
+            column = cutlass.min(chunk * LANES + cute.arch.lane_idx(), self.per_step - 1)
             score = Float32(0.0)
             for i in range_constexpr(len(self.weights)):
                 probability = sScore[i % self.ratio, column + i // self.ratio]
                 score = cute.math.fma(probability, Float32(self.weights[i]), score)
+            rScore[chunk] = score
+
+    @cute.jit
+    def _merge(
+        self, rScore: cute.Tensor, sBest: cute.Tensor, sIndex: cute.Tensor, sRow: cute.Tensor, first_block: Int32
+    ):
+        """Merge one token's blocks into its list."""
+        threshold = sBest[self.blocks.count - 1]
+        for chunk in range_constexpr(self.chunks):
+            offset = chunk * LANES + cute.arch.lane_idx()
+            score, block = rScore[chunk], first_block + offset
             scored = (self.blocks.first_entry(block) < sRow[LIMIT]) & (offset < self.per_step)
             free = self.best.is_free(sRow, block)
             candidates = cute.arch.vote_ballot_sync(scored & free & (score > threshold))
