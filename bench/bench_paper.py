@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -158,8 +158,8 @@ def time_peers(args: argparse.Namespace, device: torch.device) -> tuple[dict[str
     sizes, direction = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim), PASSES[args.backward]
     release(device)
     problem = make_problem(args.input, sizes, device=device, dtype=DTYPES[args.dtype], gated=not args.ungated)
-    task, plan = make_task(problem), Plan((direction,), timed=True, memory=False, seconds=args.seconds)
-    plan = replace(plan, host=not e2e.is_queued(args))
+    task, host = make_task(problem), not e2e.is_queued(args)
+    plan = Plan((direction,), timed=True, memory=False, seconds=args.seconds, host=host)
     found: dict[str, Timing | None] = dict.fromkeys(PEERS)
     missing = []
     for name in args.peers:

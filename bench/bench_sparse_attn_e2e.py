@@ -374,11 +374,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         )
     if args.recompute and not args.backward:
         parser.error("--recompute goes with --backward")
-    for mode in {"queued", "graph"}.intersection(args.modes or ()):
-        if args.device != "cuda":
+    for mode in args.modes or ():
+        if mode != "eager" and args.device != "cuda":
             parser.error(f"--modes {mode} needs --device cuda, got {args.device}")
-    if "graph" in (args.modes or ()) and args.backward:
-        parser.error("--modes graph is for the forward pass, got --backward")
+        if mode == "graph" and args.backward:
+            parser.error("--modes graph is for the forward pass, got --backward")
     try:
         args.configs = make_configs(args)
     except (TypeError, ValueError) as error:

@@ -50,8 +50,8 @@ def measure(
     """Run `call` once to warm up and to see its memory, then for about `seconds`, and at least three times.
 
     Args:
-        host: False leaves out, on CUDA, the time the host takes to start the call, by keeping it busy meanwhile, for a
-            millisecond. For replays of a graph, and for calls as they are made while the GPU works on earlier ones.
+        host: False leaves out, on CUDA, the time the host takes to start the call: the GPU is kept busy meanwhile, for
+            a millisecond. For replays of a graph, and for calls as they are made while the GPU works on earlier ones.
             A host that is slower than the GPU all the way still shows.
     """
     peak_gib = peak_memory(call, device)

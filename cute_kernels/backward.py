@@ -138,7 +138,7 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
             kept[f"o_{branch}"], kept[f"lse_{branch}"] = getattr(part, branch)
     k_cmp, v_cmp = (None, None) if inputs.k_cmp is not None else (call.k_cmp, call.v_cmp)
     saved = Saved(k_cmp, v_cmp, indices, cmp_indices, all_gates if projected else None, **kept)
-    return (call.out if call.plan.documents is None else call.out[0]), saved.to_list()
+    return call.result, saved.to_list()
 
 
 def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]:

@@ -97,15 +97,15 @@ def nsa(
         if gates is None:
             gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
         if documents is not None:
-            return call.out[0], _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates, config.token_mode)
+            return call.result, _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates, config.token_mode)
         outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
         selected = part.indices, _all_if_none(part.cmp_indices, config, q, call.k_cmp)
-        return call.out, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
+        return call.result, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
     for start, stop in chunks(call):
         part = attend(call, start, stop, lse=False)
         gate(call, part, start, stop)
         del part  # before the next one is made
-    return (call.out if documents is None else call.out[0]), None
+    return call.result, None
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,11 @@ class Call:
         """`[B,N,H,D_v]`, filled in by `gate`."""
         q = self.inputs.q
         return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
+
+    @property
+    def result(self) -> Tensor:
+        """`out` as a caller gets it, packed `[T,H,D_v]`."""
+        return self.out if self.plan.documents is None else self.out[0]
 
     @property
     def num_rows(self) -> int:

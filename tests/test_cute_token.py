@@ -13,6 +13,7 @@ from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.tensors import NSAInputs
 from tests import test_cute, test_cute_backward
 from tests.causality import assert_causal
+from tests.helpers import assert_as_alone
 from tests.test_cute import BF16, FP16, gate_weight, on_gpu
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -153,9 +154,7 @@ def test_gradients_of_packed_documents(recompute: bool) -> None:
         if length > 0:
             alone = of(do[None, here], *(x[None, here] for x in qkv))
             for name, whole, part in zip("qkv", got, alone, strict=True):
-                # dq of a document of one token is nothing but the difference of two sums in fp32
-                allowed = float(part.float().abs().max()) * 2**-7 + 1e-4
-                torch.testing.assert_close(whole[None, here], part, rtol=0, atol=allowed, msg=f"{name} {length}")
+                assert_as_alone(whole[None, here], part, f"{name}, {length} long")
     for gradient in got:
         assert not gradient[sum(lengths) :].any()
 
