@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, range_constexpr
+from cutlass import Int32, Uint32, const_expr, range_constexpr
 
 LANES = 32
 LOG2_E = math.log2(math.e)
@@ -15,6 +16,15 @@ LOG2_E = math.log2(math.e)
 def lowest_bit(mask: Int32) -> Int32:
     """Number of the lowest bit that is set; 32 if none is."""
     return cute.arch.popc(~mask & (mask - 1))
+
+
+@cute.jit
+def divide(value: Int32, divisor: cutlass.Constexpr[int]) -> tuple[Int32, Int32]:
+    """Quotient and remainder of a value that is not negative: a third of what `//` and `%` take."""
+    if const_expr(divisor & (divisor - 1) == 0):
+        return value >> divisor.bit_length() - 1, value & divisor - 1
+    quotient = Int32(Uint32(value) // Uint32(divisor))
+    return quotient, value - quotient * divisor
 
 
 @cute.jit

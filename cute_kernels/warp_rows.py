@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.jit import VECTOR
-from cute_kernels.warp import LANES, LOG2_E
+from cute_kernels.warp import LANES, LOG2_E, divide
 from cute_kernels.warp_tiles import (
     CHUNK,
     QUAD,
@@ -85,6 +85,12 @@ def heads_of(mX: cute.Tensor, group: int) -> cute.Tensor:
         (batches, tokens, heads // group, group, dim), stride=(of_batch, of_token, of_head * group, of_head, of_dim)
     )
     return cute.make_tensor(mX.iterator, layout)
+
+
+def vector_strides(gX: cute.Tensor) -> tuple[Int32, Int32]:
+    """Of the first two of [tokens or places, G, D], in vectors, of which there are less than 2^31."""
+    first, second, _ = gX.layout.stride
+    return Int32(first // VECTOR), Int32(second // VECTOR)
 
 
 class Mine(NamedTuple):
@@ -193,6 +199,7 @@ class WarpRows:
         thread, _, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine = mine
         gQ = mQ[batch, None, kv_head, None, None]
         gO, gLse = mO[batch, kv_head, None, None, None], mLse[batch, kv_head, None, None]
+        q_strides, o_strides = vector_strides(gQ), vector_strides(gO)
         first_key = first_keys[-1] - (self.keys - self.size)  # as if nothing lay between the blocks
         row, step = warp_index * self.rows, const_expr(self.warps * self.rows)
         place, next_place = Int32(0), Int32(0)
@@ -200,7 +207,7 @@ class WarpRows:
             place, next_place = self._place(gPlaces, row, num_rows), self._place(gPlaces, row + step, num_rows)
             self._load(load_block, mK[batch, None, kv_head, None], sK, first_keys, end, thread)
             if row < num_rows:
-                gather_rows(as_vectors(gQ), sMine, self._query(gQ, place, row, num_rows))
+                gather_rows(as_vectors(gQ), sMine, self._query(q_strides, place, row, num_rows))
             cute.arch.cp_async_commit_group()
             self._load(load_for_quads, mV[batch, None, kv_head, None], sV, first_keys, end, thread)
             cute.arch.cp_async_wait_group(0)
@@ -220,22 +227,25 @@ class WarpRows:
                 multiply(mma_s, lane, acc, sMine, sK[None, None, 0], 0)
             cute.arch.sync_warp()
             if next_row < num_rows:
-                gather_rows(as_vectors(gQ), sMine, self._query(gQ, next_place, next_row, num_rows))
+                gather_rows(as_vectors(gQ), sMine, self._query(q_strides, next_place, next_row, num_rows))
             cute.arch.cp_async_commit_group()
             if const_expr(self.warpgroups):
                 warpgroup.wait_group(0)
 
-            seen = first_token + place // self.slots - first_key  # the last key that a row sees
+            token, _ = divide(place, self.slots)
+            seen = first_token + token - first_key  # the last key that a row sees
             S = numbers(acc)
             self._hide(S, seen)
             lse = self._softmax(S, scale)
             of_lse = lane % QUAD * 8 + lane // QUAD  # the row whose lse this lane has
             slot = cute.arch.shuffle_sync(place, of_lse)
             if (of_lse < self.rows) & (row + of_lse < num_rows):
-                gLse[slot, (row + of_lse) % self.group] = lse
+                _, head = divide(row + of_lse, self.group)
+                gLse[slot, head] = lse
 
-            to = cute.crd2idx((place, (row + lane % self.rows) % self.group, 0), gO.layout) // VECTOR
-            to = Int32(to) if row + lane % self.rows < num_rows else Int32(-1)
+            my_row = row + lane % self.rows
+            _, head = divide(my_row, self.group)
+            to = place * o_strides[0] + head * o_strides[1] if my_row < num_rows else Int32(-1)
             rP = left_operand(acc, self.dtype)
             for part in range_constexpr(self.v_dim // self.columns):
                 acc_o = accumulator(warps_mma(self.dtype, 1), (self.rows, self.columns))
@@ -282,13 +292,16 @@ class WarpRows:
     def _place(self, gPlaces: cute.Tensor | None, first_row: Int32, num_rows: Int32) -> Int32:
         """The row's place, that of the last one behind the end."""
         row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
-        return row // self.group if const_expr(gPlaces is None) else gPlaces[row // self.group]
+        token, _ = divide(row, self.group)
+        return token if const_expr(gPlaces is None) else gPlaces[token]
 
     @cute.jit
-    def _query(self, gQ: cute.Tensor, place: Int32, first_row: Int32, num_rows: Int32) -> Int32:
+    def _query(self, strides: tuple[Int32, Int32], place: Int32, first_row: Int32, num_rows: Int32) -> Int32:
         """The first vector of the row's query."""
         row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
-        return Int32(cute.crd2idx((place // self.slots, row % self.group, 0), gQ.layout) // VECTOR)
+        token, _ = divide(place, self.slots)
+        _, head = divide(row, self.group)
+        return token * strides[0] + head * strides[1]
 
     # A quad for each row of an accumulator
 

@@ -280,11 +280,11 @@ def write_quads(
         for r in range_constexpr(2):
             place = cute.arch.shuffle_sync(start, m * CHUNK + r * 8 + lane // QUAD)
             if place >= 0:
+                row = cute.domain_offset((0, Int64(place + lane % QUAD)), mX)
                 for first in range_constexpr(0, pieces, QUAD):
                     for i in range_constexpr(QUAD):
                         rPieces[i] = pairs[0, r, m, first + i]
-                    vector = cute.recast_tensor(mX[None, Int64(place + first + lane % QUAD)], Int32)
-                    cute.arch.store(vector.iterator, rPieces.load(), cop="cs")
+                    cute.arch.store(row[None, first].iterator, rPieces.load(), cop="cs")
 
 
 @cute.jit

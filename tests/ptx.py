@@ -513,11 +513,12 @@ class Cta:
             x, by = self.get(operands[1], kind), self.get(operands[2], "u4").astype(kind)
             return x << by if what == "shl" else x >> by
         x = [self.get(operand, kind) for operand in operands[1:]]
-        if name[1] in ("wide", "hi"):
+        if name[1] == "hi":
+            product = np.asarray(x[0], object) * np.asarray(x[1], object)
+            return (product >> 8 * np.dtype(kind).itemsize).astype(kind)
+        if name[1] == "wide":
             wide = "i8" if kind[0] == "i" else "u8"
             product = x[0].astype(wide) * x[1].astype(wide)
-            if name[1] == "hi":
-                return (product >> np.array(32, wide)).astype(kind)
             return product + self.get(operands[3], wide) if what == "mad" else product
         if what == "mov":
             return x[0]
