@@ -148,7 +148,9 @@ def test_token_scores_are_pooled_and_merged(spec: Blocks) -> None:
         for i in range(256):
             places[i % kernel.ratio, i // kernel.ratio] = entries[i]
         first_block = step * kernel.per_step
-        WARP.run(kernel._merge_scores, Shared(places), sBest, sIndex, sRow, first_block)
+        scores = [np.full(kernel.chunks, np.nan, np.float32) for _ in range(LANES)]
+        WARP.run(kernel._pool, Shared(places), each=(scores,))
+        WARP.run(lambda mine: kernel._merge(mine, sBest, sIndex, sRow, first_block), each=(scores,))  # noqa: B023
         for chunk in range(0, kernel.per_step, LANES):
             some = range(chunk, min(chunk + LANES, kernel.per_step))
             pooled = torch.zeros(len(some))
