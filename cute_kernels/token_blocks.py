@@ -455,21 +455,14 @@ class TokenBlocks:
         total.fill(0.0)
         sLse = cute.domain_offset((part * self.tiling.rows, 0), sLse)
         first = part * self.sets
-        if const_expr(self.warpgroups):
-            for i in range_constexpr(self.sets - 1):
-                self._add_set(products, total, sLse, i * self.heads, scale)
-                self._start(products, Int32(first + i + 1))
-        else:
-            for i in cutlass.range(self.sets - 1, unroll=1):
-                self._add_set(products, total, sLse, i * self.heads, scale)
-                self._start(products, first + i + 1)
+        for i in range_constexpr(self.sets - 1):
+            self._add_set(products, total, sLse, i * self.heads, scale)
+            self._start(products, Int32(first + i + 1))
         self._add_set(products, total, sLse, (self.sets - 1) * self.heads, scale)
         return total
 
     @cute.jit
-    def _add_set(
-        self, products: Products, total: cute.Tensor, sLse: cute.Tensor, first_head: Int32, scale: Float32
-    ):
+    def _add_set(self, products: Products, total: cute.Tensor, sLse: cute.Tensor, first_head: Int32, scale: Float32):
         """total += exp(scale acc - lse) of each head of a set, for `scale` and -lse in units of log 2."""
         acc, coordinates, count = products.acc, products.coordinates, cute.size(total)
         if const_expr(self.warpgroups):
