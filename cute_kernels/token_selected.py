@@ -8,8 +8,8 @@ VisitBlocks   one CTA: keys and values of one block, and a segment of the tokens
               there at once: one softmax (warp_rows.py), then o in 16 bits and lse to the place of the token's slot.
 AddSlots      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them loaded at a
               time, in an online softmax.
-GatedSlots    AddSlots where nobody wants o itself: it weighs and adds the other branches right away (gate.py), so that
-              o is neither written nor read again. The same bits.
+GatedSlots    AddSlots where nothing but NSA's out is wanted: weighs o in registers and adds the other branches to it
+              (gate.py), so that o is neither written nor read again, bit for bit what gate.py makes of it.
 
 Forced blocks, which every token attends to at places known beforehand, need no slots: forced_blocks.py attends to all
 of them first and leaves o and lse where the result goes, they are not visited, and AddSlots adds the other slots to
@@ -20,8 +20,9 @@ of a pass stays below PART_BYTES by taking some tokens and key/value heads at a 
 Passes run on two streams in turn (side_streams.py): one visits and adds up where another leaves multiprocessors idle.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the slots'
-o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more. Seen once on an
-H200, random blocks: VisitBlocks 8.1 ms, AddSlots 5.0, one after the other 13.4, on two streams 12.2.
+o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more. To write out
+instead of o GatedSlots reads 3.2 GB more, where a gate behind AddSlots moves 5.4 GB, 0.5 ms more. Seen once on an H200,
+random blocks: VisitBlocks 8.1 ms, AddSlots 5.0, one after the other 13.4, on two streams 12.2.
 
 Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
 
