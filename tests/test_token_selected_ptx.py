@@ -235,12 +235,13 @@ def test_forced_beside_visited(tokens: Any, size: int, forced: tuple[int, int]) 
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.usefixtures("interpreted")
 def test_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a few passes over batches, heads and tokens; some of a warp's rows are behind the last token."""
-    small_passes(monkeypatch, 64, 1 << 17, 40)
+    """In one pass, and in passes over heads and tokens; some of a warp's rows are behind the last token."""
     make(201, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check_gated(gates)
-    chosen = torch.full((1, 1, 70, 10), -1, dtype=torch.int32)
+    small_passes(monkeypatch, 64, 1, 40)
+    chosen = torch.full((1, 2, 70, 10), -1, dtype=torch.int32)
     chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
-    make(70, 1, 1, 128, dtype=torch.float16, indices=chosen, device="cpu").check_gated(gates)
+    inputs = make(70, 1, 2, 128, dtype=torch.float16, indices=chosen, device="cpu")
+    replace(inputs, forced=forced).check_gated(gates)
 
 
 @pytest.mark.parametrize("interpreted", LATE, indirect=True)
