@@ -135,7 +135,10 @@ def random_inputs(sizes: Sizes) -> NSAInputs:
 
 
 def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
-    """Each stage of the forward, in the order of its run: its time and floor, for one sequence."""
+    """Each stage of the forward, in the order of its run: its time and floor, for one sequence.
+
+    In token mode the forward that is timed as a whole gates while it adds the selected branch up; the stages do not.
+    """
     inputs, n = random_inputs(sizes), sizes.tokens
     q, k, v = inputs.q, inputs.k, inputs.v
     call = forward.prepare(inputs, config)

@@ -6,6 +6,8 @@ returns what the reference returns. Everything is asynchronous; no device value 
 Long sequences are processed in chunks of queries (`chunk_rows`), so that what a call needs beyond inputs, compressed
 keys and output stays bounded.
 
+In token mode, where nothing but out is asked for, the selected branch gates while it adds up (`Part.gated`).
+
 Packed documents take the same steps, all at once: attention reads copies of q, k and v in which each document begins
 with a new tile (documents.py), and the gate puts the rows back.
 """
@@ -27,11 +29,11 @@ from cute_kernels.block_lists import BlockLists, Keys, chosen_lists, prefix_list
 from cute_kernels.compress import block_means, tile_means
 from cute_kernels.device import vectorizable
 from cute_kernels.documents import Documents, lay_out
-from cute_kernels.gate import gated_sum
+from cute_kernels.gate import Gating, gated_sum
 from cute_kernels.score import top_blocks
 from cute_kernels.support import tile_rows
 from cute_kernels.token_blocks import token_blocks
-from cute_kernels.token_selected import token_selected_forward
+from cute_kernels.token_selected import takes_gating, token_selected_forward
 from cute_kernels.token_tiles import takes_tiles, token_tiles_forward
 
 CHUNK_BYTES = 8 << 30
@@ -59,6 +61,8 @@ class Part(NamedTuple):
     win: Branch
     indices: Tensor
     cmp_indices: Tensor | None
+    gated: bool = False
+    """Whether the branches are weighed and added already: slc.o is of `Call.out` then."""
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -102,8 +106,9 @@ def nsa(
         selected = part.indices, _all_if_none(part.cmp_indices, config, q, call.k_cmp)
         return call.result, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
     for start, stop in chunks(call):
-        part = attend(call, start, stop, lse=False)
-        gate(call, part, start, stop)
+        part = attend(call, start, stop, lse=False, gating=True)
+        if not part.gated:
+            gate(call, part, start, stop)
         del part  # before the next one is made
     return call.result, None
 
@@ -135,7 +140,7 @@ class Call:
 
     @cached_property
     def out(self) -> Tensor:
-        """`[B,N,H,D_v]`, filled in by `gate`."""
+        """`[B,N,H,D_v]`, filled in by `gate`, or by `attend` with `gating`."""
         q = self.inputs.q
         return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
 
@@ -321,11 +326,14 @@ def attend(
     lse: bool,
     given: tuple[Tensor | None, Tensor | None] = (None, None),
     forced: bool = True,
+    gating: bool = False,
 ) -> Part:
     """Selections and branches of query rows start ... stop-1.
 
     Args:
         given: selections to use. forced: they hold the forced blocks, as all that are made here do.
+        gating: where the selected branch can, it weighs and adds all of them into `call.out`, and its own o is not kept
+            (`Part.gated`).
     """
     inputs, plan = call.attended, call.plan
     tokens = inputs.q.shape[1]
@@ -339,13 +347,13 @@ def attend(
     cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or indices is None)
     if indices is None:  # from its probabilities, which lse brings back
         indices = token_blocks(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
-    return Part(
-        cmp,
-        attend_selected(plan, q, *keys_of(inputs, "slc"), indices, start, lse, forced=forced),
-        win,
-        indices,
-        cmp_indices,
-    )
+    k, v = keys_of(inputs, "slc")
+    branches = None
+    if gating and can_gate(plan, q, k, v, indices):
+        _, gates, out = rows_to_gate(call, start, stop)
+        branches = Gating(cmp.o, win.o, out, inputs.gate_proj_weight, gates)
+    slc = attend_selected(plan, q, k, v, indices, start, lse, forced=forced, gating=branches)
+    return Part(cmp, slc, win, indices, cmp_indices, gated=branches is not None)
 
 
 def keys_of(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
@@ -413,10 +421,30 @@ def entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start:
     )
 
 
+def can_gate(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> bool:
+    """Whether `attend_selected` takes a `gating`."""
+    slots = indices.shape[3]
+    if not plan.config.token_mode or takes_tiles(q.shape[2] // k.shape[2], slots):
+        return False
+    return takes_gating((q.shape[3], v.shape[3]), slots, plan.documents is not None)
+
+
 def attend_selected(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, start: int, lse: bool, *, forced: bool
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    start: int,
+    lse: bool,
+    *,
+    forced: bool,
+    gating: Gating | None = None,
 ) -> Branch:
-    """Args: `forced`: indices hold the forced blocks, which need not be true of a caller's."""
+    """Args:
+    forced: indices hold the forced blocks, which need not be true of a caller's.
+    gating: write its out, in place of o, where one can (`can_gate`).
+    """
     stop, causal = start + q.shape[1], plan.config.causal
     if causal and stop < k.shape[1]:
         k, v = k[:, :stop], v[:, :stop]
@@ -428,7 +456,7 @@ def attend_selected(
             return Branch(*token_tiles_forward(q, k, v, indices, first_token=start, **how))
         if forced:
             how |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
-        return Branch(*token_selected_forward(q, k, v, indices, first_token=start, **how))
+        return Branch(*token_selected_forward(q, k, v, indices, first_token=start, gating=gating, **how))
     lists = token_lists(plan, q, k, indices, start)
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 
@@ -494,10 +522,7 @@ def _nothing(q: Tensor, v: Tensor) -> Branch:
 
 def gate(call: Call, part: Part, start: int, stop: int) -> Tensor | None:
     """Weigh and add the branches of some rows, into `call.out`; returns the gates, None for 1/3 each."""
-    q, gates, out, documents = call.inputs.q, call.inputs.gates, call.out, call.plan.documents
-    if stop - start < q.shape[1]:
-        q, out = q[:, start:stop], out[:, start:stop]
-        gates = None if gates is None else gates[:, start:stop]
+    (q, gates, out), documents = rows_to_gate(call, start, stop), call.plan.documents
     return gated_sum(
         part.cmp.o,
         part.slc.o,
@@ -508,6 +533,15 @@ def gate(call: Call, part: Part, start: int, stop: int) -> Tensor | None:
         gates=gates,
         rows=None if documents is None else documents.rows,
     )
+
+
+def rows_to_gate(call: Call, start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """q, given gates and out of some rows."""
+    q, gates, out = call.inputs.q, call.inputs.gates, call.out
+    if stop - start < q.shape[1]:
+        q, out = q[:, start:stop], out[:, start:stop]
+        gates = None if gates is None else gates[:, start:stop]
+    return q, gates, out
 
 
 def _all_if_none(indices: Tensor | None, config: Any, q: Tensor, k_cmp: Tensor) -> Tensor | None:

@@ -5,6 +5,9 @@
 A row (token and head) belongs to a group of lanes, one vector of 16 bytes each. Sums in fp32, rounded once. Few
 registers, so many rows are in flight: two rows a thread were slower (0.34 ms instead of 0.30 at 128K).
 
+Attention per token has o_slc of a row in registers at its end and can do the same there (token_selected.GatedSlots),
+bit for bit: `gates_of_row` and `weighted_sum` are shared.
+
 Projected gates are kept (fp32, 1 % of the bytes) for backward.
 
 Packed documents (B = 1): the o's come in the aligned rows of documents.py; tokens behind the last document get 0.
@@ -17,17 +20,76 @@ Limits: head dims multiples of 8, at most 256; 64-bit offsets.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.warp import LOG2_E
 
 THREADS = 128
+
+
+class Gating(NamedTuple):
+    """What some rows of out are made of beside q and o_slc, and where they belong."""
+
+    o_cmp: Tensor
+    """`[B,T,H,D_v]`, as o_win and out."""
+    o_win: Tensor
+    out: Tensor
+    gate_proj_weight: Tensor | None
+    """`[H,3,D]`."""
+    gates: Tensor | None
+    """`[B,T,H,3]`, used as they are; without gates and weight 1/3 each."""
+
+    def part(self, batches: slice, rows: slice, heads: slice) -> Gating:
+        o_cmp, o_win, out = (x[batches, rows, heads] for x in self[:3])
+        weight = None if self.gate_proj_weight is None else self.gate_proj_weight[heads]
+        gates = None if self.gates is None else self.gates[batches, rows, heads]
+        return Gating(o_cmp, o_win, out, weight, gates)
+
+
+@cute.jit
+def gates_of_row(
+    rQ: cute.Tensor, rW: cute.Tensor | None, gG: cute.Tensor | None, there: Boolean, lanes: cutlass.Constexpr[int]
+) -> cute.Tensor:
+    """The three gates of a row, for each of its `lanes`. All lanes of a warp take part.
+
+    Args:
+        rQ, rW: a lane's vector of q and `[VECTOR,3]` of its head's weights, which gates are projected by.
+        gG: without rW given gates, which are read of rows that are `there`; else 1/3 each.
+    """
+    rG = cute.make_rmem_tensor(3, Float32)
+    rG.fill(1.0 / 3.0)
+    if const_expr(rW is not None):
+        for b in range_constexpr(3):
+            part = Float32(0.0)
+            for i in range_constexpr(VECTOR):
+                part = cute.math.fma(rQ[i].to(Float32), rW[i, b].to(Float32), part)
+            logit = cute.arch.warp_reduction_sum(part, threads_in_group=lanes)
+            rG[b] = cute.arch.rcp_approx(1.0 + cute.math.exp2(-logit * LOG2_E, fastmath=True))
+    elif const_expr(gG is not None):
+        if there:
+            for b in range_constexpr(3):
+                rG[b] = gG[b].to(Float32)
+    return rG
+
+
+@cute.jit
+def weighted_sum(rO: cute.Tensor, rG: cute.Tensor) -> cute.Tensor:
+    """A lane's vector of out from `[VECTOR,3]` of the branches and three gates."""
+    # fma where the compiler could choose, so that all kernels, and variants of them, give the same bits
+    rOut = cute.make_rmem_tensor(VECTOR, rO.element_type)
+    for i in range_constexpr(VECTOR):
+        value = rO[i, 0].to(Float32) * rG[0]
+        for b in range_constexpr(1, 3):
+            value = cute.math.fma(rO[i, b].to(Float32), rG[b], value)
+        rOut[i] = value.to(rO.element_type)
+    return rOut
 
 
 class GatedSum:
@@ -85,8 +147,9 @@ class GatedSum:
                 row = mRows[token]
             attended = (token < tokens) & (row >= 0)
 
-        rW = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type if const_expr(mW is None) else mW.element_type)
+        rW = None
         if const_expr(mW is not None):
+            rW = cute.make_rmem_tensor((VECTOR, 3), mW.element_type)
             rW.fill(0.0)
             if in_q:
                 for b in range_constexpr(3):
@@ -108,31 +171,14 @@ class GatedSum:
                         cute.local_tile(branches[b][batch, row, head, None], (VECTOR,), (lane,)), rO[None, b]
                     )
 
-        rG = cute.make_rmem_tensor(3, Float32)
-        rG.fill(1.0 / 3.0)
+        gG = None if const_expr(mG is None) else mG[batch, token, head, None]
+        rG = gates_of_row(rQ, rW, gG, attended, self.lanes)
         if const_expr(mW is not None):
-            for b in range_constexpr(3):
-                part = Float32(0.0)
-                for i in range_constexpr(VECTOR):
-                    part = cute.math.fma(rQ[i].to(Float32), rW[i, b].to(Float32), part)
-                logit = cute.arch.warp_reduction_sum(part, threads_in_group=self.lanes)
-                rG[b] = cute.arch.rcp_approx(1.0 + cute.math.exp2(-logit * LOG2_E, fastmath=True))
             if (token < tokens) & (lane == 0):
                 for b in range_constexpr(3):
-                    mG[batch, token, head, b] = rG[b]
-        elif const_expr(mG is not None):
-            if attended:
-                for b in range_constexpr(3):
-                    rG[b] = mG[batch, token, head, b].to(Float32)
+                    gG[b] = rG[b]
         if (token < tokens) & in_v:
-            # fma where the compiler could choose, so that every variant of this kernel gives the same bits
-            rOut = cute.make_rmem_tensor(VECTOR, mOut.element_type)
-            for i in range_constexpr(VECTOR):
-                value = rO[i, 0].to(Float32) * rG[0]
-                for b in range_constexpr(1, 3):
-                    value = cute.math.fma(rO[i, b].to(Float32), rG[b], value)
-                rOut[i] = value.to(mOut.element_type)
-            cute.autovec_copy(rOut, cute.local_tile(mOut[batch, token, head, None], (VECTOR,), (lane,)))
+            cute.autovec_copy(weighted_sum(rO, rG), cute.local_tile(mOut[batch, token, head, None], (VECTOR,), (lane,)))
 
 
 @compiled_once

@@ -8,6 +8,8 @@ VisitBlocks   one CTA: keys and values of one block, and a segment of the tokens
               there at once: one softmax (warp_rows.py), then o in 16 bits and lse to the place of the token's slot.
 AddSlots      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them loaded at a
               time, in an online softmax.
+GatedSlots    AddSlots where nothing but NSA's out is wanted: weighs o in registers and adds the other branches to it
+              (gate.py), so that o is neither written nor read again, bit for bit what gate.py makes of it.
 
 Forced blocks, which every token attends to at places known beforehand, need no slots: forced_blocks.py attends to all
 of them first and leaves o and lse where the result goes, they are not visited, and AddSlots adds the other slots to
@@ -18,8 +20,9 @@ of a pass stays below PART_BYTES by taking some tokens and key/value heads at a 
 Passes run on two streams in turn (side_streams.py): one visits and adds up where another leaves multiprocessors idle.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the slots'
-o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more. Seen once on an
-H200, random blocks: VisitBlocks 8.1 ms, AddSlots 5.0, one after the other 13.4, on two streams 12.2.
+o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more. To write out
+instead of o GatedSlots reads 3.2 GB more, where a gate behind AddSlots moves 5.4 GB, 0.5 ms more. Seen once on an H200,
+random blocks: VisitBlocks 8.1 ms, AddSlots 5.0, one after the other 13.4, on two streams 12.2.
 
 Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
 
@@ -32,16 +35,17 @@ not finite.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
 from cute_kernels.forced_blocks import forced_blocks_forward, takes_forced
+from cute_kernels.gate import Gating, gates_of_row, weighted_sum
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import (
     BLOCK,
@@ -168,6 +172,25 @@ class VisitBlocks(WarpRows):
             )
 
 
+class Place(NamedTuple):
+    """Where a thread's vector is."""
+
+    batch: Int32
+    kv_head: Int32
+    head: Int32
+    """Of all query heads."""
+    token: Int32
+    in_group: Int32
+    """Which of its key/value head's query heads it is of."""
+    vector: Int32
+    there: Boolean
+    """Whether there is such a token."""
+
+    def of(self, mX: cute.Tensor) -> cute.Tensor:
+        """Its vector of [B, T, H, dim]."""
+        return cute.local_tile(mX[self.batch, self.token, self.head, None], (VECTOR,), (self.vector,))
+
+
 class AddSlots:
     """Adds up what the slots of each row have; slots that visit nothing, of which nothing is read, count nothing.
 
@@ -194,11 +217,14 @@ class AddSlots:
         mLse: cute.Tensor | None,  # fp32 [B, H, T], likewise
         stream: Any,
     ):
-        self.kernel(mBlocks, mParts, mPartLse, mX, mLse).launch(
-            grid=[cute.ceil_div(mBlocks.shape[2] * self.group, self.rows), mBlocks.shape[1], mBlocks.shape[0]],
-            block=[ADD_THREADS, 1, 1],
-            stream=stream,
-        )
+        self.kernel(mBlocks, mParts, mPartLse, mX, mLse).launch(**self._launch(mBlocks, stream))
+
+    def _launch(self, mBlocks: cute.Tensor, stream: Any) -> dict[str, Any]:
+        return {
+            "grid": [cute.ceil_div(mBlocks.shape[2] * self.group, self.rows), mBlocks.shape[1], mBlocks.shape[0]],
+            "block": [ADD_THREADS, 1, 1],
+            "stream": stream,
+        }
 
     @cute.kernel
     def kernel(
@@ -209,71 +235,162 @@ class AddSlots:
         mX: cute.Tensor,
         mLse: cute.Tensor | None,
     ):
+        at = self._place(mBlocks)
+        carried = self._carried(at, mLse)
+        if at.there:
+            cute.autovec_copy(self._sum(at, carried, mBlocks, mParts, mPartLse, mX, mLse), at.of(mX))
+
+    @cute.jit
+    def _place(self, mBlocks: cute.Tensor) -> Place:
         thread, _, _ = cute.arch.thread_idx()
         cta, kv_head, batch = cute.arch.block_idx()
         vector, row = thread % self.vectors, cta * self.rows + thread // self.vectors
         token, head = row // self.group, row % self.group
-        _, _, tokens, slots = mBlocks.shape
+        there = token < mBlocks.shape[2]
+        return Place(batch, kv_head, kv_head * self.group + head, token, head, vector, there)
+
+    @cute.jit
+    def _carried(self, at: Place, mLse: cute.Tensor | None) -> Float32:
+        """lse of what the row holds already; all threads of a warp take part."""
         carried = -Float32.inf
         if const_expr(self.carry):
-            if token < tokens:
-                carried = mLse[batch, kv_head * self.group + head, token]
+            if at.there:
+                carried = mLse[at.batch, at.head, at.token]
             cute.arch.sync_warp()  # a row's threads, of one warp, have read it before one of them writes
-        if token < tokens:
-            gBlocks = mBlocks[batch, kv_head, token, None]
-            top, total = -Float32.inf, Float32(0.0)
-            rSum = cute.make_rmem_tensor(VECTOR, Float32)
-            rSum.fill(0.0)
-            if const_expr(self.carry):
-                gHeld = mX[batch, token, kv_head * self.group + head, None]
-                rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)
-                rHeld.fill(0.0)
-                top = carried
-                if carried > -Float32.inf:
-                    cute.autovec_copy(cute.local_tile(gHeld, (VECTOR,), (vector,)), rHeld)
-                    total = Float32(1.0)
-                rSum.store(rHeld.load().to(Float32))
-            rBlocks = cute.make_rmem_tensor(BATCH, Int32)
-            rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
-            rWeight = cute.make_rmem_tensor(BATCH, Float32)
-            parts = slots * self.units
-            for start in cutlass.range(0, parts, BATCH, unroll=1):
-                # Nothing but which slots visit a block is waited for before all loads are under way
-                rBlocks.fill(-1)
-                for i in range_constexpr(BATCH):
-                    if start + i < parts:
-                        rBlocks[i] = gBlocks[(start + i) // self.units]
-                rPart.fill(0.0)
-                rWeight.fill(-Float32.inf)
-                for i in range_constexpr(BATCH):
-                    if rBlocks[i] >= 0:
-                        place = token * parts + start + i
-                        gPart = mParts[batch, kv_head, place, head, None]
-                        cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (vector,)), rPart[None, i])
-                        rWeight[i] = Float32(0.0)
-                        if const_expr(self.weighted):
-                            rWeight[i] = mPartLse[batch, kv_head, place, head]
-                new_top = top
-                for i in range_constexpr(BATCH):
-                    new_top = cute.arch.fmax(new_top, rWeight[i])
-                base = Float32(0.0) if new_top == -Float32.inf else new_top
-                scale = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
-                top, total = new_top, total * scale
+        return carried
+
+    @cute.jit
+    def _sum(
+        self,
+        at: Place,
+        carried: Float32,
+        mBlocks: cute.Tensor,
+        mParts: cute.Tensor,
+        mPartLse: cute.Tensor | None,
+        mX: cute.Tensor,
+        mLse: cute.Tensor | None,
+    ) -> cute.Tensor:
+        """The thread's vector of a row that is there, rounded to X's type; writes the row's lse."""
+        gBlocks = mBlocks[at.batch, at.kv_head, at.token, None]
+        slots = mBlocks.shape[3]
+        top, total = -Float32.inf, Float32(0.0)
+        rSum = cute.make_rmem_tensor(VECTOR, Float32)
+        rSum.fill(0.0)
+        if const_expr(self.carry):
+            rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)
+            rHeld.fill(0.0)
+            top = carried
+            if carried > -Float32.inf:
+                cute.autovec_copy(at.of(mX), rHeld)
+                total = Float32(1.0)
+            rSum.store(rHeld.load().to(Float32))
+        rBlocks = cute.make_rmem_tensor(BATCH, Int32)
+        rPart = cute.make_rmem_tensor((VECTOR, BATCH), mParts.element_type)
+        rWeight = cute.make_rmem_tensor(BATCH, Float32)
+        parts = slots * self.units
+        for start in cutlass.range(0, parts, BATCH, unroll=1):
+            # Nothing but which slots visit a block is waited for before all loads are under way
+            rBlocks.fill(-1)
+            for i in range_constexpr(BATCH):
+                if start + i < parts:
+                    rBlocks[i] = gBlocks[(start + i) // self.units]
+            rPart.fill(0.0)
+            rWeight.fill(-Float32.inf)
+            for i in range_constexpr(BATCH):
+                if rBlocks[i] >= 0:
+                    place = at.token * parts + start + i
+                    gPart = mParts[at.batch, at.kv_head, place, at.in_group, None]
+                    cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (at.vector,)), rPart[None, i])
+                    rWeight[i] = Float32(0.0)
+                    if const_expr(self.weighted):
+                        rWeight[i] = mPartLse[at.batch, at.kv_head, place, at.in_group]
+            new_top = top
+            for i in range_constexpr(BATCH):
+                new_top = cute.arch.fmax(new_top, rWeight[i])
+            base = Float32(0.0) if new_top == -Float32.inf else new_top
+            scale = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
+            top, total = new_top, total * scale
+            for j in range_constexpr(VECTOR):
+                rSum[j] = rSum[j] * scale
+            for i in range_constexpr(BATCH):
+                weight = cute.math.exp2((rWeight[i] - base) * LOG2_E, fastmath=True)
+                total += weight
                 for j in range_constexpr(VECTOR):
-                    rSum[j] = rSum[j] * scale
-                for i in range_constexpr(BATCH):
-                    weight = cute.math.exp2((rWeight[i] - base) * LOG2_E, fastmath=True)
-                    total += weight
-                    for j in range_constexpr(VECTOR):
-                        rSum[j] = cute.math.fma(weight, rPart[j, i].to(Float32), rSum[j])
-            gX = mX[batch, token, kv_head * self.group + head, None]
-            if const_expr(self.weighted):
-                rSum.store(rSum.load() * (Float32(0.0) if total == 0.0 else 1.0 / total))
-                if vector == 0:
-                    mLse[batch, kv_head * self.group + head, token] = top + cute.math.log(total)
-            rX = cute.make_rmem_tensor(VECTOR, mX.element_type)
-            rX.store(rSum.load().to(mX.element_type))
-            cute.autovec_copy(rX, cute.local_tile(gX, (VECTOR,), (vector,)))
+                    rSum[j] = cute.math.fma(weight, rPart[j, i].to(Float32), rSum[j])
+        if const_expr(self.weighted):
+            rSum.store(rSum.load() * (Float32(0.0) if total == 0.0 else 1.0 / total))
+            if at.vector == 0:
+                mLse[at.batch, at.head, at.token] = top + cute.math.log(total)
+        rX = cute.make_rmem_tensor(VECTOR, mX.element_type)
+        rX.store(rSum.load().to(mX.element_type))
+        return rX
+
+
+class GatedSlots(AddSlots):
+    """AddSlots to one softmax, whose sums stay in registers: out is written, of them and the other branches.
+
+    Args: as of AddSlots.
+    """
+
+    def __init__(self, dim: int, group: int, *, carry: bool) -> None:
+        super().__init__(dim, group, weighted=True, units=1, carry=carry)
+
+    @cute.jit
+    def __call__(
+        self,
+        mBlocks: cute.Tensor,
+        mParts: cute.Tensor,
+        mPartLse: cute.Tensor,
+        mOut: cute.Tensor,  # [B, T, H, dim], with carry what the rows hold already
+        mLse: cute.Tensor,
+        mQ: cute.Tensor | None,  # [B, T, H, dim], with mW
+        mW: cute.Tensor | None,  # [H, 3, dim]
+        mG: cute.Tensor | None,  # [B, T, H, 3], without mW
+        mCmp: cute.Tensor,  # [B, T, H, dim]
+        mWin: cute.Tensor,
+        stream: Any,
+    ):
+        self.kernel(mBlocks, mParts, mPartLse, mOut, mLse, mQ, mW, mG, mCmp, mWin).launch(
+            **self._launch(mBlocks, stream)
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mBlocks: cute.Tensor,
+        mParts: cute.Tensor,
+        mPartLse: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+        mQ: cute.Tensor | None,
+        mW: cute.Tensor | None,
+        mG: cute.Tensor | None,
+        mCmp: cute.Tensor,
+        mWin: cute.Tensor,
+    ):
+        at = self._place(mBlocks)
+        carried = self._carried(at, mLse)
+        rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
+        rO = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type)
+        rQ.fill(0.0)
+        rW = None
+        if const_expr(mW is not None):
+            rW = cute.make_rmem_tensor((VECTOR, 3), mW.element_type)
+            rW.fill(0.0)
+        if at.there:
+            rO[None, 1].store(self._sum(at, carried, mBlocks, mParts, mPartLse, mOut, mLse).load())
+            # Under way with the slots these would take 24 registers more: five CTAs of a multiprocessor, not seven
+            cute.autovec_copy(at.of(mCmp), rO[None, 0])
+            cute.autovec_copy(at.of(mWin), rO[None, 2])
+            if const_expr(mW is not None):
+                cute.autovec_copy(at.of(mQ), rQ)
+                for b in range_constexpr(3):
+                    gW = mW[at.head, b, None]
+                    cute.autovec_copy(cute.local_tile(gW, (VECTOR,), (at.vector,)), rW[None, b])
+        gG = None if const_expr(mG is None) else mG[at.batch, at.token, at.head, None]
+        rG = gates_of_row(rQ, rW, gG, at.there, self.vectors)
+        if at.there:
+            cute.autovec_copy(weighted_sum(rO, rG), at.of(mOut))
 
 
 @compiled_once
@@ -307,6 +424,26 @@ def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int
     )
 
 
+@compiled_once
+def _add_gated(
+    dim: int, dtype: torch.dtype, group: int, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, *, carry: bool
+) -> Kernel:
+    q, o_cmp, o_win, out = (fake(dtype, None, None, None, dim) for _ in range(4))
+    return compile_kernel(
+        GatedSlots(dim, group, carry=carry),
+        fake_table(),
+        fake(dtype, None, None, None, group, dim),
+        fake(torch.float32, None, None, None, group, aligned=False),
+        out,
+        fake(torch.float32, None, None, None, aligned=False),
+        None if w_dtype is None else q,
+        None if w_dtype is None else fake(w_dtype, None, 3, dim),
+        None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False),
+        o_cmp,
+        o_win,
+    )
+
+
 def add_slots(
     visits: Visits,
     parts: Tensor,
@@ -328,6 +465,27 @@ def add_slots(
     """
     run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, carry=carry).run
     run(visits.blocks, parts, part_lse, x, lse)
+
+
+def add_gated_slots(
+    visits: Visits, parts: Tensor, q: Tensor, gating: Gating, *, part_lse: Tensor, lse: Tensor, carry: bool
+) -> None:
+    """Add up o of what the slots of some tokens have, and weigh and add it with the other branches, into `gating.out`.
+
+    Args:
+        parts, part_lse, lse, carry: as of `add_slots`, where out is x.
+        q: `[B,T,H,D]` with D = D_v, read with `gating.gate_proj_weight` only.
+    """
+    out, weight, gates = gating.out, gating.gate_proj_weight, gating.gates
+    dtypes = (None if x is None else x.dtype for x in (weight, gates))
+    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], *dtypes, carry=carry).run
+    rest = None if weight is None else q, weight, gates, gating.o_cmp, gating.o_win
+    run(visits.blocks, parts, part_lse, out, lse, *rest)
+
+
+def takes_gating(dims: tuple[int, int], slots: int, packed: bool) -> bool:
+    """Whether `token_selected_forward` takes a `gating`. Args: D and D_v; n; whether documents are packed."""
+    return dims[0] == dims[1] and slots > 0 and not packed
 
 
 def check_token_selected(
@@ -384,6 +542,7 @@ def token_selected_forward(
     bounds: Tensor | None = None,
     init: int = 0,
     local: int = 0,
+    gating: Gating | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each token to the blocks that it chose, causal.
 
@@ -398,10 +557,11 @@ def token_selected_forward(
             blocks: these count from each document's first token.
         init, local: indices hold these forced blocks for every token wherever they exist: the first `init` of its
             document, and `local` that end with its own. They are attended to in one go (forced_blocks.py).
+        gating: of these tokens: write out instead of o, where `takes_gating`.
 
     Returns:
-        o `[B,T,H,D_v]` and lse fp32 `[B,H,T]`, natural log. Rows without keys, and rows behind the last document: 0 and
-        -inf. Bitwise the same each time.
+        o `[B,T,H,D_v]`, or `gating.out`, and lse fp32 `[B,H,T]`, natural log. Rows without keys, and rows behind the
+        last document: 0 and -inf. Bitwise the same each time.
 
     Raises:
         ValueError: for what the kernels cannot take.
@@ -410,7 +570,13 @@ def token_selected_forward(
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     group, slots = heads // kv_heads, indices.shape[3]
-    o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
+    if gating is None:
+        o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
+    elif takes_gating((dim, v_dim), slots, bounds is not None):
+        o = gating.out  # until it is read and added to the slots' o, that of the forced blocks
+    else:
+        got = f"D = {dim}, D_v = {v_dim}, n = {slots}, {'a pack' if bounds is not None else 'sequences'}"
+        raise ValueError(f"gating needs D = D_v, n > 0 and no packed documents, got {got}")
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
@@ -441,9 +607,13 @@ def token_selected_forward(
             rows = visits.rows(first_token)
             tables = visits.places, visits.segments, visits.sums
             some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
-            with streams.run(visits, parts, part_lse, some):
+            gated = None if gating is None else gating.part(batches, rows, queries)
+            with streams.run(visits, parts, part_lse, some, gated):
                 visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
-                sums = o[batches, rows, queries], lse[batches, queries, rows]
-                add_slots(visits, parts, sums[0], part_lse=part_lse, lse=sums[1], carry=forced)
-            del parts, part_lse, visits, tables, some
+                sums: dict[str, Any] = {"part_lse": part_lse, "lse": lse[batches, queries, rows], "carry": forced}
+                if gated is None:
+                    add_slots(visits, parts, o[batches, rows, queries], **sums)
+                else:
+                    add_gated_slots(visits, parts, some[0], gated, **sums)
+            del parts, part_lse, visits, tables, some, gated, sums
     return o, lse

@@ -44,7 +44,7 @@ def test_rows_behind_two_billion_elements(name: str, far: FarMemory) -> None:
         got = case.run("cuda", check=False, place=far.put)
     assert set(got) == set(expected)
     for of, x in got.items():
-        assert_same(x, expected[of], of, exact=case.deterministic or of == "out")
+        assert_same(x, expected[of], of, exact=case.deterministic or of.startswith("out"))
     assert torch.cuda.max_memory_allocated() <= MOST_BYTES
 
 

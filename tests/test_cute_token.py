@@ -15,6 +15,7 @@ from tests import test_cute, test_cute_backward
 from tests.causality import assert_causal
 from tests.helpers import assert_as_alone
 from tests.test_cute import BF16, FP16, gate_weight, on_gpu
+from tests.test_token_selected import small_passes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
@@ -76,6 +77,13 @@ def test_gradients_of_groups(group: int, recompute: bool) -> None:
     test_cute_backward.check(inputs, PAPER, recompute=recompute)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_given_gates(dtype: torch.dtype) -> None:
+    inputs = NSAInputs(*on_gpu(900, batch=2), gates=test_cute_backward.like(2, 900, 8, 3).to(dtype))
+    test_cute.check(inputs, PAPER)
+    test_cute_backward.check(inputs, PAPER)
+
+
 def test_own_keys_and_entries() -> None:
     q, k, v = on_gpu(600)
     own = {
@@ -95,14 +103,23 @@ def test_nothing_depends_on_later_tokens() -> None:
     assert_causal(run, on_gpu(1100, 8, 2, 64), PAPER, positions)
 
 
-def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", ["projected", "given", "thirds"])
+def test_chunks_of_queries_and_passes_change_nothing(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does whether the gate is a kernel of its own, as it is where aux is asked for."""
     from cute_kernels import forward
 
     q, k, v = on_gpu(3000, batch=2)
-    expected = nsa_forward(q, k, v, config=PAPER)
+    gates: dict[str, dict[str, Tensor]] = {
+        "projected": {"gate_proj_weight": gate_weight()},
+        "given": {"gates": test_cute_backward.like(2, 3000, 8, 3)},
+        "thirds": {},
+    }
+    expected, _ = nsa_forward_aux(q, k, v, **gates[source], config=PAPER)
+    assert torch.equal(nsa_forward(q, k, v, **gates[source], config=PAPER), expected)
     monkeypatch.setattr(forward, "CHUNK_BYTES", 1 << 20)
     assert forward.chunk_rows(2, 3000, 8, 128, 256) < 3000
-    assert torch.equal(nsa_forward(q, k, v, config=PAPER), expected)
+    small_passes(monkeypatch, 256, 1 << 20, 100)
+    assert torch.equal(nsa_forward(q, k, v, **gates[source], config=PAPER), expected)
 
 
 def test_repeats_are_bitwise_equal() -> None:

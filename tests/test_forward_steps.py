@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels import fa4, forward
+from cute_kernels.gate import Gating
 from nsa import NSAConfig
 from nsa.tensors import NSAInputs
 from tests.helpers import make_inputs
 
 PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
-REST = ["compressed", "choose", "selected", "gate"]
+REST = ["compressed", "choose", "selected"]
+"""The last one gates, too, where nothing but out is asked for."""
 
 
 @pytest.fixture
@@ -56,13 +59,32 @@ def some_inputs() -> NSAInputs:
 @pytest.mark.parametrize("aux", [False, True])
 def test_an_idle_gpu_gets_the_window_first(aux: bool, launched: list[str]) -> None:
     forward.nsa(some_inputs(), PAPER, aux=aux)
-    assert launched == ["window", "compress", *REST]
+    assert launched == ["window", "compress", *REST, *["gate"] * aux]
 
 
 def test_chunks_share_compressed_keys(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "CHUNK_BYTES", 1)
     forward.nsa(some_inputs(), PAPER, aux=False)
     assert launched == ["window", "compress", *REST, "window", *REST]
+
+
+def test_chunks_gate_their_own_rows(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gates on the way is given out and gates of the same queries, and what the other branches made of them."""
+    inputs = some_inputs()
+    inputs = replace(inputs, gates=torch.randn(*inputs.q.shape[:3], 3).sigmoid())
+
+    def select(q: Tensor, *_: Any, gating: Gating, **__: Any) -> tuple[Tensor, Tensor]:
+        assert gating.gates is not None
+        assert gating.o_cmp.shape == gating.o_win.shape == q.shape
+        gating.out.copy_(q * gating.gates[..., :1])
+        return gating.out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    monkeypatch.setattr(forward, "token_selected_forward", select)
+    monkeypatch.setattr(forward, "CHUNK_BYTES", 1)
+    out, _ = forward.nsa(inputs, PAPER, aux=False)
+    assert torch.equal(out, inputs.q * inputs.gates[..., :1])
+    assert launched.count("window") == 2
+    assert "gate" not in launched
 
 
 def test_what_was_compressed_before_is_taken(launched: list[str]) -> None:

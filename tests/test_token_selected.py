@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,10 @@ def random_indices(
     chosen[..., : order.shape[-1]] = order.where(order < begun, blocks)
     chosen = chosen.sort(-1).values
     return torch.where(chosen < blocks, chosen, -1).int()
+
+
+GATES = {"projected": None, "projected fp32": torch.float32, "given": None, "given fp32": torch.float32, "thirds": None}
+"""Where gates come from, and of which type, if not that of q."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class Inputs:
     def _rounded(self, x: Tensor, low: bool) -> Tensor:
         return x.to(self.q.dtype).to(x.dtype) if low else x
 
-    def forward(self, *, tiles: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, *, tiles: bool = False, gating: Any = None) -> tuple[Tensor, Tensor]:
         from cute_kernels.token_selected import token_selected_forward
         from cute_kernels.token_tiles import token_tiles_forward
 
@@ -123,7 +128,7 @@ class Inputs:
         if tiles:
             return token_tiles_forward(self.q, self.k, self.v, self.indices, **how)
         how |= dict(zip(("init", "local"), self.forced, strict=True))
-        return token_selected_forward(self.q, self.k, self.v, self.indices, **how)
+        return token_selected_forward(self.q, self.k, self.v, self.indices, gating=gating, **how)
 
     def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.token_selected_backward import token_selected_backward
@@ -142,6 +147,30 @@ class Inputs:
         assert torch.equal(lse == -math.inf, ~there)
         assert not o.transpose(1, 2)[~there].any()
         assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
+
+    def check_gated(self, gates: str) -> None:
+        """out that the selected branch writes: bitwise what gating its o writes. Args: `gates`, of GATES."""
+        from cute_kernels.gate import Gating, gated_sum
+
+        generator = torch.Generator().manual_seed(2)
+        batch, tokens, heads, dim = self.q.shape
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.q.device, GATES[gates] or self.q.dtype)
+
+        # Rows of some later queries' chunk, amid what must not be touched
+        o_cmp, o_win = (normal(batch, tokens, heads, dim).to(self.q.dtype) for _ in range(2))
+        around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=self.q.dtype, device=self.q.device)
+        out, kept = around[:, 1:-1], around.clone()
+        weight = normal(heads, 3, dim) if gates.startswith("projected") else None
+        given = normal(batch, tokens, heads, 4)[..., 1:] if gates.startswith("given") else None
+        o, lse = self.forward()
+        gated_sum(o_cmp, o, o_win, kept[:, 1:-1], q=self.q, gate_proj_weight=weight, gates=given)
+        got, got_lse = self.forward(gating=Gating(o_cmp, o_win, out, weight, given))
+        assert got is out
+        assert out.isfinite().all()
+        assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
+        assert torch.equal(got_lse, lse)
 
     def attend_forced(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Of some rows, o and lse of the forced blocks alone; NaN where nothing was written."""
@@ -310,6 +339,22 @@ def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.Mon
     small_passes(monkeypatch, 64, 1 << 18, 40)
     make(400, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check()
     make([270, 0, 1, 129, 64], 2, behind=9, count=sum(forced) + 1, forced=forced, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("gates", GATES)
+def test_twins_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass, and in passes over batches, heads and tokens; nothing but forced blocks; rows that see nothing."""
+    for bytes_of_pass in (1 << 30, 1):
+        small_passes(monkeypatch, 64, bytes_of_pass, 40)
+        make(300, 3, 2, batch=2, count=sum(forced) + 2, forced=forced, device="cpu").check_gated(gates)
+    if sum(forced) > 0:
+        make(200, 2, count=None, forced=forced, device="cpu").check_gated(gates)
+    chosen = torch.full((1, 2, 100, 3), -1, dtype=torch.int32)
+    chosen[:, 0, 70:, 1] = 1
+    make(100, indices=chosen, device="cpu").check_gated(gates)
+    make(0, device="cpu").check_gated(gates)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -641,6 +686,22 @@ def test_forced_blocks_of_sizes(size: int, forced: tuple[int, int]) -> None:
 
 
 @CUDA
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("gates", GATES)
+def test_gated_on_the_way(
+    gates: str, forced: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for group, dim in ((1, 64), (3, 128), (16, 128)):
+        make(733, group, 2, dim, batch=2, dtype=dtype, count=8, forced=forced).check_gated(gates)
+    chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
+    chosen[:, 0, 100:, 1] = 1
+    make(900, 4, dtype=dtype, indices=chosen).check_gated(gates)
+    small_passes(monkeypatch, 256, 1, 100)
+    make(1500, 6, 3, batch=2, dtype=dtype, count=8, forced=forced).check_gated(gates)
+
+
+@CUDA
 @pytest.mark.parametrize("first", [1, 63, 64, 200, 700])
 def test_forced_blocks_of_later_queries(first: int) -> None:
     """Queries from any token on: bitwise those of all."""
@@ -777,6 +838,23 @@ def test_graph(bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("inputs", "got"),
+    [
+        (lambda: make(20, v_dim=128, device="cpu"), "D = 64, D_v = 128, n = 4, sequences"),
+        (lambda: make([20], device="cpu"), "D = 64, D_v = 64, n = 4, a pack"),
+        (lambda: make(20, count=0, device="cpu"), "D = 64, D_v = 64, n = 0, sequences"),
+    ],
+)
+@pytest.mark.usefixtures("on_cpu")
+def test_what_cannot_be_gated_on_the_way_is_refused(inputs: Callable[[], Inputs], got: str) -> None:
+    from cute_kernels.gate import Gating
+
+    x = inputs()
+    with pytest.raises(ValueError, match=f"gating needs D = D_v.*{got}"):
+        x.forward(gating=Gating(x.do, x.do, x.do, None, None))
 
 
 @pytest.mark.parametrize(

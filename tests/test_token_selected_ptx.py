@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.ptx import Program, tensor_argument
-from tests.test_token_selected import forward_from, make, small_passes
+from tests.test_token_selected import GATES, forward_from, make, small_passes
 from tests.token_selected_twins import Twin, add_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -46,6 +46,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     from cute_kernels import (
         documents,
         forced_blocks,
+        gate,
         jit,
         segments,
         token_selected,
@@ -65,6 +66,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         "backward": token_selected_backward,
         "tiles": token_tiles,
         "forced": forced_blocks,
+        "gate": gate,
     }
     real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
 
@@ -120,6 +122,16 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
             128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], ((), (3, 4), (3,), (3,), ()), how, blocks, *x
         )
 
+    def add_gated(how: Any, blocks: Tensor, *x: Any) -> Any:
+        statics = (), (3, 4), (3,), (3,), (), (3,), (1, 2), (3,), (3,), (3,)
+        return plain(128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], statics, how, blocks, *x)
+
+    def gated_sum(how: Any, *x: Any) -> Any:
+        statics = (3,), (1, 2), (3,), (), (3,), (3,), (3,), (3,)
+        given = [argument(y, static) for y, static in zip(x, statics, strict=True) if y is not None]
+        batch, tokens, heads, dim = x[-1].shape
+        return given, (batch * -(-tokens * dim // (128 * 8)) * heads, 1, 1)
+
     def add_parts(how: Any, *x: Any) -> Any:
         given = [
             argument(y, s) for y, s in zip(x, ((2,), (2,), (2,), (3, 4), (3,), (0,)), strict=True) if y is not None
@@ -135,6 +147,8 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     patch("forced", "_attend", attend_forced)
     patch("forward", "_visit", visit)
     patch("forward", "_add", add_slots)
+    patch("forward", "_add_gated", add_gated)
+    patch("gate", "_compiled", gated_sum)
     patch("backward", "_visit", visit_gradients)
     patch("backward", "_add_parts", add_parts)
 
@@ -214,6 +228,20 @@ def test_forced_beside_visited(tokens: Any, size: int, forced: tuple[int, int]) 
     behind = 0 if isinstance(tokens, int) else 5
     inputs = make(tokens, 2, 1, count=sum(forced) + 2, size=size, forced=forced, behind=behind, device="cpu")
     inputs.check_forward()
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.usefixtures("interpreted")
+def test_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass, and in passes over heads and tokens; some of a warp's rows are behind the last token."""
+    make(201, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check_gated(gates)
+    small_passes(monkeypatch, 64, 1, 40)
+    chosen = torch.full((1, 2, 70, 10), -1, dtype=torch.int32)
+    chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
+    inputs = make(70, 1, 2, 128, dtype=torch.float16, indices=chosen, device="cpu")
+    replace(inputs, forced=forced).check_gated(gates)
 
 
 @pytest.mark.parametrize("interpreted", LATE, indirect=True)

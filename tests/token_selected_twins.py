@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import documents, forced_blocks, segments, token_selected, token_selected_backward, token_tiles
+from cute_kernels import (
+    documents,
+    forced_blocks,
+    gate,
+    segments,
+    token_selected,
+    token_selected_backward,
+    token_tiles,
+)
 from cute_kernels.documents import LENGTH, ROW, TILE, TOKEN
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE
 
@@ -39,6 +47,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "_add",
         lambda *_, weighted, units, carry: Twin(lambda *x: (carry_slots if carry else add_slots)(units, *x)),
     )
+    patch.setattr(token_selected, "_add_gated", lambda *_, carry: Twin(lambda *x: add_gated(carry, *x)))
+    patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
     patch.setattr(token_selected_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 
 
@@ -274,6 +284,42 @@ def add_slots(
         weights = (lses - sums[:, :, :, None]).exp().masked_fill(~there, 0)
         total = (weights[..., None] * values).sum(3)
     x.copy_(total.transpose(1, 2).reshape(batch, tokens, heads * group, -1).to(x.dtype))
+
+
+def add_gated(
+    carry: bool,
+    blocks: Tensor,
+    parts: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor | None,
+    weight: Tensor | None,
+    gates: Tensor | None,
+    o_cmp: Tensor,
+    o_win: Tensor,
+) -> None:
+    (carry_slots if carry else add_slots)(1, blocks, parts, part_lse, out, lse)
+    projected = None if weight is None else torch.empty((*out.shape[:3], 3))
+    gated_sum(q, weight, gates if projected is None else projected, None, o_cmp, out, o_win, out)
+
+
+def gated_sum(
+    q: Tensor | None,
+    weight: Tensor | None,
+    gates: Tensor | None,
+    rows: Tensor | None,
+    o_cmp: Tensor,
+    o_slc: Tensor,
+    o_win: Tensor,
+    out: Tensor,
+) -> None:
+    """Of sequences; packs are not gated here."""
+    assert rows is None
+    if q is not None and weight is not None and gates is not None:
+        gates.copy_(torch.einsum("bthd,hcd->bthc", q.float(), weight.float()).sigmoid())
+    of = torch.full((1, 1, 1, 3), 1 / 3) if gates is None else gates.float()
+    out.copy_(sum(o.float() * g[..., None] for o, g in zip((o_cmp, o_slc, o_win), of.unbind(-1), strict=True)))
 
 
 def visit_gradients(

@@ -127,15 +127,15 @@ class Case:
         return NSAInputs(*qkv, **given)
 
     def run(self, device: str, *, check: bool, place: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
-        """Forward and backward.
+        """Forward and backward, and the forward of which nothing but out is wanted.
 
         Args:
             check: the results. place: gives each floating-point input the memory that the kernels see it in.
 
         Returns:
-            out, and the gradient of each input under its name.
+            out and, of the forward alone, "out alone"; and the gradient of each input under its name.
         """
-        from cute_kernels import backward
+        from cute_kernels import backward, forward
 
         inputs = self.inputs(device).map(place)
         shape = (*inputs.q.shape[:-1], self.v_dim)
@@ -143,7 +143,8 @@ class Case:
         with self._as_asked():
             out, saved = backward.nsa_saving(inputs, self.config, recompute=self.recompute)
             gradients = backward.nsa_backward(inputs, self.config, saved, do, deterministic=self.deterministic)
-        results = {"out": out, **gradients}
+            alone, _ = forward.nsa(inputs, self.config, aux=False)
+        results = {"out": out, "out alone": alone, **gradients}
         if check:
             indices, cmp_indices = backward.Saved.of_list(saved).selections(slice(None), slice(None))
             self._check(inputs, do, results, indices, cmp_indices)
@@ -182,7 +183,7 @@ class Case:
             out, _ = reference.nsa(leaves, self.config, **chosen)
             names = [name for name in leaves.tensors() if name in got]
             of = torch.autograd.grad(out, [getattr(leaves, name) for name in names], do.double())
-            expected = {"out": out, **dict(zip(names, of, strict=True))}
+            expected = {"out": out, "out alone": out, **dict(zip(names, of, strict=True))}
             wrong += [name for name, x in expected.items() if (got[name] - x).norm() > 2**-5 * x.norm()]
         if wrong:
             raise ArithmeticError(f"{', '.join(wrong)}: not finite, or not what fp64 gives")
@@ -260,6 +261,12 @@ CASES: dict[str, Case | Neighborhood] = {
         dim=128,
         v_dim=64,
         dtype=torch.float16,
+        tensors=("gates",),
+    ),
+    "tokens, nothing forced, batch": Case(
+        NSAConfig.paper(num_selected_blocks=3, num_init_blocks=0, num_local_blocks=0, window_size=100),
+        tokens=201,
+        batch=2,
         tensors=("gates",),
     ),
     "tokens, documents": Case(TOKENS, documents=LENGTHS, recompute=True, **MANY),
