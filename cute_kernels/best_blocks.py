@@ -7,7 +7,10 @@ in the order of their blocks, 32 at a time, one in each lane of the row's warp. 
     place = places with at least its score + better candidates of the chunk, and equal ones before it
 
 and an entry of the list moves back by the number of candidates that beat it: no sorting, and the same result for any
-cut into chunks. k + k ln(blocks/k) scores get that far, expected, of scores in random order.
+cut into chunks. k + k ln(blocks/k) scores get that far, expected, of scores in random order: nearly all of the first
+chunks, few of the later ones. Where many of a chunk do, and the list has one place a lane, it is cheaper to sort them
+against each other (a bitonic network) and to keep the better of the i-th best place and the i-th worst candidate,
+which are the best ones of both, in bitonic order.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ LIMIT, INIT, LOW, HIGH = range(4)
 
 TOGETHER = 4
 """Candidates that are compared at once, so that their shuffles do not wait for each other."""
+
+MANY = 8
+"""Candidates from which sorting them, 20 exchanges, takes less than comparing each with all."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +171,19 @@ class BestBlocks:
         Returns:
             The new score of the last place.
         """
+        if const_expr(self.slots > 1):
+            self._take_each(sBest, sIndex, score, block, candidates)
+        else:
+            if cute.arch.popc(candidates) < MANY:
+                self._take_each(sBest, sIndex, score, block, candidates)
+            else:
+                self._take_sorted(sBest, sIndex, score, block, candidates)
+        cute.arch.sync_warp()
+        return sBest[self.blocks.count - 1]
+
+    @cute.jit
+    def _take_each(self, sBest: cute.Tensor, sIndex: cute.Tensor, score: Float32, block: Int32, candidates: Int32):
+        """Every lane compares what it has with each candidate."""
         lane, count = cute.arch.lane_idx(), self.blocks.count
         rBest = cute.make_rmem_tensor(self.slots, Float32)
         rIndex = cute.make_rmem_tensor(self.slots, Int32)
@@ -197,8 +216,39 @@ class BestBlocks:
         if ((candidates >> lane) & 1 != 0) & (place + better < count):
             sBest[place + better] = score
             sIndex[place + better] = block
+
+    @cute.jit
+    def _take_sorted(self, sBest: cute.Tensor, sIndex: cute.Tensor, score: Float32, block: Int32, candidates: Int32):
+        """Candidates sorted with the worst first, then the better of each lane's place and candidate, then these."""
+        lane = cute.arch.lane_idx()
+        taken = (candidates >> lane) & 1 != 0
+        score = score if taken else -Float32.inf
+        block = block if taken else Int32(-1)
+        for level in range_constexpr(1, 6):
+            for step in range_constexpr(level):
+                best_first = (lane >> level) & 1 == 1 if const_expr(level < 5) else lane < 0
+                score, block = self._exchange(score, block, 1 << level - 1 - step, best_first)
+        best, index = sBest[lane], sIndex[lane]
+        if best < score:  # among equals those of the list, whose blocks come first
+            best, index = score, block
+        for step in range_constexpr(5):
+            best, index = self._exchange(best, index, 16 >> step, lane >= 0)
         cute.arch.sync_warp()
-        return sBest[count - 1]
+        if lane < self.blocks.count:
+            sBest[lane] = best
+            sIndex[lane] = index
+
+    @cute.jit
+    def _exchange(
+        self, score: Float32, block: Int32, distance: cutlass.Constexpr[int], best_first: cutlass.Boolean
+    ) -> tuple[Float32, Int32]:
+        """Order the lanes that lie `distance` apart by score, then block."""
+        other = cute.arch.shuffle_sync_bfly(score, distance)
+        other_block = cute.arch.shuffle_sync_bfly(block, distance)
+        is_first = cute.arch.lane_idx() & distance == 0
+        behind = (other > score) | ((other == score) & (other_block < block))
+        swap = behind == (is_first == best_first)
+        return other if swap else score, other_block if swap else block
 
     @cute.jit
     def write_list(self, sIndex: cute.Tensor, gIndices: cute.Tensor):

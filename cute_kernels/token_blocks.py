@@ -5,16 +5,17 @@
     indices[i]      = forced blocks, then the highest scores, the lower index first among equals; ascending
 
 (equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). A CTA holds the queries of some tokens and G
-heads in shared memory and walks over the compressed keys, ENTRIES at a time. S^T = K Q^T, because that puts what is
-used over and over on the left: a warp keeps its keys in registers while all heads of all tokens pass by. The
-probabilities of the heads add up in registers, in the order of the heads; only their sums, of 8 or 16 tokens (a part),
-go to shared memory. From there each warp pools the scores of one token to blocks and merges what beats the token's
-k-th best into its list (best_blocks.py), while the products of the next part or step are under way. Masked entries
-become 0 after the sum, so what they hold reaches nothing. Once all warps have their keys, the next ones are fetched.
+heads in shared memory and walks over the compressed keys, ENTRIES at a time. Half of its warps multiply: S^T = K Q^T,
+because it puts what is used over and over on the left: a warp keeps its keys in registers while all heads of all
+tokens pass by. The probabilities of the heads add up in registers, in the order of the heads; only their sums, of 8 or
+16 tokens, go to shared memory. There the other half of the warps pools them to block scores and merges what beats a
+token's k-th best into its list (best_blocks.py), while the first half multiplies for the next tokens. Masked entries
+become 0 after the sum, so what they hold reaches nothing. The warps of the lists also fetch the next keys: once those
+that multiply have theirs, their shared memory is free.
 
-On Hopper the products are those of WGMMA: a warpgroup multiplies 64 entries with up to 64 queries of 16 tokens, several
-heads at once. It has one product at a time, for four warpgroups take turns by themselves: some wait for the tensor
-cores while others take exponentials. Elsewhere mma.sync, a head at a time.
+On Hopper the products are those of WGMMA, of 64 entries with up to 64 queries of 16 tokens, several heads at once; a
+warpgroup has two in flight and adds up one while the next is computed. Elsewhere mma.sync, a head at a time, and the
+next head's products under way while the probabilities of one add up.
 
 Packed documents: tokens and entries lie aligned (documents.py), T a multiple of `tokens`, so that a CTA has tokens of
 one document; entries and blocks count from its beginning. Rows behind a document's end choose nothing.
@@ -55,14 +56,23 @@ from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compil
 from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.warp import LANES, LOG2_E
 
-WARPS = 16
-THREADS = WARPS * LANES
+WARPS = 8
+"""That multiply; as many more load keys and keep the lists."""
+
+HALF = WARPS * LANES
+THREADS = 2 * HALF
+MATH_REGISTERS, LIST_REGISTERS = 200, 56
+KEYS_READ, SCORES_READY, KEYS_READY, SCORES_READ = 1, 2, 3, 5
+"""Barriers: all that multiply arrive, and who keeps the lists waits; the other way around, and one for each four warps,
+which then need not wait for each other."""
+
+FOUR_WARPS = 4 * LANES
 
 ENTRIES = MAX_TOKEN_ENTRIES
 """Compressed keys of a step."""
 
-COLUMNS = 64
-"""The most queries that a warpgroup multiplies at once."""
+UNIT, COLUMNS = 64, 64
+"""Entries, and the most queries, that a warpgroup multiplies at once."""
 
 MAX_GROUP = MAX_TOKEN_GROUP
 DIMS = (64, 128)
@@ -89,21 +99,6 @@ class Tiling(NamedTuple):
 
 
 TILINGS = (Tiling(64, 2), Tiling(32, 2), Tiling(16, 2), Tiling(8, 1))
-
-
-class Products(NamedTuple):
-    """What a thread multiplies, and where its numbers lie."""
-
-    mma: cute.TiledMma
-    copies: Any
-    """From shared memory: (copy, from, to) of its keys, and likewise of queries where WGMMA does not read them."""
-    keys: cute.Tensor
-    """In registers, [., ., D / 16]."""
-    queries: cute.Tensor
-    """[., ., D / 16], in registers; of WGMMA [., ., D / 16, sets of heads]."""
-    acc: cute.Tensor
-    coordinates: cute.Tensor
-    """(entry of the step, row of the part) of each number of a head."""
 
 
 def smem_bytes(tiling: Tiling, dim: int, group: int, blocks: Blocks) -> int:
@@ -159,7 +154,7 @@ class TokenBlocks:
         """Whose products are computed at once."""
         if warpgroups:
             self.heads = max(h for h in range(1, group + 1) if group % h == 0 and h * tiling.rows <= COLUMNS)
-        self.columns, self.sets = self.heads * tiling.rows, group // self.heads
+        self.columns = self.heads * tiling.rows
 
     def _smem_layout(self, *shape: int, warpgroups: bool = False) -> Any:
         """[rows, D] or [rows, D, copies] without bank conflicts; for WGMMA the same with the swizzle of a pointer."""
@@ -193,8 +188,8 @@ class TokenBlocks:
                 OperandMajorMode.K,
                 OperandMajorMode.K,
                 Float32,
-                (WARPS // 4, 1, 1),
-                (ENTRIES // (WARPS // 4), self.columns),
+                (2, 1, 1),
+                (UNIT, self.columns),
                 warpgroup.OperandSource.RMEM,
             )
         else:
@@ -300,44 +295,51 @@ class TokenBlocks:
         cute.arch.sync_threads()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         parts = const_expr(rows // self.tiling.rows)
-        for part in range_constexpr(parts):
-            row = part * self.tiling.rows + warp_index  # the warp keeps the lists of these
-            if warp_index < self.tiling.rows:
-                self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
 
-        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        if const_expr(self.warpgroups):
-            products = self._by_warpgroups(tiled_mma, load, sQ, sK)
+        if warp_index < WARPS:
+            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            arguments = tiled_mma, sQ, sK, sLse, sScore, sRow, steps, scale
+            if const_expr(self.warpgroups):
+                self._score_by_warpgroups(*arguments)
+            else:
+                self._score(*arguments)
         else:
-            products = self._by_warps(tiled_mma, load, sQ, sK)
-        rScore = cute.make_rmem_tensor(self.chunks, Float32)
-        self._begin_step(products)
-        for step in cutlass.range(steps, unroll=1):
-            if step + 1 < steps:
-                cute.arch.sync_threads()  # all warps have their keys
-                self._load_keys(mK, sK, entries, batch, kv_head, step + 1, thread, THREADS)
-            cute.arch.cp_async_commit_group()
-            for part in range_constexpr(parts):
-                total = self._sum_of_heads(products, part, sLse, scale)
-                if const_expr(part + 1 < parts):
-                    self._start(products, Int32((part + 1) * self.sets))
-                else:
-                    cute.arch.cp_async_wait_group(0)
-                cute.arch.sync_threads()  # the scores of the part before have been pooled, and all keys are there
-                self._store_scores(total, sScore, products.coordinates, sRow, step, part)
-                cute.arch.sync_threads()
-                self._pool(sScore[warp_index % self.tiling.rows, None, None], rScore)
-                if const_expr(part + 1 == parts):
-                    self._begin_step(products)  # after the last one of no use, and no harm
-                row = part * self.tiling.rows + warp_index
-                if (warp_index < self.tiling.rows) & (row < num_rows):
-                    self._merge(rScore, sBest[row, None], sIndex[row, None], sRow[row, None], step * self.per_step)
-        if const_expr(self.warpgroups):
-            warpgroup.wait_group(0)
-        for part in range_constexpr(parts):
-            row = part * self.tiling.rows + warp_index
-            if (warp_index < self.tiling.rows) & (row < num_rows):
-                self.best.write_list(sIndex[row, None], mIndices[batch, kv_head, row, None])
+            cute.arch.setmaxregister_decrease(LIST_REGISTERS)
+            warp_index -= WARPS
+            rScore = cute.make_rmem_tensor((self.chunks, self.tiling.rows // WARPS), Float32)
+            for i in range_constexpr(rows // WARPS):
+                row = i * WARPS + warp_index  # the warp keeps the lists of these
+                self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
+            if steps > 0:
+                self._allow(SCORES_READ)
+            for step in cutlass.range(steps, unroll=1):
+                if step + 1 < steps:
+                    cute.arch.barrier(barrier_id=KEYS_READ, number_of_threads=THREADS)
+                    self._load_keys(mK, sK, entries, batch, kv_head, step + 1, thread - HALF, HALF)
+                cute.arch.cp_async_commit_group()
+                for part in cutlass.range(parts, unroll=1):
+                    if (part + 1 == parts) & (step + 1 < steps):
+                        cute.arch.cp_async_wait_group(0)
+                        self._allow(KEYS_READY)
+                    cute.arch.barrier(barrier_id=SCORES_READY, number_of_threads=THREADS)
+                    for i in range_constexpr(self.tiling.rows // WARPS):
+                        self._pool(sScore[i * WARPS + warp_index, None, None], rScore[None, i])
+                    if (step + 1 < steps) | (part + 1 < parts):
+                        self._allow(SCORES_READ)  # to be overwritten while this half merges
+                    for i in range_constexpr(self.tiling.rows // WARPS):
+                        row = part * self.tiling.rows + i * WARPS + warp_index
+                        if row < num_rows:
+                            self._merge(
+                                rScore[None, i],
+                                sBest[row, None],
+                                sIndex[row, None],
+                                sRow[row, None],
+                                step * self.per_step,
+                            )
+            for i in range_constexpr(rows // WARPS):
+                row = i * WARPS + warp_index
+                if row < num_rows:
+                    self.best.write_list(sIndex[row, None], mIndices[batch, kv_head, row, None])
 
     # Loading
 
@@ -385,115 +387,215 @@ class TokenBlocks:
                     cute.local_tile(sK[row, None], (VECTOR,), (vector,)),
                 )
 
-    # Products
-
-    @cute.jit
-    def _by_warps(self, tiled_mma: cute.TiledMma, load: cute.CopyAtom, sQ: cute.Tensor, sK: cute.Tensor) -> Products:
-        thread, _, _ = cute.arch.thread_idx()
-        thr_mma = tiled_mma.get_slice(thread)
-        keys = thr_mma.make_fragment_A(thr_mma.partition_shape_A((ENTRIES, self.dim)))
-        queries = thr_mma.make_fragment_B(thr_mma.partition_shape_B((self.tiling.rows, self.dim)))
-        copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
-        copy_q = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread)
-        copies = (
-            (copy_k, copy_k.partition_S(sK), copy_k.retile(keys)),
-            (copy_q, copy_q.partition_S(sQ), copy_q.retile(queries)),
-        )
-        shape = ENTRIES, self.tiling.rows
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C(shape), Float32)
-        return Products(tiled_mma, copies, keys, queries, acc, thr_mma.partition_C(cute.make_identity_tensor(shape)))
-
-    @cute.jit
-    def _by_warpgroups(
-        self, tiled_mma: cute.TiledMma, load: cute.CopyAtom, sQ: cute.Tensor, sK: cute.Tensor
-    ) -> Products:
-        thread, _, _ = cute.arch.thread_idx()
-        thr_mma = tiled_mma.get_slice(thread)
-        keys = thr_mma.make_fragment_A(thr_mma.partition_shape_A((ENTRIES, self.dim)))
-        queries = thr_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(sQ))
-        copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
-        copies = ((copy_k, copy_k.partition_S(sK), copy_k.retile(keys)),)
-        shape = ENTRIES, self.columns
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C(shape), Float32)
-        coordinates = thr_mma.partition_C(cute.make_identity_tensor(shape))
-        first_head = cute.make_layout(cute.size(acc) // self.heads)
-        return Products(tiled_mma, copies, keys, queries, acc, cute.composition(coordinates, first_head))
-
-    @cute.jit
-    def _begin_step(self, products: Products):
-        """Read the keys, and start the first product."""
-        cute.copy(*products.copies[0])
-        self._start(products, Int32(0))
-
-    @cute.jit
-    def _start(self, products: Products, at: Int32):
-        """acc = keys . queries of a set of heads; sets follow each other through all parts."""
-        mma, copies, keys, queries, acc, _ = products
-        if const_expr(self.warpgroups):
-            warpgroup.fence()
-            atom = cute.make_mma_atom(mma.op)
-            atom.set(warpgroup.Field.ACCUMULATE, False)
-            for c in range_constexpr(self.dim // 16):
-                cute.gemm(atom, acc, keys[None, None, c], queries[None, None, c, at], acc)
-                atom.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.commit_group()
-        else:
-            copy, sQ, rQ = copies[1]
-            acc.fill(0.0)
-            cute.copy(copy, sQ[None, 0, None, at], rQ[None, 0, None])
-            for c in range_constexpr(self.dim // 16):
-                cute.gemm(mma, acc, keys[None, None, c], queries[None, None, c], acc)
-
     # Probabilities
 
     @cute.jit
-    def _sum_of_heads(
-        self, products: Products, part: cutlass.Constexpr[int], sLse: cute.Tensor, scale: Float32
-    ) -> cute.Tensor:
-        """The sums of a part's probabilities over the heads. Its first product has been started."""
-        total = cute.make_rmem_tensor(cute.size(products.coordinates), Float32)
-        total.fill(0.0)
-        sLse = cute.domain_offset((part * self.tiling.rows, 0), sLse)
-        first = part * self.sets
-        for i in range_constexpr(self.sets - 1):
-            self._add_set(products, total, sLse, i * self.heads, scale)
-            self._start(products, Int32(first + i + 1))
-        self._add_set(products, total, sLse, (self.sets - 1) * self.heads, scale)
-        return total
+    def _score(
+        self,
+        tiled_mma: cute.TiledMma,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sLse: cute.Tensor,
+        sScore: cute.Tensor,
+        sRow: cute.Tensor,
+        steps: Int32,
+        scale: Float32,
+    ):
+        """All parts of all steps. A warp multiplies for the next head, be it another part's, while it adds up one."""
+        thread, _, _ = cute.arch.thread_idx()
+        parts = const_expr(self.tiling.tokens // self.tiling.rows)
+        thr_mma = tiled_mma.get_slice(thread)
+        tSrK = thr_mma.make_fragment_A(thr_mma.partition_shape_A((ENTRIES, self.dim)))
+        tSrQ = thr_mma.make_fragment_B(thr_mma.partition_shape_B((self.tiling.rows, self.dim)))
+        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
+        copy_q = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread)
+        tSsK, tSrK_copy = copy_k.partition_S(sK), copy_k.retile(tSrK)
+        multiply = (tiled_mma, copy_q, copy_q.partition_S(sQ), copy_q.retile(tSrQ), tSrQ, tSrK)
+        acc_shape = thr_mma.partition_shape_C((ENTRIES, self.tiling.rows))
+        coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.tiling.rows)))
+        acc, next_acc, total = (cute.make_rmem_tensor(acc_shape, Float32) for _ in range(3))
+
+        cute.copy(copy_k, tSsK, tSrK_copy)
+        self._keys_are_read(Int32(0), steps)
+        self._multiply(*multiply, Int32(0), acc)
+        for step in cutlass.range(steps, unroll=1):
+            for part in cutlass.range(parts, unroll=1):
+                first_head = part * self.group
+                head_lse = cute.domain_offset((part * self.tiling.rows, 0), sLse)
+                total.fill(0.0)
+                for pair in cutlass.range((self.group - 1) // 2, unroll=1):
+                    self._multiply(*multiply, first_head + 2 * pair + 1, next_acc)
+                    self._add_probabilities(acc, total, self._lse(coordinates, head_lse[None, 2 * pair]), scale)
+                    self._multiply(*multiply, first_head + 2 * pair + 2, acc)
+                    self._add_probabilities(
+                        next_acc, total, self._lse(coordinates, head_lse[None, 2 * pair + 1]), scale
+                    )
+                if const_expr(self.group % 2 == 0):
+                    self._multiply(*multiply, first_head + self.group - 1, next_acc)
+                    self._add_probabilities(acc, total, self._lse(coordinates, head_lse[None, self.group - 2]), scale)
+                else:
+                    for i in range_constexpr(cute.size(acc)):
+                        next_acc[i] = acc[i]
+                following = first_head + self.group
+                if part + 1 == parts:
+                    following = Int32(0)
+                    if step + 1 < steps:
+                        self._wait_for(KEYS_READY)
+                        cute.copy(copy_k, tSsK, tSrK_copy)
+                        self._keys_are_read(step + 1, steps)
+                # After the last step this is of no use, and does no harm
+                self._multiply(*multiply, following, acc)
+                self._add_probabilities(next_acc, total, self._lse(coordinates, head_lse[None, self.group - 1]), scale)
+                self._store_scores((total,), sScore, (coordinates,), sRow, step, part)
 
     @cute.jit
-    def _add_set(self, products: Products, total: cute.Tensor, sLse: cute.Tensor, first_head: Int32, scale: Float32):
-        """total += exp(scale acc - lse) of each head of a set, for `scale` and -lse in units of log 2."""
-        acc, coordinates, count = products.acc, products.coordinates, cute.size(total)
-        if const_expr(self.warpgroups):
-            warpgroup.wait_group(0)
-        for head in range_constexpr(self.heads):
-            for i in range_constexpr(count):
-                lse = sLse[coordinates[i][1], first_head + head]
-                product = cute.math.fma(acc[head * count + i], scale, lse)
-                total[i] += cute.math.exp2(product, fastmath=True)
+    def _allow(self, barrier: cutlass.Constexpr[int]):
+        """By who keeps the lists."""
+        for i in range_constexpr(HALF // FOUR_WARPS):
+            cute.arch.barrier_arrive(barrier_id=barrier + i, number_of_threads=HALF + FOUR_WARPS)
 
-    # Scores of blocks
+    @cute.jit
+    def _wait_for(self, barrier: cutlass.Constexpr[int]):
+        """By who multiplies."""
+        four_warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
+        cute.arch.barrier(barrier_id=barrier + four_warps, number_of_threads=HALF + FOUR_WARPS)
+
+    @cute.jit
+    def _keys_are_read(self, step: Int32, steps: Int32):
+        """Let the next ones come."""
+        if step + 1 < steps:
+            cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
+
+    @cute.jit
+    def _multiply(
+        self,
+        tiled_mma: cute.TiledMma,
+        copy_q: Any,
+        tSsQ: cute.Tensor,
+        tSrQ_copy: cute.Tensor,
+        tSrQ: cute.Tensor,
+        tSrK: cute.Tensor,
+        head: Int32,
+        acc: cute.Tensor,
+    ):
+        """acc = keys . queries of one head of one part."""
+        acc.fill(0.0)
+        cute.copy(copy_q, tSsQ[None, 0, None, head], tSrQ_copy[None, 0, None])
+        for c in range_constexpr(self.dim // 16):
+            cute.gemm(tiled_mma, acc, tSrK[None, None, c], tSrQ[None, None, c], acc)
+
+    @cute.jit
+    def _lse(self, coordinates: cute.Tensor, sLse: cute.Tensor) -> cute.Tensor:
+        """Of one head, in registers, for each product of a thread."""
+        lse = cute.make_rmem_tensor(cute.size(coordinates), Float32)
+        for i in range_constexpr(cute.size(lse)):
+            lse[i] = sLse[coordinates[i][1]]
+        return lse
+
+    @cute.jit
+    def _add_probabilities(self, acc: cute.Tensor, total: cute.Tensor, lse: cute.Tensor, scale: Float32):
+        """total += exp(scale acc - lse), for `scale` and `lse` = -lse in units of log 2."""
+        for i in range_constexpr(cute.size(total)):
+            total[i] += cute.math.exp2(cute.math.fma(acc[i], scale, lse[i]), fastmath=True)
+
+    @cute.jit
+    def _score_by_warpgroups(
+        self,
+        tiled_mma: cute.TiledMma,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sLse: cute.Tensor,
+        sScore: cute.Tensor,
+        sRow: cute.Tensor,
+        steps: Int32,
+        scale: Float32,
+    ):
+        """The same with WGMMA. A warpgroup multiplies one half of its keys while it adds up the other half."""
+        thread, _, _ = cute.arch.thread_idx()
+        rows = const_expr(self.tiling.rows)
+        parts, sets = const_expr(self.tiling.tokens // rows), const_expr(self.group // self.heads)
+        thr_mma = tiled_mma.get_slice(thread)
+        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
+        tSsK = copy_k.partition_S(sK)
+        halves = range(ENTRIES // 2 // UNIT)
+        tSrK = [thr_mma.make_fragment_A(thr_mma.partition_shape_A((2 * UNIT, self.dim))) for _ in halves]
+        tSrQ = thr_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(sQ))
+        coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.columns)))
+        acc = [cute.make_rmem_tensor(thr_mma.partition_shape_C((2 * UNIT, self.columns)), Float32) for _ in halves]
+        total = [cute.make_rmem_tensor(cute.size(acc[half]) // self.heads, Float32) for half in halves]
+        first_head = cute.make_layout(cute.size(total[0]))
+        coordinates = [cute.composition(coordinates[None, half, 0], first_head) for half in halves]
+
+        for step in cutlass.range(steps, unroll=1):
+            if step > 0:
+                self._wait_for(KEYS_READY)
+            for half in range_constexpr(2):
+                cute.copy(copy_k, tSsK[None, half, None], copy_k.retile(tSrK[half])[None, 0, None])
+            self._keys_are_read(step, steps)
+            self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0])
+            for part in range_constexpr(parts):
+                for half in range_constexpr(2):
+                    total[half].fill(0.0)
+                for i in range_constexpr(sets):
+                    set_lse = cute.domain_offset((part * rows, i * self.heads), sLse)
+                    at = part * sets + i
+                    self._start(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at])
+                    lse = [self._lse(coordinates[0], set_lse[None, head]) for head in range(self.heads)]
+                    warpgroup.wait_group(1)
+                    self._add_heads(acc[0], total[0], lse, scale)
+                    if const_expr(at + 1 < parts * sets):
+                        self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1])
+                        warpgroup.wait_group(1)
+                    else:
+                        warpgroup.wait_group(0)
+                    self._add_heads(acc[1], total[1], lse, scale)
+                self._store_scores((*total,), sScore, (*coordinates,), sRow, step, Int32(part))
+
+    @cute.jit
+    def _start(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, tSrK: cute.Tensor, tSrQ: cute.Tensor):
+        """acc = keys . queries of some heads of one part, as one group."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(tiled_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        for c in range_constexpr(self.dim // 16):
+            cute.gemm(atom, acc, tSrK[None, None, c], tSrQ[None, None, c], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _add_heads(self, acc: cute.Tensor, total: cute.Tensor, lse: list[cute.Tensor], scale: Float32):
+        """_add_probabilities for several heads, whose queries follow each other in `acc`."""
+        count = cute.size(total)
+        for head in range_constexpr(self.heads):
+            of_head = cute.make_tensor(acc.iterator + head * count, cute.make_layout(count))
+            self._add_probabilities(of_head, total, lse[head], scale)
 
     @cute.jit
     def _store_scores(
         self,
-        total: cute.Tensor,
+        totals: tuple[cute.Tensor, ...],
         sScore: cute.Tensor,
-        coordinates: cute.Tensor,
+        coordinates: tuple[cute.Tensor, ...],
         sRow: cute.Tensor,
         step: Int32,
-        part: cutlass.Constexpr[int],
+        part: Int32,
     ):
-        """Sums over the heads, 0 where an entry is not visible."""
+        """Sums over the heads, 0 where an entry is not visible; for the warps that keep the lists."""
         first_entry = step * self.per_step * self.ratio - self.before
         first_row = part * self.tiling.rows
-        limits = [sRow[first_row + coordinates[i][1], LIMIT] for i in range(cute.size(total))]
-        for i in range_constexpr(cute.size(total)):
-            entry, row = coordinates[i]
-            visible = (first_entry + entry >= 0) & (first_entry + entry < limits[i])
-            score = total[i] if visible else Float32(0.0)
-            sScore[row, entry % self.ratio, entry // self.ratio] = score
+        limits = [sRow[first_row + coordinates[0][i][1], LIMIT] for i in range(cute.size(totals[0]))]
+        self._wait_for(SCORES_READ)
+        for k in range_constexpr(len(totals)):
+            for i in range_constexpr(cute.size(totals[k])):
+                entry, row = coordinates[k][i]
+                visible = (first_entry + entry >= 0) & (first_entry + entry < limits[i])
+                score = totals[k][i] if visible else Float32(0.0)
+                sScore[row, entry % self.ratio, entry // self.ratio] = score
+        cute.arch.barrier_arrive(barrier_id=SCORES_READY, number_of_threads=THREADS)
+
+    # Scores of blocks
 
     @cute.jit
     def _pool(self, sScore: cute.Tensor, rScore: cute.Tensor):

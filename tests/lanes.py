@@ -129,6 +129,7 @@ STAND_INS: dict[str, Any] = {
             sync_warp=lambda: HERE.warp.sync(),
             popc=lambda value: (int(value) & 0xFFFFFFFF).bit_count(),
             shuffle_sync=lambda value, lane: HERE.warp.exchange("shuffle", value)[lane],
+            shuffle_sync_bfly=lambda value, mask: HERE.warp.exchange("butterfly", value)[HERE.lane ^ mask],
             vote_ballot_sync=_ballot,
             vote_any_sync=lambda pred: _ballot(pred) != 0,
         ),
