@@ -71,6 +71,14 @@ class Visible(NamedTuple):
             "block_sparse_tensors": sparse,
         }
 
+    def packs(self, group: int) -> bool:
+        """Whether a tile has the query heads of a group side by side: it then holds fewer tokens.
+
+        Their window reaches over fewer blocks of keys: 5.05 of 128 on average for 512 keys and 8 tokens of 16 heads,
+        5.99 for 128 tokens of one head.
+        """
+        return self.window != (None, None) and self.documents is None and group > 1 and ONE_TILE % group == 0
+
     def bounds(self) -> tuple[Any, ...]:
         """As the kernels take them: first rows and used rows, of queries and of keys."""
         first, used = self.documents or (None, None)
@@ -179,10 +187,11 @@ def attend(
     Args:
         into: o, whose rows are aligned, and lse to write, instead of new ones.
     """
-    signature = _signature(q, k, v, seen, lse)
+    packs = into is None and seen.packs(q.shape[-2] // max(k.shape[-2], 1))
+    signature = _signature(q, k, v, seen, lse, packs)
     run = _FORWARD.get(signature)
     if run is None:
-        return _attend_by_interface(signature, q, k, v, seen, scale, lse, into)
+        return _attend_by_interface(signature, q, k, v, seen, scale, lse, packs, into)
     *batch, rows, heads, _ = q.shape
     sums: Tensor | None
     if into is None:
@@ -202,6 +211,7 @@ def _attend_by_interface(
     seen: Visible,
     scale: float,
     lse: bool,
+    packs: bool,
     into: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     from flash_attn.cute.interface import _flash_attn_fwd
@@ -209,7 +219,7 @@ def _attend_by_interface(
     # Without detach() FA4 compiles a kernel that writes lse even where nobody asked for it
     qkv = (x.detach() for x in (q, k, v))
     results = {} if into is None else {"out": into[0], "lse": into[1]}
-    options = {"softmax_scale": scale, "return_lse": lse, "pack_gqa": False, **results, **seen.interface()}
+    options = {"softmax_scale": scale, "return_lse": lse, "pack_gqa": packs, **results, **seen.interface()}
     with _recording(_flash_attn_fwd) as (recorder,):
         o, sums, *_ = _flash_attn_fwd(*qkv, **options)
     if signature is not None and recorder.used:

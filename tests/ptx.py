@@ -48,6 +48,7 @@ TYPES: dict[str, Any] = {
 }
 COMPARE = {"gt": np.greater, "lt": np.less, "eq": np.equal, "ne": np.not_equal, "le": np.less_equal}
 COMPARE |= {"ge": np.greater_equal, "neu": np.not_equal, "equ": lambda x, y: ~((x < y) | (x > y))}
+COMPARE |= {"leu": lambda x, y: ~(x > y), "geu": lambda x, y: ~(x < y)}  # true of NaN too
 BINARY: dict[str, Callable[..., Any]] = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "xor": np.bitwise_xor}
 BINARY |= {"and": np.bitwise_and, "or": np.bitwise_or, "min": np.minimum, "max": np.maximum}
 UNARY: dict[str, Callable[..., Any]] = {"neg": np.negative, "abs": np.abs, "not": np.invert, "ex2": np.exp2}
