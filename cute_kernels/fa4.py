@@ -58,6 +58,9 @@ RULES = {9: Rules(rows=128, widths=(128, 64)), 10: Rules(rows=256, widths=(128,)
 WIDEST = max(width for rules in RULES.values() for width in rules.widths)
 """Keys of the widest block in a list."""
 
+WINDOW_UNIT = 384
+"""Where keys begin at a multiple of this, a window's rows meet the same blocks of them, 96 or 128 wide."""
+
 STRATEGY_VARIABLE = "NSA_KERNELS_FA4_STRATEGY"
 """sm_100 there makes a Hopper GPU use Blackwell's tiles, widths and refinement (tests run them that way)."""
 

@@ -34,6 +34,10 @@ FEW_DOCUMENTS = 256
 ONE_TILE = 128
 """FA4 compiles kernels of their own for so few rows or keys that there is one tile; its tiles are this or smaller."""
 
+WINDOW_TILE = (128, 96)
+"""Rows and keys of sm_90's tiles for D = D_v = 128 where a window's tiles pack a group's heads. 8 tokens of 16 heads
+with 512 keys each meet 6.4 blocks of 96, 614 keys; 128 tokens of one head 6 blocks of 128, FA4's own choice, 767 keys."""
+
 
 class Visible(NamedTuple):
     """Which keys a row sees."""
@@ -72,11 +76,7 @@ class Visible(NamedTuple):
         }
 
     def packs(self, group: int) -> bool:
-        """Whether a tile has the query heads of a group side by side: it then holds fewer tokens.
-
-        Their window reaches over fewer blocks of keys: 5.05 of 128 on average for 512 keys and 8 tokens of 16 heads,
-        5.99 for 128 tokens of one head.
-        """
+        """Whether a tile has the query heads of a group side by side, and so fewer tokens."""
         return self.window != (None, None) and self.documents is None and group > 1 and ONE_TILE % group == 0
 
     def bounds(self) -> tuple[Any, ...]:
@@ -220,6 +220,8 @@ def _attend_by_interface(
     qkv = (x.detach() for x in (q, k, v))
     results = {} if into is None else {"out": into[0], "lse": into[1]}
     options = {"softmax_scale": scale, "return_lse": lse, "pack_gqa": packs, **results, **seen.interface()}
+    if packs and q.shape[-1] == v.shape[-1] == 128 and compute_capability(q.device.index or 0)[0] == 9:
+        options["tile_mn"] = WINDOW_TILE
     with _recording(_flash_attn_fwd) as (recorder,):
         o, sums, *_ = _flash_attn_fwd(*qkv, **options)
     if signature is not None and recorder.used:

@@ -497,7 +497,7 @@ def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: 
         rows = plan.documents.rows_of_each
         return Branch(*fa4.window(q, k, v, left=before, right=behind, scale=plan.scale, lse=lse, documents=rows))
     # Whole blocks of keys, so that the same blocks meet the same rows however queries are chunked
-    first, last = max(0, start - before) // 128 * 128, min(tokens, stop + behind)
+    first, last = max(0, start - before) // fa4.WINDOW_UNIT * fa4.WINDOW_UNIT, min(tokens, stop + behind)
     extra = last - stop  # keys behind the last query
     if last - first < tokens:
         k, v = k[:, first:last], v[:, first:last]

@@ -76,7 +76,7 @@ NEEDLE = 2 * CODE
 FAR = 4
 """Windows of filler between the last needle and the quiz."""
 SHORTER = (8, 4, 2, 1)
-"""How many times shorter contexts are that training goes through: the first takes half of the steps."""
+"""How many times shorter contexts are that training goes through, for as many steps each."""
 ROPE_BASE = 1e6
 """Of rotary embeddings: with slow ones a key is the same from far as from near."""
 RIGHT, WRONG = 0.5, 0.1
@@ -102,7 +102,7 @@ SIZES: dict[str, dict[str, int]] = {
         "questions": 8,
     },
     "cuda": {
-        "steps": 4000,
+        "steps": 6000,
         "batch": 16,
         "context": 4096,
         "layers": 2,
@@ -241,8 +241,7 @@ class Trainer(ByteTrainer):
     def batch(self, step: int) -> Tensor:
         """The next windows: as many bytes at every length, of the same seed, the same for each variant."""
         factors = [factor for factor in SHORTER if self.task.shorter(factor).problem() is None]
-        done = 2 * step / self.args.steps - 1  # of the second half
-        factor = factors[0] if done < 0 else factors[min(1 + int(done * (len(factors) - 1)), len(factors) - 1)]
+        factor = factors[min(step * len(factors) // self.args.steps, len(factors) - 1)]
         return self.task.shorter(factor).draw(factor * self.args.batch, self.generator)[0]
 
     def answers(self, windows: Tensor) -> Tensor:

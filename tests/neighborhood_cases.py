@@ -61,7 +61,8 @@ def check(backend: str, tokens: int, *, algorithm: str = "auto", slack: float | 
     """Output and gradients of the public op within the budget of helpers.py.
 
     Args:
-        slack: allowance for differences of sums over D that cancel; None: what fp32 needs for numbers about 1.
+        slack: allowance for differences of sums over D that cancel; None: what fp32 needs for numbers about 1 and the
+            scale.
         options: of `make`, and keywords of neighborhood_attention that change the result.
     """
     inputs, do, options = make(tokens, **options)
@@ -78,8 +79,9 @@ def assert_right(
     low = _with_gradients(lambda *qkv: exactly(*qkv, compute_dtype=dtype)[0], inputs, do)
     for name, mine, exact, theirs in zip(NAMES, got, oracle, low, strict=True):
         assert mine.dtype == dtype
-        # Sums over D in fp32, in another order than PyTorch's; ds is a difference of two, which may cancel
-        rounding = dim * torch.finfo(torch.float32).eps if slack is None else slack
+        # Sums over D in fp32, in another order than PyTorch's; ds is a difference of two, which may cancel, times scale
+        larger = max(1.0, (options.get("softmax_scale") or 0.0) * dim**0.5)
+        rounding = dim * torch.finfo(torch.float32).eps * larger if slack is None else slack
         assert_within_budget(mine, exact, theirs, f"{name} of N={do.shape[1]} {options}", slack=rounding)
 
 
