@@ -22,10 +22,11 @@ import json
 import math
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -464,9 +465,7 @@ def main(argv: list[str] | None = None) -> int:
         write_json(out, {**content, "runs": runs})
         return runs
 
-    try:
-        train(watch, save, begin + 60 * args.minutes, args.steps, args.every)
-    except KeyboardInterrupt:
+    if train(watch, save, begin + 60 * args.minutes, args.steps, args.every):
         console.print("Interrupted; --resume goes on.")
     return show(save(), out)
 
@@ -518,22 +517,41 @@ def runs_so_far(out: Path, facts: dict[str, Any], seed: int) -> list[dict[str, A
     return runs
 
 
-def train(watch: Watch, save: Save, until: float, most_steps: int | None, every: float) -> None:
-    """At least one step. Args: `until`: by time.perf_counter()."""
+@contextmanager
+def interrupts_wait() -> Iterator[Callable[[], bool]]:
+    """Whether an interrupt came: the first one lets a step end, of which half is neither state nor memory to record."""
+    came = False
+
+    def note(*_: Any) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def train(watch: Watch, save: Save, until: float, most_steps: int | None, every: float) -> bool:
+    """At least one step. Args: `until`: by time.perf_counter(). Returns whether it was interrupted."""
     trainer = watch.trainer
     columns = ("{task.completed:,.0f} of {task.total:,.0f} s", "step {task.fields[step]:,}", "loss {task.fields[loss]}")
     bar = (BarColumn(), *(TextColumn(column) for column in columns), TimeRemainingColumn())
-    with Progress(*bar, console=console, transient=True) as progress:
+    with interrupts_wait() as interrupted, Progress(*bar, console=console, transient=True) as progress:
         task = progress.add_task("", total=max(1.0, until - watch.begin), step=trainer.step, loss="")
         done = False
         while not done:
             watch.saw(*trainer.train())
             now = time.perf_counter()
-            done = now >= until or trainer.step - watch.first_step == most_steps
+            done = interrupted() or now >= until or trainer.step - watch.first_step == most_steps
             if now - watch.since[0] >= every:
                 save()
                 loss = f"{watch.records[-1].loss:.3f}"
                 progress.update(task, completed=watch.seconds, step=trainer.step, loss=loss)
+        return interrupted()
 
 
 def show(runs: list[dict[str, Any]], out: Path) -> int:

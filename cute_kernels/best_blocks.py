@@ -27,7 +27,7 @@ from cute_kernels.warp import LANES, lowest_bit
 LIMIT, INIT, LOW, HIGH = range(4)
 """What is kept of a row: entries it sees; blocks 0 ... INIT-1 and LOW ... HIGH-1 are forced."""
 
-TOGETHER = 4
+TOGETHER = 2
 """Candidates that are compared at once, so that their shuffles do not wait for each other."""
 
 MANY = 8

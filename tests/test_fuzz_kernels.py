@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -55,6 +57,8 @@ from tests.test_fuzz import (
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "inf"))
+BATCH = 25
+"""Examples between two looks at the clock."""
 SECONDS_PER_CALL = 600
 """The first call of a kind compiles."""
 
@@ -282,24 +286,6 @@ def changed_call(keywords: dict[str, Any], changed: dict[str, Any]) -> dict[str,
 # The drawn calls
 
 
-class Budget:
-    """Whether a case may draw on: not when its time is over, but a call that failed is always repeated."""
-
-    def __init__(self) -> None:
-        self.end, self.failed = time.monotonic() + SECONDS, False
-
-    @property
-    def over(self) -> bool:
-        return not self.failed and time.monotonic() > self.end
-
-
-@pytest.fixture
-def budget(record_property: Callable[[str, object], None]) -> Budget:
-    """Of a test on a GPU, which tests/fuzz_report.py is told."""
-    record_property("device", "cuda")
-    return Budget()
-
-
 def draw_and_check(case: Case, packed: bool, device: str, data: st.DataObject) -> str:
     """One example; how it ended."""
     keywords = data.draw(calls(case, packed, device))
@@ -496,20 +482,37 @@ EXAMPLES_OF: dict[str, Example] = {
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("what", EXAMPLES_OF)
-@settings(
-    max_examples=max(1, EXAMPLES // len(EXAMPLES_OF)),
-    derandomize=not NEW_EACH_TIME,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a smaller example is not worth the GPU's time
-)
-@given(data=st.data())
-def test_on_a_gpu(what: str, outcomes: Outcomes, budget: Budget, data: st.DataObject) -> None:
-    if budget.over:
-        return
-    try:
-        note(outcomes, EXAMPLES_OF[what]("cuda", data))
-    except BaseException:
-        budget.failed = True
-        raise
+def test_on_a_gpu(what: str, outcomes: Outcomes, record_property: Callable[[str, object], None]) -> None:
+    record_property("device", "cuda")  # tests/fuzz_report.py is told
+    draw_in_batches(lambda data: note(outcomes, EXAMPLES_OF[what]("cuda", data)), EXAMPLES // len(EXAMPLES_OF), SECONDS)
+
+
+def draw_in_batches(example: Callable[[st.DataObject], None], most: int, seconds: float) -> None:
+    """`most` examples, or fewer where the time is over between batches: within one, hypothesis takes no early end."""
+    end = time.monotonic() + seconds
+    first_seed = random.SystemRandom().getrandbits(32) if NEW_EACH_TIME else 0
+    for first in range(0, max(1, most), BATCH):
+
+        @hypothesis.seed(first_seed + first)
+        @settings(
+            max_examples=max(1, min(BATCH, most - first)),
+            phases=[Phase.generate],  # a smaller example is not worth the GPU's time
+        )
+        @given(data=st.data())
+        def draw(data: st.DataObject) -> None:
+            example(data)
+
+        draw()
+        if time.monotonic() > end:
+            break
+
+
+@pytest.mark.parametrize(("seconds", "drawn"), [(math.inf, 2 * BATCH + 1), (0, BATCH)])
+def test_batches_end_with_the_examples_or_the_time(seconds: float, drawn: int) -> None:
+    seen = []
+    draw_in_batches(lambda data: seen.append(data.draw(st.lists(st.integers(0, 2**64)))), 2 * BATCH + 1, seconds)
+    assert len(seen) == drawn
+    assert len({tuple(numbers) for numbers in seen}) > drawn // 2
 
 
 @pytest.mark.parametrize("what", EXAMPLES_OF)

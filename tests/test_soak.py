@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -71,6 +72,24 @@ def test_a_resumed_soak_is_the_same_soak(folder: Path) -> None:
     assert whole["step"] == parts["step"] == 8
     for name, value in whole["model"].items():
         assert torch.equal(parts["model"][name], value), name
+
+
+def test_an_interrupt_lets_the_step_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent in the middle of the third step, between its gradients and its weights."""
+    gradients = soak.Trainer.gradients
+
+    def interrupted(trainer: soak.Trainer, work: soak.Work, number: int) -> Tensor:
+        result = gradients(trainer, work, number)
+        if trainer.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(soak.Trainer, "gradients", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    content = run(tmp_path / "soak", "--steps=8")
+    assert (content["steps"], content["runs"][0]["records"][-1]["step"]) == (3, 3)
+    assert torch.load(tmp_path / "soak.pt", weights_only=True)["step"] == 3
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_does_not_resume_another_soak(tmp_path: Path) -> None:
