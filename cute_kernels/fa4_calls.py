@@ -36,7 +36,7 @@ ONE_TILE = 128
 
 WINDOW_TILE = (128, 96)
 """Rows and keys of sm_90's tiles for D = D_v = 128 where a window's tiles pack a group's heads. 8 tokens of 16 heads
-with 512 keys each meet 6.4 blocks of 96, 614 keys; 128 tokens of one head 6 blocks of 128, FA4's own choice, 767 keys."""
+with 512 keys each meet 6.4 blocks of 96, 614 keys; 128 tokens of one head 6 blocks of 128, FA4's choice, 767 keys."""
 
 
 class Visible(NamedTuple):

@@ -441,9 +441,11 @@ def attend_selected(
     forced: bool,
     gating: Gating | None = None,
 ) -> Branch:
-    """Args:
-    forced: indices hold the forced blocks, which need not be true of a caller's.
-    gating: write its out, in place of o, where one can (`can_gate`).
+    """Attention to the chosen blocks.
+
+    Args:
+        forced: indices hold the forced blocks, which need not be true of a caller's.
+        gating: write its out in place of o; None where one cannot (`can_gate`).
     """
     stop, causal = start + q.shape[1], plan.config.causal
     if causal and stop < k.shape[1]:

@@ -30,8 +30,8 @@ where scores differ by less than twice that.
 Floor: 2 D FLOPs and one exponential for each visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP,
 2.7 ms at 800 TFLOP/s (WGMMA; mma.sync 3.7 ms at 600), and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at the same
 time. With few heads a group the lists cost as much: two thirds of the instructions with 4. Keys are read again by every
-CTA, from L2: 4.3 GB there with 32 tokens. Only the indices are written. Seen on two H200s: 5.1 to 5.3 ms, where 3.5 were
-expected; 5.4 ms once for 32 heads over 8, where 3 were.
+CTA, from L2: 4.3 GB there with 32 tokens. Only the indices are written. Seen on two H200s: 5.1 to 5.3 ms, where 3.5
+were expected; 5.4 ms once for 32 heads over 8, where 3 were.
 
 Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= ENTRIES; causal; shared memory for k.
 """
