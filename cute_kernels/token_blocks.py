@@ -306,7 +306,7 @@ class TokenBlocks:
         else:
             cute.arch.setmaxregister_decrease(LIST_REGISTERS)
             warp_index -= WARPS
-            rScore = cute.make_rmem_tensor((self.chunks, self.tiling.rows // WARPS), Float32)
+            rScore = [cute.make_rmem_tensor(self.chunks, Float32) for _ in range(self.tiling.rows // WARPS)]
             for i in range_constexpr(rows // WARPS):
                 row = i * WARPS + warp_index  # the warp keeps the lists of these
                 self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
@@ -323,14 +323,14 @@ class TokenBlocks:
                         self._allow(KEYS_READY)
                     cute.arch.barrier(barrier_id=SCORES_READY, number_of_threads=THREADS)
                     for i in range_constexpr(self.tiling.rows // WARPS):
-                        self._pool(sScore[i * WARPS + warp_index, None, None], rScore[None, i])
+                        self._pool(sScore[i * WARPS + warp_index, None, None], rScore[i])
                     if (step + 1 < steps) | (part + 1 < parts):
                         self._allow(SCORES_READ)  # to be overwritten while this half merges
                     for i in range_constexpr(self.tiling.rows // WARPS):
                         row = part * self.tiling.rows + i * WARPS + warp_index
                         if row < num_rows:
                             self._merge(
-                                rScore[None, i],
+                                rScore[i],
                                 sBest[row, None],
                                 sIndex[row, None],
                                 sRow[row, None],
