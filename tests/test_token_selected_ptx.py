@@ -261,6 +261,15 @@ def test_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pyte
     chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
     inputs = make(70, 1, 2, 128, dtype=torch.float16, indices=chosen, device="cpu")
     replace(inputs, forced=forced).check_gated(gates)
+    small_passes(monkeypatch, 40, 1, 40)  # that begin inside of blocks, whose rows CTAs share
+    make(110, 16, 1, count=sum(forced) + 10, forced=forced, device="cpu").check_gated(gates)
+
+
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_gated_late() -> None:
+    make(140, 3, 2, 128, count=4, forced=(0, 2), device="cpu").check_gated("projected")
+    make(140, 2, 1, count=2, size=64, forced=(0, 1), device="cpu").check_gated("given fp32")
 
 
 @pytest.mark.parametrize("interpreted", LATE, indirect=True)
