@@ -8,7 +8,7 @@ warp's own o nor o goes to memory, and q is read once: gates come of the rows in
 
 Bit for bit what AddSlots (token_selected.py) and GatedSum (gate.py) make of o in memory: o is rounded as if it had been
 written, BATCH slots at a time share one base of an online softmax, and lanes add up a logit in the same order.
-LOADS pieces of a lane are under way together: where one slot is added, a later one is asked for.
+LOADS pieces of a lane are under way together.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.gate import gate_of_logit, partial_logit, weighted_sum
 from cute_kernels.jit import VECTOR
 from cute_kernels.warp import LOG2_E
-from cute_kernels.warp_tiles import QUAD
+from cute_kernels.warp_tiles import QUAD, as_vectors, vector_strides
 
 BATCH = 8
 """Slots whose weights have one base."""
@@ -79,12 +79,16 @@ def of_slot(rX: cute.Tensor, i: cutlass.Constexpr[int]) -> cutlass.Numeric:
 
 
 @cute.jit
-def load_part(rest: Rest, row: Row, slot: Int32, block: Int32, first_vector: Int32, rPart: cute.Tensor):
-    """A lane's pieces of a slot's o, zeros where it visited nothing."""
+def load_part(mVectors: cute.Tensor, first: Int32, block: Int32, rPart: cute.Tensor):
+    """A lane's pieces [VECTOR, pieces] of a slot's o, the first one at a vector's number; zeros if block is negative.
+
+    So little depends on the block that no branch is taken, behind which loads would wait for others.
+    """
     rPart.fill(0.0)
     if block >= 0:
-        gPart = rest.gParts[row.token * rest.gBlocks.shape[1] + slot, row.head, None]
-        load_pieces(gPart, first_vector, rPart)
+        piece = cute.domain_offset((0, Int64(first)), mVectors)
+        for t in range_constexpr(cute.size(rPart, mode=[1])):
+            cute.autovec_copy(piece[None, t * QUAD], rPart[None, t])
 
 
 @cute.jit
@@ -108,14 +112,14 @@ def add_slots_of_row(
     pieces = const_expr(cute.size(rHeld, mode=[1]))
     depth = const_expr(min(BATCH, LOADS // pieces))
     count = rest.gBlocks.shape[1]
+    of_place, of_head = vector_strides(rest.gParts)
+    mVectors = as_vectors(rest.gParts)
+    mine = row.token * count * of_place + row.head * of_head + first_vector + cute.arch.lane_idx() % QUAD
     rPart = cute.make_rmem_tensor((VECTOR, pieces, depth), rHeld.element_type)
     rSum = cute.make_rmem_tensor((VECTOR, pieces), Float32)
     rMine = cute.make_rmem_tensor(BATCH // QUAD, Int32)
+    rMine.store(rBlocks.load())
     rWeights = cute.make_rmem_tensor(BATCH // QUAD, Float32)
-    for k in range_constexpr(BATCH // QUAD):
-        rMine[k] = rBlocks[k]
-    for i in range_constexpr(depth):
-        load_part(rest, row, Int32(i), of_slot(rMine, i), first_vector, rPart[None, None, i])
     rSum.store(rHeld.load().to(Float32))
     top, total = lse, Float32(1.0) if lse > -Float32.inf else Float32(0.0)
     for start in cutlass.range(0, count, BATCH, unroll=1):
@@ -125,27 +129,29 @@ def add_slots_of_row(
                 slot = start + k * QUAD + cute.arch.lane_idx() % QUAD
                 rWeights[k] = rest.gPartLse[row.token * count + slot, row.head]
         rNext = load_blocks(rest, row, start + BATCH)
-        new_top = rWeights[0]
-        for k in range_constexpr(1, BATCH // QUAD):
-            new_top = cute.arch.fmax(new_top, rWeights[k])
-        new_top = cute.arch.fmax(top, cute.arch.warp_reduction_max(new_top, threads_in_group=QUAD))
-        base = Float32(0.0) if new_top == -Float32.inf else new_top
-        scale = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
-        for k in range_constexpr(BATCH // QUAD):
-            rWeights[k] = cute.math.exp2((rWeights[k] - base) * LOG2_E, fastmath=True)
-        top, total = new_top, total * scale
-        for t in range_constexpr(pieces):
-            for j in range_constexpr(VECTOR):
-                rSum[j, t] = rSum[j, t] * scale
-        for i in range_constexpr(BATCH):
-            weight = of_slot(rWeights, i)
-            total += weight
-            for t in range_constexpr(pieces):
-                for j in range_constexpr(VECTOR):
-                    rSum[j, t] = cute.math.fma(weight, rPart[j, t, i % depth].to(Float32), rSum[j, t])
-            later = const_expr(i + depth)
-            block = of_slot(rMine, later) if const_expr(later < BATCH) else of_slot(rNext, later - BATCH)
-            load_part(rest, row, start + later, block, first_vector, rPart[None, None, i % depth])
+        for first in range_constexpr(0, BATCH, depth):
+            for i in range_constexpr(depth):
+                block = of_slot(rMine, first + i)
+                load_part(mVectors, mine + (start + first + i) * of_place, block, rPart[None, None, i])
+            if const_expr(first == 0):
+                new_top = rWeights[0]
+                for k in range_constexpr(1, BATCH // QUAD):
+                    new_top = cute.arch.fmax(new_top, rWeights[k])
+                new_top = cute.arch.fmax(top, cute.arch.warp_reduction_max(new_top, threads_in_group=QUAD))
+                base = Float32(0.0) if new_top == -Float32.inf else new_top
+                scale = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
+                for k in range_constexpr(BATCH // QUAD):
+                    rWeights[k] = cute.math.exp2((rWeights[k] - base) * LOG2_E, fastmath=True)
+                top, total = new_top, total * scale
+                for t in range_constexpr(pieces):
+                    for j in range_constexpr(VECTOR):
+                        rSum[j, t] = rSum[j, t] * scale
+            for i in range_constexpr(depth):
+                weight = of_slot(rWeights, first + i)
+                total += weight
+                for t in range_constexpr(pieces):
+                    for j in range_constexpr(VECTOR):
+                        rSum[j, t] = cute.math.fma(weight, rPart[j, t, i].to(Float32), rSum[j, t])
         for k in range_constexpr(BATCH // QUAD):
             rMine[k] = rNext[k]
     rSum.store(rSum.load() * (Float32(0.0) if total == 0.0 else 1.0 / total))

@@ -39,6 +39,7 @@ from cute_kernels.warp_tiles import (
     multiply,
     multiply_registers,
     numbers,
+    vector_strides,
     warps_mma,
     write_quads,
 )
@@ -86,12 +87,6 @@ def heads_of(mX: cute.Tensor, group: int) -> cute.Tensor:
         (batches, tokens, heads // group, group, dim), stride=(of_batch, of_token, of_head * group, of_head, of_dim)
     )
     return cute.make_tensor(mX.iterator, layout)
-
-
-def vector_strides(gX: cute.Tensor) -> tuple[Int32, Int32]:
-    """Of the first two of [tokens or places, G, D], in vectors, of which there are less than 2^31."""
-    first, second, _ = gX.layout.stride
-    return Int32(first // VECTOR), Int32(second // VECTOR)
 
 
 class Mine(NamedTuple):
