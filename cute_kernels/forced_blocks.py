@@ -21,6 +21,8 @@ of them for nothing; q and o once, 2.1 GB, 0.51 ms at 4.2 TB/s, at the same time
 Four warps and two CTAs of a multiprocessor where shared memory has room for them (three blocks of 64 for D = D_v = 128:
 96 KiB and 16 KiB for rows, twice), else eight warps.
 
+GatedForced for n = 16 reads o of 13 slots, 14.0 GB, o_cmp and o_win beside q, and writes out: 18.3 GB, 4.4 ms.
+
 Limits: those of warp_rows.py: (init + local) l' <= MOST_KEYS, for S is in registers; rows start at multiples of 16
 bytes. All blocks that are read must hold finite values up to the last token of the CTA's own block.
 """
@@ -76,6 +78,11 @@ def statistics_of_tokens(mLse: cute.Tensor, group: int) -> cute.Tensor:
         (batches, heads // group, tokens, group), stride=(of_batch, of_head * group, of_token, of_head)
     )
     return cute.make_tensor(mLse.iterator, layout)
+
+
+def of_cta(mX: cute.Tensor, mine: Mine, first: Int32) -> cute.Tensor:
+    """Of [B, H_kv, places, G, D] what is the CTA's, from a place on."""
+    return cute.domain_offset((first, 0, 0), mX[mine.batch, mine.kv_head, None, None, None])
 
 
 class Tokens(NamedTuple):
@@ -270,20 +277,20 @@ class GatedForced(ForcedBlocks):
     ):
         mine = self._begin(row_layout, key_layout, value_layout)
         at = self._tokens(mine, mQ, None, first_token)
-        some, slots = (mine.batch, mine.kv_head, None, None), mBlocks.shape[3]
         gWeight, gGates = None, None
         if const_expr(mW is not None):
             gWeight = cute.domain_offset((mine.kv_head * self.group, 0, 0), mW)
         if const_expr(mG is not None):
-            gGates = cute.domain_offset((at.before, 0, 0), mG[(*some, None)])
+            gGates = of_cta(mG, mine, at.before)
+        places = at.before * mBlocks.shape[3]
         rest = Rest(
-            cute.domain_offset((at.before, 0), mBlocks[some]),
-            cute.domain_offset((at.before * slots, 0, 0), mParts[(*some, None)]),
-            cute.domain_offset((at.before * slots, 0), mPartLse[some]),
+            cute.domain_offset((at.before, 0), mBlocks[mine.batch, mine.kv_head, None, None]),
+            of_cta(mParts, mine, places),
+            cute.domain_offset((places, 0), mPartLse[mine.batch, mine.kv_head, None, None]),
             gWeight,
             gGates,
-            cute.domain_offset((at.before, 0, 0), mCmp[(*some, None)]),
-            cute.domain_offset((at.before, 0, 0), mWin[(*some, None)]),
+            of_cta(mCmp, mine, at.before),
+            of_cta(mWin, mine, at.before),
         )
         self._attend(
             mine,
@@ -411,7 +418,8 @@ def gated_forced_blocks(
         lse: fp32 `[B,H,T]`, where to write that of the selected branch, natural log.
     """
     out, weight, gates = gating.out, gating.gate_proj_weight, gating.gates
-    dtypes = (None if x is None else x.dtype for x in (weight, gates))
-    how = q.shape[3], q.dtype, parts.shape[3], size, init, local, *dtypes, has_warpgroups(q.device)
+    w_dtype, g_dtype = (None if x is None else x.dtype for x in (weight, gates))
+    group, warpgroups = parts.shape[3], has_warpgroups(q.device)
+    run = _attend_gated(q.shape[3], q.dtype, group, size, init, local, w_dtype, g_dtype, warpgroups).run
     rest = out, lse, weight, gates, gating.o_cmp, gating.o_win
-    _attend_gated(*how).run(q, k, v, visits.blocks, parts, part_lse, *rest, visits.first_token, scale)
+    run(q, k, v, visits.blocks, parts, part_lse, *rest, visits.first_token, scale)

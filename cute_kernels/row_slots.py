@@ -133,7 +133,7 @@ def add_slots_of_row(
             for i in range_constexpr(depth):
                 block = of_slot(rMine, first + i)
                 load_part(mVectors, mine + (start + first + i) * of_place, block, rPart[None, None, i])
-            if const_expr(first == 0):
+            if const_expr(first == 0):  # of the whole batch, while loads are under way
                 new_top = rWeights[0]
                 for k in range_constexpr(1, BATCH // QUAD):
                     new_top = cute.arch.fmax(new_top, rWeights[k])

@@ -22,8 +22,9 @@ Passes run on two streams in turn (side_streams.py): one visits and adds up wher
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the slots'
 o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more. To write out
-instead of o GatedSlots reads 3.2 GB more, where a gate behind AddSlots moves 5.4 GB, 0.5 ms more. Seen once on an H200,
-random blocks: VisitBlocks 8.1 ms, AddSlots 5.0, one after the other 13.4, on two streams 12.2.
+instead of o GatedSlots reads 3.2 GB more, where a gate behind AddSlots moves 5.4 GB, 0.5 ms more; GatedForced moves
+3.2 GB less than ForcedBlocks and GatedSlots behind it would. Seen once on an H200, random blocks: VisitBlocks 8.1 ms,
+AddSlots 5.0, one after the other 13.4, on two streams 12.2.
 
 Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
 
