@@ -226,13 +226,13 @@ class BestBlocks:
         block = block if taken else Int32(-1)
         for level in range_constexpr(1, 6):
             for step in range_constexpr(level):
-                best_first = (lane >> level) & 1 == 1 if const_expr(level < 5) else lane < 0
+                best_first = (lane >> level) & 1 == 1  # in every other run of the level; in none of the last one
                 score, block = self._exchange(score, block, 1 << level - 1 - step, best_first)
         best, index = sBest[lane], sIndex[lane]
         if best < score:  # among equals those of the list, whose blocks come first
             best, index = score, block
         for step in range_constexpr(5):
-            best, index = self._exchange(best, index, 16 >> step, lane >= 0)
+            best, index = self._exchange(best, index, 16 >> step, cutlass.Boolean(True))
         cute.arch.sync_warp()
         if lane < self.blocks.count:
             sBest[lane] = best

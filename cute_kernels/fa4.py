@@ -22,6 +22,7 @@ lse `[B,H,M]` fp32, natural log; rows without keys give 0 and -inf.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,8 +32,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.device import compute_capability
+from cute_kernels.fa4_calls import ONE_TILE, WINDOW_TILE, Visible, attend, differentiate
 from cute_kernels.fa4_calls import Gradients as Gradients
-from cute_kernels.fa4_calls import Visible, attend, differentiate
 
 if TYPE_CHECKING:
     from cute_kernels.block_lists import BlockLists
@@ -58,8 +59,8 @@ RULES = {9: Rules(rows=128, widths=(128, 64)), 10: Rules(rows=256, widths=(128,)
 WIDEST = max(width for rules in RULES.values() for width in rules.widths)
 """Keys of the widest block in a list."""
 
-WINDOW_UNIT = 384
-"""Where keys begin at a multiple of this, a window's rows meet the same blocks of them, 96 or 128 wide."""
+WINDOW_UNIT = math.lcm(WINDOW_TILE[1], ONE_TILE)
+"""Where keys begin at a multiple of this, a window's rows meet the same blocks of them, whichever tile is taken."""
 
 STRATEGY_VARIABLE = "NSA_KERNELS_FA4_STRATEGY"
 """sm_100 there makes a Hopper GPU use Blackwell's tiles, widths and refinement (tests run them that way)."""

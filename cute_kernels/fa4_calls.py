@@ -187,7 +187,8 @@ def attend(
     Args:
         into: o, whose rows are aligned, and lse to write, instead of new ones.
     """
-    packs = into is None and seen.packs(q.shape[-2] // max(k.shape[-2], 1))
+    # A caller's own o and lse may lie with gaps between rows, as those of a dilated neighborhood do
+    packs = into is None and seen.packs(q.shape[-2] // k.shape[-2])
     signature = _signature(q, k, v, seen, lse, packs)
     run = _FORWARD.get(signature)
     if run is None:
