@@ -7,6 +7,9 @@ ForcedBlocks  one CTA: the tokens of one block x the G query heads of a key/valu
               init + local blocks, which are the same for all of them and known without looking at what they chose.
               All keys of a row are there at once: one softmax (warp_rows.py), then o and lse to where they belong.
               token_selected.py would write and read o for each of these blocks.
+GatedForced   the same behind visits of other blocks, where nothing but NSA's out is wanted: a warp adds what the slots
+              have, and the other branches, to the rows that it has in registers (row_slots.py), and writes out. The
+              rows of a block are shared by CTAs of about SHARE_ROWS, so that a pass over some tokens has enough.
 
 Near a document's beginning both kinds of blocks meet: the local ones then begin with block `init`, and the last ones of
 them lie behind the tokens. So nothing counts twice, the keys of a CTA ascend, and what is between them is behind init
@@ -18,13 +21,15 @@ of them for nothing; q and o once, 2.1 GB, 0.51 ms at 4.2 TB/s, at the same time
 Four warps and two CTAs of a multiprocessor where shared memory has room for them (three blocks of 64 for D = D_v = 128:
 96 KiB and 16 KiB for rows, twice), else eight warps.
 
+GatedForced for n = 16 reads o of 13 slots, 14.0 GB, o_cmp and o_win beside q, and writes out: 18.3 GB, 4.4 ms.
+
 Limits: those of warp_rows.py: (init + local) l' <= MOST_KEYS, for S is in registers; rows start at multiples of 16
 bytes. All blocks that are read must hold finite values up to the last token of the CTA's own block.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -34,13 +39,18 @@ from torch import Tensor
 
 from cute_kernels.device import has_warpgroups
 from cute_kernels.documents import TILE, document_at
+from cute_kernels.gate import Gating
 from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
-from cute_kernels.segments import fake_bounds
+from cute_kernels.row_slots import Rest
+from cute_kernels.segments import Visits, fake_bounds, fake_table
 from cute_kernels.warp import LANES
-from cute_kernels.warp_rows import SHARED_PERCENT, WarpRows, block_bounds, heads_of
+from cute_kernels.warp_rows import SHARED_PERCENT, Mine, WarpRows, block_bounds, heads_of
 
 MOST_KEYS = 256
 """Of a CTA."""
+
+SHARE_ROWS = 512
+"""Of a CTA of GatedForced, about, at the fewest."""
 
 SMEM_BYTES = 228 << 10
 """Of a multiprocessor."""
@@ -70,8 +80,28 @@ def statistics_of_tokens(mLse: cute.Tensor, group: int) -> cute.Tensor:
     return cute.make_tensor(mLse.iterator, layout)
 
 
+def of_cta(mX: cute.Tensor, mine: Mine, first: Int32) -> cute.Tensor:
+    """Of [B, H_kv, places, G, D] what is the CTA's, from a place on."""
+    return cute.domain_offset((first, 0, 0), mX[mine.batch, mine.kv_head, None, None, None])
+
+
+class Tokens(NamedTuple):
+    """Which tokens a CTA has."""
+
+    before: Int32
+    """Of those that the kernel is given."""
+    first_keys: tuple[Int32, ...]
+    """Of each of its blocks."""
+    end: Int32
+    """Behind its last token, counted as keys are."""
+    num_rows: Int32
+
+
 class ForcedBlocks(WarpRows):
     """Args: dims of k and v; 16-bit type; G; l', tokens of a block; first and local blocks; whether to use WGMMA."""
+
+    shares = 1
+    """CTAs of a block."""
 
     def __init__(
         self, dim: int, v_dim: int, dtype: Any, group: int, size: int, init: int, local: int, warpgroups: bool
@@ -81,6 +111,17 @@ class ForcedBlocks(WarpRows):
         bytes_of_cta = 2 * (self.keys * (dim + v_dim) + self.warps * self.rows * dim) + CTA_BYTES
         if self.ctas * bytes_of_cta > SMEM_BYTES:
             self.warps, self.ctas = 8, 1
+
+    def _launch(self, mQ: cute.Tensor, mK: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32) -> Any:
+        blocks = cute.ceil_div(first_token % self.size + mQ.shape[1], self.size)
+        if const_expr(mBounds is not None):
+            blocks = (mQ.shape[1] + (mBounds.shape[1] - 1) * (self.size - 1)) // self.size  # the most there can be
+        return {
+            "grid": [blocks * self.shares, mK.shape[2], mK.shape[0]],
+            "block": [self.warps * LANES, 1, 1],
+            "min_blocks_per_mp": self.ctas,
+            "preferred_smem_carveout": SHARED_PERCENT,
+        }
 
     @cute.jit
     def __call__(
@@ -95,9 +136,6 @@ class ForcedBlocks(WarpRows):
         scale: Float32,
         stream: Any,
     ):
-        blocks = cute.ceil_div(first_token % self.size + mQ.shape[1], self.size)
-        if const_expr(mBounds is not None):
-            blocks = (mQ.shape[1] + (mBounds.shape[1] - 1) * (self.size - 1)) // self.size  # the most there can be
         self.kernel(
             heads_of(mQ, self.group),
             mK,
@@ -108,13 +146,7 @@ class ForcedBlocks(WarpRows):
             first_token,
             scale,
             *self._operands(),
-        ).launch(
-            grid=[blocks, mK.shape[2], mK.shape[0]],
-            block=[self.warps * LANES, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=self.ctas,
-            preferred_smem_carveout=SHARED_PERCENT,
-        )
+        ).launch(stream=stream, **self._launch(mQ, mK, mBounds, first_token))
 
     @cute.kernel
     def kernel(
@@ -134,39 +166,149 @@ class ForcedBlocks(WarpRows):
         value_layout: cute.ComposedLayout,
     ):
         mine = self._begin(row_layout, key_layout, value_layout)
-        block, number = mine.item, mine.item  # in the sequence or pack; in its document
+        at = self._tokens(mine, mQ, mBounds, first_token)
+        self._attend(
+            mine,
+            cute.domain_offset((0, at.before, 0, 0, 0), mQ),
+            mK,
+            mV,
+            None,
+            cute.domain_offset((0, 0, at.before, 0, 0), mO),
+            cute.domain_offset((0, 0, at.before, 0), mLse),
+            at.first_keys,
+            at.end,
+            at.num_rows,
+            first_token + at.before,
+            scale,
+            mma_s,
+            mma_o,
+        )
+
+    @cute.jit
+    def _tokens(self, mine: Mine, mQ: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32) -> Tokens:
+        """Args: `mQ`: as of `kernel`."""
+        item, share = mine.item // self.shares, mine.item % self.shares
+        block, number = item, item  # in the sequence or pack; in its document
         if const_expr(mBounds is None):
             block += first_token // self.size
             number = block
         else:
             number -= mBounds[TILE, document_at(mBounds[TILE, None], block, 1, 1, 0)]
         own, end = block_bounds(block, self.size, first_token + mQ.shape[1], mBounds)
-        end = cutlass.min(own + self.size, end)
-        document = own - number * self.size  # its first token
-        token = cutlass.max(own, first_token)
-        before = token - first_token
-        self._attend(
-            mine,
-            cute.domain_offset((0, before, 0, 0, 0), mQ),
-            mK,
-            mV,
-            None,
-            cute.domain_offset((0, 0, before, 0, 0), mO),
-            cute.domain_offset((0, 0, before, 0), mLse),
-            self._first_keys(document, number),
-            end,
-            (end - token) * self.group,
-            token,
-            scale,
-            mma_s,
-            mma_o,
-        )
+        tokens = const_expr(-(-self.size // self.shares))
+        token = cutlass.max(own + share * tokens, first_token)
+        end = cutlass.min(own + cutlass.min((share + 1) * tokens, self.size), end)
+        first_keys = self._first_keys(own - number * self.size, number)
+        return Tokens(token - first_token, first_keys, end, (end - token) * self.group)
 
     def _first_keys(self, document: Int32, number: Int32) -> tuple[Int32, ...]:
         """Of each block of the CTA. Args: the document's first token, and which of its blocks the CTA's is."""
         local = document + cutlass.max(number - self.local + 1, self.init) * self.size
         first = [document + i * self.size for i in range(self.init)]
         return (*first, *(local + i * self.size for i in range(self.local)))
+
+
+class GatedForced(ForcedBlocks):
+    """ForcedBlocks of sequences, which writes out in place of o. Args: as of ForcedBlocks, with one dim."""
+
+    def __init__(self, dim: int, dtype: Any, group: int, size: int, init: int, local: int, warpgroups: bool) -> None:
+        super().__init__(dim, dim, dtype, group, size, init, local, warpgroups)
+        self.shares = max(1, size * group // SHARE_ROWS)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
+        mK: cute.Tensor,  # [B, N, H_kv, D]
+        mV: cute.Tensor,  # [B, N, H_kv, D]
+        mBlocks: cute.Tensor,  # Visits.blocks
+        mParts: cute.Tensor,  # [B, H_kv, T n, G, D]
+        mPartLse: cute.Tensor,  # fp32 [B, H_kv, T n, G]
+        mOut: cute.Tensor,  # [B, T, H, D]
+        mLse: cute.Tensor,  # fp32 [B, H, T]
+        mW: cute.Tensor | None,  # [H, 3, D]
+        mG: cute.Tensor | None,  # [B, T, H, 3], without mW
+        mCmp: cute.Tensor,  # [B, T, H, D]
+        mWin: cute.Tensor,
+        first_token: Int32,
+        scale: Float32,
+        stream: Any,
+    ):
+        self.kernel(
+            heads_of(mQ, self.group),
+            mK,
+            mV,
+            mBlocks,
+            mParts,
+            mPartLse,
+            places_of_tokens(mOut, self.group),
+            statistics_of_tokens(mLse, self.group),
+            mW,
+            None if const_expr(mG is None) else places_of_tokens(mG, self.group),
+            places_of_tokens(mCmp, self.group),
+            places_of_tokens(mWin, self.group),
+            first_token,
+            scale,
+            *self._operands(),
+        ).launch(stream=stream, **self._launch(mQ, mK, None, first_token))
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,  # [B, T, H_kv, G, D]
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mBlocks: cute.Tensor,
+        mParts: cute.Tensor,
+        mPartLse: cute.Tensor,
+        mOut: cute.Tensor,  # [B, H_kv, T, G, D], as what is like it
+        mLse: cute.Tensor,  # [B, H_kv, T, G]
+        mW: cute.Tensor | None,
+        mG: cute.Tensor | None,  # [B, H_kv, T, G, 3]
+        mCmp: cute.Tensor,
+        mWin: cute.Tensor,
+        first_token: Int32,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_o: cute.TiledMma,
+        row_layout: cute.ComposedLayout,
+        key_layout: cute.ComposedLayout,
+        value_layout: cute.ComposedLayout,
+    ):
+        mine = self._begin(row_layout, key_layout, value_layout)
+        at = self._tokens(mine, mQ, None, first_token)
+        gWeight, gGates = None, None
+        if const_expr(mW is not None):
+            gWeight = cute.domain_offset((mine.kv_head * self.group, 0, 0), mW)
+        if const_expr(mG is not None):
+            gGates = of_cta(mG, mine, at.before)
+        places = at.before * mBlocks.shape[3]
+        rest = Rest(
+            cute.domain_offset((at.before, 0), mBlocks[mine.batch, mine.kv_head, None, None]),
+            of_cta(mParts, mine, places),
+            cute.domain_offset((places, 0), mPartLse[mine.batch, mine.kv_head, None, None]),
+            gWeight,
+            gGates,
+            of_cta(mCmp, mine, at.before),
+            of_cta(mWin, mine, at.before),
+        )
+        self._attend(
+            mine,
+            cute.domain_offset((0, at.before, 0, 0, 0), mQ),
+            mK,
+            mV,
+            None,
+            cute.domain_offset((0, 0, at.before, 0, 0), mOut),
+            cute.domain_offset((0, 0, at.before, 0), mLse),
+            at.first_keys,
+            at.end,
+            at.num_rows,
+            first_token + at.before,
+            scale,
+            mma_s,
+            mma_o,
+            rest,
+        )
 
 
 @compiled_once
@@ -186,6 +328,38 @@ def _attend(
         *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim, v_dim)],
         fake(torch.float32, None, None, None, aligned=False),
         fake_bounds() if packed else None,
+        Int32(0),
+        Float32(0.0),
+    )
+
+
+@compiled_once
+def _attend_gated(
+    dim: int,
+    dtype: torch.dtype,
+    group: int,
+    size: int,
+    init: int,
+    local: int,
+    w_dtype: torch.dtype | None,
+    g_dtype: torch.dtype | None,
+    warpgroups: bool,
+) -> Kernel:
+    q, k, v, out, o_cmp, o_win = (fake(dtype, None, None, None, dim) for _ in range(6))
+    return compile_kernel(
+        GatedForced(dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
+        q,
+        k,
+        v,
+        fake_table(),
+        fake(dtype, None, None, None, group, dim),
+        fake(torch.float32, None, None, None, group, aligned=False),
+        out,
+        fake(torch.float32, None, None, None, aligned=False),
+        None if w_dtype is None else fake(w_dtype, None, 3, dim),
+        None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False),
+        o_cmp,
+        o_win,
         Int32(0),
         Float32(0.0),
     )
@@ -216,3 +390,36 @@ def forced_blocks_forward(
     dims, group = (q.shape[3], v.shape[3]), q.shape[2] // k.shape[2]
     how = size, init, local, bounds is not None, has_warpgroups(q.device)
     _attend(dims, q.dtype, group, *how).run(q, k, v, o, lse, bounds, first_token, scale)
+
+
+def gated_forced_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visits: Visits,
+    parts: Tensor,
+    part_lse: Tensor,
+    gating: Gating,
+    lse: Tensor,
+    *,
+    size: int,
+    scale: float,
+    init: int,
+    local: int,
+) -> None:
+    """Attend to the forced blocks, add what slots have of the other ones, and the other branches: all of out.
+
+    Args:
+        q, k, v, size, scale, init, local: as of `forced_blocks_forward`, with D = D_v, of the visits' tokens.
+        visits: of the blocks that are not forced.
+        parts: `[B,H_kv,T n,G,D]`, o of the slots, read for those that visit a block.
+        part_lse: fp32 `[B,H_kv,T n,G]`, likewise.
+        gating: of these tokens and heads.
+        lse: fp32 `[B,H,T]`, where to write that of the selected branch, natural log.
+    """
+    out, weight, gates = gating.out, gating.gate_proj_weight, gating.gates
+    w_dtype, g_dtype = (None if x is None else x.dtype for x in (weight, gates))
+    group, warpgroups = parts.shape[3], has_warpgroups(q.device)
+    run = _attend_gated(q.shape[3], q.dtype, group, size, init, local, w_dtype, g_dtype, warpgroups).run
+    rest = out, lse, weight, gates, gating.o_cmp, gating.o_win
+    run(q, k, v, visits.blocks, parts, part_lse, *rest, visits.first_token, scale)

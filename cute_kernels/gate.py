@@ -5,8 +5,8 @@
 A row (token and head) belongs to a group of lanes, one vector of 16 bytes each. Sums in fp32, rounded once. Few
 registers, so many rows are in flight: two rows a thread were slower (0.34 ms instead of 0.30 at 128K).
 
-Attention per token has o_slc of a row in registers at its end and can do the same there (token_selected.GatedSlots),
-bit for bit: `gates_of_row` and `weighted_sum` are shared.
+Attention per token has o_slc of a row in registers at its end and can do the same there (token_selected.GatedSlots,
+row_slots.py), bit for bit: what makes gates, and `weighted_sum`, are shared.
 
 Projected gates are kept (fp32, 1 % of the bytes) for backward.
 
@@ -54,6 +54,20 @@ class Gating(NamedTuple):
 
 
 @cute.jit
+def partial_logit(rQ: cute.Tensor, rW: cute.Tensor) -> Float32:
+    """q . w of a lane's vectors."""
+    part = Float32(0.0)
+    for i in range_constexpr(VECTOR):
+        part = cute.math.fma(rQ[i].to(Float32), rW[i].to(Float32), part)
+    return part
+
+
+@cute.jit
+def gate_of_logit(logit: Float32) -> Float32:
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(-logit * LOG2_E, fastmath=True))
+
+
+@cute.jit
 def gates_of_row(
     rQ: cute.Tensor, rW: cute.Tensor | None, gG: cute.Tensor | None, there: Boolean, lanes: cutlass.Constexpr[int]
 ) -> cute.Tensor:
@@ -67,11 +81,8 @@ def gates_of_row(
     rG.fill(1.0 / 3.0)
     if const_expr(rW is not None):
         for b in range_constexpr(3):
-            part = Float32(0.0)
-            for i in range_constexpr(VECTOR):
-                part = cute.math.fma(rQ[i].to(Float32), rW[i, b].to(Float32), part)
-            logit = cute.arch.warp_reduction_sum(part, threads_in_group=lanes)
-            rG[b] = cute.arch.rcp_approx(1.0 + cute.math.exp2(-logit * LOG2_E, fastmath=True))
+            part = partial_logit(rQ, rW[None, b])
+            rG[b] = gate_of_logit(cute.arch.warp_reduction_sum(part, threads_in_group=lanes))
     elif const_expr(gG is not None):
         if there:
             for b in range_constexpr(3):

@@ -11,9 +11,10 @@ AddSlots      the slots of each row added up in their order, weighted by exp(lse
 GatedSlots    AddSlots where nothing but NSA's out is wanted: weighs o in registers and adds the other branches to it
               (gate.py), so that o is neither written nor read again, bit for bit what gate.py makes of it.
 
-Forced blocks, which every token attends to at places known beforehand, need no slots: forced_blocks.py attends to all
-of them first and leaves o and lse where the result goes, they are not visited, and AddSlots adds the other slots to
-what is there (`carry`).
+Forced blocks, which every token attends to at places known beforehand, need no slots and are not visited:
+forced_blocks.py attends to all of them first and leaves o and lse where the result goes, and AddSlots adds the other
+slots to what is there (`carry`). Where nothing but out is wanted it does so behind the visits and adds the slots, and
+the other branches, itself (GatedForced, in place of GatedSlots): bit for bit the same.
 
 What moves does not depend on whether neighbours agree: q is read n times, o is written and read n times. The slots' o
 of a pass stays below PART_BYTES by taking some tokens and key/value heads at a time, of which q is small enough for L2.
@@ -21,8 +22,9 @@ Passes run on two streams in turn (side_streams.py): one visits and adds up wher
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the slots'
 o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more. To write out
-instead of o GatedSlots reads 3.2 GB more, where a gate behind AddSlots moves 5.4 GB, 0.5 ms more. Seen once on an H200,
-random blocks: VisitBlocks 8.1 ms, AddSlots 5.0, one after the other 13.4, on two streams 12.2.
+instead of o GatedSlots reads 3.2 GB more, where a gate behind AddSlots moves 5.4 GB, 0.5 ms more; GatedForced moves
+3.2 GB less than ForcedBlocks and GatedSlots behind it would. Seen once on an H200, random blocks: VisitBlocks 8.1 ms,
+AddSlots 5.0, one after the other 13.4, on two streams 12.2.
 
 Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
 
@@ -44,9 +46,10 @@ from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
-from cute_kernels.forced_blocks import forced_blocks_forward, takes_forced
+from cute_kernels.forced_blocks import forced_blocks_forward, gated_forced_blocks, takes_forced
 from cute_kernels.gate import Gating, gates_of_row, weighted_sum
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.row_slots import BATCH
 from cute_kernels.segments import (
     BLOCK,
     COUNT,
@@ -69,9 +72,6 @@ CTAS = 2
 """Of a multiprocessor, at a time."""
 
 ADD_THREADS = 128
-BATCH = 8
-"""Loads of a thread in flight together."""
-
 PART_BYTES = 520 << 20
 """For o and lse of a pass's slots, 8192 tokens of 16 heads and 16 slots; two passes have theirs at a time."""
 
@@ -332,8 +332,8 @@ class GatedSlots(AddSlots):
     Args: as of AddSlots.
     """
 
-    def __init__(self, dim: int, group: int, *, carry: bool) -> None:
-        super().__init__(dim, group, weighted=True, units=1, carry=carry)
+    def __init__(self, dim: int, group: int) -> None:
+        super().__init__(dim, group, weighted=True, units=1, carry=False)
 
     @cute.jit
     def __call__(
@@ -341,7 +341,7 @@ class GatedSlots(AddSlots):
         mBlocks: cute.Tensor,
         mParts: cute.Tensor,
         mPartLse: cute.Tensor,
-        mOut: cute.Tensor,  # [B, T, H, dim], with carry what the rows hold already
+        mOut: cute.Tensor,  # [B, T, H, dim]
         mLse: cute.Tensor,
         mQ: cute.Tensor | None,  # [B, T, H, dim], with mW
         mW: cute.Tensor | None,  # [H, 3, dim]
@@ -369,7 +369,6 @@ class GatedSlots(AddSlots):
         mWin: cute.Tensor,
     ):
         at = self._place(mBlocks)
-        carried = self._carried(at, mLse)
         rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
         rO = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type)
         rQ.fill(0.0)
@@ -378,7 +377,7 @@ class GatedSlots(AddSlots):
             rW = cute.make_rmem_tensor((VECTOR, 3), mW.element_type)
             rW.fill(0.0)
         if at.there:
-            rO[None, 1].store(self._sum(at, carried, mBlocks, mParts, mPartLse, mOut, mLse).load())
+            rO[None, 1].store(self._sum(at, -Float32.inf, mBlocks, mParts, mPartLse, mOut, mLse).load())
             # Under way with the slots these would take 24 registers more: five CTAs of a multiprocessor, not seven
             cute.autovec_copy(at.of(mCmp), rO[None, 0])
             cute.autovec_copy(at.of(mWin), rO[None, 2])
@@ -426,11 +425,11 @@ def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int
 
 @compiled_once
 def _add_gated(
-    dim: int, dtype: torch.dtype, group: int, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, *, carry: bool
+    dim: int, dtype: torch.dtype, group: int, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None
 ) -> Kernel:
     q, o_cmp, o_win, out = (fake(dtype, None, None, None, dim) for _ in range(4))
     return compile_kernel(
-        GatedSlots(dim, group, carry=carry),
+        GatedSlots(dim, group),
         fake_table(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False),
@@ -467,18 +466,16 @@ def add_slots(
     run(visits.blocks, parts, part_lse, x, lse)
 
 
-def add_gated_slots(
-    visits: Visits, parts: Tensor, q: Tensor, gating: Gating, *, part_lse: Tensor, lse: Tensor, carry: bool
-) -> None:
+def add_gated_slots(visits: Visits, parts: Tensor, q: Tensor, gating: Gating, *, part_lse: Tensor, lse: Tensor) -> None:
     """Add up o of what the slots of some tokens have, and weigh and add it with the other branches, into `gating.out`.
 
     Args:
-        parts, part_lse, lse, carry: as of `add_slots`, where out is x.
+        parts, part_lse, lse: as of `add_slots`, where out is x.
         q: `[B,T,H,D]` with D = D_v, read with `gating.gate_proj_weight` only.
     """
     out, weight, gates = gating.out, gating.gate_proj_weight, gating.gates
     dtypes = (None if x is None else x.dtype for x in (weight, gates))
-    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], *dtypes, carry=carry).run
+    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], *dtypes).run
     rest = None if weight is None else q, weight, gates, gating.o_cmp, gating.o_win
     run(visits.blocks, parts, part_lse, out, lse, *rest)
 
@@ -573,7 +570,7 @@ def token_selected_forward(
     if gating is None:
         o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
     elif takes_gating((dim, v_dim), slots, bounds is not None):
-        o = gating.out  # until it is read and added to the slots' o, that of the forced blocks
+        o = gating.out
     else:
         got = f"D = {dim}, D_v = {v_dim}, n = {slots}, {'a pack' if bounds is not None else 'sequences'}"
         raise ValueError(f"gating needs D = D_v, n > 0 and no packed documents, got {got}")
@@ -581,7 +578,7 @@ def token_selected_forward(
     if o.numel() == 0 or slots == 0:
         return o.zero_(), lse.fill_(-math.inf)
     forced = takes_forced(size, init, local)
-    if forced:
+    if forced and gating is None:
         if bounds is not None:
             lse.fill_(-math.inf)  # also of tokens of no document
         where: dict[str, Any] = {"first_token": first_token, "bounds": bounds}
@@ -610,10 +607,14 @@ def token_selected_forward(
             gated = None if gating is None else gating.part(batches, rows, queries)
             with streams.run(visits, parts, part_lse, some, gated):
                 visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
-                sums: dict[str, Any] = {"part_lse": part_lse, "lse": lse[batches, queries, rows], "carry": forced}
+                of_rows = lse[batches, queries, rows]
                 if gated is None:
+                    sums: dict[str, Any] = {"part_lse": part_lse, "lse": of_rows, "carry": forced}
                     add_slots(visits, parts, o[batches, rows, queries], **sums)
+                elif forced:
+                    how: dict[str, Any] = {"size": size, "scale": scale, "init": init, "local": local}
+                    gated_forced_blocks(*some, visits, parts, part_lse, gated, of_rows, **how)
                 else:
-                    add_gated_slots(visits, parts, some[0], gated, **sums)
-            del parts, part_lse, visits, tables, some, gated, sums
+                    add_gated_slots(visits, parts, some[0], gated, part_lse=part_lse, lse=of_rows)
+            del parts, part_lse, visits, tables, some, gated, of_rows
     return o, lse

@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.jit import VECTOR
+from cute_kernels.row_slots import BATCH, Rest, Row, finish_row, gates_of_quads, load_blocks
 from cute_kernels.warp import LANES, LOG2_E, divide
 from cute_kernels.warp_tiles import (
     CHUNK,
@@ -38,6 +39,7 @@ from cute_kernels.warp_tiles import (
     multiply,
     multiply_registers,
     numbers,
+    vector_strides,
     warps_mma,
     write_quads,
 )
@@ -85,12 +87,6 @@ def heads_of(mX: cute.Tensor, group: int) -> cute.Tensor:
         (batches, tokens, heads // group, group, dim), stride=(of_batch, of_token, of_head * group, of_head, of_dim)
     )
     return cute.make_tensor(mX.iterator, layout)
-
-
-def vector_strides(gX: cute.Tensor) -> tuple[Int32, Int32]:
-    """Of the first two of [tokens or places, G, D], in vectors, of which there are less than 2^31."""
-    first, second, _ = gX.layout.stride
-    return Int32(first // VECTOR), Int32(second // VECTOR)
 
 
 class Mine(NamedTuple):
@@ -190,6 +186,7 @@ class WarpRows:
         scale: Float32,
         mma_s: cute.TiledMma,
         mma_o: cute.TiledMma,
+        rest: Rest | None = None,  # with gPlaces None: what makes out of o, which is written in its place
     ):
         """o and lse of all rows.
 
@@ -225,6 +222,9 @@ class WarpRows:
             else:
                 acc.fill(0.0)
                 multiply(mma_s, lane, acc, sMine, sK[None, None, 0], 0)
+            gates, blocks = None, None
+            if const_expr(rest is not None):
+                gates, blocks = self._start_rest(rest, sMine, place, row, num_rows)
             cute.arch.sync_warp()
             if next_row < num_rows:
                 gather_rows(as_vectors(gQ), sMine, self._query(q_strides, next_place, next_row, num_rows))
@@ -237,11 +237,8 @@ class WarpRows:
             S = numbers(acc)
             self._hide(S, seen)
             lse = self._softmax(S, scale)
-            of_lse = lane % QUAD * 8 + lane // QUAD  # the row whose lse this lane has
-            slot = cute.arch.shuffle_sync(place, of_lse)
-            if (of_lse < self.rows) & (row + of_lse < num_rows):
-                _, head = divide(row + of_lse, self.group)
-                gLse[slot, head] = lse
+            if const_expr(rest is None):
+                self._write_lse(gLse, lse, place, row, num_rows)
 
             my_row = row + lane % self.rows
             _, head = divide(my_row, self.group)
@@ -259,6 +256,11 @@ class WarpRows:
                     multiply_registers(mma_o, lane, acc_o, rP, sColumns, part * (COLUMNS // CHUNK), True)
                 rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
                 rO.store(acc_o.load().to(self.dtype))
+                if const_expr(rest is not None):
+                    vector = const_expr(part * (self.columns // VECTOR))
+                    of_all = self._finish(numbers(rO), lse, gates, blocks, rest, place, row, num_rows, vector)
+                    if const_expr(part == 0):
+                        self._write_lse(gLse, of_all, place, row, num_rows)
                 piece = cute.domain_offset((0, part * (self.columns // VECTOR)), as_vectors(gO))
                 write_quads(numbers(rO), piece, to)
             row, place, next_place = next_row, next_place, later_place
@@ -285,6 +287,16 @@ class WarpRows:
         """S of a warpgroup's rows; each warp has read its own ones then."""
         rK = mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(sK))
         start_product(mma, acc, read_left(mma, sRows), rK[None, None, None, 0], False)
+
+    @cute.jit
+    def _write_lse(self, gLse: cute.Tensor, lse: Float32, place: Int32, first_row: Int32, num_rows: Int32):
+        """Args: lse: as of `_softmax`. place: as of `_place`."""
+        lane = cute.arch.lane_idx()
+        number = lane % QUAD * 8 + lane // QUAD  # of the row whose lse this lane has
+        slot = cute.arch.shuffle_sync(place, number)
+        if (number < self.rows) & (first_row + number < num_rows):
+            _, head = divide(first_row + number, self.group)
+            gLse[slot, head] = lse
 
     # A lane for each row of a warp
 
@@ -357,3 +369,50 @@ class WarpRows:
                 if lane % QUAD == 2 * m + r:
                     my_top, my_total = top, total
         return (my_top + cute.math.log2(my_total, fastmath=True)) * LOG_2
+
+    # Likewise, what is added to a row
+
+    @cute.jit
+    def _row(self, place: Int32, first_row: Int32, num_rows: Int32, number: Int32) -> Row:
+        """Of a quad, by its number in the warp."""
+        _, head = divide(first_row + number, self.group)
+        return Row(cute.arch.shuffle_sync(place, number), head, first_row + number < num_rows)
+
+    @cute.jit
+    def _start_rest(self, rest: Rest, sMine: cute.Tensor, place: Int32, first_row: Int32, num_rows: Int32):
+        """(., r, m): gates, while the rows are in shared memory, and the blocks of the first slots."""
+        gates = cute.make_rmem_tensor((3, 2, self.rows // CHUNK), Float32)
+        blocks = cute.make_rmem_tensor((BATCH // QUAD, 2, self.rows // CHUNK), Int32)
+        for m in range_constexpr(self.rows // CHUNK):
+            for r in range_constexpr(2):
+                number = m * CHUNK + r * 8 + cute.arch.lane_idx() // QUAD
+                row = self._row(place, first_row, num_rows, number)
+                blocks[None, r, m].store(load_blocks(rest, row, Int32(0)).load())
+                gates[None, r, m].store(gates_of_quads(rest, row, sMine[number, None]).load())
+        return gates, blocks
+
+    @cute.jit
+    def _finish(
+        self,
+        rO: cute.Tensor,  # rounded, as of `numbers`
+        lse: Float32,
+        gates: cute.Tensor,  # of `_start_rest`
+        blocks: cute.Tensor,
+        rest: Rest,
+        place: Int32,
+        first_row: Int32,
+        num_rows: Int32,
+        first_vector: cutlass.Constexpr[int],
+    ) -> Float32:
+        """rO becomes out. Returns the lse of o, in the same lane."""
+        lane, of_all = cute.arch.lane_idx(), lse
+        for m in range_constexpr(self.rows // CHUNK):
+            for r in range_constexpr(2):
+                row = self._row(place, first_row, num_rows, m * CHUNK + r * 8 + lane // QUAD)
+                held = cute.arch.shuffle_sync(lse, lane - lane % QUAD + 2 * m + r)
+                total = finish_row(
+                    rO[None, r, m, None], held, gates[None, r, m], rest, row, first_vector, blocks[None, r, m]
+                )
+                if lane % QUAD == 2 * m + r:
+                    of_all = total
+        return of_all

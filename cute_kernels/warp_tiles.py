@@ -186,6 +186,12 @@ def as_vectors(mX: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(mX.iterator, cute.make_layout((VECTOR, 1 << 30), stride=(1, VECTOR)))
 
 
+def vector_strides(gX: cute.Tensor) -> tuple[Int32, Int32]:
+    """Of the first two of [tokens or places, G, D], in vectors, of which there are less than 2^31."""
+    first, second, _ = gX.layout.stride
+    return Int32(first // VECTOR), Int32(second // VECTOR)
+
+
 @cute.jit
 def gather_rows(
     mX: cute.Tensor,  # as of `as_vectors`

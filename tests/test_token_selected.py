@@ -697,8 +697,13 @@ def test_gated_on_the_way(
     chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
     chosen[:, 0, 100:, 1] = 1
     make(900, 4, dtype=dtype, indices=chosen).check_gated(gates)
+    if sum(forced) > 0:
+        for size, others in ((64, (2, 2)), (128, (1, 1)), (256, (0, 1)), (64, (0, 1))):
+            make(1100, 16, 2, 128, dtype=dtype, count=12, size=size, forced=others).check_gated(gates)
     small_passes(monkeypatch, 256, 1, 100)
     make(1500, 6, 3, batch=2, dtype=dtype, count=8, forced=forced).check_gated(gates)
+    small_passes(monkeypatch, 40, 1, 100)  # that begin inside of blocks
+    make(700, 16, 2, dtype=dtype, count=8, forced=forced).check_gated(gates)
 
 
 @CUDA
@@ -819,6 +824,7 @@ def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make(517, group, 2, 128, count=5).check()
     make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check()
     make([300, 1, 216], group, 1, 128, count=5, forced=(1, 2)).check()
+    make(517, group, 2, 128, count=14, forced=(1, 2)).check_gated("projected")
 
 
 @CUDA

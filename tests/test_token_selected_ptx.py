@@ -34,6 +34,12 @@ def of_groups(x: Tensor, group: int) -> bytes:
     return tensor_argument(x, [*x.shape[:2], x.shape[2] // group], [batch, tokens, head * group, head])
 
 
+def places_of_tokens(x: Tensor, group: int) -> bytes:
+    """[B, N, H, D] as [B, H_kv, N, G, D]."""
+    batch, token, head, _ = x.stride()
+    return tensor_argument(x, [x.shape[0], x.shape[2] // group, x.shape[1]], [batch, head * group, token, head])
+
+
 @cache
 def program(compiled: Any, *how: Any, **named: Any) -> Program:
     """What a module's cached function compiles, once for all tests."""
@@ -95,15 +101,27 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     def attend_forced(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
         group, size = how[2:4]
         bounds, first_token, _ = x
-        shape = q.shape[0], q.shape[2] // group, q.shape[1]
-        (batch, token, head, _), (of_batch, of_head, _) = o.stride(), lse.stride()
-        some = [argument(k, (3,)), argument(v, (3,)), tensor_argument(o, shape, [batch, head * group, token, head])]
+        (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
+        some = [argument(k, (3,)), argument(v, (3,)), places_of_tokens(o, group)]
         some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
         some += [argument(y, (0,)) for y in x[:1] if y is not None]
         blocks = -(-(first_token % size + q.shape[1]) // size)
         if bounds is not None:
             blocks = (q.shape[1] + (bounds.shape[1] - 1) * (size - 1)) // size
         return [of_groups(q, group), *some, *map(argument, x[1:])], (blocks, k.shape[2], k.shape[0])
+
+    def attend_forced_gated(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
+        group, size = how[2:4]
+        blocks, parts, part_lse, out, lse, weight, gates, o_cmp, o_win, first_token, _ = x
+        (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
+        some = [of_groups(q, group), argument(k, (3,)), argument(v, (3,)), argument(blocks)]
+        some += [argument(parts, (3, 4)), argument(part_lse, (3,)), places_of_tokens(out, group)]
+        some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
+        some += [] if weight is None else [argument(weight, (1, 2))]
+        some += [places_of_tokens(y, group) for y in (gates, o_cmp, o_win) if y is not None]
+        shares = max(1, size * group // forced_blocks.SHARE_ROWS)
+        ctas = -(-(first_token % size + q.shape[1]) // size) * shares
+        return [*some, *map(argument, x[-2:])], (ctas, k.shape[2], k.shape[0])
 
     def attend_tiles(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
         some = [argument(k, (3,)), argument(v, (3,)), argument(indices), of_groups(o, how[2]), argument(x[0])]
@@ -145,6 +163,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     patch("segments", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
     patch("tiles", "_attend", attend_tiles)
     patch("forced", "_attend", attend_forced)
+    patch("forced", "_attend_gated", attend_forced_gated)
     patch("forward", "_visit", visit)
     patch("forward", "_add", add_slots)
     patch("forward", "_add_gated", add_gated)
@@ -242,6 +261,15 @@ def test_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pyte
     chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
     inputs = make(70, 1, 2, 128, dtype=torch.float16, indices=chosen, device="cpu")
     replace(inputs, forced=forced).check_gated(gates)
+    small_passes(monkeypatch, 40, 1, 40)  # that begin inside of blocks, whose rows CTAs share
+    make(110, 16, 1, count=sum(forced) + 10, forced=forced, device="cpu").check_gated(gates)
+
+
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_gated_late() -> None:
+    make(140, 3, 2, 128, count=4, forced=(0, 2), device="cpu").check_gated("projected")
+    make(140, 2, 1, count=2, size=64, forced=(0, 1), device="cpu").check_gated("given fp32")
 
 
 @pytest.mark.parametrize("interpreted", LATE, indirect=True)

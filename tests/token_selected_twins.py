@@ -6,7 +6,10 @@ round where the kernels round: P and dS, o and dQ of slots, results.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -47,7 +50,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "_add",
         lambda *_, weighted, units, carry: Twin(lambda *x: (carry_slots if carry else add_slots)(units, *x)),
     )
-    patch.setattr(token_selected, "_add_gated", lambda *_, carry: Twin(lambda *x: add_gated(carry, *x)))
+    patch.setattr(token_selected, "_add_gated", lambda *_: Twin(partial(add_gated, add_slots)))
+    patch.setattr(forced_blocks, "_attend_gated", lambda *how: Twin(lambda *x: attend_forced_gated(how, *x)))
     patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
     patch.setattr(token_selected_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 
@@ -247,10 +251,12 @@ def attend_forced(
         forced = sorted({*range(min(init, own + 1)), *range(max(own - local + 1, 0), own + 1)})
         keys = torch.cat([torch.arange(block * size, (block + 1) * size) for block in forced])
         keys = start + keys[keys <= position]
-        some_k, some_v = (x[:, keys].float().repeat_interleave(group, 2) for x in (k, v))
-        logits = torch.einsum("bhd,bjhd->bhj", q[:, token].float(), some_k) * scale
-        lse[:, :, token] = logits.logsumexp(-1)
-        o[:, token] = torch.einsum("bhj,bjhd->bhd", logits.softmax(-1).to(q.dtype).float(), some_v).to(o.dtype)
+        for b, h in itertools.product(range(k.shape[0]), range(k.shape[2])):  # the same bits whatever is beside it
+            heads = slice(h * group, (h + 1) * group)
+            logits = q[b, token, heads].float() @ k[b, keys, h].float().T * scale
+            lse[b, heads, token] = logits.logsumexp(-1)
+            p = logits.softmax(-1).to(q.dtype).float()
+            o[b, token, heads] = (p @ v[b, keys, h].float()).to(o.dtype)
 
 
 def carry_slots(units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor, x: Tensor, lse: Tensor) -> None:
@@ -286,8 +292,27 @@ def add_slots(
     x.copy_(total.transpose(1, 2).reshape(batch, tokens, heads * group, -1).to(x.dtype))
 
 
+def attend_forced_gated(
+    how: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    parts: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    weight: Tensor | None,
+    *rest: Any,
+) -> None:
+    gates, o_cmp, o_win, first_token, scale = rest
+    dim, _, *of_blocks = how[:6]
+    attend_forced((dim, dim, *of_blocks), q, k, v, out, lse, None, first_token, scale)
+    add_gated(carry_slots, blocks, parts, part_lse, out, lse, q, weight, gates, o_cmp, o_win)
+
+
 def add_gated(
-    carry: bool,
+    add: Callable[..., None],
     blocks: Tensor,
     parts: Tensor,
     part_lse: Tensor,
@@ -299,7 +324,7 @@ def add_gated(
     o_cmp: Tensor,
     o_win: Tensor,
 ) -> None:
-    (carry_slots if carry else add_slots)(1, blocks, parts, part_lse, out, lse)
+    add(1, blocks, parts, part_lse, out, lse)
     projected = None if weight is None else torch.empty((*out.shape[:3], 3))
     gated_sum(q, weight, gates if projected is None else projected, None, o_cmp, out, o_win, out)
 

@@ -308,13 +308,15 @@ def token_selected_cases() -> Iterator[Case]:
         for variant, (weighted, units, carry) in adds.items():
             run = ours(token_selected._add, dim, dtype, group, weighted=weighted, units=units, carry=carry)
             yield Case("AddSlots", variant, dim, group, dtype, run)
-        gated = {"projected,carry": (dtype, None, True)}
+        gated: dict[str, tuple[Any, Any]] = {"projected": (dtype, None)}
         if group == GROUPS[1]:
-            gated |= {"projected,fp32": (torch.float32, None, False), "given": (None, dtype, False)}
-            gated |= {"given,fp32,carry": (None, torch.float32, True), "thirds": (None, None, False)}
-        for variant, (weight, gates, carry) in gated.items():
-            run = ours(token_selected._add_gated, dim, dtype, group, weight, gates, carry=carry)
+            gated |= {"projected,fp32": (torch.float32, None), "given": (None, dtype)}
+            gated |= {"given,fp32": (None, torch.float32), "thirds": (None, None)}
+        for variant, (weight, gates) in gated.items():
+            run = ours(token_selected._add_gated, dim, dtype, group, weight, gates)
             yield Case("GatedSlots", variant, dim, group, dtype, run)
+            run = ours(forced_blocks._attend_gated, dim, dtype, group, 64, 1, 2, weight, gates, hopper)
+            yield Case("GatedForced", variant, dim, group, dtype, run)
         blocks = {"64,1+2": (64, 1, 2, False)}
         if group == GROUPS[1]:
             blocks |= {"64,1+2,packed": (64, 1, 2, True), "64,2+2": (64, 2, 2, False), "64,1": (64, 1, 0, False)}
