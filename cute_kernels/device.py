@@ -33,6 +33,12 @@ def has_warpgroups(device: torch.device) -> bool:
     return device.type == "cuda" and compute_capability(device.index or 0)[0] == 9
 
 
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a CUDA device has; any number where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def positional(compiled: Any) -> Callable[..., None]:
     """The function inside CuTe DSL's wrapper for keyword arguments, which costs the host a microsecond a call."""
     unwrap = getattr(compiled, "__tvm_ffi_object__", None)

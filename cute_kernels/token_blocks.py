@@ -5,13 +5,16 @@
     indices[i]      = forced blocks, then the highest scores, the lower index first among equals; ascending
 
 (equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). A CTA holds the queries of some tokens and G
-heads in shared memory and walks over the compressed keys, ENTRIES at a time. Half of its warps multiply: S^T = K Q^T,
-because it puts what is used over and over on the left: a warp keeps its keys in registers while all heads of all
-tokens pass by. The probabilities of the heads add up in registers, in the order of the heads; only their sums, of 8 or
-16 tokens, go to shared memory. There the other half of the warps pools them to block scores and merges what beats a
-token's k-th best into its list (best_blocks.py), while the first half multiplies for the next tokens. Masked entries
-become 0 after the sum, so what they hold reaches nothing. The warps of the lists also fetch the next keys: once those
-that multiply have theirs, their shared memory is free.
+heads in shared memory and walks over the compressed keys, ENTRIES at a time; then it goes on to other tokens, its next
+turn. Half of its warps multiply: S^T = K Q^T, because it puts what is used over and over on the left: a warp keeps its
+keys in registers while all heads of all tokens pass by. The probabilities of the heads add up in registers, in the
+order of the heads; only their sums, of 8 or 16 tokens, go to shared memory. There the other half of the warps pools
+them to block scores and merges what beats a token's k-th best into its list (best_blocks.py), while the first half
+multiplies for the next tokens. Masked entries become 0 after the sum, so what they hold reaches nothing.
+
+The warps of the lists also load. The next keys come as soon as those that multiply have theirs in registers; in a
+turn's last step these are the first ones of the next turn, and its queries take the place of those whose scores are
+written. What the multiplying half waits for is given to it before blocks are merged, which takes long at times.
 
 On Hopper the products are those of WGMMA, of 64 entries with up to 64 queries of 16 tokens, several heads at once; a
 warpgroup has two in flight and adds up one while the next is computed. Elsewhere mma.sync, a head at a time, and the
@@ -30,7 +33,7 @@ where scores differ by less than twice that.
 Floor: 2 D FLOPs and one exponential for each visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP,
 2.7 ms at 800 TFLOP/s (WGMMA; mma.sync 3.7 ms at 600), and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at the same
 time. With few heads a group the lists cost as much: two thirds of the instructions with 4. Keys are read again by every
-CTA, from L2: 4.3 GB there with 32 tokens. Only the indices are written. Seen on two H200s: 5.1 to 5.3 ms, where 3.5
+CTA, from L2: 4.3 GB there with 32 tokens. Only the indices are written. Seen on three H200s: 5.1 to 5.3 ms, where 3.5
 were expected; 5.4 ms once for 32 heads over 8, where 3 were.
 
 Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= ENTRIES; causal; shared memory for k.
@@ -50,7 +53,7 @@ from torch import Tensor
 
 from cute_kernels.best_blocks import LIMIT, BestBlocks, Blocks
 from cute_kernels.block_lists import Keys
-from cute_kernels.device import has_warpgroups, vectorizable
+from cute_kernels.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
@@ -62,9 +65,9 @@ WARPS = 8
 HALF = WARPS * LANES
 THREADS = 2 * HALF
 MATH_REGISTERS, LIST_REGISTERS = 200, 56
-KEYS_READ, SCORES_READY, KEYS_READY, SCORES_READ = 1, 2, 3, 5
-"""Barriers: all that multiply arrive, and who keeps the lists waits; the other way around, and one for each four warps,
-which then need not wait for each other."""
+KEYS_READ, SCORES_READY, KEYS_READY, SCORES_READ, QUERIES_READY = 1, 2, 3, 5, 7
+"""Barriers: in the first two all that multiply arrive, and who keeps the lists waits; in the others the other way
+around, and one for each four warps, which then need not wait for each other."""
 
 FOUR_WARPS = 4 * LANES
 
@@ -178,6 +181,7 @@ class TokenBlocks:
         tokens: Int32,  # of the sequence; with mBounds not read
         first_token: Int32,  # number of mQ's first row
         tile: Int32,  # T of the documents
+        ctas: Int32,  # that run at the same time
         stream: Any,
     ):
         entry_warps, token_warps = self.tiling.entry_warps, self.tiling.token_warps
@@ -216,7 +220,7 @@ class TokenBlocks:
             self._smem_layout(ENTRIES, self.dim),
             cute.make_layout((self.tiling.rows, self.ratio, columns), stride=(stride, columns, 1)),
         ).launch(
-            grid=[cute.ceil_div(mQ.shape[1], self.tiling.tokens) * mK.shape[2] * mK.shape[0], 1, 1],
+            grid=[cutlass.min(self._items(mQ, mK), ctas), 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -240,26 +244,6 @@ class TokenBlocks:
         layout_k: cute.ComposedLayout,
         layout_score: cute.Layout,
     ):
-        thread, _, _ = cute.arch.thread_idx()
-        item, _, _ = cute.arch.block_idx()
-        items, _, _ = cute.arch.grid_dim()
-        item = items - 1 - item  # the longest first
-        kv_heads, entries = mK.shape[2], mK.shape[1]
-        kv_head, batch = item % kv_heads, item // kv_heads % mK.shape[0]
-        first_row = item // kv_heads // mK.shape[0] * self.tiling.tokens
-        first_token += first_row
-        num_rows = cutlass.min(mQ.shape[1] - first_row, self.tiling.tokens)
-        if const_expr(mTiles is not None):
-            document = cutlass.max(mTiles[DOCUMENT, first_row // tile], 0)  # unused tiles lie behind all documents
-            first_token = first_row - mBounds[ROW, document]
-            tokens = mBounds[LENGTH, document]
-            entries = self.keys.visible(tokens - 1, entries)
-            mK = cute.domain_offset((0, mBounds[ENTRY, document], 0, 0), mK)
-        num_rows = cutlass.min(num_rows, tokens - first_token)  # may be negative
-        mQ = cute.domain_offset((0, first_row, 0, 0), mQ)
-        mLse = cute.domain_offset((0, 0, first_row), mLse)
-        mIndices = cute.domain_offset((0, 0, first_row, 0), mIndices)
-
         smem = cutlass.memory.SmemAllocator()
         rows, places = const_expr(self.tiling.tokens), const_expr(self.best.places)
         if const_expr(self.warpgroups):
@@ -273,119 +257,254 @@ class TokenBlocks:
         sIndex = smem.allocate_tensor(Int32, cute.make_layout((rows, places), stride=(places, 1)), 16)
         sRow = smem.allocate_tensor(Int32, cute.make_layout((rows, 4), stride=(4, 1)), 16)
 
-        # The last token sees the most
-        steps = Int32(0)
-        if num_rows > 0:
-            visible = self.keys.visible(first_token + num_rows - 1, entries)
-            steps = cute.ceil_div(self.blocks.scored(visible), self.per_step)
-        if steps > 0:
-            self._load_queries(mQ, sQ, batch, kv_head, num_rows)
-            self._load_keys(mK, sK, entries, batch, kv_head, Int32(0), thread, THREADS)
-        for i in cutlass.range(thread, rows * self.group, THREADS):
-            row, head = i % rows, i // rows
-            sLse[row, head] = Float32(0.0)
-            if row < num_rows:
-                sLse[row, head] = -LOG2_E * mLse[batch, kv_head * self.group + head, row]
-        if thread < rows:
-            self.best.begin_row(sRow[thread, None], first_token + thread, tokens, entries, mBounds is not None)
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-        if const_expr(self.warpgroups):
-            cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        parts = const_expr(rows // self.tiling.rows)
-
-        if warp_index < WARPS:
+        task = mQ, mK, mBounds, mTiles, tokens, first_token, tile
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPS:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            arguments = tiled_mma, sQ, sK, sLse, sScore, sRow, steps, scale
             if const_expr(self.warpgroups):
-                self._score_by_warpgroups(*arguments)
+                self._score_by_warpgroups(tiled_mma, sQ, sK, sLse, sScore, sRow, scale, *task)
             else:
-                self._score(*arguments)
+                self._score(tiled_mma, sQ, sK, sLse, sScore, sRow, scale, *task)
         else:
             cute.arch.setmaxregister_decrease(LIST_REGISTERS)
-            warp_index -= WARPS
-            rScore = [cute.make_rmem_tensor(self.chunks, Float32) for _ in range(self.tiling.rows // WARPS)]
-            for i in range_constexpr(rows // WARPS):
-                row = i * WARPS + warp_index  # the warp keeps the lists of these
-                self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
-            if steps > 0:
-                self._allow(SCORES_READ)
+            self._keep_lists(mLse, mIndices, sQ, sK, sLse, sScore, sBest, sIndex, sRow, *task)
+
+    # Items: the tokens of a tile and the heads of a group. A CTA has one after the other, each in a turn
+
+    def _items(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
+        return cute.ceil_div(mQ.shape[1], self.tiling.tokens) * mK.shape[2] * mK.shape[0]
+
+    @cute.jit
+    def _place(self, turn: Int32) -> Int32:
+        """Of a turn's item, the longest first; back and forth, so that no CTA always has the longer ones."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        return turn * ctas + (cta if turn % 2 == 0 else ctas - 1 - cta)
+
+    @cute.jit
+    def _item(
+        self,
+        turn: Int32,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mBounds: cute.Tensor | None,
+        mTiles: cute.Tensor | None,
+        tokens: Int32,
+        first_token: Int32,
+        tile: Int32,
+    ) -> tuple[Int32, ...]:
+        """Sequence, key/value head, first row, its token, and how many rows are tokens (none if <= 0); of the document
+        the tokens, entries and first entry; and the steps, at least one."""
+        item = self._items(mQ, mK) - 1 - self._place(turn)
+        kv_heads, entries, first_entry = mK.shape[2], mK.shape[1], Int32(0)
+        kv_head, batch = item % kv_heads, item // kv_heads % mK.shape[0]
+        first_row = item // kv_heads // mK.shape[0] * self.tiling.tokens
+        first_token += first_row
+        num_rows = cutlass.min(mQ.shape[1] - first_row, self.tiling.tokens)
+        if const_expr(mTiles is not None):
+            document = cutlass.max(mTiles[DOCUMENT, first_row // tile], 0)  # unused tiles lie behind all documents
+            first_token = first_row - mBounds[ROW, document]
+            tokens, first_entry = mBounds[LENGTH, document], mBounds[ENTRY, document]
+            entries = self.keys.visible(tokens - 1, entries)
+        num_rows = cutlass.min(num_rows, tokens - first_token)
+        visible = self.keys.visible(first_token + num_rows - 1, entries)  # of the last token, which sees the most
+        steps = cutlass.max(cute.ceil_div(self.blocks.scored(visible), self.per_step), 1)
+        return batch, kv_head, first_row, first_token, num_rows, tokens, entries, first_entry, steps
+
+    @cute.jit
+    def _seek(
+        self,
+        turn: Int32,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mBounds: cute.Tensor | None,
+        mTiles: cute.Tensor | None,
+        tokens: Int32,
+        first_token: Int32,
+        tile: Int32,
+    ) -> Int32:
+        """The first turn from `turn` on that has tokens; -1 if none has."""
+        items = self._items(mQ, mK)
+        if const_expr(mTiles is not None):
+            searching = turn >= 0
+            while searching:
+                if self._place(turn) >= items:
+                    searching = False
+                elif self._item(turn, mQ, mK, mBounds, mTiles, tokens, first_token, tile)[4] > 0:
+                    searching = False
+                else:
+                    turn += 1
+        return turn if self._place(turn) < items else Int32(-1)
+
+    # Lists
+
+    @cute.jit
+    def _keep_lists(
+        self,
+        mLse: cute.Tensor,
+        mIndices: cute.Tensor,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sLse: cute.Tensor,
+        sScore: cute.Tensor,
+        sBest: cute.Tensor,
+        sIndex: cute.Tensor,
+        sRow: cute.Tensor,
+        *task: Any,
+    ):
+        """Load what is multiplied, one step or turn ahead, and keep the lists. Each warp has every eighth token."""
+        mQ, mK, mBounds = task[:3]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPS
+        parts, each = const_expr(self.tiling.tokens // self.tiling.rows), const_expr(self.tiling.rows // WARPS)
+        rScore = [cute.make_rmem_tensor(self.chunks, Float32) for _ in range(each)]
+        turn = self._seek(Int32(0), *task)
+        item = self._item(cutlass.max(turn, 0), *task)
+        if turn >= 0:
+            self._load_keys(mK, sK, Int32(0), *item)
+            for part in cutlass.range(parts, unroll=1):
+                self._load_queries(mQ, mLse, sQ, sLse, part, *item)
+                self._begin_rows(sBest, sIndex, sRow, part, mBounds, *item)
+            cute.arch.cp_async_commit_group()
+            self._copies_arrive()
+            self._allow(KEYS_READY)
+            if const_expr(parts > 1):
+                self._allow(QUERIES_READY)
+            self._allow(SCORES_READ)
+        while turn >= 0:
+            batch, kv_head, first_row, _, num_rows, _, _, _, steps = item
+            following = self._seek(turn + 1, *task)
+            following_item = self._item(cutlass.max(following, 0), *task)
             for step in cutlass.range(steps, unroll=1):
-                if step + 1 < steps:
-                    cute.arch.barrier(barrier_id=KEYS_READ, number_of_threads=THREADS)
-                    self._load_keys(mK, sK, entries, batch, kv_head, step + 1, thread - HALF, HALF)
+                last_step = step + 1 == steps
+                comes = (not last_step) | (following >= 0)  # another step
+                changes = last_step & (following >= 0)
+                cute.arch.barrier(barrier_id=KEYS_READ, number_of_threads=THREADS)
+                if changes:
+                    self._load_keys(mK, sK, Int32(0), *following_item)
+                elif comes:
+                    self._load_keys(mK, sK, step + 1, *item)
                 cute.arch.cp_async_commit_group()
                 for part in cutlass.range(parts, unroll=1):
-                    if (part + 1 == parts) & (step + 1 < steps):
-                        cute.arch.cp_async_wait_group(0)
-                        self._allow(KEYS_READY)
                     cute.arch.barrier(barrier_id=SCORES_READY, number_of_threads=THREADS)
-                    for i in range_constexpr(self.tiling.rows // WARPS):
+                    for i in range_constexpr(each):
                         self._pool(sScore[i * WARPS + warp_index, None, None], rScore[i])
-                    if (step + 1 < steps) | (part + 1 < parts):
-                        self._allow(SCORES_READ)  # to be overwritten while this half merges
-                    for i in range_constexpr(self.tiling.rows // WARPS):
+                    if changes:  # nobody needs this part's queries any more
+                        self._load_queries(mQ, mLse, sQ, sLse, part, *following_item)
+                        cute.arch.cp_async_commit_group()
+                    # What the other half waits for comes before merging wherever it can
+                    if comes | (part + 1 < parts):
+                        if const_expr(parts > 1):
+                            self._allow(SCORES_READ)
+                        elif not changes:
+                            self._allow(SCORES_READ)
+                    if (part == 0) & (not last_step):
+                        self._copies_arrive()
+                        self._allow(KEYS_READY)
+                        if const_expr(parts > 1):
+                            self._allow(QUERIES_READY)
+                    for i in range_constexpr(each):
                         row = part * self.tiling.rows + i * WARPS + warp_index
                         if row < num_rows:
-                            self._merge(
-                                rScore[i],
-                                sBest[row, None],
-                                sIndex[row, None],
-                                sRow[row, None],
-                                step * self.per_step,
-                            )
-            for i in range_constexpr(rows // WARPS):
-                row = i * WARPS + warp_index
-                if row < num_rows:
-                    self.best.write_list(sIndex[row, None], mIndices[batch, kv_head, row, None])
+                            first_block = step * self.per_step
+                            self._merge(rScore[i], sBest[row, None], sIndex[row, None], sRow[row, None], first_block)
+                    if changes:
+                        if part == 0:
+                            self._copies_arrive()
+                            self._allow(KEYS_READY)
+                        if const_expr(parts > 1):
+                            if part + 1 == parts:
+                                self._copies_arrive()
+                                self._allow(QUERIES_READY)
+                    if last_step:
+                        self._write_rows(sIndex, mIndices[batch, kv_head, None, None], first_row, num_rows, part)
+                    if changes:
+                        self._begin_rows(sBest, sIndex, sRow, part, mBounds, *following_item)
+                        if const_expr(parts == 1):
+                            self._allow(SCORES_READ)
+            turn, item = following, following_item
+
+    @cute.jit
+    def _begin_rows(
+        self,
+        sBest: cute.Tensor,
+        sIndex: cute.Tensor,
+        sRow: cute.Tensor,
+        part: Int32,
+        mBounds: cute.Tensor | None,
+        *item: Int32,
+    ):
+        """What this warp's tokens of a part see and must choose."""
+        _, _, _, first_token, _, tokens, entries, _, _ = item
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPS
+        cute.arch.sync_warp()
+        for i in range_constexpr(self.tiling.rows // WARPS):
+            row = part * self.tiling.rows + i * WARPS + warp_index
+            if cute.arch.lane_idx() == 0:
+                self.best.begin_row(sRow[row, None], first_token + row, tokens, entries, mBounds is not None)
+            cute.arch.sync_warp()
+            self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
+
+    @cute.jit
+    def _write_rows(self, sIndex: cute.Tensor, gIndices: cute.Tensor, first_row: Int32, num_rows: Int32, part: Int32):
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPS
+        for i in range_constexpr(self.tiling.rows // WARPS):
+            row = part * self.tiling.rows + i * WARPS + warp_index
+            if row < num_rows:
+                self.best.write_list(sIndex[row, None], gIndices[first_row + row, None])
 
     # Loading
 
     @cute.jit
-    def _load_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, batch: Int32, kv_head: Int32, num_rows: Int32):
+    def _load_queries(
+        self, mQ: cute.Tensor, mLse: cute.Tensor, sQ: cute.Tensor, sLse: cute.Tensor, part: Int32, *item: Int32
+    ):
+        """One part's, and -lse in units of log 2."""
+        batch, kv_head, first_row, _, num_rows, _, _, _, _ = item
         thread, _, _ = cute.arch.thread_idx()
-        vectors = self.dim // VECTOR
+        thread -= HALF
+        vectors, rows = self.dim // VECTOR, self.tiling.rows
         vector, place = thread % vectors, thread // vectors
-        rows = min(self.tiling.tokens, THREADS // vectors)  # at once
+        token = place % rows
+        row = part * rows + token
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for first in range_constexpr(0, self.tiling.tokens, rows):
-            row = first + place % rows
-            part, token = row // self.tiling.rows, row % self.tiling.rows
+        if row < num_rows:
+            for head in cutlass.range(place // rows, self.group, HALF // vectors // rows, unroll=4):
+                to = (part * self.group + head) * rows + token
+                cute.copy(
+                    copy,
+                    cute.local_tile(mQ[batch, first_row + row, kv_head * self.group + head, None], (VECTOR,), (vector,)),
+                    cute.local_tile(sQ[to % self.columns, None, to // self.columns], (VECTOR,), (vector,)),
+                )
+        for i in cutlass.range(thread, rows * self.group, HALF):
+            row, head = part * rows + i % rows, i // rows
+            sLse[row, head] = Float32(0.0)
             if row < num_rows:
-                for head in cutlass.range(place // rows, self.group, THREADS // vectors // rows, unroll=4):
-                    to = (part * self.group + head) * self.tiling.rows + token
-                    cute.copy(
-                        copy,
-                        cute.local_tile(mQ[batch, row, kv_head * self.group + head, None], (VECTOR,), (vector,)),
-                        cute.local_tile(sQ[to % self.columns, None, to // self.columns], (VECTOR,), (vector,)),
-                    )
+                sLse[row, head] = -LOG2_E * mLse[batch, kv_head * self.group + head, first_row + row]
 
     @cute.jit
-    def _load_keys(
-        self,
-        mK: cute.Tensor,
-        sK: cute.Tensor,
-        entries: Int32,
-        batch: Int32,
-        kv_head: Int32,
-        step: Int32,
-        thread: Int32,
-        threads: cutlass.Constexpr[int],
-    ):
+    def _load_keys(self, mK: cute.Tensor, sK: cute.Tensor, step: Int32, *item: Int32):
+        batch, kv_head, _, _, _, _, entries, first_entry, _ = item
+        thread, _, _ = cute.arch.thread_idx()
+        thread -= HALF
         vectors = self.dim // VECTOR
         vector, place = thread % vectors, thread // vectors
-        first = step * self.per_step * self.ratio - self.before
+        first = step * self.per_step * self.ratio - self.before + place
+        gK = cute.domain_offset((0, first_entry, 0, 0), mK)[batch, None, kv_head, None]
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for i in range_constexpr(ENTRIES * vectors // threads):
-            row = i * (threads // vectors) + place
+        for i in range_constexpr(ENTRIES * vectors // HALF):
+            row = const_expr(i * (HALF // vectors))
             if (first + row >= 0) & (first + row < entries):
                 cute.copy(
                     copy,
-                    cute.local_tile(mK[batch, first + row, kv_head, None], (VECTOR,), (vector,)),
-                    cute.local_tile(sK[row, None], (VECTOR,), (vector,)),
+                    cute.local_tile(gK[first + row, None], (VECTOR,), (vector,)),
+                    cute.local_tile(sK[row + place, None], (VECTOR,), (vector,)),
                 )
+
+    @cute.jit
+    def _copies_arrive(self):
+        """All that are under way; seen by WGMMA too."""
+        cute.arch.cp_async_wait_group(0)
+        if const_expr(self.warpgroups):
+            cute.arch.fence_view_async_shared()
 
     # Probabilities
 
@@ -398,8 +517,8 @@ class TokenBlocks:
         sLse: cute.Tensor,
         sScore: cute.Tensor,
         sRow: cute.Tensor,
-        steps: Int32,
         scale: Float32,
+        *task: Any,
     ):
         """All parts of all steps. A warp multiplies for the next head, be it another part's, while it adds up one."""
         thread, _, _ = cute.arch.thread_idx()
@@ -416,38 +535,42 @@ class TokenBlocks:
         coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.tiling.rows)))
         acc, next_acc, total = (cute.make_rmem_tensor(acc_shape, Float32) for _ in range(3))
 
-        cute.copy(copy_k, tSsK, tSrK_copy)
-        self._keys_are_read(Int32(0), steps)
-        self._multiply(*multiply, Int32(0), acc)
-        for step in cutlass.range(steps, unroll=1):
-            for part in cutlass.range(parts, unroll=1):
-                first_head = part * self.group
-                head_lse = cute.domain_offset((part * self.tiling.rows, 0), sLse)
-                total.fill(0.0)
-                for pair in cutlass.range((self.group - 1) // 2, unroll=1):
-                    self._multiply(*multiply, first_head + 2 * pair + 1, next_acc)
-                    self._add_probabilities(acc, total, self._lse(coordinates, head_lse[None, 2 * pair]), scale)
-                    self._multiply(*multiply, first_head + 2 * pair + 2, acc)
+        turn = self._seek(Int32(0), *task)
+        while turn >= 0:
+            steps = self._item(turn, *task)[-1]
+            for step in cutlass.range(steps, unroll=1):
+                self._wait_for(KEYS_READY)
+                cute.copy(copy_k, tSsK, tSrK_copy)
+                cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
+                self._multiply(*multiply, Int32(0), acc)
+                for part in cutlass.range(parts, unroll=1):
+                    first_head = part * self.group
+                    head_lse = cute.domain_offset((part * self.tiling.rows, 0), sLse)
+                    total.fill(0.0)
+                    for pair in cutlass.range((self.group - 1) // 2, unroll=1):
+                        self._multiply(*multiply, first_head + 2 * pair + 1, next_acc)
+                        self._add_probabilities(acc, total, self._lse(coordinates, head_lse[None, 2 * pair]), scale)
+                        self._multiply(*multiply, first_head + 2 * pair + 2, acc)
+                        self._add_probabilities(
+                            next_acc, total, self._lse(coordinates, head_lse[None, 2 * pair + 1]), scale
+                        )
+                    if const_expr(self.group % 2 == 0):
+                        self._multiply(*multiply, first_head + self.group - 1, next_acc)
+                        self._add_probabilities(
+                            acc, total, self._lse(coordinates, head_lse[None, self.group - 2]), scale
+                        )
+                    else:
+                        for i in range_constexpr(cute.size(acc)):
+                            next_acc[i] = acc[i]
+                    if part + 1 < parts:
+                        if part == 0:
+                            self._wait_for(QUERIES_READY)
+                        self._multiply(*multiply, first_head + self.group, acc)
                     self._add_probabilities(
-                        next_acc, total, self._lse(coordinates, head_lse[None, 2 * pair + 1]), scale
+                        next_acc, total, self._lse(coordinates, head_lse[None, self.group - 1]), scale
                     )
-                if const_expr(self.group % 2 == 0):
-                    self._multiply(*multiply, first_head + self.group - 1, next_acc)
-                    self._add_probabilities(acc, total, self._lse(coordinates, head_lse[None, self.group - 2]), scale)
-                else:
-                    for i in range_constexpr(cute.size(acc)):
-                        next_acc[i] = acc[i]
-                following = first_head + self.group
-                if part + 1 == parts:
-                    following = Int32(0)
-                    if step + 1 < steps:
-                        self._wait_for(KEYS_READY)
-                        cute.copy(copy_k, tSsK, tSrK_copy)
-                        self._keys_are_read(step + 1, steps)
-                # After the last step this is of no use, and does no harm
-                self._multiply(*multiply, following, acc)
-                self._add_probabilities(next_acc, total, self._lse(coordinates, head_lse[None, self.group - 1]), scale)
-                self._store_scores((total,), sScore, (coordinates,), sRow, step, part)
+                    self._store_scores((total,), sScore, (coordinates,), sRow, step, part)
+            turn = self._seek(turn + 1, *task)
 
     @cute.jit
     def _allow(self, barrier: cutlass.Constexpr[int]):
@@ -460,12 +583,6 @@ class TokenBlocks:
         """By who multiplies."""
         four_warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         cute.arch.barrier(barrier_id=barrier + four_warps, number_of_threads=HALF + FOUR_WARPS)
-
-    @cute.jit
-    def _keys_are_read(self, step: Int32, steps: Int32):
-        """Let the next ones come."""
-        if step + 1 < steps:
-            cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
 
     @cute.jit
     def _multiply(
@@ -508,8 +625,8 @@ class TokenBlocks:
         sLse: cute.Tensor,
         sScore: cute.Tensor,
         sRow: cute.Tensor,
-        steps: Int32,
         scale: Float32,
+        *task: Any,
     ):
         """The same with WGMMA. A warpgroup multiplies one half of its keys while it adds up the other half."""
         thread, _, _ = cute.arch.thread_idx()
@@ -528,30 +645,35 @@ class TokenBlocks:
         first_head = cute.make_layout(cute.size(total[0]))
         coordinates = [cute.composition(coordinates[None, half, 0], first_head) for half in halves]
 
-        for step in cutlass.range(steps, unroll=1):
-            if step > 0:
+        turn = self._seek(Int32(0), *task)
+        while turn >= 0:
+            steps = self._item(turn, *task)[-1]
+            for step in cutlass.range(steps, unroll=1):
                 self._wait_for(KEYS_READY)
-            for half in range_constexpr(2):
-                cute.copy(copy_k, tSsK[None, half, None], copy_k.retile(tSrK[half])[None, 0, None])
-            self._keys_are_read(step, steps)
-            self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0])
-            for part in range_constexpr(parts):
                 for half in range_constexpr(2):
-                    total[half].fill(0.0)
-                for i in range_constexpr(sets):
-                    set_lse = cute.domain_offset((part * rows, i * self.heads), sLse)
-                    at = part * sets + i
-                    self._start(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at])
-                    lse = [self._lse(coordinates[0], set_lse[None, head]) for head in range(self.heads)]
-                    warpgroup.wait_group(1)
-                    self._add_heads(acc[0], total[0], lse, scale)
-                    if const_expr(at + 1 < parts * sets):
-                        self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1])
+                    cute.copy(copy_k, tSsK[None, half, None], copy_k.retile(tSrK[half])[None, 0, None])
+                cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
+                self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0])
+                for part in range_constexpr(parts):
+                    for half in range_constexpr(2):
+                        total[half].fill(0.0)
+                    for i in range_constexpr(sets):
+                        set_lse = cute.domain_offset((part * rows, i * self.heads), sLse)
+                        at = part * sets + i
+                        self._start(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at])
+                        lse = [self._lse(coordinates[0], set_lse[None, head]) for head in range(self.heads)]
                         warpgroup.wait_group(1)
-                    else:
-                        warpgroup.wait_group(0)
-                    self._add_heads(acc[1], total[1], lse, scale)
-                self._store_scores((*total,), sScore, (*coordinates,), sRow, step, Int32(part))
+                        self._add_heads(acc[0], total[0], lse, scale)
+                        if const_expr(at + 1 < parts * sets):
+                            if const_expr(at + 1 == sets):
+                                self._wait_for(QUERIES_READY)
+                            self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1])
+                            warpgroup.wait_group(1)
+                        else:
+                            warpgroup.wait_group(0)
+                        self._add_heads(acc[1], total[1], lse, scale)
+                    self._store_scores((*total,), sScore, (*coordinates,), sRow, step, Int32(part))
+            turn = self._seek(turn + 1, *task)
 
     @cute.jit
     def _start(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, tSrK: cute.Tensor, tSrQ: cute.Tensor):
@@ -585,8 +707,8 @@ class TokenBlocks:
         """Sums over the heads, 0 where an entry is not visible; for the warps that keep the lists."""
         first_entry = step * self.per_step * self.ratio - self.before
         first_row = part * self.tiling.rows
-        limits = [sRow[first_row + coordinates[0][i][1], LIMIT] for i in range(cute.size(totals[0]))]
         self._wait_for(SCORES_READ)
+        limits = [sRow[first_row + coordinates[0][i][1], LIMIT] for i in range(cute.size(totals[0]))]
         for k in range_constexpr(len(totals)):
             for i in range_constexpr(cute.size(totals[k])):
                 entry, row = coordinates[k][i]
@@ -636,7 +758,7 @@ def _compiled(dtype: torch.dtype, dim: int, group: int, blocks: Blocks, packed: 
         bounds,
         tiles,
         Float32(0.0),
-        *[Int32(0)] * 3,
+        *[Int32(0)] * 4,
     )
 
 
@@ -681,7 +803,8 @@ def token_blocks(
         run = _compiled(q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None, hopper).run
         lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
         scale = config.scale(dim) * LOG2_E
-        run(vectorizable(q), vectorizable(k_cmp), lse_cmp, indices, bounds, tiles, scale, start + rows, start, tile)
+        numbers = start + rows, start, tile, multiprocessors(q.device)
+        run(vectorizable(q), vectorizable(k_cmp), lse_cmp, indices, bounds, tiles, scale, *numbers)
     return indices
 
 

@@ -205,14 +205,18 @@ def token_kernel(group: int) -> Any:
     return kernel
 
 
-def run_cta(kernel: Any, item: int, tensors: list[Memory], tables: list[Memory | None], *numbers: int) -> None:
-    """Args: q, k, lse and indices; bounds and tiles; tokens, first token, T."""
-    tiling, q, k = kernel.tiling, *tensors[:2]
+def run_cta(kernel: Any, place: int, ctas: int, tensors: list[Memory], tables: list[Memory | None], *numbers: int) -> None:
+    """Args: of a CTA and how many there are; q, k, lse and indices; bounds and tiles; tokens, first token, T."""
+    tiling = kernel.tiling
     layout_q = tiling.rows, DIM, tiling.tokens * kernel.group // tiling.rows
     layouts = layout_q, (256, DIM), (tiling.rows, kernel.ratio, 256 // kernel.ratio + 2)
     mma = Mma(tiling.entry_warps, tiling.token_warps)
-    cta = Cta(THREADS, item, -(-q.shape[1] // tiling.tokens) * q.shape[0] * k.shape[2])
+    cta = Cta(THREADS, place, ctas)
     cta.run(kernel.kernel, *tensors, *tables, SCALE * LOG2_E, *numbers, mma, *layouts)
+
+
+def items_of(kernel: Any, q: Memory, k: Memory) -> int:
+    return -(-q.shape[1] // kernel.tiling.tokens) * q.shape[0] * k.shape[2]
 
 
 def normal_tensors(batch: int, group: int, rows: int, entries: int) -> list[np.ndarray[Any, Any]]:
@@ -234,7 +238,7 @@ def test_the_whole_kernel(group: int, tokens: int, items: tuple[int, ...]) -> No
     expected = model.token_blocks(*map(torch.from_numpy, arrays), SMALL, SCALE, tokens=64, entries=256, start=start)
     first = (rows - 1) // kernel.tiling.tokens * kernel.tiling.tokens
     for item in items:
-        run_cta(kernel, item, tensors, [None, None], tokens, start, 0)
+        run_cta(kernel, item, items_of(kernel, *tensors[:2]), tensors, [None, None], tokens, start, 0)
         at = (-1, -1) if item == 0 else (0, 0)
         assert indices[at][first:].tolist() == expected[at][first:].tolist()
     assert (indices[:, :, :first] == -9).all()
@@ -243,7 +247,7 @@ def test_the_whole_kernel(group: int, tokens: int, items: tuple[int, ...]) -> No
 @pytest.mark.slow
 def test_the_whole_kernel_for_documents() -> None:
     """A long document and what follows it: an empty one, a short one, unused rows. Tiles of 64, entries from 128 on."""
-    lengths, tile, used, rows = (300, 0, 60), 64, 6, 8 * 64
+    lengths, tile, rows = (300, 0, 60), 64, 8 * 64
     kernel = token_kernel(1)
     arrays = normal_tensors(1, 1, rows, 512)
     indices = np.full((1, KV_HEADS, rows, SMALL.count), -1)
@@ -260,6 +264,9 @@ def test_the_whole_kernel_for_documents() -> None:
         at = slice(row, row + length)
         own = q[:, at], k[:, entry : entry + length - 1], lse[:, :, at]
         expected[:, :, at] = model.token_blocks(*own, SMALL, SCALE, tokens=64, entries=256)
-    for item in (0, 2 * (8 - used), 2 * (8 - used) + 2):  # unused; the short document's; the long one's last
-        run_cta(kernel, item, tensors, [Memory(bounds), Memory(tiles)], -9, -9, tile)
-    assert indices[0, 1, 256:].tolist() == expected[0, 1, 256:].tolist()
+    # The third of four CTAs: an unused item, the first head's short document, two items of the long one
+    run_cta(kernel, 2, 4, tensors, [Memory(bounds), Memory(tiles)], -9, -9, tile)
+    there = np.full_like(indices, -1)
+    for head, row in ((0, 320), (1, 128), (0, 64)):
+        there[0, head, row : row + tile] = expected[0, head, row : row + tile]
+    assert indices.tolist() == there.tolist()
