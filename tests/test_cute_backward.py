@@ -341,7 +341,8 @@ def test_learned_compression_of_packed_documents(config: NSAConfig) -> None:
             continue
         alone = of(do[None, start:stop], *(x[None, start:stop] for x in qkv))
         for name, whole, part in zip("qkv", got[:3], alone[:3], strict=True):
-            assert_as_alone(whole[None, start:stop], part, f"{name}, {stop - start} long")
+            # k and v have a gradient of attention, one through the pools, and autograd's sum of both
+            assert_as_alone(whole[None, start:stop], part, f"{name}, {stop - start} long", roundings=3)
         for total, part in zip(sums, alone[3:], strict=True):
             total += part
     for whole, total in zip(got[3:], sums, strict=True):
