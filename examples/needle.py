@@ -115,7 +115,7 @@ SIZES: dict[str, dict[str, int]] = {
         "q_tile": 1,
         "eval_every": 100,
         "eval_windows": 64,
-        "needles": 256,
+        "needles": 64,
         "questions": 32,
     },
 }
