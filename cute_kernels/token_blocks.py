@@ -20,8 +20,9 @@ On Hopper the products are those of WGMMA, of 64 entries with up to 64 queries o
 warpgroup has two in flight and adds up one while the next is computed. Elsewhere mma.sync, a head at a time, and the
 next head's products under way while the probabilities of one add up.
 
-Packed documents: tokens and entries lie aligned (documents.py), T a multiple of `tokens`, so that a CTA has tokens of
-one document; entries and blocks count from its beginning. Rows behind a document's end choose nothing.
+Packed documents: tokens and entries lie aligned (documents.py), T a multiple of `tokens`, so that a turn has tokens of
+one document; entries and blocks count from its beginning. Rows behind a document's end choose nothing, and turns that
+have no others are skipped.
 
 Near ties: scores are fp32 sums in a fixed order, the same bits in every run. They are off by at most a fraction
 
@@ -32,8 +33,8 @@ where scores differ by less than twice that.
 
 Floor: 2 D FLOPs and one exponential for each visible (query, entry). 64K tokens, 64 heads of 128, d = 16: 2.2 TFLOP,
 2.7 ms at 800 TFLOP/s (WGMMA; mma.sync 3.7 ms at 600), and 8.6e9 exponentials, 2.3 ms at 16 a cycle and SM, at the same
-time. With few heads a group the lists cost as much: two thirds of the instructions with 4. Keys are read again by every
-CTA, from L2: 4.3 GB there with 32 tokens. Only the indices are written. Seen on three H200s: 5.1 to 5.3 ms, where 3.5
+time. With few heads a group the lists cost as much: two thirds of the instructions with 4. Keys are read again in every
+turn, from L2: 4.3 GB there with 32 tokens. Only the indices are written. Seen on three H200s: 5.1 to 5.3 ms, where 3.5
 were expected; 5.4 ms once for 32 heads over 8, where 3 were.
 
 Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= ENTRIES; causal; shared memory for k.
@@ -60,14 +61,15 @@ from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.warp import LANES, LOG2_E
 
 WARPS = 8
-"""That multiply; as many more load keys and keep the lists."""
+"""That multiply; as many more load, and keep the lists."""
 
 HALF = WARPS * LANES
 THREADS = 2 * HALF
 MATH_REGISTERS, LIST_REGISTERS = 200, 56
 KEYS_READ, SCORES_READY, KEYS_READY, SCORES_READ, QUERIES_READY = 1, 2, 3, 5, 7
 """Barriers: in the first two all that multiply arrive, and who keeps the lists waits; in the others the other way
-around, and one for each four warps, which then need not wait for each other."""
+around, and one for each four warps, which then need not wait for each other. Once in a step, KEYS_READY stands for the
+keys and the queries of the first part, QUERIES_READY for those of the other parts where there are any."""
 
 FOUR_WARPS = 4 * LANES
 
@@ -275,7 +277,10 @@ class TokenBlocks:
 
     @cute.jit
     def _place(self, turn: Int32) -> Int32:
-        """Of a turn's item, the longest first; back and forth, so that no CTA always has the longer ones."""
+        """A turn's place in the order of items, the last tokens first.
+
+        Back and forth, so that no CTA always has the longer ones of a sequence.
+        """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         return turn * ctas + (cta if turn % 2 == 0 else ctas - 1 - cta)
@@ -292,8 +297,12 @@ class TokenBlocks:
         first_token: Int32,
         tile: Int32,
     ) -> tuple[Int32, ...]:
-        """Sequence, key/value head, first row, its token, and how many rows are tokens (none if <= 0); of the document
-        the tokens, entries and first entry; and the steps, at least one."""
+        """What a turn is about.
+
+        Returns:
+            Sequence, key/value head, first row, that row's token, and how many rows are tokens, none if not positive;
+            of the document the tokens, the entries, and the first entry; steps, at least one.
+        """
         item = self._items(mQ, mK) - 1 - self._place(turn)
         kv_heads, entries, first_entry = mK.shape[2], mK.shape[1], Int32(0)
         kv_head, batch = item % kv_heads, item // kv_heads % mK.shape[0]
@@ -325,14 +334,12 @@ class TokenBlocks:
         """The first turn from `turn` on that has tokens; -1 if none has."""
         items = self._items(mQ, mK)
         if const_expr(mTiles is not None):
-            searching = turn >= 0
+            searching = self._place(turn) < items
             while searching:
-                if self._place(turn) >= items:
-                    searching = False
-                elif self._item(turn, mQ, mK, mBounds, mTiles, tokens, first_token, tile)[4] > 0:
-                    searching = False
-                else:
+                searching = self._item(turn, mQ, mK, mBounds, mTiles, tokens, first_token, tile)[4] <= 0
+                if searching:
                     turn += 1
+                    searching = self._place(turn) < items
         return turn if self._place(turn) < items else Int32(-1)
 
     # Lists
@@ -375,12 +382,12 @@ class TokenBlocks:
             following_item = self._item(cutlass.max(following, 0), *task)
             for step in cutlass.range(steps, unroll=1):
                 last_step = step + 1 == steps
-                comes = (not last_step) | (following >= 0)  # another step
                 changes = last_step & (following >= 0)
+                first_block = step * self.per_step
                 cute.arch.barrier(barrier_id=KEYS_READ, number_of_threads=THREADS)
                 if changes:
                     self._load_keys(mK, sK, Int32(0), *following_item)
-                elif comes:
+                elif not last_step:
                     self._load_keys(mK, sK, step + 1, *item)
                 cute.arch.cp_async_commit_group()
                 for part in cutlass.range(parts, unroll=1):
@@ -390,12 +397,13 @@ class TokenBlocks:
                     if changes:  # nobody needs this part's queries any more
                         self._load_queries(mQ, mLse, sQ, sLse, part, *following_item)
                         cute.arch.cp_async_commit_group()
-                    # What the other half waits for comes before merging wherever it can
-                    if comes | (part + 1 < parts):
-                        if const_expr(parts > 1):
-                            self._allow(SCORES_READ)
-                        elif not changes:
-                            self._allow(SCORES_READ)
+                    # What the other half waits for comes before merging wherever it can. What the next turn's rows see
+                    # must be there before their scores: with one part it is not yet
+                    free = (not last_step) | (part + 1 < parts)
+                    if const_expr(parts > 1):
+                        free = free | changes
+                    if free:
+                        self._allow(SCORES_READ)
                     if (part == 0) & (not last_step):
                         self._copies_arrive()
                         self._allow(KEYS_READY)
@@ -404,9 +412,8 @@ class TokenBlocks:
                     for i in range_constexpr(each):
                         row = part * self.tiling.rows + i * WARPS + warp_index
                         if row < num_rows:
-                            first_block = step * self.per_step
                             self._merge(rScore[i], sBest[row, None], sIndex[row, None], sRow[row, None], first_block)
-                    if changes:
+                    if changes:  # its queries had the time of merging to arrive
                         if part == 0:
                             self._copies_arrive()
                             self._allow(KEYS_READY)
@@ -469,9 +476,10 @@ class TokenBlocks:
         if row < num_rows:
             for head in cutlass.range(place // rows, self.group, HALF // vectors // rows, unroll=4):
                 to = (part * self.group + head) * rows + token
+                gQ = mQ[batch, first_row + row, kv_head * self.group + head, None]
                 cute.copy(
                     copy,
-                    cute.local_tile(mQ[batch, first_row + row, kv_head * self.group + head, None], (VECTOR,), (vector,)),
+                    cute.local_tile(gQ, (VECTOR,), (vector,)),
                     cute.local_tile(sQ[to % self.columns, None, to // self.columns], (VECTOR,), (vector,)),
                 )
         for i in cutlass.range(thread, rows * self.group, HALF):
@@ -520,7 +528,7 @@ class TokenBlocks:
         scale: Float32,
         *task: Any,
     ):
-        """All parts of all steps. A warp multiplies for the next head, be it another part's, while it adds up one."""
+        """All turns. A warp multiplies for the next head of a step, be it another part's, while it adds up one."""
         thread, _, _ = cute.arch.thread_idx()
         parts = const_expr(self.tiling.tokens // self.tiling.rows)
         thr_mma = tiled_mma.get_slice(thread)
@@ -563,8 +571,9 @@ class TokenBlocks:
                         for i in range_constexpr(cute.size(acc)):
                             next_acc[i] = acc[i]
                     if part + 1 < parts:
-                        if part == 0:
-                            self._wait_for(QUERIES_READY)
+                        if const_expr(parts > 1):
+                            if part == 0:
+                                self._wait_for(QUERIES_READY)
                         self._multiply(*multiply, first_head + self.group, acc)
                     self._add_probabilities(
                         next_acc, total, self._lse(coordinates, head_lse[None, self.group - 1]), scale

@@ -205,7 +205,9 @@ def token_kernel(group: int) -> Any:
     return kernel
 
 
-def run_cta(kernel: Any, place: int, ctas: int, tensors: list[Memory], tables: list[Memory | None], *numbers: int) -> None:
+def run_cta(
+    kernel: Any, place: int, ctas: int, tensors: list[Memory], tables: list[Memory | None], *numbers: int
+) -> None:
     """Args: of a CTA and how many there are; q, k, lse and indices; bounds and tiles; tokens, first token, T."""
     tiling = kernel.tiling
     layout_q = tiling.rows, DIM, tiling.tokens * kernel.group // tiling.rows

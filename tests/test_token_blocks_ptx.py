@@ -44,7 +44,8 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
             assert tiling is not None
             items = -(-q.shape[1] // tiling.tokens) * k.shape[2] * q.shape[0]
             tensors = [y for y in (q, k, lse, indices, *x) if isinstance(y, Tensor)]
-            program(real, *how[:-1], instruction == "wgmma").run(given, (min(items, ctas), 1, 1), tensors, copies == "late")
+            grid = min(items, ctas), 1, 1
+            program(real, *how[:-1], instruction == "wgmma").run(given, grid, tensors, copies == "late")
 
         return Twin(run)
 
