@@ -276,15 +276,18 @@ class _NamedBarrier:
     """Threads arrive, and some of them wait until as many have arrived as were expected."""
 
     def __init__(self) -> None:
-        self.arrived, self.phase, self.broken = 0, 0, False
+        self.arrived: set[int] = set()
+        self.phase, self.broken = 0, False
         self.condition = threading.Condition()
 
     def arrive(self, expected: int, *, wait: bool) -> None:
         with self.condition:
             phase = self.phase
-            self.arrived += 1
-            if self.arrived == expected:
-                self.arrived, self.phase = 0, phase + 1
+            assert HERE.thread not in self.arrived, "a thread arrives twice before all have"
+            self.arrived.add(HERE.thread)
+            if len(self.arrived) == expected:
+                self.arrived.clear()
+                self.phase = phase + 1
                 self.condition.notify_all()
             elif wait:
                 self.condition.wait_for(lambda: self.phase > phase or self.broken)
