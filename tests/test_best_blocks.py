@@ -248,27 +248,34 @@ def test_the_whole_kernel(group: int, tokens: int, items: tuple[int, ...]) -> No
 
 @pytest.mark.slow
 def test_the_whole_kernel_for_documents() -> None:
-    """A long document and what follows it: an empty one, a short one, unused rows. Tiles of 64, entries from 128 on."""
-    lengths, tile, rows = (300, 0, 60), 64, 8 * 64
+    """Four of them, one empty, and unused rows. Tiles of 128, so that the second half of most is no token's."""
+    lengths, tile, rows = (60, 0, 150, 30), 128, 5 * 128
     kernel = token_kernel(1)
     arrays = normal_tensors(1, 1, rows, 512)
     indices = np.full((1, KV_HEADS, rows, SMALL.count), -1)
-    firsts = {TOKEN: (0, 300, 300, 360), TILE: (0, 5, 5, 6), ROW: (0, 320, 320, 384), ENTRY: (0, 384, 384, 512)}
-    bounds = np.full((6, 4), -9)
+    firsts = {
+        TOKEN: (0, 60, 60, 210, 240),
+        TILE: (0, 1, 1, 3, 4),
+        ROW: (0, 128, 128, 384, 512),
+        ENTRY: (0, 128, 128, 384, 512),
+    }
+    bounds = np.full((6, 5), -9)
     for name, numbers in {**firsts, LENGTH: (*lengths, 0)}.items():
         bounds[name] = numbers
     tiles = np.full((2, rows // tile), -9)
-    tiles[DOCUMENT] = [0] * 5 + [2] + [-1] * 2
+    tiles[DOCUMENT] = [0, 2, 2, 3, -1]
     tensors = [*(Memory(x.astype(np.float32)) for x in arrays), Memory(indices)]
+    tables: list[Memory | None] = [Memory(bounds), Memory(tiles)]
+    # The third of ten CTAs: an unused item, and one behind a document
+    run_cta(kernel, 2, 10, tensors, tables, -9, -9, tile)
+    assert (indices == -1).all()
+    # The second of four: an unused item, the last document, one behind the long one, its first tokens, one behind a
+    # document again
+    run_cta(kernel, 1, 4, tensors, tables, -9, -9, tile)
     expected = np.full_like(indices, -1)
     q, k, lse = map(torch.from_numpy, arrays)
-    for row, entry, length in ((0, 0, 300), (320, 384, 60)):
+    for row, entry, length in ((128, 128, 64), (384, 384, 30)):
         at = slice(row, row + length)
         own = q[:, at], k[:, entry : entry + length - 1], lse[:, :, at]
-        expected[:, :, at] = model.token_blocks(*own, SMALL, SCALE, tokens=64, entries=256)
-    # The third of four CTAs: an unused item, the first head's short document, two items of the long one
-    run_cta(kernel, 2, 4, tensors, [Memory(bounds), Memory(tiles)], -9, -9, tile)
-    there = np.full_like(indices, -1)
-    for head, row in ((0, 320), (1, 128), (0, 64)):
-        there[0, head, row : row + tile] = expected[0, head, row : row + tile]
-    assert indices.tolist() == there.tolist()
+        expected[0, 1, at] = model.token_blocks(*own, SMALL, SCALE, tokens=64, entries=256)[0, 1]
+    assert indices.tolist() == expected.tolist()
