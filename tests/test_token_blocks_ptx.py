@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig, reference
+from cute_kernels.documents import DOCUMENT, ENTRY, ROW, TILE, UNIT
+from cute_kernels.token_blocks import choose_tiling
+from nsa import NSAConfig
 from nsa.tensors import NSAInputs
 from tests.helpers import make_qkv
-from tests.test_token_blocks import check_chosen
+from tests.test_token_blocks import blocks_of, check_chosen, compressed
 from tests.test_token_selected_ptx import argument, program
-from tests.token_selected_twins import Twin
+from tests.token_selected_twins import Twin, add_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -27,7 +30,7 @@ CONFIG = NSAConfig.paper(
 
 @pytest.fixture(params=["mma.sync, early", "wgmma, late", "wgmma, early"])
 def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tensor]:
-    """token_blocks interpreted. Parameter: what multiplies, and when copies arrive."""
+    """token_blocks interpreted, by at most `ctas` CTAs. Parameter: what multiplies, and when copies arrive."""
     instruction, _, copies = request.param.partition(", ")
     from cute_kernels import jit, token_blocks
 
@@ -49,30 +52,84 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
 
         return Twin(run)
 
+    def by_ctas(*arguments: Any, ctas: int, **keywords: Any) -> Tensor:
+        monkeypatch.setattr(token_blocks, "multiprocessors", lambda _: ctas)
+        return token_blocks.token_blocks(*arguments, **keywords)
+
     monkeypatch.setattr(token_blocks, "_compiled", compiled)
-    return token_blocks.token_blocks
+    return by_ctas
+
+
+class Case(NamedTuple):
+    group: int
+    dim: int
+    tokens: int
+    start: int
+    batch: int = 1
+    kv_heads: int = 1
+    ctas: int = 1
+    dtype: torch.dtype = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "tokens", "start", "dtype"),
+    "case",
     [
-        (1, 64, 70, 0, torch.bfloat16),
-        (2, 64, 60, 700, torch.bfloat16),
-        (3, 128, 40, 300, torch.float16),
-        (16, 128, 40, 280, torch.bfloat16),
-        (64, 128, 37, 300, torch.bfloat16),
+        # Tiles of 64 tokens in 4 parts: turns of two steps, then of one, with other heads and sequences; many steps
+        Case(1, 64, 70, 186, batch=2, kv_heads=2, ctas=3),
+        Case(2, 64, 60, 700),
+        Case(3, 128, 40, 300, dtype=torch.float16),
+        # Of 32 in 2 parts, of 16 and of 8 in one: turns of two steps, the last one at times of one
+        Case(16, 128, 40, 280),
+        Case(32, 128, 20, 236),
+        Case(64, 128, 17, 243),
+    ],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_interpreted(choose: Callable[..., Tensor], case: Case) -> None:
+    """Few and many steps, parts, turns and CTAs, an odd and an even number of heads, every tiling."""
+    group, dim, tokens, start, batch, kv_heads, ctas, dtype = case
+    qkv = make_qkv(start + tokens, group * kv_heads, kv_heads, dim, batch=batch, dtype=dtype)
+    inputs = NSAInputs(*qkv)
+    k_cmp, lse, expected = compressed(inputs, CONFIG)
+    rows = slice(start, None)
+    got = choose(inputs.q[:, rows], k_cmp, lse[:, :, rows].float(), CONFIG, start=start, ctas=ctas)
+    full = torch.cat([expected[:, :, :start].int(), got], 2)
+    assert check_chosen(full, expected, inputs, CONFIG, k_cmp, lse) <= 0.05 * got[..., 0].numel()
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "lengths", "ctas"),
+    [
+        (1, 64, (20, 20, 266), 3),  # turns are skipped before, between and behind others
+        (32, 128, (5, 5, 42), 6),  # and two CTAs have no others
     ],
 )
-def test_interpreted(
-    choose: Callable[..., Tensor], group: int, dim: int, tokens: int, start: int, dtype: torch.dtype
+def test_interpreted_documents(
+    choose: Callable[..., Tensor], group: int, dim: int, lengths: tuple[int, ...], ctas: int
 ) -> None:
-    """Few and many steps and parts, an odd and an even number of heads, every tiling."""
-    inputs = NSAInputs(*make_qkv(start + tokens, group, 1, dim, dtype=dtype))
-    k_cmp = reference.pooled(inputs, CONFIG)[0].k_cmp
-    assert k_cmp is not None
-    exact = NSAInputs(*(x.double() for x in (inputs.q, inputs.k, inputs.v)), k_cmp=k_cmp.double(), v_cmp=k_cmp.double())
-    _, aux = reference.nsa(exact, CONFIG)
-    rows = slice(start, start + tokens)
-    got = choose(inputs.q[:, rows], k_cmp, aux.lse_cmp[:, :, rows].float(), CONFIG, start=start)
-    full = torch.cat([aux.indices[:, :, :start].int(), got], 2)
-    assert check_chosen(full, aux.indices, inputs, CONFIG, k_cmp, aux.lse_cmp) <= 0.05 * tokens
+    """Each as if it were alone. The second half of its last tile is no token's; nor is the last tile of all."""
+    tiling = choose_tiling(dim, group, blocks_of(CONFIG))
+    assert tiling is not None
+    tile = 2 * tiling.tokens
+    bounds = torch.empty((6, len(lengths) + 1), dtype=torch.int32)
+    add_up(tile, torch.tensor([0, *lengths]).cumsum(0), bounds)
+    bounds[ENTRY] = torch.tensor([0, *(-(-CONFIG.num_compressed(n) // UNIT) * UNIT for n in lengths)]).cumsum(0)
+    tiles = torch.full((2, int(bounds[TILE, -1]) + 1), -1, dtype=torch.int32)
+    q = torch.empty((1, tiles.shape[1] * tile, group, dim), dtype=torch.bfloat16)
+    k_cmp, lse = q.new_empty((1, int(bounds[ENTRY, -1]), 1, dim)), torch.empty((1, group, q.shape[1]))
+    alone = []
+    for i, n in enumerate(lengths):
+        inputs = NSAInputs(*make_qkv(n, group, 1, dim, dtype=torch.bfloat16, seed=i))
+        own_k_cmp, own_lse, expected = compressed(inputs, CONFIG)
+        tiles[DOCUMENT, bounds[TILE, i] : bounds[TILE, i + 1]] = i
+        row, entry = (int(bounds[name, i]) for name in (ROW, ENTRY))
+        q[:, row : row + n], lse[:, :, row : row + n] = inputs.q, own_lse
+        k_cmp[:, entry : entry + own_k_cmp.shape[1]] = own_k_cmp
+        alone.append((slice(row, row + n), expected, inputs, own_k_cmp, own_lse))
+    documents = SimpleNamespace(bounds=bounds, tiles=tiles, tile=tile)
+    got = choose(q, k_cmp, lse, CONFIG, documents=documents, ctas=ctas)
+    for rows, expected, inputs, own_k_cmp, own_lse in alone:
+        different = check_chosen(got[:, :, rows], expected, inputs, CONFIG, own_k_cmp, own_lse)
+        assert different <= 0.05 * expected[..., 0].numel()
+        got[:, :, rows] = -1
+    assert bool((got == -1).all())
