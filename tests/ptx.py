@@ -2,12 +2,13 @@
 
     one CTA after the other; of its threads, in NumPy, those with the lowest program counter run together
 
-Threads that diverge so meet again as on a GPU, and wait for each other at barriers. cp.async arrives as late as it may,
-when its group is waited for, and WGMMA reads at once; or cp.async arrives at once, and WGMMA reads as late as it may
-(`late=False`): a kernel must bear both. Sums of WGMMA are NaN until they are waited for. Found are: accesses outside of
-the tensors that a kernel was given, misaligned ones, two lanes that write one address together, shuffles from lanes
-that do not take part, and reads of memory that nobody wrote, by the NaN that `torch.empty` holds in tests. Not found:
-races of warps, which run in step here, missing fences, and what ptxas makes of all this.
+Threads that diverge so meet again as on a GPU, and wait for each other at barriers. Where warps have different parts,
+some may go ahead of all others as far as barriers let them (`ahead`). cp.async arrives as late as it may, when its
+group is waited for, and WGMMA reads at once; or cp.async arrives at once, and WGMMA reads as late as it may
+(`late=False`): a kernel must bear all of these. Sums of WGMMA are NaN until they are waited for. Found are: accesses
+outside of the tensors that a kernel was given, misaligned ones, two lanes that write one address together, shuffles
+from lanes that do not take part, and reads of memory that nobody wrote, by the NaN that `torch.empty` holds in tests.
+Not found: races of warps but for what `ahead` shows, missing fences, and what ptxas makes of all this.
 
 WGMMA takes 16-bit operands, the left one from registers or shared memory, with a swizzle of 128 bytes there.
 
@@ -192,15 +193,16 @@ class Program:
         grid: tuple[int, int, int],
         tensors: Sequence[Tensor | None],
         late: bool = True,
+        ahead: slice = slice(0),
     ) -> None:
-        """Args: of the kernel, as bytes; every tensor that it may read or write; whether copies arrive late."""
+        """Args: of the kernel, as bytes; every tensor it may read or write; when copies arrive; who goes ahead."""
         memory = {x.data_ptr(): x.untyped_storage() for x in tensors if x is not None and x.numel() > 0}
         storages = [
             Storage(s.data_ptr(), np.ctypeslib.as_array((ctypes.c_uint8 * s.nbytes()).from_address(s.data_ptr())))
             for s in memory.values()
         ]
         for place in np.ndindex(*grid[::-1]):
-            Cta(self, dict(zip(self.parameters, arguments, strict=True)), place[::-1], grid, storages, late).run()
+            Cta(self, dict(zip(self.parameters, arguments, strict=True)), place[::-1], grid, storages, late).run(ahead)
 
 
 class Cta:
@@ -227,12 +229,15 @@ class Cta:
         self.copies = [Queue() for _ in range(self.count)]
         self.warpgroups = [Warpgroup(number) for number in range(self.count // GROUP)]
 
-    def run(self) -> None:
+    def run(self, ahead: slice) -> None:
         counter, waiting = np.zeros(self.count, np.int64), np.zeros(self.count, np.bool_)
         barrier = np.zeros(self.count, np.int64)  # that a thread waits for
         arrived: dict[int, int] = {}
         while True:
-            at = int(np.where(waiting, DONE, counter).min())
+            ready = np.where(waiting, DONE, counter)
+            at = int(ready[ahead].min(initial=DONE))
+            if at == DONE:
+                at = int(ready.min())
             if at == DONE:
                 if not waiting.any():
                     return
