@@ -119,7 +119,7 @@ SIZES: dict[str, dict[str, int]] = {
         "questions": 32,
     },
 }
-"""What depends on the device: on two CPU cores some minutes for NSA, less for the others; on an H200 about four for each."""
+"""What depends on the device: on two CPU cores some minutes for NSA, less for the others; on an H200 four for each."""
 DEFAULTS = {
     "paper": SIZES,
     "seed": {"cpu": {**SIZES["cpu"], "q_tile": 16}, "cuda": {**SIZES["cuda"], "q_tile": 128}},
