@@ -149,7 +149,7 @@ class Inputs:
         assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
 
     def check_gated(self, gates: str) -> None:
-        """out that the selected branch writes: bitwise what gating its o writes. Args: `gates`, of GATES."""
+        """What the selected branch writes beside lse: bitwise what gating its o gives. Args: `gates`, of GATES."""
         from cute_kernels.gate import Gating, gated_sum
 
         generator = torch.Generator().manual_seed(2)
@@ -165,12 +165,20 @@ class Inputs:
         weight = normal(heads, 3, dim) if gates.startswith("projected") else None
         given = normal(batch, tokens, heads, 4)[..., 1:] if gates.startswith("given") else None
         o, lse = self.forward()
-        gated_sum(o_cmp, o, o_win, kept[:, 1:-1], q=self.q, gate_proj_weight=weight, gates=given)
-        got, got_lse = self.forward(gating=Gating(o_cmp, o_win, out, weight, given))
-        assert got is out
-        assert out.isfinite().all()
-        assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
-        assert torch.equal(got_lse, lse)
+        used = gated_sum(o_cmp, o, o_win, kept[:, 1:-1], q=self.q, gate_proj_weight=weight, gates=given)
+        for keeps in (False, True):
+            around.fill_(math.nan)
+            o_slc, gates_used = (torch.full_like(o, math.nan) if keeps else None), given
+            if weight is not None:
+                gates_used = torch.full_like(used, math.nan) if keeps else None
+            got, got_lse = self.forward(gating=Gating(o_cmp, o_win, out, weight, gates_used, o_slc))
+            assert out.isfinite().all()
+            assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
+            assert torch.equal(got_lse, lse)
+            assert got is (o_slc if keeps else out)
+            if keeps:
+                assert torch.equal(got, o)
+                assert weight is None or torch.equal(gates_used, used)
 
     def attend_forced(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Of some rows, o and lse of the forced blocks alone; NaN where nothing was written."""
