@@ -42,6 +42,7 @@ Limits: D 64 or 128; G at most MAX_GROUP; d divides l and l'; l'/d + l/d - 1 <= 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import cutlass
@@ -301,7 +302,7 @@ class TokenBlocks:
 
         Returns:
             Sequence, key/value head, first row, that row's token, and how many rows are tokens, none if not positive;
-            of the document the tokens, the entries, and the first entry; steps, at least one.
+            of the document the tokens, the entries, and the first entry; entries that tokens see; steps, at least one.
         """
         item = self._items(mQ, mK) - 1 - self._place(turn)
         kv_heads, entries, first_entry = mK.shape[2], mK.shape[1], Int32(0)
@@ -317,7 +318,7 @@ class TokenBlocks:
         num_rows = cutlass.min(num_rows, tokens - first_token)
         visible = self.keys.visible(first_token + num_rows - 1, entries)  # of the last token, which sees the most
         steps = cutlass.max(cute.ceil_div(self.blocks.scored(visible), self.per_step), 1)
-        return batch, kv_head, first_row, first_token, num_rows, tokens, entries, first_entry, steps
+        return batch, kv_head, first_row, first_token, num_rows, tokens, entries, first_entry, visible, steps
 
     @cute.jit
     def _seek(
@@ -341,6 +342,10 @@ class TokenBlocks:
                     turn += 1
                     searching = self._place(turn) < items
         return turn if self._place(turn) < items else Int32(-1)
+
+    def _first_entry(self, step: Int32) -> Int32:
+        """Of a step; the first step's may be before all entries."""
+        return step * self.per_step * self.ratio - self.before
 
     # Lists
 
@@ -377,7 +382,7 @@ class TokenBlocks:
                 self._allow(QUERIES_READY)
             self._allow(SCORES_READ)
         while turn >= 0:
-            batch, kv_head, first_row, _, num_rows, _, _, _, steps = item
+            batch, kv_head, first_row, _, num_rows, *_, steps = item
             following = self._seek(turn + 1, *task)
             following_item = self._item(cutlass.max(following, 0), *task)
             for step in cutlass.range(steps, unroll=1):
@@ -391,12 +396,12 @@ class TokenBlocks:
                     self._load_keys(mK, sK, step + 1, *item)
                 cute.arch.cp_async_commit_group()
                 for part in cutlass.range(parts, unroll=1):
+                    if (part == 0) & (not last_step):
+                        self._copies_arrive()
+                        self._allow(KEYS_READY)
                     cute.arch.barrier(barrier_id=SCORES_READY, number_of_threads=THREADS)
                     for i in range_constexpr(each):
                         self._pool(sScore[i * WARPS + warp_index, None, None], rScore[i])
-                    if changes:  # nobody needs this part's queries any more
-                        self._load_queries(mQ, mLse, sQ, sLse, part, *following_item)
-                        cute.arch.cp_async_commit_group()
                     # What the other half waits for comes before merging wherever it can. What the next turn's rows see
                     # must be there before their scores: with one part it is not yet
                     free = (not last_step) | (part + 1 < parts)
@@ -404,11 +409,12 @@ class TokenBlocks:
                         free = free | changes
                     if free:
                         self._allow(SCORES_READ)
-                    if (part == 0) & (not last_step):
-                        self._copies_arrive()
-                        self._allow(KEYS_READY)
-                        if const_expr(parts > 1):
+                    if const_expr(parts > 1):
+                        if (part == 0) & (not last_step):
                             self._allow(QUERIES_READY)
+                    if changes:  # nobody needs this part's queries any more
+                        self._load_queries(mQ, mLse, sQ, sLse, part, *following_item)
+                        cute.arch.cp_async_commit_group()
                     for i in range_constexpr(each):
                         row = part * self.tiling.rows + i * WARPS + warp_index
                         if row < num_rows:
@@ -440,7 +446,7 @@ class TokenBlocks:
         *item: Int32,
     ):
         """What this warp's tokens of a part see and must choose."""
-        _, _, _, first_token, _, tokens, entries, _, _ = item
+        _, _, _, first_token, _, tokens, entries, *_ = item
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPS
         cute.arch.sync_warp()
         for i in range_constexpr(self.tiling.rows // WARPS):
@@ -465,7 +471,7 @@ class TokenBlocks:
         self, mQ: cute.Tensor, mLse: cute.Tensor, sQ: cute.Tensor, sLse: cute.Tensor, part: Int32, *item: Int32
     ):
         """One part's, and -lse in units of log 2."""
-        batch, kv_head, first_row, _, num_rows, _, _, _, _ = item
+        batch, kv_head, first_row, _, num_rows, *_ = item
         thread, _, _ = cute.arch.thread_idx()
         thread -= HALF
         vectors, rows = self.dim // VECTOR, self.tiling.rows
@@ -490,12 +496,12 @@ class TokenBlocks:
 
     @cute.jit
     def _load_keys(self, mK: cute.Tensor, sK: cute.Tensor, step: Int32, *item: Int32):
-        batch, kv_head, _, _, _, _, entries, first_entry, _ = item
+        batch, kv_head, _, _, _, _, entries, first_entry, *_ = item
         thread, _, _ = cute.arch.thread_idx()
         thread -= HALF
         vectors = self.dim // VECTOR
         vector, place = thread % vectors, thread // vectors
-        first = step * self.per_step * self.ratio - self.before + place
+        first = self._first_entry(step) + place
         gK = cute.domain_offset((0, first_entry, 0, 0), mK)[batch, None, kv_head, None]
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
         for i in range_constexpr(ENTRIES * vectors // HALF):
@@ -545,7 +551,7 @@ class TokenBlocks:
 
         turn = self._seek(Int32(0), *task)
         while turn >= 0:
-            steps = self._item(turn, *task)[-1]
+            following, steps = self._seek(turn + 1, *task), self._item(turn, *task)[-1]
             for step in cutlass.range(steps, unroll=1):
                 self._wait_for(KEYS_READY)
                 cute.copy(copy_k, tSsK, tSrK_copy)
@@ -579,7 +585,7 @@ class TokenBlocks:
                         next_acc, total, self._lse(coordinates, head_lse[None, self.group - 1]), scale
                     )
                     self._store_scores((total,), sScore, (coordinates,), sRow, step, part)
-            turn = self._seek(turn + 1, *task)
+            turn = following
 
     @cute.jit
     def _allow(self, barrier: cutlass.Constexpr[int]):
@@ -637,52 +643,79 @@ class TokenBlocks:
         scale: Float32,
         *task: Any,
     ):
-        """The same with WGMMA. A warpgroup multiplies one half of its keys while it adds up the other half."""
+        """The same with WGMMA. A warpgroup multiplies one half of its keys while it adds up the other half.
+
+        In a turn's last step the first half alone, if no token sees the second one.
+        """
         thread, _, _ = cute.arch.thread_idx()
-        rows = const_expr(self.tiling.rows)
-        parts, sets = const_expr(self.tiling.tokens // rows), const_expr(self.group // self.heads)
+        halves = const_expr(ENTRIES // 2 // UNIT)
         thr_mma = tiled_mma.get_slice(thread)
         load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy_k = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread)
-        tSsK = copy_k.partition_S(sK)
-        halves = range(ENTRIES // 2 // UNIT)
-        tSrK = [thr_mma.make_fragment_A(thr_mma.partition_shape_A((2 * UNIT, self.dim))) for _ in halves]
+        tSrK = [thr_mma.make_fragment_A(thr_mma.partition_shape_A((2 * UNIT, self.dim))) for _ in range(halves)]
         tSrQ = thr_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(sQ))
+        acc = [cute.make_rmem_tensor(thr_mma.partition_shape_C((2 * UNIT, self.columns)), Float32) for _ in range(2)]
+        total = [cute.make_rmem_tensor(cute.size(acc[0]) // self.heads, Float32) for _ in range(halves)]
         coordinates = thr_mma.partition_C(cute.make_identity_tensor((ENTRIES, self.columns)))
-        acc = [cute.make_rmem_tensor(thr_mma.partition_shape_C((2 * UNIT, self.columns)), Float32) for _ in halves]
-        total = [cute.make_rmem_tensor(cute.size(acc[half]) // self.heads, Float32) for half in halves]
         first_head = cute.make_layout(cute.size(total[0]))
-        coordinates = [cute.composition(coordinates[None, half, 0], first_head) for half in halves]
+        coordinates = [cute.composition(coordinates[None, half, 0], first_head) for half in range(halves)]
+        step_of = tiled_mma, copy_k, copy_k.partition_S(sK), (*tSrK,), tSrQ, (*acc,), (*total,), (*coordinates,)
 
         turn = self._seek(Int32(0), *task)
         while turn >= 0:
-            steps = self._item(turn, *task)[-1]
+            following = self._seek(turn + 1, *task)
+            *_, visible, steps = self._item(turn, *task)
             for step in cutlass.range(steps, unroll=1):
-                self._wait_for(KEYS_READY)
-                for half in range_constexpr(2):
-                    cute.copy(copy_k, tSsK[None, half, None], copy_k.retile(tSrK[half])[None, 0, None])
-                cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
-                self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0])
-                for part in range_constexpr(parts):
-                    for half in range_constexpr(2):
-                        total[half].fill(0.0)
-                    for i in range_constexpr(sets):
-                        set_lse = cute.domain_offset((part * rows, i * self.heads), sLse)
-                        at = part * sets + i
-                        self._start(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at])
-                        lse = [self._lse(coordinates[0], set_lse[None, head]) for head in range(self.heads)]
-                        warpgroup.wait_group(1)
-                        self._add_heads(acc[0], total[0], lse, scale)
-                        if const_expr(at + 1 < parts * sets):
-                            if const_expr(at + 1 == sets):
-                                self._wait_for(QUERIES_READY)
-                            self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1])
-                            warpgroup.wait_group(1)
-                        else:
-                            warpgroup.wait_group(0)
-                        self._add_heads(acc[1], total[1], lse, scale)
-                    self._store_scores((*total,), sScore, (*coordinates,), sRow, step, Int32(part))
-            turn = self._seek(turn + 1, *task)
+                if visible <= self._first_entry(step) + 2 * UNIT:
+                    self._step(1, *step_of, sLse, sScore, sRow, scale, step)
+                else:
+                    self._step(halves, *step_of, sLse, sScore, sRow, scale, step)
+            turn = following
+
+    @cute.jit
+    def _step(
+        self,
+        halves: cutlass.Constexpr[int],  # of the keys, that are multiplied
+        tiled_mma: cute.TiledMma,
+        copy_k: Any,
+        tSsK: cute.Tensor,
+        tSrK: tuple[cute.Tensor, ...],
+        tSrQ: cute.Tensor,
+        acc: tuple[cute.Tensor, ...],
+        total: tuple[cute.Tensor, ...],
+        coordinates: tuple[cute.Tensor, ...],
+        sLse: cute.Tensor,
+        sScore: cute.Tensor,
+        sRow: cute.Tensor,
+        scale: Float32,
+        step: Int32,
+    ):
+        """Products of half a set of keys with a set of heads after the other, the next one under way."""
+        rows, sets = const_expr(self.tiling.rows), const_expr(self.group // self.heads)
+        parts = const_expr(self.tiling.tokens // rows)
+        products = list(itertools.product(range(parts), range(sets), range(halves)))
+        self._wait_for(KEYS_READY)
+        for half in range_constexpr(halves):
+            cute.copy(copy_k, tSsK[None, half, None], copy_k.retile(tSrK[half])[None, 0, None])
+        cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
+        self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0])
+        for number in range_constexpr(len(products)):
+            part, i, half = products[number]
+            if const_expr(i == 0 and half == 0):
+                for each in range_constexpr(len(total)):
+                    total[each].fill(0.0)
+            if const_expr(number + 1 < len(products)):
+                next_part, next_set, next_half = products[number + 1]
+                if const_expr(part == 0 and next_part == 1):
+                    self._wait_for(QUERIES_READY)
+                queries = tSrQ[None, None, None, next_part * sets + next_set]
+                self._start(tiled_mma, acc[(number + 1) % 2], tSrK[next_half], queries)
+            set_lse = cute.domain_offset((part * rows, i * self.heads), sLse)
+            lse = [self._lse(coordinates[0], set_lse[None, head]) for head in range(self.heads)]
+            warpgroup.wait_group(1 if number + 1 < len(products) else 0)
+            self._add_heads(acc[number % 2], total[half], lse, scale)
+            if const_expr(i + 1 == sets and half + 1 == halves):
+                self._store_scores(total, sScore, coordinates, sRow, step, Int32(part))
 
     @cute.jit
     def _start(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, tSrK: cute.Tensor, tSrQ: cute.Tensor):
@@ -714,7 +747,7 @@ class TokenBlocks:
         part: Int32,
     ):
         """Sums over the heads, 0 where an entry is not visible; for the warps that keep the lists."""
-        first_entry = step * self.per_step * self.ratio - self.before
+        first_entry = self._first_entry(step)
         first_row = part * self.tiling.rows
         self._wait_for(SCORES_READ)
         limits = [sRow[first_row + coordinates[0][i][1], LIMIT] for i in range(cute.size(totals[0]))]
