@@ -167,6 +167,25 @@ class ForcedBlocks(WarpRows):
     ):
         mine = self._begin(row_layout, key_layout, value_layout)
         at = self._tokens(mine, mQ, mBounds, first_token)
+        self._attend_tokens(mine, at, mQ, mK, mV, mO, mLse, first_token, scale, mma_s, mma_o)
+
+    @cute.jit
+    def _attend_tokens(
+        self,
+        mine: Mine,
+        at: Tokens,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        first_token: Int32,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_o: cute.TiledMma,
+        rest: Rest | None = None,
+    ):
+        """Args: as of `kernel`; `rest`: as of `_attend`."""
         self._attend(
             mine,
             cute.domain_offset((0, at.before, 0, 0, 0), mQ),
@@ -182,6 +201,7 @@ class ForcedBlocks(WarpRows):
             scale,
             mma_s,
             mma_o,
+            rest,
         )
 
     @cute.jit
@@ -292,23 +312,7 @@ class GatedForced(ForcedBlocks):
             of_cta(mCmp, mine, at.before),
             of_cta(mWin, mine, at.before),
         )
-        self._attend(
-            mine,
-            cute.domain_offset((0, at.before, 0, 0, 0), mQ),
-            mK,
-            mV,
-            None,
-            cute.domain_offset((0, 0, at.before, 0, 0), mOut),
-            cute.domain_offset((0, 0, at.before, 0), mLse),
-            at.first_keys,
-            at.end,
-            at.num_rows,
-            first_token + at.before,
-            scale,
-            mma_s,
-            mma_o,
-            rest,
-        )
+        self._attend_tokens(mine, at, mQ, mK, mV, mOut, mLse, first_token, scale, mma_s, mma_o, rest)
 
 
 @compiled_once

@@ -320,23 +320,14 @@ class TokenBlocks:
         return batch, kv_head, first_row, first_token, num_rows, tokens, entries, first_entry, steps
 
     @cute.jit
-    def _seek(
-        self,
-        turn: Int32,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mBounds: cute.Tensor | None,
-        mTiles: cute.Tensor | None,
-        tokens: Int32,
-        first_token: Int32,
-        tile: Int32,
-    ) -> Int32:
+    def _seek(self, turn: Int32, *task: Any) -> Int32:
         """The first turn from `turn` on that has tokens; -1 if none has."""
+        mQ, mK, _, mTiles, *_ = task
         items = self._items(mQ, mK)
         if const_expr(mTiles is not None):
             searching = self._place(turn) < items
             while searching:
-                searching = self._item(turn, mQ, mK, mBounds, mTiles, tokens, first_token, tile)[4] <= 0
+                searching = self._item(turn, *task)[4] <= 0
                 if searching:
                     turn += 1
                     searching = self._place(turn) < items
