@@ -124,14 +124,14 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
     if recompute and call.num_rows > 0:
         chosen = []
         for start, stop in chunks(call):
-            part = attend(call, start, stop, lse=False)
+            part = attend(call, start, stop, lse=False, gating=True, gates=True)
             chosen.append((part.indices, part.cmp_indices, gate(call, part, start, stop)))
             del part  # before the next one is made
         indices = torch.cat([of_part for of_part, _, _ in chosen], 2)
         cmp_indices = _joined([of_part for _, of_part, _ in chosen], 2)
         all_gates = _joined([of_part for _, _, of_part in chosen], 1)
     else:
-        part = attend(call, 0, call.num_rows, lse=True)
+        part = attend(call, 0, call.num_rows, lse=True, gating=True)
         all_gates = gate(call, part, 0, call.num_rows)
         indices, cmp_indices = part.indices, part.cmp_indices
         for branch in () if recompute else BRANCHES:

@@ -35,8 +35,9 @@ ONE_TILE = 128
 """FA4 compiles kernels of their own for so few rows or keys that there is one tile; its tiles are this or smaller."""
 
 WINDOW_TILE = (128, 96)
-"""Rows and keys of sm_90's tiles for D = D_v = 128 where a window's tiles pack a group's heads. 8 tokens of 16 heads
-with 512 keys each meet 6.4 blocks of 96, 614 keys; 128 tokens of one head 6 blocks of 128, FA4's choice, 767 keys."""
+"""Rows and keys of sm_90's tiles for D = D_v = 128 and windows of groups: 8 tokens of 16 heads with 512 keys each meet
+6.4 blocks of 96, 614 keys; 128 tokens of one head 6 blocks of 128, FA4's choice, 767 keys. Packed documents have tiles
+of one head, but the same blocks of keys, and so the bits that each has alone."""
 
 
 class Visible(NamedTuple):
@@ -75,9 +76,9 @@ class Visible(NamedTuple):
             "block_sparse_tensors": sparse,
         }
 
-    def packs(self, group: int) -> bool:
-        """Whether a tile has the query heads of a group side by side, and so fewer tokens."""
-        return self.window != (None, None) and self.documents is None and group > 1 and ONE_TILE % group == 0
+    def is_window_of_groups(self, group: int) -> bool:
+        """Of as many query heads as fit side by side into a tile, which then has fewer tokens."""
+        return self.window != (None, None) and group > 1 and ONE_TILE % group == 0
 
     def bounds(self) -> tuple[Any, ...]:
         """As the kernels take them: first rows and used rows, of queries and of keys."""
@@ -188,11 +189,11 @@ def attend(
         into: o, whose rows are aligned, and lse to write, instead of new ones.
     """
     # A caller's own o and lse may lie with gaps between rows, as those of a dilated neighborhood do
-    packs = into is None and seen.packs(q.shape[-2] // k.shape[-2])
-    signature = _signature(q, k, v, seen, lse, packs)
+    own_tiles = into is None and seen.is_window_of_groups(q.shape[-2] // k.shape[-2])
+    signature = _signature(q, k, v, seen, lse, own_tiles)
     run = _FORWARD.get(signature)
     if run is None:
-        return _attend_by_interface(signature, q, k, v, seen, scale, lse, packs, into)
+        return _attend_by_interface(signature, q, k, v, seen, scale, lse, own_tiles, into)
     *batch, rows, heads, _ = q.shape
     sums: Tensor | None
     if into is None:
@@ -212,7 +213,7 @@ def _attend_by_interface(
     seen: Visible,
     scale: float,
     lse: bool,
-    packs: bool,
+    own_tiles: bool,
     into: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     from flash_attn.cute.interface import _flash_attn_fwd
@@ -220,8 +221,9 @@ def _attend_by_interface(
     # Without detach() FA4 compiles a kernel that writes lse even where nobody asked for it
     qkv = (x.detach() for x in (q, k, v))
     results = {} if into is None else {"out": into[0], "lse": into[1]}
+    packs = own_tiles and seen.documents is None
     options = {"softmax_scale": scale, "return_lse": lse, "pack_gqa": packs, **results, **seen.interface()}
-    if packs and q.shape[-1] == v.shape[-1] == 128 and compute_capability(q.device.index or 0)[0] == 9:
+    if own_tiles and q.shape[-1] == v.shape[-1] == 128 and compute_capability(q.device.index or 0)[0] == 9:
         options["tile_mn"] = WINDOW_TILE
     with _recording(_flash_attn_fwd) as (recorder,):
         o, sums, *_ = _flash_attn_fwd(*qkv, **options)

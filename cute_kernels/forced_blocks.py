@@ -247,9 +247,10 @@ class GatedForced(ForcedBlocks):
         mOut: cute.Tensor,  # [B, T, H, D]
         mLse: cute.Tensor,  # fp32 [B, H, T]
         mW: cute.Tensor | None,  # [H, 3, D]
-        mG: cute.Tensor | None,  # [B, T, H, 3], without mW
+        mG: cute.Tensor | None,  # [B, T, H, 3]: without mW read, with it written
         mCmp: cute.Tensor,  # [B, T, H, D]
         mWin: cute.Tensor,
+        mSlc: cute.Tensor | None,  # likewise, o of the selected branch
         first_token: Int32,
         scale: Float32,
         stream: Any,
@@ -267,6 +268,7 @@ class GatedForced(ForcedBlocks):
             None if const_expr(mG is None) else places_of_tokens(mG, self.group),
             places_of_tokens(mCmp, self.group),
             places_of_tokens(mWin, self.group),
+            None if const_expr(mSlc is None) else places_of_tokens(mSlc, self.group),
             first_token,
             scale,
             *self._operands(),
@@ -287,6 +289,7 @@ class GatedForced(ForcedBlocks):
         mG: cute.Tensor | None,  # [B, H_kv, T, G, 3]
         mCmp: cute.Tensor,
         mWin: cute.Tensor,
+        mSlc: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
         mma_s: cute.TiledMma,
@@ -297,11 +300,13 @@ class GatedForced(ForcedBlocks):
     ):
         mine = self._begin(row_layout, key_layout, value_layout)
         at = self._tokens(mine, mQ, None, first_token)
-        gWeight, gGates = None, None
+        gWeight, gGates, gSlc = None, None, None
         if const_expr(mW is not None):
             gWeight = cute.domain_offset((mine.kv_head * self.group, 0, 0), mW)
         if const_expr(mG is not None):
             gGates = of_cta(mG, mine, at.before)
+        if const_expr(mSlc is not None):
+            gSlc = of_cta(mSlc, mine, at.before)
         places = at.before * mBlocks.shape[3]
         rest = Rest(
             cute.domain_offset((at.before, 0), mBlocks[mine.batch, mine.kv_head, None, None]),
@@ -311,6 +316,7 @@ class GatedForced(ForcedBlocks):
             gGates,
             of_cta(mCmp, mine, at.before),
             of_cta(mWin, mine, at.before),
+            gSlc,
         )
         self._attend_tokens(mine, at, mQ, mK, mV, mOut, mLse, first_token, scale, mma_s, mma_o, rest)
 
@@ -347,9 +353,10 @@ def _attend_gated(
     local: int,
     w_dtype: torch.dtype | None,
     g_dtype: torch.dtype | None,
+    keeps: bool,
     warpgroups: bool,
 ) -> Kernel:
-    q, k, v, out, o_cmp, o_win = (fake(dtype, None, None, None, dim) for _ in range(6))
+    q, k, v, out, o_cmp, o_win, o_slc = (fake(dtype, None, None, None, dim) for _ in range(7))
     return compile_kernel(
         GatedForced(dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
         q,
@@ -364,6 +371,7 @@ def _attend_gated(
         None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False),
         o_cmp,
         o_win,
+        o_slc if keeps else None,
         Int32(0),
         Float32(0.0),
     )
@@ -421,9 +429,9 @@ def gated_forced_blocks(
         gating: of these tokens and heads.
         lse: fp32 `[B,H,T]`, where to write that of the selected branch, natural log.
     """
-    out, weight, gates = gating.out, gating.gate_proj_weight, gating.gates
+    weight, gates, o_slc = gating.gate_proj_weight, gating.gates, gating.o_slc
     w_dtype, g_dtype = (None if x is None else x.dtype for x in (weight, gates))
-    group, warpgroups = parts.shape[3], has_warpgroups(q.device)
-    run = _attend_gated(q.shape[3], q.dtype, group, size, init, local, w_dtype, g_dtype, warpgroups).run
-    rest = out, lse, weight, gates, gating.o_cmp, gating.o_win
+    how = size, init, local, w_dtype, g_dtype, o_slc is not None, has_warpgroups(q.device)
+    run = _attend_gated(q.shape[3], q.dtype, parts.shape[3], *how).run
+    rest = gating.out, lse, weight, gates, gating.o_cmp, gating.o_win, o_slc
     run(q, k, v, visits.blocks, parts, part_lse, *rest, visits.first_token, scale)

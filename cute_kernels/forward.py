@@ -6,7 +6,7 @@ returns what the reference returns. Everything is asynchronous; no device value 
 Long sequences are processed in chunks of queries (`chunk_rows`), so that what a call needs beyond inputs, compressed
 keys and output stays bounded.
 
-In token mode, where nothing but out is asked for, the selected branch gates while it adds up (`Part.gated`).
+In token mode the selected branch gates while it adds up wherever it can (`Part.gated`).
 
 Packed documents take the same steps, all at once: attention reads copies of q, k and v in which each document begins
 with a new tile (documents.py), and the gate puts the rows back.
@@ -62,7 +62,9 @@ class Part(NamedTuple):
     indices: Tensor
     cmp_indices: Tensor | None
     gated: bool = False
-    """Whether the branches are weighed and added already: slc.o is of `Call.out` then."""
+    """Whether the branches are weighed and added already; slc.o is of `Call.out` then, where lse was not asked for."""
+    gates: Tensor | None = None
+    """By which; None: 1/3 each, or nobody asked for them."""
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -96,7 +98,7 @@ def nsa(
     q, documents = call.inputs.q, call.plan.documents
     if aux:
         given = indices, cmp_indices
-        part = attend(call, 0, call.num_rows, lse=True, given=given, forced=indices is None)
+        part = attend(call, 0, call.num_rows, lse=True, given=given, forced=indices is None, gating=True)
         gates = gate(call, part, 0, call.num_rows)
         if gates is None:
             gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
@@ -107,8 +109,7 @@ def nsa(
         return call.result, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
     for start, stop in chunks(call):
         part = attend(call, start, stop, lse=False, gating=True)
-        if not part.gated:
-            gate(call, part, start, stop)
+        gate(call, part, start, stop)
         del part  # before the next one is made
     return call.result, None
 
@@ -327,13 +328,14 @@ def attend(
     given: tuple[Tensor | None, Tensor | None] = (None, None),
     forced: bool = True,
     gating: bool = False,
+    gates: bool = False,
 ) -> Part:
     """Selections and branches of query rows start ... stop-1.
 
     Args:
         given: selections to use. forced: they hold the forced blocks, as all that are made here do.
-        gating: where the selected branch can, it weighs and adds all of them into `call.out`, and its own o is not kept
-            (`Part.gated`).
+        gating: where the selected branch can, it weighs and adds all of them into `call.out` (`Part.gated`); its own o
+            is kept with `lse` only, and projected gates with `lse` or `gates`.
     """
     inputs, plan = call.attended, call.plan
     tokens = inputs.q.shape[1]
@@ -350,10 +352,15 @@ def attend(
     k, v = keys_of(inputs, "slc")
     branches = None
     if gating and can_gate(plan, q, k, v, indices):
-        _, gates, out = rows_to_gate(call, start, stop)
-        branches = Gating(cmp.o, win.o, out, inputs.gate_proj_weight, gates)
+        _, used, out = rows_to_gate(call, start, stop)
+        if inputs.gate_proj_weight is not None and (lse or gates):
+            used = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)
+        o = torch.empty_like(out) if lse else None
+        branches = Gating(cmp.o, win.o, out, inputs.gate_proj_weight, used, o)
     slc = attend_selected(plan, q, k, v, indices, start, lse, forced=forced, gating=branches)
-    return Part(cmp, slc, win, indices, cmp_indices, gated=branches is not None)
+    if branches is None:
+        return Part(cmp, slc, win, indices, cmp_indices)
+    return Part(cmp, slc, win, indices, cmp_indices, gated=True, gates=branches.gates)
 
 
 def keys_of(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
@@ -445,7 +452,7 @@ def attend_selected(
 
     Args:
         forced: indices hold the forced blocks, which need not be true of a caller's.
-        gating: write its out in place of o; None where one cannot (`can_gate`).
+        gating: write its out too; None where one cannot (`can_gate`).
     """
     stop, causal = start + q.shape[1], plan.config.causal
     if causal and stop < k.shape[1]:
@@ -523,7 +530,9 @@ def _nothing(q: Tensor, v: Tensor) -> Branch:
 
 
 def gate(call: Call, part: Part, start: int, stop: int) -> Tensor | None:
-    """Weigh and add the branches of some rows, into `call.out`; returns the gates, None for 1/3 each."""
+    """Weigh and add the branches of some rows, into `call.out`, unless `attend` did; the gates, as of `Part.gates`."""
+    if part.gated:
+        return part.gates
     (q, gates, out), documents = rows_to_gate(call, start, stop), call.plan.documents
     return gated_sum(
         part.cmp.o,

@@ -44,13 +44,15 @@ class Gating(NamedTuple):
     gate_proj_weight: Tensor | None
     """`[H,3,D]`."""
     gates: Tensor | None
-    """`[B,T,H,3]`, used as they are; without gates and weight 1/3 each."""
+    """`[B,T,H,3]`, used as they are; with weight fp32, where to write them, if anywhere; without both 1/3 each."""
+    o_slc: Tensor | None = None
+    """Like out, where to write it, if anywhere."""
 
     def part(self, batches: slice, rows: slice, heads: slice) -> Gating:
-        o_cmp, o_win, out = (x[batches, rows, heads] for x in self[:3])
         weight = None if self.gate_proj_weight is None else self.gate_proj_weight[heads]
-        gates = None if self.gates is None else self.gates[batches, rows, heads]
-        return Gating(o_cmp, o_win, out, weight, gates)
+        of_rows = (None if x is None else x[batches, rows, heads] for x in (*self[:3], self.gates, self.o_slc))
+        o_cmp, o_win, out, gates, o_slc = of_rows
+        return Gating(o_cmp, o_win, out, weight, gates, o_slc)  # type: ignore[arg-type]
 
 
 @cute.jit

@@ -6,7 +6,8 @@
 
 Attention's backward weighs do by exp(S - lse). With lse_b - log(g_b) instead, it weighs do by g_b exp(S - lse_b), and
     dS_b = g_b P (do . v - delta_b) = P (do_b . v - do_b . o_b),
-so a branch reads do itself and a shifted lse. Gates that were given may be negative: then do_b is written.
+so a branch reads do itself and a shifted lse. Gates that were given may be negative: then do_b is written, and delta_b
+is that of the rounded do_b: rows that see one key have dS = 0, and two roundings would not cancel.
 
 A CTA walks over `chunk` rows of one head; a row belongs to a group of lanes, one vector of 16 bytes each. Partial sums
 of dW stay in registers, one fp32 [3, D] for each CTA, and are added up in a fixed order.
@@ -151,10 +152,7 @@ class GateGradients:
                     for b in range_constexpr(3):
                         rG[b] = mG[batch, token, head, b].to(Float32)
             for b in range_constexpr(3):
-                dot = Float32(0.0)
-                for i in range_constexpr(VECTOR):
-                    dot = cute.math.fma(rDo[i].to(Float32), rO[i, b].to(Float32), dot)
-                rDelta[b] = cute.arch.warp_reduction_sum(dot, threads_in_group=self.lanes)
+                rDelta[b] = self._dot(rDo, rO[None, b])
             if const_expr(mQ is not None):
                 for b in range_constexpr(3):
                     d_logit = rDelta[b] * rG[b] * (1.0 - rG[b])
@@ -175,17 +173,17 @@ class GateGradients:
                             lse -= cute.math.log(rG[b])
                         mShifted[b, batch, head, row] = lse
             else:
-                if attended & (lane == 0):
-                    for b in range_constexpr(3):
-                        mDelta[b, batch, head, row] = rDelta[b] * rG[b]
-                        mShifted[b, batch, head, row] = lses[b][batch, head, row]
-                if attended & in_v:
-                    rWeighted = cute.make_rmem_tensor(VECTOR, element)
-                    for b in range_constexpr(3):
-                        for i in range_constexpr(VECTOR):
-                            rWeighted[i] = (rDo[i].to(Float32) * rG[b]).to(element)
+                rWeighted = cute.make_rmem_tensor(VECTOR, element)
+                for b in range_constexpr(3):
+                    for i in range_constexpr(VECTOR):
+                        rWeighted[i] = (rDo[i].to(Float32) * rG[b]).to(element)
+                    delta = self._dot(rWeighted, rO[None, b])  # of what attention's backward reads, rounded
+                    if attended & in_v:
                         gDo = cute.local_tile(weighted[b][batch, row, head, None], (VECTOR,), (lane,))
                         cute.autovec_copy(rWeighted, gDo)
+                    if attended & (lane == 0):
+                        mDelta[b, batch, head, row] = delta
+                        mShifted[b, batch, head, row] = lses[b][batch, head, row]
 
         if const_expr(mQ is not None):
             smem = cutlass.memory.SmemAllocator()
@@ -202,6 +200,14 @@ class GateGradients:
                 for i in range_constexpr(self.rows):
                     total += sSum[column, b, i]
                 mPartial[batch * chunks + part, head, b, column] = total
+
+    @cute.jit
+    def _dot(self, rX: cute.Tensor, rY: cute.Tensor) -> Float32:
+        """Of two rows, a vector in each lane."""
+        dot = Float32(0.0)
+        for i in range_constexpr(VECTOR):
+            dot = cute.math.fma(rX[i].to(Float32), rY[i].to(Float32), dot)
+        return cute.arch.warp_reduction_sum(dot, threads_in_group=self.lanes)
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,13 @@ class Rest(NamedTuple):
     gWeight: cute.Tensor | None
     """[G, 3, D], by which gates are projected."""
     gGates: cute.Tensor | None
-    """[T, G, 3]: without gWeight given gates, else 1/3 each."""
+    """[T, G, 3]: with gWeight where to write gates, if anywhere; without it given ones, else 1/3 each."""
     gCmp: cute.Tensor
     """16 bits [T, G, D]."""
     gWin: cute.Tensor
     """Likewise."""
+    gSlc: cute.Tensor | None
+    """Likewise, where to write o, if anywhere."""
 
 
 class Row(NamedTuple):
@@ -97,6 +99,14 @@ def load_pieces(gRow: cute.Tensor, first_vector: Int32, rPieces: cute.Tensor):
     for t in range_constexpr(cute.size(rPieces, mode=[1])):
         vector = first_vector + t * QUAD + cute.arch.lane_idx() % QUAD
         cute.autovec_copy(cute.local_tile(gRow, (VECTOR,), (vector,)), rPieces[None, t])
+
+
+@cute.jit
+def store_pieces(rPieces: cute.Tensor, gRow: cute.Tensor, first_vector: Int32):
+    """A lane's pieces [VECTOR, pieces] of a row."""
+    for t in range_constexpr(cute.size(rPieces, mode=[1])):
+        vector = first_vector + t * QUAD + cute.arch.lane_idx() % QUAD
+        cute.autovec_copy(rPieces[None, t], cute.local_tile(gRow, (VECTOR,), (vector,)))
 
 
 @cute.jit
@@ -180,6 +190,10 @@ def gates_of_quads(rest: Rest, row: Row, sRow: cute.Tensor) -> cute.Tensor:
                 for t in range_constexpr(left):
                     rLogits[t, b] = rLogits[t, b] + rLogits[t + left, b]
             rGates[b] = gate_of_logit(cute.arch.warp_reduction_sum(rLogits[0, b], threads_in_group=QUAD))
+        if const_expr(rest.gGates is not None):
+            if row.there & (cute.arch.lane_idx() % QUAD == 0):
+                for b in range_constexpr(3):
+                    rest.gGates[row.token, row.head, b] = rGates[b]
     elif const_expr(rest.gGates is not None):
         for b in range_constexpr(3):
             rGates[b] = rest.gGates[row.token, row.head, b].to(Float32)
@@ -212,6 +226,9 @@ def finish_row(
         for j in range_constexpr(VECTOR):
             rHeld[j, t] = rRow[j % 2, t * QUAD + j // 2]
     of_all = add_slots_of_row(rHeld, lse, rest, row, first_vector, rBlocks)
+    if const_expr(rest.gSlc is not None):
+        if row.there:
+            store_pieces(rHeld, rest.gSlc[row.token, row.head, None], first_vector)
     for t in range_constexpr(pieces):
         rO[None, 1, t].store(rHeld[None, t].load())
         rOut = weighted_sum(rO[None, None, t], rGates)

@@ -459,20 +459,19 @@ class TokenBlocks:
         batch, kv_head, first_row, _, num_rows, _, _, _, _ = item
         thread, _, _ = cute.arch.thread_idx()
         thread -= HALF
-        vectors, rows = self.dim // VECTOR, self.tiling.rows
+        vectors, rows = const_expr(self.dim // VECTOR), const_expr(self.tiling.rows)
+        at_once = const_expr(HALF // vectors // rows)  # heads
         vector, place = thread % vectors, thread // vectors
         token = place % rows
         row = part * rows + token
-        copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
         if row < num_rows:
-            for head in cutlass.range(place // rows, self.group, HALF // vectors // rows, unroll=4):
-                to = (part * self.group + head) * rows + token
-                gQ = mQ[batch, first_row + row, kv_head * self.group + head, None]
-                cute.copy(
-                    copy,
-                    cute.local_tile(gQ, (VECTOR,), (vector,)),
-                    cute.local_tile(sQ[to % self.columns, None, to // self.columns], (VECTOR,), (vector,)),
-                )
+            gQ = cute.domain_offset((0, 0, kv_head * self.group, 0), mQ)[batch, first_row + row, None, None]
+            for i in range_constexpr(-(-self.group // at_once)):
+                # With one at once a number of Python, so that addresses are constants apart
+                head = i if const_expr(at_once == 1) else i * at_once + place // rows
+                if head < self.group:
+                    sHead = cute.domain_offset((head % self.heads * rows, 0, head // self.heads), sQ)
+                    self._copy(gQ[head, None], sHead[token, None, part * (self.group // self.heads)], vector)
         for i in cutlass.range(thread, rows * self.group, HALF):
             row, head = part * rows + i % rows, i // rows
             sLse[row, head] = Float32(0.0)
@@ -484,19 +483,23 @@ class TokenBlocks:
         batch, kv_head, _, _, _, _, entries, first_entry, _ = item
         thread, _, _ = cute.arch.thread_idx()
         thread -= HALF
-        vectors = self.dim // VECTOR
+        vectors = const_expr(self.dim // VECTOR)
         vector, place = thread % vectors, thread // vectors
-        first = step * self.per_step * self.ratio - self.before + place
+        first = step * self.per_step * self.ratio - self.before
         gK = cute.domain_offset((0, first_entry, 0, 0), mK)[batch, None, kv_head, None]
+        if (first >= 0) & (first + ENTRIES <= entries):
+            gPlace = cute.domain_offset((first + place, 0), gK)
+            for row in range_constexpr(0, ENTRIES, HALF // vectors):
+                self._copy(gPlace[row, None], cute.domain_offset((row, 0), sK)[place, None], vector)
+        elif entries > 0:  # the nearest ones instead of those that do not exist, which nobody sees
+            for row in range_constexpr(0, ENTRIES, HALF // vectors):
+                entry = cutlass.min(cutlass.max(first + place + row, 0), entries - 1)
+                self._copy(gK[entry, None], cute.domain_offset((row, 0), sK)[place, None], vector)
+
+    @cute.jit
+    def _copy(self, gRow: cute.Tensor, sRow: cute.Tensor, vector: Int32):
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for i in range_constexpr(ENTRIES * vectors // HALF):
-            row = const_expr(i * (HALF // vectors))
-            if (first + row >= 0) & (first + row < entries):
-                cute.copy(
-                    copy,
-                    cute.local_tile(gK[first + row, None], (VECTOR,), (vector,)),
-                    cute.local_tile(sK[row + place, None], (VECTOR,), (vector,)),
-                )
+        cute.copy(copy, *(cute.local_tile(row, (VECTOR,), (vector,)) for row in (gRow, sRow)))
 
     @cute.jit
     def _copies_arrive(self):

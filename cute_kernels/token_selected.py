@@ -345,12 +345,13 @@ class GatedSlots(AddSlots):
         mLse: cute.Tensor,
         mQ: cute.Tensor | None,  # [B, T, H, dim], with mW
         mW: cute.Tensor | None,  # [H, 3, dim]
-        mG: cute.Tensor | None,  # [B, T, H, 3], without mW
+        mG: cute.Tensor | None,  # [B, T, H, 3]: without mW read, with it written
         mCmp: cute.Tensor,  # [B, T, H, dim]
         mWin: cute.Tensor,
+        mSlc: cute.Tensor | None,  # likewise, the sums
         stream: Any,
     ):
-        self.kernel(mBlocks, mParts, mPartLse, mOut, mLse, mQ, mW, mG, mCmp, mWin).launch(
+        self.kernel(mBlocks, mParts, mPartLse, mOut, mLse, mQ, mW, mG, mCmp, mWin, mSlc).launch(
             **self._launch(mBlocks, stream)
         )
 
@@ -367,6 +368,7 @@ class GatedSlots(AddSlots):
         mG: cute.Tensor | None,
         mCmp: cute.Tensor,
         mWin: cute.Tensor,
+        mSlc: cute.Tensor | None,
     ):
         at = self._place(mBlocks)
         rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
@@ -381,6 +383,8 @@ class GatedSlots(AddSlots):
             # Under way with the slots these would take 24 registers more: five CTAs of a multiprocessor, not seven
             cute.autovec_copy(at.of(mCmp), rO[None, 0])
             cute.autovec_copy(at.of(mWin), rO[None, 2])
+            if const_expr(mSlc is not None):
+                cute.autovec_copy(rO[None, 1], at.of(mSlc))
             if const_expr(mW is not None):
                 cute.autovec_copy(at.of(mQ), rQ)
                 for b in range_constexpr(3):
@@ -388,6 +392,10 @@ class GatedSlots(AddSlots):
                     cute.autovec_copy(cute.local_tile(gW, (VECTOR,), (at.vector,)), rW[None, b])
         gG = None if const_expr(mG is None) else mG[at.batch, at.token, at.head, None]
         rG = gates_of_row(rQ, rW, gG, at.there, self.vectors)
+        if const_expr(mW is not None and mG is not None):
+            if at.there & (at.vector == 0):
+                for b in range_constexpr(3):
+                    gG[b] = rG[b]
         if at.there:
             cute.autovec_copy(weighted_sum(rO, rG), at.of(mOut))
 
@@ -425,9 +433,9 @@ def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int
 
 @compiled_once
 def _add_gated(
-    dim: int, dtype: torch.dtype, group: int, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None
+    dim: int, dtype: torch.dtype, group: int, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, keeps: bool
 ) -> Kernel:
-    q, o_cmp, o_win, out = (fake(dtype, None, None, None, dim) for _ in range(4))
+    q, o_cmp, o_win, o_slc, out = (fake(dtype, None, None, None, dim) for _ in range(5))
     return compile_kernel(
         GatedSlots(dim, group),
         fake_table(),
@@ -440,6 +448,7 @@ def _add_gated(
         None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False),
         o_cmp,
         o_win,
+        o_slc if keeps else None,
     )
 
 
@@ -473,10 +482,10 @@ def add_gated_slots(visits: Visits, parts: Tensor, q: Tensor, gating: Gating, *,
         parts, part_lse, lse: as of `add_slots`, where out is x.
         q: `[B,T,H,D]` with D = D_v, read with `gating.gate_proj_weight` only.
     """
-    out, weight, gates = gating.out, gating.gate_proj_weight, gating.gates
-    dtypes = (None if x is None else x.dtype for x in (weight, gates))
-    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], *dtypes).run
-    rest = None if weight is None else q, weight, gates, gating.o_cmp, gating.o_win
+    out, weight, gates, o_slc = gating.out, gating.gate_proj_weight, gating.gates, gating.o_slc
+    w_dtype, g_dtype = (None if x is None else x.dtype for x in (weight, gates))
+    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], w_dtype, g_dtype, o_slc is not None).run
+    rest = None if weight is None else q, weight, gates, gating.o_cmp, gating.o_win, o_slc
     run(visits.blocks, parts, part_lse, out, lse, *rest)
 
 
@@ -554,11 +563,11 @@ def token_selected_forward(
             blocks: these count from each document's first token.
         init, local: indices hold these forced blocks for every token wherever they exist: the first `init` of its
             document, and `local` that end with its own. They are attended to in one go (forced_blocks.py).
-        gating: of these tokens: write out instead of o, where `takes_gating`.
+        gating: of these tokens: write out too, and o only into its `o_slc`, where `takes_gating`.
 
     Returns:
-        o `[B,T,H,D_v]`, or `gating.out`, and lse fp32 `[B,H,T]`, natural log. Rows without keys, and rows behind the
-        last document: 0 and -inf. Bitwise the same each time.
+        o `[B,T,H,D_v]`, that of `gating` or else its out, and lse fp32 `[B,H,T]`, natural log. Rows without keys, and
+        rows behind the last document: 0 and -inf. Bitwise the same each time.
 
     Raises:
         ValueError: for what the kernels cannot take.
@@ -570,7 +579,7 @@ def token_selected_forward(
     if gating is None:
         o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
     elif takes_gating((dim, v_dim), slots, bounds is not None):
-        o = gating.out
+        o = gating.out if gating.o_slc is None else gating.o_slc
     else:
         got = f"D = {dim}, D_v = {v_dim}, n = {slots}, {'a pack' if bounds is not None else 'sequences'}"
         raise ValueError(f"gating needs D = D_v, n > 0 and no packed documents, got {got}")

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig, attention_residual, neighborhood_attention, nsa, nsa_forward
+from dispatch import attention_residual, neighborhood_attention
+from nsa import NSAConfig, nsa, nsa_forward
 from tests.test_cute import gate_weight, on_gpu
 from tests.test_cute_backward import like
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import threading
 from collections.abc import Callable
@@ -149,7 +151,7 @@ class Inputs:
         assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
 
     def check_gated(self, gates: str) -> None:
-        """out that the selected branch writes: bitwise what gating its o writes. Args: `gates`, of GATES."""
+        """What the selected branch writes beside lse: bitwise what gating its o gives. Args: `gates`, of GATES."""
         from cute_kernels.gate import Gating, gated_sum
 
         generator = torch.Generator().manual_seed(2)
@@ -165,12 +167,20 @@ class Inputs:
         weight = normal(heads, 3, dim) if gates.startswith("projected") else None
         given = normal(batch, tokens, heads, 4)[..., 1:] if gates.startswith("given") else None
         o, lse = self.forward()
-        gated_sum(o_cmp, o, o_win, kept[:, 1:-1], q=self.q, gate_proj_weight=weight, gates=given)
-        got, got_lse = self.forward(gating=Gating(o_cmp, o_win, out, weight, given))
-        assert got is out
-        assert out.isfinite().all()
-        assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
-        assert torch.equal(got_lse, lse)
+        used = gated_sum(o_cmp, o, o_win, kept[:, 1:-1], q=self.q, gate_proj_weight=weight, gates=given)
+        for keeps in (False, True):
+            around.fill_(math.nan)
+            o_slc, gates_used = (torch.full_like(o, math.nan) if keeps else None), given
+            if weight is not None:
+                gates_used = torch.full_like(used, math.nan) if keeps else None
+            got, got_lse = self.forward(gating=Gating(o_cmp, o_win, out, weight, gates_used, o_slc))
+            assert out.isfinite().all()
+            assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
+            assert torch.equal(got_lse, lse)
+            assert got is (o_slc if keeps else out)
+            if keeps:
+                assert torch.equal(got, o)
+                assert weight is None or torch.equal(gates_used, used)
 
     def attend_forced(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Of some rows, o and lse of the forced blocks alone; NaN where nothing was written."""
@@ -558,7 +568,6 @@ def test_quad_transposes_four_pieces() -> None:
     """The source of quad_vectors, run by four threads that exchange like lanes."""
     from cute_kernels import warp_tiles
 
-    source = getattr(warp_tiles.quad_vectors, "__wrapped__", warp_tiles.quad_vectors)
     barrier, sent = threading.Barrier(4), [0] * 4
     pieces = [[(piece, lane) for piece in range(4)] for lane in range(4)]
     mine = threading.local()
@@ -576,8 +585,12 @@ def test_quad_transposes_four_pieces() -> None:
     class Cute:
         arch = Arch
 
-    namespace = {**source.__globals__, "cute": Cute, "range_constexpr": range, "const_expr": lambda x: x}
-    plain = type(source)(source.__code__, namespace)
+    # From its text: once a kernel that calls it was compiled, CuTe DSL has put code of its own in place of it
+    tree = ast.parse(inspect.getsource(warp_tiles.quad_vectors))
+    tree.body[0].decorator_list = []  # type: ignore[attr-defined]
+    namespace = {**vars(warp_tiles), "cute": Cute, "range_constexpr": range, "const_expr": lambda x: x}
+    exec(compile(tree, warp_tiles.__file__, "exec", dont_inherit=True, flags=annotations.compiler_flag), namespace)
+    plain = namespace["quad_vectors"]
 
     def lane(number: int) -> None:
         mine.lane = number

@@ -112,13 +112,13 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 
     def attend_forced_gated(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
         group, size = how[2:4]
-        blocks, parts, part_lse, out, lse, weight, gates, o_cmp, o_win, first_token, _ = x
+        blocks, parts, part_lse, out, lse, weight, gates, *others, first_token, _ = x
         (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
         some = [of_groups(q, group), argument(k, (3,)), argument(v, (3,)), argument(blocks)]
         some += [argument(parts, (3, 4)), argument(part_lse, (3,)), places_of_tokens(out, group)]
         some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
         some += [] if weight is None else [argument(weight, (1, 2))]
-        some += [places_of_tokens(y, group) for y in (gates, o_cmp, o_win) if y is not None]
+        some += [places_of_tokens(y, group) for y in (gates, *others) if y is not None]
         shares = max(1, size * group // forced_blocks.SHARE_ROWS)
         ctas = -(-(first_token % size + q.shape[1]) // size) * shares
         return [*some, *map(argument, x[-2:])], (ctas, k.shape[2], k.shape[0])
@@ -141,7 +141,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         )
 
     def add_gated(how: Any, blocks: Tensor, *x: Any) -> Any:
-        statics = (), (3, 4), (3,), (3,), (), (3,), (1, 2), (3,), (3,), (3,)
+        statics = (), (3, 4), (3,), (3,), (), (3,), (1, 2), (3,), (3,), (3,), (3,)
         return plain(128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], statics, how, blocks, *x)
 
     def gated_sum(how: Any, *x: Any) -> Any:

@@ -305,10 +305,10 @@ def attend_forced_gated(
     weight: Tensor | None,
     *rest: Any,
 ) -> None:
-    gates, o_cmp, o_win, first_token, scale = rest
+    *rest, first_token, scale = rest
     dim, _, *of_blocks = how[:6]
     attend_forced((dim, dim, *of_blocks), q, k, v, out, lse, None, first_token, scale)
-    add_gated(carry_slots, blocks, parts, part_lse, out, lse, q, weight, gates, o_cmp, o_win)
+    add_gated(carry_slots, blocks, parts, part_lse, out, lse, q, weight, *rest)
 
 
 def add_gated(
@@ -323,10 +323,14 @@ def add_gated(
     gates: Tensor | None,
     o_cmp: Tensor,
     o_win: Tensor,
+    o_slc: Tensor | None,
 ) -> None:
     add(1, blocks, parts, part_lse, out, lse)
-    projected = None if weight is None else torch.empty((*out.shape[:3], 3))
-    gated_sum(q, weight, gates if projected is None else projected, None, o_cmp, out, o_win, out)
+    if o_slc is not None:
+        o_slc.copy_(out)
+    if weight is not None and gates is None:
+        gates = torch.empty((*out.shape[:3], 3))
+    gated_sum(q, weight, gates, None, o_cmp, out, o_win, out)
 
 
 def gated_sum(
@@ -342,7 +346,7 @@ def gated_sum(
     """Of sequences; packs are not gated here."""
     assert rows is None
     if q is not None and weight is not None and gates is not None:
-        gates.copy_(torch.einsum("bthd,hcd->bthc", q.float(), weight.float()).sigmoid())
+        gates.copy_(torch.einsum("bthd,hcd->bthc", q.double(), weight.double()).sigmoid())
     of = torch.full((1, 1, 1, 3), 1 / 3) if gates is None else gates.float()
     out.copy_(sum(o.float() * g[..., None] for o, g in zip((o_cmp, o_slc, o_win), of.unbind(-1), strict=True)))
 

@@ -308,14 +308,23 @@ def token_selected_cases() -> Iterator[Case]:
         for variant, (weighted, units, carry) in adds.items():
             run = ours(token_selected._add, dim, dtype, group, weighted=weighted, units=units, carry=carry)
             yield Case("AddSlots", variant, dim, group, dtype, run)
-        gated: dict[str, tuple[Any, Any]] = {"projected": (dtype, None)}
+        fp32 = torch.float32
+        gated: dict[str, tuple[Any, Any, bool]] = {
+            "projected": (dtype, None, False),
+            "projected,kept": (dtype, fp32, True),
+        }
         if group == GROUPS[1]:
-            gated |= {"projected,fp32": (torch.float32, None), "given": (None, dtype)}
-            gated |= {"given,fp32": (None, torch.float32), "thirds": (None, None)}
-        for variant, (weight, gates) in gated.items():
-            run = ours(token_selected._add_gated, dim, dtype, group, weight, gates)
+            gated |= {"projected,fp32": (fp32, None, False), "projected,fp32,kept": (fp32, fp32, True)}
+            gated |= {"given": (None, dtype, False), "given,kept": (None, dtype, True)}
+            gated |= {
+                "given,fp32": (None, fp32, False),
+                "thirds": (None, None, False),
+                "thirds,kept": (None, None, True),
+            }
+        for variant, how in gated.items():
+            run = ours(token_selected._add_gated, dim, dtype, group, *how)
             yield Case("GatedSlots", variant, dim, group, dtype, run)
-            run = ours(forced_blocks._attend_gated, dim, dtype, group, 64, 1, 2, weight, gates, hopper)
+            run = ours(forced_blocks._attend_gated, dim, dtype, group, 64, 1, 2, *how, hopper)
             yield Case("GatedForced", variant, dim, group, dtype, run)
         blocks = {"64,1+2": (64, 1, 2, False)}
         if group == GROUPS[1]:
