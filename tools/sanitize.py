@@ -272,7 +272,9 @@ CASES: dict[str, Case | Neighborhood] = {
     "tokens, documents": Case(TOKENS, documents=LENGTHS, recompute=True, **MANY),
     "tokens, 64 heads": Case(TOKENS, **MOST),
     "tokens, 64 heads, documents": Case(TOKENS, documents=(130, 71), heads=64, kv_heads=1),
+    "tokens, D_v": Case(TOKENS, v_dim=128, **MANY),
     "tokens, no WGMMA": Case(TOKENS, tokens=601, warpgroups=False, **MANY),
+    "tokens, no WGMMA, D_v": Case(TOKENS, v_dim=128, warpgroups=False, **MANY),
     "tokens, no WGMMA, 64 heads": Case(TOKENS, warpgroups=False, **MOST),
     "neighborhood": Neighborhood(333, {"kernel_size": 101, "dilation": 2}),
 }
