@@ -150,7 +150,7 @@ def calls(draw: st.DrawFn, case: Case, packed: bool, device: str) -> dict[str, A
         weight = name.startswith("w_") or name == "gate_proj_weight"
         tensors[name] = normal(*shapes[name], scale=shapes[name][-1] ** -0.5 if weight else size)
     if packed and draw(st.booleans()):  # rows of no document are not read
-        for name in ("q", "k", "v", *(n for n in case.given if shapes[n][0] == tokens and n[-4:] != "_cmp")):
+        for name in ("q", "k", "v", *(n for n in case.given if n == "gates" or n.endswith(("_slc", "_win")))):
             tensors[name][tokens - tail :] = math.nan
     keywords: dict[str, Any] = {name: draw(placed(tensor, GPU_LAYOUTS)) for name, tensor in tensors.items()}
     if packed:
