@@ -8,13 +8,13 @@ VisitBlocks   one CTA: keys and values of one block, and a segment of the tokens
               there at once: one softmax (warp_rows.py), then o in 16 bits and lse to the place of the token's slot.
 AddSlots      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them loaded at a
               time, in an online softmax.
-GatedSlots    AddSlots where nothing but NSA's out is wanted: weighs o in registers and adds the other branches to it
-              (gate.py), so that o is neither written nor read again, bit for bit what gate.py makes of it.
+GatedSlots    AddSlots for NSA: weighs o in registers and adds the other branches to it (gate.py), so that o is not
+              read again, nor written unless a backward will read it: bit for bit what gate.py makes of it.
 
 Forced blocks, which every token attends to at places known beforehand, need no slots and are not visited:
 forced_blocks.py attends to all of them first and leaves o and lse where the result goes, and AddSlots adds the other
-slots to what is there (`carry`). Where nothing but out is wanted it does so behind the visits and adds the slots, and
-the other branches, itself (GatedForced, in place of GatedSlots): bit for bit the same.
+slots to what is there (`carry`). For NSA it does so behind the visits and adds the slots, and the other branches,
+itself (GatedForced, in place of GatedSlots): bit for bit the same.
 
 What moves does not depend on whether neighbours agree: q is read n times, o is written and read n times. The slots' o
 of a pass stays below PART_BYTES by taking some tokens and key/value heads at a time, of which q is small enough for L2.
@@ -327,7 +327,7 @@ class AddSlots:
 
 
 class GatedSlots(AddSlots):
-    """AddSlots to one softmax, whose sums stay in registers: out is written, of them and the other branches.
+    """AddSlots to one softmax, whose sums stay in registers: writes out, of them and the other branches, and o if asked.
 
     Args: as of AddSlots.
     """
