@@ -327,7 +327,7 @@ class AddSlots:
 
 
 class GatedSlots(AddSlots):
-    """AddSlots to one softmax, whose sums stay in registers: writes out, of them and the other branches, and o if asked.
+    """AddSlots to one softmax, whose sums stay in registers: writes out, of them and the other branches, o if asked.
 
     Args: as of AddSlots.
     """
