@@ -594,7 +594,7 @@ def token_selected_forward(
         forced_blocks_forward(q, k, v, o, lse, size=size, scale=scale, init=init, local=local, **where)
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)).run
     with SideStreams(q.device) as streams:
-        for visits, batches, of in passes(
+        each = passes(
             indices,
             size=size,
             length=-(-SEGMENT_ROWS // group),
@@ -604,7 +604,8 @@ def token_selected_forward(
             bounds=bounds,
             init=init if forced else 0,
             local=local if forced else 0,
-        ):
+        )
+        for visits, batches, of in streams.ahead(each):
             streams.begin()
             shape = (*visits.places.shape, group)
             parts = torch.empty((*shape, v_dim), dtype=q.dtype, device=q.device)

@@ -684,17 +684,16 @@ def token_selected_backward(
     packed = bounds is not None
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, packed, has_warpgroups(q.device)).run
     with SideStreams(q.device) as streams:
-        for number, (visits, batches, of) in enumerate(
-            passes(
-                indices,
-                size=size,
-                length=-(-SEGMENT_ROWS // group),
-                token_bytes=slots * units * group * dim * q.element_size(),
-                most_bytes=PART_BYTES,
-                bounds=bounds,
-                local=local,
-            )
-        ):
+        each = passes(
+            indices,
+            size=size,
+            length=-(-SEGMENT_ROWS // group),
+            token_bytes=slots * units * group * dim * q.element_size(),
+            most_bytes=PART_BYTES,
+            bounds=bounds,
+            local=local,
+        )
+        for number, (visits, batches, of) in enumerate(streams.ahead(each)):
             streams.begin()
             if number < STREAMS:
                 sums.append([torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)])

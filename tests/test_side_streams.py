@@ -24,8 +24,12 @@ class Streams:
         patch.setattr(torch.cuda, "device", self.guard)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "set_stream", self.set_stream)
-        patch.setattr(torch.cuda, "Stream", lambda device: Stream(self, f"side {next(made)}"))
-        side_streams._streams.cache_clear()
+        patch.setattr(
+            torch.cuda,
+            "Stream",
+            lambda device, priority=0: Stream(self, "first" if priority < 0 else f"side {next(made)}"),
+        )
+        forget_streams()
 
     @contextmanager
     def guard(self, device: torch.device) -> Iterator[None]:
@@ -39,18 +43,24 @@ class Streams:
         self.current = stream
 
     def launch(self, name: str) -> None:
+        self.current.last = name
         self.log.append(f"{self.current.name}: {name}")
+
+
+def forget_streams() -> None:
+    side_streams._streams.cache_clear()
+    side_streams._first_stream.cache_clear()
 
 
 class Stream:
     def __init__(self, streams: Streams, name: str) -> None:
-        self.streams, self.name = streams, name
+        self.streams, self.name, self.last = streams, name, ""
 
     def record_event(self) -> str:
-        return f"{self.name}, {self.streams.log[-1]}"
+        return self.last
 
     def wait_event(self, event: str) -> None:
-        self.streams.log.append(f"{self.name} waits for {event.partition(': ')[2]}")
+        self.streams.log.append(f"{self.name} waits for {event}")
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
@@ -59,7 +69,7 @@ class Stream:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     yield Streams(monkeypatch)
-    side_streams._streams.cache_clear()
+    forget_streams()
 
 
 def three_passes(streams: Streams, fails: bool = False) -> None:
@@ -95,6 +105,64 @@ def test_each_waits_for_what_it_reads(streams: Streams) -> None:
     assert streams.device == 0
 
 
+def passes_with_lists(streams: Streams, fails: bool = False) -> None:
+    def made() -> Iterator[int]:
+        for number in range(4):
+            if fails and number == 2:
+                raise ValueError("in lists")
+            streams.launch(f"lists {number}")
+            yield number
+
+    streams.launch("choices")
+    with SideStreams(torch.device("cuda:1")) as side:
+        for number in side.ahead(made()):
+            side.begin()
+            with side.run(object()):
+                streams.launch(f"pass {number}")
+            assert streams.current is streams.main
+
+
+def test_lists_are_made_a_pass_ahead(streams: Streams) -> None:
+    passes_with_lists(streams)
+    assert streams.log == [
+        "main: choices",
+        "first waits for choices",
+        "first: lists 0",
+        "first: lists 1",
+        "side 0 waits for choices",
+        "side 0 waits for lists 0",  # not 1
+        "side 0: pass 0",
+        "first: lists 2",
+        "side 1 waits for choices",
+        "side 1 waits for lists 1",
+        "side 1: pass 1",
+        "first: lists 3",
+        "main waits for pass 0",
+        "first waits for pass 0",  # whose lists' memory the next ones may take
+        "side 0 waits for choices",
+        "side 0 waits for lists 2",
+        "side 0: pass 2",
+        "main waits for pass 1",
+        "first waits for pass 1",
+        "side 1 waits for choices",
+        "side 1 waits for lists 3",
+        "side 1: pass 3",
+        "main waits for pass 2",
+        "first waits for pass 2",
+        "main waits for pass 3",
+        "first waits for pass 3",
+        "main waits for lists 3",
+    ]
+
+
+def test_an_exception_in_lists_leaves_the_current_stream_waiting(streams: Streams) -> None:
+    with pytest.raises(ValueError, match="in lists"):
+        passes_with_lists(streams, fails=True)
+    assert streams.log[-3:] == ["main waits for pass 0", "first waits for pass 0", "main waits for lists 1"]
+    assert streams.current is streams.main
+    assert streams.device == 0
+
+
 def test_an_exception_leaves_the_current_stream_waiting(streams: Streams) -> None:
     with pytest.raises(ValueError, match="in a pass"):
         three_passes(streams, fails=True)
@@ -111,7 +179,8 @@ def test_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, refuse)
     ran = []
     with SideStreams(torch.device("cpu")) as side:
-        side.begin()
-        with side.run():
-            ran.append(1)
-    assert ran == [1]
+        for number in side.ahead(range(2)):
+            side.begin()
+            with side.run():
+                ran.append(number)
+    assert ran == [0, 1]
