@@ -171,7 +171,10 @@ def add_slots_of_row(
 
 @cute.jit
 def gates_of_quads(rest: Rest, row: Row, sRow: cute.Tensor) -> cute.Tensor:
-    """The three gates of a row, in all lanes of its quad. All lanes of a warp take part. Args: `sRow`: its query."""
+    """The three gates of a row, in all lanes of its quad; projected ones are written where `rest` wants them.
+
+    All lanes of a warp take part. Args: `sRow`: its query.
+    """
     rGates = cute.make_rmem_tensor(3, Float32)
     rGates.fill(1.0 / 3.0)
     if const_expr(rest.gWeight is not None):
