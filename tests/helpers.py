@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from nsa import NSAConfig
 from nsa.tensors import NSAInputs
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_qkv(
@@ -92,3 +99,11 @@ def error_budget(oracle: Tensor, low_precision: Tensor, dtype: torch.dtype) -> f
         return 0.0
     theirs = (low_precision.double() - oracle).abs().max().item()
     return 2 * theirs + torch.finfo(dtype).eps * oracle.abs().max().item()
+
+
+def assert_passes_interpreted(file: str, part: str = "") -> None:
+    """Runs a file of tests, those whose names fit `part`, in a process where Triton interprets."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part, file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

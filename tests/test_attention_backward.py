@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +21,8 @@ from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention, neighborhood_attention_backward
 from nsa.neighborhood_attention import neighborhood_attention_forward
 from tests import backward_cases
-from tests.helpers import make_qkv
+from tests.helpers import assert_passes_interpreted, make_qkv
 from tests.live_memory import PeakBytes
-
-ROOT = Path(__file__).resolve().parents[1]
 
 # The meaning
 
@@ -350,17 +344,7 @@ def test_planner_on_random_shapes() -> None:
 
 @pytest.mark.parametrize("part", ["every_short_length", "not every_short_length"])
 def test_interpreted(part: str) -> None:
-    """In a process where Triton interprets: interpreted_attention_backward.py."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part]
-    done = subprocess.run(
-        [*command, "tests/interpreted_attention_backward.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_interpreted("tests/interpreted_attention_backward.py", part)
 
 
 GPU_CASES: dict[str, dict[str, Any]] = {

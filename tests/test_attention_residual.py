@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +22,10 @@ from ascend_kernels.launch import recording
 from dispatch import attention_residual
 from nsa import AttentionResidual
 from nsa.residual_calls import Blocks
+from tests.helpers import assert_passes_interpreted
 from tests.residual_cases import EPS, check, differentiated, make, oracle, through_the_public_op
 from tests.residual_loops import mix
 
-ROOT = Path(__file__).resolve().parents[1]
 INTERPRETED = "tests/interpreted_attention_residual.py"
 
 # The oracle
@@ -376,15 +372,7 @@ def test_what_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_interpreted(part: str) -> None:
     """In a process where Triton interprets: interpreted_attention_residual.py."""
-    done = subprocess.run(
-        [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"), "-k", part, INTERPRETED],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_interpreted(INTERPRETED, part)
 
 
 # On a GPU

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +16,7 @@ from ascend_kernels.device import DEVICES
 from ascend_kernels.launch import recording
 from dispatch import neighborhood_attention
 from tests.band_cases import check
-from tests.helpers import make_qkv
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.helpers import assert_passes_interpreted, make_qkv
 
 # Tiles, grids and chunks
 
@@ -103,17 +97,7 @@ def test_launches_that_an_npu_would_be_given() -> None:
 
 @pytest.mark.parametrize("part", ["short_lengths and fp32", "short_lengths and fp16", "not short_lengths"])
 def test_interpreted(part: str) -> None:
-    """In a process where Triton interprets: interpreted_band_attention.py."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part]
-    done = subprocess.run(
-        [*command, "tests/interpreted_band_attention.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_interpreted("tests/interpreted_band_attention.py", part)
 
 
 GPU_CASES: dict[str, dict[str, Any]] = {

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +19,10 @@ from ascend_kernels.device import DEVICES, UB_VARIABLE, npu_of
 from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention
 from nsa.neighborhood_attention import neighborhood_attention_forward
-from tests.helpers import make_qkv
+from tests.helpers import assert_passes_interpreted, make_qkv
 from tests.live_memory import PeakBytes
 from tests.neighborhood_cases import check
 from tests.neighborhood_loops import attend, keys_of
-
-ROOT = Path(__file__).resolve().parents[1]
 
 # The oracle
 
@@ -375,17 +369,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("part", ["short_lengths", "not short_lengths"])
 def test_interpreted(part: str) -> None:
-    """In a process where Triton interprets: interpreted_neighborhood_attention.py."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part]
-    done = subprocess.run(
-        [*command, "tests/interpreted_neighborhood_attention.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_interpreted("tests/interpreted_neighborhood_attention.py", part)
 
 
 GPU_CASES: dict[str, dict[str, Any]] = {

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +10,10 @@ from torch import Tensor
 
 from dispatch import neighborhood_attention
 from nsa import NeighborhoodAttention
+from tests.helpers import assert_passes_interpreted
 from tests.neighborhood_training import WINDOWS, assert_same_curve
 from tests.test_module import rotary_table, rotate
 
-ROOT = Path(__file__).resolve().parents[1]
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "truncate": {"kernel_size": 5},
@@ -153,15 +149,7 @@ def test_trains_like_plain_pytorch(window: dict[str, Any]) -> None:
 
 
 def test_trains_like_plain_pytorch_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_neighborhood_module.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_interpreted("tests/interpreted_neighborhood_module.py")
 
 
 @pytest.mark.cuda
