@@ -101,6 +101,11 @@ WORKSPACE = 512 << 20
 """Bytes for the sums of segments."""
 
 
+def _of_item(item: Int32, kv_heads: Int32, mX: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+    """Batch, key/value head and block of keys of an item of the lists. Args: mX: [B, ...]."""
+    return item // kv_heads % mX.shape[0], item % kv_heads, item // kv_heads // mX.shape[0]
+
+
 class CountVisits:
     """How many (head of the group, query tile) visit each block of keys of a key/value head. A warp for each block."""
 
@@ -124,11 +129,7 @@ class CountVisits:
         lane = cute.arch.lane_idx()
         item = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if item < mCounts.shape[1]:
-            batch, kv_head, block = (
-                item // kv_heads % mBits.shape[0],
-                item % kv_heads,
-                item // kv_heads // mBits.shape[0],
-            )
+            batch, kv_head, block = _of_item(item, kv_heads, mBits)
             select_heads = mBits.shape[1] // kv_heads
             count = Int32(0)
             for i in cutlass.range(select_heads, unroll=1):
@@ -176,11 +177,7 @@ class ListVisits:
         item = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         blocks = mCounts.shape[1]
         if item < blocks:
-            batch, kv_head, block = (
-                item // kv_heads % mBits.shape[0],
-                item % kv_heads,
-                item // kv_heads // mBits.shape[0],
-            )
+            batch, kv_head, block = _of_item(item, kv_heads, mBits)
             select_heads, words = mBits.shape[1] // kv_heads, mBits.shape[3]
             shared = group // select_heads  # heads with the same choice
             visits = mCounts[VISITS, item]
@@ -463,8 +460,8 @@ class SelectedDKV:
         block, first, visits = Int32(0), Int32(0), Int32(0)
         if segment < segments:
             block, first, visits = mSegments[BLOCK, segment], mSegments[FIRST, segment], mSegments[COUNT, segment]
-        batch, kv_head = block // kv_heads % mLse.shape[0], block % kv_heads
-        place = block // kv_heads // mLse.shape[0] * self.units + unit
+        batch, kv_head, keys = _of_item(block, kv_heads, mLse)
+        place = keys * self.units + unit
 
         smem = cutlass.memory.SmemAllocator()
         sK = allocate_tiles(smem, self.dtype, key_layout)
@@ -647,8 +644,8 @@ class AddSegments:
             item = mSegments[BLOCK, segment]
             segments = mCounts[CUT, item]
             first = mSums[CUT, item] - segments
-            batches, num_keys, kv_heads, _ = mdK.shape
-            batch, kv_head, block = item // kv_heads % batches, item % kv_heads, item // kv_heads // batches
+            num_keys, kv_heads = mdK.shape[1], mdK.shape[2]
+            batch, kv_head, block = _of_item(item, kv_heads, mdK)
             vectors = const_expr(self.units * 2 * UNIT * self.dim // SUMMED)
             rSum = cute.make_rmem_tensor(SUMMED, Float32)
             rPart = cute.make_rmem_tensor((SUMMED, BATCH), Float32)
