@@ -41,7 +41,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels import warpgroup_tiles as hopper
@@ -504,10 +504,7 @@ class WarpgroupGradients(VisitGradients):
         warpgroup.wait_group(1)
         hopper.score_gradients(S, S, dP, rDelta)
         rdS = hopper.rounded_left(mma_dk, S)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, mma_s).get_slice(thread)
-        rounded = cute.make_tensor(rdS.iterator, S.layout)
-        cute.copy(copy, copy.retile(rounded), copy.partition_D(sScores[None, None, 0]))
+        hopper.store_numbers(mma_s, cute.make_tensor(rdS.iterator, S.layout), sScores[None, None, 0], thread)
         self._publish()
         cute.arch.sync_threads()
         dQ = accumulator(mma_dq, (UNIT, self.dim))

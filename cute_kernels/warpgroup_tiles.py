@@ -208,13 +208,19 @@ def acquire(ready: Any, state: Any) -> Any:
 
 
 @cute.jit
-def store_rounded(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: Int32, barrier: Int32):
-    """Round a warpgroup's sums into a tile, for TMA to read it."""
+def store_numbers(mma: cute.TiledMma, rounded: cute.Tensor, tile: cute.Tensor, thread: Int32):
+    """A warpgroup's accumulator, in 16 bits, into a tile."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    cute.copy(copy, copy.retile(rounded), copy.partition_D(tile))
+
+
+@cute.jit
+def store_rounded(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: Int32, barrier: Int32):
+    """Round a warpgroup's sums into a tile, for TMA to read it."""
     rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
     rounded.store(acc.load().to(tile.element_type))
-    cute.copy(copy, copy.retile(rounded), copy.partition_D(tile))
+    store_numbers(mma, rounded, tile, thread)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
 
