@@ -47,7 +47,8 @@ from torch import Tensor
 from cute_kernels.block_lists import WORD, BlockLists, fake_lists
 from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.segments import BLOCK, COUNT, CUT, FIRST, VISITS, Sizes, used_segments, write_counts, write_segments
-from cute_kernels.warp import LANES, LOG2_E, lowest_bit, prefix_sum
+from cute_kernels.warp import LANES, lowest_bit, prefix_sum
+from cute_kernels.warp_tiles import accumulator
 from cute_kernels.warpgroup_tiles import (
     GROUP,
     MN,
@@ -56,16 +57,24 @@ from cute_kernels.warpgroup_tiles import (
     UNIT,
     K,
     accumulated,
+    acquire,
     allocate_tiles,
+    left_tiles,
     of_columns,
+    of_rows,
     read_left,
+    right_tiles,
+    rounded_left,
     row_statistics,
+    score_gradients,
     start_product,
     store_rounded,
     swizzled_tiles,
-    tma_copy,
+    tma_copies,
+    tma_loads,
     tma_pipeline,
-    tma_tiles,
+    tma_store,
+    to_probabilities,
     transposed,
     warpgroup_mma,
 )
@@ -92,6 +101,11 @@ WORKSPACE = 512 << 20
 """Bytes for the sums of segments."""
 
 
+def _of_item(item: Int32, kv_heads: Int32, mX: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+    """Batch, key/value head and block of keys of an item of the lists. Args: mX: [B, ...]."""
+    return item // kv_heads % mX.shape[0], item % kv_heads, item // kv_heads // mX.shape[0]
+
+
 class CountVisits:
     """How many (head of the group, query tile) visit each block of keys of a key/value head. A warp for each block."""
 
@@ -115,11 +129,7 @@ class CountVisits:
         lane = cute.arch.lane_idx()
         item = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if item < mCounts.shape[1]:
-            batch, kv_head, block = (
-                item // kv_heads % mBits.shape[0],
-                item % kv_heads,
-                item // kv_heads // mBits.shape[0],
-            )
+            batch, kv_head, block = _of_item(item, kv_heads, mBits)
             select_heads = mBits.shape[1] // kv_heads
             count = Int32(0)
             for i in cutlass.range(select_heads, unroll=1):
@@ -167,11 +177,7 @@ class ListVisits:
         item = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         blocks = mCounts.shape[1]
         if item < blocks:
-            batch, kv_head, block = (
-                item // kv_heads % mBits.shape[0],
-                item % kv_heads,
-                item // kv_heads // mBits.shape[0],
-            )
+            batch, kv_head, block = _of_item(item, kv_heads, mBits)
             select_heads, words = mBits.shape[1] // kv_heads, mBits.shape[3]
             shared = group // select_heads  # heads with the same choice
             visits = mCounts[VISITS, item]
@@ -221,10 +227,9 @@ class SelectedDQ:
         stream: Any,
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        loads = [tma_copy(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
         self.kernel(
-            *[part for pair in loads for part in pair],
-            *tma_copy(store, mdQ, self.dtype, self.dim),
+            *tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
+            *tma_copies(store, self.dtype, self.dim, mdQ),
             mLse,
             mDelta,
             mMaskCount,
@@ -287,24 +292,17 @@ class SelectedDQ:
         consumer_warps = CONSUMERS * GROUP // LANES
         rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
         keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
-        tQsQ, tQgQ = tma_tiles(tma_q, sQ, mQ)
-        tdOsdO, tdOgdO = tma_tiles(tma_do, sdO, mdO)
-        tKsK, tKgK = tma_tiles(tma_k, sK, mK)
-        tVsV, tVgV = tma_tiles(tma_v, sV, mV)
-        tdQsdQ, tdQgdQ = tma_tiles(tma_dq, sQ, mdQ)  # dQ takes Q's place
         masks, fulls = mMaskCount[batch, head, tile], mFullCount[batch, head, tile]
         gMask, gFull = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
 
         if warp_index < GROUP // LANES:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp_index == 0:
-                start = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-                rows_ready.producer_acquire(start)
-                barrier = rows_ready.producer_get_barrier(start)
+                load_rows = tma_loads((tma_q, sQ, mQ), (tma_do, sdO, mdO))
+                load_keys = tma_loads((tma_k, sK, mK), (tma_v, sV, mV))
+                barrier = acquire(rows_ready, pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1))
                 for i in range_constexpr(CONSUMERS):
-                    place = rows * CONSUMERS + i
-                    cute.copy(tma_q, tQgQ[None, place, head, batch], tQsQ[None, i], tma_bar_ptr=barrier)
-                    cute.copy(tma_do, tdOgdO[None, place, head, batch], tdOsdO[None, i], tma_bar_ptr=barrier)
+                    load_rows((rows * CONSUMERS + i, head, batch), i, barrier)
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
                 kv_head = head // group
                 for i in cutlass.range(masks + fulls, unroll=1):
@@ -313,23 +311,16 @@ class SelectedDQ:
                         block = gMask[i]
                     else:
                         block = gFull[i - masks]
-                    keys_ready.producer_acquire(state)
-                    barrier = keys_ready.producer_get_barrier(state)
-                    stage = state.index
-                    cute.copy(tma_k, tKgK[None, block, kv_head, batch], tKsK[None, stage], tma_bar_ptr=barrier)
-                    cute.copy(tma_v, tVgV[None, block, kv_head, batch], tVsV[None, stage], tma_bar_ptr=barrier)
+                    load_keys((block, kv_head, batch), state.index, acquire(keys_ready, state))
                     state.advance()
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             my_group = warp_index // (GROUP // LANES) - 1
             my_thread = thread % GROUP
             first_row = (rows * CONSUMERS + my_group) * UNIT
-            thr_s, thr_dq = mma_s.get_slice(my_thread), mma_dq.get_slice(my_thread)
-            tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))
-            tSrK = thr_s.make_fragment_B(mma_s.get_slice(0).partition_B(sK))
-            tdPrV = thr_s.make_fragment_B(mma_s.get_slice(0).partition_B(sV))
-            tdQrK = thr_dq.make_fragment_B(mma_dq.get_slice(0).partition_B(transposed(sK)))
-            dQ = cute.make_rmem_tensor(thr_dq.partition_shape_C((UNIT, self.dim)), Float32)
+            tScS = mma_s.get_slice(my_thread).partition_C(cute.make_identity_tensor((UNIT, UNIT)))
+            tSrK, tdPrV, tdQrK = right_tiles(mma_s, sK), right_tiles(mma_s, sV), right_tiles(mma_dq, transposed(sK))
+            dQ = accumulator(mma_dq, (UNIT, self.dim))
             dQ.fill(0.0)
 
             # Of the two rows of this thread; P = exp2(-inf) = 0 where there is no lse
@@ -342,12 +333,10 @@ class SelectedDQ:
             ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             rows_ready.consumer_wait(ready)
             tSrQ, tdPrdO = (read_left(mma_s, rows[None, None, my_group]) for rows in (sQ, sdO))
-            tdQrdS = thr_dq.make_fragment_A(thr_dq.partition_shape_A((UNIT, UNIT)))
 
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
             for i in cutlass.range(masks + fulls, unroll=1):
-                S = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
-                dP = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
+                S, dP = accumulator(mma_s, (UNIT, UNIT)), accumulator(mma_s, (UNIT, UNIT))
                 masked = i < masks
                 first_key = Int32(0)
                 if masked:
@@ -357,10 +346,7 @@ class SelectedDQ:
                 start_product(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
                 start_product(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
                 warpgroup.wait_group(1)
-                for n, r, c in accumulated(S):
-                    S[(c, r, n), 0, 0] = cute.math.exp2(
-                        cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[r]), fastmath=True
-                    )
+                to_probabilities(S, scale, of_rows(rLse))
                 if masked:
                     for n, r, c in accumulated(S):
                         row, key = tScS[(c, r, n), 0, 0]
@@ -369,20 +355,17 @@ class SelectedDQ:
                             seen = seen & (first_key + key <= first_row + row)
                         S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
                 warpgroup.wait_group(0)
-                for n, r, c in accumulated(S):
-                    S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[r])
-                tdQrdS.store(cute.make_tensor(S.iterator, tdQrdS.layout).load().to(self.dtype))
-                start_product(mma_dq, dQ, tdQrdS, tdQrK[None, None, None, stage], True)
+                score_gradients(S, S, dP, of_rows(rDelta))
+                start_product(mma_dq, dQ, rounded_left(mma_dq, S), tdQrK[None, None, None, stage], True)
                 warpgroup.wait_group(0)
                 keys_ready.consumer_release(state)
                 state.advance()
 
+            # dQ takes Q's place
             dQ.store(dQ.load() * scale)
             store_rounded(mma_dq, dQ, sQ[None, None, my_group], my_thread, 1 + my_group)
             if warp_index % (GROUP // LANES) == 0:
-                cute.copy(tma_dq, tdQsdQ[None, my_group], tdQgdQ[None, rows * CONSUMERS + my_group, head, batch])
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                tma_store((rows * CONSUMERS + my_group, head, batch), my_group, (tma_dq, sQ, mdQ))
 
 
 class SelectedDKV:
@@ -413,10 +396,9 @@ class SelectedDKV:
         stream: Any,
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        copies = [tma_copy(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
-        copies += [tma_copy(store, x, self.dtype, self.dim) for x in (mdK, mdV)]
         self.kernel(
-            *[part for pair in copies for part in pair],
+            *tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
+            *tma_copies(store, self.dtype, self.dim, mdK, mdV),
             mLse,
             mDelta,
             mSums,
@@ -478,8 +460,8 @@ class SelectedDKV:
         block, first, visits = Int32(0), Int32(0), Int32(0)
         if segment < segments:
             block, first, visits = mSegments[BLOCK, segment], mSegments[FIRST, segment], mSegments[COUNT, segment]
-        batch, kv_head = block // kv_heads % mLse.shape[0], block % kv_heads
-        place = block // kv_heads // mLse.shape[0] * self.units + unit
+        batch, kv_head, keys = _of_item(block, kv_heads, mLse)
+        place = keys * self.units + unit
 
         smem = cutlass.memory.SmemAllocator()
         sK = allocate_tiles(smem, self.dtype, key_layout)
@@ -500,25 +482,16 @@ class SelectedDKV:
                 tiles = cute.ceil_div(num_rows, self.tile)
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
                 if warp_index == 0:
-                    tQsQ, tQgQ = tma_tiles(tma_q, sQ, mQ)
-                    tdOsdO, tdOgdO = tma_tiles(tma_do, sdO, mdO)
-                    tKsK, tKgK = tma_tiles(tma_k, sK, mK)
-                    tVsV, tVgV = tma_tiles(tma_v, sV, mV)
+                    load_rows = tma_loads((tma_q, sQ, mQ), (tma_do, sdO, mdO))
+                    load_keys = tma_loads((tma_k, sK, mK), (tma_v, sV, mV))
                     start = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-                    keys_ready.producer_acquire(start)
-                    barrier = keys_ready.producer_get_barrier(start)
-                    cute.copy(tma_k, tKgK[None, place, kv_head, batch], tKsK[None, 0], tma_bar_ptr=barrier)
-                    cute.copy(tma_v, tVgV[None, place, kv_head, batch], tVsV[None, 0], tma_bar_ptr=barrier)
+                    load_keys((place, kv_head, batch), 0, acquire(keys_ready, start))
                     for i in cutlass.range(visits, unroll=1):
                         visit = gVisits[i]
                         head, tile = kv_head * group + visit // tiles, visit % tiles
                         for step in cutlass.range(self.steps, unroll=1):
                             rows = tile * self.steps + step
-                            rows_ready.producer_acquire(state)
-                            barrier = rows_ready.producer_get_barrier(state)
-                            stage = state.index
-                            cute.copy(tma_q, tQgQ[None, rows, head, batch], tQsQ[None, stage], tma_bar_ptr=barrier)
-                            cute.copy(tma_do, tdOgdO[None, rows, head, batch], tdOsdO[None, stage], tma_bar_ptr=barrier)
+                            load_rows((rows, head, batch), state.index, acquire(rows_ready, state))
                             state.advance()
                 elif warp_index <= UNIT // LANES:
                     row = thread - LANES  # of a tile in shared memory
@@ -550,18 +523,11 @@ class SelectedDKV:
                 my_thread = thread % GROUP
                 first_key = place * UNIT
                 thr_s, thr_dkv = mma_s.get_slice(my_thread), mma_dkv.get_slice(my_thread)
-                one_s, one_dkv = mma_s.get_slice(0), mma_dkv.get_slice(0)
                 tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))  # (key, row)
-                tSrK = one_s.make_fragment_A(one_s.partition_A(sK))[None, None, None, 0]
-                tdPrV = one_s.make_fragment_A(one_s.partition_A(sV))[None, None, None, 0]
-                tSrQ = one_s.make_fragment_B(one_s.partition_B(sQ))
-                tdPrdO = one_s.make_fragment_B(one_s.partition_B(sdO))
-                tdKrQ = one_dkv.make_fragment_B(one_dkv.partition_B(transposed(sQ)))
-                tdVrdO = one_dkv.make_fragment_B(one_dkv.partition_B(transposed(sdO)))
-                tdVrP = thr_dkv.make_fragment_A(thr_dkv.partition_shape_A((UNIT, UNIT)))
-                tdKrdS = thr_dkv.make_fragment_A(thr_dkv.partition_shape_A((UNIT, UNIT)))
-                dK = cute.make_rmem_tensor(thr_dkv.partition_shape_C((UNIT, self.dim)), Float32)
-                dV = cute.make_rmem_tensor(thr_dkv.partition_shape_C((UNIT, self.dim)), Float32)
+                tSrK, tdPrV = (left_tiles(mma_s, tiles)[None, None, None, 0] for tiles in (sK, sV))
+                tSrQ, tdPrdO = right_tiles(mma_s, sQ), right_tiles(mma_s, sdO)
+                tdKrQ, tdVrdO = right_tiles(mma_dkv, transposed(sQ)), right_tiles(mma_dkv, transposed(sdO))
+                dK, dV = accumulator(mma_dkv, (UNIT, self.dim)), accumulator(mma_dkv, (UNIT, self.dim))
                 dK.fill(0.0)
                 dV.fill(0.0)
                 # ((c, r, n), 0, 0, stage): every key has the rows' numbers
@@ -572,8 +538,7 @@ class SelectedDKV:
                 keys_ready.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
                 state = pipeline.PipelineState(STAGES, Int32(0), my_group, Int32(0))
                 for _ in cutlass.range(visits * (self.steps // CONSUMERS), unroll=1):
-                    S = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
-                    dP = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
+                    S, dP = accumulator(mma_s, (UNIT, UNIT)), accumulator(mma_s, (UNIT, UNIT))
                     rows_ready.consumer_wait(state)
                     stage = state.index
                     start_product(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
@@ -581,10 +546,7 @@ class SelectedDKV:
                     first_row = sRow[stage]
                     rLse = of_columns(tSsLse[(None, 0, None), 0, 0, stage])
                     warpgroup.wait_group(1)
-                    for n, r, c in accumulated(S):
-                        S[(c, r, n), 0, 0] = cute.math.exp2(
-                            cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[c, n]), fastmath=True
-                        )
+                    to_probabilities(S, scale, rLse)
                     masked = (first_row + UNIT > num_rows) | (first_key + UNIT > num_keys)
                     if const_expr(self.causal):
                         masked = masked | (first_key + UNIT - 1 > first_row)
@@ -595,14 +557,11 @@ class SelectedDKV:
                             if const_expr(self.causal):
                                 seen = seen & (first_key + key <= first_row + row)
                             S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
-                    tdVrP.store(cute.make_tensor(S.iterator, tdVrP.layout).load().to(self.dtype))
-                    start_product(mma_dkv, dV, tdVrP, tdVrdO[None, None, None, stage], True)
+                    start_product(mma_dkv, dV, rounded_left(mma_dkv, S), tdVrdO[None, None, None, stage], True)
                     rDelta = of_columns(tSsDelta[(None, 0, None), 0, 0, stage])
                     warpgroup.wait_group(1)
-                    for n, r, c in accumulated(S):
-                        S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[c, n])
-                    tdKrdS.store(cute.make_tensor(S.iterator, tdKrdS.layout).load().to(self.dtype))
-                    start_product(mma_dkv, dK, tdKrdS, tdKrQ[None, None, None, stage], True)
+                    score_gradients(S, S, dP, rDelta)
+                    start_product(mma_dkv, dK, rounded_left(mma_dkv, S), tdKrQ[None, None, None, stage], True)
                     warpgroup.wait_group(0)
                     rows_ready.consumer_release(state)
                     for _ in range_constexpr(CONSUMERS):
@@ -634,18 +593,12 @@ class SelectedDKV:
                 elif my_group == 0:
                     store_rounded(mma_dkv, dV, sV[None, None, 0], my_thread, 2)
                     if warp_index % (GROUP // LANES) == 0:
-                        tdVsdV, tdVgdV = tma_tiles(tma_dv, sV, mdV)
-                        cute.copy(tma_dv, tdVsdV[None, 0], tdVgdV[None, place, kv_head, batch])
-                        cute.arch.cp_async_bulk_commit_group()
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        tma_store((place, kv_head, batch), 0, (tma_dv, sV, mdV))
                 else:
                     dK.store(dK.load() * scale)
                     store_rounded(mma_dkv, dK, sK[None, None, 0], my_thread, 3)
                     if warp_index % (GROUP // LANES) == 0:
-                        tdKsdK, tdKgdK = tma_tiles(tma_dk, sK, mdK)
-                        cute.copy(tma_dk, tdKsdK[None, 0], tdKgdK[None, place, kv_head, batch])
-                        cute.arch.cp_async_bulk_commit_group()
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        tma_store((place, kv_head, batch), 0, (tma_dk, sK, mdK))
 
 
 class AddSegments:
@@ -691,8 +644,8 @@ class AddSegments:
             item = mSegments[BLOCK, segment]
             segments = mCounts[CUT, item]
             first = mSums[CUT, item] - segments
-            batches, num_keys, kv_heads, _ = mdK.shape
-            batch, kv_head, block = item // kv_heads % batches, item % kv_heads, item // kv_heads // batches
+            num_keys, kv_heads = mdK.shape[1], mdK.shape[2]
+            batch, kv_head, block = _of_item(item, kv_heads, mdK)
             vectors = const_expr(self.units * 2 * UNIT * self.dim // SUMMED)
             rSum = cute.make_rmem_tensor(SUMMED, Float32)
             rPart = cute.make_rmem_tensor((SUMMED, BATCH), Float32)

@@ -41,7 +41,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels import warpgroup_tiles as hopper
@@ -60,7 +60,7 @@ from cute_kernels.segments import (
 )
 from cute_kernels.side_streams import STREAMS, SideStreams
 from cute_kernels.token_selected import add_slots, check_token_selected
-from cute_kernels.warp import LANES, LOG2_E
+from cute_kernels.warp import LANES, LOG2_E, probability
 from cute_kernels.warp_rows import SHARED_PERCENT, block_bounds, heads_of
 from cute_kernels.warp_tiles import (
     ALIGNMENT,
@@ -329,9 +329,7 @@ class VisitGradients:
                 lse, delta = sLse[place], sDelta[place]
                 for n in range_constexpr(cute.size(S, mode=[3])):
                     for c in range_constexpr(2):
-                        S[c, r, m, n] = cute.math.exp2(
-                            cute.math.fma(S[c, r, m, n], scale * LOG2_E, -lse), fastmath=True
-                        )
+                        S[c, r, m, n] = probability(S[c, r, m, n], scale, lse)
                 if masked:
                     seen = sSeen[place]
                     for n in range_constexpr(cute.size(S, mode=[3])):
@@ -438,7 +436,7 @@ class WarpgroupGradients(VisitGradients):
         return sKQ, sVdO, sScores
 
     def _sums(self, columns: int) -> cute.Tensor:
-        return self._registers(self._mma(columns, hopper.REGISTERS, hopper.K, hopper.MN), columns)
+        return accumulator(self._mma(columns, hopper.REGISTERS, hopper.K, hopper.MN), (UNIT, columns))
 
     def _numbers(self, acc: cute.Tensor) -> cute.Tensor:
         return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, 1, cute.size(acc) // 4)))
@@ -449,17 +447,13 @@ class WarpgroupGradients(VisitGradients):
     def _mma(self, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
         return hopper.warpgroup_mma(self.dtype, columns, source, left, right)
 
-    def _registers(self, mma: cute.TiledMma, columns: int) -> cute.Tensor:
-        return cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((UNIT, columns)), Float32)
-
     @cute.jit
     def _start(self, sKQ: cute.Tensor, sVdO: cute.Tensor, stage: Int32):
         mma = self._mma(UNIT, hopper.SHARED, hopper.K, hopper.K)
-        one = mma.get_slice(0)
-        S, dP = self._registers(mma, UNIT), self._registers(mma, UNIT)
+        S, dP = accumulator(mma, (UNIT, UNIT)), accumulator(mma, (UNIT, UNIT))
         for acc, sX in ((S, sKQ), (dP, sVdO)):
-            left = one.make_fragment_A(one.partition_A(sX))[None, None, None, STAGES]
-            right = one.make_fragment_B(one.partition_B(sX))[None, None, None, stage]
+            left = hopper.left_tiles(mma, sX)[None, None, None, STAGES]
+            right = hopper.right_tiles(mma, sX)[None, None, None, stage]
             hopper.start_product(mma, acc, left, right, False)
         return S, dP
 
@@ -486,18 +480,11 @@ class WarpgroupGradients(VisitGradients):
         mma_dk = self._mma(self.dim, hopper.REGISTERS, hopper.K, hopper.MN)
         mma_dv = self._mma(self.v_dim, hopper.REGISTERS, hopper.K, hopper.MN)
         mma_dq = self._mma(self.dim, hopper.SHARED, hopper.MN, hopper.MN)
-        thr_s, one_dk, one_dv, one_dq = (
-            mma_s.get_slice(thread),
-            mma_dk.get_slice(0),
-            mma_dv.get_slice(0),
-            mma_dq.get_slice(0),
-        )
-        dKrQ = one_dk.make_fragment_B(one_dk.partition_B(hopper.transposed(sKQ)))[None, None, None, stage]
-        dVrdO = one_dv.make_fragment_B(one_dv.partition_B(hopper.transposed(sVdO)))[None, None, None, stage]
-        dQrdS = one_dq.make_fragment_A(one_dq.partition_A(hopper.transposed(sScores)))[None, None, None, 0]
-        dQrK = one_dq.make_fragment_B(one_dq.partition_B(hopper.transposed(sKQ)))[None, None, None, STAGES]
-        rP = one_dv.make_fragment_A(one_dv.partition_shape_A((UNIT, UNIT)))
-        rdS = one_dk.make_fragment_A(one_dk.partition_shape_A((UNIT, UNIT)))
+        thr_s = mma_s.get_slice(thread)
+        dKrQ = hopper.right_tiles(mma_dk, hopper.transposed(sKQ))[None, None, None, stage]
+        dVrdO = hopper.right_tiles(mma_dv, hopper.transposed(sVdO))[None, None, None, stage]
+        dQrdS = hopper.left_tiles(mma_dq, hopper.transposed(sScores))[None, None, None, 0]
+        dQrK = hopper.right_tiles(mma_dq, hopper.transposed(sKQ))[None, None, None, STAGES]
         every_key = cute.make_layout((UNIT, UNIT), stride=(0, 1))
         of_rows = [thr_s.partition_C(cute.make_tensor(x.iterator, every_key)) for x in (sLse, sDelta, sSeen)]
         tSsLse, tSsDelta, tSsSeen = (x[(None, 0, None), 0, 0] for x in of_rows)
@@ -507,28 +494,20 @@ class WarpgroupGradients(VisitGradients):
 
         rLse = hopper.of_columns(tSsLse)
         warpgroup.wait_group(1)
-        for n, r, c in hopper.accumulated(S):
-            S[(c, r, n), 0, 0] = cute.math.exp2(
-                cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[c, n]), fastmath=True
-            )
+        hopper.to_probabilities(S, scale, rLse)
         if masked:
             for n, r, c in hopper.accumulated(S):
                 key, _ = tScS[(c, r, n), 0, 0]
                 S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if key <= tSsSeen[c, n] else Float32(0.0)
-        rP.store(cute.make_tensor(S.iterator, rP.layout).load().to(self.dtype))
-        hopper.start_product(mma_dv, dV, rP, dVrdO, True)
+        hopper.start_product(mma_dv, dV, hopper.rounded_left(mma_dv, S), dVrdO, True)
         rDelta = hopper.of_columns(tSsDelta)
         warpgroup.wait_group(1)
-        for n, r, c in hopper.accumulated(S):
-            S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[c, n])
-        rdS.store(cute.make_tensor(S.iterator, rdS.layout).load().to(self.dtype))
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, mma_s).get_slice(thread)
-        rounded = cute.make_tensor(rdS.iterator, S.layout)
-        cute.copy(copy, copy.retile(rounded), copy.partition_D(sScores[None, None, 0]))
+        hopper.score_gradients(S, S, dP, rDelta)
+        rdS = hopper.rounded_left(mma_dk, S)
+        hopper.store_numbers(mma_s, cute.make_tensor(rdS.iterator, S.layout), sScores[None, None, 0], thread)
         self._publish()
         cute.arch.sync_threads()
-        dQ = self._registers(mma_dq, self.dim)
+        dQ = accumulator(mma_dq, (UNIT, self.dim))
         hopper.start_product(mma_dq, dQ, dQrdS, dQrK, False)
         hopper.start_product(mma_dk, dK, rdS, dKrQ, True)
         warpgroup.wait_group(1)

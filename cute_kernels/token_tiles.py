@@ -59,6 +59,7 @@ from cute_kernels.warpgroup_tiles import (
     allocate_tiles,
     of_warpgroup,
     read_left,
+    right_tiles,
     start_product,
     swizzled_tiles,
     transposed,
@@ -336,7 +337,7 @@ class TileBlocks:
     def _scores(self, acc: cute.Tensor, rQ: cute.Tensor | None, sMine: cute.Tensor, sK: cute.Tensor, stage: Int32):
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K)
-            rK = mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(sK))
+            rK = right_tiles(mma, sK)
             start_product(mma, of_warpgroup(acc), rQ, rK[None, None, None, stage], False)
             warpgroup.wait_group(0)
         else:
@@ -347,7 +348,7 @@ class TileBlocks:
     def _add_values(self, acc: cute.Tensor, rP: cute.Tensor, sV: cute.Tensor, stage: Int32):
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, self.v_dim, REGISTERS, K, MN)
-            rV = mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(transposed(sV)))
+            rV = right_tiles(mma, transposed(sV))
             start_product(mma, of_warpgroup(acc), rP, rV[None, None, None, stage], True)
             warpgroup.wait_group(0)
         else:

@@ -6,7 +6,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 
 LANES = 32
 LOG2_E = math.log2(math.e)
@@ -25,6 +25,12 @@ def divide(value: Int32, divisor: cutlass.Constexpr[int]) -> tuple[Int32, Int32]
         return value >> divisor.bit_length() - 1, value & divisor - 1
     quotient = Int32(Uint32(value) // Uint32(divisor))
     return quotient, value - quotient * divisor
+
+
+@cute.jit
+def probability(score: Float32, scale: Float32, lse: Float32) -> Float32:
+    """exp(scale score - lse). Args: lse: in base 2."""
+    return cute.math.exp2(cute.math.fma(score, scale * LOG2_E, -lse), fastmath=True)
 
 
 @cute.jit

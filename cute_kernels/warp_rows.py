@@ -51,6 +51,7 @@ from cute_kernels.warpgroup_tiles import (
     allocate_tiles,
     of_warpgroup,
     read_left,
+    right_tiles,
     start_product,
     swizzled_tiles,
     transposed,
@@ -247,7 +248,7 @@ class WarpRows:
             for part in range_constexpr(self.v_dim // self.columns):
                 acc_o = accumulator(warps_mma(self.dtype, 1), (self.rows, self.columns))
                 if const_expr(self.warpgroups):
-                    rV = mma_o.get_slice(0).make_fragment_B(mma_o.get_slice(0).partition_B(transposed(sV)))
+                    rV = right_tiles(mma_o, transposed(sV))
                     start_product(mma_o, of_warpgroup(acc_o), rP, rV[None, None, None, 0], False)
                     warpgroup.wait_group(0)
                 else:
@@ -285,7 +286,7 @@ class WarpRows:
     @cute.jit
     def _start_scores(self, mma: cute.TiledMma, acc: cute.Tensor, sRows: cute.Tensor, sK: cute.Tensor):
         """S of a warpgroup's rows; each warp has read its own ones then."""
-        rK = mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(sK))
+        rK = right_tiles(mma, sK)
         start_product(mma, acc, read_left(mma, sRows), rK[None, None, None, 0], False)
 
     @cute.jit

@@ -37,7 +37,8 @@ from torch import Tensor
 
 from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.selected_backward import CONSUMERS, LOAD_REGISTERS, MATH_REGISTERS, STAGES, THREADS
-from cute_kernels.warp import LANES, LOG2_E
+from cute_kernels.warp import LANES, probability
+from cute_kernels.warp_tiles import accumulator
 from cute_kernels.warpgroup_tiles import (
     GROUP,
     MN,
@@ -46,16 +47,24 @@ from cute_kernels.warpgroup_tiles import (
     UNIT,
     K,
     accumulated,
+    acquire,
     allocate_tiles,
+    left_tiles,
     of_columns,
+    of_rows,
     read_left,
+    right_tiles,
+    rounded_left,
     row_statistics,
+    score_gradients,
     start_product,
     store_rounded,
     swizzled_tiles,
-    tma_copy,
+    tma_copies,
+    tma_loads,
     tma_pipeline,
-    tma_tiles,
+    tma_store,
+    to_probabilities,
     transposed,
     warpgroup_mma,
 )
@@ -73,8 +82,7 @@ def _seen(score: Float32, before: Int32, left: Int32) -> Float32:
 @cute.jit
 def _both(score: Float32, dp: Float32, scale: Float32, lse: Any, delta: Any) -> tuple[Float32, Float32]:
     """P and dS of a pair that both branches see, of which each has an `lse`, in base 2, and a `delta`."""
-    window = cute.math.exp2(cute.math.fma(score, scale * LOG2_E, -lse[0]), fastmath=True)
-    near = cute.math.exp2(cute.math.fma(score, scale * LOG2_E, -lse[1]), fastmath=True)
+    window, near = probability(score, scale, lse[0]), probability(score, scale, lse[1])
     return window + near, cute.math.fma(window, dp - delta[0], near * (dp - delta[1]))
 
 
@@ -104,10 +112,9 @@ class WindowDQ:
         stream: Any,
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        loads = [tma_copy(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
         self.kernel(
-            *[part for pair in loads for part in pair],
-            *tma_copy(store, mdQ, self.dtype, self.dim),
+            *tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
+            *tma_copies(store, self.dtype, self.dim, mdQ),
             mLse,
             mDelta,
             mNearLse,
@@ -171,30 +178,19 @@ class WindowDQ:
         consumer_warps = CONSUMERS * GROUP // LANES
         rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
         keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
-        tQsQ, tQgQ = tma_tiles(tma_q, sQ, mQ)
-        tdOsdO, tdOgdO = tma_tiles(tma_do, sdO, mdO)
-        tKsK, tKgK = tma_tiles(tma_k, sK, mK)
-        tVsV, tVgV = tma_tiles(tma_v, sV, mV)
-        tdQsdQ, tdQgdQ = tma_tiles(tma_dq, sQ, mdQ)  # dQ takes Q's place
 
         if warp_index < GROUP // LANES:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp_index == 0:
-                start = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-                rows_ready.producer_acquire(start)
-                barrier = rows_ready.producer_get_barrier(start)
+                load_rows = tma_loads((tma_q, sQ, mQ), (tma_do, sdO, mdO))
+                load_keys = tma_loads((tma_k, sK, mK), (tma_v, sV, mV))
+                barrier = acquire(rows_ready, pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1))
                 for i in range_constexpr(CONSUMERS):
-                    place = rows * CONSUMERS + i
-                    cute.copy(tma_q, tQgQ[None, place, head, batch], tQsQ[None, i], tma_bar_ptr=barrier)
-                    cute.copy(tma_do, tdOgdO[None, place, head, batch], tdOsdO[None, i], tma_bar_ptr=barrier)
+                    load_rows((rows * CONSUMERS + i, head, batch), i, barrier)
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
                 kv_head = head // group
                 for i in cutlass.range(blocks, unroll=1):
-                    keys_ready.producer_acquire(state)
-                    barrier = keys_ready.producer_get_barrier(state)
-                    stage, block = state.index, first_block + i
-                    cute.copy(tma_k, tKgK[None, block, kv_head, batch], tKsK[None, stage], tma_bar_ptr=barrier)
-                    cute.copy(tma_v, tVgV[None, block, kv_head, batch], tVsV[None, stage], tma_bar_ptr=barrier)
+                    load_keys((first_block + i, kv_head, batch), state.index, acquire(keys_ready, state))
                     state.advance()
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
@@ -202,12 +198,9 @@ class WindowDQ:
             my_thread = thread % GROUP
             first_row = (rows * CONSUMERS + my_group) * UNIT
             first_near = (first_row // size - local + 1) * size  # may be below 0
-            thr_s, thr_dq = mma_s.get_slice(my_thread), mma_dq.get_slice(my_thread)
-            tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))
-            tSrK = thr_s.make_fragment_B(mma_s.get_slice(0).partition_B(sK))
-            tdPrV = thr_s.make_fragment_B(mma_s.get_slice(0).partition_B(sV))
-            tdQrK = thr_dq.make_fragment_B(mma_dq.get_slice(0).partition_B(transposed(sK)))
-            dQ = cute.make_rmem_tensor(thr_dq.partition_shape_C((UNIT, self.dim)), Float32)
+            tScS = mma_s.get_slice(my_thread).partition_C(cute.make_identity_tensor((UNIT, UNIT)))
+            tSrK, tdPrV, tdQrK = right_tiles(mma_s, sK), right_tiles(mma_s, sV), right_tiles(mma_dq, transposed(sK))
+            dQ = accumulator(mma_dq, (UNIT, self.dim))
             dQ.fill(0.0)
 
             # Of the two rows of this thread, and of two branches; P = exp2(-inf) = 0 where there is no lse
@@ -224,12 +217,10 @@ class WindowDQ:
             ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             rows_ready.consumer_wait(ready)
             tSrQ, tdPrdO = (read_left(mma_s, rows[None, None, my_group]) for rows in (sQ, sdO))
-            tdQrdS = thr_dq.make_fragment_A(thr_dq.partition_shape_A((UNIT, UNIT)))
 
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
             for i in cutlass.range(blocks, unroll=1):
-                S = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
-                dP = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
+                S, dP = accumulator(mma_s, (UNIT, UNIT)), accumulator(mma_s, (UNIT, UNIT))
                 first_key, stage = (first_block + i) * UNIT, state.index
                 keys_ready.consumer_wait(state)
                 if (first_key <= first_row) & (first_key + UNIT > first_row - left):
@@ -244,31 +235,25 @@ class WindowDQ:
                     if const_expr(self.near):
                         near = Int32(1) if first_key >= first_near else Int32(0)
                     if near == 0:
-                        for n, r, c in accumulated(S):
-                            S[(c, r, n), 0, 0] = cute.math.exp2(
-                                cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[r, 0]), fastmath=True
-                            )
+                        to_probabilities(S, scale, of_rows(rLse[None, 0]))
                         warpgroup.wait_group(0)
-                        for n, r, c in accumulated(S):
-                            S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[r, 0])
+                        score_gradients(S, S, dP, of_rows(rDelta[None, 0]))
                     else:
                         warpgroup.wait_group(0)
                         for n, r, c in accumulated(S):
                             _, S[(c, r, n), 0, 0] = _both(
                                 S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0], scale, rLse[r, None], rDelta[r, None]
                             )
-                    tdQrdS.store(cute.make_tensor(S.iterator, tdQrdS.layout).load().to(self.dtype))
-                    start_product(mma_dq, dQ, tdQrdS, tdQrK[None, None, None, stage], True)
+                    start_product(mma_dq, dQ, rounded_left(mma_dq, S), tdQrK[None, None, None, stage], True)
                     warpgroup.wait_group(0)
                 keys_ready.consumer_release(state)
                 state.advance()
 
+            # dQ takes Q's place
             dQ.store(dQ.load() * scale)
             store_rounded(mma_dq, dQ, sQ[None, None, my_group], my_thread, 1 + my_group)
             if warp_index % (GROUP // LANES) == 0:
-                cute.copy(tma_dq, tdQsdQ[None, my_group], tdQgdQ[None, rows * CONSUMERS + my_group, head, batch])
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                tma_store((rows * CONSUMERS + my_group, head, batch), my_group, (tma_dq, sQ, mdQ))
 
 
 class WindowDKV:
@@ -298,10 +283,9 @@ class WindowDKV:
         stream: Any,
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        copies = [tma_copy(load, x, self.dtype, self.dim) for x in (mQ, mdO, mK, mV)]
-        copies += [tma_copy(store, x, self.dtype, self.dim) for x in (mdK, mdV)]
         self.kernel(
-            *[part for pair in copies for part in pair],
+            *tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
+            *tma_copies(store, self.dtype, self.dim, mdK, mdV),
             mLse,
             mDelta,
             mNearLse,
@@ -377,24 +361,14 @@ class WindowDKV:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
             if warp_index == 0:
-                tQsQ, tQgQ = tma_tiles(tma_q, sQ, mQ)
-                tdOsdO, tdOgdO = tma_tiles(tma_do, sdO, mdO)
-                tKsK, tKgK = tma_tiles(tma_k, sK, mK)
-                tVsV, tVgV = tma_tiles(tma_v, sV, mV)
-                start = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-                keys_ready.producer_acquire(start)
-                barrier = keys_ready.producer_get_barrier(start)
+                load_rows = tma_loads((tma_q, sQ, mQ), (tma_do, sdO, mdO))
+                load_keys = tma_loads((tma_k, sK, mK), (tma_v, sV, mV))
+                barrier = acquire(keys_ready, pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1))
                 for i in range_constexpr(CONSUMERS):
-                    place = keys * CONSUMERS + i
-                    cute.copy(tma_k, tKgK[None, place, kv_head, batch], tKsK[None, i], tma_bar_ptr=barrier)
-                    cute.copy(tma_v, tVgV[None, place, kv_head, batch], tVsV[None, i], tma_bar_ptr=barrier)
+                    load_keys((keys * CONSUMERS + i, kv_head, batch), i, barrier)
                 for head in cutlass.range(kv_head * group, (kv_head + 1) * group, unroll=1):
                     for tile in cutlass.range(first_tile, last_tile, unroll=1):
-                        rows_ready.producer_acquire(state)
-                        barrier = rows_ready.producer_get_barrier(state)
-                        stage = state.index
-                        cute.copy(tma_q, tQgQ[None, tile, head, batch], tQsQ[None, stage], tma_bar_ptr=barrier)
-                        cute.copy(tma_do, tdOgdO[None, tile, head, batch], tdOsdO[None, stage], tma_bar_ptr=barrier)
+                        load_rows((tile, head, batch), state.index, acquire(rows_ready, state))
                         state.advance()
             elif warp_index <= UNIT // LANES:
                 row = thread - LANES  # of a tile
@@ -418,19 +392,12 @@ class WindowDKV:
             my_thread = thread % GROUP
             place = keys * CONSUMERS + my_group
             first_key = place * UNIT
-            thr_s, thr_dkv = mma_s.get_slice(my_thread), mma_dkv.get_slice(my_thread)
-            one_s, one_dkv = mma_s.get_slice(0), mma_dkv.get_slice(0)
+            thr_s = mma_s.get_slice(my_thread)
             tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))  # (key, row)
-            tSrK = one_s.make_fragment_A(one_s.partition_A(sK))[None, None, None, my_group]
-            tdPrV = one_s.make_fragment_A(one_s.partition_A(sV))[None, None, None, my_group]
-            tSrQ = one_s.make_fragment_B(one_s.partition_B(sQ))
-            tdPrdO = one_s.make_fragment_B(one_s.partition_B(sdO))
-            tdKrQ = one_dkv.make_fragment_B(one_dkv.partition_B(transposed(sQ)))
-            tdVrdO = one_dkv.make_fragment_B(one_dkv.partition_B(transposed(sdO)))
-            tdVrP = thr_dkv.make_fragment_A(thr_dkv.partition_shape_A((UNIT, UNIT)))
-            tdKrdS = thr_dkv.make_fragment_A(thr_dkv.partition_shape_A((UNIT, UNIT)))
-            dK = cute.make_rmem_tensor(thr_dkv.partition_shape_C((UNIT, self.dim)), Float32)
-            dV = cute.make_rmem_tensor(thr_dkv.partition_shape_C((UNIT, self.dim)), Float32)
+            tSrK, tdPrV = (left_tiles(mma_s, tiles)[None, None, None, my_group] for tiles in (sK, sV))
+            tSrQ, tdPrdO = right_tiles(mma_s, sQ), right_tiles(mma_s, sdO)
+            tdKrQ, tdVrdO = right_tiles(mma_dkv, transposed(sQ)), right_tiles(mma_dkv, transposed(sdO))
+            dK, dV = accumulator(mma_dkv, (UNIT, self.dim)), accumulator(mma_dkv, (UNIT, self.dim))
             dK.fill(0.0)
             dV.fill(0.0)
 
@@ -446,8 +413,7 @@ class WindowDKV:
             end_near = (first_key // size + local) * size  # of the rows to which the keys are near
             for _ in cutlass.range(group, unroll=1):
                 for tile in cutlass.range(first_tile, last_tile, unroll=1):
-                    S = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
-                    dP = cute.make_rmem_tensor(thr_s.partition_shape_C((UNIT, UNIT)), Float32)
+                    S, dP = accumulator(mma_s, (UNIT, UNIT)), accumulator(mma_s, (UNIT, UNIT))
                     first_row, stage = tile * UNIT, state.index
                     rows_ready.consumer_wait(state)
                     if (first_row >= first_key) & (first_row - left < first_key + UNIT):
@@ -466,14 +432,10 @@ class WindowDKV:
                         # S becomes P, dP becomes dS
                         if near == 0:
                             rLse = of_columns(tSsLse[0][(None, 0, None), 0, 0, stage])
-                            for n, r, c in accumulated(S):
-                                S[(c, r, n), 0, 0] = cute.math.exp2(
-                                    cute.math.fma(S[(c, r, n), 0, 0], scale * LOG2_E, -rLse[c, n]), fastmath=True
-                                )
+                            to_probabilities(S, scale, rLse)
                             rDelta = of_columns(tSsDelta[0][(None, 0, None), 0, 0, stage])
                             warpgroup.wait_group(0)
-                            for n, r, c in accumulated(S):
-                                dP[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - rDelta[c, n])
+                            score_gradients(dP, S, dP, rDelta)
                         else:
                             warpgroup.wait_group(0)
                             for n, r, c in accumulated(S):
@@ -483,10 +445,8 @@ class WindowDKV:
                                 S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0] = _both(
                                     S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0], scale, lse, delta
                                 )
-                        tdVrP.store(cute.make_tensor(S.iterator, tdVrP.layout).load().to(self.dtype))
-                        start_product(mma_dkv, dV, tdVrP, tdVrdO[None, None, None, stage], True)
-                        tdKrdS.store(cute.make_tensor(dP.iterator, tdKrdS.layout).load().to(self.dtype))
-                        start_product(mma_dkv, dK, tdKrdS, tdKrQ[None, None, None, stage], True)
+                        start_product(mma_dkv, dV, rounded_left(mma_dkv, S), tdVrdO[None, None, None, stage], True)
+                        start_product(mma_dkv, dK, rounded_left(mma_dkv, dP), tdKrQ[None, None, None, stage], True)
                         warpgroup.wait_group(0)
                     rows_ready.consumer_release(state)
                     state.advance()
@@ -496,12 +456,7 @@ class WindowDKV:
             store_rounded(mma_dkv, dK, sK[None, None, my_group], my_thread, 1 + my_group)
             store_rounded(mma_dkv, dV, sV[None, None, my_group], my_thread, 1 + my_group)
             if warp_index % (GROUP // LANES) == 0:
-                tdKsdK, tdKgdK = tma_tiles(tma_dk, sK, mdK)
-                tdVsdV, tdVgdV = tma_tiles(tma_dv, sV, mdV)
-                cute.copy(tma_dk, tdKsdK[None, my_group], tdKgdK[None, place, kv_head, batch])
-                cute.copy(tma_dv, tdVsdV[None, my_group], tdVgdV[None, place, kv_head, batch])
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                tma_store((place, kv_head, batch), my_group, (tma_dk, sK, mdK), (tma_dv, sV, mdV))
 
 
 class Near(NamedTuple):
