@@ -32,13 +32,17 @@ from cute_kernels.warp_tiles import (
     QUAD,
     accumulator,
     as_vectors,
+    exponentiate,
     gather_rows,
+    hide_behind,
+    highest,
     left_operand,
     load_block,
     load_for_quads,
     multiply,
     multiply_registers,
     numbers,
+    scale_row,
     vector_strides,
     warps_mma,
     write_quads,
@@ -51,6 +55,7 @@ from cute_kernels.warpgroup_tiles import (
     allocate_tiles,
     of_warpgroup,
     read_left,
+    right_operand,
     start_product,
     swizzled_tiles,
     transposed,
@@ -247,8 +252,8 @@ class WarpRows:
             for part in range_constexpr(self.v_dim // self.columns):
                 acc_o = accumulator(warps_mma(self.dtype, 1), (self.rows, self.columns))
                 if const_expr(self.warpgroups):
-                    rV = mma_o.get_slice(0).make_fragment_B(mma_o.get_slice(0).partition_B(transposed(sV)))
-                    start_product(mma_o, of_warpgroup(acc_o), rP, rV[None, None, None, 0], False)
+                    rV = right_operand(mma_o, transposed(sV))[None, None, None, 0]
+                    start_product(mma_o, of_warpgroup(acc_o), rP, rV, False)
                     warpgroup.wait_group(0)
                 else:
                     acc_o.fill(0.0)
@@ -285,8 +290,8 @@ class WarpRows:
     @cute.jit
     def _start_scores(self, mma: cute.TiledMma, acc: cute.Tensor, sRows: cute.Tensor, sK: cute.Tensor):
         """S of a warpgroup's rows; each warp has read its own ones then."""
-        rK = mma.get_slice(0).make_fragment_B(mma.get_slice(0).partition_B(sK))
-        start_product(mma, acc, read_left(mma, sRows), rK[None, None, None, 0], False)
+        rK = right_operand(mma, sK)[None, None, None, 0]
+        start_product(mma, acc, read_left(mma, sRows), rK, False)
 
     @cute.jit
     def _write_lse(self, gLse: cute.Tensor, lse: Float32, place: Int32, first_row: Int32, num_rows: Int32):
@@ -337,10 +342,7 @@ class WarpRows:
         for m in range_constexpr(self.rows // CHUNK):
             for r in range_constexpr(2):
                 last = cute.arch.shuffle_sync(seen, m * CHUNK + r * 8 + lane // QUAD)
-                for n in range_constexpr(first // 8, self.keys // 8):
-                    for c in range_constexpr(2):
-                        key = n * 8 + lane % QUAD * 2 + c
-                        S[c, r, m, n] = S[c, r, m, n] if key <= last else -Float32.inf
+                hide_behind(S[None, r, m, None], last, first)
 
     @cute.jit
     def _softmax(self, S: cute.Tensor, scale: Float32) -> Float32:
@@ -349,23 +351,13 @@ class WarpRows:
         my_top, my_total = Float32(0.0), Float32(0.0)
         for m in range_constexpr(self.rows // CHUNK):
             for r in range_constexpr(2):
-                top = -Float32.inf
-                for n in range_constexpr(self.keys // 8):
-                    for c in range_constexpr(2):
-                        top = cute.arch.fmax(top, S[c, r, m, n])
-                top = cute.arch.warp_reduction_max(top, threads_in_group=QUAD)
+                rRow = S[None, r, m, None]
+                top = highest(rRow)
                 top = Float32(0.0) if top == -Float32.inf else top * (scale * LOG2_E)
-                total = Float32(0.0)
-                for n in range_constexpr(self.keys // 8):
-                    for c in range_constexpr(2):
-                        P = cute.math.exp2(cute.math.fma(S[c, r, m, n], scale * LOG2_E, -top), fastmath=True)
-                        S[c, r, m, n] = P
-                        total += P
+                total = exponentiate(rRow, scale * LOG2_E, top, Float32(0.0))
                 total = cute.arch.warp_reduction_sum(total, threads_in_group=QUAD)
                 share = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-                for n in range_constexpr(self.keys // 8):
-                    for c in range_constexpr(2):
-                        S[c, r, m, n] = S[c, r, m, n] * share
+                scale_row(rRow, share)
                 if lane % QUAD == 2 * m + r:
                     my_top, my_total = top, total
         return (my_top + cute.math.log2(my_total, fastmath=True)) * LOG_2

@@ -68,6 +68,12 @@ def read_left(mma: cute.TiledMma, rows: cute.Tensor) -> cute.Tensor:
     return left
 
 
+def right_operand(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
+    """Tiles of columns x k in shared memory as right operands: (., ., k, tile)."""
+    one = mma.get_slice(0)
+    return one.make_fragment_B(one.partition_B(tiles))
+
+
 @cute.jit
 def start_product(
     mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, add: cutlass.Constexpr[bool]
