@@ -171,9 +171,9 @@ class ForcedBlocks(WarpRows):
         key_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
     ):
-        mine = self._begin(row_layout, key_layout, value_layout)
+        mine = self._begin(mma_s, mma_o, row_layout, key_layout, value_layout)
         at = self._tokens(mine, mQ, mBounds, first_token)
-        self._attend_tokens(mine, at, mQ, mK, mV, mO, mLse, first_token, scale, mma_s, mma_o)
+        self._attend_tokens(mine, at, mQ, mK, mV, mO, mLse, first_token, scale)
 
     @cute.jit
     def _attend_tokens(
@@ -187,8 +187,6 @@ class ForcedBlocks(WarpRows):
         mLse: cute.Tensor,
         first_token: Int32,
         scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_o: cute.TiledMma,
         rest: Rest | None = None,
     ):
         """Args: as of `kernel`; `rest`: as of `_attend`."""
@@ -205,8 +203,6 @@ class ForcedBlocks(WarpRows):
             at.num_rows,
             first_token + at.before,
             scale,
-            mma_s,
-            mma_o,
             rest,
         )
 
@@ -304,7 +300,7 @@ class GatedForced(ForcedBlocks):
         key_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
     ):
-        mine = self._begin(row_layout, key_layout, value_layout)
+        mine = self._begin(mma_s, mma_o, row_layout, key_layout, value_layout)
         at = self._tokens(mine, mQ, None, first_token)
         gWeight = None
         if const_expr(mW is not None):
@@ -321,7 +317,7 @@ class GatedForced(ForcedBlocks):
             of_cta(mWin, mine, at.before),
             gSlc,
         )
-        self._attend_tokens(mine, at, mQ, mK, mV, mOut, mLse, first_token, scale, mma_s, mma_o, rest)
+        self._attend_tokens(mine, at, mQ, mK, mV, mOut, mLse, first_token, scale, rest)
 
 
 @compiled_once

@@ -146,7 +146,7 @@ class VisitBlocks(WarpRows):
         key_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
     ):
-        mine = self._begin(row_layout, key_layout, value_layout)
+        mine = self._begin(mma_s, mma_o, row_layout, key_layout, value_layout)
         segment, kv_head, batch = mine.item, mine.kv_head, mine.batch
         _, used = used_segments(mSums[batch, kv_head, None, None])
         if segment < used:
@@ -167,8 +167,6 @@ class VisitBlocks(WarpRows):
                 num_rows,
                 first_token,
                 scale,
-                mma_s,
-                mma_o,
             )
 
 

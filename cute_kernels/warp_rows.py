@@ -109,6 +109,9 @@ class Mine(NamedTuple):
     """Those that its warp multiplies together with others."""
     sMine: cute.Tensor
     """Those of its warp."""
+    mma_s: cute.TiledMma
+    """How S is multiplied, as `mma_o` o."""
+    mma_o: cute.TiledMma
 
 
 class WarpRows:
@@ -157,10 +160,9 @@ class WarpRows:
         return warps_mma(self.dtype, 1)
 
     @cute.jit
-    def _begin(
-        self, row_layout: cute.ComposedLayout, key_layout: cute.ComposedLayout, value_layout: cute.ComposedLayout
-    ) -> Mine:
+    def _begin(self, mma_s: cute.TiledMma, mma_o: cute.TiledMma, *layouts: cute.ComposedLayout) -> Mine:
         """Args: of `_operands`."""
+        row_layout, key_layout, value_layout = layouts
         thread, _, _ = cute.arch.thread_idx()
         item, kv_head, batch = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
@@ -172,7 +174,7 @@ class WarpRows:
         sQ = allocate_tiles(smem, self.dtype, row_layout)
         sRows = sQ[None, None, my_group]
         sMine = cute.local_tile(sRows, (self.rows, self.dim), (warp_index % self.together, 0))
-        return Mine(thread, item, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine)
+        return Mine(thread, item, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine, mma_s, mma_o)
 
     @cute.jit
     def _attend(
@@ -189,8 +191,6 @@ class WarpRows:
         num_rows: Int32,  # tokens x G
         first_token: Int32,  # the number of T's first token, counted as keys are
         scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_o: cute.TiledMma,
         rest: Rest | None = None,  # with gPlaces None: what makes out of o, which is written in its place
     ):
         """o and lse of all rows.
@@ -198,7 +198,7 @@ class WarpRows:
         A row sees what is not behind its token. So between two blocks other keys may lie only if all tokens see the
         blocks before these.
         """
-        thread, _, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine = mine
+        thread, _, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine, mma_s, mma_o = mine
         gQ = mQ[batch, None, kv_head, None, None]
         gO, gLse = mO[batch, kv_head, None, None, None], mLse[batch, kv_head, None, None]
         q_strides, o_strides = vector_strides(gQ), vector_strides(gO)
