@@ -86,9 +86,7 @@ def statistics_of_tokens(mLse: cute.Tensor, group: int) -> cute.Tensor:
 
 def of_cta(mX: cute.Tensor | None, mine: Mine, first: Int32) -> cute.Tensor | None:
     """Of [B, H_kv, places, G, D], if there is such a tensor, what is the CTA's, from a place on."""
-    if mX is None:
-        return None
-    return cute.domain_offset((first, 0, 0), mX[mine.batch, mine.kv_head, None, None, None])
+    return None if mX is None else cute.domain_offset((first, 0, 0), mX[mine.batch, mine.kv_head, None, None, None])
 
 
 class Tokens(NamedTuple):

@@ -70,14 +70,10 @@ def fake_rest(
     dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, keeps: bool
 ) -> tuple[Any, ...]:
     """What a kernel that gates on the way is compiled with. Args: dim and type of the rows; `Gating.how`."""
-    o_cmp, o_win, o_slc = (fake(dtype, None, None, None, dim) for _ in range(3))
-    return *_fake_gates(dim, w_dtype, g_dtype), o_cmp, o_win, o_slc if keeps else None
-
-
-def _fake_gates(dim: int, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Weight and gates, where there are any."""
     weight = None if w_dtype is None else fake(w_dtype, None, 3, dim)
-    return weight, None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False)
+    gates = None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False)
+    o_cmp, o_win, o_slc = (fake(dtype, None, None, None, dim) for _ in range(3))
+    return weight, gates, o_cmp, o_win, o_slc if keeps else None
 
 
 @cute.jit
@@ -224,9 +220,11 @@ def _compiled(
     dim: int, v_dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, packed: bool
 ) -> Kernel:
     q = fake(dtype, None, None, None, dim) if w_dtype is not None else None
+    w = fake(w_dtype, None, 3, dim) if w_dtype is not None else None
+    gates = fake(g_dtype, None, None, None, 3, aligned=False) if g_dtype is not None else None
     rows = fake(torch.int32, None, aligned=False) if packed else None
     outputs = [fake(dtype, None, None, None, v_dim) for _ in range(4)]
-    return compile_kernel(GatedSum(dim, v_dim), q, *_fake_gates(dim, w_dtype, g_dtype), rows, *outputs)
+    return compile_kernel(GatedSum(dim, v_dim), q, w, gates, rows, *outputs)
 
 
 def gated_sum(

@@ -223,7 +223,9 @@ class WarpRows:
             later_place = self._place(gPlaces, next_row + step, num_rows)
             acc = accumulator(warps_mma(self.dtype, 1), (self.rows, self.keys))
             if const_expr(self.warpgroups):
-                self._start_scores(mma_s, of_warpgroup(acc), sRows, sK)
+                rK = right_operand(mma_s, sK)[None, None, None, 0]
+                # The warp has read its rows then
+                start_product(mma_s, of_warpgroup(acc), read_left(mma_s, sRows), rK, False)
             else:
                 acc.fill(0.0)
                 multiply(mma_s, lane, acc, sMine, sK[None, None, 0], 0)
@@ -286,12 +288,6 @@ class WarpRows:
             if const_expr(self.blocks > 1):
                 sBlock = cute.local_tile(sBlock, (self.size, cute.size(sX, mode=[1])), (i, 0))
             load(gX, sBlock, first_keys[i], end, thread, self.warps * LANES)
-
-    @cute.jit
-    def _start_scores(self, mma: cute.TiledMma, acc: cute.Tensor, sRows: cute.Tensor, sK: cute.Tensor):
-        """S of a warpgroup's rows; each warp has read its own ones then."""
-        rK = right_operand(mma, sK)[None, None, None, 0]
-        start_product(mma, acc, read_left(mma, sRows), rK, False)
 
     @cute.jit
     def _write_lse(self, gLse: cute.Tensor, lse: Float32, place: Int32, first_row: Int32, num_rows: Int32):
