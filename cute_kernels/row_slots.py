@@ -197,7 +197,8 @@ def gates_of_quads(rest: Rest, row: Row, sRow: cute.Tensor) -> cute.Tensor:
             if row.there & (cute.arch.lane_idx() % QUAD == 0):
                 cute.autovec_copy(rGates, rest.gGates[row.token, row.head, None])
     elif const_expr(rest.gGates is not None):
-        rGates.store(rest.gGates[row.token, row.head, None].load().to(Float32))
+        for b in range_constexpr(3):
+            rGates[b] = rest.gGates[row.token, row.head, b].to(Float32)
     return rGates
 
 
