@@ -41,7 +41,7 @@ from torch import Tensor
 
 from cute_kernels.device import has_warpgroups
 from cute_kernels.documents import TILE, document_at
-from cute_kernels.gate import Gating
+from cute_kernels.gate import Gating, fake_rest
 from cute_kernels.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.row_slots import Rest
 from cute_kernels.segments import Visits, fake_bounds, fake_table
@@ -66,8 +66,10 @@ def takes_forced(size: int, init: int, local: int) -> bool:
     return 0 < (init + local) * size <= MOST_KEYS
 
 
-def places_of_tokens(mX: cute.Tensor, group: int) -> cute.Tensor:
-    """[B, T, H, D] as [B, H_kv, T, G, D]."""
+def places_of_tokens(mX: cute.Tensor | None, group: int) -> cute.Tensor | None:
+    """[B, T, H, D] as [B, H_kv, T, G, D], if there is such a tensor."""
+    if mX is None:
+        return None
     grouped = heads_of(mX, group)
     return cute.make_tensor(grouped.iterator, cute.select(grouped.layout, mode=[0, 2, 1, 3, 4]))
 
@@ -82,9 +84,9 @@ def statistics_of_tokens(mLse: cute.Tensor, group: int) -> cute.Tensor:
     return cute.make_tensor(mLse.iterator, layout)
 
 
-def of_cta(mX: cute.Tensor, mine: Mine, first: Int32) -> cute.Tensor:
-    """Of [B, H_kv, places, G, D] what is the CTA's, from a place on."""
-    return cute.domain_offset((first, 0, 0), mX[mine.batch, mine.kv_head, None, None, None])
+def of_cta(mX: cute.Tensor | None, mine: Mine, first: Int32) -> cute.Tensor | None:
+    """Of [B, H_kv, places, G, D], if there is such a tensor, what is the CTA's, from a place on."""
+    return None if mX is None else cute.domain_offset((first, 0, 0), mX[mine.batch, mine.kv_head, None, None, None])
 
 
 class Tokens(NamedTuple):
@@ -167,9 +169,9 @@ class ForcedBlocks(WarpRows):
         key_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
     ):
-        mine = self._begin(row_layout, key_layout, value_layout)
+        mine = self._begin(mma_s, mma_o, row_layout, key_layout, value_layout)
         at = self._tokens(mine, mQ, mBounds, first_token)
-        self._attend_tokens(mine, at, mQ, mK, mV, mO, mLse, first_token, scale, mma_s, mma_o)
+        self._attend_tokens(mine, at, mQ, mK, mV, mO, mLse, first_token, scale)
 
     @cute.jit
     def _attend_tokens(
@@ -183,8 +185,6 @@ class ForcedBlocks(WarpRows):
         mLse: cute.Tensor,
         first_token: Int32,
         scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_o: cute.TiledMma,
         rest: Rest | None = None,
     ):
         """Args: as of `kernel`; `rest`: as of `_attend`."""
@@ -201,8 +201,6 @@ class ForcedBlocks(WarpRows):
             at.num_rows,
             first_token + at.before,
             scale,
-            mma_s,
-            mma_o,
             rest,
         )
 
@@ -267,10 +265,10 @@ class GatedForced(ForcedBlocks):
             places_of_tokens(mOut, self.group),
             statistics_of_tokens(mLse, self.group),
             mW,
-            None if const_expr(mG is None) else places_of_tokens(mG, self.group),
+            places_of_tokens(mG, self.group),
             places_of_tokens(mCmp, self.group),
             places_of_tokens(mWin, self.group),
-            None if const_expr(mSlc is None) else places_of_tokens(mSlc, self.group),
+            places_of_tokens(mSlc, self.group),
             first_token,
             scale,
             *self._operands(),
@@ -300,15 +298,12 @@ class GatedForced(ForcedBlocks):
         key_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
     ):
-        mine = self._begin(row_layout, key_layout, value_layout)
+        mine = self._begin(mma_s, mma_o, row_layout, key_layout, value_layout)
         at = self._tokens(mine, mQ, None, first_token)
-        gWeight, gGates, gSlc = None, None, None
+        gWeight = None
         if const_expr(mW is not None):
             gWeight = cute.domain_offset((mine.kv_head * self.group, 0, 0), mW)
-        if const_expr(mG is not None):
-            gGates = of_cta(mG, mine, at.before)
-        if const_expr(mSlc is not None):
-            gSlc = of_cta(mSlc, mine, at.before)
+        gGates, gSlc = of_cta(mG, mine, at.before), of_cta(mSlc, mine, at.before)
         places = at.before * mBlocks.shape[3]
         rest = Rest(
             cute.domain_offset((at.before, 0), mBlocks[mine.batch, mine.kv_head, None, None]),
@@ -320,7 +315,7 @@ class GatedForced(ForcedBlocks):
             of_cta(mWin, mine, at.before),
             gSlc,
         )
-        self._attend_tokens(mine, at, mQ, mK, mV, mOut, mLse, first_token, scale, mma_s, mma_o, rest)
+        self._attend_tokens(mine, at, mQ, mK, mV, mOut, mLse, first_token, scale, rest)
 
 
 @compiled_once
@@ -358,7 +353,7 @@ def _attend_gated(
     keeps: bool,
     warpgroups: bool,
 ) -> Kernel:
-    q, k, v, out, o_cmp, o_win, o_slc = (fake(dtype, None, None, None, dim) for _ in range(7))
+    q, k, v, out = (fake(dtype, None, None, None, dim) for _ in range(4))
     return compile_kernel(
         GatedForced(dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
         q,
@@ -369,11 +364,7 @@ def _attend_gated(
         fake(torch.float32, None, None, None, group, aligned=False),
         out,
         fake(torch.float32, None, None, None, aligned=False),
-        None if w_dtype is None else fake(w_dtype, None, 3, dim),
-        None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False),
-        o_cmp,
-        o_win,
-        o_slc if keeps else None,
+        *fake_rest(dim, dtype, w_dtype, g_dtype, keeps),
         Int32(0),
         Float32(0.0),
     )
@@ -431,9 +422,6 @@ def gated_forced_blocks(
         gating: of these tokens and heads.
         lse: fp32 `[B,H,T]`, where to write that of the selected branch, natural log.
     """
-    weight, gates, o_slc = gating.gate_proj_weight, gating.gates, gating.o_slc
-    w_dtype, g_dtype = (None if x is None else x.dtype for x in (weight, gates))
-    how = size, init, local, w_dtype, g_dtype, o_slc is not None, has_warpgroups(q.device)
+    how = size, init, local, *gating.how, has_warpgroups(q.device)
     run = _attend_gated(q.shape[3], q.dtype, parts.shape[3], *how).run
-    rest = gating.out, lse, weight, gates, gating.o_cmp, gating.o_win, o_slc
-    run(q, k, v, visits.blocks, parts, part_lse, *rest, visits.first_token, scale)
+    run(q, k, v, visits.blocks, parts, part_lse, gating.out, lse, *gating.rest, visits.first_token, scale)

@@ -6,7 +6,7 @@ returns what the reference returns. Everything is asynchronous; no device value 
 Long sequences are processed in chunks of queries (`chunk_rows`), so that what a call needs beyond inputs, compressed
 keys and output stays bounded.
 
-In token mode the selected branch gates while it adds up wherever it can (`Part.gated`).
+In token mode the selected branch gates while it adds up wherever it can (`Part.gating`).
 
 Packed documents take the same steps, all at once: attention reads copies of q, k and v in which each document begins
 with a new tile (documents.py), and the gate puts the rows back.
@@ -61,10 +61,10 @@ class Part(NamedTuple):
     win: Branch
     indices: Tensor
     cmp_indices: Tensor | None
-    gated: bool = False
-    """Whether the branches are weighed and added already; slc.o is of `Call.out` then, where lse was not asked for."""
-    gates: Tensor | None = None
-    """By which; None: 1/3 each, or nobody asked for them."""
+    gating: Gating | None = None
+    """How the branches were weighed and added, if they were; slc.o is of `Call.out` then, where lse was not asked for.
+
+    Its gates are None where they are 1/3 each, or nobody asked for them."""
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -334,7 +334,7 @@ def attend(
 
     Args:
         given: selections to use. forced: they hold the forced blocks, as all that are made here do.
-        gating: where the selected branch can, it weighs and adds all of them into `call.out` (`Part.gated`); its own o
+        gating: where the selected branch can, it weighs and adds all of them into `call.out` (`Part.gating`); its own o
             is kept with `lse` only, and projected gates with `lse` or `gates`.
     """
     inputs, plan = call.attended, call.plan
@@ -358,9 +358,7 @@ def attend(
         o = torch.empty_like(out) if lse else None
         branches = Gating(cmp.o, win.o, out, inputs.gate_proj_weight, used, o)
     slc = attend_selected(plan, q, k, v, indices, start, lse, forced=forced, gating=branches)
-    if branches is None:
-        return Part(cmp, slc, win, indices, cmp_indices)
-    return Part(cmp, slc, win, indices, cmp_indices, gated=True, gates=branches.gates)
+    return Part(cmp, slc, win, indices, cmp_indices, branches)
 
 
 def keys_of(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
@@ -530,9 +528,9 @@ def _nothing(q: Tensor, v: Tensor) -> Branch:
 
 
 def gate(call: Call, part: Part, start: int, stop: int) -> Tensor | None:
-    """Weigh and add the branches of some rows, into `call.out`, unless `attend` did; the gates, as of `Part.gates`."""
-    if part.gated:
-        return part.gates
+    """Weigh and add the branches of some rows, into `call.out`, unless `attend` did; the gates, as of `Part.gating`."""
+    if part.gating is not None:
+        return part.gating.gates
     (q, gates, out), documents = rows_to_gate(call, start, stop), call.plan.documents
     return gated_sum(
         part.cmp.o,

@@ -54,6 +54,27 @@ class Gating(NamedTuple):
         o_cmp, o_win, out, gates, o_slc = of_rows
         return Gating(o_cmp, o_win, out, weight, gates, o_slc)  # type: ignore[arg-type]
 
+    @property
+    def how(self) -> tuple[torch.dtype | None, torch.dtype | None, bool]:
+        """What kernels that gate on the way are compiled for: types of weight and gates; whether o_slc is written."""
+        w_dtype, g_dtype = (None if x is None else x.dtype for x in (self.gate_proj_weight, self.gates))
+        return w_dtype, g_dtype, self.o_slc is not None
+
+    @property
+    def rest(self) -> tuple[Tensor | None, ...]:
+        """What they take beside q and out, as `fake_rest` makes it."""
+        return self.gate_proj_weight, self.gates, self.o_cmp, self.o_win, self.o_slc
+
+
+def fake_rest(
+    dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, keeps: bool
+) -> tuple[Any, ...]:
+    """What a kernel that gates on the way is compiled with. Args: dim and type of the rows; `Gating.how`."""
+    weight = None if w_dtype is None else fake(w_dtype, None, 3, dim)
+    gates = None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False)
+    o_cmp, o_win, o_slc = (fake(dtype, None, None, None, dim) for _ in range(3))
+    return weight, gates, o_cmp, o_win, o_slc if keeps else None
+
 
 @cute.jit
 def partial_logit(rQ: cute.Tensor, rW: cute.Tensor) -> Float32:

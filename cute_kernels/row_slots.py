@@ -195,19 +195,11 @@ def gates_of_quads(rest: Rest, row: Row, sRow: cute.Tensor) -> cute.Tensor:
             rGates[b] = gate_of_logit(cute.arch.warp_reduction_sum(rLogits[0, b], threads_in_group=QUAD))
         if const_expr(rest.gGates is not None):
             if row.there & (cute.arch.lane_idx() % QUAD == 0):
-                for b in range_constexpr(3):
-                    rest.gGates[row.token, row.head, b] = rGates[b]
+                cute.autovec_copy(rGates, rest.gGates[row.token, row.head, None])
     elif const_expr(rest.gGates is not None):
         for b in range_constexpr(3):
             rGates[b] = rest.gGates[row.token, row.head, b].to(Float32)
     return rGates
-
-
-@cute.jit
-def load_branches(rest: Rest, row: Row, first_vector: Int32, rO: cute.Tensor):
-    """A lane's pieces of o_cmp and o_win into rO [VECTOR, 3, pieces]."""
-    load_pieces(rest.gCmp[row.token, row.head, None], first_vector, rO[None, 0, None])
-    load_pieces(rest.gWin[row.token, row.head, None], first_vector, rO[None, 2, None])
 
 
 @cute.jit
@@ -223,7 +215,8 @@ def finish_row(
     """rRow becomes out; returns the lse of o. Args: as of `add_slots_of_row`; `rGates`: of `gates_of_quads`."""
     pieces = const_expr(cute.size(rRow, mode=[1]) // QUAD)
     rO = cute.make_rmem_tensor((VECTOR, 3, pieces), rRow.element_type)
-    load_branches(rest, row, first_vector, rO)
+    load_pieces(rest.gCmp[row.token, row.head, None], first_vector, rO[None, 0, None])
+    load_pieces(rest.gWin[row.token, row.head, None], first_vector, rO[None, 2, None])
     rHeld = cute.make_rmem_tensor((VECTOR, pieces), rRow.element_type)
     for t in range_constexpr(pieces):
         for j in range_constexpr(VECTOR):

@@ -59,6 +59,8 @@ from cute_kernels.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.warp import LANES, LOG2_E
+from cute_kernels.warp_tiles import tiles
+from cute_kernels.warpgroup_tiles import allocate_tiles, start_product, swizzled_tiles
 
 WARPS = 8
 """That multiply; as many more load, and keep the lists."""
@@ -161,15 +163,6 @@ class TokenBlocks:
             self.heads = max(h for h in range(1, group + 1) if group % h == 0 and h * tiling.rows <= COLUMNS)
         self.columns = self.heads * tiling.rows
 
-    def _smem_layout(self, *shape: int, warpgroups: bool = False) -> Any:
-        """[rows, D] or [rows, D, copies] without bank conflicts; for WGMMA the same with the swizzle of a pointer."""
-        if warpgroups:
-            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        else:
-            rows = cute.make_ordered_layout((8, 64), order=(1, 0))
-            atom = cute.make_composed_layout(cute.make_swizzle(3, 3, 3), 0, rows)
-        return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
-
     @cute.jit
     def __call__(
         self,
@@ -203,6 +196,7 @@ class TokenBlocks:
             tiled_mma = cute.make_tiled_mma(
                 op, (entry_warps, token_warps, 1), permutation_mnk=(16 * entry_warps, 8 * token_warps, 32)
             )
+        count = self.tiling.tokens * self.group // self.columns
         columns, stride = score_layout(self.blocks)
         self.kernel(
             mQ,
@@ -216,10 +210,10 @@ class TokenBlocks:
             first_token,
             tile,
             tiled_mma,
-            self._smem_layout(
-                self.columns, self.dim, self.tiling.tokens * self.group // self.columns, warpgroups=self.warpgroups
-            ),
-            self._smem_layout(ENTRIES, self.dim),
+            swizzled_tiles(self.dtype, self.dim, count, self.columns)
+            if const_expr(self.warpgroups)
+            else tiles(self.dtype, self.columns, self.dim, count),
+            cute.select(tiles(self.dtype, ENTRIES, self.dim, 1), mode=[0, 1]),
             cute.make_layout((self.tiling.rows, self.ratio, columns), stride=(stride, columns, 1)),
         ).launch(
             grid=[cutlass.min(self._items(mQ, mK), ctas), 1, 1],
@@ -249,7 +243,7 @@ class TokenBlocks:
         smem = cutlass.memory.SmemAllocator()
         rows, places = const_expr(self.tiling.tokens), const_expr(self.best.places)
         if const_expr(self.warpgroups):
-            sQ = smem.allocate_tensor(self.dtype, layout_q.outer, 1024, swizzle=layout_q.inner)
+            sQ = allocate_tiles(smem, self.dtype, layout_q)
         else:
             sQ = smem.allocate_tensor(self.dtype, layout_q, 1024)
         sK = smem.allocate_tensor(self.dtype, layout_k, 128)
@@ -362,10 +356,7 @@ class TokenBlocks:
                 self._load_queries(mQ, mLse, sQ, sLse, part, *item)
                 self._begin_rows(sBest, sIndex, sRow, part, mBounds, *item)
             cute.arch.cp_async_commit_group()
-            self._copies_arrive()
-            self._allow(KEYS_READY)
-            if const_expr(parts > 1):
-                self._allow(QUERIES_READY)
+            self._allow_step()
             self._allow(SCORES_READ)
         while turn >= 0:
             batch, kv_head, first_row, _, num_rows, _, _, _, steps = item
@@ -396,10 +387,7 @@ class TokenBlocks:
                     if free:
                         self._allow(SCORES_READ)
                     if (part == 0) & (not last_step):
-                        self._copies_arrive()
-                        self._allow(KEYS_READY)
-                        if const_expr(parts > 1):
-                            self._allow(QUERIES_READY)
+                        self._allow_step()
                     for i in range_constexpr(each):
                         row = part * self.tiling.rows + i * WARPS + warp_index
                         if row < num_rows:
@@ -582,6 +570,14 @@ class TokenBlocks:
             cute.arch.barrier_arrive(barrier_id=barrier + i, number_of_threads=HALF + FOUR_WARPS)
 
     @cute.jit
+    def _allow_step(self):
+        """Keys, and the queries of all parts, once they are there."""
+        self._copies_arrive()
+        self._allow(KEYS_READY)
+        if const_expr(self.tiling.tokens > self.tiling.rows):
+            self._allow(QUERIES_READY)
+
+    @cute.jit
     def _wait_for(self, barrier: cutlass.Constexpr[int]):
         """By who multiplies."""
         four_warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
@@ -656,38 +652,27 @@ class TokenBlocks:
                 for half in range_constexpr(2):
                     cute.copy(copy_k, tSsK[None, half, None], copy_k.retile(tSrK[half])[None, 0, None])
                 cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
-                self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0])
+                start_product(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0], False)
                 for part in range_constexpr(parts):
                     for half in range_constexpr(2):
                         total[half].fill(0.0)
                     for i in range_constexpr(sets):
                         set_lse = cute.domain_offset((part * rows, i * self.heads), sLse)
                         at = part * sets + i
-                        self._start(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at])
+                        start_product(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at], False)
                         lse = [self._lse(coordinates[0], set_lse[None, head]) for head in range(self.heads)]
                         warpgroup.wait_group(1)
                         self._add_heads(acc[0], total[0], lse, scale)
                         if const_expr(at + 1 < parts * sets):
                             if const_expr(at + 1 == sets):
                                 self._wait_for(QUERIES_READY)
-                            self._start(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1])
+                            start_product(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1], False)
                             warpgroup.wait_group(1)
                         else:
                             warpgroup.wait_group(0)
                         self._add_heads(acc[1], total[1], lse, scale)
                     self._store_scores((*total,), sScore, (*coordinates,), sRow, step, Int32(part))
             turn = self._seek(turn + 1, *task)
-
-    @cute.jit
-    def _start(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, tSrK: cute.Tensor, tSrQ: cute.Tensor):
-        """acc = keys . queries of some heads of one part, as one group."""
-        warpgroup.fence()
-        atom = cute.make_mma_atom(tiled_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, False)
-        for c in range_constexpr(self.dim // 16):
-            cute.gemm(atom, acc, tSrK[None, None, c], tSrQ[None, None, c], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
 
     @cute.jit
     def _add_heads(self, acc: cute.Tensor, total: cute.Tensor, lse: list[cute.Tensor], scale: Float32):

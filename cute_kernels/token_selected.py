@@ -47,7 +47,7 @@ from torch import Tensor
 
 from cute_kernels.device import has_warpgroups, vectorized
 from cute_kernels.forced_blocks import forced_blocks_forward, gated_forced_blocks, takes_forced
-from cute_kernels.gate import Gating, gates_of_row, weighted_sum
+from cute_kernels.gate import Gating, fake_rest, gates_of_row, weighted_sum
 from cute_kernels.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.row_slots import BATCH
 from cute_kernels.segments import (
@@ -146,7 +146,7 @@ class VisitBlocks(WarpRows):
         key_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
     ):
-        mine = self._begin(row_layout, key_layout, value_layout)
+        mine = self._begin(mma_s, mma_o, row_layout, key_layout, value_layout)
         segment, kv_head, batch = mine.item, mine.kv_head, mine.batch
         _, used = used_segments(mSums[batch, kv_head, None, None])
         if segment < used:
@@ -167,8 +167,6 @@ class VisitBlocks(WarpRows):
                 num_rows,
                 first_token,
                 scale,
-                mma_s,
-                mma_o,
             )
 
 
@@ -435,7 +433,7 @@ def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int
 def _add_gated(
     dim: int, dtype: torch.dtype, group: int, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, keeps: bool
 ) -> Kernel:
-    q, o_cmp, o_win, o_slc, out = (fake(dtype, None, None, None, dim) for _ in range(5))
+    q, out = (fake(dtype, None, None, None, dim) for _ in range(2))
     return compile_kernel(
         GatedSlots(dim, group),
         fake_table(),
@@ -444,11 +442,7 @@ def _add_gated(
         out,
         fake(torch.float32, None, None, None, aligned=False),
         None if w_dtype is None else q,
-        None if w_dtype is None else fake(w_dtype, None, 3, dim),
-        None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False),
-        o_cmp,
-        o_win,
-        o_slc if keeps else None,
+        *fake_rest(dim, dtype, w_dtype, g_dtype, keeps),
     )
 
 
@@ -482,11 +476,10 @@ def add_gated_slots(visits: Visits, parts: Tensor, q: Tensor, gating: Gating, *,
         parts, part_lse, lse: as of `add_slots`, where out is x.
         q: `[B,T,H,D]` with D = D_v, read with `gating.gate_proj_weight` only.
     """
-    out, weight, gates, o_slc = gating.out, gating.gate_proj_weight, gating.gates, gating.o_slc
-    w_dtype, g_dtype = (None if x is None else x.dtype for x in (weight, gates))
-    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], w_dtype, g_dtype, o_slc is not None).run
-    rest = None if weight is None else q, weight, gates, gating.o_cmp, gating.o_win, o_slc
-    run(visits.blocks, parts, part_lse, out, lse, *rest)
+    out = gating.out
+    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], *gating.how).run
+    read = None if gating.gate_proj_weight is None else q
+    run(visits.blocks, parts, part_lse, out, lse, read, *gating.rest)
 
 
 def takes_gating(dims: tuple[int, int], slots: int, packed: bool) -> bool:

@@ -42,12 +42,16 @@ from cute_kernels.warp_tiles import (
     QUAD,
     accumulator,
     as_vectors,
+    exponentiate,
     gather_rows,
+    hide_behind,
+    highest,
     left_operand,
     load_block,
     multiply,
     multiply_registers,
     numbers,
+    scale_row,
     warps_mma,
     write_whole_rows,
 )
@@ -245,37 +249,20 @@ class TileBlocks:
                 rSeen[r] = first_token + rToken[r] - first_key if chosen else Int32(-1)
             if cute.arch.vote_any_sync(cutlass.min(rSeen[0], rSeen[1]) < UNIT - 1):
                 for r in range_constexpr(2):
-                    for n in range_constexpr(UNIT // 8):
-                        for c in range_constexpr(2):
-                            key = n * 8 + lane % QUAD * 2 + c
-                            S[c, r, 0, n] = S[c, r, 0, n] if key <= rSeen[r] else -Float32.inf
+                    hide_behind(S[None, r, 0, None], rSeen[r])
             for r in range_constexpr(2):
-                top = -Float32.inf
-                for n in range_constexpr(UNIT // 8):
-                    for c in range_constexpr(2):
-                        top = cute.arch.fmax(top, S[c, r, 0, n])
-                top = cute.arch.warp_reduction_max(top, threads_in_group=QUAD)
-                top = cute.arch.fmax(rTop[r], top * (scale * LOG2_E))
+                top = cute.arch.fmax(rTop[r], highest(S[None, r, 0, None]) * (scale * LOG2_E))
                 base = Float32(0.0) if top == -Float32.inf else top
                 shrunk = cute.math.exp2(rTop[r] - base, fastmath=True)
-                total = rTotal[r] * shrunk
-                for n in range_constexpr(UNIT // 8):
-                    for c in range_constexpr(2):
-                        P = cute.math.exp2(cute.math.fma(S[c, r, 0, n], scale * LOG2_E, -base), fastmath=True)
-                        S[c, r, 0, n] = P
-                        total += P
+                total = exponentiate(S[None, r, 0, None], scale * LOG2_E, base, rTotal[r] * shrunk)
                 rTop[r], rTotal[r] = top, total
-                for n in range_constexpr(self.v_dim // 8):
-                    for c in range_constexpr(2):
-                        sums[c, r, 0, n] = sums[c, r, 0, n] * shrunk
+                scale_row(sums[None, r, 0, None], shrunk)
             self._add_values(acc_o, left_operand(acc, self.dtype), sV, step % STAGES)
 
         for r in range_constexpr(2):
             total = cute.arch.warp_reduction_sum(rTotal[r], threads_in_group=QUAD)
             share = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-            for n in range_constexpr(self.v_dim // 8):
-                for c in range_constexpr(2):
-                    sums[c, r, 0, n] = sums[c, r, 0, n] * share
+            scale_row(sums[None, r, 0, None], share)
             row = warp_index * WARP_ROWS + r * 8 + lane // QUAD
             if (lane % QUAD == 0) & (row <= last_row):
                 top = Float32(0.0) if rTop[r] == -Float32.inf else rTop[r]
@@ -337,8 +324,7 @@ class TileBlocks:
     def _scores(self, acc: cute.Tensor, rQ: cute.Tensor | None, sMine: cute.Tensor, sK: cute.Tensor, stage: Int32):
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K)
-            rK = right_tiles(mma, sK)
-            start_product(mma, of_warpgroup(acc), rQ, rK[None, None, None, stage], False)
+            start_product(mma, of_warpgroup(acc), rQ, right_tiles(mma, sK)[None, None, None, stage], False)
             warpgroup.wait_group(0)
         else:
             acc.fill(0.0)
@@ -348,8 +334,8 @@ class TileBlocks:
     def _add_values(self, acc: cute.Tensor, rP: cute.Tensor, sV: cute.Tensor, stage: Int32):
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, self.v_dim, REGISTERS, K, MN)
-            rV = right_tiles(mma, transposed(sV))
-            start_product(mma, of_warpgroup(acc), rP, rV[None, None, None, stage], True)
+            rV = right_tiles(mma, transposed(sV))[None, None, None, stage]
+            start_product(mma, of_warpgroup(acc), rP, rV, True)
             warpgroup.wait_group(0)
         else:
             sColumns = transposed(sV)[None, None, stage]

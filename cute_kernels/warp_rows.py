@@ -32,13 +32,17 @@ from cute_kernels.warp_tiles import (
     QUAD,
     accumulator,
     as_vectors,
+    exponentiate,
     gather_rows,
+    hide_behind,
+    highest,
     left_operand,
     load_block,
     load_for_quads,
     multiply,
     multiply_registers,
     numbers,
+    scale_row,
     vector_strides,
     warps_mma,
     write_quads,
@@ -105,6 +109,9 @@ class Mine(NamedTuple):
     """Those that its warp multiplies together with others."""
     sMine: cute.Tensor
     """Those of its warp."""
+    mma_s: cute.TiledMma
+    """How S is multiplied, as `mma_o` o."""
+    mma_o: cute.TiledMma
 
 
 class WarpRows:
@@ -153,10 +160,9 @@ class WarpRows:
         return warps_mma(self.dtype, 1)
 
     @cute.jit
-    def _begin(
-        self, row_layout: cute.ComposedLayout, key_layout: cute.ComposedLayout, value_layout: cute.ComposedLayout
-    ) -> Mine:
+    def _begin(self, mma_s: cute.TiledMma, mma_o: cute.TiledMma, *layouts: cute.ComposedLayout) -> Mine:
         """Args: of `_operands`."""
+        row_layout, key_layout, value_layout = layouts
         thread, _, _ = cute.arch.thread_idx()
         item, kv_head, batch = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
@@ -168,7 +174,7 @@ class WarpRows:
         sQ = allocate_tiles(smem, self.dtype, row_layout)
         sRows = sQ[None, None, my_group]
         sMine = cute.local_tile(sRows, (self.rows, self.dim), (warp_index % self.together, 0))
-        return Mine(thread, item, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine)
+        return Mine(thread, item, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine, mma_s, mma_o)
 
     @cute.jit
     def _attend(
@@ -185,8 +191,6 @@ class WarpRows:
         num_rows: Int32,  # tokens x G
         first_token: Int32,  # the number of T's first token, counted as keys are
         scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_o: cute.TiledMma,
         rest: Rest | None = None,  # with gPlaces None: what makes out of o, which is written in its place
     ):
         """o and lse of all rows.
@@ -194,7 +198,7 @@ class WarpRows:
         A row sees what is not behind its token. So between two blocks other keys may lie only if all tokens see the
         blocks before these.
         """
-        thread, _, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine = mine
+        thread, _, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine, mma_s, mma_o = mine
         gQ = mQ[batch, None, kv_head, None, None]
         gO, gLse = mO[batch, kv_head, None, None, None], mLse[batch, kv_head, None, None]
         q_strides, o_strides = vector_strides(gQ), vector_strides(gO)
@@ -219,7 +223,9 @@ class WarpRows:
             later_place = self._place(gPlaces, next_row + step, num_rows)
             acc = accumulator(warps_mma(self.dtype, 1), (self.rows, self.keys))
             if const_expr(self.warpgroups):
-                self._start_scores(mma_s, of_warpgroup(acc), sRows, sK)
+                rK = right_tiles(mma_s, sK)[None, None, None, 0]
+                # The warp has read its rows then
+                start_product(mma_s, of_warpgroup(acc), read_left(mma_s, sRows), rK, False)
             else:
                 acc.fill(0.0)
                 multiply(mma_s, lane, acc, sMine, sK[None, None, 0], 0)
@@ -248,8 +254,8 @@ class WarpRows:
             for part in range_constexpr(self.v_dim // self.columns):
                 acc_o = accumulator(warps_mma(self.dtype, 1), (self.rows, self.columns))
                 if const_expr(self.warpgroups):
-                    rV = right_tiles(mma_o, transposed(sV))
-                    start_product(mma_o, of_warpgroup(acc_o), rP, rV[None, None, None, 0], False)
+                    rV = right_tiles(mma_o, transposed(sV))[None, None, None, 0]
+                    start_product(mma_o, of_warpgroup(acc_o), rP, rV, False)
                     warpgroup.wait_group(0)
                 else:
                     acc_o.fill(0.0)
@@ -282,12 +288,6 @@ class WarpRows:
             if const_expr(self.blocks > 1):
                 sBlock = cute.local_tile(sBlock, (self.size, cute.size(sX, mode=[1])), (i, 0))
             load(gX, sBlock, first_keys[i], end, thread, self.warps * LANES)
-
-    @cute.jit
-    def _start_scores(self, mma: cute.TiledMma, acc: cute.Tensor, sRows: cute.Tensor, sK: cute.Tensor):
-        """S of a warpgroup's rows; each warp has read its own ones then."""
-        rK = right_tiles(mma, sK)
-        start_product(mma, acc, read_left(mma, sRows), rK[None, None, None, 0], False)
 
     @cute.jit
     def _write_lse(self, gLse: cute.Tensor, lse: Float32, place: Int32, first_row: Int32, num_rows: Int32):
@@ -338,10 +338,7 @@ class WarpRows:
         for m in range_constexpr(self.rows // CHUNK):
             for r in range_constexpr(2):
                 last = cute.arch.shuffle_sync(seen, m * CHUNK + r * 8 + lane // QUAD)
-                for n in range_constexpr(first // 8, self.keys // 8):
-                    for c in range_constexpr(2):
-                        key = n * 8 + lane % QUAD * 2 + c
-                        S[c, r, m, n] = S[c, r, m, n] if key <= last else -Float32.inf
+                hide_behind(S[None, r, m, None], last, first)
 
     @cute.jit
     def _softmax(self, S: cute.Tensor, scale: Float32) -> Float32:
@@ -350,23 +347,13 @@ class WarpRows:
         my_top, my_total = Float32(0.0), Float32(0.0)
         for m in range_constexpr(self.rows // CHUNK):
             for r in range_constexpr(2):
-                top = -Float32.inf
-                for n in range_constexpr(self.keys // 8):
-                    for c in range_constexpr(2):
-                        top = cute.arch.fmax(top, S[c, r, m, n])
-                top = cute.arch.warp_reduction_max(top, threads_in_group=QUAD)
+                rRow = S[None, r, m, None]
+                top = highest(rRow)
                 top = Float32(0.0) if top == -Float32.inf else top * (scale * LOG2_E)
-                total = Float32(0.0)
-                for n in range_constexpr(self.keys // 8):
-                    for c in range_constexpr(2):
-                        P = cute.math.exp2(cute.math.fma(S[c, r, m, n], scale * LOG2_E, -top), fastmath=True)
-                        S[c, r, m, n] = P
-                        total += P
+                total = exponentiate(rRow, scale * LOG2_E, top, Float32(0.0))
                 total = cute.arch.warp_reduction_sum(total, threads_in_group=QUAD)
                 share = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-                for n in range_constexpr(self.keys // 8):
-                    for c in range_constexpr(2):
-                        S[c, r, m, n] = S[c, r, m, n] * share
+                scale_row(rRow, share)
                 if lane % QUAD == 2 * m + r:
                     my_top, my_total = top, total
         return (my_top + cute.math.log2(my_total, fastmath=True)) * LOG_2

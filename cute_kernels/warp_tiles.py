@@ -125,6 +125,45 @@ def left_operand(acc: cute.Tensor, dtype: Any) -> cute.Tensor:
     return cute.make_tensor(rounded.iterator, layout)
 
 
+# Rows of an accumulator, (c, n) of `numbers`: what a row's quad does with it
+
+
+@cute.jit
+def hide_behind(rRow: cute.Tensor, last: Int32, first: cutlass.Constexpr[int] = 0):
+    """Columns behind `last` become -inf. Args: `first`: columns before it are left as they are."""
+    lane = cute.arch.lane_idx()
+    for n in range_constexpr(first // 8, cute.size(rRow, mode=[1])):
+        for c in range_constexpr(2):
+            rRow[c, n] = rRow[c, n] if n * 8 + lane % QUAD * 2 + c <= last else -Float32.inf
+
+
+@cute.jit
+def highest(rRow: cute.Tensor) -> Float32:
+    """Of the whole row, in all lanes of its quad."""
+    top = -Float32.inf
+    for n in range_constexpr(cute.size(rRow, mode=[1])):
+        for c in range_constexpr(2):
+            top = cute.arch.fmax(top, rRow[c, n])
+    return cute.arch.warp_reduction_max(top, threads_in_group=QUAD)
+
+
+@cute.jit
+def exponentiate(rRow: cute.Tensor, scale: Float32, base: Float32, total: Float32) -> Float32:
+    """x becomes 2^(scale x - base). Returns `total` plus the lane's new numbers, in their order."""
+    for n in range_constexpr(cute.size(rRow, mode=[1])):
+        for c in range_constexpr(2):
+            rRow[c, n] = cute.math.exp2(cute.math.fma(rRow[c, n], scale, -base), fastmath=True)
+            total += rRow[c, n]
+    return total
+
+
+@cute.jit
+def scale_row(rRow: cute.Tensor, factor: Float32):
+    for n in range_constexpr(cute.size(rRow, mode=[1])):
+        for c in range_constexpr(2):
+            rRow[c, n] = rRow[c, n] * factor
+
+
 @cute.jit
 def store(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, tile: cute.Tensor, first: Int32):
     """An accumulator, rounded, into shared memory, from CHUNK `first` of the tile's columns on."""

@@ -64,7 +64,7 @@ def left_tiles(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
 
 
 def right_tiles(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
-    """Tiles of columns x k as right operands, likewise."""
+    """Tiles of columns x k in shared memory as right operands, likewise."""
     one = mma.get_slice(0)
     return one.make_fragment_B(one.partition_B(tiles))
 
