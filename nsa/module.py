@@ -104,10 +104,24 @@ class NSAttention(nn.Module):
         self.w_k_compress: nn.Parameter | None = None
         self.w_v_compress: nn.Parameter | None = None
         if gate == "q":
-            self.gate_proj_weight = nn.Parameter(torch.zeros(num_heads, 3, self.head_dim, **place))
+            self.gate_proj_weight = nn.Parameter(torch.empty(num_heads, 3, self.head_dim, **place))
         if compress_proj:
-            self.w_k_compress = nn.Parameter(torch.eye(self.head_dim, **place).repeat(num_kv_heads, 1, 1))
-            self.w_v_compress = nn.Parameter(torch.eye(self.v_head_dim, **place).repeat(num_kv_heads, 1, 1))
+            self.w_k_compress = nn.Parameter(torch.empty(num_kv_heads, self.head_dim, self.head_dim, **place))
+            self.w_v_compress = nn.Parameter(torch.empty(num_kv_heads, self.v_head_dim, self.v_head_dim, **place))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Begin anew with what is not in a submodule: every gate 1/2, means projected to themselves.
+
+        Layers made on the meta device need it behind `to_empty`, as nn.Linear does.
+        """
+        with torch.no_grad():
+            if self.gate_proj_weight is not None:
+                self.gate_proj_weight.zero_()
+            for weight in (self.w_k_compress, self.w_v_compress):
+                if weight is not None:
+                    weight.zero_()
+                    weight.diagonal(dim1=-2, dim2=-1).fill_(1.0)
 
     def forward(
         self,
