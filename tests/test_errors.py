@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dispatch
-from nsa import NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux
+from nsa import NeighborhoodAttention, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux
 
 B, N, H, H_KV, D, D_V = 2, 32, 4, 2, 8, 6
 DOUBLE = torch.float64
@@ -209,17 +209,25 @@ def test_no_backend_on_a_device_without_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"),
+    ("error", "keywords", "message"),
     [
-        ({"num_heads": 4, "num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
-        ({"num_heads": 0}, "num_heads"),
-        ({"num_heads": 3}, "head_dim must be given: hidden_size=32"),
-        ({"num_heads": 4, "gate": "k"}, "gate must be 'x', 'q' or None, got 'k'"),
+        (ValueError, {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+        (ValueError, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        (ValueError, {"num_heads": 3}, "head_dim must be given: hidden_size=32"),
+        (ValueError, {"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        (TypeError, {"hidden_size": 32.0}, "hidden_size must be an integer, got 32.0"),
+        (TypeError, {"num_heads": "4"}, "num_heads must be an integer, got '4'"),
+        (ValueError, {"head_dim": -2}, "head_dim must be at least 1, got -2"),
+        (ValueError, {"v_head_dim": 0}, "v_head_dim must be at least 1, got 0"),
+        (ValueError, {"gate": "k"}, "gate must be 'x', 'q' or None, got 'k'"),
+        (TypeError, {"config": "paper"}, "config must be an NSAConfig or None, got str"),
+        (TypeError, {"config": {"window_size": 3}}, "config must be an NSAConfig or None, got dict"),
+        (TypeError, {"rope": "llama"}, "rope must be a callable"),
     ],
 )
-def test_bad_modules(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NSAttention(32, **keywords)
+def test_bad_modules(error: type[Exception], keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(error, match=message):
+        NSAttention(**{"hidden_size": 32, "num_heads": 4, **keywords})
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -232,3 +240,27 @@ def test_the_reference_has_no_values_of_meta_tensors(debug: bool) -> None:
 def test_module_refuses_positions_it_would_ignore() -> None:
     with pytest.raises(TypeError, match="position_embeddings would be ignored"):
         NSAttention(32, 4)(torch.ones(1, 8, 32), torch.ones(8))
+
+
+@pytest.mark.parametrize("layer", [NSAttention, NeighborhoodAttention])
+@pytest.mark.parametrize(
+    ("error", "hook", "message"),
+    [
+        (TypeError, lambda x, _: x.double(), "rope must keep the dtype torch.float32 of queries and keys, got torch.f"),
+        (ValueError, lambda x, _: x[..., :4], r"rope must keep the shape \[1, 8, 4, 8\], got \[1, 8, 4, 4\]"),
+        (TypeError, lambda x, _: (x, x), "rope must give a torch.Tensor, got tuple"),
+    ],
+    ids=["dtype", "shape", "pair"],
+)
+def test_modules_refuse_what_a_hook_must_not_do(layer: Any, error: type[Exception], hook: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        layer(32, 4, rope=hook)(torch.ones(1, 8, 32))
+
+
+def test_module_names_hidden_states_of_another_layout() -> None:
+    layer, bounds = NSAttention(32, 4), torch.tensor([0, 8], dtype=torch.int32)
+    for forward in (layer, layer.forward_aux):
+        with pytest.raises(ValueError, match=r"hidden_states must have the layout \[B,N,hidden_size\] .*\[8, 32\]"):
+            forward(torch.ones(8, 32))
+        with pytest.raises(ValueError, match=r"hidden_states must have the layout \[T,hidden_size\] .*\[1, 8, 32\]"):
+            forward(torch.ones(1, 8, 32), cu_seqlens=bounds)
