@@ -80,7 +80,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "w beyond int32": ({"window_size": 2**31}, ValueError, ("window_size", "2147483647", "2147483648")),
     "scale beyond float": ({"softmax_scale": 10**400}, ValueError, ("softmax_scale", "finite")),
     # how options are given
-    "unknown keyword": ({"block_size": 64}, TypeError, ("block_size",)),
+    "unknown keyword": ({"attention_mask": None}, TypeError, ("unknown keyword argument attention_mask",)),
+    "option misspelt": ({"num_selected_block": 4}, TypeError, ("did you mean num_selected_blocks?",)),
+    "tensor misspelt": ({"gate": None, "cu_seqlen": None}, TypeError, ("cu_seqlen, gate", "mean cu_seqlens, gates?")),
+    "misspelt beside config": ({"config": NSAConfig(), "is_causal": True}, TypeError, ("did you mean causal?",)),
     "config and option": ({"config": NSAConfig()}, TypeError, ("config", "compress_block_size")),
     "config dict": ({"config": {"window_size": 1}}, TypeError, ("config", "NSAConfig", "dict")),
     # tensors: type, dtype, device
@@ -95,6 +98,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     # tensors: shape
     "q 3 dims": ({"q": ones(N, H, D)}, ValueError, ("q", "[B,N,heads,D]", f"[{N}, {H}, {D}]")),
     "k other N": ({"k": ones(B, 31, H_KV, D)}, ValueError, ("k", f"[{B}, {N}]", "31")),
+    "heads before tokens": (
+        {name: ones(B, heads, N, 8) for name, heads in (("q", H), ("k", H_KV), ("v", H_KV))},
+        ValueError,
+        ("k", f"q's [B,N] = [{B}, {H}] (the layout is [B,N,heads,D])", f"[{B}, {H_KV}, {N}, 8]"),
+    ),
+    "packed k other T": (packed(k=ones(31, H_KV, D)), ValueError, ("k", f"q's [T] = [{N}]", "[T,heads,D]", "31")),
     "v other B": ({"v": ones(1, N, H_KV, D_V)}, ValueError, ("v", f"[{B}, {N}]", "[1, ")),
     "k other D": ({"k": ones(B, N, H_KV, 7)}, ValueError, ("k", "D=8", "7")),
     "v other heads": ({"v": ones(B, N, 1, D_V)}, ValueError, ("v", "H_kv=2", "1")),
@@ -189,6 +198,18 @@ def test_bad_input(case: str, function: Any) -> None:
     assert type(caught.value) is error
     for piece in pieces:
         assert piece in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_named(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([ones(3, H, D), ones(5, H, D)], layout=layout)
+    for function in (nsa, nsa_forward, nsa_forward_aux, dispatch.neighborhood_attention):
+        with pytest.raises(TypeError, match=r"q must be a dense tensor, got the layout (nested|jagged)"):
+            function(nested, nested, nested)
+    for blocks, name in ((nested, "blocks"), ([nested, nested], r"blocks\[0\]")):
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor, got the layout"):
+            dispatch.attention_residual(blocks, ones(D))
 
 
 def test_the_good_input_is_good() -> None:
