@@ -12,10 +12,10 @@ bootstrap = @command -v $(PYTHON) >/dev/null || \
 # Compiling the CUDA kernels needs no GPU, but packages that exist for Linux only.
 ifeq ($(shell uname -sm),Linux x86_64)
 TEST_EXTRAS := dev,bench,cuda
+TEST_SCOPE := --require-cuda-extra
 else
 TEST_EXTRAS := dev,bench
-WITHOUT_CUDA_EXTRA := --ignore=tests/test_compile.py --ignore=tests/test_backward_steps.py \
-	--deselect=tests/test_selected_backward.py::test_memory_is_bounded --ignore=tests/ascend
+TEST_SCOPE := --ignore=tests/ascend
 endif
 
 .PHONY: help demo train-demo needle-demo residual-demo test fuzz fuzz-gpu test-ascend lint format test-gpu compile-all clean distclean
@@ -44,7 +44,7 @@ residual-demo: ## set up and train tiny language models with sums of layers' out
 test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
 	$(bootstrap) --extras $(TEST_EXTRAS)
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda and not ascend" --cov=nsa --cov=dispatch --cov-fail-under=95 \
-		$(WITHOUT_CUDA_EXTRA) $(ARGS)
+		$(TEST_SCOPE) $(ARGS)
 
 FUZZ_EXAMPLES ?= 10000
 fuzz: ## run 10,000 drawn calls of the public functions on the CPU; FUZZ_OUT=file.json records the outcome
@@ -58,7 +58,7 @@ ifeq ($(PYTHON_GIVEN),)
 	$(bootstrap) --extras dev,bench
 endif
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_OUT=$(FUZZ_OUT) $(if $(PYTHON_GIVEN),$(PYTHON),$(VENV_PYTHON)) -m pytest -n 20 -m cuda \
-		-p tests.fuzz_report tests/test_fuzz_kernels.py $(ARGS)
+		--require-cuda-extra -p tests.fuzz_report tests/test_fuzz_kernels.py $(ARGS)
 
 test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests
 	$(bootstrap) --extras dev,bench
@@ -68,9 +68,9 @@ test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
 ifeq ($(PYTHON_GIVEN),)
 	$(bootstrap) --extras dev,bench
-	$(VENV_PYTHON) -m pytest -m cuda $(ARGS)
+	$(VENV_PYTHON) -m pytest -m cuda --require-cuda-extra $(ARGS)
 else
-	$(PYTHON) -m pytest -m cuda $(ARGS)
+	$(PYTHON) -m pytest -m cuda --require-cuda-extra $(ARGS)
 endif
 
 compile-all: ## compile every CUDA kernel for every architecture, without a GPU (15 minutes on two cores)

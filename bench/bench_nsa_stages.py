@@ -32,7 +32,7 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.common import positive
+from bench.common import above_zero, positive
 from bench.inputs import Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
 from bench.roofline import (
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--backward", action="store_true", help="the stages of the backward")
     parser.add_argument("--token", action="store_true", help="the stages of token mode")
     parser.add_argument("--seqlens", help=f"default: {SEQLENS}")
-    parser.add_argument("--peak-tflops", type=float, help="of the device; default: known of H100 and H200")
+    parser.add_argument("--peak-tflops", type=above_zero, help="of the device; default: known of H100 and H200")
     parser.add_argument("--out", help=f"results, without suffix; default: bench/results/local/stages and {[*SEQLENS]}")
     args = parser.parse_args(argv)
     which = "-token" * args.token + "-backward" * args.backward

@@ -35,6 +35,7 @@ from bench.common import (
     DTYPES,
     PRESETS,
     Dense,
+    above_zero,
     add_sizes,
     choose_backend,
     choose_dense,
@@ -359,8 +360,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--backend", help="as in nsa_forward; default: the first that can run")
     add("--seconds", type=float, default=1.0, help="about how long to repeat each measurement; default: %(default)s")
     add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
-    add("--peak-tflops", type=float, help="of the device, for the roofline; default: known of H100 and H200")
-    add("--peak-tbs", type=float, help="TB/s of its memory; default: likewise, else 4.8")
+    add("--peak-tflops", type=above_zero, help="of the device, for the roofline; default: known of H100 and H200")
+    add("--peak-tbs", type=above_zero, help="TB/s of its memory; default: likewise, else 4.8")
     add("--out", default=str(LOCAL_RESULTS / "e2e"), help="results, without suffix; default: %(default)s")
     args = parser.parse_args(argv)
     args.usual_modes = ["eager", "graph"]

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from bench.bars import Bar
-from bench.common import positive
+from bench.common import above_zero, positive
 from bench.inputs import Sizes
 from bench.inputs import make_problem as make_inputs
 from bench.nsa_peers import Finite, selected_peer
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         "--indices", type=Path, metavar="FILE", help="choices to time, too, for as many tokens as they are"
     )
     parser.add_argument("--bars", action="store_true", help="hold the figures against what they have to reach")
-    parser.add_argument("--peak-tflops", type=float, help="of the device; default: known of H100 and H200")
+    parser.add_argument("--peak-tflops", type=above_zero, help="of the device; default: known of H100 and H200")
     parser.add_argument("--out", default=str(LOCAL_RESULTS / "token-selected"), help="results, without suffix")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():

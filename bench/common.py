@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,17 @@ def positive(text: str) -> int:
     if not number.strip().isdigit() or int(number) == 0:
         raise argparse.ArgumentTypeError(f"must be a positive integer such as 4096 or 4K, got {text!r}")
     return int(number) * unit
+
+
+def above_zero(text: str) -> float:
+    """Argument type: a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return number
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:

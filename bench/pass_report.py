@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from bench.bars import Bar
-from bench.common import DTYPES
+from bench.common import DTYPES, above_zero
 from bench.extras import needed
 from bench.passes import MODES, Case, Comparison, Measured, Plan, compare
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
@@ -124,7 +124,7 @@ def add_options(parser: argparse.ArgumentParser, *, modes: Sequence[str], out: s
     add("--modes", nargs="+", choices=MODES, default=list(modes), help="default: %(default)s")
     add("--dtype", choices=DTYPES, help="default: fp32 on a CPU, else bf16")
     add("--seconds", type=float, default=0.3, help="about how long to repeat each measurement; default: %(default)s")
-    add("--peak-tbs", type=float, help="TB/s for the floor; default: what a copy reaches on this GPU")
+    add("--peak-tbs", type=above_zero, help="TB/s for the floor; default: what a copy reaches on this GPU")
     add("--out", default=str(LOCAL_RESULTS / out), help="results, without suffix; default: %(default)s")
 
 

@@ -42,6 +42,7 @@ from bench.common import (
     DTYPES,
     PRESETS,
     Dense,
+    above_zero,
     add_sizes,
     choose_backend,
     choose_dense,
@@ -217,7 +218,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-seqlen", type=positive, metavar="N", help="longest length to try; default: no end")
     add(
         "--timeout",
-        type=duration,
+        type=above_zero,
         default=600.0,
         metavar="SECONDS",
         help="for one trial; a longer one ends the search; default: %(default)g",
@@ -273,16 +274,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
         parser.error(str(error))
     dense = dense_for(settings).name if settings.op == "dense" else None
     return arguments, replace(settings, backend=backend, dense=dense), note
-
-
-def duration(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return seconds
 
 
 def memory_size(text: str) -> int:

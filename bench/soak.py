@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, silu
 
 from bench.bars import Bar
-from bench.common import positive
+from bench.common import above_zero, positive
 from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
 from bench.timing import resident
@@ -486,16 +486,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.out = args.out or str(LOCAL_RESULTS / f"soak-{args.device}")
     return args
-
-
-def above_zero(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return number
 
 
 def runs_so_far(out: Path, facts: dict[str, Any], seed: int) -> list[dict[str, Any]]:

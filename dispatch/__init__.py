@@ -21,6 +21,10 @@ OPS = {
 __all__ = ["BackendError", "Call", "Impl", "Verdict", "explain", "resolve", *OPS]
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *OPS]
+
+
 def __getattr__(name: str) -> Any:
     if name not in OPS:
         raise AttributeError(f"module 'dispatch' has no attribute {name!r}")

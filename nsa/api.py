@@ -67,7 +67,7 @@ def _run(
     **options: Unpack[NSAOptions],
 ) -> tuple[Tensor, NSAAux | None]:
     """Resolve the options, check everything, and hand the call to the backend that takes it."""
-    check_options(config, options)
+    check_options(config, options, NSAKeywords.__annotations__)
     config = config or NSAConfig(**options)
     inputs = NSAInputs(
         q,

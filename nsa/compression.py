@@ -89,7 +89,8 @@ class LinearCompression(nn.Module):
         """
         heads, length, dim = self.position.shape
         if blocks.dim() < 3 or tuple(blocks.shape[-3:]) != (heads, length, dim):
-            raise ValueError(f"blocks must be [...,{heads},{length},{dim}] here, got shape {list(blocks.shape)}")
+            wanted = f"[...,H_kv,l,D] = [...,{heads},{length},{dim}]"
+            raise ValueError(f"blocks must be {wanted}, as this layer was made for, got shape {list(blocks.shape)}")
         *lead, _, _, _ = blocks.shape
         weight = self.weight.to(blocks.dtype)
         # Places contribute the same to every block: one row, instead of a copy of all blocks with them added

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypedDict
 
 from torch import Tensor, nn
@@ -201,7 +202,7 @@ class NSAConfig:
             if len(compress) != 2 or not all(callable(c) for c in compress):
                 raise TypeError(f"compress as a tuple must be two callables, for K and for V, got {compress!r}")
         elif not callable(compress):
-            raise TypeError(f"compress must be 'mean', a callable or a pair of callables, got {compress!r}")
+            raise TypeError(f"compress must be 'mean', a callable or a tuple of two callables, got {compress!r}")
 
     def _check_relations(self) -> None:
         if self.stride > self.compress_block_size:
@@ -247,13 +248,21 @@ class NSAConfig:
 OPTION_NAMES = frozenset(field.name for field in fields(NSAConfig))
 
 
-def check_options(config: NSAConfig | None, options: Mapping[str, Any]) -> None:
-    """Raise TypeError unless all options are fields of NSAConfig, or there are none and a config stands for them."""
+def check_options(config: NSAConfig | None, options: Mapping[str, Any], others: Iterable[str] = ()) -> None:
+    """Raise TypeError unless all options are fields of NSAConfig, or there are none and a config stands for them.
+
+    Args:
+        others: keywords of the call that are no options, which a name may have been meant for.
+    """
+    unknown = sorted(name for name in options if name not in OPTION_NAMES)
+    if unknown:
+        near = (get_close_matches(name, [*OPTION_NAMES, *others], 1) for name in unknown)
+        meant = [name for names in near for name in names]
+        advice = f": did you mean {', '.join(meant)}?" if meant else ""
+        raise TypeError(f"unknown keyword argument {', '.join(unknown)}{advice}")
     if config is None:
-        unknown = [name for name in options if name not in OPTION_NAMES]
-        if unknown:
-            raise TypeError(f"unknown keyword argument {', '.join(sorted(unknown))}")
-    elif not isinstance(config, NSAConfig):
+        return
+    if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig or None, got {type(config).__name__}")
-    elif options:
+    if options:
         raise TypeError(f"config stands for all options, got {', '.join(sorted(options))} beside it")

@@ -11,23 +11,61 @@ from torch import Tensor, nn
 
 from nsa.api import nsa, nsa_forward_aux
 from nsa.compression import LinearCompression
-from nsa.config import NSAConfig
+from nsa.config import NSAConfig, check_options
 from nsa.tensors import NSAAux
 
 RotaryHook = Callable[[Tensor, Any], Tensor]
 """Rotates queries or keys `[...,heads,D]` by whatever `position_embeddings` holds."""
 
 
-def head_sizes(hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """H_kv and D of a layer, checked."""
+def head_sizes(
+    hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, v_head_dim: int | None = None
+) -> tuple[int, int]:
+    """H_kv and D of a layer, all checked.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    sizes |= {name: size for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)) if size is not None}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an integer, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if num_heads % num_kv_heads != 0:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
     if head_dim is None:
         if hidden_size % num_heads != 0:
             raise ValueError(f"head_dim must be given: hidden_size={hidden_size} is no multiple of {num_heads} heads")
         head_dim = hidden_size // num_heads
     return num_kv_heads, head_dim
+
+
+def check_hook(rope: RotaryHook | None) -> None:
+    if rope is not None and not callable(rope):
+        raise TypeError(f"rope must be a callable (tensor, position_embeddings) -> tensor or None, got {rope!r}")
+
+
+def rotated(rope: RotaryHook | None, tensor: Tensor, position_embeddings: Any) -> Tensor:
+    """Queries or keys `[...,heads,D]` behind the hook, which keeps shape and dtype.
+
+    Raises:
+        TypeError, ValueError: when it does not; there is no hook and yet something for it.
+    """
+    if rope is None:
+        if position_embeddings is not None:
+            raise TypeError("position_embeddings would be ignored: this layer was built without a rope hook")
+        return tensor
+    result: Any = rope(tensor, position_embeddings)
+    if not isinstance(result, Tensor):
+        raise TypeError(f"rope must give a torch.Tensor, got {type(result).__name__}")
+    if result.dtype != tensor.dtype:
+        raise TypeError(f"rope must keep the dtype {tensor.dtype} of queries and keys, got {result.dtype}")
+    if result.shape != tensor.shape:
+        raise ValueError(f"rope must keep the shape {list(tensor.shape)}, got {list(result.shape)}")
+    return result
 
 
 class NSAttention(nn.Module):
@@ -50,6 +88,9 @@ class NSAttention(nn.Module):
         rope: hook `(tensor [...,heads,D], position_embeddings) -> tensor`, applied to queries and each branch's keys;
             it keeps the dtype, which under autocast is not that of the parameters.
         backend: as in `nsa`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
     """
 
     def __init__(
@@ -72,7 +113,9 @@ class NSAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads, head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
+        num_kv_heads, head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim, v_head_dim)
+        check_options(config, {})
+        check_hook(rope)
         if gate not in ("x", "q", None):
             raise ValueError(f"gate must be 'x', 'q' or None, got {gate!r}")
         if compress not in ("linear", None):
@@ -104,10 +147,24 @@ class NSAttention(nn.Module):
         self.w_k_compress: nn.Parameter | None = None
         self.w_v_compress: nn.Parameter | None = None
         if gate == "q":
-            self.gate_proj_weight = nn.Parameter(torch.zeros(num_heads, 3, self.head_dim, **place))
+            self.gate_proj_weight = nn.Parameter(torch.empty(num_heads, 3, self.head_dim, **place))
         if compress_proj:
-            self.w_k_compress = nn.Parameter(torch.eye(self.head_dim, **place).repeat(num_kv_heads, 1, 1))
-            self.w_v_compress = nn.Parameter(torch.eye(self.v_head_dim, **place).repeat(num_kv_heads, 1, 1))
+            self.w_k_compress = nn.Parameter(torch.empty(num_kv_heads, self.head_dim, self.head_dim, **place))
+            self.w_v_compress = nn.Parameter(torch.empty(num_kv_heads, self.v_head_dim, self.v_head_dim, **place))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Begin anew with what is not in a submodule: every gate 1/2, means projected to themselves.
+
+        Layers made on the meta device need it behind `to_empty`, as nn.Linear does.
+        """
+        with torch.no_grad():
+            if self.gate_proj_weight is not None:
+                self.gate_proj_weight.zero_()
+            for weight in (self.w_k_compress, self.w_v_compress):
+                if weight is not None:
+                    weight.zero_()
+                    weight.diagonal(dim1=-2, dim2=-1).fill_(1.0)
 
     def forward(
         self,
@@ -122,13 +179,18 @@ class NSAttention(nn.Module):
         Args:
             hidden_states: `[B,N,hidden_size]`; packed `[T,hidden_size]` with `cu_seqlens` int32 `[B+1]`.
             position_embeddings: handed to the `rope` hook as it is.
+            cu_seqlens, max_seqlen: as in `nsa`.
 
         Returns:
-            Same shape and dtype as `hidden_states`.
+            Same shape and dtype as `hidden_states`; under autocast, its dtype.
 
         Raises:
+            ValueError: `hidden_states` of another layout.
             TypeError: `position_embeddings` without a `rope` hook to use them.
+            TypeError, ValueError: a `rope` hook that changes dtype or shape; as `nsa`.
+            dispatch.BackendError: as `nsa`.
         """
+        self._check_layout(hidden_states, cu_seqlens)
         given = self._given(hidden_states, position_embeddings)
         projected: Tensor = self.o_proj(nsa(**given, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).flatten(-2))
         return projected
@@ -142,15 +204,20 @@ class NSAttention(nn.Module):
         max_seqlen: int | None = None,
     ) -> tuple[Tensor, NSAAux]:
         """`forward` without a graph, and everything computed on the way, such as what was selected (NSAAux)."""
+        self._check_layout(hidden_states, cu_seqlens)
         with torch.no_grad():
             given = self._given(hidden_states, position_embeddings)
             out, aux = nsa_forward_aux(**given, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             return self.o_proj(out.flatten(-2)), aux
 
+    def _check_layout(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> None:
+        packed = cu_seqlens is not None
+        if hidden_states.dim() != (2 if packed else 3):
+            layout = "[T,hidden_size] with cu_seqlens" if packed else "[B,N,hidden_size] (or [T,...] with cu_seqlens)"
+            raise ValueError(f"hidden_states must have the layout {layout}, got shape {list(hidden_states.shape)}")
+
     def _given(self, hidden_states: Tensor, position_embeddings: Any) -> dict[str, Any]:
         """Arguments of `nsa`."""
-        if position_embeddings is not None and self.rope is None:
-            raise TypeError("position_embeddings would be ignored: NSAttention was built without a rope hook")
         q = self._rotate(self._heads(self.q_proj(hidden_states), self.num_heads), position_embeddings)
         k = self._rotate(self._heads(self.k_proj(hidden_states), self.num_kv_heads), position_embeddings)
         v = self._heads(self.v_proj(hidden_states), self.num_kv_heads)
@@ -187,4 +254,4 @@ class NSAttention(nn.Module):
         return split
 
     def _rotate(self, tensor: Tensor, position_embeddings: Any) -> Tensor:
-        return tensor if self.rope is None else self.rope(tensor, position_embeddings)
+        return rotated(self.rope, tensor, position_embeddings)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 import dispatch
 from nsa.config import finite
+from nsa.tensors import DTYPES, check_dense
 
 BOUNDARIES = ("truncate", "shift")
 LARGEST = 2**63 - 1
 """Of integers, as operators of PyTorch hold them. Windows and residue classes past N tokens change nothing."""
 ALGORITHMS = ("auto", "flash", "band", "dense")
 PATHS = ("auto", "sparse", "dense")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have the layout [B,N,heads,D], got shape {list(tensor.shape)}")
-        if tensor.layout != torch.strided:
-            raise TypeError(
-                f"{name} must be a dense tensor, got the layout {str(tensor.layout).removeprefix('torch.')}"
-            )
     if q.dtype not in DTYPES:
         raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(q.dtype)}")
     for name, tensor in (("k", k), ("v", v)):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.module import RotaryHook, head_sizes
+from nsa.module import RotaryHook, check_hook, head_sizes, rotated
 from nsa.neighborhood_attention import neighborhood_attention
 from nsa.neighborhood_calls import ALGORITHMS, Window, check_choice
 
@@ -58,6 +58,9 @@ class NeighborhoodAttention(nn.Module):
         self.num_kv_heads, self.head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
         self.window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
         check_choice("algorithm", algorithm, ALGORITHMS)
+        check_hook(rope)
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+            raise TypeError(f"dropout must be a number, got {dropout!r}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be from 0 to 1, got {dropout}")
         self.rope, self.algorithm, self.backend = rope, algorithm, backend
@@ -82,13 +85,12 @@ class NeighborhoodAttention(nn.Module):
         Raises:
             ValueError: `hidden_states` of another layout.
             TypeError: `position_embeddings` without a `rope` hook to use them.
+            TypeError, ValueError: a `rope` hook that changes dtype or shape.
         """
         if hidden_states.dim() != 3:
             raise ValueError(
                 f"hidden_states must have the layout [B,N,hidden_size], got shape {list(hidden_states.shape)}"
             )
-        if position_embeddings is not None and self.rope is None:
-            raise TypeError("position_embeddings would be ignored: NeighborhoodAttention was built without a rope hook")
         q = self._rotate(self._heads(self.q_proj(hidden_states)), position_embeddings)
         k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
         v = self._heads(self.v_proj(hidden_states))
@@ -105,4 +107,4 @@ class NeighborhoodAttention(nn.Module):
         return split
 
     def _rotate(self, tensor: Tensor, position_embeddings: Any) -> Tensor:
-        return tensor if self.rope is None else self.rope(tensor, position_embeddings)
+        return rotated(self.rope, tensor, position_embeddings)

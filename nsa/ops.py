@@ -209,7 +209,7 @@ def _options(keywords: dict[str, Any]) -> dict[str, Any]:
     config = keywords.get("config")
     rest = {name: keywords.get(name, default) for name, default in REST.items()}
     given = {name: value for name, value in keywords.items() if name not in ("config", *REST, *TENSOR_NAMES)}
-    check_options(config, given)
+    check_options(config, given, (*TENSOR_NAMES, *REST, "config"))
     options = {name: given.get(name, getattr(config or DEFAULTS, name)) for name in OPTION_NAMES}
     if options["compress"] != "mean":
         raise TypeError("compress must be 'mean' under torch.compile: compress first, and give k_cmp and v_cmp")

@@ -229,7 +229,8 @@ def _documents(
         indices=whole[6].int(),
         cmp_indices=None if config.num_cmp_selected_blocks is None else whole[7].int(),
     )
-    return out.to(q.dtype), aux
+    # Gates of a product may bring its order of dims with them; out is contiguous, as the operators promise.
+    return out.to(q.dtype).contiguous(), aux
 
 
 def _chunks(tiles: Tensor, inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> Iterable[range]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dispatch
 from nsa.config import finite
-from nsa.tensors import DTYPES
+from nsa.tensors import DTYPES, check_dense
 
 Blocks = Tensor | Sequence[Tensor]
 """`[L,B,N,D]`, or L tensors `[B,N,D]`."""
@@ -76,9 +76,9 @@ def check_eps(eps: object) -> None:
 def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
     """The first tensor, and L."""
     if isinstance(blocks, Tensor):
+        check_dense("blocks", blocks)
         if blocks.dim() != 4:
             raise ValueError(f"blocks must have the layout [L,B,N,D] or be a list, got shape {list(blocks.shape)}")
-        _check_dense("blocks", blocks)
         first, size = blocks, blocks.shape[0]
     elif isinstance(blocks, (list, tuple)):
         if not blocks:
@@ -87,9 +87,9 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
             if not isinstance(block, Tensor):
                 raise TypeError(f"blocks[{i}] must be a torch.Tensor, got {type(block).__name__}")
         first, size = blocks[0], len(blocks)
+        check_dense("blocks[0]", first)
         if first.dim() != 3:
             raise ValueError(f"blocks[0] must have the layout [B,N,D], got shape {list(first.shape)}")
-        _check_dense("blocks[0]", first)
         _check_rest(blocks, first)
     else:
         raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
@@ -110,7 +110,7 @@ def _check_rest(blocks: Sequence[Tensor], first: Tensor) -> None:
             raise ValueError(f"blocks[{i}] must be {_short(dtype)} as blocks[0], got {_short(block.dtype)}")
         if block.device != device:
             raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {device}, got {block.device}")
-        _check_dense(f"blocks[{i}]", block)
+        check_dense(f"blocks[{i}]", block)
         if block.stride() != strides:
             raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {strides}, got {block.stride()}")
 
@@ -122,18 +122,12 @@ def _check_weight(name: str, weight: Any, first: Tensor) -> None:
     if weight.dtype != first.dtype and weight.dtype != torch.float32:
         wanted = " or ".join(dict.fromkeys((_short(first.dtype), "float32")))
         raise TypeError(f"{name} must be {wanted} (blocks are {_short(first.dtype)}), got {_short(weight.dtype)}")
-    _check_dense(name, weight)
+    check_dense(name, weight)
     if weight.device != first.device:
         raise ValueError(f"{name} must be on the blocks' device {first.device}, got {weight.device}")
     if weight.dim() != 1 or weight.shape[0] != first.shape[-1]:
         raise ValueError(f"{name} must have the shape {[first.shape[-1]]}, got {list(weight.shape)}")
 
 
-def _check_dense(name: str, tensor: Tensor) -> None:
-    """Sparse tensors have no strides."""
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got the layout {_short(tensor.layout)}")
-
-
-def _short(dtype: torch.dtype | torch.layout) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -46,11 +46,19 @@ class AttentionResidual(nn.Module):
             raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         check_eps(eps)
         self.eps, self.backend = eps, backend
-        self.w_query = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
+        self.w_query = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         if norm_weight:
-            self.w_norm = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+            self.w_norm = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         else:
             self.register_parameter("w_norm", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The mean of the blocks. Layers made on the meta device need it behind `to_empty`, as nn.Linear does."""
+        with torch.no_grad():
+            self.w_query.zero_()
+            if self.w_norm is not None:
+                self.w_norm.fill_(1.0)
 
     def forward(self, blocks: Tensor | Sequence[Tensor]) -> Tensor:
         """Mix the blocks.

@@ -127,8 +127,7 @@ class NSAInputs:
                 wanted = " or ".join(dict.fromkeys(map(_short, allowed.get(name, (dtype,)))))
                 because = "" if name == "cu_seqlens" else f" (q is {_short(dtype)})"
                 raise TypeError(f"{name} must be {wanted}{because}, got {_short(tensor.dtype)}")
-            if tensor.layout != torch.strided:
-                raise TypeError(f"{name} must be a dense tensor, got the layout {_short(tensor.layout)}")
+            check_dense(name, tensor)
             if tensor.device != device:
                 raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}")
 
@@ -142,7 +141,9 @@ class NSAInputs:
                 raise ValueError(f"{name} must have the layout {layout}, got shape {list(shape)}")
         for name, shape in (("k", k), ("v", v)):
             if shape[:-2] != q[:-2]:
-                raise ValueError(f"{name} must have q's leading sizes {list(q[:-2])}, got shape {list(shape)}")
+                lead, layout = ("[T]", "[T,heads,D]") if self.packed else ("[B,N]", "[B,N,heads,D]")
+                wanted = f"q's {lead} = {list(q[:-2])} (the layout is {layout})"
+                raise ValueError(f"{name} must have {wanted}, got shape {list(shape)}")
         if k[-1] != q[-1]:
             raise ValueError(f"k must have q's head dim D={q[-1]}, got shape {list(k)}")
         if v[-2] != k[-2]:
@@ -249,6 +250,13 @@ def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
     """Reading must neither wait for a device (unless asked to) nor break tracing; fake tensors have no values."""
     plain = type(tensor) is Tensor and not torch.compiler.is_compiling()
     return plain and tensor.device.type != "meta" and (tensor.device.type == "cpu" or config.debug)
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Sparse and nested tensors have no strides, and nested ones of the older kind no shape either."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.layout is torch.strided else _short(tensor.layout)
+        raise TypeError(f"{name} must be a dense tensor, got the layout {layout}")
 
 
 def _shape(tensor: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""Every test: fixed seeds, uninitialised memory filled with NaN, no skip but for absent hardware or toolchain."""
+"""Every test: fixed seeds, uninitialised memory filled with NaN, no skip but for absent hardware, toolchain, extra."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from cute_kernels.device import TARGET_VARIABLE, compute_capability
+from dispatch.device import PACKAGES, version_of
 
 settings.register_profile(
     "default",
@@ -25,8 +26,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 HARDWARE = {"cuda": torch.cuda.is_available}
-MAY_SKIP = {*HARDWARE, "ascend"}
+MAY_SKIP = {*HARDWARE, "ascend", "cuda_extra"}
 """`ascend`: tests/ascend/conftest.py skips these without their toolchain; `.ci/run` has it."""
+CUDA_EXTRA = [package for package in PACKAGES if package.extra == "cuda"]
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +59,40 @@ def outcomes(record_property: Callable[[str, object], None]) -> Iterator[Counter
     record_property("outcomes", dict(counts))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-cuda-extra",
+        action="store_true",
+        help="fail, not skip, what needs packages of the `cuda` extra that are not installed",
+    )
+
+
+def without_cuda_extra(config: pytest.Config) -> str | None:
+    """Why tests that need the `cuda` extra may skip here, or None: they must run."""
+    absent = [package.distribution for package in CUDA_EXTRA if version_of(package.distribution) is None]
+    if config.getoption("--require-cuda-extra") or not absent:
+        return None
+    return f'needs {", ".join(absent)}, not installed here: pip install -e ".[cuda]"'
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """A module of tests that cannot be imported without the `cuda` extra skips as a whole."""
+    report = yield
+    reason = without_cuda_extra(collector.config) if report.failed else None
+    error = report.call.excinfo.value.__cause__ if reason else None
+    if isinstance(error, ModuleNotFoundError):
+        missing = (error.name or "").partition(".")[0]
+        if missing in {package.module.partition(".")[0] for package in CUDA_EXTRA}:
+            report.outcome, report.longrepr = "skipped", (str(collector.path), None, f"Skipped: {reason}")
+    return report
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reason = without_cuda_extra(config)
     for item in items:
+        if reason is not None and item.get_closest_marker("cuda_extra"):
+            item.add_marker(pytest.mark.skip(reason=reason))
         for marker, present in HARDWARE.items():
             if item.get_closest_marker(marker) and not present():
                 item.add_marker(pytest.mark.skip(reason=f"needs {marker} hardware, this machine has none"))

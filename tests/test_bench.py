@@ -378,6 +378,8 @@ def test_the_plot_shows_every_line(backward: list[str], tmp_path: Path, monkeypa
         (["--modes", "graph"], "--modes graph needs --device cuda, got cpu"),
         (["--modes", "eager,lazy"], "argument --modes: must be one of eager, queued, graph, got 'lazy'"),
         (["--num-cmp", "none,0"], "argument --num-cmp: must be a positive integer such as 4096 or 4K, got '0'"),
+        (["--peak-tflops", "-1"], "argument --peak-tflops: must be a number above 0, got '-1'"),
+        (["--peak-tbs", "nan"], "argument --peak-tbs: must be a number above 0, got 'nan'"),
         (["--preset", "paper", "--num-cmp", "16"], "num_cmp_selected_blocks"),
         (["--recompute"], "--recompute goes with --backward"),
         (["--w", "-1"], "window_size must be at least 0, got -1"),

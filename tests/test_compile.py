@@ -42,6 +42,7 @@ def case(variant: str = "plain", group: int | None = None, cubin: bytes = b"") -
 
 
 @pytest.mark.slow
+@pytest.mark.cuda_extra
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_kernel_has_a_cubin(arch: str) -> None:
     command = [sys.executable, str(TOOL), "--arch", arch, "--matrix", "pairwise"]

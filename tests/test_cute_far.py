@@ -93,6 +93,7 @@ def functions() -> set[str]:
     return {form.partition(" ")[0] for form in tool.every_form()}
 
 
+@pytest.mark.cuda_extra
 def test_every_kernel_is_given_far_rows(far_arguments: dict[str, int]) -> None:
     memory = FarMemory("meta")
     for case in CASES.values():

@@ -119,6 +119,7 @@ def test_every_op_is_reached_through_dispatch_and_has_a_cpu_row() -> None:
     assert set(dispatch.OPS) == {impl.op for impl in ROWS}
     for op in dispatch.OPS:
         assert callable(getattr(dispatch, op))
+        assert op in dir(dispatch)
         assert resolve(Call(op, CPU, torch.float32)).backend == "reference"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dispatch
-from nsa import NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux
+from nsa import NeighborhoodAttention, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux
 
 B, N, H, H_KV, D, D_V = 2, 32, 4, 2, 8, 6
 DOUBLE = torch.float64
@@ -80,7 +80,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "w beyond int32": ({"window_size": 2**31}, ValueError, ("window_size", "2147483647", "2147483648")),
     "scale beyond float": ({"softmax_scale": 10**400}, ValueError, ("softmax_scale", "finite")),
     # how options are given
-    "unknown keyword": ({"block_size": 64}, TypeError, ("block_size",)),
+    "unknown keyword": ({"attention_mask": None}, TypeError, ("unknown keyword argument attention_mask",)),
+    "option misspelt": ({"num_selected_block": 4}, TypeError, ("did you mean num_selected_blocks?",)),
+    "tensor misspelt": ({"gate": None, "cu_seqlen": None}, TypeError, ("cu_seqlen, gate", "mean cu_seqlens, gates?")),
+    "misspelt beside config": ({"config": NSAConfig(), "is_causal": True}, TypeError, ("did you mean causal?",)),
     "config and option": ({"config": NSAConfig()}, TypeError, ("config", "compress_block_size")),
     "config dict": ({"config": {"window_size": 1}}, TypeError, ("config", "NSAConfig", "dict")),
     # tensors: type, dtype, device
@@ -95,6 +98,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     # tensors: shape
     "q 3 dims": ({"q": ones(N, H, D)}, ValueError, ("q", "[B,N,heads,D]", f"[{N}, {H}, {D}]")),
     "k other N": ({"k": ones(B, 31, H_KV, D)}, ValueError, ("k", f"[{B}, {N}]", "31")),
+    "heads before tokens": (
+        {name: ones(B, heads, N, 8) for name, heads in (("q", H), ("k", H_KV), ("v", H_KV))},
+        ValueError,
+        ("k", f"q's [B,N] = [{B}, {H}] (the layout is [B,N,heads,D])", f"[{B}, {H_KV}, {N}, 8]"),
+    ),
+    "packed k other T": (packed(k=ones(31, H_KV, D)), ValueError, ("k", f"q's [T] = [{N}]", "[T,heads,D]", "31")),
     "v other B": ({"v": ones(1, N, H_KV, D_V)}, ValueError, ("v", f"[{B}, {N}]", "[1, ")),
     "k other D": ({"k": ones(B, N, H_KV, 7)}, ValueError, ("k", "D=8", "7")),
     "v other heads": ({"v": ones(B, N, 1, D_V)}, ValueError, ("v", "H_kv=2", "1")),
@@ -191,6 +200,18 @@ def test_bad_input(case: str, function: Any) -> None:
         assert piece in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_named(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([ones(3, H, D), ones(5, H, D)], layout=layout)
+    for function in (nsa, nsa_forward, nsa_forward_aux, dispatch.neighborhood_attention):
+        with pytest.raises(TypeError, match=r"q must be a dense tensor, got the layout (nested|jagged)"):
+            function(nested, nested, nested)
+    for blocks, name in ((nested, "blocks"), ([nested, nested], r"blocks\[0\]")):
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor, got the layout"):
+            dispatch.attention_residual(blocks, ones(D))
+
+
 def test_the_good_input_is_good() -> None:
     assert nsa(**good()).shape == (B, N, H, D_V)
     assert nsa(**packed(max_seqlen=22)).shape == (N, H, D_V)
@@ -209,17 +230,25 @@ def test_no_backend_on_a_device_without_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"),
+    ("error", "keywords", "message"),
     [
-        ({"num_heads": 4, "num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
-        ({"num_heads": 0}, "num_heads"),
-        ({"num_heads": 3}, "head_dim must be given: hidden_size=32"),
-        ({"num_heads": 4, "gate": "k"}, "gate must be 'x', 'q' or None, got 'k'"),
+        (ValueError, {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+        (ValueError, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        (ValueError, {"num_heads": 3}, "head_dim must be given: hidden_size=32"),
+        (ValueError, {"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        (TypeError, {"hidden_size": 32.0}, "hidden_size must be an integer, got 32.0"),
+        (TypeError, {"num_heads": "4"}, "num_heads must be an integer, got '4'"),
+        (ValueError, {"head_dim": -2}, "head_dim must be at least 1, got -2"),
+        (ValueError, {"v_head_dim": 0}, "v_head_dim must be at least 1, got 0"),
+        (ValueError, {"gate": "k"}, "gate must be 'x', 'q' or None, got 'k'"),
+        (TypeError, {"config": "paper"}, "config must be an NSAConfig or None, got str"),
+        (TypeError, {"config": {"window_size": 3}}, "config must be an NSAConfig or None, got dict"),
+        (TypeError, {"rope": "llama"}, "rope must be a callable"),
     ],
 )
-def test_bad_modules(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NSAttention(32, **keywords)
+def test_bad_modules(error: type[Exception], keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(error, match=message):
+        NSAttention(**{"hidden_size": 32, "num_heads": 4, **keywords})
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -232,3 +261,27 @@ def test_the_reference_has_no_values_of_meta_tensors(debug: bool) -> None:
 def test_module_refuses_positions_it_would_ignore() -> None:
     with pytest.raises(TypeError, match="position_embeddings would be ignored"):
         NSAttention(32, 4)(torch.ones(1, 8, 32), torch.ones(8))
+
+
+@pytest.mark.parametrize("layer", [NSAttention, NeighborhoodAttention])
+@pytest.mark.parametrize(
+    ("error", "hook", "message"),
+    [
+        (TypeError, lambda x, _: x.double(), "rope must keep the dtype torch.float32 of queries and keys, got torch.f"),
+        (ValueError, lambda x, _: x[..., :4], r"rope must keep the shape \[1, 8, 4, 8\], got \[1, 8, 4, 4\]"),
+        (TypeError, lambda x, _: (x, x), "rope must give a torch.Tensor, got tuple"),
+    ],
+    ids=["dtype", "shape", "pair"],
+)
+def test_modules_refuse_what_a_hook_must_not_do(layer: Any, error: type[Exception], hook: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        layer(32, 4, rope=hook)(torch.ones(1, 8, 32))
+
+
+def test_module_names_hidden_states_of_another_layout() -> None:
+    layer, bounds = NSAttention(32, 4), torch.tensor([0, 8], dtype=torch.int32)
+    for forward in (layer, layer.forward_aux):
+        with pytest.raises(ValueError, match=r"hidden_states must have the layout \[B,N,hidden_size\] .*\[8, 32\]"):
+            forward(torch.ones(8, 32))
+        with pytest.raises(ValueError, match=r"hidden_states must have the layout \[T,hidden_size\] .*\[1, 8, 32\]"):
+            forward(torch.ones(1, 8, 32), cu_seqlens=bounds)

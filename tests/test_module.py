@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nsa import NSAConfig, NSAttention, nsa, nsa_forward_aux
+from nsa import AttentionResidual, NSAConfig, NSAttention, nsa, nsa_forward_aux
 from tests.helpers import SMALL
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
@@ -74,6 +75,24 @@ def test_packed_documents_equal_documents_alone() -> None:
     packed = layer(x, cu_seqlens=torch.tensor([0, 25, 60], dtype=torch.int32), max_seqlen=35)
     for rows in (slice(0, 25), slice(25, 60)):
         torch.testing.assert_close(packed[rows], layer(x[None, rows])[0])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda device: NSAttention(WIDTH, HEADS, KV_HEADS, gate="q", compress_proj=True, device=device),
+        lambda device: AttentionResidual(WIDTH, device=device),
+    ],
+    ids=["nsa", "residual"],
+)
+def test_begins_on_the_meta_device(build: Callable[[str], nn.Module]) -> None:
+    """As FSDP and large models do it: without memory, then `to_empty`, then `reset_parameters` of every module."""
+    layer, other = build("meta").to_empty(device="cpu"), build("cpu")
+    for parameter in layer.parameters(recurse=False):
+        nn.init.constant_(parameter, torch.nan)
+    layer.reset_parameters()
+    for name, parameter in layer.named_parameters(recurse=False):
+        assert torch.equal(parameter, other.get_parameter(name)), name
 
 
 class LlamaBlock(nn.Module):

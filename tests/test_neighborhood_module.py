@@ -119,6 +119,9 @@ def test_dtype_and_representation() -> None:
         (TypeError, "causal must be True or False, got 1", {"causal": 1}),
         (ValueError, "algorithm must be one of auto, flash, band, dense, got 'fast'", {"algorithm": "fast"}),
         (ValueError, "dropout must be from 0 to 1, got 1.5", {"dropout": 1.5}),
+        (TypeError, "dropout must be a number, got 'some'", {"dropout": "some"}),
+        (TypeError, "num_heads must be an integer, got '4'", {"num_heads": "4"}),
+        (TypeError, "rope must be a callable", {"rope": "llama"}),
     ],
     ids=str,
 )
@@ -133,7 +136,7 @@ def test_bad_calls_are_named() -> None:
         ValueError, match=r"hidden_states must have the layout \[B,N,hidden_size\], got shape \[8, 32\]"
     ):
         layer(torch.randn(8, WIDTH))
-    with pytest.raises(TypeError, match="NeighborhoodAttention was built without a rope hook"):
+    with pytest.raises(TypeError, match="was built without a rope hook"):
         layer(torch.randn(1, 8, WIDTH), rotary_table(8, 8))
     with pytest.raises(ValueError, match=r"backend must be one of .* got 'cudnn'"):
         layer(torch.randn(1, 8, WIDTH))

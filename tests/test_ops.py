@@ -64,12 +64,13 @@ def test_gradients_compile_once_for_all_lengths(preset: str) -> None:
 @pytest.mark.parametrize("operator", ["forward", "saving"])
 def test_operator_keeps_pytorchs_rules(operator: str) -> None:
     bounds = torch.tensor([0, 30, 75], dtype=torch.int32)
-    for packed, extra in (
-        (False, {}),
-        (False, {"gates": torch.rand(1, 75, 4, 3).double()}),
-        (True, {"cu_seqlens": bounds}),
+    for batch, extra in (
+        (1, {}),
+        (1, {"gates": torch.rand(1, 75, 4, 3).double()}),
+        (2, {"gate_proj_weight": torch.randn(4, 3, 16).double()}),
+        (None, {"cu_seqlens": bounds}),
     ):
-        qkv = [x.requires_grad_(operator == "saving") for x in make_qkv(75, batch=None if packed else 1)]
+        qkv = [x.requires_grad_(operator == "saving") for x in make_qkv(75, batch=batch)]
         arguments = tuple(ops._arguments(*qkv, extra))
         torch.library.opcheck(
             getattr(torch.ops.nsa_kernels, operator).default, arguments, ops._options({"config": SMALL["seed"]})

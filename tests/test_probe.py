@@ -130,7 +130,7 @@ def test_bad_memory_sizes_are_named(text: str, capsys: pytest.CaptureFixture[str
     [
         (["--heads", "3", "--kv-heads", "2"], "--heads must be a multiple of --kv-heads, got 3 and 2"),
         (["--start", "0"], "argument --start: must be a positive integer such as 4096 or 4K, got '0'"),
-        (["--timeout", "soon"], "argument --timeout: must be a number of seconds above 0, got 'soon'"),
+        (["--timeout", "soon"], "argument --timeout: must be a number above 0, got 'soon'"),
         (["--op", "dense", "--window-size", "64"], "go with --op nsa"),
         (["--recompute"], "--recompute goes with --op nsa and --backward"),
         (["--recompute", "--backward", "--op", "dense"], "--recompute goes with --op nsa and --backward"),

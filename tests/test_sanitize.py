@@ -128,11 +128,13 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     return {case["case"]: set(case["launched"]) for case in cases}
 
 
+@pytest.mark.cuda_extra
 def test_cases_launch_every_kernel(launched: dict[str, set[str]]) -> None:
     assert list(launched) == list(tool.CASES)
     assert set().union(*launched.values()) == tool.every_form()
 
 
+@pytest.mark.cuda_extra
 def test_a_case_that_is_dropped_is_missed(launched: dict[str, set[str]]) -> None:
     outcome = tool.Outcome(launched=set().union(*(of for case, of in launched.items() if case != "tiles, many heads")))
     assert tool.missing(outcome) == ["selected_backward._add"]

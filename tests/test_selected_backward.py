@@ -383,6 +383,7 @@ def test_model_of_visits(tokens: int, kv_heads: int, group: int, shared: bool, l
     assert cut <= len(made.visits) // length
 
 
+@pytest.mark.cuda_extra
 @NOISY
 @pytest.mark.parametrize("tokens", [1 << 12, 1 << 17, 1 << 20, 1 << 22, 1 << 24])
 @pytest.mark.parametrize("dim", [64, 128])

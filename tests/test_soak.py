@@ -229,6 +229,7 @@ def test_the_first_steps_meet_every_kind() -> None:
     assert any(0 in work.lengths for work in drawn)
 
 
+@pytest.mark.cuda_extra
 @NOISY
 @pytest.mark.parametrize("mode", ["tile", "token"])
 def test_no_size_asks_for_a_kernel_of_its_own(mode: str) -> None:
@@ -265,6 +266,7 @@ def train_step(sizes: soak.Sizes, config: NSAConfig, work: soak.Work) -> None:
     backward.nsa_backward(inputs, config, saved, torch.empty_like(out))
 
 
+@pytest.mark.cuda_extra
 @pytest.mark.parametrize("mode", ["tile", "token"])
 def test_kernels_take_the_layers_on_a_gpu(mode: str, hopper: None) -> None:
     sizes = soak.SIZES["cuda"]

@@ -218,6 +218,7 @@ def test_strides() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.cuda_extra
 @pytest.mark.parametrize("near", [(32, 2), (64, 0), (64, 9), (256, 3)], ids=str)
 def test_near_blocks_must_lie_in_the_window(near: tuple[int, int]) -> None:
     inputs = make(600, 1, 1, 64, near=(64, 2), device="cpu")
@@ -225,6 +226,7 @@ def test_near_blocks_must_lie_in_the_window(near: tuple[int, int]) -> None:
         replace(inputs, near=near).run()
 
 
+@pytest.mark.cuda_extra
 def test_nothing_to_do() -> None:
     dq, dk, dv = make(0, 1, 1, 64, device="cpu").run()
     assert dq.numel() == dk.numel() == dv.numel() == 0
