@@ -12,9 +12,9 @@ from dispatch.registry import BackendError, Call, Impl, Verdict, explain, resolv
 
 OPS = {
     "nsa": "nsa.api:nsa",
-    "neighborhood_attention": "nsa.neighborhood_attention:neighborhood_attention",
-    "neighborhood_attention_backward": "nsa.neighborhood_attention:neighborhood_attention_backward",
-    "attention_residual": "nsa.attention_residual:attention_residual",
+    "neighborhood_attention": "nsa.neighborhood:neighborhood_attention",
+    "neighborhood_attention_backward": "nsa.neighborhood:neighborhood_attention_backward",
+    "attention_residual": "nsa.residual:attention_residual",
 }
 """Public functions by op; imported on first use, since their modules import this one."""
 

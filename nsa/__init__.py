@@ -26,7 +26,9 @@ from nsa.api import nsa, nsa_forward, nsa_forward_aux  # noqa: E402
 from nsa.compression import LinearCompression  # noqa: E402
 from nsa.config import NSAConfig  # noqa: E402
 from nsa.module import NSAttention  # noqa: E402
+from nsa.neighborhood import neighborhood_attention  # noqa: E402
 from nsa.neighborhood_module import NeighborhoodAttention  # noqa: E402
+from nsa.residual import attention_residual  # noqa: E402
 from nsa.residual_module import AttentionResidual  # noqa: E402
 from nsa.tensors import NSAAux  # noqa: E402
 
@@ -37,6 +39,8 @@ __all__ = [
     "NSAConfig",
     "NSAttention",
     "NeighborhoodAttention",
+    "attention_residual",
+    "neighborhood_attention",
     "nsa",
     "nsa_forward",
     "nsa_forward_aux",

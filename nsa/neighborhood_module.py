@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.module import RotaryHook, check_hook, head_sizes, rotated
-from nsa.neighborhood_attention import neighborhood_attention
+from nsa.neighborhood import neighborhood_attention
 from nsa.neighborhood_calls import ALGORITHMS, Window, check_choice
 
 

@@ -4,7 +4,7 @@
     nsa_kernels::neighborhood_attention_backward    dq, dk, dv
 
 Dynamo cannot trace validation and dispatch, and need not: a compiled graph calls the operators, which do what
-nsa/neighborhood_attention.py does eagerly. A backend's training module says with `kept_like` what its forward keeps;
+nsa/neighborhood.py does eagerly. A backend's training module says with `kept_like` what its forward keeps;
 one without such a module is run again in backward.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from nsa.attention_residual import attention_residual
+from nsa.residual import attention_residual
 from nsa.residual_calls import check_eps
 
 

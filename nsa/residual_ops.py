@@ -3,7 +3,7 @@
     nsa_kernels::attention_residual             out, and what backward wants to know; differentiable
     nsa_kernels::attention_residual_backward    gradients of the blocks, as `[L,B,N,D]`, of w_query and of w_norm
 
-As nsa/neighborhood_ops.py: a compiled graph calls the operators, which do what nsa/attention_residual.py does eagerly.
+As nsa/neighborhood_ops.py: a compiled graph calls the operators, which do what nsa/residual.py does eagerly.
 They take blocks as a list, of one tensor when it is `stacked`.
 """
 

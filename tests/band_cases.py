@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ascend_kernels import band_attention, reference
-from nsa.neighborhood_attention import neighborhood_attention_backward, neighborhood_attention_forward
+from nsa.neighborhood import neighborhood_attention_backward, neighborhood_attention_forward
 from tests.helpers import assert_within_budget, make_qkv
 
 NAMES = ("output", "band", "dq", "dk", "dv")

@@ -15,7 +15,7 @@ import torch
 from ascend_kernels import band_attention, device, tiling
 from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention
-from nsa.neighborhood_attention import neighborhood_attention_forward
+from nsa.neighborhood import neighborhood_attention_forward
 from tests import neighborhood_cases
 from tests.band_cases import check
 from tests.helpers import make_qkv

@@ -19,7 +19,7 @@ from ascend_kernels import attention_backward, band_attention, dense_attention, 
 from ascend_kernels.device import DEVICES
 from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention, neighborhood_attention_backward
-from nsa.neighborhood_attention import neighborhood_attention_forward
+from nsa.neighborhood import neighborhood_attention_forward
 from tests import backward_cases
 from tests.helpers import assert_passes_interpreted, make_qkv
 from tests.live_memory import PeakBytes

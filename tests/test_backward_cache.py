@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dispatch import neighborhood_attention_backward
-from nsa.neighborhood_attention import BackwardCache
+from nsa.neighborhood import BackwardCache
 from tests import backward_cases
 
 

@@ -290,3 +290,11 @@ def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  nsa                              cpu   reference  runs" in lines
     refused = "runs on npu only when named: backend='reference' (correct everywhere, fast nowhere)"
     assert f"  nsa                              npu   reference  no: {refused}" in lines
+
+
+@pytest.mark.parametrize("op", ["nsa", "neighborhood_attention", "attention_residual"])
+def test_an_op_is_the_same_function_wherever_it_is_imported_from(op: str) -> None:
+    """A module of the same name in `nsa` would stand in its place."""
+    script = f"import dispatch, nsa.neighborhood, nsa.residual; from nsa import {op}; print({op} is dispatch.{op})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import dispatch
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
-from nsa.neighborhood_attention import neighborhood_attention_forward
+from nsa.neighborhood import neighborhood_attention_forward
 from nsa.tensors import TENSOR_NAMES, NSAInputs
 from tests import loop_oracle, neighborhood_loops, residual_loops
 from tests.helpers import make_inputs, make_qkv

@@ -18,7 +18,7 @@ from ascend_kernels import reference, tiling
 from ascend_kernels.device import DEVICES, UB_VARIABLE, npu_of
 from ascend_kernels.launch import Launch, recording
 from dispatch import neighborhood_attention
-from nsa.neighborhood_attention import neighborhood_attention_forward
+from nsa.neighborhood import neighborhood_attention_forward
 from tests.helpers import assert_passes_interpreted, make_qkv
 from tests.live_memory import PeakBytes
 from tests.neighborhood_cases import check
