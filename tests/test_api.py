@@ -154,7 +154,7 @@ def test_typed_dictionaries_match() -> None:
 
 def test_public_names() -> None:
     modules = {"AttentionResidual", "LinearCompression", "NSAttention", "NeighborhoodAttention"}
-    functions = {"nsa", "nsa_forward", "nsa_forward_aux"}
+    functions = {"nsa", "nsa_forward", "nsa_forward_aux", "neighborhood_attention", "attention_residual"}
     assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions
     for name in package.__all__:
         assert getattr(package, name).__doc__
