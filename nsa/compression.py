@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from nsa.config import BlockPooling, NSAConfig
+from nsa.config import BlockPooling, NSAConfig, check_sizes
 
 
 def whole_blocks(x: Tensor, config: NSAConfig) -> Tensor:
@@ -64,11 +64,7 @@ class LinearCompression(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("num_kv_heads", num_kv_heads), ("block_size", block_size), ("head_dim", head_dim)):
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{name} must be an integer, got {size!r}")
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(num_kv_heads, block_size, head_dim, head_dim, **place))
         self.position = nn.Parameter(torch.empty(num_kv_heads, block_size, head_dim, **place))

@@ -266,3 +266,12 @@ def check_options(config: NSAConfig | None, options: Mapping[str, Any], others: 
         raise TypeError(f"config must be an NSAConfig or None, got {type(config).__name__}")
     if options:
         raise TypeError(f"config stands for all options, got {', '.join(sorted(options))} beside it")
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raise TypeError or ValueError, naming it, unless each size of a layer is an integer of at least 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an integer, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nsa.api import nsa, nsa_forward_aux
 from nsa.compression import LinearCompression
-from nsa.config import NSAConfig, check_options
+from nsa.config import NSAConfig, check_options, check_sizes
 from nsa.tensors import NSAAux
 
 RotaryHook = Callable[[Tensor, Any], Tensor]
@@ -27,13 +27,9 @@ def head_sizes(
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    sizes |= {name: size for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)) if size is not None}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be an integer, got {size!r}")
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+    check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    dims = {"head_dim": head_dim, "v_head_dim": v_head_dim}
+    check_sizes(**{name: dim for name, dim in dims.items() if dim is not None})
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
     if head_dim is None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from nsa.config import check_sizes
 from nsa.residual import attention_residual
 from nsa.residual_calls import check_eps
 
@@ -40,10 +41,7 @@ class AttentionResidual(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(hidden_size, bool) or not isinstance(hidden_size, int):
-            raise TypeError(f"hidden_size must be an integer, got {hidden_size!r}")
-        if hidden_size < 1:
-            raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
+        check_sizes(hidden_size=hidden_size)
         check_eps(eps)
         self.eps, self.backend = eps, backend
         self.w_query = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))

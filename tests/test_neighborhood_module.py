@@ -136,7 +136,7 @@ def test_bad_calls_are_named() -> None:
         ValueError, match=r"hidden_states must have the layout \[B,N,hidden_size\], got shape \[8, 32\]"
     ):
         layer(torch.randn(8, WIDTH))
-    with pytest.raises(TypeError, match="was built without a rope hook"):
+    with pytest.raises(TypeError, match="this layer was built without a rope hook"):
         layer(torch.randn(1, 8, WIDTH), rotary_table(8, 8))
     with pytest.raises(ValueError, match=r"backend must be one of .* got 'cudnn'"):
         layer(torch.randn(1, 8, WIDTH))
