@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 import shutil
 import subprocess
@@ -50,7 +51,7 @@ def test_every_kernel_has_a_cubin(arch: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(f"{arch} ")]
     sizes: dict[str, list[int]] = {}
-    for _, kernel, *_, size, _ in rows:
+    for _, kernel, *_, size, _, _ in rows:
         sizes.setdefault(kernel, []).append(int(size))
     assert set(sizes) == our_kernels(arch) | fa4_calls(), "tools/compile_all.py must compile each, and nothing else"
     assert all(min(of_kernel) > 0 for of_kernel in sizes.values())
@@ -74,6 +75,8 @@ def test_kernels_are_found_in_the_sources() -> None:
 def test_cubin_must_be_for_the_architecture(cubin: bytes, error: str) -> None:
     result = tool.try_case("sm_90a", case(cubin=cubin))
     assert (result.error, result.cubin) == (error, len(cubin))
+    assert result.sha256 == hashlib.sha256(cubin).hexdigest()[:12]
+    assert result.line.split()[-2] == result.sha256
 
 
 def test_failure_is_listed_and_logged(

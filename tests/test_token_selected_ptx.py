@@ -253,9 +253,16 @@ def test_forced_beside_visited(tokens: Any, size: int, forced: tuple[int, int]) 
 @pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.usefixtures("interpreted")
-def test_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one pass, and in passes over heads and tokens; some of a warp's rows are behind the last token."""
+def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
+    """Some of a warp's rows are behind the last token."""
     make(201, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check_gated(gates)
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize(("gates", "forced"), [("projected", (0, 0)), ("given fp32", (1, 2))])
+@pytest.mark.usefixtures("interpreted")
+def test_gated_in_passes(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes over heads and tokens, with gates that the kernels compute and with given ones."""
     small_passes(monkeypatch, 64, 1, 40)
     chosen = torch.full((1, 2, 70, 10), -1, dtype=torch.int32)
     chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Compiles every CuTe kernel of ours and every FlashAttention-4 kernel that we call, without a GPU.
 
-    one process per architecture -> its cases, one after the other -> a line each: size of the cubin, seconds
+    one process per architecture -> its cases, one after the other -> a line each: size and hash of the cubin, seconds
 
 A case fails unless its cubin exists and was assembled for the architecture. Failures are repeated at the end; the exit
-status is 1 then. Needs the packages of the `cuda` extra.
+status is 1 then. The same hash before and after a change of the sources: the same machine code, so that what a GPU has
+shown still holds. Needs the packages of the `cuda` extra.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -78,17 +80,19 @@ class Result(NamedTuple):
     dtype: str
     cubin: int
     """Bytes."""
+    sha256: str
+    """Of the cubin, the first digits."""
     seconds: float
     error: str = ""
 
     @property
     def line(self) -> str:
         size = "FAILED" if self.error else str(self.cubin)
-        return LINE.format(*self[:6], size, f"{self.seconds:.1f}")
+        return LINE.format(*self[:6], size, self.sha256, f"{self.seconds:.1f}")
 
 
-LINE = "{:8} {:15} {:26} {:>4} {:>4} {:9} {:>8} {:>6}"
-HEADER = LINE.format("arch", "kernel", "variant", "D", "G", "dtype", "bytes", "s")
+LINE = "{:8} {:15} {:26} {:>4} {:>4} {:9} {:>8} {:12} {:>6}"
+HEADER = LINE.format("arch", "kernel", "variant", "D", "G", "dtype", "bytes", "sha256", "s")
 
 
 # ---------------------------------------------------------------- what is compiled
@@ -576,7 +580,9 @@ def try_case(arch: str, case: Case) -> Result:
         error = f"{type(exception).__name__}: {exception}"
     dtype = "-" if case.dtype is None else str(case.dtype).removeprefix("torch.")
     dim, group = ("-" if size is None else str(size) for size in (case.dim, case.group))
-    return Result(arch, case.kernel, case.variant, dim, group, dtype, len(cubin), time.monotonic() - start, error)
+    sha256 = hashlib.sha256(cubin).hexdigest()[:12]
+    seconds = time.monotonic() - start
+    return Result(arch, case.kernel, case.variant, dim, group, dtype, len(cubin), sha256, seconds, error)
 
 
 def cubin_problem(arch: str, cubin: bytes) -> str:
@@ -641,7 +647,7 @@ def compile_for(arch: str, matrix: str) -> list[Result]:
                 print(f"{results[-1].line}\n", end="", flush=True)  # one write: the other child's lines come between
     if child.returncode != 0 or not results:
         error = f"its process ended with exit status {child.returncode} after {len(results)} cases"
-        results.append(Result(arch, "-", "-", "-", "-", "-", 0, 0.0, error))
+        results.append(Result(arch, "-", "-", "-", "-", "-", 0, "-", 0.0, error))
     return results
 
 
