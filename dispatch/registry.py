@@ -129,7 +129,7 @@ def resolve(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
         if name in (None, impl.backend) and impl.refusal(asked) is None:
             return impl
     listing = "\n".join(f"  {v.impl.backend}: {v.reason}" for v in explain(call, backend, rows))
-    raise BackendError(f"no backend can run {call.op} on {call.device} in {_short(call.dtype)}:\n{listing}")
+    raise BackendError(f"no backend can run {call.op} on {call.device} in {short_name(call.dtype)}:\n{listing}")
 
 
 def _rows_of(op: str, rows: Sequence[Impl] | None) -> list[Impl]:
@@ -164,5 +164,6 @@ def _attribute(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def short_name(of_torch: torch.dtype | torch.layout) -> str:
+    """As messages write it: bfloat16 for torch.bfloat16."""
+    return str(of_torch).removeprefix("torch.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from dispatch.registry import short_name
 from nsa.config import finite
 from nsa.tensors import DTYPES, check_dense
 
@@ -65,10 +66,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have the layout [B,N,heads,D], got shape {list(tensor.shape)}")
     if q.dtype not in DTYPES:
-        raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(q.dtype)}")
+        raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {short_name(q.dtype)}")
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} must be {_short(q.dtype)} (q is {_short(q.dtype)}), got {_short(tensor.dtype)}")
+            raise TypeError(
+                f"{name} must be {short_name(q.dtype)} (q is {short_name(q.dtype)}), got {short_name(tensor.dtype)}"
+            )
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
     batch, num_tokens, heads, dim = q.shape
@@ -90,19 +93,15 @@ def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, kernel_size: int
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
     if do.dtype != q.dtype:
-        raise TypeError(f"do must be {_short(q.dtype)} (q is {_short(q.dtype)}), got {_short(do.dtype)}")
+        raise TypeError(f"do must be {short_name(q.dtype)} (q is {short_name(q.dtype)}), got {short_name(do.dtype)}")
     if do.shape != q.shape:
         raise ValueError(f"do must have q's shape {list(q.shape)}, got {list(do.shape)}")
     if attn.dtype not in DTYPES:
-        raise TypeError(f"attn must be bfloat16, float16, float32 or float64, got {_short(attn.dtype)}")
+        raise TypeError(f"attn must be bfloat16, float16, float32 or float64, got {short_name(attn.dtype)}")
     batch, num_tokens, heads, _ = q.shape
     band, dense = [batch, heads, num_tokens, kernel_size], [batch, heads, num_tokens, num_tokens]
     if list(attn.shape) not in (band, dense):
         raise ValueError(f"attn must be a band {band} or of all pairs {dense}, got shape {list(attn.shape)}")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def resolve(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from dispatch.registry import short_name
 from nsa.config import finite
 from nsa.tensors import DTYPES, check_dense
 
@@ -94,7 +95,7 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
     else:
         raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
     if first.dtype not in DTYPES:
-        raise TypeError(f"blocks must be bfloat16, float16, float32 or float64, got {_short(first.dtype)}")
+        raise TypeError(f"blocks must be bfloat16, float16, float32 or float64, got {short_name(first.dtype)}")
     if 0 in (size, first.shape[-1]):
         raise ValueError(f"blocks must have at least one block and D >= 1, got shape {list(first.shape)}")
     return first, size
@@ -107,7 +108,7 @@ def _check_rest(blocks: Sequence[Tensor], first: Tensor) -> None:
         if block.shape != shape:
             raise ValueError(f"blocks[{i}] must have blocks[0]'s shape {list(shape)}, got {list(block.shape)}")
         if block.dtype != dtype:
-            raise ValueError(f"blocks[{i}] must be {_short(dtype)} as blocks[0], got {_short(block.dtype)}")
+            raise ValueError(f"blocks[{i}] must be {short_name(dtype)} as blocks[0], got {short_name(block.dtype)}")
         if block.device != device:
             raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {device}, got {block.device}")
         check_dense(f"blocks[{i}]", block)
@@ -120,14 +121,12 @@ def _check_weight(name: str, weight: Any, first: Tensor) -> None:
         kind = "a torch.Tensor" if name == "w_query" else "a torch.Tensor or None"
         raise TypeError(f"{name} must be {kind}, got {type(weight).__name__}")
     if weight.dtype != first.dtype and weight.dtype != torch.float32:
-        wanted = " or ".join(dict.fromkeys((_short(first.dtype), "float32")))
-        raise TypeError(f"{name} must be {wanted} (blocks are {_short(first.dtype)}), got {_short(weight.dtype)}")
+        wanted = " or ".join(dict.fromkeys((short_name(first.dtype), "float32")))
+        raise TypeError(
+            f"{name} must be {wanted} (blocks are {short_name(first.dtype)}), got {short_name(weight.dtype)}"
+        )
     check_dense(name, weight)
     if weight.device != first.device:
         raise ValueError(f"{name} must be on the blocks' device {first.device}, got {weight.device}")
     if weight.dim() != 1 or weight.shape[0] != first.shape[-1]:
         raise ValueError(f"{name} must have the shape {[first.shape[-1]]}, got {list(weight.shape)}")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dispatch.registry import short_name
 from nsa.config import NSAConfig
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -114,7 +115,7 @@ class NSAInputs:
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(getattr(self, name)).__name__}")
         dtype, device = self.q.dtype, self.q.device
         if dtype not in DTYPES:
-            raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {_short(dtype)}")
+            raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {short_name(dtype)}")
         weights = (dtype, torch.float32)
         allowed = {"cu_seqlens": (torch.int32,), "gates": weights, "gate_proj_weight": weights}
         for name in TENSOR_NAMES:
@@ -124,9 +125,9 @@ class NSAInputs:
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
             if tensor.dtype not in allowed.get(name, (dtype,)):
-                wanted = " or ".join(dict.fromkeys(map(_short, allowed.get(name, (dtype,)))))
-                because = "" if name == "cu_seqlens" else f" (q is {_short(dtype)})"
-                raise TypeError(f"{name} must be {wanted}{because}, got {_short(tensor.dtype)}")
+                wanted = " or ".join(dict.fromkeys(map(short_name, allowed.get(name, (dtype,)))))
+                because = "" if name == "cu_seqlens" else f" (q is {short_name(dtype)})"
+                raise TypeError(f"{name} must be {wanted}{because}, got {short_name(tensor.dtype)}")
             check_dense(name, tensor)
             if tensor.device != device:
                 raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}")
@@ -255,13 +256,9 @@ def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
 def check_dense(name: str, tensor: Tensor) -> None:
     """Sparse and nested tensors have no strides, and nested ones of the older kind no shape either."""
     if tensor.is_nested or tensor.layout is not torch.strided:
-        layout = "nested" if tensor.layout is torch.strided else _short(tensor.layout)
+        layout = "nested" if tensor.layout is torch.strided else short_name(tensor.layout)
         raise TypeError(f"{name} must be a dense tensor, got the layout {layout}")
 
 
 def _shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
-
-
-def _short(dtype: torch.dtype | torch.layout) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,9 @@ def test_base_needs_torch_only(wheel: Path) -> None:
 
 def test_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     """An environment with nothing but the wheel and, by a path entry, this one's torch."""
+    environ = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }  # which comes before the wheel
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     install = [
@@ -68,13 +72,13 @@ def test_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> Non
         "--no-index",
         str(wheel),
     ]
-    subprocess.run(install, check=True, capture_output=True)
+    subprocess.run(install, check=True, capture_output=True, env=environ)
     (site_packages,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
     (site_packages / "torch.pth").write_text(str(Path(torch.__file__).resolve().parents[1]) + "\n")
     script = (
         "import nsa, dispatch, torch; from nsa import nsa_forward; "
         "q = torch.randn(1, 80, 2, 8); print(nsa.__file__, nsa_forward(q, q, q).shape)"
     )
-    done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path, env=environ)
     assert str(site_packages) in done.stdout
     assert "torch.Size([1, 80, 2, 8])" in done.stdout
