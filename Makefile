@@ -73,7 +73,7 @@ else
 	$(PYTHON) -m pytest -m cuda --require-cuda-extra $(ARGS)
 endif
 
-compile-all: ## compile every CUDA kernel for every architecture, without a GPU (15 minutes on two cores)
+compile-all: ## compile every CUDA kernel for every architecture, without a GPU (half an hour on two cores)
 	$(bootstrap) --extras dev,bench,cuda
 	$(VENV_PYTHON) tools/compile_all.py $(ARGS)
 

@@ -95,6 +95,22 @@ def test_failure_is_listed_and_logged(
         assert text.endswith("ValueError: no such layout\n")
 
 
+def test_log_is_compared_with_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(cubins: dict[str, bytes], *options: str) -> str:
+        cases = [case(variant, cubin=b"-arch sm_90a " + cubin) for variant, cubin in cubins.items()]
+        monkeypatch.setattr(tool, "compile_for", lambda arch, _: [tool.try_case(arch, each) for each in cases])
+        assert tool.main(["--arch", "sm_90a", *options]) == 0
+        return capsys.readouterr().out
+
+    log = tmp_path / "log"
+    assert "against" not in run({"a": b"1", "b": b"1", "gone": b"1"}, "--log", str(log))
+    *_, counts, changed = run({"a": b"1", "b": b"2", "c": b"3"}, "--against", str(log)).splitlines()
+    assert counts == "against the earlier log: 1 the same, 1 other code, 1 new"
+    assert changed.split()[:3] == ["sm_90a", "Kernel", "b"]
+
+
 def test_broken_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool.sys, "executable", shutil.which("false"))
     (result,) = tool.compile_for("sm_90a", "full")

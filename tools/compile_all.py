@@ -4,8 +4,8 @@
     one process per architecture -> its cases, one after the other -> a line each: size and hash of the cubin, seconds
 
 A case fails unless its cubin exists and was assembled for the architecture. Failures are repeated at the end; the exit
-status is 1 then. The same hash before and after a change of the sources: the same machine code, so that what a GPU has
-shown still holds. Needs the packages of the `cuda` extra.
+status is 1 then. `--against LOG` compares hashes with those of an earlier log: the same machine code after a change of
+the sources has nothing new to show on a GPU. Needs the packages of the `cuda` extra.
 """
 
 from __future__ import annotations
@@ -666,6 +666,19 @@ def summary(results: Sequence[Result]) -> list[str]:
     return lines
 
 
+def comparison(results: Iterable[Result], log: str) -> list[str]:
+    """What became of the machine code in an earlier log, also compiled for a part of its cases."""
+    wanted = len(HEADER.split())
+    rows = [fields for fields in map(str.split, log.splitlines()) if fields[:1] and fields[0] in TARGETS]
+    before = {tuple(fields[:-3]): fields[-2] for fields in rows if len(fields) == wanted}
+    kinds: dict[str, list[Result]] = {"the same": [], "other code": [], "new": []}
+    for result in results:
+        old = before.get(result[:6])
+        kinds["new" if old is None else "the same" if old == result.sha256 else "other code"].append(result)
+    counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in kinds.items())
+    return [f"against the earlier log: {counts}", *(result.line for result in kinds["other code"])]
+
+
 def versions() -> str:
     return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
 
@@ -675,6 +688,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", default=",".join(TARGETS), help="architectures (default: %(default)s)")
     parser.add_argument("--matrix", choices=("full", "pairwise"), default="full", help="default: full")
     parser.add_argument("--log", type=Path, help="also write the table, with versions, to this file")
+    parser.add_argument(
+        "--against", type=Path, metavar="LOG", help="list the kernels whose code differs from this log's"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     archs = args.arch.split(",")
@@ -685,10 +701,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         compile_here(args.arch, args.matrix)
         return 0
 
+    earlier = args.against.read_text(encoding="utf-8") if args.against else None
     print(versions(), HEADER, sep="\n", flush=True)
     with ThreadPoolExecutor(len(archs)) as pool:
         results = [result for part in pool.map(compile_for, archs, [args.matrix] * len(archs)) for result in part]
     end = summary(results)
+    if earlier is not None:
+        end += ["", *comparison(results, earlier)]
     print("", *end, sep="\n")
     if args.log:
         table = [f"{versions()}; matrix: {args.matrix}", "", HEADER, *(result.line for result in results), "", *end]
