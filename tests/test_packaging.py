@@ -55,9 +55,8 @@ def test_base_needs_torch_only(wheel: Path) -> None:
 
 def test_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     """An environment with nothing but the wheel and, by a path entry, this one's torch."""
-    environ = {
-        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-    }  # which comes before the wheel
+    environ = dict(os.environ)
+    environ.pop("PYTHONPATH", None)  # what it names would come before the wheel
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     install = [

@@ -259,7 +259,8 @@ def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(("gates", "forced"), [("projected", (0, 0)), ("given fp32", (1, 2))])
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("gates", ["projected", "given fp32"])
 @pytest.mark.usefixtures("interpreted")
 def test_gated_in_passes(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes over heads and tokens, with gates that the kernels compute and with given ones."""

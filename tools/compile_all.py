@@ -570,6 +570,8 @@ def covers(case: Case) -> set[Hashable]:
 
 
 def try_case(arch: str, case: Case) -> Result:
+    from dispatch.registry import short_name
+
     start = time.monotonic()
     cubin, error = b"", ""
     try:
@@ -578,7 +580,7 @@ def try_case(arch: str, case: Case) -> Result:
     except Exception as exception:
         traceback.print_exc()
         error = f"{type(exception).__name__}: {exception}"
-    dtype = "-" if case.dtype is None else str(case.dtype).removeprefix("torch.")
+    dtype = "-" if case.dtype is None else short_name(case.dtype)
     dim, group = ("-" if size is None else str(size) for size in (case.dim, case.group))
     sha256 = hashlib.sha256(cubin).hexdigest()[:12]
     seconds = time.monotonic() - start

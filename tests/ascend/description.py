@@ -17,6 +17,7 @@ import torch
 import triton.language as tl
 
 from ascend_kernels.launch import Launch
+from dispatch.registry import short_name
 
 ALIGNMENT = 16
 
@@ -55,7 +56,7 @@ def sources(kernel: Any) -> tuple[str, ...]:
 
 def describe_argument(value: Any, *, specialised: bool = True) -> dict[str, Any]:
     if isinstance(value, torch.Tensor):
-        return {"dtype": str(value.dtype).removeprefix("torch."), "aligned": value.data_ptr() % ALIGNMENT == 0}
+        return {"dtype": short_name(value.dtype), "aligned": value.data_ptr() % ALIGNMENT == 0}
     if isinstance(value, bool) or value is None:
         return {"value": value}
     if isinstance(value, int):
