@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from nsa import eager, ops
-from nsa.config import NSAConfig, NSAOptions, check_options
+from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions, check_options
 from nsa.reference import pooled
-from nsa.tensors import NSAAux, NSAInputs
+from nsa.tensors import TENSOR_NAMES, NSAAux, NSAInputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,6 +98,24 @@ def _run(
     return out, NSAAux(*aux) if want_aux else None
 
 
+def _recordable(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keywords for an operator, which calls nothing: what a callable `compress` does is recorded in front of it."""
+    config = keywords.get("config")
+    compress = config.compress if isinstance(config, NSAConfig) else keywords.get("compress", "mean")
+    if isinstance(compress, str):
+        return keywords
+    options = {name: value for name, value in keywords.items() if name in OPTION_NAMES}
+    rest = {name: value for name, value in keywords.items() if name not in options}
+    check_options(config, options)
+    config = config or NSAConfig(**options)
+    inputs = NSAInputs(q, k, v, **{name: value for name, value in rest.items() if name in TENSOR_NAMES})
+    inputs.check(config)
+    with ops.autocast_off(q.device.type):
+        inputs, config = pooled(inputs, config)
+    given = {name: getattr(inputs, name) for name in ("k_cmp", "v_cmp", "w_k_compress", "w_v_compress")}
+    return {**rest, **given, "config": config}
+
+
 def _with_signature(function: F) -> F:
     """Show the keywords of `_run` and the options of NSAConfig, with their defaults, in help() and in editors."""
     own = inspect.signature(function)
@@ -145,7 +163,7 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
         dispatch.BackendError: when no backend can run the call, with the reason of each.
     """
     if torch.compiler.is_compiling():
-        return ops.call_saving(q, k, v, **keywords)
+        return ops.call_saving(q, k, v, **_recordable(q, k, v, keywords))
     return _run(False, q, k, v, **keywords)[0]
 
 
@@ -153,7 +171,7 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
 def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
     """`nsa` without a graph: same arguments, same result, nothing kept for backward."""
     if torch.compiler.is_compiling():
-        return ops.call_forward(q, k, v, **keywords)
+        return ops.call_forward(q, k, v, **_recordable(q, k, v, keywords))
     with torch.no_grad():
         return _run(False, q, k, v, **keywords)[0]
 

@@ -5,7 +5,7 @@
     nsa_kernels::backward   gradients of `DIFFERENTIABLE`
 
 Dynamo cannot trace validation and dispatch, and need not: a compiled graph calls the operators, whose implementations
-are the eager path. They take the fields of NSAConfig one by one.
+are the eager path. They take the fields of NSAConfig one by one, `compress` as "mean" only.
 
 A backend trains through the module that its row names (dispatch.Impl.training): `nsa_saving`, `nsa_saved_like` and
 `nsa_backward`. One without such a module is differentiable itself, and is run again in backward.
@@ -210,7 +210,4 @@ def _options(keywords: dict[str, Any]) -> dict[str, Any]:
     rest = {name: keywords.get(name, default) for name, default in REST.items()}
     given = {name: value for name, value in keywords.items() if name not in ("config", *REST, *TENSOR_NAMES)}
     check_options(config, given, (*TENSOR_NAMES, *REST, "config"))
-    options = {name: given.get(name, getattr(config or DEFAULTS, name)) for name in OPTION_NAMES}
-    if options["compress"] != "mean":
-        raise TypeError("compress must be 'mean' under torch.compile: compress first, and give k_cmp and v_cmp")
-    return options | rest
+    return {name: given.get(name, getattr(config or DEFAULTS, name)) for name in OPTION_NAMES} | rest

@@ -104,7 +104,7 @@ class NSAInputs:
         self._check_optional_shapes(config)
         if self.cu_seqlens is not None and _values_readable(self.cu_seqlens, config):
             self._check_documents(self.cu_seqlens, config)
-        if config.debug and self.q.device.type != "meta":
+        if config.debug and _values_readable(self.q, config):
             self._check_finite()
 
     # Structure: dtype, device, dimensions
@@ -249,7 +249,7 @@ TENSOR_NAMES = tuple(field.name for field in fields(NSAInputs) if field.name != 
 
 def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
     """Reading must neither wait for a device (unless asked to) nor break tracing; fake tensors have no values."""
-    plain = type(tensor) is Tensor and not torch.compiler.is_compiling()
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
     return plain and tensor.device.type != "meta" and (tensor.device.type == "cpu" or config.debug)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nsa import NSAConfig, eager, nsa, nsa_forward, ops
+from nsa import LinearCompression, NSAConfig, eager, nsa, nsa_forward, ops
 from nsa.config import OPTION_NAMES
 from nsa.tensors import TENSOR_NAMES, NSAInputs
 from tests.helpers import SMALL, make_qkv
@@ -141,7 +143,6 @@ def test_schema_names_every_tensor_and_option() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"compress": torch.nn.Flatten(-2)}, "compress must be 'mean' under torch.compile"),
         ({"config": NSAConfig(), "causal": True}, "config stands for all options, got causal beside it"),
         ({"window": 3}, "unknown keyword argument window"),
     ],
@@ -149,6 +150,77 @@ def test_schema_names_every_tensor_and_option() -> None:
 def test_refuses_what_it_cannot_pass_on(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         ops.call_forward(*make_qkv(10), **keywords)
+
+
+ENTRY = torch.ones(1, dtype=torch.float64)
+
+
+def largest(blocks: Tensor) -> Tensor:
+    return blocks.amax(-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("preset", SMALL)
+def test_a_callable_compress_compiles_once_for_all_lengths(preset: str, packed: bool) -> None:
+    """Outside the operator, so with gradients of what it holds."""
+    length = SMALL[preset].compress_block_size
+    layers = [LinearCompression(2, length, 16, dtype=torch.float64) for _ in range(2)]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    for weight in weights:
+        torch.nn.init.normal_(weight)
+    config = replace(SMALL[preset], compress=tuple(layers))
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None) -> Tensor:
+        return nsa(q * 2, k, v, config=config, cu_seqlens=bounds) + 1
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (75, 90, 64, 200):
+        qkv = [x.requires_grad_() for x in make_qkv(tokens, batch=None if packed else 1)]
+        bounds = torch.tensor([0, 30, tokens], dtype=torch.int32) if packed else None
+        out, expected = (function(*qkv, bounds) for function in (once, layer))
+        torch.testing.assert_close(out, expected)
+        do = torch.randn_like(out)
+        for x, y in zip(*(torch.autograd.grad(some, [*qkv, *weights], do) for some in (out, expected)), strict=True):
+            torch.testing.assert_close(x, y)
+    assert counter.frame_count == 1
+
+
+def test_a_function_that_compresses_compiles() -> None:
+    eager_layer, whole = compiled(compress=largest, compress_block_size=8, window_size=5)
+    qkv = make_qkv(75)
+    assert torch.equal(whole(*qkv), eager_layer(*qkv))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        (
+            {"config": NSAConfig(compress=largest), "causal": True},
+            "config stands for all options, got causal beside it",
+        ),
+        ({"compress": largest, "k_cmp": ENTRY, "v_cmp": ENTRY}, "compress would be ignored"),
+        ({"compress": "max"}, "compress must be 'mean' or a callable"),
+    ],
+)
+def test_what_a_callable_compress_excludes_is_refused(keywords: dict[str, Any], message: str) -> None:
+    _, whole = compiled(**keywords)
+    with pytest.raises(Exception, match=message):
+        whole(*make_qkv(75))
+
+
+@pytest.mark.parametrize("compress", ["mean", largest])
+@pytest.mark.parametrize("function", [nsa, nsa_forward])
+def test_debug_reads_what_the_graph_is_given(function: Any, compress: Any) -> None:
+    torch._dynamo.reset()
+    whole = torch.compile(partial(function, debug=True, compress=compress), fullgraph=True, backend="aot_eager")
+    q, k, v = (torch.nn.Parameter(x) for x in make_qkv(75))
+    whole(q, k, v)
+    with torch.no_grad():
+        q[0, 3, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="q must be finite"):
+        whole(q, k, v)
 
 
 def test_bad_input_is_refused_in_the_graph_too() -> None:

@@ -78,9 +78,10 @@ def test_checkpointing_under_autocast_changes_nothing(device: str, preset: str, 
 
 @DEVICES
 @PRESETS
-def test_compiles_once_for_all_lengths(device: str, preset: str) -> None:
+@pytest.mark.parametrize("compress", [None, "linear"])
+def test_compiles_once_for_all_lengths(device: str, preset: str, compress: str | None) -> None:
     """Forward and backward, under autocast: no graph is recorded for a second length."""
-    layer = make_layer(device, preset)
+    layer = make_layer(device, preset, compress=compress)
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
