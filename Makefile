@@ -18,7 +18,7 @@ TEST_EXTRAS := dev,bench
 TEST_SCOPE := --ignore=tests/ascend
 endif
 
-.PHONY: help demo train-demo needle-demo residual-demo test fuzz fuzz-gpu test-ascend lint format test-gpu compile-all clean distclean
+.PHONY: help demo train-demo needle-demo residual-demo test fuzz fuzz-gpu test-oldest test-ascend lint format test-gpu compile-all clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -60,6 +60,15 @@ endif
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_OUT=$(FUZZ_OUT) $(if $(PYTHON_GIVEN),$(PYTHON),$(VENV_PYTHON)) -m pytest -n 20 -m cuda \
 		--require-cuda-extra -p tests.fuzz_report tests/test_fuzz_kernels.py $(ARGS)
 
+# No extras: they ask for newer packages than the oldest torch has beside it.
+OLDEST := .cache/oldest
+test-oldest: ## set up the oldest torch that is supported, in .cache, and run the tests of the public functions on the CPU
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet torch==2.6.0 "numpy<2.4" pytest hypothesis rich
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(OLDEST)/bin/python -m pytest -m "not cuda" tests/test_api.py tests/test_errors.py \
+		tests/test_reference.py tests/test_fuzz.py tests/test_ops.py tests/test_training_tools.py tests/test_neighborhood_ops.py \
+		tests/test_neighborhood_module.py $(ARGS)
+
 test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) tools/ascend_toolchain.py
@@ -93,5 +102,5 @@ clean: ## remove caches and build outputs, but not .cache
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find . \( -path ./$(VENV) -o -path ./.git \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## clean, and remove .venv and the Ascend toolchain
-	rm -rf $(VENV) .cache/ascend
+distclean: clean ## clean, and remove .venv, the Ascend toolchain and the oldest torch
+	rm -rf $(VENV) .cache/ascend $(OLDEST)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa import eager, ops
 from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions, check_options
-from nsa.reference import pooled
+from nsa.reference import pooled, pooled_entries
 from nsa.tensors import TENSOR_NAMES, NSAAux, NSAInputs
 
 if TYPE_CHECKING:
@@ -105,15 +105,15 @@ def _recordable(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) ->
     if isinstance(compress, str):
         return keywords
     options = {name: value for name, value in keywords.items() if name in OPTION_NAMES}
-    rest = {name: value for name, value in keywords.items() if name not in options}
     check_options(config, options)
     config = config or NSAConfig(**options)
-    inputs = NSAInputs(q, k, v, **{name: value for name, value in rest.items() if name in TENSOR_NAMES})
+    inputs = NSAInputs(q, k, v, **{name: value for name, value in keywords.items() if name in TENSOR_NAMES})
     inputs.check(config)
     with ops.autocast_off(q.device.type):
-        inputs, config = pooled(inputs, config)
-    given = {name: getattr(inputs, name) for name in ("k_cmp", "v_cmp", "w_k_compress", "w_v_compress")}
-    return {**rest, **given, "config": config}
+        k_cmp, v_cmp = pooled_entries(inputs, config)
+    options = {name: getattr(config, name) for name in OPTION_NAMES}
+    given = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
+    return {**keywords, **options, "compress": "mean", "config": None, **given}
 
 
 def _with_signature(function: F) -> F:

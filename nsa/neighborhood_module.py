@@ -94,7 +94,19 @@ class NeighborhoodAttention(nn.Module):
         q = self._rotate(self._heads(self.q_proj(hidden_states)), position_embeddings)
         k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
         v = self._heads(self.v_proj(hidden_states))
-        out = neighborhood_attention(q, k, v, **asdict(self.window), algorithm=self.algorithm, backend=self.backend)
+        window = self.window
+        out = neighborhood_attention(
+            q,
+            k,
+            v,
+            kernel_size=window.kernel_size,
+            dilation=window.dilation,
+            softmax_scale=window.softmax_scale,
+            boundary=window.boundary,
+            causal=window.causal,
+            algorithm=self.algorithm,
+            backend=self.backend,
+        )
         result: Tensor = self.dropout(self.o_proj(out.flatten(-2)))
         return result
 

@@ -88,7 +88,8 @@ def resolve(
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
     """A backend rounds where docs/semantics.md says; autocast would take its fp32 products to 16 bits."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    recorded = torch.compiler.is_compiling()  # by a Dynamo that before torch 2.13 cannot ask what autocast does
+    if recorded or (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
@@ -210,4 +211,4 @@ def _options(keywords: dict[str, Any]) -> dict[str, Any]:
     rest = {name: keywords.get(name, default) for name, default in REST.items()}
     given = {name: value for name, value in keywords.items() if name not in ("config", *REST, *TENSOR_NAMES)}
     check_options(config, given, (*TENSOR_NAMES, *REST, "config"))
-    return {name: given.get(name, getattr(config or DEFAULTS, name)) for name in OPTION_NAMES} | rest
+    return {**{name: given.get(name, getattr(config or DEFAULTS, name)) for name in OPTION_NAMES}, **rest}

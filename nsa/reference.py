@@ -126,9 +126,9 @@ def _packed(inputs: NSAInputs, cu_seqlens: Tensor, config: NSAConfig, dtype: tor
     def join(name: str, dim: int, length: int, fill: float) -> Tensor:
         """Each document's tensor without its batch dim, one after the other along `dim`, filled up to `length`."""
         parts = [getattr(aux, name)[0] for aux in (empty[1], *auxes)]
-        whole = torch.cat(parts, dim)
-        behind = [0, 0] * (whole.dim() - 1 - dim) + [0, length - whole.shape[dim]]
-        return pad(whole, behind, value=fill)
+        rest = list(parts[0].shape)
+        rest[dim] = length - sum(part.shape[dim] for part in parts)
+        return torch.cat([*parts, parts[0].new_full(rest, fill)], dim)
 
     tails = {"o": (0, num_tokens, 0.0), "lse": (1, num_tokens, -math.inf)}
     joined = {
@@ -266,15 +266,18 @@ def _first_pair(given: tuple[Tensor | None, Tensor | None], default: tuple[Tenso
 
 def pooled(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAInputs, NSAConfig]:
     """The same call with k_cmp and v_cmp in place of what makes them, for backends that only pool by means."""
-    dtype, cu_seqlens = _arithmetic(inputs), inputs.cu_seqlens
-    if cu_seqlens is None:
-        k_cmp, v_cmp = _compress(inputs, config, dtype)
-    else:
-        k_cmp, v_cmp = (
-            pool_documents(tensor, cu_seqlens, pool, config) for tensor, pool in _pools(inputs, config, dtype)
-        )
+    k_cmp, v_cmp = pooled_entries(inputs, config)
     given = replace(inputs, k_cmp=k_cmp, v_cmp=v_cmp, w_k_compress=None, w_v_compress=None)
     return given, replace(config, compress="mean")
+
+
+def pooled_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """What `config.compress` makes of k and v, as NSAInputs takes k_cmp and v_cmp."""
+    dtype, cu_seqlens = _arithmetic(inputs), inputs.cu_seqlens
+    if cu_seqlens is None:
+        return _compress(inputs, config, dtype)
+    k_cmp, v_cmp = (pool_documents(tensor, cu_seqlens, pool, config) for tensor, pool in _pools(inputs, config, dtype))
+    return k_cmp, v_cmp
 
 
 def _compress(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
