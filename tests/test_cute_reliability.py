@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -266,10 +267,21 @@ def test_running_out_of_memory(mode: str, backward: bool, scarce: Callable[[int]
         gc.collect()
         torch.cuda.synchronize()
         held = before + sum(x.numel() * x.element_size() for x in results)
-        assert torch.cuda.memory_allocated() <= held + MIB, f"at {tenth} tenths"
+        assert comes_down_to(held + MIB), f"{torch.cuda.memory_allocated() - held} bytes more at {tenth} tenths"
     assert failures >= 5
     scarce(torch.cuda.get_device_properties(0).total_memory)
     assert_same(step(), results)
+
+
+def comes_down_to(limit: int) -> bool:
+    """Whether no more bytes are allocated, within a second.
+
+    The error of a backward holds its frames, and these tensors, until autograd's own thread has let go of it too.
+    """
+    end = time.monotonic() + 1
+    while torch.cuda.memory_allocated() > limit and time.monotonic() < end:
+        time.sleep(0.01)
+    return torch.cuda.memory_allocated() <= limit
 
 
 @MODES
