@@ -245,7 +245,7 @@ class NSAConfig:
         return (latest + tile - stride) // span + 1
 
 
-OPTION_NAMES = tuple(field.name for field in fields(NSAConfig))
+OPTION_NAMES = tuple(field.name for field in fields(NSAConfig))  # no set: Dynamo of torch 2.6 and 2.7 cannot guard one
 
 
 def check_options(config: NSAConfig | None, options: Mapping[str, Any], others: Iterable[str] = ()) -> None:

@@ -94,7 +94,7 @@ class NeighborhoodAttention(nn.Module):
         q = self._rotate(self._heads(self.q_proj(hidden_states)), position_embeddings)
         k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
         v = self._heads(self.v_proj(hidden_states))
-        window = self.window
+        window = self.window  # spelled out: Dynamo of torch 2.6 and 2.7 cannot trace asdict
         out = neighborhood_attention(
             q,
             k,

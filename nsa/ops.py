@@ -88,7 +88,7 @@ def resolve(
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
     """A backend rounds where docs/semantics.md says; autocast would take its fp32 products to 16 bits."""
-    recorded = torch.compiler.is_compiling()  # by a Dynamo that before torch 2.13 cannot ask what autocast does
+    recorded = torch.compiler.is_compiling()  # by Dynamo, which in torch 2.11 cannot ask what autocast does
     if recorded or (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
