@@ -160,7 +160,7 @@ def largest(blocks: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("preset", SMALL)
+@pytest.mark.parametrize("preset", ["seed", "paper"])
 def test_a_callable_compress_compiles_once_for_all_lengths(preset: str, packed: bool) -> None:
     """Outside the operator, so with gradients of what it holds."""
     length = SMALL[preset].compress_block_size
