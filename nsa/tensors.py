@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dispatch.registry import short_name
 from nsa.config import NSAConfig
@@ -104,7 +105,7 @@ class NSAInputs:
         self._check_optional_shapes(config)
         if self.cu_seqlens is not None and _values_readable(self.cu_seqlens, config):
             self._check_documents(self.cu_seqlens, config)
-        if config.debug and _values_readable(self.q, config):
+        if config.debug and _has_values(self.q):
             self._check_finite()
 
     # Structure: dtype, device, dimensions
@@ -248,9 +249,13 @@ TENSOR_NAMES = tuple(field.name for field in fields(NSAInputs) if field.name != 
 
 
 def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
-    """Reading must neither wait for a device (unless asked to) nor break tracing; fake tensors have no values."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
-    return plain and tensor.device.type != "meta" and (tensor.device.type == "cpu" or config.debug)
+    """Reading must not wait for a device, unless asked to."""
+    return type(tensor) is Tensor and _has_values(tensor) and (tensor.device.type == "cpu" or config.debug)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Fake ones have none, nor has what is being traced."""
+    return not torch.compiler.is_compiling() and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

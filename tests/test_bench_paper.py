@@ -254,6 +254,8 @@ SFNSA = {8: (2.66, 8.78), 32: (13.7, 45.5), 64: (36.8, 119), 128: (111, 352)}
 """Milliseconds of the fastest peer, forward and with backward, by length in K."""
 LAST = "fourth"
 """Of the recorded runs, the one whose files have no name of their own."""
+COMPARED = [(64, "fwd"), (64, "fwd+bwd"), (128, "fwd"), (128, "fwd+bwd")]
+"""Lengths in K and passes of which all runs are shown."""
 
 
 def ms(value: float | None) -> str:
@@ -300,13 +302,12 @@ def runs_table(runs: dict[str, list[dict[str, Any]]]) -> str:
     ]
     for name, rows in runs.items():
         queued = by_length_and_pass(rows)
-        over = {where: row["ms_p50"] / paper.MS_BARS[row["n"]][row["pass"]][0] - 1 for where, row in queued.items()}
+        over = {of: row["ms_p50"] / paper.MS_BARS[row["n"]][row["pass"]][0] - 1 for of, row in queued.items()}
         missed = [f"{n}K {direction} by {100 * share:.1g} %" for (n, direction), share in over.items() if share > 0]
-        where = [(64, "fwd"), (64, "fwd+bwd"), (128, "fwd"), (128, "fwd+bwd")]
         cells = (
             f"**{name}**" if name == LAST else f"[{name}](../bench/results/paper-h200-{name}.json)",
-            *(ms(queued[of]["ms_p50"]) for of in where),
-            *(ms(queued[of]["dense_ms"]) for of in where[:2]),
+            *(ms(queued[of]["ms_p50"]) for of in COMPARED),
+            *(ms(queued[of]["dense_ms"]) for of in COMPARED[:2]),
             ", ".join(missed) or "none",
         )
         lines.append(f"| {' | '.join(cells)} |")

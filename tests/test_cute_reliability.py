@@ -276,7 +276,7 @@ def test_running_out_of_memory(mode: str, backward: bool, scarce: Callable[[int]
 def comes_down_to(limit: int) -> bool:
     """Whether no more bytes are allocated, within a second.
 
-    The error of a backward holds its frames, and these tensors, until autograd's own thread has let go of it too.
+    The error of a backward holds its frames, and these tensors; autograd's own thread may let go of it a little later.
     """
     end = time.monotonic() + 1
     while torch.cuda.memory_allocated() > limit and time.monotonic() < end:

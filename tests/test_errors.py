@@ -14,6 +14,10 @@ B, N, H, H_KV, D, D_V = 2, 32, 4, 2, 8, 6
 DOUBLE = torch.float64
 
 
+class OwnTensor(torch.Tensor):
+    """As programs derive from torch.Tensor."""
+
+
 def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device=device)
 
@@ -183,6 +187,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     # values, on request
     "q nan": (
         {"q": torch.full((B, N, H, D), float("nan")), "debug": True},
+        ValueError,
+        ("q", "debug=True", "2048 NaN"),
+    ),
+    "q nan, of a class of its own": (
+        {"q": torch.full((B, N, H, D), float("nan")).as_subclass(OwnTensor), "debug": True},
         ValueError,
         ("q", "debug=True", "2048 NaN"),
     ),
