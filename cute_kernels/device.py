@@ -33,6 +33,11 @@ def has_warpgroups(device: torch.device) -> bool:
     return device.type == "cuda" and compute_capability(device.index or 0)[0] == 9
 
 
+def must_be_deterministic() -> bool:
+    """Whether `torch.use_deterministic_algorithms(True)` asks for fixed orders, and not for warnings alone."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     """How many a CUDA device has; any number where there is no GPU."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import fa4
-from cute_kernels.device import vectorizable
+from cute_kernels.device import must_be_deterministic, vectorizable
 from cute_kernels.support import MAX_GRID
 
 SUMS_SHARE = 12
@@ -111,9 +111,7 @@ def backward(
     left, right = _window(kernel_size, causal, num_tokens)
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": do, "dq": dq, "dk": dk, "dv": dv}
     most_bytes = max(SUMS_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // SUMS_SHARE)
-    deterministic = (
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
+    deterministic = must_be_deterministic()
     for piece in _pieces(tuple(tensors.values()), _num_classes(num_tokens, dilation)):
         views = {name: piece.of(tensor) for name, tensor in tensors.items()}
         for some in _some_heads(fa4.Gradients(lse=piece.of_lse(lse), **views), most_bytes):

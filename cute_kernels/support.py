@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from cute_kernels import fa4
-from cute_kernels.device import compute_capability
+from cute_kernels.device import compute_capability, has_warpgroups, must_be_deterministic
 
+CAPABILITIES = ((9, 0), (10, 0))
+"""Devices that the kernels were compiled for, as sm_90a and sm_100a (tools/compile_all.py)."""
 SELECT_UNIT = 64
 MAX_SIZE = 1 << 30
 """Of tiles and blocks, in tokens: the kernels' int32 holds sums of two."""
@@ -46,6 +48,11 @@ def check_neighborhood_attention(call: Any) -> str | None:
     problem = _machine_problem(call)
     if problem:
         return problem
+    if call.backward and must_be_deterministic() and not has_warpgroups(torch.device(call.device)):
+        return (
+            "takes torch.use_deterministic_algorithms(True) in backward only on Hopper, "
+            "FlashAttention-4's deterministic backward was never compiled for Blackwell"
+        )
     options = call.options
     shape = options.get("shape")
     dim = fa4.DIMS[0] if shape is None else shape[3]
@@ -85,10 +92,15 @@ def _machine_problem(call: Any, *, given: bool = False) -> str | None:
         return f"runs on CUDA devices, got {call.device_type}"
     if not given and not torch.cuda.is_available():
         return "no NVIDIA GPU is visible"
-    major, minor = compute_capability(torch.device(call.device).index or 0)
-    if major not in fa4.RULES:
-        return f"needs compute capability 9.x or 10.x, this device has {major}.{minor}"
+    capability = compute_capability(torch.device(call.device).index or 0)
+    if capability not in CAPABILITIES:
+        known, own = " or ".join(map(_version, CAPABILITIES)), _version(capability)
+        return f"needs compute capability {known}, this device has {own}, which the kernels were never compiled for"
     return None
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
@@ -113,11 +125,16 @@ def can_split(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
 
 
 def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
-    """FlashAttention-4 adds up in a fixed order without block lists only; with them, only our split backward does."""
+    """FlashAttention-4 adds up in a fixed order without block lists only; with them, only our split backward does.
+
+    Its deterministic backward was never compiled for Blackwell, where the compressed branch and the window need it.
+    """
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     got = None
-    if not (config.token_mode or can_split(rules, *dims)):
-        got = "Blackwell's tiles" if SELECT_UNIT not in rules.widths else f"D={dims[0]}, D_v={dims[1]}"
+    if SELECT_UNIT not in rules.widths:
+        got = "Blackwell's tiles"
+    elif not (config.token_mode or can_split(rules, *dims)):
+        got = f"D={dims[0]}, D_v={dims[1]}"
     elif inputs.cu_seqlens is not None:
         got = "cu_seqlens"
     elif config.num_cmp_selected_blocks is not None:

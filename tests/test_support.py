@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cute_kernels import device, fa4, support
 from nsa import NSAConfig
 from nsa.tensors import NSAInputs
 from tests.helpers import make_qkv
+from tools import compile_all
 
 BOUNDS = torch.tensor([0, 100, 300], dtype=torch.int32)
 
@@ -120,10 +122,27 @@ def test_longest_backward() -> None:
         assert got is None if reason is None else (got or "").startswith(reason)
 
 
-def test_nothing_is_deterministic_with_blackwells_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preset", ["seed", "paper"])
+def test_nothing_is_deterministic_with_blackwells_tiles(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.TARGET_VARIABLE, "sm_100a")
     device.compute_capability.cache_clear()
-    assert (ask(backward=True, deterministic=True) or "").endswith("got Blackwell's tiles")
+    options = vars(getattr(NSAConfig, preset)())
+    assert (ask(backward=True, deterministic=True, **options) or "").endswith("got Blackwell's tiles")
+    assert ask(backward=True, **options) is None
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_deterministic_neighborhoods(target: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4's deterministic backward is compiled for tensors with data only, so for Blackwell nowhere."""
+    monkeypatch.setenv(device.TARGET_VARIABLE, target)
+    device.compute_capability.cache_clear()
+    call = dispatch.Call("neighborhood_attention", "cuda", torch.bfloat16, backward=backward)
+    assert support.check_neighborhood_attention(call) is None  # tests ask for warnings alone
+    torch.use_deterministic_algorithms(True)
+    reason = support.check_neighborhood_attention(call) or ""
+    refused = "takes torch.use_deterministic_algorithms(True) in backward only on Hopper"
+    assert reason.startswith(refused) == (backward and target == "sm_100a")
 
 
 @pytest.mark.parametrize(
@@ -164,12 +183,30 @@ def test_blackwell_wants_larger_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         device.compute_capability.cache_clear()
 
 
+def refusal_of(capability: str) -> str:
+    return (
+        f"needs compute capability 9.0 or 10.0, this device has {capability}, which the kernels were never compiled for"
+    )
+
+
+@pytest.mark.parametrize("ask", [support.check, support.check_neighborhood_attention])
+@pytest.mark.parametrize("capability", ["9.0", "10.0", "10.1", "10.3", "11.0", "12.0", "12.1"])
+def test_devices_that_kernels_are_compiled_for(
+    capability: str, ask: Callable[[dispatch.Call], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sm_100a's machine code runs on 10.0 alone; B300 has 10.3."""
+    monkeypatch.setenv(device.TARGET_VARIABLE, f"sm_{capability.replace('.', '')}a")
+    device.compute_capability.cache_clear()
+    compiled = f"sm_{capability.replace('.', '')}a" in compile_all.TARGETS
+    assert ask(dispatch.Call("any", "cuda", torch.bfloat16)) == (None if compiled else refusal_of(capability))
+
+
 def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     call = dispatch.Call("nsa", "cuda", torch.bfloat16)
     assert support.check(call) is None
     monkeypatch.setenv(device.TARGET_VARIABLE, "sm_80")
     device.compute_capability.cache_clear()
-    assert support.check(call) == "needs compute capability 9.x or 10.x, this device has 8.0"
+    assert support.check(call) == refusal_of("8.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert support.check(call) == "no NVIDIA GPU is visible"
     assert support.check(dispatch.Call("nsa", "cpu", torch.bfloat16)) == "runs on CUDA devices, got cpu"
