@@ -624,7 +624,7 @@ def window_backward(
             near=near,
         )
         return
-    documents = None if plan.documents is None else plan.documents.rows_of_each
+    documents = None if plan.documents is None else plan.documents.packed
     fa4.window_backward(
         gradients, left=before, right=behind, scale=plan.scale, documents=documents, deterministic=deterministic
     )

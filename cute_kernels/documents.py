@@ -7,7 +7,8 @@
 
 All sizes follow from T, the number of tokens and the number of documents, so nothing waits for the device: there may
 be unused tiles and entries at the end. One CTA adds up the lengths, then q, k and v are copied. The zeros keep NaN and
-inf of one document out of the next one's sums, where attention weighs invisible values with 0.
+inf of one document out of the next one's sums, where attention weighs invisible values with 0. A window whose tiles of
+keys do not end with a tile of rows gets keys and values in blocks of their own (`Documents.spread`).
 
 Floor: every row is read once, every aligned row written once. 128K tokens, 8 + 2 + 2 heads of 128, bf16: 0.8 GB,
 0.19 ms at 4.2 TB/s.
@@ -18,7 +19,7 @@ head dims multiples of 8; 64-bit offsets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -27,7 +28,7 @@ import torch
 from cutlass import Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.fa4 import WIDEST
+from cute_kernels.fa4 import WIDEST, Packed
 from cute_kernels.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.warp import LANES, prefix_sum
 
@@ -80,9 +81,25 @@ class Documents:
         return self.tiles[SHIFT]
 
     @property
-    def rows_of_each(self) -> tuple[Tensor, Tensor]:
-        """First aligned row `[B+1]` and number of tokens `[B]`."""
-        return self.bounds[ROW], self.bounds[LENGTH, :-1]
+    def packed(self) -> Packed:
+        """Where attention finds the documents in aligned rows."""
+        return Packed(self.bounds[ROW], self.bounds[ROW], self.bounds[LENGTH, :-1])
+
+    def spread(self, size: int, k: Tensor, v: Tensor) -> tuple[Packed, Tensor, Tensor]:
+        """Aligned keys and values again, so that blocks of `size` of them, too, hold no two documents.
+
+        Args:
+            k, v: aligned rows `[1,tiles*T,heads,D]`.
+
+        Returns:
+            Where attention finds the documents in aligned rows and in these keys; k and v.
+        """
+        if self.tile % size == 0:
+            return self.packed, k, v
+        blocks = sizes(len(self.rows), len(self.cu_seqlens) - 1, size, self.stride)[0]
+        bounds, tiles = self.bounds_of_blocks(size), self.tiles.new_empty((2, blocks))
+        spread_k, spread_v = replace(self, tile=size, bounds=bounds, tiles=tiles).align(k, v)
+        return self.packed._replace(first_key=bounds[ROW]), spread_k, spread_v
 
     def bounds_of_blocks(self, size: int) -> Tensor:
         """`bounds` whose tiles are blocks of `size` tokens, for kernels that read aligned rows as the tokens."""

@@ -34,6 +34,8 @@ from torch import Tensor
 from cute_kernels.device import compute_capability
 from cute_kernels.fa4_calls import ONE_TILE, WINDOW_TILE, Visible, attend, differentiate
 from cute_kernels.fa4_calls import Gradients as Gradients
+from cute_kernels.fa4_calls import Packed as Packed
+from cute_kernels.fa4_calls import keys_of_window_tile as keys_of_window_tile
 
 if TYPE_CHECKING:
     from cute_kernels.block_lists import BlockLists
@@ -143,14 +145,14 @@ def window(
     right: int,
     scale: float,
     lse: bool = True,
-    documents: tuple[Tensor, Tensor] | None = None,
+    documents: Packed | None = None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of row i to keys i-left ... i+right, where the last query row is the last key row.
 
     Args:
-        documents: in q, k and v (B = 1): first row of each, int32 `[docs+1]`, and number of rows that are used, int32
-            `[docs]`. Other rows of o and lse hold anything.
+        documents: in q, k and v (B = 1), each followed by finite keys as far as `keys_of_window_tile` says. Other rows
+            of o and lse hold anything.
         into: without documents, o and lse to write instead of new ones; rows of both contiguous, o's aligned like q's.
     """
     if documents is None:
@@ -218,10 +220,14 @@ def window_backward(
     left: int,
     right: int,
     scale: float,
-    documents: tuple[Tensor, Tensor] | None = None,
+    documents: Packed | None = None,
     deterministic: bool = False,
 ) -> None:
-    """Backward of `window`; with documents, other rows of the gradients hold anything."""
+    """Backward of `window`; with documents, other rows of the gradients hold anything.
+
+    Args:
+        documents: begin at the same multiples of ONE_TILE in q and in k.
+    """
     if documents is None:
         differentiate(gradients, Visible(window=(left, right)), scale=scale, deterministic=deterministic)
     else:

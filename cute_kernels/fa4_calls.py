@@ -40,6 +40,17 @@ WINDOW_TILE = (128, 96)
 of one head, but the same blocks of keys, and so the bits that each has alone."""
 
 
+class Packed(NamedTuple):
+    """Documents in the rows of one sequence. FA4 reads whole tiles of keys, also behind a document's last one."""
+
+    first_row: Tensor
+    """Of each document in q, int32 `[docs+1]`."""
+    first_key: Tensor
+    """Of each in k and v, likewise; the same where all tiles end with a document."""
+    used: Tensor
+    """Number of rows and of keys of each, int32 `[docs]`."""
+
+
 class Visible(NamedTuple):
     """Which keys a row sees."""
 
@@ -51,14 +62,13 @@ class Visible(NamedTuple):
     """For the mask_mod."""
     tensors: list[Tensor] | None = None
     """For the mask_mod."""
-    documents: tuple[Tensor, Tensor] | None = None
-    """Packed: first row of each, int32 `[docs+1]`, and number of rows that are used, int32 `[docs]`."""
+    documents: Packed | None = None
 
     def interface(self) -> dict[str, Any]:
         """As keywords of FA4's interface."""
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-        lists, (first, used) = self.lists, self.documents or (None, None)
+        lists, (first_row, first_key, used) = self.lists, self.documents or (None, None, None)
         sparse = None
         if lists is not None:
             sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
@@ -69,27 +79,36 @@ class Visible(NamedTuple):
             "mask_mod": self.mask_mod,
             "aux_tensors": self.tensors,
             "aux_scalars": _aux(self.scalars).scalars,
-            "cu_seqlens_q": first,
-            "cu_seqlens_k": first,
+            "cu_seqlens_q": first_row,
+            "cu_seqlens_k": first_key,
             "seqused_q": used,
             "seqused_k": used,
             "block_sparse_tensors": sparse,
         }
 
-    def is_window_of_groups(self, group: int) -> bool:
-        """Of as many query heads as fit side by side into a tile, which then has fewer tokens."""
-        return self.window != (None, None) and group > 1 and ONE_TILE % group == 0
-
     def bounds(self) -> tuple[Any, ...]:
         """As the kernels take them: first rows and used rows, of queries and of keys."""
-        first, used = self.documents or (None, None)
-        return first, first, used, used
+        first_row, first_key, used = self.documents or (None, None, None)
+        return first_row, first_key, used, used
 
     def aux(self) -> Any:
         return _aux(self.scalars) if self.tensors is None else _aux(self.scalars)._replace(tensors=self.tensors)
 
     def sparse(self) -> tuple[Any, ...] | None:
         return None if self.lists is None else (*self.lists.tensors, None, None, None, None)
+
+
+def fits_groups(q: Tensor, k: Tensor) -> bool:
+    """Whether the query heads of a key/value head fit side by side into a tile, which then has fewer tokens."""
+    group = q.shape[-2] // k.shape[-2]
+    return group > 1 and ONE_TILE % group == 0
+
+
+def keys_of_window_tile(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """At whose multiples, counted from the first key of a sequence, tiles of keys of a window end."""
+    on_hopper = compute_capability(q.device.index or 0)[0] == 9
+    own = on_hopper and fits_groups(q, k) and q.shape[-1] == v.shape[-1] == 128
+    return WINDOW_TILE[1] if own else ONE_TILE
 
 
 @lru_cache(256)
@@ -108,7 +127,7 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, seen: Visible, *more: Any) -> An
         return None
     if seen.tensors is not None and any(t.dim() > 1 for t in seen.tensors):
         return None
-    if seen.documents is not None and seen.documents[1].shape[0] > FEW_DOCUMENTS:
+    if seen.documents is not None and len(seen.documents.used) > FEW_DOCUMENTS:
         return None
     listed = None
     if seen.lists is not None:
@@ -189,7 +208,7 @@ def attend(
         into: o, whose rows are aligned, and lse to write, instead of new ones.
     """
     # A caller's own o and lse may lie with gaps between rows, as those of a dilated neighborhood do
-    own_tiles = into is None and seen.is_window_of_groups(q.shape[-2] // k.shape[-2])
+    own_tiles = into is None and seen.window != (None, None) and fits_groups(q, k)
     signature = _signature(q, k, v, seen, lse, own_tiles)
     run = _FORWARD.get(signature)
     if run is None:
@@ -223,7 +242,7 @@ def _attend_by_interface(
     results = {} if into is None else {"out": into[0], "lse": into[1]}
     packs = own_tiles and seen.documents is None
     options = {"softmax_scale": scale, "return_lse": lse, "pack_gqa": packs, **results, **seen.interface()}
-    if own_tiles and q.shape[-1] == v.shape[-1] == 128 and compute_capability(q.device.index or 0)[0] == 9:
+    if own_tiles and keys_of_window_tile(q, k, v) == WINDOW_TILE[1]:
         options["tile_mn"] = WINDOW_TILE
     with _recording(_flash_attn_fwd) as (recorder,):
         o, sums, *_ = _flash_attn_fwd(*qkv, **options)

@@ -501,8 +501,8 @@ def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: 
         return _nothing(q, v)
     before, behind = window_reach(size, plan.config.causal, tokens)
     if plan.documents is not None:
-        rows = plan.documents.rows_of_each
-        return Branch(*fa4.window(q, k, v, left=before, right=behind, scale=plan.scale, lse=lse, documents=rows))
+        packed, k, v = plan.documents.spread(fa4.keys_of_window_tile(q, k, v), k, v)
+        return Branch(*fa4.window(q, k, v, left=before, right=behind, scale=plan.scale, lse=lse, documents=packed))
     # Whole blocks of keys, so that the same blocks meet the same rows however queries are chunked
     first, last = max(0, start - before) // fa4.WINDOW_UNIT * fa4.WINDOW_UNIT, min(tokens, stop + behind)
     extra = last - stop  # keys behind the last query

@@ -44,6 +44,7 @@ def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
     patch.setattr(backward, "block_means", block_means)
     patch.setattr(forward, "lay_out", lay_out)
     patch.setattr(documents, "_align_rows", align_rows)
+    patch.setattr(documents, "bounds_of", bounds_of)
 
 
 # Attention
@@ -67,12 +68,13 @@ def window_backward(
     left: int,
     right: int,
     scale: float,
-    documents: tuple[Tensor, Tensor] | None = None,
+    documents: fa4.Packed | None = None,
     deterministic: bool = False,
 ) -> None:
     if documents is not None:
         # Other rows are neither read nor written
-        for first, used in zip(*(x.tolist() for x in documents), strict=False):
+        assert torch.equal(documents.first_row, documents.first_key)
+        for first, used in zip(documents.first_row.tolist(), documents.used.tolist(), strict=False):
             there = slice(first, first + used)
             rows = {name: x[..., there] if name == "lse" else x[:, there] for name, x in vars(gradients).items()}
             window_backward(fa4.Gradients(**rows), left=left, right=right, scale=scale)
@@ -325,13 +327,25 @@ def lay_out(
 ) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
     tokens, docs = q.shape[1], len(cu_seqlens) - 1
     num_tiles, num_entries = documents.sizes(tokens, docs, tile, stride)
-    bounds, tiles = torch.zeros((6, docs + 1), dtype=torch.int32), torch.zeros((2, num_tiles), dtype=torch.int32)
+    bounds = bounds_of(cu_seqlens, tile=tile, length=length, stride=stride)
+    tiles = torch.zeros((2, num_tiles), dtype=torch.int32)
     tiles[DOCUMENT] = -1
     rows = torch.full((tokens,), -1, dtype=torch.int32)
-    for i in range(docs + 1):
-        bounds[TOKEN, i] = cu_seqlens[i]
-        if i == docs:
-            break
+    for i in range(docs):
+        count, mine = int(bounds[LENGTH, i]), slice(int(bounds[TILE, i]), int(bounds[TILE, i + 1]))
+        tiles[DOCUMENT, mine] = i
+        tiles[SHIFT, mine] = bounds[ENTRY, i] * stride - bounds[ROW, i]
+        rows[cu_seqlens[i] : cu_seqlens[i + 1]] = torch.arange(count, dtype=torch.int32) + bounds[ROW, i]
+    made = Documents(tile, stride, bounds, tiles, rows, num_entries, tokens // stride, cu_seqlens)
+    aligned = align_rows(made, k, v, q)
+    return made, (aligned[2], aligned[0], aligned[1])
+
+
+def bounds_of(cu_seqlens: Tensor, *, tile: int, length: int, stride: int) -> Tensor:
+    docs = len(cu_seqlens) - 1
+    bounds = torch.zeros((6, docs + 1), dtype=torch.int32)
+    bounds[TOKEN] = cu_seqlens
+    for i in range(docs):
         count = int(cu_seqlens[i + 1] - cu_seqlens[i])
         entries = 0 if count < length else (count - length) // stride + 1
         used = -(-count // tile)
@@ -343,12 +357,7 @@ def lay_out(
             (PUBLIC_ENTRY, entries),
         ):
             bounds[name, i + 1] = bounds[name, i] + more
-        tiles[DOCUMENT, bounds[TILE, i] : bounds[TILE, i] + used] = i
-        tiles[SHIFT, bounds[TILE, i] : bounds[TILE, i] + used] = bounds[ENTRY, i] * stride - bounds[ROW, i]
-        rows[cu_seqlens[i] : cu_seqlens[i + 1]] = torch.arange(count, dtype=torch.int32) + bounds[ROW, i]
-    made = Documents(tile, stride, bounds, tiles, rows, num_entries, tokens // stride, cu_seqlens)
-    aligned = align_rows(made, k, v, q)
-    return made, (aligned[2], aligned[0], aligned[1])
+    return bounds
 
 
 def align_rows(made: Documents, k: Tensor, v: Tensor | None = None, q: Tensor | None = None) -> list[Tensor]:
@@ -356,7 +365,8 @@ def align_rows(made: Documents, k: Tensor, v: Tensor | None = None, q: Tensor | 
     for x in (k, v, q):
         if x is not None:
             target = x.new_zeros((1, made.num_tiles * made.tile, *x.shape[2:]))
-            target[:, made.rows[made.rows >= 0]] = x[:, made.rows >= 0]
+            for first, row, count in made.bounds[[TOKEN, ROW, LENGTH], :-1].T.tolist():
+                target[:, row : row + count] = x[:, first : first + count]
             aligned.append(target)
     return aligned
 

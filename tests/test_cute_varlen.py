@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_kernels.fa4 import STRATEGY_VARIABLE
 from dispatch import BackendError
-from nsa import NSAAux, NSAConfig, nsa_forward, nsa_forward_aux, reference
+from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.tensors import NSAInputs
 from tests.helpers import assert_within_budget, make_qkv
 
@@ -223,25 +223,65 @@ def test_given_entries(name: str, spare: int) -> None:
     assert torch.equal(got_aux.k_cmp[:used], aux.k_cmp[:used])
 
 
-@pytest.mark.parametrize("name", ["seed", "overlapping, forced", "sparse compressed", "own keys"])
+REACHED = ("seed", "one head a group, D=64", "overlapping, forced", "sparse compressed", "own keys", "per token")
+
+
+def spoilt(inputs: NSAInputs, document: Alone, value: float) -> NSAInputs:
+    """With a value in place of all queries, keys and values of a document."""
+    changed = {}
+    for name, tensor in inputs.tensors().items():
+        if name[:2] in ("q", "k", "v", "k_", "v_"):
+            changed[name] = tensor.clone()
+            changed[name][document.tokens] = value
+    return replace(inputs, **changed)
+
+
+@pytest.mark.parametrize("name", REACHED)
 @pytest.mark.parametrize("value", [3.0, torch.nan, torch.inf])
 def test_no_document_reaches_another(name: str, value: float) -> None:
+    """Neither the one before it, whose last tiles of keys may go on behind its end, nor the one behind it."""
     case = CASES[name]
     inputs = pack(case)
     before, before_aux = run(inputs, case.config)
     whole = list(documents(inputs, case.config, LENGTHS))
-    changed = whole[4]
-    per_token = [tensor for key, tensor in inputs.tensors().items() if key[:2] in ("q", "k", "v", "k_", "v_")]
-    for tensor in per_token:
-        tensor[changed.tokens] = value
-    after, after_aux = run(inputs, case.config)
-    for document in whole:
-        if document is not changed:
-            assert torch.equal(before[document.tokens], after[document.tokens])
-            old, new = part_of(before_aux, document), part_of(after_aux, document)
-            assert all(torch.equal(old[key], new[key]) for key in old)
-    assert not torch.equal(before[changed.tokens], after[changed.tokens])
-    assert not after[sum(LENGTHS) :].any()
+    for changed in whole:
+        after, after_aux = run(spoilt(inputs, changed, value), case.config)
+        for document in whole:
+            if document is not changed:
+                where = f"{document.tokens} from {changed.tokens}"
+                assert torch.equal(before[document.tokens], after[document.tokens]), where
+                old, new = part_of(before_aux, document), part_of(after_aux, document)
+                assert all(torch.equal(old[key], new[key]) for key in old), where
+        assert not torch.equal(before[changed.tokens], after[changed.tokens])
+        assert not after[sum(LENGTHS) :].any()
+
+
+@pytest.mark.parametrize("name", REACHED)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_no_gradient_reaches_another_document(name: str, value: float) -> None:
+    """FlashAttention-4 adds up in any order, and P and dS are rounded to bf16: 2^-7 of the largest gradient."""
+    case = CASES[name]
+    inputs = pack(case)
+    do = torch.randn(*inputs.q.shape[:-1], inputs.v.shape[-1], device="cuda", dtype=torch.bfloat16)
+    names = [name for name in inputs.tensors() if name[:2] in ("q", "k", "v", "k_", "v_")]
+
+    def gradients(given: NSAInputs, do: Tensor) -> tuple[Tensor, ...]:
+        leaves = {name: given.tensors()[name].detach().requires_grad_() for name in names}
+        out = nsa(**{**given.tensors(), **leaves}, config=case.config, backend="cute")  # type: ignore[arg-type]
+        return torch.autograd.grad(out, list(leaves.values()), do)
+
+    before = gradients(inputs, do)
+    whole = list(documents(inputs, case.config, LENGTHS))
+    for changed in whole:
+        other_do = do.clone()
+        other_do[changed.tokens] = value
+        after = gradients(spoilt(inputs, changed, value), other_do)
+        rest = torch.ones(sum(LENGTHS), dtype=torch.bool, device="cuda")
+        rest[changed.tokens] = False
+        for of, old, new in zip(names, before, after, strict=True):
+            old, new = old[: sum(LENGTHS)][rest], new[: sum(LENGTHS)][rest]
+            allowed = 2**-7 * float(old.float().abs().max())
+            torch.testing.assert_close(new, old, rtol=0, atol=allowed, msg=lambda m, of=of: f"d{of}: {m}")
 
 
 @pytest.mark.parametrize("docs", [300, 2500], ids=["FA4's own tables", "several rounds of adding up"])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import fa4, forward
+from cute_kernels import fa4, fa4_calls, forward
 from cute_kernels.gate import Gating
 from nsa import NSAConfig
 from nsa.tensors import NSAInputs
+from tests import backward_twins as twins
 from tests.helpers import make_inputs
 
 PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
@@ -95,3 +97,85 @@ def test_what_was_compressed_before_is_taken(launched: list[str]) -> None:
     assert call.k_cmp is k_cmp
     assert call.v_cmp is v_cmp
     assert launched == ["window", "compressed", "choose", "selected"]
+
+
+# Windows of packed documents, with a stand-in for FlashAttention-4 that reads whole tiles of keys
+
+
+class WholeTiles:
+    """FlashAttention-4's forward for windows of documents: rows weigh all keys of tiles, invisible ones with 0."""
+
+    compile_cache: ClassVar[dict[Any, Any]] = {}
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, tile_mn: tuple[int, int] | None = None, **options: Any
+    ) -> Any:
+        from flash_attn.cute.interface import _tile_size_fwd_sm90
+
+        own = _tile_size_fwd_sm90(q.shape[-1], v.shape[-1], False, True)
+        rows, keys = tile_mn or (own.m_block_size, own.n_block_size)
+        first_rows, first_keys = options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist()
+        left, right = options["window_size_left"], options["window_size_right"]
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, keys)) for x in (k, v))  # TMA's zeros behind the end
+        o = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan)
+        for first_row, first_key, used in zip(first_rows, first_keys, options["seqused_k"].tolist(), strict=False):
+            for start in range(0, used, rows):
+                low = max(start - left, 0) // keys * keys
+                high = -(-min(used, start + rows + right) // keys) * keys
+                row, key = torch.arange(start, min(start + rows, used))[:, None], torch.arange(low, high)
+                mine, read = (first_row + row[:, 0], first_key + key)
+                seen = (key >= row - left) & (key <= row + right) & (key < used)
+                o[mine] = weighted(q[mine], k[read], v[read], seen, options["softmax_scale"])
+        return o, None
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """Softmax over the keys that are seen `[rows,keys]`, of one sequence `[rows,heads,D]`."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("mhd,nhd->hmn", q, k) * scale
+    return torch.einsum("hmn,nhd->mhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+LENGTHS = (1, 250, 256, 0, 97, 3, 128, 193, 60)
+WINDOW = 100
+
+
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (128, 64)], ids=str)
+@pytest.mark.parametrize("tile", [128, 256, 384])
+@pytest.mark.parametrize("group", [1, 4])
+def test_no_window_reads_another_document(
+    group: int, tile: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_attn.cute import interface
+
+    twins.install(monkeypatch, "sm_90", fa4.RULES[9])
+    monkeypatch.setattr(fa4_calls, "compute_capability", lambda index: (9, 0))
+    monkeypatch.setattr(interface, "_flash_attn_fwd", WholeTiles())
+    dim, v_dim = dims
+    inputs = make_inputs(sum(LENGTHS) + 13, heads=2 * group, kv_heads=2, dim=dim, v_dim=v_dim, batch=None, seed=0)
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    config = NSAConfig(q_tile_size=tile, window_size=WINDOW)
+
+    def run(v: Tensor) -> Tensor:
+        changed = replace(inputs.map(Tensor.float), v=v, cu_seqlens=cu_seqlens)
+        call = forward.prepare(changed, config)
+        assert call.plan.documents is not None
+        win = forward.attend_window(call.plan, call.attended.q, *forward.keys_of(call.attended, "win"), 0, lse=False)
+        return call.plan.documents.by_token(win.o[0], 0, 0.0)
+
+    plain = run(inputs.v.float())
+    for start, stop in pairwise(cu_seqlens.tolist()):
+        if start == stop:
+            continue
+        here, place = slice(start, stop), torch.arange(stop - start)
+        seen = (place <= place[:, None]) & (place > place[:, None] - WINDOW)
+        expected = weighted(inputs.q[here], inputs.k[here], inputs.v[here], seen, dim**-0.5)
+        torch.testing.assert_close(plain[here].double(), expected.double(), rtol=0, atol=1e-5)
+        spoilt = inputs.v.float().clone()
+        spoilt[here] = torch.nan
+        got = run(spoilt)
+        assert bool(got[here].isnan().all())
+        got[here] = plain[here]
+        assert torch.equal(got, plain), f"from tokens {start} ... {stop - 1}"

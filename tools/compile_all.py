@@ -197,8 +197,14 @@ def document_cases() -> Iterator[Case]:
 
     yield Case("AddUp", "bounds", None, None, None, ours(_add_up, 256, 32, 16))
     for dim, dtype in itertools.product(DIMS, DTYPES):
-        for variant, v_dim, with_q in (("one", None, False), ("keys+values", dim, False), ("all", dim, True)):
-            run = ours(_align, 256, 16, dtype, dim, v_dim, with_q)
+        variants = {
+            "one": (256, None, False),
+            "keys+values": (256, dim, False),
+            "keys+values,96": (96, dim, False),
+            "all": (256, dim, True),
+        }
+        for variant, (tile, v_dim, with_q) in variants.items():
+            run = ours(_align, tile, 16, dtype, dim, v_dim, with_q)
             yield Case("Align", variant, dim, None, dtype, run)
 
 
@@ -414,7 +420,7 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         return lambda: call(fa4.selected, rows, chosen(rows, width, bits), lse=lse, **options)
 
     def window(lse: bool = False, packed: bool = False) -> Callable[[], None]:
-        documents = (lambda: (empty(9), empty(8))) if packed else lambda: None
+        documents = (lambda: fa4.Packed(empty(9), empty(9), empty(8))) if packed else lambda: None
         return lambda: call(fa4.window, rows, lse=lse, left=511, right=0, documents=documents())
 
     narrow, wide = rules.widths[-1], rules.widths[0]
@@ -506,7 +512,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
             left=511,
             right=0,
             scale=scale,
-            documents=(empty(9), empty(8)) if packed else None,
+            documents=fa4.Packed(empty(9), empty(9), empty(8)) if packed else None,
         )
 
     variants: dict[tuple[str, str], Callable[[], None]] = {
