@@ -8,7 +8,7 @@ kernels see addresses and strides of tensors with billions of elements, while on
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,24 @@ FA4_CALLS = "cute_kernels.fa4_calls"
 def span(x: Tensor) -> int:
     """Elements from the first to the last one of a tensor."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def far_apart(tensors: Sequence[Tensor], dim: int) -> tuple[Tensor, ...]:
+    """The same values in one memory, whose last index of `dim` is more than 2^31 elements behind the first one.
+
+    Nothing else of it is written, so on a CPU it takes few pages.
+    """
+    block = 2 * max(x.numel() for x in tensors) + LINE
+    storage = torch.UntypedStorage(
+        (FAR + block * (len(tensors) + 1)) * tensors[0].element_size(), device=tensors[0].device
+    )
+    views = []
+    for i, x in enumerate(tensors):
+        strides = list(x.contiguous().stride())
+        strides[dim] = (FAR // (x.shape[dim] - 1) // ALIGNMENT + 1) * ALIGNMENT
+        views.append(torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, i * block, x.shape, strides).copy_(x))
+        assert span(views[-1]) > FAR
+    return tuple(views)
 
 
 class FarMemory:

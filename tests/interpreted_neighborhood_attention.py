@@ -128,6 +128,13 @@ def test_second_derivatives_are_refused(algorithm: str) -> None:
         first.square().sum().backward()
 
 
+@pytest.mark.parametrize("far", [0, 1, 2], ids=["sequences", "tokens", "heads"])
+@pytest.mark.parametrize("algorithm", ["flash", "band", "dense"])
+def test_offsets_beyond_int32(algorithm: str, far: int) -> None:
+    sizes: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "dtype": torch.float16}
+    check("triton", 21, **sizes, kernel_size=5, dilation=2, boundary="shift", algorithm=algorithm, far=far)
+
+
 @pytest.mark.parametrize("algorithm", ["band", "dense"])
 def test_algorithms(algorithm: str) -> None:
     check("ascend", 40, heads=4, kv_heads=2, kernel_size=6, dilation=2, boundary="shift", algorithm=algorithm)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ascend_kernels import reference
 from dispatch import neighborhood_attention
+from tests.far_rows import far_apart
 from tests.helpers import assert_within_budget, make_qkv
 
 NAMES = ("output", "dq", "dk", "dv")
@@ -31,6 +32,7 @@ def make(
     device: str = "cpu",
     head_major: bool = False,
     packed: bool = False,
+    far: int | None = None,
     **options: Any,
 ) -> tuple[tuple[Tensor, ...], Tensor, dict[str, Any]]:
     """q, k, v; the gradient of out; and the options that are left.
@@ -38,6 +40,7 @@ def make(
     Args:
         head_major: inputs are `[B,H,N,D]` in memory.
         packed: inputs are parts of one tensor `[B,N,H+2*H_kv,D]`, so their strides are not those of the output.
+        far: a dimension of inputs and `do` along which they span more than 2^31 elements.
     """
     shape = {"batch": batch, "dtype": dtype, "device": device}
     inputs: tuple[Tensor, ...] = make_qkv(tokens, heads, kv_heads, dim, seed=tokens, **shape)  # type: ignore[arg-type]
@@ -46,7 +49,9 @@ def make(
     if packed:
         inputs = torch.cat(inputs, 2).split([heads, kv_heads, kv_heads], 2)
     do = make_qkv(tokens, heads, kv_heads, dim, seed=tokens + 1, **shape)[0]  # type: ignore[arg-type]
-    return inputs, do, options
+    if far is not None:
+        *inputs, do = far_apart((*inputs, do), far)
+    return tuple(inputs), do, options
 
 
 def results(
@@ -70,9 +75,14 @@ def check(backend: str, tokens: int, *, algorithm: str = "auto", slack: float | 
 
 
 def assert_right(
-    got: tuple[Tensor, ...], inputs: tuple[Tensor, ...], do: Tensor, slack: float | None = None, **options: Any
+    got: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
+    do: Tensor,
+    slack: float | None = None,
+    rows: slice = slice(None),
+    **options: Any,
 ) -> None:
-    """`check` of results that are there."""
+    """`check` of results that are there, of some rows."""
     dim, dtype = do.shape[-1], do.dtype
     exactly = partial(reference.neighborhood_attention, **options, return_band=False)
     oracle = _with_gradients(lambda *qkv: exactly(*qkv)[0], _fp64(inputs), do)
@@ -82,7 +92,8 @@ def assert_right(
         # Sums over D in fp32, in another order than PyTorch's; ds is a difference of two, which may cancel, times scale
         larger = max(1.0, (options.get("softmax_scale") or 0.0) * dim**0.5)
         rounding = dim * torch.finfo(torch.float32).eps * larger if slack is None else slack
-        assert_within_budget(mine, exact, theirs, f"{name} of N={do.shape[1]} {options}", slack=rounding)
+        parts = (x[:, rows] for x in (mine, exact, theirs))
+        assert_within_budget(*parts, f"{name} of N={do.shape[1]} {options}", slack=rounding)
 
 
 def _fp64(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
