@@ -6,14 +6,15 @@ One compiled function serves every length. It takes torch tensors and runs on to
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
-from typing import Any, NamedTuple, ParamSpec, cast
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec
 
 import cutlass
 import cutlass.cute as cute
 import torch
 
 from cute_kernels import disk_cache
+from cute_kernels.compiling import once
 from cute_kernels.device import VECTOR_BYTES, compute_capability, positional
 
 P = ParamSpec("P")
@@ -56,10 +57,10 @@ def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Kernel:
 def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
     """Remember what a function compiles for its arguments: in this process, and on disk where disk_cache.py is on.
 
-    The arguments must have a `repr` that tells all of them.
+    Threads that ask for it at once wait for one of them. The arguments must have a `repr` that tells all of them.
     """
 
-    @cache
+    @once
     @wraps(build)
     def remembered(*arguments: P.args, **keywords: P.kwargs) -> Kernel:
         where = disk_cache.folder()
@@ -72,7 +73,7 @@ def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
         return Kernel(compiled, positional(compiled))
 
     REMEMBERING.append(remembered)
-    return cast("Callable[P, Kernel]", remembered)
+    return remembered
 
 
 def num_compiled() -> int:
