@@ -15,7 +15,7 @@ import torch
 
 from cute_kernels import disk_cache
 from cute_kernels.compiling import once
-from cute_kernels.device import VECTOR_BYTES, compute_capability, positional
+from cute_kernels.device import VECTOR_BYTES, positional
 
 P = ParamSpec("P")
 
@@ -67,8 +67,7 @@ def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
         if where is None:
             return build(*arguments, **keywords)
         asked = f"{build.__module__}.{build.__qualname__} {arguments!r} {sorted(keywords.items())!r}"
-        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        key = disk_cache.key_of(asked, architecture=compute_capability(index), options=OPTIONS)
+        key = disk_cache.key_of(asked, options=OPTIONS)
         compiled = disk_cache.load_or_make(where, key, lambda: build(*arguments, **keywords).compiled)
         return Kernel(compiled, positional(compiled))
 

@@ -220,7 +220,7 @@ def train_in_replicas() -> None:
 @pytest.mark.parametrize("what", [train_in_threads, train_in_replicas])
 def test_first_calls_from_threads(what: Callable[[], None]) -> None:
     """In a process that has compiled nothing; three times, for it is a race."""
-    call = f"from {__name__} import {what.__name__}; {what.__name__}()"
+    call = f"from tests.test_cute_reliability import {what.__name__}; {what.__name__}()"
     environment = {**os.environ, "NSA_KERNELS_JIT_CACHE": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
     for _ in range(3):
         done = subprocess.run(
