@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import parallel_apply
 
+from cute_kernels import side_streams
 from dispatch import attention_residual, neighborhood_attention
 from nsa import NSAConfig, nsa, nsa_forward
 from tests.test_cute import gate_weight, on_gpu
@@ -172,6 +173,73 @@ def test_a_thousand_replays(mode: str) -> None:
         graph.replay()
         wrong += (out != expected[i % 5]).any()
     assert int(wrong) == 0
+
+
+@MODES
+def test_a_capture_beside_calls(mode: str) -> None:
+    """One thread captures training steps and replays them while another one calls."""
+    captured, called = (training_step(mode, on_gpu(tokens, seed=tokens)) for tokens in (1000, 1300))
+    expected, expected_call = captured(), called()
+    torch.cuda.synchronize()
+    captures, calls, done = 10, 0, threading.Event()
+
+    def call() -> None:
+        nonlocal calls
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not done.is_set():
+                assert_same(called(), expected_call, f"call {calls}")
+                calls += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call)
+        try:
+            for i in range(captures):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                    results = captured()
+                for _ in range(3):
+                    for x in results:
+                        x.zero_()
+                    graph.replay()
+                    assert_same(results, expected, f"capture {i}")
+        finally:
+            done.set()
+        calling.result()
+    assert calls > captures
+
+
+def test_short_lived_threads() -> None:
+    """More of them than PyTorch has streams to hand out, each with one, around captures and replays of a graph."""
+    step = training_step("token", on_gpu(1000))
+    expected = step()
+    torch.cuda.synchronize()
+
+    def work() -> list[Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = step()
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    def threads() -> None:
+        for i in range(40):
+            with ThreadPoolExecutor(1) as pool:
+                assert_same(pool.submit(work).result(), expected, f"thread {i}")
+
+    threads()
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            graphs.append((graph, step()))
+        threads()
+    for graph, results in graphs:
+        graph.replay()
+        assert_same(results, expected)
+    handed_out = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    lent = [of_capture.streams for device in side_streams._LENT.values() for of_capture in device]
+    ours = {stream.cuda_stream for streams in (*lent, *side_streams._SHARED.values()) for stream in streams}
+    assert len(ours) >= 2 * side_streams.STREAMS
+    assert not ours & handed_out
 
 
 # Processes
