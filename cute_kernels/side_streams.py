@@ -45,7 +45,11 @@ class SideStreams:
         self._guard.__enter__()
         if self._device.type == "cuda":
             self._current = torch.cuda.current_stream(self._device)
-            self._streams = _streams(self._device, self._current)
+            try:
+                self._streams = _streams(self._device, self._current)
+            except BaseException:  # __exit__ is not called then
+                self._guard.__exit__(None, None, None)
+                raise
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -235,3 +235,13 @@ def test_a_capture_s_are_taken_before_its_first_pass(streams: Streams) -> None:
                 return used(streams)
 
         assert in_thread(capture_too) == {"side 2", "side 3"}
+
+
+def test_the_device_is_restored_where_there_are_none(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("no more streams")
+
+    monkeypatch.setattr(side_streams, "_new_streams", refuse)
+    with pytest.raises(RuntimeError, match="no more streams"), SideStreams(DEVICE):
+        pass
+    assert streams.device == 0
