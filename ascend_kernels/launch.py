@@ -6,6 +6,7 @@ the op itself does.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ _recorders: list[_Recorder] = []
 """Of the process, not of a thread: autograd runs backward on a device in a thread of its own."""
 
 
+_LAUNCHING = threading.RLock()
+"""Triton compiles and loads at a kernel's first launch: a second thread may start what is not loaded yet, and Triton's
+interpreter puts its own functions in place of the language's for all threads."""
+
+
 @contextmanager
 def recording(*, run: bool | Callable[[Launch], None]) -> Iterator[list[Launch]]:
     """Collect the launches of the block, in order.
@@ -65,21 +71,24 @@ def launch(
 ) -> Any:
     """Record the launch for every `recording` around it, then run it on the device of its tensors, or as they ask.
 
+    One launch at a time: those of other threads wait.
+
     Returns:
         What Triton ran, for `Repeat`; None where it did not.
     """
-    for recorder in _recorders:
-        recorder.launches.append(Launch(kernel, grid, dict(arguments), dict(constants), options))
-    if only_recording():
+    with _LAUNCHING:
         for recorder in _recorders:
-            if callable(recorder.run):
-                recorder.run(recorder.launches[-1])
-        return None
-    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
-    if device.type == "cpu":
-        return kernel[grid](**arguments, **constants, **options)
-    with torch.get_device_module(device).device(device):  # Triton launches on the current device
-        return kernel[grid](**arguments, **constants, **options)
+            recorder.launches.append(Launch(kernel, grid, dict(arguments), dict(constants), options))
+        if only_recording():
+            for recorder in _recorders:
+                if callable(recorder.run):
+                    recorder.run(recorder.launches[-1])
+            return None
+        device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+        if device.type == "cpu":
+            return kernel[grid](**arguments, **constants, **options)
+        with torch.get_device_module(device).device(device):  # Triton launches on the current device
+            return kernel[grid](**arguments, **constants, **options)
 
 
 class Repeat:

@@ -3,14 +3,16 @@
 Off unless NSA_KERNELS_JIT_CACHE is set: to 1, for ~/.cache/nsa-kernels/jit (or under XDG_CACHE_HOME), or to a folder.
 
 An entry is an object file, KEY-CONTENT.o: KEY is a hash of all that it depends on (what was asked for, the sources
-here, architecture, options, versions), CONTENT that of its bytes. It is loaded as native code, so before every load
+here, target, options, versions), CONTENT that of its bytes. It is loaded as native code, so before every load
 
 - the folder must be this user's own, no link, and closed to everybody else (mode 0700), as must the file be (0600);
-- its bytes must have the hash that its name says; an entry where they have not is compiled anew.
+- its bytes must have the hash that its name says.
 
-Processes that want the same entry wait for each other (a lock held by the operating system, so gone with its process):
-one compiles, the others load. Whatever else goes wrong with the folder is told once, and kernels are compiled without
-it. Nothing is ever removed: entries of versions that are no longer used can be deleted at any time.
+An entry where they have not, or that does not load, is compiled anew. Processes that want the same entry wait for each
+other: one compiles, the others load. Their lock is POSIX's, which goes with its process and which a forked child does
+not inherit; threads of a process wait for compiling.COMPILING. Whatever else goes wrong with the folder is told once,
+and kernels are compiled without it. Entries of versions that are no longer used are not removed, but may be deleted at
+any time.
 """
 
 from __future__ import annotations
@@ -27,16 +29,23 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
+from cutlass.cutlass_dsl import CuTeDSL
+
+from cute_kernels.compiling import COMPILING
 
 VARIABLE = "NSA_KERNELS_JIT_CACHE"
 FUNCTION = "kernel"
 """Name of the function in an object file."""
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+"""How the names of distributions begin that compile: CuTe DSL's own holds nothing but names of those with its code.
+
+FlashAttention-4 and quack are none of them: nothing of theirs is in kernels that are kept here."""
 PRIVATE = 0o077
 """What neither group nor others may do."""
 
@@ -62,7 +71,9 @@ def key_of(asked: str, **facts: object) -> str:
         "machine": platform.machine(),
         "python": sys.version_info[:2],
         "sources": _sources(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "target": _target(),
+        "cuda": str(cutlass.CUDA_VERSION),
+        "versions": _versions(),
     }
     return _hash(json.dumps(facts, sort_keys=True).encode())
 
@@ -74,17 +85,18 @@ def load_or_make(where: Path, key: str, make: Callable[[], Any]) -> Any:
         make: returns what CuTe DSL compiled, with `export_to_c`.
     """
     made: Any = None
-    try:
-        _open(where)
-        with _lock(where / f"{key}.lock"):
-            found = _load(where, key)
-            if found is not None:
-                return found
-            made = make()
-            _keep(where, key, made)
-    except OSError as problem:
-        _tell_once(f"compiled kernels are not kept in {where}: {problem}")
-    return make() if made is None else made
+    with COMPILING:
+        try:
+            _open(where)
+            with _lock(where / f"{key}.lock"):
+                found = _load(where, key)
+                if found is not None:
+                    return found
+                made = make()
+                _keep(where, key, made)
+        except OSError as problem:
+            _tell_once(f"compiled kernels are not kept in {where}: {problem}")
+        return make() if made is None else made
 
 
 def _open(where: Path) -> None:
@@ -100,21 +112,25 @@ def _check(path: Path, is_kind: Callable[[int], bool], mode: int) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
+    """Of this process: COMPILING is held, for POSIX lets a lock go with any descriptor of its file that is closed."""
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.lockf(held, fcntl.LOCK_EX)
         yield
     finally:
         os.close(held)
 
 
 def _load(where: Path, key: str) -> Any:
-    """None where there is no entry that is whole."""
+    """None where there is no entry that is whole and loads; those that are not are removed."""
     for path in sorted(where.glob(f"{key}-*.o")):
         _check(path, stat.S_ISREG, 0o600)
         if path.stem.partition("-")[2] == _hash(path.read_bytes()):
             _load_runtime()
-            return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), FUNCTION)
+            try:
+                return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), FUNCTION)
+            except Exception as problem:  # CuTe DSL has no one type for what it cannot load
+                _tell_once(f"{path} does not load and is compiled anew: {type(problem).__name__}: {problem}")
         path.unlink()
     return None
 
@@ -134,6 +150,22 @@ def _load_runtime() -> None:
     """Objects call CuTe DSL's runtime, which `load_module` does not make visible to them."""
     for library in cute.runtime.find_runtime_libraries(enable_tvm_ffi=False):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+def _target() -> str:
+    """What CuTe DSL compiles for here, to the letter: sm_90a, which is not sm_90."""
+    return str(CuTeDSL._get_dsl().envar.arch)
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Of all distributions that PACKAGES names, the one first found where there are two."""
+    found: dict[str, str] = {}
+    for distribution in distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if name.startswith(PACKAGES):
+            found.setdefault(name, distribution.version)
+    return found
 
 
 @cache

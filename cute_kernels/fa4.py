@@ -25,12 +25,12 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from cute_kernels.compiling import COMPILING, once
 from cute_kernels.device import compute_capability
 from cute_kernels.fa4_calls import ONE_TILE, WINDOW_TILE, Visible, attend, differentiate
 from cute_kernels.fa4_calls import Gradients as Gradients
@@ -239,8 +239,10 @@ def num_compiled() -> int:
     """Kernels that FA4 has compiled in this process, or loaded from its own cache on disk."""
     from flash_attn.cute import interface
 
-    caches = {id(c): c for c in (getattr(f, "compile_cache", None) for f in vars(interface).values()) if c is not None}
-    return sum(len(cache.cache) for cache in caches.values())
+    with COMPILING:  # while a call is recorded, its caches have stand-ins
+        found = (getattr(function, "compile_cache", None) for function in vars(interface).values())
+        caches = {id(cache): cache for cache in found if cache is not None}
+        return sum(len(cache.cache) for cache in caches.values())
 
 
 # Masks for blocks that are visible in part. FA4 hashes them with their constants; runtime values come as scalars.
@@ -256,7 +258,7 @@ def _ended_entries(
     return Visible(lists=lists, mask_mod=mask_mod, tensors=[shifts])
 
 
-@lru_cache
+@once
 def _anything() -> Any:
     """Every key is visible."""
     from cutlass import cute
@@ -268,7 +270,7 @@ def _anything() -> Any:
     return anything
 
 
-@lru_cache
+@once
 def _ended(length: int, stride: int) -> Any:
     """Entry j is visible iff its block has ended."""
     from cutlass import cute
@@ -280,7 +282,7 @@ def _ended(length: int, stride: int) -> Any:
     return ended
 
 
-@lru_cache
+@once
 def _ended_in_tile(length: int, stride: int, rows: int) -> Any:
     """Entry j is visible iff its block has ended, with a shift for each tile of `rows`."""
     from cutlass import Int32, cute
@@ -294,7 +296,7 @@ def _ended_in_tile(length: int, stride: int, rows: int) -> Any:
     return ended
 
 
-@lru_cache
+@once
 def _chosen_by_tile(unit: int, rows: int, group: int, causal: bool) -> Any:
     """Token j is visible iff the row's tile chose its unit and, with causality, j is not behind row i.
 
@@ -316,7 +318,7 @@ def _chosen_by_tile(unit: int, rows: int, group: int, causal: bool) -> Any:
     return chosen
 
 
-@lru_cache
+@once
 def _chosen(unit: int, rows: int, group: int, causal: bool) -> Any:
     """Token j is visible iff its unit was chosen for the tile and, with causality, j is not behind row i."""
     import cutlass

@@ -4,6 +4,11 @@ FA4 spends 0.1 ms of Python on every forward and more on every backward. On sm_9
 `_signature` alone, so the first call of a signature records which kernels FA4 used and later calls start those.
 sm_100's kernels also depend on sizes and cannot be tried here, so there every call takes FA4's own way.
 
+FA4 looks its kernels up, compiles those that are missing and starts them in one function, so every call through its
+interface holds COMPILING from beginning to end: on sm_90 first calls, and `_signature`'s exceptions; on sm_100 all. A
+thread then waits for another one's compilation even if FA4 has its own kernels. Beyond that it loses little: Python
+runs one thread's 0.1 ms at a time anyway.
+
 Only fa4.py imports this.
 """
 
@@ -20,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.compiling import COMPILING
 from cute_kernels.device import compute_capability, positional
 
 if TYPE_CHECKING:
@@ -147,9 +153,6 @@ def _broadcast(x: Tensor) -> Any:
 # Recording
 
 
-_RECORDING = threading.Lock()
-
-
 class _Recorder:
     """Stands in for one of FA4's caches of compiled kernels during a call, to learn which ones the call used."""
 
@@ -172,8 +175,8 @@ class _Recorder:
 
 @contextmanager
 def _recording(*functions: Any) -> Iterator[list[_Recorder]]:
-    """Kernels that FA4's functions use meanwhile."""
-    with _RECORDING, warnings.catch_warnings():
+    """Kernels that FA4's functions use meanwhile. COMPILING is held: their caches and warnings are the process's."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FA4's own deprecations, and that there is no aux data
         recorders = [_Recorder(function.compile_cache) for function in functions]
         for function, recorder in zip(functions, recorders, strict=True):
@@ -212,7 +215,8 @@ def attend(
     signature = _signature(q, k, v, seen, lse, own_tiles)
     run = _FORWARD.get(signature)
     if run is None:
-        return _attend_by_interface(signature, q, k, v, seen, scale, lse, own_tiles, into)
+        with COMPILING:
+            return _attend_by_interface(signature, q, k, v, seen, scale, lse, own_tiles, into)
     *batch, rows, heads, _ = q.shape
     sums: Tensor | None
     if into is None:
@@ -331,7 +335,8 @@ def differentiate(given: Gradients, seen: Visible, *, scale: float, deterministi
         signature = _signature(gradients.q, gradients.k, gradients.v, seen, *few, _broadcast(gradients.do))
     run = _BACKWARD.get(signature)
     if run is None:
-        _differentiate_by_interface(signature, gradients, seen, scale, deterministic)
+        with COMPILING:
+            _differentiate_by_interface(signature, gradients, seen, scale, deterministic)
     else:
         run(gradients, seen, scale)
     if gradients is not given:

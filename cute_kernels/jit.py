@@ -6,15 +6,16 @@ One compiled function serves every length. It takes torch tensors and runs on to
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
-from typing import Any, NamedTuple, ParamSpec, cast
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec
 
 import cutlass
 import cutlass.cute as cute
 import torch
 
 from cute_kernels import disk_cache
-from cute_kernels.device import VECTOR_BYTES, compute_capability, positional
+from cute_kernels.compiling import once
+from cute_kernels.device import VECTOR_BYTES, positional
 
 P = ParamSpec("P")
 
@@ -56,23 +57,22 @@ def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Kernel:
 def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
     """Remember what a function compiles for its arguments: in this process, and on disk where disk_cache.py is on.
 
-    The arguments must have a `repr` that tells all of them.
+    Threads that ask for it at once wait for one of them. The arguments must have a `repr` that tells all of them.
     """
 
-    @cache
+    @once
     @wraps(build)
     def remembered(*arguments: P.args, **keywords: P.kwargs) -> Kernel:
         where = disk_cache.folder()
         if where is None:
             return build(*arguments, **keywords)
         asked = f"{build.__module__}.{build.__qualname__} {arguments!r} {sorted(keywords.items())!r}"
-        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        key = disk_cache.key_of(asked, architecture=compute_capability(index), options=OPTIONS)
+        key = disk_cache.key_of(asked, options=OPTIONS)
         compiled = disk_cache.load_or_make(where, key, lambda: build(*arguments, **keywords).compiled)
         return Kernel(compiled, positional(compiled))
 
     REMEMBERING.append(remembered)
-    return cast("Callable[P, Kernel]", remembered)
+    return remembered
 
 
 def num_compiled() -> int:

@@ -2,14 +2,24 @@
 
 A launch ends with its longest CTAs, most multiprocessors idle: visits of a pass so lost 22 % of their time. And
 passes that multiply leave memory idle, what adds up their results leaves the multiplying units idle.
+
+Which streams. CUDA's own, not torch.cuda.Stream's: those are 32 that all of a program is handed in turn, so ours could
+be one that another thread captures on, or makes its current one.
+
+- Calls that are not captured share STREAMS of their device, whichever thread and stream they come from. One may wait
+  for what another has launched; what it computes is the same.
+- A capture makes the streams that wait for it part of its graph until it ends, so also behind `with` anybody else's
+  launch there would break it, and fail. So they are lent to the stream that is captured, whose next calls take them
+  again, and to another capture once CUDA says that they are captured no more.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +45,11 @@ class SideStreams:
         self._guard.__enter__()
         if self._device.type == "cuda":
             self._current = torch.cuda.current_stream(self._device)
+            try:
+                self._streams = _streams(self._device, self._current)
+            except BaseException:  # __exit__ is not called then
+                self._guard.__exit__(None, None, None)
+                raise
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -50,8 +65,8 @@ class SideStreams:
     def run(self, *held: Any) -> Iterator[None]:
         """What is launched inside waits for what was launched on the current stream before.
 
-        Memory that is taken inside is the stream's: it may be dropped at any time behind `with`, since whoever takes it
-        next has waited for the current stream.
+        Memory that is taken inside must not be used behind `with`: it is the stream's, and who takes it next may have
+        another current stream, and so not wait for this one. What a caller wants to have is taken before.
 
         Args:
             held: all memory that is used inside and that a caller may drop.
@@ -59,7 +74,7 @@ class SideStreams:
         if self._device.type != "cuda":
             yield
             return
-        stream = _streams(self._device)[self._passes % STREAMS]
+        stream = self._streams[self._passes % STREAMS]
         self._passes += 1
         stream.wait_stream(self._current)
         torch.cuda.set_stream(stream)  # `with torch.cuda.stream` asks for device and stream anew in each pass
@@ -75,6 +90,84 @@ class SideStreams:
             self._current.wait_event(event)
 
 
-@lru_cache
-def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(STREAMS)]
+@dataclass
+class _Lent:
+    """Streams of captured calls."""
+
+    streams: list[torch.cuda.Stream]
+    to: torch.cuda.Stream
+    """The current stream of the capture that has them, or had them last."""
+
+
+_LENDING = threading.Lock()
+_SHARED: dict[torch.device, list[torch.cuda.Stream]] = {}
+"""Of calls that are not captured."""
+_LENT: dict[torch.device, list[_Lent]] = {}
+"""As many as captures were under way at once."""
+
+
+def _streams(device: torch.device, current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+    """Those of a call on the current device and stream."""
+    if torch.cuda.is_current_stream_capturing():
+        return _streams_of_capture(device, current)
+    found = _SHARED.get(device)
+    if found is None:
+        with _LENDING:
+            found = _SHARED.get(device) or _SHARED.setdefault(device, _new_streams(device))
+    return found
+
+
+def _streams_of_capture(device: torch.device, current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+    with _LENDING:
+        known = _LENT.setdefault(device, [])
+        free = []
+        for lent in known:
+            if not any(map(_is_captured, lent.streams)):
+                free.append(lent)
+            elif lent.to == current:  # both are part of one capture, for neither leaves its own before that ends
+                return lent.streams
+        lent = free[0] if free else _Lent(_new_streams(device), current)
+        if not free:
+            known.append(lent)
+        lent.to = current
+        for stream in lent.streams:  # part of the capture before another thread looks, and joined as it must be
+            stream.wait_stream(current)
+            current.wait_stream(stream)
+        return lent.streams
+
+
+# CUDA
+
+
+def _new_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Of the current device, for as long as the process lives."""
+    from cuda.bindings import runtime
+
+    def new() -> torch.cuda.Stream:
+        stream = _result(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking))
+        return torch.cuda.ExternalStream(int(stream), device=device)
+
+    _result(runtime.cudaSetDevice(device.index))  # these bindings may have a runtime of their own
+    # Whatever captures forbid meanwhile, the call's own and other threads'
+    before = _result(
+        runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
+    )
+    try:
+        return [new() for _ in range(STREAMS)]
+    finally:
+        _result(runtime.cudaThreadExchangeStreamCaptureMode(before))
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    from cuda.bindings import runtime
+
+    status = _result(runtime.cudaStreamIsCapturing(stream.cuda_stream))
+    return bool(status != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone)
+
+
+def _result(answer: tuple[Any, ...]) -> Any:
+    """What a CUDA function returned beside its error."""
+    error, *values = answer
+    if error != 0:
+        raise RuntimeError(f"CUDA refuses side streams: {error.name}")
+    return values[0] if values else None

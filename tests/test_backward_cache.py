@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dispatch import neighborhood_attention_backward
+from nsa import backward_cache
 from nsa.neighborhood import BackwardCache
 from tests import backward_cases
 
@@ -133,6 +134,106 @@ def test_inference_tensors_are_not_kept() -> None:
     with torch.inference_mode():
         ask(cache, computation, y)
     assert len(cache) == 0
+
+
+# Streams
+
+
+class Stream:
+    """Stands in for one of a device's: what it was told."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record_event(self) -> str:
+        self.log.append(f"event on {self.name}")
+        return f"{self.name}'s"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+def test_other_streams_wait_and_keep_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    a, b = Stream("a", log), Stream("b", log)
+    current = a
+    monkeypatch.setattr(backward_cache, "WITH_STREAMS", ("cpu",))
+    monkeypatch.setattr(backward_cache, "_current_stream", lambda device: current)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: log.append(f"{stream.name} holds {len(self)}"))
+    cache, x = BackwardCache(), torch.ones(3)
+
+    def compute() -> tuple[Tensor, ...]:
+        log.append("compute")
+        return x * 2, torch.ones(5)
+
+    def call() -> list[str]:
+        log.clear()
+        cache.gradients((x,), None, compute)
+        return list(log)
+
+    assert call() == ["compute", "event on a"]
+    assert call() == []  # streams keep their order
+    current = b
+    assert call() == call() == ["b waits for a's", "b holds 3", "b holds 5"]
+    x.add_(1)
+    assert call() == ["compute", "event on b"]
+    assert call() == []
+    current = a
+    assert call() == ["a waits for b's", "a holds 3", "a holds 5"]
+
+
+CYCLES = 100_000_000
+"""50 ms of an H200, in which a host launches everything that a test does."""
+
+
+@pytest.fixture
+def two_streams() -> list[torch.cuda.Stream]:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1000)  # loaded, for loading waits for the device
+    torch.cuda.synchronize()
+    return streams
+
+
+@pytest.mark.cuda
+def test_gradients_are_not_read_before_they_are_written(two_streams: list[torch.cuda.Stream]) -> None:
+    writer, reader = two_streams
+    cache = BackwardCache()
+    for i in range(5):  # other gradients each time, so that none are in memory already
+        inputs, window = backward_cases.make(300 + i, dim=64, device="cuda")
+        expected = neighborhood_attention_backward(*inputs, **window)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(writer):
+            torch.cuda._sleep(CYCLES)
+            neighborhood_attention_backward(*inputs, **window, cache=cache)
+        with torch.cuda.stream(reader):
+            read = [x.clone() for x in neighborhood_attention_backward(*inputs, **window, cache=cache)]
+        torch.cuda.synchronize()
+        assert len(cache) == 1
+        assert all(torch.equal(x, y) for x, y in zip(read, expected, strict=True))
+        cache.clear()
+
+
+@pytest.mark.cuda
+def test_evicted_gradients_are_not_overwritten_while_they_are_read(two_streams: list[torch.cuda.Stream]) -> None:
+    writer, reader = two_streams
+    cache, x = BackwardCache(capacity=1), torch.arange(1 << 20, dtype=torch.float32, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(5):
+        with torch.cuda.stream(writer):
+            cache.gradients((x,), None, lambda: (x * 2,))
+        with torch.cuda.stream(reader):
+            (again,) = cache.gradients((x,), None, lambda: (x * 2,))
+            torch.cuda._sleep(CYCLES)
+            read = again.clone()
+        del again
+        with torch.cuda.stream(writer):
+            cache.gradients((x,), "others", lambda: (torch.full_like(x, -1.0),))  # takes what is free
+            torch.full_like(x, -1.0)
+        torch.cuda.synchronize()
+        assert torch.equal(read, x * 2)
+        cache.clear()
 
 
 @pytest.mark.parametrize(

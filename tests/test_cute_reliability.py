@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import parallel_apply
 
+from cute_kernels import side_streams
 from dispatch import attention_residual, neighborhood_attention
 from nsa import NSAConfig, nsa, nsa_forward
 from tests.test_cute import gate_weight, on_gpu
@@ -172,7 +175,132 @@ def test_a_thousand_replays(mode: str) -> None:
     assert int(wrong) == 0
 
 
+@MODES
+def test_a_capture_beside_calls(mode: str) -> None:
+    """One thread captures training steps and replays them while another one calls."""
+    captured, called = (training_step(mode, on_gpu(tokens, seed=tokens)) for tokens in (1000, 1300))
+    expected, expected_call = captured(), called()
+    torch.cuda.synchronize()
+    captures, calls, done = 10, 0, threading.Event()
+
+    def call() -> None:
+        nonlocal calls
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not done.is_set():
+                assert_same(called(), expected_call, f"call {calls}")
+                calls += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call)
+        try:
+            for i in range(captures):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                    results = captured()
+                for _ in range(3):
+                    for x in results:
+                        x.zero_()
+                    graph.replay()
+                    assert_same(results, expected, f"capture {i}")
+        finally:
+            done.set()
+        calling.result()
+    assert calls > captures
+
+
+def test_short_lived_threads() -> None:
+    """More of them than PyTorch has streams to hand out, each with one, around captures and replays of a graph."""
+    step = training_step("token", on_gpu(1000))
+    expected = step()
+    torch.cuda.synchronize()
+
+    def work() -> list[Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = step()
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    def threads() -> None:
+        for i in range(40):
+            with ThreadPoolExecutor(1) as pool:
+                assert_same(pool.submit(work).result(), expected, f"thread {i}")
+
+    threads()
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            graphs.append((graph, step()))
+        threads()
+    for graph, results in graphs:
+        graph.replay()
+        assert_same(results, expected)
+    handed_out = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    lent = [of_capture.streams for device in side_streams._LENT.values() for of_capture in device]
+    ours = {stream.cuda_stream for streams in (*lent, *side_streams._SHARED.values()) for stream in streams}
+    assert len(ours) >= 2 * side_streams.STREAMS
+    assert not ours & handed_out
+
+
 # Processes
+
+
+def train_in_threads() -> None:
+    """First calls of a process from several threads, forward in them and backward in autograd's."""
+    steps = [training_step(mode, on_gpu(900 + 100 * i, seed=i)) for i in range(2) for mode in CONFIGS]
+    start = threading.Barrier(len(steps))
+
+    def work(step: Callable[[], list[Tensor]]) -> list[Tensor]:
+        start.wait()
+        return step()
+
+    with ThreadPoolExecutor(len(steps)) as pool:
+        cold = list(pool.map(work, steps))
+    for got, step in zip(cold, steps, strict=True):
+        assert_same(got, step())
+
+
+class Attend(torch.nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.config = CONFIGS[mode]
+
+    def forward(self, *qkv: Tensor) -> Tensor:
+        return nsa(*qkv, config=self.config, deterministic=True)
+
+
+def train_in_replicas() -> None:
+    """As nn.DataParallel does: threads that each forward makes anew, and one backward through all of them."""
+    replicas = [Attend(mode) for mode in CONFIGS for _ in range(2)]
+    inputs = [tuple(x.requires_grad_() for x in on_gpu(900, seed=i)) for i in range(len(replicas))]
+    leaves = [x for qkv in inputs for x in qkv]
+    do = like(*inputs[0][0].shape)
+
+    def both(outs: list[Tensor]) -> list[Tensor]:
+        return [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, [do] * len(outs))]
+
+    got = [both(parallel_apply(replicas, inputs, devices=[0] * len(replicas))) for _ in range(3)]
+    expected = both([replica(*qkv) for replica, qkv in zip(replicas, inputs, strict=True)])
+    for results in got:
+        assert_same(results, expected)
+
+
+@pytest.mark.parametrize("what", [train_in_threads, train_in_replicas])
+def test_first_calls_from_threads(what: Callable[[], None]) -> None:
+    """In a process that has compiled nothing; three times, for it is a race."""
+    call = f"from tests.test_cute_reliability import {what.__name__}; {what.__name__}()"
+    environment = {**os.environ, "NSA_KERNELS_JIT_CACHE": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", call],
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, (done.returncode, done.stderr)
 
 
 WORK = """

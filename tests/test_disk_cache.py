@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cutlass.cutlass_dsl import CuTeDSL
 
 from cute_kernels import device, disk_cache, jit
 
@@ -192,17 +196,101 @@ def test_full_disk_changes_nothing(tmp_path: Path) -> None:
 
 def test_key_tells_everything_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [
-        disk_cache.key_of("f (64,) []", architecture=(9, 0), options="a"),
-        disk_cache.key_of("f (65,) []", architecture=(9, 0), options="a"),
-        disk_cache.key_of("f (64,) []", architecture=(10, 0), options="a"),
-        disk_cache.key_of("f (64,) []", architecture=(9, 0), options="b"),
+        disk_cache.key_of("f (64,) []", options="a"),
+        disk_cache.key_of("f (65,) []", options="a"),
+        disk_cache.key_of("f (64,) []", options="b"),
     ]
-    for name, other in (("version", "0"), ("_sources", "changed")):
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_cache, "_sources", lambda: "changed")
+        keys.append(disk_cache.key_of("f (64,) []", options="a"))
+    for target in ("sm_90", "sm_90a", "sm_100a", "sm_100f"):
         with monkeypatch.context() as patch:
-            patch.setattr(disk_cache, name, lambda *_, other=other: other)
-            keys.append(disk_cache.key_of("f (64,) []", architecture=(9, 0), options="a"))
-    assert len(set(keys)) == len(keys)
-    assert disk_cache.key_of("f (64,) []", architecture=(9, 0), options="a") == keys[0]
+            patch.setattr(CuTeDSL._get_dsl().envar, "arch", target)
+            keys.append(disk_cache.key_of("f (64,) []", options="a"))
+    own = CuTeDSL._get_dsl().envar.arch
+    assert disk_cache.key_of("f (64,) []", options="a") == keys[0]
+    assert len(set(keys)) == len(keys) - (own in ("sm_90", "sm_90a", "sm_100a", "sm_100f"))
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    ["nvidia_cutlass_dsl", "nvidia_cutlass_dsl_libs_base", "nvidia_cutlass_dsl_libs_cu13", "apache_tvm_ffi"],
+)
+def test_key_depends_on_every_package_that_compiles(
+    distribution: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = disk_cache.key_of("f (64,) []")
+    described = tmp_path / f"{distribution}-0.0.1.dist-info" / "METADATA"
+    described.parent.mkdir()
+    described.write_text(f"Metadata-Version: 2.1\nName: {distribution.replace('_', '-')}\nVersion: 0.0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    disk_cache._versions.cache_clear()
+    assert disk_cache.key_of("f (64,) []") != before
+    monkeypatch.undo()
+    disk_cache._versions.cache_clear()
+    assert disk_cache.key_of("f (64,) []") == before
+
+
+def test_entries_that_do_not_load_are_compiled_again(tmp_path: Path) -> None:
+    """Their bytes are those that were written: objects for another linker, say, or of another runtime."""
+    where = tmp_path / "cache"
+    keep(where)
+    (entry,) = entries(where)
+    with pytest.warns(UserWarning, match=f"{entry} does not load and is compiled anew: RuntimeError: .*object file"):
+        assert isinstance(keep(where), Compiled)
+    assert entries(where) == [entry]
+
+
+def test_threads_compile_an_entry_once(tmp_path: Path, loaded: list[str]) -> None:
+    start, made = threading.Barrier(4), []
+
+    def work(_: int) -> Any:
+        def make() -> Compiled:
+            time.sleep(0.05)
+            made.append(Compiled())
+            return made[-1]
+
+        start.wait()
+        return disk_cache.load_or_make(tmp_path / "cache", "a", make)
+
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(work, range(4)))
+    assert len(made) == 1
+    assert sorted(map(str, got)) == sorted(map(str, [made[0], "loaded", "loaded", "loaded"]))
+
+
+def test_a_forked_child_holds_no_lock(tmp_path: Path, loaded: list[str]) -> None:
+    """One that was forked while its parent compiled, and lives longer."""
+    where, children = tmp_path / "cache", []
+
+    def make() -> Compiled:
+        children.append(fork(lambda: time.sleep(60)))
+        return Compiled()
+
+    disk_cache.load_or_make(where, "a", make)
+    children.append(fork(lambda: keep(where)))
+    try:
+        end = time.monotonic() + 20
+        while (done := os.waitpid(children[1], os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert done == (children.pop(), 0), "another process waits for a lock that a child keeps"
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """A child that does this and ends."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
 
 
 def test_arguments_tell_kernels_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -70,3 +71,30 @@ def test_launches_of_other_threads_are_recorded() -> None:
         thread.join()
     assert [one.grid for one in launches] == [(1,)]
     assert kernel.calls == []
+
+
+def test_one_launch_at_a_time() -> None:
+    """Triton's first launch compiles and loads a kernel, which a second thread would find half done."""
+    running, overlapped, start = threading.Lock(), [], threading.Barrier(4)
+
+    class Slow(Kernel):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(**_: Any) -> None:
+                alone = running.acquire(blocking=False)
+                overlapped.append(not alone)
+                time.sleep(0.02)
+                if alone:
+                    running.release()
+
+            return run
+
+    def work() -> None:
+        start.wait()
+        launch(Slow(), (1,), {"p_x": torch.zeros(1)}, {})
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlapped == [False] * 4
