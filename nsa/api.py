@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa import eager, ops
+from nsa.autocast import autocast_off
 from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions, check_options
 from nsa.reference import pooled, pooled_entries
 from nsa.tensors import TENSOR_NAMES, NSAAux, NSAInputs
@@ -89,7 +90,7 @@ def _run(
     flags: dict[str, Any] = {"deterministic": deterministic, "recompute": recompute, "backend": backend}
     needs_grad = isinstance(q, Tensor) and inputs.needs_grad(config)
     call = ops.resolve(inputs, config, **flags, needs_grad=needs_grad)
-    with ops.autocast_off(q.device.type):
+    with autocast_off(q.device.type):
         if call.impl.training is not None and config.compress != "mean":
             inputs, config = pooled(inputs, config)
         if call.impl.training is not None and needs_grad:
@@ -109,7 +110,7 @@ def _recordable(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) ->
     config = config or NSAConfig(**options)
     inputs = NSAInputs(q, k, v, **{name: value for name, value in keywords.items() if name in TENSOR_NAMES})
     inputs.check(config)
-    with ops.autocast_off(q.device.type):
+    with autocast_off(q.device.type):
         k_cmp, v_cmp = pooled_entries(inputs, config)
     options = {name: getattr(config, name) for name in OPTION_NAMES}
     given = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from nsa.autocast import autocast_off
 from nsa.backward_cache import BackwardCache
 from nsa.derivatives import without_second
 from nsa.neighborhood_calls import (
@@ -21,7 +22,6 @@ from nsa.neighborhood_calls import (
     resolve,
 )
 from nsa.neighborhood_ops import call_forward
-from nsa.ops import autocast_off
 
 
 def neighborhood_attention(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import dispatch
+from nsa.autocast import autocast_off
 from nsa.derivatives import without_second
-from nsa.ops import autocast_off
 from nsa.residual_calls import members, needs_grad, resolve
 from nsa.residual_ops import call_forward
 

@@ -287,6 +287,65 @@ def test_modules_refuse_what_a_hook_must_not_do(layer: Any, error: type[Exceptio
         layer(32, 4, rope=hook)(torch.ones(1, 8, 32))
 
 
+LAYERS = {"nsa": NSAttention, "neighborhood": NeighborhoodAttention}
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "message"),
+    [
+        (TypeError, None, "must be a torch.Tensor, got NoneType"),
+        (TypeError, [[1.0]], "must be a torch.Tensor, got list"),
+        (ValueError, ones(1, 8, 16), r"must have hidden_size=32, got shape \[1, 8, 16\]"),
+        (TypeError, ones(1, 8, 32, dtype=DOUBLE), "must be float32, as the weights are, got float64"),
+        (TypeError, ones(1, 8, 32, dtype=torch.int64), "must be float32, as the weights are, got int64"),
+        (ValueError, ones(1, 8, 32, device="meta"), "must be on cpu, as the weights are, got meta"),
+    ],
+    ids=["none", "list", "width", "dtype", "integers", "device"],
+)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_modules_name_hidden_states(kind: str, error: type[Exception], given: Any, message: str) -> None:
+    with pytest.raises(error, match=f"^hidden_states {message}"):
+        LAYERS[kind](32, 4)(given)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_modules_under_autocast_take_what_it_casts(kind: str) -> None:
+    layer = LAYERS[kind](32, 4)
+    x = torch.randn(1, 8, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            assert layer(x.to(dtype)).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="hidden_states must be bfloat16 or float16 or float32 under autocast, got"):
+            layer(x.double())
+        with pytest.raises(TypeError, match="hidden_states must be float64 under autocast, got float32"):
+            LAYERS[kind](32, 4, dtype=DOUBLE)(x)
+
+
+@pytest.mark.parametrize("how", ["another module", "a hook", "a forward of its own"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_modules_leave_dtypes_to_projections_that_cast(kind: str, how: str) -> None:
+    """As adapters, quantized weights and offloading do."""
+
+    class Casting(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.float())
+
+    layer = LAYERS[kind](32, 4)
+    for name, project in [*layer.named_children()]:
+        if not isinstance(project, torch.nn.Linear):
+            continue
+        if how == "another module":
+            casting = Casting(project.in_features, project.out_features, bias=project.bias is not None)
+            casting.load_state_dict(project.state_dict())
+            setattr(layer, name, casting)
+        elif how == "a hook":
+            project.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+        else:
+            project.forward = lambda x, run=project.forward: run(x.float())
+    x = torch.randn(1, 8, 32)
+    assert torch.equal(layer(x.double()), layer(x.double().float()))
+
+
 def test_module_names_hidden_states_of_another_layout() -> None:
     layer, bounds = NSAttention(32, 4), torch.tensor([0, 8], dtype=torch.int32)
     for forward in (layer, layer.forward_aux):
