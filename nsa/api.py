@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa import eager, ops
 from nsa.autocast import autocast_off
 from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions, check_options
+from nsa.derivatives import refuse_transforms
 from nsa.reference import pooled, pooled_entries
 from nsa.tensors import TENSOR_NAMES, NSAAux, NSAInputs
 
@@ -162,7 +163,9 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
     """
+    refuse_transforms("nsa")
     if torch.compiler.is_compiling():
         return ops.call_saving(q, k, v, **_recordable(q, k, v, keywords))
     return _run(False, q, k, v, **keywords)[0]
@@ -171,6 +174,7 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
 @_with_signature
 def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
     """`nsa` without a graph: same arguments, same result, nothing kept for backward."""
+    refuse_transforms("nsa")
     if torch.compiler.is_compiling():
         return ops.call_forward(q, k, v, **_recordable(q, k, v, keywords))
     with torch.no_grad():
@@ -180,6 +184,7 @@ def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]
 @_with_signature
 def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> tuple[Tensor, NSAAux]:
     """`nsa_forward` with everything computed on the way: `(out, NSAAux)`."""
+    refuse_transforms("nsa")
     with torch.no_grad():
         out, aux = _run(True, q, k, v, **keywords)
     return out, cast("NSAAux", aux)

@@ -11,7 +11,7 @@ from torch import Tensor
 import dispatch
 from nsa.autocast import autocast_off
 from nsa.backward_cache import BackwardCache
-from nsa.derivatives import without_second
+from nsa.derivatives import refuse_transforms, without_second
 from nsa.neighborhood_calls import (
     PATHS,
     Window,
@@ -63,7 +63,9 @@ def neighborhood_attention(
         TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed; so
             algorithm="dense" beyond the limits of its backward, where there will be one.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
     """
+    refuse_transforms("neighborhood_attention")
     if torch.compiler.is_compiling():
         return call_forward(q, k, v, kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend)
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
@@ -101,6 +103,7 @@ def neighborhood_attention_forward(
         out, and the band `[B,H,N,kernel_size]` in fp32 (fp64 for fp64 inputs): slot s is the key s * dilation after the
         window's start, and 0 where there is no such key. With "shift", slot 0 is the start of the moved window.
     """
+    refuse_transforms("neighborhood_attention")
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     with torch.no_grad(), autocast_off(q.device.type if isinstance(q, Tensor) else "cpu"):
         impl = resolve(q, k, v, window, algorithm, backend, band=True)
@@ -149,7 +152,9 @@ def neighborhood_attention_backward(
         TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed; so
             path="dense" beyond its limits.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
     """
+    refuse_transforms("neighborhood_attention_backward")
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     check_choice("path", path, PATHS)
     if cache is not None and not isinstance(cache, BackwardCache):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dispatch
 from nsa.autocast import autocast_off
-from nsa.derivatives import without_second
+from nsa.derivatives import refuse_transforms, without_second
 from nsa.residual_calls import members, needs_grad, resolve
 from nsa.residual_ops import call_forward
 
@@ -41,7 +41,9 @@ def attention_residual(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
     """
+    refuse_transforms("attention_residual")
     if torch.compiler.is_compiling():
         return call_forward(blocks, w_query, w_norm, eps, backend)
     impl = resolve(blocks, w_query, w_norm, eps, backend)
