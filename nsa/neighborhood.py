@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from nsa import meta
 from nsa.autocast import autocast_off
 from nsa.backward_cache import BackwardCache
 from nsa.derivatives import refuse_transforms, without_second
@@ -163,7 +164,7 @@ def neighborhood_attention_backward(
     check_backward_tensors(do, attn, q, kernel_size)
     options = {**asdict(window), "path": path, "band": True, "shape": tuple(q.shape)}
     call = dispatch.Call("neighborhood_attention_backward", q.device, q.dtype, backward=True, options=options)
-    impl = dispatch.resolve(call, backend)
+    impl = meta.resolve(call, backend)
     named = {} if impl.backend == "reference" else {"backend": impl.backend}
 
     def compute() -> tuple[Tensor, ...]:

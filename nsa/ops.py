@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import dispatch
-from nsa import rerun
+from nsa import meta, rerun
 from nsa.autocast import autocast_off
 from nsa.config import OPTION_NAMES, NSAConfig, check_options
 from nsa.derivatives import refuse_second
@@ -83,7 +83,7 @@ def resolve(
         backward=needs_grad,
         options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
     )
-    return Resolved(inputs, config, deterministic, recompute, dispatch.resolve(call, backend))
+    return Resolved(inputs, config, deterministic, recompute, meta.resolve(call, backend))
 
 
 # The operators

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
+from nsa import meta
 from nsa.autocast import CASTABLE, autocast_dtype
 from nsa.config import finite
 from nsa.tensors import DTYPES, check_dense
@@ -46,7 +47,7 @@ def _resolve(
 ) -> dispatch.Impl:
     options = {"blocks": size, "stacked": stacked, "shape": tuple(shape)}
     call = dispatch.Call("attention_residual", device, dtype, backward=backward, options=options)
-    return dispatch.resolve(call, backend)
+    return meta.resolve(call, backend)
 
 
 @lru_cache(1024)

@@ -233,9 +233,8 @@ def test_environment_names_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_backend_on_a_device_without_kernels() -> None:
-    on_meta = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in good().items()}
-    with pytest.raises(dispatch.BackendError, match="reference: runs on meta only when named: backend='reference'"):
-        nsa(**on_meta)
+    with pytest.raises(dispatch.BackendError, match="reference: runs on npu only when named: backend='reference'"):
+        dispatch.resolve(dispatch.Call("nsa", "npu", torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -260,11 +259,14 @@ def test_bad_modules(error: type[Exception], keywords: dict[str, Any], message: 
         NSAttention(**{"hidden_size": 32, "num_heads": 4, **keywords})
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_the_reference_has_no_values_of_meta_tensors(debug: bool) -> None:
-    on_meta = {name: ones(*good()[name].shape, device="meta") for name in ("q", "k", "v")}
-    with pytest.raises(dispatch.BackendError, match="reads values, and meta tensors have none"):
-        nsa(**on_meta, debug=debug, backend="reference")
+@pytest.mark.parametrize("case", ["k other D", "gates shape", "k_cmp shape", "packed k_cmp dims", "backend unknown"])
+def test_bad_input_on_the_meta_device(case: str) -> None:
+    changes, error, pieces = BAD[case]
+    given = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in (good() | changes).items()}
+    with pytest.raises(error) as caught:
+        nsa(**given)
+    for piece in pieces:
+        assert piece in str(caught.value)
 
 
 def test_module_refuses_positions_it_would_ignore() -> None:
