@@ -33,11 +33,11 @@ def autocast_off(device_type: str) -> AbstractContextManager[object]:
 def cast_inputs(tensors: Mapping[str, Any], stay_fp32: Container[str] = ()) -> Mapping[str, Any]:
     """Inputs of attention as autocast gives them to scaled_dot_product_attention: all in its dtype.
 
-    As they are without autocast, and beside a tensor of fp64, which PyTorch does not cast.
+    They stay as they are without autocast, and beside a tensor of fp64, which autocast leaves alone.
 
     Args:
-        tensors: by name, with `q`. What is no tensor, or of no type that is cast, stays.
-        stay_fp32: names of tensors that are taken in fp32 beside any dtype, and keep it.
+        tensors: by name, `q` among them. What autocast does not cast, or is no tensor, is left to be refused by name.
+        stay_fp32: names of tensors that may be fp32 beside any dtype; these keep it.
     """
     q = tensors["q"]
     dtype = autocast_dtype(q.device.type) if isinstance(q, Tensor) else None
@@ -50,3 +50,24 @@ def cast_inputs(tensors: Mapping[str, Any], stay_fp32: Container[str] = ()) -> M
         return x.to(dtype)
 
     return {name: cast(name, x) for name, x in tensors.items()}
+
+
+def promote_blocks(blocks: Any, *weights: Any) -> tuple[Any, ...]:
+    """Blocks of a sum, and its weights, as autocast gives them to torch.stack: in fp32 where a list has several dtypes.
+
+    Without autocast they stay as they are. Weights in another dtype than the blocks are in fp32.
+
+    Args:
+        blocks: a tensor or a list of them. What autocast does not cast, or is no tensor, is left to be refused by name.
+    """
+    listed = blocks if isinstance(blocks, (list, tuple)) else [blocks]
+    if not listed or not isinstance(listed[0], Tensor) or autocast_dtype(listed[0].device.type) is None:
+        return (blocks, *weights)
+    for x in (*listed, *(w for w in weights if w is not None)):
+        if not isinstance(x, Tensor) or x.dtype not in CASTABLE:
+            return (blocks, *weights)
+    dtype = listed[0].dtype
+    if any(x.dtype != dtype for x in listed):
+        dtype = torch.float32
+        blocks = [x.float().contiguous() for x in listed]  # strides must agree, and a copy does not keep a view's
+    return (blocks, *(w if w is None or w.dtype == dtype else w.float() for w in weights))

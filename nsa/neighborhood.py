@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dispatch
 from nsa import meta
-from nsa.autocast import autocast_off
+from nsa.autocast import autocast_off, cast_inputs
 from nsa.backward_cache import BackwardCache
 from nsa.derivatives import refuse_transforms, without_second
 from nsa.neighborhood_calls import (
@@ -40,6 +40,8 @@ def neighborhood_attention(
 ) -> Tensor:
     """1-D neighborhood attention, differentiable: each token attends to the `kernel_size` tokens around it.
 
+    Under torch.autocast q, k and v are cast as those of scaled_dot_product_attention.
+
     Args:
         q: `[B,N,H,D]`; fp16, bf16 or fp32, on the CPU also fp64.
         k, v: `[B,N,H_kv,D]`, q's dtype; H a multiple of H_kv.
@@ -67,6 +69,7 @@ def neighborhood_attention(
         RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
     """
     refuse_transforms("neighborhood_attention")
+    q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
     if torch.compiler.is_compiling():
         return call_forward(q, k, v, kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend)
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
@@ -105,6 +108,7 @@ def neighborhood_attention_forward(
         window's start, and 0 where there is no such key. With "shift", slot 0 is the start of the moved window.
     """
     refuse_transforms("neighborhood_attention")
+    q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     with torch.no_grad(), autocast_off(q.device.type if isinstance(q, Tensor) else "cpu"):
         impl = resolve(q, k, v, window, algorithm, backend, band=True)

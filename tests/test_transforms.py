@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa import (
+    AttentionResidual,
     LinearCompression,
     NeighborhoodAttention,
     NSAttention,
@@ -221,3 +222,161 @@ def test_compiles_on_the_meta_device(op: str, run: Op) -> None:
     assert_alike(out, run(x))
     (gradient,) = torch.autograd.grad(out.sum(), x)
     assert gradient.shape == x.shape
+
+
+# Autocast
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+MIXES = [
+    (FP32, FP32, FP32),
+    (FP32, BF16, BF16),
+    (BF16, FP32, FP16),
+    (FP16, FP16, FP16),
+    (FP64, FP64, FP64),
+]
+ATTENTION: dict[str, Callable[..., Tensor]] = {
+    "nsa": partial(nsa, config=SMALL["seed"]),
+    "nsa_forward": partial(nsa_forward, config=SMALL["paper"]),
+    "nsa_forward_aux": lambda *qkv: nsa_forward_aux(*qkv, config=SMALL["seed"])[0],
+    "neighborhood_attention": neighborhood_attention,
+    "neighborhood_attention_forward": lambda *qkv: neighborhood_attention_forward(*qkv)[0],
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_autocast_casts_as_scaled_dot_product_attention(
+    name: str, mix: tuple[torch.dtype, ...], dtype: torch.dtype
+) -> None:
+    qkv = [x.to(own).requires_grad_() for x, own in zip(make_qkv(40), mix, strict=True)]
+    with torch.autocast("cpu", dtype):
+        like_theirs = torch.nn.functional.scaled_dot_product_attention(*(x[:, :, :2].transpose(1, 2) for x in qkv))
+        out = ATTENTION[name](*qkv)
+    assert out.dtype == like_theirs.dtype
+    cast = [x.detach().to(out.dtype).requires_grad_() for x in qkv]
+    expected = ATTENTION[name](*cast)
+    assert torch.equal(out, expected)
+    if out.requires_grad:
+        do = torch.randn_like(out)
+        got, wanted = torch.autograd.grad(out, qkv, do), torch.autograd.grad(expected, cast, do)
+        for x, y, leaf in zip(got, wanted, qkv, strict=True):
+            assert x.dtype == leaf.dtype
+            assert torch.equal(x, y.to(leaf.dtype))
+
+
+def test_autocast_casts_what_lies_beside_q() -> None:
+    """Gates and their weight stay fp32, which they may be beside any dtype."""
+    q, k, v = make_qkv(40, dtype=FP32)
+    own = {name: x.to(FP16) for name, x in zip(("k_slc", "v_slc"), make_qkv(40, seed=1)[1:], strict=True)}
+    own |= {"w_k_compress": torch.eye(16).repeat(2, 1, 1), "w_v_compress": torch.eye(16).repeat(2, 1, 1)}
+    for gates in ({"gates": torch.rand(1, 40, 4, 3)}, {"gate_proj_weight": torch.randn(4, 3, 16)}):
+        for half, given in ((False, gates), (True, {n: x.to(FP16) for n, x in gates.items()})):
+            with torch.autocast("cpu", BF16):
+                got = nsa(q, k, v, **own, **given, config=SMALL["seed"])
+            cast = {n: x.to(BF16) for n, x in own.items()} | {n: x.to(BF16) if half else x for n, x in given.items()}
+            assert torch.equal(got, nsa(q.to(BF16), k.to(BF16), v.to(BF16), **cast, config=SMALL["seed"]))
+
+
+@pytest.mark.parametrize("op", [nsa, neighborhood_attention])
+def test_autocast_leaves_fp64_alone(op: Any) -> None:
+    q, k, v = make_qkv(40)
+    with torch.autocast("cpu", BF16):
+        with pytest.raises(TypeError, match=r"k must be float64 \(q is float64\), got float32"):
+            op(q, k.float(), v)
+        with pytest.raises(TypeError, match=r"q must be bfloat16, .* got int64"):
+            op(q.long(), k.float(), v.float())
+    with pytest.raises(TypeError, match=r"k must be float32 \(q is float32\), got bfloat16"):
+        op(q.float(), k.bfloat16(), v.float())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+@pytest.mark.parametrize("name", ["nsa", "nsa_forward", "neighborhood_attention", "compress", "residual"])
+def test_autocast_casts_in_compiled_functions_too(name: str) -> None:
+    pool = LinearCompression(2, SMALL["seed"].compress_block_size, 16)
+    functions = {
+        **ATTENTION,
+        "compress": partial(nsa, config=replace(SMALL["seed"], compress=pool)),
+        "residual": lambda q, k, v: attention_residual([q[:, :, 0], k[:, :, 0], v[:, :, 0]], q[0, 0, 0]),
+    }
+    qkv = [x.to(own) for x, own in zip(make_qkv(40), (FP32, BF16, FP32), strict=True)]
+    torch._dynamo.reset()
+    whole = torch.compile(functions[name], fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", BF16):
+        got, expected = whole(*qkv), functions[name](*qkv)
+    assert got.dtype == expected.dtype == (FP32 if name == "residual" else BF16)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("weight", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("mix", [(BF16, FP32, FP16), (FP16, BF16, BF16), (FP32,) * 3, (BF16,) * 3], ids=str)
+def test_autocast_promotes_blocks_as_stack(mix: tuple[torch.dtype, ...], weight: torch.dtype, stacked: bool) -> None:
+    """As sums of layers' outputs are promoted; nothing that is fp32 is rounded."""
+    blocks = [torch.randn(2, 5, 8).to(own).requires_grad_() for own in mix]
+    w_query, w_norm = torch.randn(8).to(weight), torch.rand(8)
+    dtype = mix[0] if len(set(mix)) == 1 else FP32
+    if stacked:
+        if dtype != mix[0]:
+            return
+        blocks = [torch.stack(blocks).detach().requires_grad_()]
+    else:
+        with torch.autocast("cpu", BF16):
+            if FP16 not in mix:  # which torch.stack refuses under an autocast to bfloat16
+                assert torch.stack(blocks).dtype == dtype
+    with torch.autocast("cpu", BF16):
+        out = attention_residual(blocks[0] if stacked else blocks, w_query, w_norm)
+    cast = [x.detach().to(dtype) for x in blocks]
+    of_weight = w_query if weight == dtype else w_query.float()
+    assert out.dtype == dtype
+    assert torch.equal(out, attention_residual(cast[0] if stacked else cast, of_weight, w_norm))
+    for x, block in zip(torch.autograd.grad(out.sum(), blocks), blocks, strict=True):
+        assert x.dtype == block.dtype
+
+
+def test_a_residual_layer_of_16_bits_takes_blocks_of_32_under_autocast() -> None:
+    layer, blocks = AttentionResidual(8, dtype=BF16), torch.randn(3, 2, 5, 8)
+    with torch.autocast("cpu", BF16):
+        torch.testing.assert_close(layer(blocks), blocks.mean(0))
+
+
+@pytest.mark.parametrize("blocks", [None, [], [None], [torch.ones(2, 5, 8), None], [torch.ones(2, 5, 8), 3.0]], ids=str)
+def test_wrong_blocks_are_named_under_autocast_too(blocks: Any) -> None:
+    with torch.autocast("cpu", BF16), pytest.raises((TypeError, ValueError), match=r"^blocks"):
+        attention_residual(blocks, torch.ones(8))
+
+
+# On a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["nsa", "nsa, fp32", "neighborhood_attention", "residual"])
+def test_autocast_casts_on_a_gpu(name: str) -> None:
+    mix = (FP32, FP32, FP32) if name == "nsa, fp32" else (FP32, BF16, FP32)
+    shape = (600, 4, 2, 64)
+    qkv = [x.cuda().to(own).requires_grad_() for x, own in zip(make_qkv(*shape, dtype=torch.float32), mix, strict=True)]
+    weight = torch.ones(64, device="cuda")
+    functions: dict[str, Callable[..., Tensor]] = {
+        "neighborhood_attention": neighborhood_attention,
+        "residual": lambda q, k, v: attention_residual([x[:, :, 0] for x in (q, k, v)], weight),
+    }
+    run = functions.get(name, nsa)
+    with torch.autocast("cuda", BF16):
+        out = run(*qkv)
+    dtype = FP32 if name == "residual" else BF16
+    assert out.dtype == dtype
+    assert torch.equal(out, run(*(x.detach().to(dtype).contiguous() for x in qkv)))
+    for leaf, gradient in zip(qkv, torch.autograd.grad(out.float().square().sum(), qkv), strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert gradient.abs().sum() > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("op", "run"), OPS.items(), ids=OPS)
+def test_refuses_transforms_by_name_on_a_gpu(op: str, run: Op) -> None:
+    x = torch.randn(1, 300, 2, 64, device="cuda", dtype=BF16)
+    with pytest.raises(RuntimeError, match=f"^{op} does not support torch.vmap"):
+        torch.vmap(run)(x[None])
+    with pytest.raises(RuntimeError, match=f"^{op} does not support torch.func.grad"):
+        torch.func.grad(lambda x: run(x).sum())(x)
