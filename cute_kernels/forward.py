@@ -28,7 +28,7 @@ from cute_kernels.best_blocks import Blocks
 from cute_kernels.block_lists import BlockLists, Keys, chosen_lists, prefix_lists
 from cute_kernels.compress import block_means, tile_means
 from cute_kernels.device import vectorizable
-from cute_kernels.documents import Documents, lay_out
+from cute_kernels.documents import DOCUMENT, PUBLIC_ENTRY, Documents, lay_out
 from cute_kernels.gate import Gating, gated_sum
 from cute_kernels.score import top_blocks
 from cute_kernels.support import tile_rows
@@ -103,7 +103,7 @@ def nsa(
         if gates is None:
             gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
         if documents is not None:
-            return call.result, _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates, config.token_mode)
+            return call.result, _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates, config)
         outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
         selected = part.indices, _all_if_none(part.cmp_indices, config, q, call.k_cmp)
         return call.result, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
@@ -282,7 +282,7 @@ def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:
 
 
 def _packed_aux(
-    documents: Documents, part: Part, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor, token_mode: bool
+    documents: Documents, part: Part, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor, config: Any
 ) -> tuple[Tensor | None, ...]:
     """The fields of NSAAux without B, rows and entries lying as the documents are packed."""
     branches = part.cmp, part.slc, part.win
@@ -292,9 +292,22 @@ def _packed_aux(
         documents.without_gaps(k_cmp[0]),
         documents.without_gaps(v_cmp[0]),
         documents.fill_rest(gates[0], 0, 0.0),
-        documents.by_token(part.indices[0], 1, -1) if token_mode else part.indices[0],
-        None if part.cmp_indices is None else part.cmp_indices[0],
+        documents.by_token(part.indices[0], 1, -1) if config.token_mode else part.indices[0],
+        None if part.cmp_indices is None else _all_if_they_fit(documents, part.cmp_indices[0], config.n_block_size),
     )
+
+
+def _all_if_they_fit(documents: Documents, indices: Tensor, width: int) -> Tensor:
+    """NSAAux.cmp_indices `[H,tiles,c]` of packed documents: all blocks of a document that has no more than c.
+
+    The kernel leaves out those that nothing was scored in; attention is the same, since no token sees their entries.
+    """
+    count, document = indices.shape[-1], documents.tiles[DOCUMENT]
+    entries = documents.bounds[PUBLIC_ENTRY].diff()[document.clamp(min=0)]
+    blocks = ((entries + width - 1) // width)[:, None]
+    places = torch.arange(count, dtype=torch.int32, device=indices.device)
+    fit = (document >= 0)[:, None] & (blocks <= count)
+    return torch.where(fit, torch.where(places < blocks, places, -1), indices)
 
 
 # Steps, in the order of docs/semantics.md

@@ -16,17 +16,25 @@ OPS = {
     "neighborhood_attention_backward": "nsa.neighborhood:neighborhood_attention_backward",
     "attention_residual": "nsa.residual:attention_residual",
 }
-"""Public functions by op; imported on first use, since their modules import this one."""
+"""The op's public function."""
 
-__all__ = ["BackendError", "Call", "Impl", "Verdict", "explain", "resolve", *OPS]
+FUNCTIONS = {
+    **OPS,
+    "nsa_forward": "nsa.api:nsa_forward",
+    "nsa_forward_aux": "nsa.api:nsa_forward_aux",
+    "neighborhood_attention_forward": "nsa.neighborhood:neighborhood_attention_forward",
+}
+"""All public functions; imported on first use, since their modules import this one."""
+
+__all__ = ["BackendError", "Call", "Impl", "Verdict", "explain", "resolve", *FUNCTIONS]
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *OPS]
+    return [*globals(), *FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in OPS:
+    if name not in FUNCTIONS:
         raise AttributeError(f"module 'dispatch' has no attribute {name!r}")
-    module, _, attribute = OPS[name].partition(":")
+    module, _, attribute = FUNCTIONS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

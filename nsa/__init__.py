@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+__version__ = "0.1.0"  # pyproject.toml takes it from here
+
 
 def _check_siblings() -> None:
     """The distribution's other packages have plain names; another project's `dispatch` could stand in front of ours."""

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from nsa import eager, ops
+from nsa.autocast import autocast_dtype, autocast_off, cast_inputs
 from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions, check_options
+from nsa.derivatives import refuse_transforms
 from nsa.reference import pooled, pooled_entries
 from nsa.tensors import TENSOR_NAMES, NSAAux, NSAInputs
 
@@ -89,13 +91,25 @@ def _run(
     flags: dict[str, Any] = {"deterministic": deterministic, "recompute": recompute, "backend": backend}
     needs_grad = isinstance(q, Tensor) and inputs.needs_grad(config)
     call = ops.resolve(inputs, config, **flags, needs_grad=needs_grad)
-    with ops.autocast_off(q.device.type):
+    with autocast_off(q.device.type):
         if call.impl.training is not None and config.compress != "mean":
             inputs, config = pooled(inputs, config)
         if call.impl.training is not None and needs_grad:
             return eager.train(call._replace(inputs=inputs, config=config)), None
         out, aux = call.impl.load()(inputs, config, aux=want_aux)
     return out, NSAAux(*aux) if want_aux else None
+
+
+def _cast(
+    q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+    """The arguments as autocast has them."""
+    if not isinstance(q, Tensor) or autocast_dtype(q.device.type) is None:
+        return q, k, v, keywords
+    names = [name for name in TENSOR_NAMES[3:] if name in keywords]
+    given = {"q": q, "k": k, "v": v, **{name: keywords[name] for name in names}}
+    cast = cast_inputs(given, stay_fp32=("gates", "gate_proj_weight"))
+    return cast["q"], cast["k"], cast["v"], {**keywords, **{name: cast[name] for name in names}}
 
 
 def _recordable(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,7 +123,7 @@ def _recordable(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) ->
     config = config or NSAConfig(**options)
     inputs = NSAInputs(q, k, v, **{name: value for name, value in keywords.items() if name in TENSOR_NAMES})
     inputs.check(config)
-    with ops.autocast_off(q.device.type):
+    with autocast_off(q.device.type):
         k_cmp, v_cmp = pooled_entries(inputs, config)
     options = {name: getattr(config, name) for name in OPTION_NAMES}
     given = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
@@ -136,7 +150,7 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
 
     Each query attends to compressed blocks of the past, to the tokens of a few selected blocks and to a sliding
     window; gates weigh the three outputs. See NSAConfig for what each option means and docs/semantics.md for the
-    exact definition.
+    exact definition. Under torch.autocast tensors are cast as those of scaled_dot_product_attention.
 
     Args:
         q: `[B,N,H,D]`; bf16 or fp16 on a GPU, on the CPU also fp32 and fp64. Packed: `[T,H,D]` with `cu_seqlens`.
@@ -161,24 +175,31 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
     """
+    refuse_transforms("nsa")
+    q, k, v, given = _cast(q, k, v, keywords)
     if torch.compiler.is_compiling():
-        return ops.call_saving(q, k, v, **_recordable(q, k, v, keywords))
-    return _run(False, q, k, v, **keywords)[0]
+        return ops.call_saving(q, k, v, **_recordable(q, k, v, given))
+    return _run(False, q, k, v, **given)[0]
 
 
 @_with_signature
 def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
     """`nsa` without a graph: same arguments, same result, nothing kept for backward."""
+    refuse_transforms("nsa")
+    q, k, v, given = _cast(q, k, v, keywords)
     if torch.compiler.is_compiling():
-        return ops.call_forward(q, k, v, **_recordable(q, k, v, keywords))
+        return ops.call_forward(q, k, v, **_recordable(q, k, v, given))
     with torch.no_grad():
-        return _run(False, q, k, v, **keywords)[0]
+        return _run(False, q, k, v, **given)[0]
 
 
 @_with_signature
 def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> tuple[Tensor, NSAAux]:
     """`nsa_forward` with everything computed on the way: `(out, NSAAux)`."""
+    refuse_transforms("nsa")
+    q, k, v, given = _cast(q, k, v, keywords)
     with torch.no_grad():
-        out, aux = _run(True, q, k, v, **keywords)
+        out, aux = _run(True, q, k, v, **given)
     return out, cast("NSAAux", aux)

@@ -46,6 +46,26 @@ def refuse_second(op: str) -> None:
     raise RuntimeError(f"{op} has no second derivative on this backend: call backward() without create_graph")
 
 
+def refuse_transforms(op: str) -> None:
+    """Raise inside torch.func's transforms, whose tensors have no memory that a kernel could read.
+
+    Raises:
+        RuntimeError: naming the transform and what to do instead.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return
+    kinds = torch._C._functorch.TransformType
+    names_and_advice = {
+        kinds.Vmap: ("torch.vmap", "its tensors have a batch dimension B, make yours a part of it"),
+        kinds.Grad: ("torch.func.grad, vjp or jacrev", "call backward() or torch.autograd.grad"),
+        kinds.Jvp: ("torch.func.jvp or jacfwd", "there are derivatives by backward() and torch.autograd.grad alone"),
+    }
+    innermost = torch._C._functorch.peek_interpreter_stack().key()
+    if innermost in names_and_advice:
+        name, advice = names_and_advice[innermost]
+        raise RuntimeError(f"{op} does not support {name}: {advice}")
+
+
 class _Constant(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: str, gradients: list[Tensor | None], *sources: Tensor) -> tuple[Tensor | None, ...]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.autocast import autocast_off
 from nsa.derivatives import without_second
-from nsa.ops import Resolved, autocast_off
+from nsa.ops import Resolved
 from nsa.tensors import TENSOR_NAMES, NSAInputs
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from dispatch.registry import short_name
 from nsa.api import nsa, nsa_forward_aux
+from nsa.autocast import CASTABLE, autocast_dtype
 from nsa.compression import LinearCompression
 from nsa.config import NSAConfig, check_options, check_sizes
 from nsa.tensors import NSAAux
@@ -64,11 +66,103 @@ def rotated(rope: RotaryHook | None, tensor: Tensor, position_embeddings: Any) -
     return result
 
 
+_NO_MASK, _NO_CACHE, _NO_WEIGHTS, _NO_CROSS, _POSITIONS = (
+    "there is no attention mask",
+    "there is no cache of keys and values",
+    "there are no attention weights to return",
+    "this is self-attention",
+    "rotary embeddings come by position_embeddings and the rope hook",
+)
+NOT_SUPPORTED = {
+    "attention_mask": _NO_MASK,
+    "attn_mask": _NO_MASK,
+    "key_padding_mask": _NO_MASK,
+    "past_key_values": _NO_CACHE,
+    "past_key_value": _NO_CACHE,
+    "layer_past": _NO_CACHE,
+    "cache_position": _NO_CACHE,
+    "use_cache": _NO_CACHE,
+    "need_weights": _NO_WEIGHTS,
+    "output_attentions": _NO_WEIGHTS,
+    "key": _NO_CROSS,
+    "value": _NO_CROSS,
+    "encoder_hidden_states": _NO_CROSS,
+    "position_ids": _POSITIONS,
+}
+"""Arguments of attention layers of PyTorch and Hugging Face that layers here do not have, and why."""
+
+FLAGS = ("use_cache", "need_weights", "output_attentions")
+"""Those of them that ask for nothing when they are False."""
+
+
+def refuse_arguments(arguments: Mapping[str, Any], *, causal: bool, instead_of_mask: str) -> None:
+    """Raise unless an attention layer does what further arguments of its forward ask for.
+
+    Nothing is asked for by None, by a flag that is False, and by an `is_causal` that is the layer's own.
+
+    Args:
+        instead_of_mask: how tokens of different documents are kept apart.
+
+    Raises:
+        TypeError: an argument that is not known.
+        ValueError: one that is not supported, with the reason.
+    """
+    for name, value in arguments.items():
+        if name == "is_causal":
+            reason, nothing = f"this layer was made with causal={causal}", value is causal
+        elif name in NOT_SUPPORTED:
+            reason, nothing = NOT_SUPPORTED[name], value is False and name in FLAGS
+        else:
+            raise TypeError(f"forward got an unexpected keyword argument {name!r}")
+        if value is None or nothing:
+            continue
+        advice = f", {instead_of_mask}" if reason == _NO_MASK else ""
+        got = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+        raise ValueError(f"{name} is not supported: {reason}{advice}; got {got}")
+
+
+def check_input(hidden_states: Tensor, hidden_size: int, project: nn.Module, *, packed: bool | None) -> None:
+    """Raise unless a layer can project its input.
+
+    Args:
+        project: the layer's first projection. One that was replaced, or has hooks, may take other dtypes and devices.
+        packed: whether there is a `cu_seqlens`; None: the layer takes none.
+
+    Raises:
+        TypeError, ValueError: naming `hidden_states`, what was expected and what came.
+    """
+    if not isinstance(hidden_states, Tensor):
+        raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
+    if hidden_states.dim() != (2 if packed else 3):
+        layout = "[B,N,hidden_size]" if packed is None else "[B,N,hidden_size] (or [T,...] with cu_seqlens)"
+        layout = "[T,hidden_size] with cu_seqlens" if packed else layout
+        raise ValueError(f"hidden_states must have the layout {layout}, got shape {list(hidden_states.shape)}")
+    if hidden_states.shape[-1] != hidden_size:
+        raise ValueError(f"hidden_states must have hidden_size={hidden_size}, got shape {list(hidden_states.shape)}")
+    if torch.compiler.is_compiling() or type(project) is not nn.Linear:
+        return
+    if "forward" in vars(project) or project._forward_pre_hooks:
+        return
+    weight, dtype = project.weight, hidden_states.dtype
+    if hidden_states.device != weight.device:
+        raise ValueError(f"hidden_states must be on {weight.device}, as the weights are, got {hidden_states.device}")
+    if dtype == weight.dtype:
+        return
+    if autocast_dtype(hidden_states.device.type) is None:
+        raise TypeError(
+            f"hidden_states must be {short_name(weight.dtype)}, as the weights are, got {short_name(dtype)}"
+        )
+    if dtype not in CASTABLE or weight.dtype not in CASTABLE:
+        wanted = " or ".join(map(short_name, CASTABLE if weight.dtype in CASTABLE else (weight.dtype,)))
+        raise TypeError(f"hidden_states must be {wanted} under autocast, got {short_name(dtype)}")
+
+
 class NSAttention(nn.Module):
-    """Self-attention by NSA, in the place of `nn.MultiheadAttention` or of a Llama attention block.
+    """Self-attention by NSA: a layer of a transformer block, which gives one tensor.
 
     Projections are named as in Llama (q_proj, k_proj, v_proj, o_proj), so such a layer's weights load with
-    `strict=False`. Always causal unless `config` says otherwise; there is no attention mask, pack documents instead.
+    `strict=False`. Always causal unless `config` says otherwise. There is no attention mask, pack documents instead of
+    padding them; and no cache of keys and values to generate with.
 
     Args:
         hidden_size: width of the input and output.
@@ -116,7 +210,7 @@ class NSAttention(nn.Module):
             raise ValueError(f"gate must be 'x', 'q' or None, got {gate!r}")
         if compress not in ("linear", None):
             raise ValueError(f"compress must be 'linear' or None, got {compress!r}")
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
         self.config = NSAConfig() if config is None else config
         self.gate, self.rope, self.backend = gate, rope, backend
@@ -169,24 +263,28 @@ class NSAttention(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        **others: Any,
     ) -> Tensor:
         """Attend within each sequence, or within each packed document.
 
         Args:
-            hidden_states: `[B,N,hidden_size]`; packed `[T,hidden_size]` with `cu_seqlens` int32 `[B+1]`.
+            hidden_states: `[B,N,hidden_size]`; packed `[T,hidden_size]` with `cu_seqlens` int32 `[B+1]`. In the
+                weights' dtype, under autocast also in another one that it casts.
             position_embeddings: handed to the `rope` hook as it is.
             cu_seqlens, max_seqlen: as in `nsa`.
+            others: `attention_mask`, `past_key_values`, `position_ids` and others that attention layers elsewhere take
+                are refused, unless they are None or ask for what this layer does anyway.
 
         Returns:
             Same shape and dtype as `hidden_states`; under autocast, its dtype.
 
         Raises:
-            ValueError: `hidden_states` of another layout.
+            TypeError, ValueError: `hidden_states` of another layout, width, dtype or device; an argument of `others`.
             TypeError: `position_embeddings` without a `rope` hook to use them.
             TypeError, ValueError: a `rope` hook that changes dtype or shape; as `nsa`.
             dispatch.BackendError: as `nsa`.
         """
-        self._check_layout(hidden_states, cu_seqlens)
+        self._check(hidden_states, cu_seqlens, others)
         given = self._given(hidden_states, position_embeddings)
         projected: Tensor = self.o_proj(nsa(**given, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).flatten(-2))
         return projected
@@ -198,19 +296,19 @@ class NSAttention(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        **others: Any,
     ) -> tuple[Tensor, NSAAux]:
         """`forward` without a graph, and everything computed on the way, such as what was selected (NSAAux)."""
-        self._check_layout(hidden_states, cu_seqlens)
+        self._check(hidden_states, cu_seqlens, others)
         with torch.no_grad():
             given = self._given(hidden_states, position_embeddings)
             out, aux = nsa_forward_aux(**given, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             return self.o_proj(out.flatten(-2)), aux
 
-    def _check_layout(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> None:
-        packed = cu_seqlens is not None
-        if hidden_states.dim() != (2 if packed else 3):
-            layout = "[T,hidden_size] with cu_seqlens" if packed else "[B,N,hidden_size] (or [T,...] with cu_seqlens)"
-            raise ValueError(f"hidden_states must have the layout {layout}, got shape {list(hidden_states.shape)}")
+    def _check(self, hidden_states: Tensor, cu_seqlens: Tensor | None, others: Mapping[str, Any]) -> None:
+        instead_of_mask = "pack documents with cu_seqlens instead of padding them"
+        refuse_arguments(others, causal=self.config.causal, instead_of_mask=instead_of_mask)
+        check_input(hidden_states, self.hidden_size, self.q_proj, packed=cu_seqlens is not None)
 
     def _given(self, hidden_states: Tensor, position_embeddings: Any) -> dict[str, Any]:
         """Arguments of `nsa`."""

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import dispatch
+from nsa import meta
+from nsa.autocast import autocast_off, cast_inputs
 from nsa.backward_cache import BackwardCache
-from nsa.derivatives import without_second
+from nsa.derivatives import refuse_transforms, without_second
 from nsa.neighborhood_calls import (
     PATHS,
     Window,
@@ -21,7 +23,6 @@ from nsa.neighborhood_calls import (
     resolve,
 )
 from nsa.neighborhood_ops import call_forward
-from nsa.ops import autocast_off
 
 
 def neighborhood_attention(
@@ -38,6 +39,8 @@ def neighborhood_attention(
     backend: str | None = None,
 ) -> Tensor:
     """1-D neighborhood attention, differentiable: each token attends to the `kernel_size` tokens around it.
+
+    Under torch.autocast q, k and v are cast as those of scaled_dot_product_attention.
 
     Args:
         q: `[B,N,H,D]`; fp16, bf16 or fp32, on the CPU also fp64.
@@ -63,7 +66,10 @@ def neighborhood_attention(
         TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed; so
             algorithm="dense" beyond the limits of its backward, where there will be one.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
     """
+    refuse_transforms("neighborhood_attention")
+    q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
     if torch.compiler.is_compiling():
         return call_forward(q, k, v, kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend)
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
@@ -101,6 +107,8 @@ def neighborhood_attention_forward(
         out, and the band `[B,H,N,kernel_size]` in fp32 (fp64 for fp64 inputs): slot s is the key s * dilation after the
         window's start, and 0 where there is no such key. With "shift", slot 0 is the start of the moved window.
     """
+    refuse_transforms("neighborhood_attention")
+    q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     with torch.no_grad(), autocast_off(q.device.type if isinstance(q, Tensor) else "cpu"):
         impl = resolve(q, k, v, window, algorithm, backend, band=True)
@@ -149,7 +157,9 @@ def neighborhood_attention_backward(
         TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed; so
             path="dense" beyond its limits.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
     """
+    refuse_transforms("neighborhood_attention_backward")
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     check_choice("path", path, PATHS)
     if cache is not None and not isinstance(cache, BackwardCache):
@@ -158,7 +168,7 @@ def neighborhood_attention_backward(
     check_backward_tensors(do, attn, q, kernel_size)
     options = {**asdict(window), "path": path, "band": True, "shape": tuple(q.shape)}
     call = dispatch.Call("neighborhood_attention_backward", q.device, q.dtype, backward=True, options=options)
-    impl = dispatch.resolve(call, backend)
+    impl = meta.resolve(call, backend)
     named = {} if impl.backend == "reference" else {"backend": impl.backend}
 
     def compute() -> tuple[Tensor, ...]:

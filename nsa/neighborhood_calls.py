@@ -10,6 +10,7 @@ from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
+from nsa import meta
 from nsa.config import finite
 from nsa.tensors import DTYPES, check_dense
 
@@ -112,7 +113,7 @@ def resolve(
     check_tensors(q, k, v)
     options = {**asdict(window), "algorithm": algorithm, "band": band, "shape": tuple(q.shape)}
     call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=needs_grad(q, k, v), options=options)
-    return dispatch.resolve(call, backend)
+    return meta.resolve(call, backend)
 
 
 def needs_grad(*tensors: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.module import RotaryHook, check_hook, head_sizes, rotated
+from nsa.module import RotaryHook, check_hook, check_input, head_sizes, refuse_arguments, rotated
 from nsa.neighborhood import neighborhood_attention
 from nsa.neighborhood_calls import ALGORITHMS, Window, check_choice
 
@@ -54,7 +54,7 @@ class NeighborhoodAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.hidden_size, self.num_heads = hidden_size, num_heads
         self.num_kv_heads, self.head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
         self.window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
         check_choice("algorithm", algorithm, ALGORITHMS)
@@ -72,25 +72,25 @@ class NeighborhoodAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias, **place)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **others: Any) -> Tensor:
         """Attend within each sequence.
 
         Args:
-            hidden_states: `[B,N,hidden_size]`.
+            hidden_states: `[B,N,hidden_size]`, in the weights' dtype, under autocast also in another one that it casts.
             position_embeddings: handed to the `rope` hook as it is.
+            others: refused as in NSAttention.
 
         Returns:
             Same shape and dtype as `hidden_states`; under autocast, its dtype.
 
         Raises:
-            ValueError: `hidden_states` of another layout.
+            TypeError, ValueError: `hidden_states` of another layout, width, dtype or device; an argument of `others`.
             TypeError: `position_embeddings` without a `rope` hook to use them.
             TypeError, ValueError: a `rope` hook that changes dtype or shape.
         """
-        if hidden_states.dim() != 3:
-            raise ValueError(
-                f"hidden_states must have the layout [B,N,hidden_size], got shape {list(hidden_states.shape)}"
-            )
+        instead_of_mask = "attend to each document in a call of its own instead of padding them"
+        refuse_arguments(others, causal=self.window.causal, instead_of_mask=instead_of_mask)
+        check_input(hidden_states, self.hidden_size, self.q_proj, packed=None)
         q = self._rotate(self._heads(self.q_proj(hidden_states)), position_embeddings)
         k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
         v = self._heads(self.v_proj(hidden_states))

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import dispatch
+from nsa.autocast import autocast_off
 from nsa.derivatives import differentiate, refuse_second
 from nsa.neighborhood_calls import Window, resolve
-from nsa.ops import autocast_off
 
 FORWARD, BACKWARD = "nsa_kernels::neighborhood_attention", "nsa_kernels::neighborhood_attention_backward"
 _OPTIONS = "int kernel_size, int dilation, float? softmax_scale, str boundary, bool causal, str algorithm, str? backend"

@@ -14,14 +14,14 @@ A backend trains through the module that its row names (dispatch.Impl.training):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import dispatch
-from nsa import rerun
+from nsa import meta, rerun
+from nsa.autocast import autocast_off
 from nsa.config import OPTION_NAMES, NSAConfig, check_options
 from nsa.derivatives import refuse_second
 from nsa.tensors import TENSOR_NAMES, NSAInputs
@@ -83,15 +83,7 @@ def resolve(
         backward=needs_grad,
         options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
     )
-    return Resolved(inputs, config, deterministic, recompute, dispatch.resolve(call, backend))
-
-
-def autocast_off(device_type: str) -> AbstractContextManager[object]:
-    """A backend rounds where docs/semantics.md says; autocast would take its fp32 products to 16 bits."""
-    recorded = torch.compiler.is_compiling()  # by Dynamo, which in torch 2.11 cannot ask what autocast does
-    if recorded or (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    return Resolved(inputs, config, deterministic, recompute, meta.resolve(call, backend))
 
 
 # The operators

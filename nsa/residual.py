@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import dispatch
-from nsa.derivatives import without_second
-from nsa.ops import autocast_off
+from nsa.autocast import autocast_off, promote_blocks
+from nsa.derivatives import refuse_transforms, without_second
 from nsa.residual_calls import members, needs_grad, resolve
 from nsa.residual_ops import call_forward
 
@@ -26,7 +26,8 @@ def attention_residual(
     """Attention of each token to what the blocks before gave for it (arXiv 2603.15031), differentiable.
 
     The score of block i is `sum over D of w_query * w_norm * x_i / sqrt(mean(x_i^2) + eps)`; out is the sum of the
-    blocks, weighted by the softmax of their scores.
+    blocks, weighted by the softmax of their scores. Under torch.autocast a list of blocks of several dtypes is taken in
+    fp32, as torch.stack takes it.
 
     Args:
         blocks: `[L,B,N,D]`, or a list of L tensors `[B,N,D]` of the same strides, which are read where they are; fp16,
@@ -41,7 +42,10 @@ def attention_residual(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
     """
+    refuse_transforms("attention_residual")
+    blocks, w_query, w_norm = promote_blocks(blocks, w_query, w_norm)
     if torch.compiler.is_compiling():
         return call_forward(blocks, w_query, w_norm, eps, backend)
     impl = resolve(blocks, w_query, w_norm, eps, backend)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
+from nsa import meta
+from nsa.autocast import CASTABLE, autocast_dtype
 from nsa.config import finite
 from nsa.tensors import DTYPES, check_dense
 
@@ -45,7 +47,7 @@ def _resolve(
 ) -> dispatch.Impl:
     options = {"blocks": size, "stacked": stacked, "shape": tuple(shape)}
     call = dispatch.Call("attention_residual", device, dtype, backward=backward, options=options)
-    return dispatch.resolve(call, backend)
+    return meta.resolve(call, backend)
 
 
 @lru_cache(1024)
@@ -72,6 +74,28 @@ def check_eps(eps: object) -> None:
         raise TypeError(f"eps must be a number, got {eps!r}")
     if not finite(eps) or eps < 0:
         raise ValueError(f"eps must be finite and at least 0, got {eps}")
+
+
+def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
+    """Raise, naming `blocks`, where they do not fit the weight `[D]` of a layer. What else they must be `resolve` says.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    stacked = isinstance(blocks, Tensor)
+    first = blocks if stacked or not isinstance(blocks, (list, tuple)) or not blocks else blocks[0]
+    if not isinstance(first, Tensor) or first.dim() == 0:
+        return
+    name, width = "blocks" if stacked else "blocks[0]", weight.shape[0]
+    if first.shape[-1] != width:
+        raise ValueError(f"{name} must have hidden_size={width}, as this layer has, got shape {list(first.shape)}")
+    if first.device != weight.device:
+        raise ValueError(f"{name} must be on {weight.device}, as the weights are, got {first.device}")
+    if weight.dtype not in (first.dtype, torch.float32):
+        cast = weight.dtype in CASTABLE and autocast_dtype(weight.device.type) is not None
+        if not cast:
+            expected = f"{short_name(weight.dtype)}, as the weights are"
+            raise TypeError(f"{name} must be {expected}, got {short_name(first.dtype)}")
 
 
 def _check_blocks(blocks: Any) -> tuple[Tensor, int]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nsa.config import check_sizes
 from nsa.residual import attention_residual
-from nsa.residual_calls import check_eps
+from nsa.residual_calls import check_eps, check_layer_blocks
 
 
 class AttentionResidual(nn.Module):
@@ -62,7 +62,8 @@ class AttentionResidual(nn.Module):
         """Mix the blocks.
 
         Args:
-            blocks: `[L,B,N,hidden_size]`, or a list of L tensors `[B,N,hidden_size]`.
+            blocks: `[L,B,N,hidden_size]`, or a list of L tensors `[B,N,hidden_size]`; in the weights' dtype, unless
+                these are fp32.
 
         Returns:
             `[B,N,hidden_size]` in the blocks' dtype.
@@ -70,6 +71,7 @@ class AttentionResidual(nn.Module):
         Raises:
             TypeError, ValueError: as `attention_residual`.
         """
+        check_layer_blocks(blocks, self.w_query)
         return attention_residual(blocks, self.w_query, self.w_norm, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.autocast import autocast_off
 from nsa.derivatives import differentiate, refuse_second
-from nsa.ops import autocast_off
 from nsa.residual_calls import Blocks, members, resolve
 
 FORWARD, BACKWARD = "nsa_kernels::attention_residual", "nsa_kernels::attention_residual_backward"

@@ -44,7 +44,8 @@ class NSAAux(NamedTuple):
     indices: Tensor
     """Selected blocks, int32 `[B,H,tiles,num_selected_blocks]` (H_kv when shared), ascending, padded with -1."""
     cmp_indices: Tensor | None
-    """Chosen blocks of compressed entries, int32 `[B,H,tiles,c]`, ascending, padded with -1; None when all are used."""
+    """Chosen blocks of compressed entries, int32 `[B,H,tiles,c]`, ascending, padded with -1; all of a document's blocks
+    in each of its tiles where c is at least their number. None without num_cmp_selected_blocks."""
 
 
 @dataclass(frozen=True)

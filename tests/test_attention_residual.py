@@ -142,6 +142,33 @@ def test_the_layer_starts_with_the_mean(norm_weight: bool) -> None:
     assert layer.w_query.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize(
+    ("error", "message", "dtype", "given"),
+    [
+        (TypeError, "blocks must be a torch.Tensor or a list of them, got NoneType", None, None),
+        (TypeError, r"blocks\[0\] must be a torch.Tensor, got NoneType", None, [None]),
+        (ValueError, "blocks must have at least one member", None, []),
+        (ValueError, r"blocks must have the layout \[L,B,N,D\]", None, torch.zeros(2, 5, 8)),
+        (
+            ValueError,
+            r"blocks must have hidden_size=8, as this layer has, got shape \[3, 2, 5, 7\]",
+            None,
+            BLOCKS[..., :7],
+        ),
+        (ValueError, r"blocks\[0\] must have hidden_size=8, .* got shape \[2, 5, 7\]", None, [BLOCKS[0, ..., :7]]),
+        (ValueError, "blocks must be on cpu, as the weights are, got meta", None, BLOCKS.to("meta")),
+        (TypeError, "blocks must be bfloat16, as the weights are, got float32", torch.bfloat16, BLOCKS),
+        (TypeError, r"blocks\[0\] must be float64, as the weights are, got float32", torch.float64, [BLOCKS[0]]),
+    ],
+    ids=str,
+)
+def test_the_layer_blames_its_input(
+    error: type[Exception], message: str, dtype: torch.dtype | None, given: Any
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        AttentionResidual(8, dtype=dtype)(given)
+
+
 def test_the_layer_is_the_function() -> None:
     layer = AttentionResidual(16, eps=1e-3)
     torch.nn.init.normal_(layer.w_query)

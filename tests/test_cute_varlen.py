@@ -138,12 +138,12 @@ def part_of(aux: NSAAux, document: Alone) -> dict[str, Tensor]:
     return part
 
 
-def assert_equals_each_document_alone(case: Case) -> None:
-    inputs = pack(case)
+def assert_equals_each_document_alone(case: Case, lengths: tuple[int, ...] = LENGTHS) -> None:
+    inputs = pack(case, lengths)
     out, aux = run(inputs, case.config)
     assert torch.equal(nsa_forward(**inputs.tensors(), config=case.config, backend="cute"), out)  # type: ignore[arg-type]
     last = None
-    for document in documents(inputs, case.config, LENGTHS):
+    for document in documents(inputs, case.config, lengths):
         where = f"document {document.tokens}"
         alone_out, alone_aux = run(document.inputs, case.config)
         assert torch.equal(out[document.tokens], alone_out[0]), where
@@ -164,6 +164,14 @@ def assert_equals_each_document_alone(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_each_document_alone(case: Case) -> None:
     assert_equals_each_document_alone(case)
+
+
+def test_lists_all_blocks_of_entries_where_they_fit() -> None:
+    """Two blocks, and a first tile that sees one of them."""
+    case = CASES["sparse compressed"]
+    assert -(-case.config.num_compressed(1500) // case.config.n_block_size) == case.config.num_cmp_selected_blocks
+    assert case.config.num_compressed(T) < case.config.n_block_size
+    assert_equals_each_document_alone(case, (1500, 300, 2113))
 
 
 @pytest.mark.parametrize("dim", [64, 128])

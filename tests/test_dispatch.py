@@ -123,6 +123,14 @@ def test_every_op_is_reached_through_dispatch_and_has_a_cpu_row() -> None:
         assert resolve(Call(op, CPU, torch.float32)).backend == "reference"
 
 
+@pytest.mark.parametrize("name", ["nsa_forward", "nsa_forward_aux", "neighborhood_attention_forward"])
+def test_functions_without_a_graph_are_reached_through_dispatch_too(name: str) -> None:
+    assert name in dispatch.__all__
+    assert name in dir(dispatch)
+    module = importlib.import_module("nsa.api" if name.startswith("nsa") else "nsa.neighborhood")
+    assert getattr(dispatch, name) is getattr(module, name)
+
+
 def test_deterministic_backward_on_a_device_is_refused_with_the_reason() -> None:
     asked = Call("nsa", CUDA, torch.float32, backward=True, options={"deterministic": True})
     with pytest.raises(BackendError, match="sums with atomics"):
@@ -292,7 +300,9 @@ def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"  nsa                              npu   reference  no: {refused}" in lines
 
 
-@pytest.mark.parametrize("op", ["nsa", "neighborhood_attention", "attention_residual"])
+@pytest.mark.parametrize(
+    "op", ["nsa", "nsa_forward", "nsa_forward_aux", "neighborhood_attention", "attention_residual"]
+)
 def test_an_op_is_the_same_function_wherever_it_is_imported_from(op: str) -> None:
     """A module of the same name in `nsa` would stand in its place."""
     script = f"import dispatch, nsa.neighborhood, nsa.residual; from nsa import {op}; print({op} is dispatch.{op})"

@@ -233,9 +233,8 @@ def test_environment_names_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_backend_on_a_device_without_kernels() -> None:
-    on_meta = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in good().items()}
-    with pytest.raises(dispatch.BackendError, match="reference: runs on meta only when named: backend='reference'"):
-        nsa(**on_meta)
+    with pytest.raises(dispatch.BackendError, match="reference: runs on npu only when named: backend='reference'"):
+        dispatch.resolve(dispatch.Call("nsa", "npu", torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -260,11 +259,14 @@ def test_bad_modules(error: type[Exception], keywords: dict[str, Any], message: 
         NSAttention(**{"hidden_size": 32, "num_heads": 4, **keywords})
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_the_reference_has_no_values_of_meta_tensors(debug: bool) -> None:
-    on_meta = {name: ones(*good()[name].shape, device="meta") for name in ("q", "k", "v")}
-    with pytest.raises(dispatch.BackendError, match="reads values, and meta tensors have none"):
-        nsa(**on_meta, debug=debug, backend="reference")
+@pytest.mark.parametrize("case", ["k other D", "gates shape", "k_cmp shape", "packed k_cmp dims", "backend unknown"])
+def test_bad_input_on_the_meta_device(case: str) -> None:
+    changes, error, pieces = BAD[case]
+    given = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in (good() | changes).items()}
+    with pytest.raises(error) as caught:
+        nsa(**given)
+    for piece in pieces:
+        assert piece in str(caught.value)
 
 
 def test_module_refuses_positions_it_would_ignore() -> None:
@@ -285,6 +287,65 @@ def test_module_refuses_positions_it_would_ignore() -> None:
 def test_modules_refuse_what_a_hook_must_not_do(layer: Any, error: type[Exception], hook: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         layer(32, 4, rope=hook)(torch.ones(1, 8, 32))
+
+
+LAYERS = {"nsa": NSAttention, "neighborhood": NeighborhoodAttention}
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "message"),
+    [
+        (TypeError, None, "must be a torch.Tensor, got NoneType"),
+        (TypeError, [[1.0]], "must be a torch.Tensor, got list"),
+        (ValueError, ones(1, 8, 16), r"must have hidden_size=32, got shape \[1, 8, 16\]"),
+        (TypeError, ones(1, 8, 32, dtype=DOUBLE), "must be float32, as the weights are, got float64"),
+        (TypeError, ones(1, 8, 32, dtype=torch.int64), "must be float32, as the weights are, got int64"),
+        (ValueError, ones(1, 8, 32, device="meta"), "must be on cpu, as the weights are, got meta"),
+    ],
+    ids=["none", "list", "width", "dtype", "integers", "device"],
+)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_modules_name_hidden_states(kind: str, error: type[Exception], given: Any, message: str) -> None:
+    with pytest.raises(error, match=f"^hidden_states {message}"):
+        LAYERS[kind](32, 4)(given)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_modules_under_autocast_take_what_it_casts(kind: str) -> None:
+    layer = LAYERS[kind](32, 4)
+    x = torch.randn(1, 8, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            assert layer(x.to(dtype)).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="hidden_states must be bfloat16 or float16 or float32 under autocast, got"):
+            layer(x.double())
+        with pytest.raises(TypeError, match="hidden_states must be float64 under autocast, got float32"):
+            LAYERS[kind](32, 4, dtype=DOUBLE)(x)
+
+
+@pytest.mark.parametrize("how", ["another module", "a hook", "a forward of its own"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_modules_leave_dtypes_to_projections_that_cast(kind: str, how: str) -> None:
+    """As adapters, quantized weights and offloading do."""
+
+    class Casting(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.float())
+
+    layer = LAYERS[kind](32, 4)
+    for name, project in [*layer.named_children()]:
+        if not isinstance(project, torch.nn.Linear):
+            continue
+        if how == "another module":
+            casting = Casting(project.in_features, project.out_features, bias=project.bias is not None)
+            casting.load_state_dict(project.state_dict())
+            setattr(layer, name, casting)
+        elif how == "a hook":
+            project.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+        else:
+            project.forward = lambda x, run=project.forward: run(x.float())
+    x = torch.randn(1, 8, 32)
+    assert torch.equal(layer(x.double()), layer(x.double().float()))
 
 
 def test_module_names_hidden_states_of_another_layout() -> None:

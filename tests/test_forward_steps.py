@@ -179,3 +179,27 @@ def test_no_window_reads_another_document(
         assert bool(got[here].isnan().all())
         got[here] = plain[here]
         assert torch.equal(got, plain), f"from tokens {start} ... {stop - 1}"
+
+
+def test_packed_documents_list_all_blocks_of_entries_where_they_fit() -> None:
+    """The kernel lists blocks that it scored entries of; a caller gets what docs/semantics.md says."""
+    bounds = torch.tensor([0, 40, 43, 43, 100], dtype=torch.int32)  # 10, 0, 0 and 14 blocks of two entries
+    length, stride, tile, width, count = 4, 2, 8, 2, 10
+    q, k, v = (torch.zeros(1, 105, 1, 16) for _ in range(3))
+    documents, _ = twins.lay_out(q, k, v, bounds, tile=tile, length=length, stride=stride)
+    expected, scored = [], []
+    for tokens in bounds.diff().tolist():
+        blocks = -(-max(0, (tokens - length) // stride + 1) // width)
+        for last in (min(first + tile, tokens) - 1 for first in range(0, tokens, tile)):
+            visible = [block for block in range(blocks) if block * width * stride + length - 1 <= last][-count:]
+            scored.append(visible + [-1] * (count - len(visible)))
+            expected.append([*range(blocks), *[-1] * (count - blocks)] if blocks <= count else scored[-1])
+    unused = documents.num_tiles - len(scored)
+    assert unused > 0
+    assert expected != scored
+    given, wanted = (
+        torch.tensor([[*rows, *[[-1] * count] * unused]] * 3, dtype=torch.int32) for rows in (scored, expected)
+    )
+    got = forward._all_if_they_fit(documents, given, width)
+    assert got.dtype == torch.int32
+    assert torch.equal(got, wanted)

@@ -416,6 +416,9 @@ def nsa_outcome(function: Callable[..., Any], keywords: dict[str, Any], changed:
             assert_documented(error, [*changed])
             return f"refused, {type(error).__name__}"
         out, aux = nsa_forward_aux(**keywords)
+        if out.device.type == "meta":  # which has no values
+            assert (result if isinstance(result, Tensor) else result[0]).shape == out.shape
+            return "right, though changed"
         assert torch.equal(result if isinstance(result, Tensor) else result[0], out)
         assert_right(keywords, out, aux)
     return "right, though changed" if changed else "right"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nsa import AttentionResidual, NSAConfig, NSAttention, nsa, nsa_forward_aux
+from nsa import AttentionResidual, NeighborhoodAttention, NSAConfig, NSAttention, nsa, nsa_forward_aux
 from tests.helpers import SMALL
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
@@ -127,18 +128,71 @@ def test_fits_a_llama_block_and_loads_its_weights() -> None:
     assert block(torch.randn(1, 40, WIDTH), rotary_table(40, head)).shape == (1, 40, WIDTH)
 
 
-class AsMultihead(NSAttention):
-    """The adapter that docs show for code written against nn.MultiheadAttention (self-attention, batch first)."""
+# Arguments of other libraries' layers
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
-        return super().forward(query), None
+MASK = torch.ones(1, 8, dtype=torch.bool)
+HUGGING_FACE = {
+    "attention_mask": MASK,
+    "past_key_values": [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))],
+    "past_key_value": object(),
+    "layer_past": (),
+    "use_cache": True,
+    "cache_position": torch.arange(8),
+    "position_ids": torch.arange(8)[None],
+    "output_attentions": True,
+    "encoder_hidden_states": torch.zeros(1, 8, WIDTH),
+}
+MULTIHEAD = {
+    "key": torch.zeros(1, 8, WIDTH),
+    "value": torch.zeros(1, 8, WIDTH),
+    "attn_mask": MASK,
+    "key_padding_mask": MASK,
+    "need_weights": True,
+    "is_causal": True,
+}
+LAYERS = {"nsa": NSAttention, "neighborhood": NeighborhoodAttention}
 
 
-def test_stands_in_for_multihead_attention() -> None:
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True, dropout=0.0)
-    layer.self_attn = AsMultihead(WIDTH, HEADS, config=SMALL["seed"])
-    out = layer(torch.randn(2, 40, WIDTH))
-    assert out.shape == (2, 40, WIDTH)
+def forwards(layer: nn.Module) -> list[Callable[..., Any]]:
+    return [layer, layer.forward_aux] if isinstance(layer, NSAttention) else [layer]
+
+
+@pytest.mark.parametrize("name", [*HUGGING_FACE, *MULTIHEAD])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_refuses_what_it_would_ignore(kind: str, name: str) -> None:
+    layer = LAYERS[kind](WIDTH, HEADS)
+    own = layer.config.causal if isinstance(layer, NSAttention) else layer.window.causal
+    value = not own if name == "is_causal" else {**HUGGING_FACE, **MULTIHEAD}[name]
+    for forward in forwards(layer):
+        with pytest.raises(ValueError, match=f"^{name} is not supported: .*; got "):
+            forward(torch.ones(1, 8, WIDTH), **{name: value})
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_says_what_to_do_instead_of_masking(kind: str) -> None:
+    advice = {"nsa": "pack documents with cu_seqlens", "neighborhood": "each document in a call of its own"}[kind]
+    with pytest.raises(ValueError, match=f"there is no attention mask, .*{advice} .*; got Tensor"):
+        LAYERS[kind](WIDTH, HEADS)(torch.ones(1, 8, WIDTH), attention_mask=MASK)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_takes_arguments_that_ask_for_nothing(kind: str) -> None:
+    layer = LAYERS[kind](WIDTH, HEADS)
+    own = layer.config.causal if isinstance(layer, NSAttention) else layer.window.causal
+    nothing = dict.fromkeys([*HUGGING_FACE, *MULTIHEAD])
+    flags = {"use_cache": False, "output_attentions": False, "need_weights": False, "is_causal": own}
+    x = torch.randn(1, 8, WIDTH)
+    assert torch.equal(layer(x, **nothing | flags), layer(x))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'attention_musk'"):
+        layer(x, attention_musk=None)
+    torch._dynamo.reset()
+    whole = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(x, **nothing | flags), layer(x))
+
+
+def test_the_readme_recommends_no_subclass_that_drops_arguments() -> None:
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    assert "**_" not in readme
 
 
 def test_learns_to_copy_over_a_distance() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import nsa
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("nsa", "dispatch", "cute_kernels", "ascend_kernels")
@@ -36,6 +39,16 @@ def test_wheel_holds_the_four_packages_and_nothing_else(wheel: Path) -> None:
     for package in PACKAGES:
         assert f"{package}/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_version_is_the_packages_own(wheel: Path) -> None:
+    """From one place, which a checkout that is not installed has too."""
+    assert wheel.name.startswith(f"nsa_kernels-{nsa.__version__}-")
+    tree = ast.parse((ROOT / "nsa" / "__init__.py").read_text(encoding="utf-8"))
+    named = [
+        node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    ]
+    assert [ast.literal_eval(node.value) for node in named] == [nsa.__version__], "a build without torch cannot read it"
 
 
 def test_base_needs_torch_only(wheel: Path) -> None:
@@ -75,9 +88,11 @@ def test_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> Non
     (site_packages,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
     (site_packages / "torch.pth").write_text(str(Path(torch.__file__).resolve().parents[1]) + "\n")
     script = (
-        "import nsa, dispatch, torch; from nsa import nsa_forward; "
-        "q = torch.randn(1, 80, 2, 8); print(nsa.__file__, nsa_forward(q, q, q).shape)"
+        "import nsa, dispatch, torch; from importlib.metadata import version; from nsa import nsa_forward; "
+        "q = torch.randn(1, 80, 2, 8); print(nsa.__file__, nsa_forward(q, q, q).shape); "
+        "print(nsa.__version__ == version('nsa-kernels'))"
     )
     done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path, env=environ)
     assert str(site_packages) in done.stdout
     assert "torch.Size([1, 80, 2, 8])" in done.stdout
+    assert done.stdout.endswith("True\n")

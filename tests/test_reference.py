@@ -143,6 +143,26 @@ def test_given_selection_is_used(name: str) -> None:
     assert not torch.equal(reference.nsa(inputs, config, indices=other)[1].o_slc, aux.o_slc)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_of_entries_that_all_fit_are_all_listed(causal: bool) -> None:
+    """For every tile, whether or not it sees them; of packed documents by each one's own number."""
+    config = NSAConfig(
+        compress_block_size=4, q_tile_size=16, n_block_size=3, num_cmp_selected_blocks=9, window_size=4, causal=causal
+    )  # one block for 12 tokens
+    _, aux = reference.nsa(make_inputs(98), config)
+    assert aux.cmp_indices is not None
+    assert (aux.cmp_indices == torch.tensor([*range(8), -1])).all()
+    _, aux = reference.nsa(make_inputs(107), config)
+    assert aux.cmp_indices is not None
+    assert (aux.cmp_indices == torch.tensor([*range(9)])).all()
+    bounds = torch.tensor([0, 30, 33, 70], dtype=torch.int32)
+    _, aux = reference.nsa(replace(make_inputs(70, batch=None), cu_seqlens=bounds), config)
+    assert aux.cmp_indices is not None
+    rows = [[0, 1, 2]] * 2 + [[]] + [[0, 1, 2]] * 3
+    wanted = torch.tensor([row + [-1] * (9 - len(row)) for row in rows])
+    assert (aux.cmp_indices[:, : len(rows)] == wanted).all()
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_sampled_tiles_equal_the_whole(name: str) -> None:
     config = SMALL[name]

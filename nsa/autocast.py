@@ -1,0 +1,73 @@
+"""What torch.autocast means for the ops here: their inputs are cast as PyTorch's own, and inside it is off."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
+"""Autocast leaves fp64 alone."""
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast casts to on a type of device; None where it is off."""
+    if device_type == "meta":  # PyTorch knows no autocast for it
+        return None
+    # Which Dynamo cannot ask in torch 2.6 to 2.11; what it compiles is on a device with autocast
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    return torch.get_autocast_dtype(device_type) if known and torch.is_autocast_enabled(device_type) else None
+
+
+def autocast_off(device_type: str) -> AbstractContextManager[object]:
+    """A backend rounds where docs/semantics.md says; autocast would take its fp32 products to 16 bits."""
+    recorded = torch.compiler.is_compiling()  # by Dynamo, which in torch 2.11 cannot ask what autocast does
+    if recorded or (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def cast_inputs(tensors: Mapping[str, Any], stay_fp32: Container[str] = ()) -> Mapping[str, Any]:
+    """Inputs of attention as autocast gives them to scaled_dot_product_attention: all in its dtype.
+
+    They stay as they are without autocast, and beside a tensor of fp64, which autocast leaves alone.
+
+    Args:
+        tensors: by name, `q` among them. What autocast does not cast, or is no tensor, is left to be refused by name.
+        stay_fp32: names of tensors that may be fp32 beside any dtype; these keep it.
+    """
+    q = tensors["q"]
+    dtype = autocast_dtype(q.device.type) if isinstance(q, Tensor) else None
+    if dtype is None or any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in tensors.values()):
+        return tensors
+
+    def cast(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dtype not in CASTABLE or (x.dtype == torch.float32 and name in stay_fp32):
+            return x
+        return x.to(dtype)
+
+    return {name: cast(name, x) for name, x in tensors.items()}
+
+
+def promote_blocks(blocks: Any, *weights: Any) -> tuple[Any, ...]:
+    """Blocks of a sum, and its weights, as autocast gives them to torch.stack: in fp32 where a list has several dtypes.
+
+    Without autocast they stay as they are. Weights in another dtype than the blocks are in fp32.
+
+    Args:
+        blocks: a tensor or a list of them. What autocast does not cast, or is no tensor, is left to be refused by name.
+    """
+    listed = blocks if isinstance(blocks, (list, tuple)) else [blocks]
+    if not listed or not isinstance(listed[0], Tensor) or autocast_dtype(listed[0].device.type) is None:
+        return (blocks, *weights)
+    for x in (*listed, *(w for w in weights if w is not None)):
+        if not isinstance(x, Tensor) or x.dtype not in CASTABLE:
+            return (blocks, *weights)
+    dtype = listed[0].dtype
+    if any(x.dtype != dtype for x in listed):
+        dtype = torch.float32
+        blocks = [x.float().contiguous() for x in listed]  # strides must agree, and a copy does not keep a view's
+    return (blocks, *(w if w is None or w.dtype == dtype else w.float() for w in weights))
