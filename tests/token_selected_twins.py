@@ -2,8 +2,8 @@
 
 `install` puts them in place of the compiled kernels; lists, passes, slices and buffers between the calls are real. They
 round where the kernels round: P and dS, o and dQ of slots, results. Else they compute in fp64: the order in which BLAS
-sums depends on the CPU and on where a row lies, and may change the last bit of an fp32 sum; of fp64 sums rounded to fp32
-it changes about one in 2^28.
+sums depends on the CPU and on where a row lies, and may change the last bit of an fp32 sum; of fp64 sums rounded to
+fp32 it changes about one in 2^28.
 """
 
 from __future__ import annotations
