@@ -18,7 +18,7 @@ TEST_EXTRAS := dev,bench
 TEST_SCOPE := --ignore=tests/ascend
 endif
 
-.PHONY: help demo train-demo needle-demo residual-demo test fuzz fuzz-gpu test-oldest test-ascend lint format test-gpu compile-all clean distclean
+.PHONY: help demo train-demo needle-demo residual-demo test fuzz fuzz-gpu test-oldest test-blas test-ascend lint format test-gpu compile-all clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -68,6 +68,14 @@ test-oldest: ## set up the oldest torch that is supported, in .cache, and run th
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(OLDEST)/bin/python -m pytest -m "not cuda" -k "not interpreter" tests/test_api.py tests/test_errors.py \
 		tests/test_reference.py tests/test_fuzz.py tests/test_ops.py tests/test_training_tools.py tests/test_neighborhood_ops.py \
 		tests/test_neighborhood_module.py $(ARGS)
+
+# OpenBLAS's name of a CPU, such as Zen, SkylakeX or Nehalem, whose instructions this one must have; tests that compare bits.
+BLAS ?= Haswell
+BLAS_TESTS ?= tests/test_ptx.py tests/test_selected_backward_ptx.py tests/test_token_selected.py::test_twins_gated_on_the_way \
+	tests/test_token_selected_ptx.py::test_forced_blocks_of_later_queries
+test-blas: ## run some tests of interpreted kernels with NumPy's BLAS as on another CPU, BLAS=Haswell; others: BLAS_TESTS=file
+	$(bootstrap) --extras $(TEST_EXTRAS)
+	OPENBLAS_CORETYPE=$(BLAS) OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda and not ascend" $(TEST_SCOPE) $(BLAS_TESTS) $(ARGS)
 
 test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests
 	$(bootstrap) --extras dev,bench

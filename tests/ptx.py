@@ -8,12 +8,15 @@ group is waited for, and WGMMA reads at once; or cp.async arrives at once, and W
 (`late=False`): a kernel must bear all of these. Sums of WGMMA are NaN until they are waited for. Found are: accesses
 outside of the tensors that a kernel was given, misaligned ones, two lanes that write one address together, shuffles
 from lanes that do not take part, and reads of memory that nobody wrote, by the NaN that `torch.empty` holds in tests.
-Not found: races of warps but for what `ahead` shows, missing fences, and what ptxas makes of all this.
+With `races` also: accesses of shared memory by two warps, one of them a write, that no barrier puts in order, and WGMMA
+of what was written without a proxy fence. Not found: races inside of a warp or in global memory, a missing wgmma.fence,
+and what ptxas makes of all this.
 
 WGMMA takes 16-bit operands, the left one from registers or shared memory, with a swizzle of 128 bytes there.
 
-Integers wrap; ex2, lg2 and rcp are NumPy's. Registers hold what an instruction last wrote, at first 0xAB in each byte;
-shared memory begins as 0xFF, NaN in every type.
+Products are summed without BLAS, whose order depends on the CPU and on where a row lies: `product`. Integers wrap;
+ex2, lg2 and rcp are NumPy's. Registers hold what an instruction last wrote, at first 0xAB in each byte; shared memory
+begins as 0xFF, NaN in every type.
 """
 
 from __future__ import annotations
@@ -112,6 +115,59 @@ class Warpgroup:
         """Behind the NaN of registers."""
 
 
+class Order:
+    """What barriers put in order, and the last accesses of each 2 bytes of shared memory: vector clocks of warps."""
+
+    def __init__(self, warps: int) -> None:
+        self.warps = np.arange(warps)
+        self.clock = np.eye(warps, dtype="i4")
+        """[w, v]: up to which of its steps between barriers warp v is before warp w."""
+        self.arrived: dict[int, Any] = {}
+        self.read = np.zeros((warps, SHARED_BYTES // 2), "i4")
+        """When each warp read last."""
+        self.written, self.fenced = np.zeros((2, SHARED_BYTES // 2), "i4")
+        """When it was written, and when that was made known to WGMMA, -1: not yet."""
+        self.writer = np.zeros(SHARED_BYTES // 2, "i4")
+
+    def arrive(self, number: int, warps: Any) -> None:
+        before = self.clock[warps].max(0)
+        self.arrived[number] = np.maximum(before, self.arrived.get(number, before))
+        self.clock[warps, warps] += 1
+
+    def release(self, number: int, waiting: Any) -> None:
+        self.clock[waiting] = np.maximum(self.clock[waiting], self.arrived.pop(number))
+
+    def _expect(self, warp: Any, other: Any, when: Any, what: str) -> None:
+        wrong = (warp != other) & (when > self.clock[warp, other])
+        if wrong.any():
+            one, two = (np.broadcast_to(x, wrong.shape)[wrong][0] for x in (warp, other))
+            raise RuntimeError(f"no barrier between warp {two} and warp {one}, which {what}")
+
+    def reads(self, warp: Any, place: Any) -> None:
+        """Args: the warp of each thread, and which pairs of bytes it reads."""
+        warp = warp[:, None]
+        self._expect(warp, self.writer[place], self.written[place], "reads what the other wrote")
+        self.read[warp, place] = self.clock[warp, warp]
+
+    def writes(self, warp: Any, place: Any) -> None:
+        warp, others = warp[:, None], self.warps[:, None, None]
+        self._expect(warp, self.writer[place], self.written[place], "overwrites what the other wrote")
+        self._expect(warp, others, self.read[others, place], "overwrites what the other read")
+        self.writer[place], self.written[place], self.fenced[place] = warp, self.clock[warp, warp], -1
+
+    def fence(self, warps: Any) -> None:
+        """What these warps wrote is for WGMMA, too."""
+        of = np.isin(self.writer, warps) & (self.fenced < 0)
+        self.fenced[of] = self.clock[self.writer[of], self.writer[of]]
+
+    def multiplies(self, warps: Any, place: Any) -> None:
+        if (self.fenced[place] < 0).any():
+            raise RuntimeError("WGMMA reads what was written without a proxy fence")
+        place = np.broadcast_to(place.flatten(), (len(warps), place.size))
+        self._expect(warps[:, None], self.writer[place], self.fenced[place], "multiplies what the other made known")
+        self.reads(warps, place)
+
+
 def tensor_argument(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bytes:
     """How CuTe DSL passes a tensor: its address, and what is dynamic of its shape (32 bits) and strides (64 bits)."""
     head = struct.pack(f"<Q{len(shape)}i", x.data_ptr(), *shape)
@@ -154,6 +210,14 @@ def of_lanes(x: Any) -> list[Any]:
     return [x[:, ROW + row, COLUMN + column].flatten() for row, column in places]
 
 
+def product(left: Any, right: Any) -> Any:
+    """`[..., i, k]` times `[..., k, j]`, summed in order of k: the same bits on every CPU, wherever a row lies."""
+    total = left[..., :, 0, None] * right[..., None, 0, :]
+    for k in range(1, left.shape[-1]):
+        total += left[..., :, k, None] * right[..., None, k, :]
+    return total
+
+
 def operands_of(text: str) -> list[str]:
     """Parts between commas outside of braces and brackets."""
     return [part.strip() for part in re.findall(r"(?:[^,{\[]|\{[^}]*\}|\[[^\]]*\])+", text)]
@@ -194,15 +258,17 @@ class Program:
         tensors: Sequence[Tensor | None],
         late: bool = True,
         ahead: slice = slice(0),
+        races: bool = False,
     ) -> None:
-        """Args: of the kernel, as bytes; every tensor it may read or write; when copies arrive; who goes ahead."""
+        """Args: of the kernel, as bytes; all tensors it may use; when copies arrive; who goes ahead; look for races."""
         memory = {x.data_ptr(): x.untyped_storage() for x in tensors if x is not None and x.numel() > 0}
         storages = [
             Storage(s.data_ptr(), np.ctypeslib.as_array((ctypes.c_uint8 * s.nbytes()).from_address(s.data_ptr())))
             for s in memory.values()
         ]
         for place in np.ndindex(*grid[::-1]):
-            Cta(self, dict(zip(self.parameters, arguments, strict=True)), place[::-1], grid, storages, late).run(ahead)
+            given = dict(zip(self.parameters, arguments, strict=True))
+            Cta(self, given, place[::-1], grid, storages, late, races).run(ahead)
 
 
 class Cta:
@@ -216,6 +282,7 @@ class Cta:
         grid: tuple[int, ...],
         storages: list[Storage],
         late: bool,
+        races: bool,
     ) -> None:
         self.program, self.arguments, self.storages, self.late = program, arguments, storages, late
         axes = zip("xyz", place, grid, strict=True)
@@ -228,6 +295,7 @@ class Cta:
         self.active = np.ones(self.count, np.bool_)
         self.copies = [Queue() for _ in range(self.count)]
         self.warpgroups = [Warpgroup(number) for number in range(self.count // GROUP)]
+        self.order = Order(self.count // LANES) if races else None
 
     def run(self, ahead: slice) -> None:
         counter, waiting = np.zeros(self.count, np.int64), np.zeros(self.count, np.bool_)
@@ -265,11 +333,16 @@ class Cta:
                     barrier[active] = numbers
                 for number in {*numbers.tolist()}:
                     arrived[number] = arrived.get(number, 0) + int((numbers == number).sum())
+                    if self.order:
+                        self.order.arrive(number, np.unique(self.thread[active][numbers == number] // LANES))
                     if arrived[number] > expected:
                         raise RuntimeError(f"more threads arrive at barrier {number} than it counts")
                     if arrived[number] == expected:
-                        waiting[barrier == number] = False
+                        released = waiting & (barrier == number)
+                        waiting[released] = False
                         arrived[number] = 0
+                        if self.order:
+                            self.order.release(number, np.unique(self.thread[released] // LANES))
             else:
                 with np.errstate(all="ignore"):
                     self.step(name, operands)
@@ -323,6 +396,12 @@ class Cta:
                 return memory, (address - start)[:, None] + np.arange(count)
         raise MemoryError(f"access to {count} bytes outside of {'shared memory' if shared else 'one tensor'}")
 
+    def touch(self, place: Any, load: bool) -> None:
+        """Args: bytes of shared memory that each active thread reads (`load`) or writes."""
+        if self.order:
+            warps = self.thread[self.active] // LANES
+            (self.order.reads if load else self.order.writes)(warps, place[:, ::2] // 2)
+
     def access(self, name: tuple[str, ...], operands: list[str]) -> None:
         kind, load, shared = np.dtype(TYPES[name[-1]]), name[0] == "ld", name[1] == "shared"
         if name[1] == "param":
@@ -336,6 +415,8 @@ class Cta:
         parts = names(values)
         address = self.address(where, "u4" if shared else "u8")
         memory, place = self.place_of(address, kind.itemsize * len(parts), shared)
+        if shared:
+            self.touch(place, load)
         if load:
             data = memory[place]
             if not shared:
@@ -358,8 +439,13 @@ class Cta:
             for thread in threads:
                 for to, data in self.copies[thread].wait(int(operands[0])):
                     self.shared[to : to + len(data)] = data
+                    if self.order:
+                        self.order.writes(
+                            self.thread[thread : thread + 1] // LANES, (to + np.arange(0, len(data), 2))[None] // 2
+                        )
         else:
             _, to = self.place_of(self.address(operands[0], "u4"), 16, True)
+            self.touch(to, False)
             memory, place = self.place_of(self.address(operands[1], "u8"), 16, False)
             check_written(memory[place])
             if not self.late:
@@ -372,6 +458,7 @@ class Cta:
         load = name[0] == "ldmatrix"
         registers = [self.register(x) for x in names(operands[0 if load else 1])]
         _, place = self.place_of(self.address(operands[1 if load else 0], "u4"), 16, True)
+        self.touch(place, load)
         for first in self.whole_warps() * LANES:
             lanes = slice(first, first + LANES)
             rows = place[np.searchsorted(np.nonzero(self.active)[0], first) :][:LANES]
@@ -416,8 +503,8 @@ class Cta:
             for c in range(2):
                 right[:, COLUMN + c + 8 * i, ROW] = pairs[..., c]
         before = [self.get(operand, "f4") for operand in names(operands[3])]
-        for register, sums, product in zip(names(operands[0]), before, of_lanes(left @ right), strict=True):
-            self.put(register, sums + product)
+        for register, sums, own in zip(names(operands[0]), before, of_lanes(product(left, right)), strict=True):
+            self.put(register, sums + own)
 
     def multiply_together(self, name: tuple[str, ...], operands: list[str]) -> None:
         """wgmma."""
@@ -443,30 +530,39 @@ class Cta:
             raise NotImplementedError(f"wgmma with factors {operands[4:6]}")
         left = names(operands[1]) if operands[1][0] == "{" else same(operands[1])
         transposed = operands[6] == "1" and isinstance(left, int), operands[-1] == "1"
-        product = Product(names(operands[0]), left, same(operands[2]), transposed, bool(same(operands[3])))
-        for x in product.sums:
+        started = Product(names(operands[0]), left, same(operands[2]), transposed, bool(same(operands[3])))
+        for x in started.sums:
             register = self.register(x)
             of.sums.setdefault(x, register[of.threads].copy().view("f4"))
             register[of.threads] = NAN
-        of.products.started.append(product)
+        of.products.started.append(started)
+        self.touch_operands(of, started)
         if self.late:
-            self.add_product(of, product)
+            self.add_product(of, started)
 
-    def add_product(self, of: Warpgroup, product: Product) -> None:
-        if isinstance(product.left, int):
-            left = self.tile(product.left, 64, product.transposed[0]).reshape(4, 16, 16)
+    def touch_operands(self, of: Warpgroup, started: Product) -> None:
+        if self.order:
+            warps = np.unique(self.thread[of.threads] // LANES)
+            if isinstance(started.left, int):
+                self.order.multiplies(warps, tile_places(started.left, 64, started.transposed[0]))
+            self.order.multiplies(warps, tile_places(started.right, 2 * len(started.sums), started.transposed[1]))
+
+    def add_product(self, of: Warpgroup, started: Product) -> None:
+        if isinstance(started.left, int):
+            left = self.tile(started.left, 64, started.transposed[0]).reshape(4, 16, 16)
         else:
-            left = self.left_operand(product.left, of.threads)
-        right = self.tile(product.right, 2 * len(product.sums), product.transposed[1])
-        for x, own in zip(product.sums, of_lanes(left @ right.T), strict=True):
-            of.sums[x] = of.sums[x] + own if product.add else own
+            left = self.left_operand(started.left, of.threads)
+        right = self.tile(started.right, 2 * len(started.sums), started.transposed[1])
+        for x, own in zip(started.sums, of_lanes(product(left, right.T)), strict=True):
+            of.sums[x] = of.sums[x] + own if started.add else own
 
     def end_products(self, of: Warpgroup, most: int) -> None:
-        for product in of.products.wait(most):
+        for ended in of.products.wait(most):
+            self.touch_operands(of, ended)
             if not self.late:
-                self.add_product(of, product)
+                self.add_product(of, ended)
         groups = [*of.products.groups, of.products.started]
-        waiting = {x for group in groups for product in group for x in product.sums}
+        waiting = {x for group in groups for started in group for x in started.sums}
         for x in of.sums.keys() - waiting:
             self.register(x)[of.threads] = of.sums.pop(x).view("u4")
 
@@ -489,7 +585,10 @@ class Cta:
             memory, place = self.place_of(self.address(operands[-2], "u8"), 4, False)
             for where, bits in zip(place, self.get(operands[-1], "u4"), strict=True):
                 memory[where] = (memory[where].view("u4") | bits).view("u1")
-        elif what in ("setmaxnreg", "fence"):
+        elif what == "fence":
+            if self.order and name[1:3] == ("proxy", "async"):
+                self.order.fence(self.whole_warps())
+        elif what == "setmaxnreg":
             pass
         elif what == "wgmma":
             self.multiply_together(name, operands)

@@ -48,7 +48,7 @@ def program(compiled: Any, *how: Any, **named: Any) -> Program:
 
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kernels run interpreted. Parameter: what multiplies, and when copies arrive."""
+    """Kernels run interpreted. Parameter: what multiplies, when copies arrive, and whether races are looked for."""
     from cute_kernels import (
         documents,
         forced_blocks,
@@ -62,7 +62,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
 
-    by, _, copies = request.param.partition(", ")
+    by, copies, *races = request.param.split(", ")
     for module in (token_selected, token_selected_backward, token_tiles, forced_blocks):
         monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
 
@@ -81,7 +81,9 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
             def run(*x: Any) -> None:
                 arguments, grid = launch(how, *x)
                 tensors = [y for y in x if isinstance(y, Tensor)]
-                program(real[of, name], *how, **named).run(arguments, grid, tensors, copies == "late")
+                program(real[of, name], *how, **named).run(
+                    arguments, grid, tensors, copies == "late", races=bool(races)
+                )
 
             return Twin(run)
 
@@ -185,6 +187,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 TILES = [case for case in CASES if case != "odd group"]
 LATE = ["warps, late", "warpgroups, late"]
 EARLY = [("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("warpgroups, early", "D_v, fp16")]
+RACES = ["warps, late, races", "warpgroups, late, races"]
 
 
 @pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, CASES), *EARLY], indirect=["interpreted"])
@@ -192,6 +195,21 @@ EARLY = [("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("wa
 def test_interpreted(case: str) -> None:
     tokens, options = CASES[case]
     make(tokens, device="cpu", **options).check()
+
+
+ORDERED: dict[str, Callable[[], None]] = {
+    "forward and backward": lambda: make(90, 3, 1, 64, count=2, device="cpu").check(),
+    "tiles": lambda: make(90, 3, 1, 64, count=2, device="cpu").check_forward(tiles=True),
+    "forced": lambda: make(140, 3, 1, count=4, forced=(0, 2), device="cpu").check_forward(),
+}
+
+
+@pytest.mark.parametrize("interpreted", RACES, indirect=True)
+@pytest.mark.parametrize("what", ORDERED)
+@pytest.mark.usefixtures("interpreted")
+def test_barriers_put_shared_memory_in_order(what: str) -> None:
+    """Some blocks have three tiles of rows and more: one is read while the next but one arrives."""
+    ORDERED[what]()
 
 
 @pytest.mark.parametrize("interpreted", LATE, indirect=True)

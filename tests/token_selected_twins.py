@@ -1,7 +1,9 @@
 """PyTorch twins of the kernels of attention per token, with their arguments, so that what calls them runs on a CPU.
 
 `install` puts them in place of the compiled kernels; lists, passes, slices and buffers between the calls are real. They
-round where the kernels round: P and dS, o and dQ of slots, results.
+round where the kernels round: P and dS, o and dQ of slots, results. Else they compute in fp64: the order in which BLAS
+sums depends on the CPU and on where a row lies, and may change the last bit of an fp32 sum; of fp64 sums rounded to
+fp32 it changes about one in 2^28.
 """
 
 from __future__ import annotations
@@ -188,12 +190,12 @@ def visit_blocks(
     group = how[2]
     for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
         keys = torch.arange(x.first_key, x.end)
-        rows = q[x.b, x.tokens, x.h * group : (x.h + 1) * group].float()
-        logits = rows @ k[x.b, keys, x.h].float().T * scale
+        rows = q[x.b, x.tokens, x.h * group : (x.h + 1) * group].double()
+        logits = rows @ k[x.b, keys, x.h].double().T * scale
         logits = logits.masked_fill((keys > x.positions[:, None])[:, None], -math.inf)
-        lse[x.b, x.h, x.places] = logits.logsumexp(-1)
-        p = logits.softmax(-1).to(q.dtype).float()
-        o[x.b, x.h, x.places] = (p @ v[x.b, keys, x.h].float()).to(q.dtype)
+        lse[x.b, x.h, x.places] = logits.logsumexp(-1).float()
+        p = logits.softmax(-1).to(q.dtype).double()
+        o[x.b, x.h, x.places] = (p @ v[x.b, keys, x.h].double()).to(q.dtype)
 
 
 def attend_tiles(
@@ -218,11 +220,11 @@ def attend_tiles(
     for b, h, token, slot in (blocks >= 0).nonzero().tolist():
         first, end = block_bounds(int(blocks[b, h, token, slot]), size, k.shape[1], bounds)
         visible[b, h, token, first : min(first + size, end, first_token + token + 1)] = True
-    keys, values = (x.float().repeat_interleave(group, 2) for x in (k, v))
-    logits = torch.einsum("bihd,bjhd->bhij", q.float(), keys) * scale
+    keys, values = (x.double().repeat_interleave(group, 2) for x in (k, v))
+    logits = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * scale
     logits = logits.masked_fill(~visible.repeat_interleave(group, 1), -math.inf)
     lse.copy_(logits.logsumexp(-1))
-    p = (logits - lse[..., None].nan_to_num(0, 0, 0)).exp().to(q.dtype).float()
+    p = (logits - lse[..., None].nan_to_num(0, 0, 0)).exp().to(q.dtype).double()
     o.copy_(torch.einsum("bhij,bjhd->bihd", p, values))
 
 
@@ -251,12 +253,12 @@ def attend_forced(
         forced = sorted({*range(min(init, own + 1)), *range(max(own - local + 1, 0), own + 1)})
         keys = torch.cat([torch.arange(block * size, (block + 1) * size) for block in forced])
         keys = start + keys[keys <= position]
-        for b, h in itertools.product(range(k.shape[0]), range(k.shape[2])):  # the same bits whatever is beside it
+        for b, h in itertools.product(range(k.shape[0]), range(k.shape[2])):
             heads = slice(h * group, (h + 1) * group)
-            logits = q[b, token, heads].float() @ k[b, keys, h].float().T * scale
+            logits = q[b, token, heads].double() @ k[b, keys, h].double().T * scale
             lse[b, heads, token] = logits.logsumexp(-1)
-            p = logits.softmax(-1).to(q.dtype).float()
-            o[b, token, heads] = (p @ v[b, keys, h].float()).to(o.dtype)
+            p = logits.softmax(-1).to(q.dtype).double()
+            o[b, token, heads] = (p @ v[b, keys, h].double()).to(o.dtype)
 
 
 def carry_slots(units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor, x: Tensor, lse: Tensor) -> None:
@@ -375,20 +377,20 @@ def visit_gradients(
     units = size // 64
     for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
         heads = slice(x.h * group, (x.h + 1) * group)
-        sees, gives = (y[x.b, x.tokens, heads].float() for y in (q, do))
+        sees, gives = (y[x.b, x.tokens, heads].double() for y in (q, do))
         row_lse, row_delta = (y[x.b, heads, x.tokens].T[..., None] for y in (lse, delta))
         for unit in range(units):
             first = x.first_key + unit * 64
             keys = torch.arange(first, max(first, min(first + 64, x.end)))
-            some_k, some_v = (y[x.b, keys, x.h].float() for y in (k, v))
+            some_k, some_v = (y[x.b, keys, x.h].double() for y in (k, v))
             seen = (keys <= x.positions[:, None])[:, None] & row_lse.isfinite()
             p = (sees @ some_k.T * scale - row_lse).masked_fill(~seen, -math.inf).exp()
-            ds = (p * (gives @ some_v.T - row_delta)).masked_fill(~seen, 0).to(q.dtype).float()
-            p = p.to(q.dtype).float()
+            ds = (p * (gives @ some_v.T - row_delta)).masked_fill(~seen, 0).to(q.dtype).double()
+            p = p.to(q.dtype).double()
             dq[x.b, x.h, x.places * units + unit] = (ds @ some_k * scale).to(q.dtype)
             for y, y_parts, part in (
-                (dk, dk_parts, torch.einsum("tgk,tgd->kd", ds, sees) * scale),
-                (dv, dv_parts, torch.einsum("tgk,tgd->kd", p, gives)),
+                (dk, dk_parts, (torch.einsum("tgk,tgd->kd", ds, sees) * scale).float()),
+                (dv, dv_parts, torch.einsum("tgk,tgd->kd", p, gives).float()),
             ):
                 if x.cut:
                     y_parts[x.b, x.h, x.index, unit * 64 : unit * 64 + len(keys)] = part
