@@ -10,7 +10,8 @@ Mode "graph" times replays of a CUDA graph of the whole call, "eager" the call a
 graph is that of its capture. Memory is counted beyond the inputs for the forward; with --backward it is everything
 alive: inputs, out, do, gradients and temporaries.
 
-Writes OUT.json (schema: docs/architecture.md), OUT.csv and OUT.png. `--demo` picks sizes for this machine.
+Writes OUT.json (schema: docs/architecture.md) after every row; at the end OUT.csv and OUT.png. The same command goes on
+where it was stopped or killed. `--demo` picks sizes for this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ from bench.common import (
 from bench.extras import needed
 from bench.gradient_check import GradientError, Tiles, gradient_errors, sampled_do
 from bench.inputs import KINDS, Problem, Sizes, make_problem
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
+from bench.results_file import ResultRow, open_results
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.timing import Timing, capture, measure
 from dispatch.device import describe_device, device_types
@@ -69,7 +71,7 @@ console = Console()
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(ResultRow):
     """One line of the results; times in ms, memory in GiB: beyond the inputs, forward + backward all of it."""
 
     op: str
@@ -109,7 +111,6 @@ class Row:
     share_of_floor: float | None
     command: str
 
-    # "pass" is the schema's name for the direction, and a Python keyword.
     direction: str
 
     @property
@@ -125,8 +126,14 @@ class Row:
         """What rows of one line in the plot have in common."""
         return (self.l, self.num_cmp, self.mode)
 
-    def as_json(self) -> dict[str, Any]:
-        return {("pass" if name == "direction" else name): value for name, value in asdict(self).items()}
+    @property
+    def name(self) -> str:
+        """Tells it from the other rows of a run."""
+        return row_name(self.n, self.l, self.num_cmp, self.mode)
+
+
+def row_name(n: int, block_size: int, num_cmp: int | None, mode: str) -> str:
+    return f"N={n} l={block_size} num_cmp={_none(num_cmp)} {mode}"
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,9 @@ class Variant:
 
     def __str__(self) -> str:
         return f"l={self.config.compress_block_size} num_cmp={_none(self.config.num_cmp_selected_blocks)}"
+
+    def row_name(self, n: int, mode: str) -> str:
+        return row_name(n, self.config.compress_block_size, self.config.num_cmp_selected_blocks, mode)
 
 
 @dataclass(frozen=True)
@@ -177,18 +187,27 @@ def main(argv: list[str] | None = None) -> int:
     )
     for note in notes:
         console.print(note, style="yellow", markup=False)
-    rows, red = run(args, variants, dense, peaks, device)
-
+    rows: list[Row] = []
+    red: list[str] = []
     out = Path(args.out)
-    content = {**facts, "gate": "red" if red else "green", "red": red, "rows": []}
-    if red:
-        write_json(out.with_suffix(".json"), content)
-        console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
-        return 1
-    content["rows"] = [row.as_json() for row in rows]
-    write_json(out.with_suffix(".json"), content)
-    write_csv(out.with_suffix(".csv"), content["rows"])
-    plot(rows, out.with_suffix(".png"), content["device"], peaks)
+    with open_results(out, {**facts, "command": args.command}) as results:
+
+        def keep(row: Row) -> None:
+            rows.append(row)
+            results.add(row.name, [row.as_json()])
+
+        def refuse(reason: str) -> None:
+            red.append(reason)
+            results.fail(red)
+
+        rows += map(Row.of_json, results.rows)
+        run(args, variants, dense, peaks, device, keep=keep, refuse=refuse, before=list(rows))
+        if red:
+            console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
+            return 1
+        write_csv(out.with_suffix(".csv"), results.rows)
+        plot(rows, out.with_suffix(".png"), facts["device"], peaks)
+        results.finish()
     show(rows, out)
     return 0
 
@@ -218,17 +237,47 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
     return variants, list(notes)
 
 
+@dataclass(frozen=True)
+class DenseTime:
+    """What dense attention took, at one length."""
+
+    n: int
+    ms: float
+    peak_gib: float | None
+
+
 def run(
-    args: argparse.Namespace, variants: list[Variant], dense: Dense, peaks: Peaks | None, device: torch.device
-) -> tuple[list[Row], list[str]]:
-    """A row for each length, combination of options and mode; and what is wrong, after which nothing is timed."""
-    rows: list[Row] = []
-    red: list[str] = []
-    measured: tuple[int, Timing] | None = None  # dense attention, at the largest N so far
+    args: argparse.Namespace,
+    variants: list[Variant],
+    dense: Dense,
+    peaks: Peaks | None,
+    device: torch.device,
+    *,
+    keep: Callable[[Row], None],
+    refuse: Callable[[str], None],
+    before: Sequence[Row] = (),
+) -> None:
+    """A row for each length, combination of options and mode; after a wrong result no more, only checks.
+
+    Args:
+        keep: given each row as soon as it is measured.
+        refuse: given what is wrong with a result, as soon as that is seen.
+        before: rows that were measured earlier: they are neither measured nor given to `keep` again.
+    """
+    known = {row.name for row in before}
+    measured = [DenseTime(row.n, row.dense_ms, row.dense_peak_gib) for row in before if not row.dense_extrapolated]
+    longest = measured[-1] if measured else None  # lengths ascend
+    red = False
     with Progress(console=console, transient=True) as progress:
         steps = progress.add_task("starting", total=len(args.seqlens) * (1 + sum(1 + len(v.modes) for v in variants)))
         for n in args.seqlens:
             sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
+            every = [(variant, mode) for variant in variants for mode in variant.modes]
+            left = [(variant, mode) for variant, mode in every if variant.row_name(n, mode) not in known]
+            progress.advance(steps, len(every) - len(left))
+            if not left:
+                progress.advance(steps, 1 + len(variants))
+                continue
             problem = make_problem(
                 args.input,
                 sizes,
@@ -237,39 +286,40 @@ def run(
                 gated=not args.ungated,
                 requires_grad=args.backward,
             )
-            samples = []
+            samples: dict[Variant, Sample] = {}
             for variant in variants:
                 progress.update(steps, description=f"N={n} {variant}: error against fp64")
-                sample, wrong = check(problem, variant)
-                samples.append(sample)
-                red += [f"N={n} {variant}: {reason}" for reason in wrong]
+                samples[variant], wrong = check(problem, variant)
+                for reason in wrong:
+                    red = True
+                    refuse(f"N={n} {variant}: {reason}")
                 progress.advance(steps)
             if red:
                 continue
-            extrapolated = measured is not None and args.no_dense_above is not None and n > args.no_dense_above
-            if measured is None or not extrapolated:
+            extrapolated = longest is not None and args.no_dense_above is not None and n > args.no_dense_above
+            if longest is None or not (extrapolated or longest.n == n):
                 progress.update(steps, description=f"N={n}: {dense.name}")
                 timing = measure(
                     dense_call(problem, dense, args.backward), device, seconds=args.seconds, host=not is_queued(args)
                 )
-                measured = n, everything(timing, leaves(problem)[:3]) if args.backward else timing
-            dense_n, dense_timing = measured
-            dense_ms = dense_timing.ms_p50 * (n / dense_n) ** 2
-            dense_peak = None if extrapolated else dense_timing.peak_gib
+                timing = everything(timing, leaves(problem)[:3]) if args.backward else timing
+                longest = DenseTime(n, timing.ms_p50, timing.peak_gib)
+            dense_ms = longest.ms * (n / longest.n) ** 2
             progress.advance(steps)
-            pairs = zip(variants, samples, strict=True)
-            for variant, sample, mode in [(v, sample, mode) for v, sample in pairs for mode in v.modes]:
+            for variant, mode in left:
                 progress.update(steps, description=f"N={n} {variant}: NSA, {mode}")
+                sample = samples[variant]
                 nsa_timing = measure_mode(mode, nsa_call(problem, variant), sample, device, args.seconds)
                 progress.advance(steps)
                 if nsa_timing is None:
-                    red.append(f"N={n} {variant}: the replayed graph gives another result than the checked call")
+                    red = True
+                    refuse(f"N={n} {variant}: the replayed graph gives another result than the checked call")
                     break
                 timing = everything(nsa_timing, leaves(problem)) if args.backward else nsa_timing
                 floor = None
                 if peaks is not None:
                     floor = nsa_floor_ms(sizes, variant.config, peaks, problem.q.itemsize, backward=args.backward)
-                rows.append(
+                keep(
                     Row(
                         **named(args, sizes, variant, mode),
                         ms_p20=timing.ms_p20,
@@ -283,13 +333,12 @@ def run(
                         dense=dense.name,
                         dense_ms=dense_ms,
                         dense_extrapolated=extrapolated,
-                        dense_peak_gib=dense_peak,
+                        dense_peak_gib=None if extrapolated else longest.peak_gib,
                         speedup=dense_ms / timing.ms_p50,
                         floor_ms=floor,
                         share_of_floor=None if floor is None else floor / timing.ms_p50,
                     )
                 )
-    return rows, red
 
 
 def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -> dict[str, Any]:
@@ -317,7 +366,7 @@ def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -
         "gated": not args.ungated,
         "recompute": args.recompute,
         "inputs": args.input,
-        "command": command_line(),
+        "command": args.command,
     }
 
 
@@ -365,6 +414,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", default=str(LOCAL_RESULTS / "e2e"), help="results, without suffix; default: %(default)s")
     args = parser.parse_args(argv)
     args.usual_modes = ["eager", "graph"]
+    args.command = command_line(argv)
     resolve_sizes(parser, args)
     args.input = args.input or ("text" if args.demo else "random")
     cpu_lengths, gpu_lengths = [1024, 2048, 4096, 8192, 16384, 32768], [8192, 32768, 131072]
@@ -666,8 +716,8 @@ def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with replacing(path) as written:
+        figure.savefig(written, dpi=150)
     plt.close(figure)
 
 
