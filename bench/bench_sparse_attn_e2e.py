@@ -47,6 +47,7 @@ from bench.common import (
 from bench.extras import needed
 from bench.gradient_check import GradientError, Tiles, gradient_errors, sampled_do
 from bench.inputs import KINDS, Problem, Sizes, make_problem
+from bench.passes import release
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
 from bench.results_file import ResultRow, open_results
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
@@ -63,6 +64,8 @@ with needed("rich"):
     from rich.table import Table
 
 SAMPLED_ROWS = 256
+CHECKED_BYTES = 48 << 30
+"""What a checked call and its three branches may give; heads of longer sequences are checked in turn."""
 MODES = ("eager", "queued", "graph")
 """From an idle GPU; as an eager call while the GPU works on something else, as in a training step; as a CUDA graph."""
 TABLE_WIDTH = 120
@@ -278,6 +281,7 @@ def run(
             if not left:
                 progress.advance(steps, 1 + len(variants))
                 continue
+            release(device)
             problem = make_problem(
                 args.input,
                 sizes,
@@ -534,6 +538,7 @@ def measure_mode(
     """Times of a checked call; None when a replay of its graph gives another result."""
     if mode != "graph":
         return measure(call, device, seconds=seconds, host=mode == "eager")
+    release(device)  # a graph has memory of its own
     captured = capture(call, device)
     captured.out.fill_(math.nan)
     captured.replay()
@@ -580,28 +585,88 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
     largest value. The oracle attends to the blocks that the op under test chose.
     """
     config, inputs = variant.config, plain_inputs(problem)
-    out, aux = nsa_forward_aux(
-        inputs.q, inputs.k, inputs.v, gate_proj_weight=inputs.gate_proj_weight, config=config, backend=variant.backend
-    )
-    num_tiles = aux.indices.shape[2]
+    num_tiles = -(-inputs.q.shape[1] // config.q_tile_size)
     wanted = min(num_tiles, max(4, math.ceil(SAMPLED_ROWS / config.q_tile_size)))
-    tiles = torch.linspace(0, num_tiles - 1, wanted, device=out.device).round().long()
-    indices = aux.indices[:, :, tiles]
-    cmp_indices = None if aux.cmp_indices is None else aux.cmp_indices[:, :, tiles]
-    del aux  # on long sequences its outputs would lack to the oracle, whose inputs are fp64
-    naive, positions = nsa_tiles(
-        inputs, config, tiles, indices=indices, cmp_indices=cmp_indices, compute_dtype=out.dtype
-    )
-    rows = out[:, positions]
-    del out
-    oracle, _ = nsa_tiles(inputs.map(Tensor.double), config, tiles, indices=indices, cmp_indices=cmp_indices)
+    numbers = torch.linspace(0, num_tiles - 1, wanted, device=inputs.q.device).round().long()
+    heads = inputs.q.shape[2]
+    parts = [checked_heads(inputs, variant, numbers, some) for some in together(inputs)]
+    positions, tiles = parts[0].positions, join_heads([part.tiles for part in parts])
+    rows, naive = (torch.cat(found, 2) for found in ([part.rows for part in parts], [part.naive for part in parts]))
+    oracle = torch.cat([exact_head(inputs, config, tiles, head) for head in range(heads)], 2)
     errors, naive_errors, largest = (
         x.abs().amax((0, 2, 3)) for x in (rows.double() - oracle, naive.double() - oracle, oracle)
     )
     budgets = 2 * naive_errors + torch.finfo(rows.dtype).eps * largest
     pairs = zip(errors.tolist(), budgets.tolist(), strict=True)
     worst = max((GradientError("out", *pair) for pair in pairs), key=lambda found: found.share)
-    return Sample(worst.error, worst.budget, positions, rows, Tiles(tiles, indices, cmp_indices))
+    return Sample(worst.error, worst.budget, positions, rows, tiles)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The checked call for some heads: its rows at some positions, and the same math in the op's own dtype there."""
+
+    positions: Tensor
+    rows: Tensor
+    naive: Tensor
+    tiles: Tiles
+
+
+def together(inputs: NSAInputs) -> list[range]:
+    """Key/value heads that are checked in one call: all, unless four outputs are more than CHECKED_BYTES."""
+    heads = inputs.k.shape[2]
+    count = max(1, min(heads, CHECKED_BYTES // (4 * inputs.q.nbytes // heads)))
+    return [range(first, min(first + count, heads)) for first in range(0, heads, count)]
+
+
+def checked_heads(inputs: NSAInputs, variant: Variant, numbers: Tensor, heads: range) -> Checked:
+    """Args: `numbers`, of tiles. `heads`, for keys and values."""
+    group = inputs.q.shape[2] // inputs.k.shape[2]
+    some = of_heads(inputs, range(heads.start * group, heads.stop * group), heads)
+    out, aux = nsa_forward_aux(
+        some.q, some.k, some.v, gate_proj_weight=some.gate_proj_weight, config=variant.config, backend=variant.backend
+    )
+    chosen, cmp_chosen = aux.indices, aux.cmp_indices
+    tiles = Tiles(numbers, chosen[:, :, numbers], None if cmp_chosen is None else cmp_chosen[:, :, numbers])
+    del aux  # its outputs would lack to what follows on long sequences
+    naive, positions = nsa_tiles(
+        some,
+        variant.config,
+        numbers,
+        indices=tiles.indices,
+        cmp_indices=tiles.cmp_indices,
+        compute_dtype=out.dtype,
+    )
+    return Checked(positions, out[:, positions], naive, tiles)
+
+
+def exact_head(inputs: NSAInputs, config: NSAConfig, tiles: Tiles, head: int) -> Tensor:
+    """Rows of one query head in fp64: one at a time, so that the copies fit beside the inputs at any N that runs."""
+    heads = inputs.q.shape[2]
+    of_keys = head * inputs.k.shape[2] // heads
+    one = of_heads(inputs, range(head, head + 1), range(of_keys, of_keys + 1)).map(Tensor.double)
+    chosen = tiles.of_query_head(head, heads)
+    out, _ = nsa_tiles(one, config, tiles.numbers, indices=chosen.indices, cmp_indices=chosen.cmp_indices)
+    return out
+
+
+def of_heads(inputs: NSAInputs, heads: range, kv_heads: range) -> NSAInputs:
+    """Of the same sequences; nothing is copied."""
+    weight = inputs.gate_proj_weight
+    return replace(
+        inputs,
+        q=inputs.q[:, :, heads.start : heads.stop],
+        k=inputs.k[:, :, kv_heads.start : kv_heads.stop],
+        v=inputs.v[:, :, kv_heads.start : kv_heads.stop],
+        gate_proj_weight=None if weight is None else weight[heads.start : heads.stop],
+    )
+
+
+def join_heads(parts: Sequence[Tiles]) -> Tiles:
+    """Of the same tiles, for some heads each."""
+    chosen = [part.cmp_indices for part in parts if part.cmp_indices is not None]
+    indices = torch.cat([part.indices for part in parts], 1)
+    return Tiles(parts[0].numbers, indices, torch.cat(chosen, 1) if chosen else None)
 
 
 # What is shown
