@@ -18,7 +18,7 @@ TEST_EXTRAS := dev,bench
 TEST_SCOPE := --ignore=tests/ascend
 endif
 
-.PHONY: help demo train-demo needle-demo residual-demo test fuzz fuzz-gpu test-oldest test-blas test-ascend lint format test-gpu compile-all clean distclean
+.PHONY: help demo train-demo needle-demo residual-demo test fuzz fuzz-gpu test-oldest test-blas test-ascend lint format test-gpu compile-all stamp clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -94,6 +94,9 @@ compile-all: ## compile every CUDA kernel for every architecture, without a GPU 
 	$(bootstrap) --extras dev,bench,cuda
 	$(VENV_PYTHON) tools/compile_all.py $(ARGS)
 
+stamp: ## write the commit and digests of its files to .commit.json, for copies of this checkout without git
+	$(PYTHON) tools/stamp_commit.py
+
 lint: ## check format, lint rules and types; licences and known vulnerabilities of what is installed
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) -m ruff format --check .
@@ -107,7 +110,7 @@ format: ## rewrite the sources to the house format
 	$(VENV_PYTHON) -m ruff format .
 
 clean: ## remove caches and build outputs, but not .cache
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov .commit.json
 	find . \( -path ./$(VENV) -o -path ./.git \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv, the Ascend toolchain and the oldest torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,3 +29,8 @@ class Bar:
         wanted = f"{'>=' if self.at_least else '<='} {self.wanted:,.4g}{self.unit}"
         reached = None if self.reached is None else f"{self.reached:,.4g}{self.unit}"
         return {"bar": self.what, "wanted": wanted, "reached": reached, "verdict": self.verdict}
+
+
+def bars_field(bars: Sequence[Bar] | None) -> dict[str, Any]:
+    """Of a results file; None: nothing was held against bars."""
+    return {} if bars is None else {"bars": [bar.as_json() for bar in bars]}

@@ -11,7 +11,7 @@ GPU to its end. Elsewhere the two are one. Mode "memory" adds the peak of everyt
 backward has that of both passes.
 
 With --bars the figures are held against what they have to reach. Writes OUT.json (schema: docs/architecture.md) after
-every shape, OUT.csv and OUT.png.
+every shape; at the end OUT.csv and OUT.png. The same command goes on where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from bench.pass_report import (
     benchmark,
     ms_text,
     p50,
+    parse_options,
     pass_fields,
-    resolve_options,
 )
 from bench.passes import Candidate, Case, Measured, Plan, Task
 from bench.residual_peers import EPS, PEERS, make_peer
@@ -61,8 +61,6 @@ SHAPES = {
     ],
     "lists": [Residual(8, 1, tokens, 4096, listed=True) for tokens in (1024, 8192)],
 }
-MODES = ("forward", "full", "memory")
-"""Unless others are asked for."""
 CALLS = 10
 """Of a CUDA graph."""
 SAMPLED = 256
@@ -125,8 +123,8 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(str(refusal)) from refusal
     cases = {shape: make_case(shape, names, device, dtype) for shape, names in backends.items()}
     plan = Plan.of(args.modes, args.seconds, wall=True, calls=CALLS)
-    found = benchmark(args, LOOK, cases, plan, partial(make_row, args), bars if args.bars else None)
-    return 1 if found.red else 0
+    right = benchmark(args, LOOK, Row, cases, plan, partial(make_row, args), bars if args.bars else None)
+    return 0 if right else 1
 
 
 def choose_backends(shape: Residual, device: torch.device, dtype: torch.dtype, named: str | None) -> list[str]:
@@ -168,7 +166,7 @@ def make_row(
 
     itemsize = DTYPES[args.dtype].itemsize
     moved = residual_bytes(shape, direction, itemsize)
-    given = pass_fields(direction, backend, default, measured, peers, floor_bytes=moved, tbs=tbs)
+    given = pass_fields(direction, backend, default, measured, peers, floor_bytes=moved, tbs=tbs, command=args.command)
     given |= {f"{name}_wall_ms": None if peer is None else p50(peer.wall) for name, peer in peers.items()}
     given |= {f"{name}_mib": mib(peer) for name, peer in peers.items()}
     return Row(
@@ -191,7 +189,7 @@ def make_row(
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, modes=MODES, out="attnres")
+    add_options(parser, out="attnres")
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -203,8 +201,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--bars", action="store_true", help="hold the figures against the bars that were set for an H200"
     )
-    args = parser.parse_args(argv)
-    resolve_options(args, [SHAPES["tiny"]], [SHAPES["stacked"], SHAPES["lists"]])
+    args = parse_options(parser, argv, [SHAPES["tiny"]], [SHAPES["stacked"], SHAPES["lists"]])
     if args.peak_tbs is None and args.device != "cpu":
         name = describe_device(args.device)
         args.peak_tbs = next((tbs for part, tbs in FLOOR_TBS.items() if part in name), None)

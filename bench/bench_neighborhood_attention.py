@@ -8,7 +8,8 @@ null, and the reason is told. Windows are truncated at the borders, as all peers
 On CUDA, what is checked and timed is a CUDA graph, without the time to start it; elsewhere a call as Python makes it.
 Mode "memory" adds the peak of everything alive, inputs and outputs included; backward has that of both passes.
 
-Writes OUT.json (schema: docs/architecture.md), OUT.csv and OUT.png.
+Writes OUT.json (schema: docs/architecture.md) after every shape; at the end OUT.csv and OUT.png. The same command goes
+on where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from bench.common import DTYPES, able_backends
 from bench.gradient_check import GradientError
 from bench.inputs import Neighborhood, Problem, make_problem
 from bench.neighborhood_peers import PEERS, make_peer
-from bench.pass_report import Look, PassRow, add_options, benchmark, pass_fields, resolve_options
-from bench.passes import MODES, Candidate, Case, Measured, Plan, Task
+from bench.pass_report import Look, PassRow, add_options, benchmark, parse_options, pass_fields
+from bench.passes import Candidate, Case, Measured, Plan, Task
 from bench.roofline import neighborhood_bytes
 from bench.timing import GIB
 from dispatch import neighborhood_attention
@@ -107,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(str(refusal)) from refusal
     cases = {shape: make_case(shape, names, args.algorithm, device, dtype) for shape, names in backends.items()}
     plan = Plan.of(args.modes, args.seconds)
-    return 1 if benchmark(args, LOOK, cases, plan, partial(make_row, args)).red else 0
+    return 0 if benchmark(args, LOOK, Row, cases, plan, partial(make_row, args)) else 1
 
 
 def choose_backends(
@@ -159,7 +160,7 @@ def make_row(
     itemsize = DTYPES[args.dtype].itemsize
     moved = neighborhood_bytes(shape, direction, itemsize)
     held = neighborhood_bytes(shape, "fwd" if direction == "fwd" else "bwd", itemsize)
-    given = pass_fields(direction, backend, default, measured, peers, floor_bytes=moved, tbs=tbs)
+    given = pass_fields(direction, backend, default, measured, peers, floor_bytes=moved, tbs=tbs, command=args.command)
     given |= {f"{name}_gib": None if peer is None else peer.peak_gib for name, peer in peers.items()}
     return Row(
         op="neighborhood_attention",
@@ -183,7 +184,7 @@ def make_row(
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add_options(parser, modes=MODES, out="neighborhood")
+    add_options(parser, out="neighborhood")
     add(
         "--shapes",
         nargs="+",
@@ -193,9 +194,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--backend", help="as in neighborhood_attention; default: every one that can run")
     add("--algorithm", default="auto", help="as in neighborhood_attention; default: %(default)s")
-    args = parser.parse_args(argv)
-    resolve_options(args, [SHAPES["tiny"]], [SHAPES["seed"], SHAPES["long"]])
-    return args
+    return parse_options(parser, argv, [SHAPES["tiny"]], [SHAPES["seed"], SHAPES["long"]])
 
 
 def _shapes(text: str) -> list[Neighborhood]:

@@ -2,8 +2,8 @@
 
 A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak; that
 of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth.
-Writes OUT.json: {device, versions, commit, copy_tbs, peak_tflops, rows: [{n, h, h_kv, num_cmp, stage, ms, floor_ms,
-share}]}.
+Writes OUT.json (schema: docs/architecture.md) after every length, heads and option; the same command goes on where it
+was stopped or killed. Nothing is checked here: the gate of the file is "unchecked".
 
 With --backward the stages of the backward, over the same passes over heads as there. The selected branch is timed both
 through FlashAttention-4 and, on Hopper, through the split kernels, each with its lists; "selected, lists" are those of
@@ -34,7 +34,8 @@ from torch import Tensor
 
 from bench.common import above_zero, positive
 from bench.inputs import Sizes, make_problem
-from bench.report import LOCAL_RESULTS, command_line, environment, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.results_file import open_results
 from bench.roofline import (
     Peaks,
     Work,
@@ -95,32 +96,35 @@ def main(argv: list[str] | None = None) -> None:
     peaks: Peaks | None = choose_peaks(facts["device"], args.peak_tflops, None)
     if peaks is None:
         parser.error(f"--peak-tflops: not known of {facts['device']}")
-    copy_tbs = copy_bandwidth()
-    print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
     configs = [NSAConfig.paper()] if args.token else [NSAConfig(num_cmp_selected_blocks=count) for count in (None, 16)]
-    content = {**facts, "copy_tbs": copy_tbs, "peak_tflops": peaks.tflops, "command": command_line(), "rows": []}
     lengths, heads = map(positive, args.seqlens.split(",")), TOKEN_HEADS if args.token else TILE_HEADS
     measured = backward_stages if args.backward else stages
-    for n, of_each, config in product(lengths, heads, configs):
-        for row in measured(Sizes(1, n, *of_each, DIM), config, copy_tbs, peaks.tflops):
-            content["rows"].append(asdict(row))
-            where = f"{n:>8} {row.h:>3}/{row.h_kv} {row.num_cmp!s:>5} {row.stage:<16}"
-            share = f"{row.share:6.0%}" if row.floor_ms else ""
-            print(f"{where}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}", flush=True)
-        write_json(Path(args.out).with_suffix(".json"), content)
-    alone: dict[str, Any] = {}
-    if args.backward and not args.token:
-        alone = {"split": backward.SPLIT}
-    elif not args.token:
-        alone = {
-            "gating": gating(copy_tbs),
-            "host_us": host_time(),
-            "score_extra_mib_at_3m": score_memory(3 << 20),
-        }
-    for name, value in alone.items():
-        print(name, value)
-    content |= alone
-    write_json(Path(args.out).with_suffix(".json"), content)
+    head = {**facts, "peak_tflops": peaks.tflops, "command": command_line(argv)}
+    with open_results(Path(args.out), head) as results:
+        copy_tbs = results.fact("copy_tbs", copy_bandwidth)
+        print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
+        for n, of_each, config in product(lengths, heads, configs):
+            part = f"{n} {of_each[0]}/{of_each[1]} {config.num_cmp_selected_blocks}"
+            if part in results.parts:
+                continue
+            rows = measured(Sizes(1, n, *of_each, DIM), config, copy_tbs, peaks.tflops)
+            results.add(part, [asdict(row) for row in rows])
+            for row in rows:
+                where = f"{n:>8} {row.h:>3}/{row.h_kv} {row.num_cmp!s:>5} {row.stage:<16}"
+                share = f"{row.share:6.0%}" if row.floor_ms else ""
+                print(f"{where}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}", flush=True)
+        alone: dict[str, Any] = {}
+        if args.backward and not args.token:
+            alone = {"split": backward.SPLIT}
+        elif not args.token:
+            alone = {
+                "gating": gating(copy_tbs),
+                "host_us": host_time(),
+                "score_extra_mib_at_3m": score_memory(3 << 20),
+            }
+        for name, value in alone.items():
+            print(name, value)
+        results.finish("unchecked", **alone)
 
 
 def milliseconds(call: Callable[[], Any]) -> float:

@@ -6,8 +6,9 @@ is 1. A peer (bench/nsa_peers.py) computes a little less than NSA here and need 
 not run it has null, and the reason is told. Dense attention and peers are timed once for each length and pass, as eager
 calls; on CUDA without what a host takes to start them on an idle GPU, which NSA's mode "eager" has, "queued" has not.
 
-Writes OUT.json after every length and pass (schema: docs/architecture.md); at the end OUT.csv and OUT.png. With --bars
-also what the rows have to reach on one H200, and whether they do: that of mode "queued".
+Writes OUT.json after every length and pass (schema: docs/architecture.md); at the end OUT.csv and OUT.png. The same
+command goes on where it was stopped or killed. With --bars also what the rows have to reach on one H200, and whether
+they do: that of mode "queued".
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,14 +28,15 @@ import torch
 
 import dispatch
 from bench import bench_sparse_attn_e2e as e2e
-from bench.bars import Bar
+from bench.bars import Bar, bars_field
 from bench.common import DTYPES, choose_dense
 from bench.extras import needed
 from bench.inputs import Sizes, make_problem
 from bench.nsa_peers import COMPUTES, PEERS, make_peer, make_task
 from bench.pass_report import PASS_TITLES, ms_text, show_bars
 from bench.passes import Plan, find_peer, measure_peer, release
-from bench.report import LOCAL_RESULTS, environment, relative, write_csv, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
+from bench.results_file import open_results
 from bench.roofline import choose_peaks
 from bench.timing import Timing
 
@@ -92,31 +93,28 @@ def main(argv: list[str] | None = None) -> int:
         print(note)
     dense, facts = choose_dense(device, DTYPES[args.dtype]), environment(device)
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
-    content: dict[str, Any] = {**facts, "gate": "unfinished", "red": [], "missing": [], "rows": []}
-    every: list[Row] = []
-
-    def save(**changes: Any) -> None:
-        content.update(changes, rows=[row.as_json() for row in every])
-        write_json(out.with_suffix(".json"), content)
-
     print(f"NSA of the paper beside {', '.join([dense.name, *args.peers])}, {args.dtype}, on {facts['device']}")
-    for run, (some, _) in zip(runs, variants, strict=True):
-        rows, red = e2e.run(run, some, dense, peaks, device)
-        if red:
-            every.clear()
-            save(gate="red", red=red)
-            print("Wrong results, so no times are reported:", *red, sep="\n  ")
-            return 1
-        peers, missing = time_peers(run, device)
-        for row in rows:
-            every.append(Row(**{**asdict(row), **peer_fields(peers)}))
-            print(line(every[-1]), flush=True)
-        print(*missing, sep="\n", end="\n" if missing else "", flush=True)
-        save(missing=content["missing"] + missing)
-    bars = find_bars(every) if args.bars else []
-    save(gate="green", **({"bars": [bar.as_json() for bar in bars]} if args.bars else {}))
-    write_csv(out.with_suffix(".csv"), content["rows"])
-    plot(every, out.with_suffix(".png"), facts["device"])
+    with open_results(out, {**facts, "command": args.command}) as results:
+        for run, (some, _) in zip(runs, variants, strict=True):
+            part = f"N={run.seqlens[0]} {PASSES[run.backward]}"
+            if part in results.parts:
+                continue
+            rows: list[e2e.Row] = []
+            red: list[str] = []
+            e2e.run(run, some, dense, peaks, device, keep=rows.append, refuse=red.append)
+            if red:
+                results.fail(red, missing=[])
+                print("Wrong results, so no times are reported:", *red, sep="\n  ")
+                return 1
+            peers, missing = time_peers(run, device)
+            beside = [Row(**{**asdict(row), **peer_fields(peers)}) for row in rows]
+            results.add(part, [row.as_json() for row in beside], missing)
+            print(*map(line, beside), *missing, sep="\n", flush=True)
+        every = [Row.of_json(row) for row in results.rows]
+        bars = find_bars(every) if args.bars else []
+        write_csv(out.with_suffix(".csv"), results.rows)
+        plot(every, out.with_suffix(".png"), facts["device"])
+        results.finish(missing=results.missing, **bars_field(bars if args.bars else None))
     if args.bars:
         show_bars(bars)
     print(*(relative(out.with_suffix(suffix)) for suffix in (".png", ".csv", ".json")), sep="   ")
@@ -142,7 +140,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = e2e.parse([*PAPER, *sizes, *others])
     if len(args.configs) > 1:
         parser.error(f"takes one combination of options, got {len(args.configs)}")
-    args.usual_modes = USUAL_MODES
+    args.usual_modes, args.command = USUAL_MODES, command_line(argv)
     return argparse.Namespace(**vars(args), **vars(own))
 
 
@@ -251,8 +249,8 @@ def plot(rows: Sequence[Row], path: Path, device: str) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.suptitle(f"NSA of the paper, {rows[0].h} heads over {rows[0].h_kv} of {rows[0].d}, on {device}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with replacing(path) as written:
+        figure.savefig(written, dpi=150)
     plt.close(figure)
 
 

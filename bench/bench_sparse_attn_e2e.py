@@ -10,7 +10,8 @@ Mode "graph" times replays of a CUDA graph of the whole call, "eager" the call a
 graph is that of its capture. Memory is counted beyond the inputs for the forward; with --backward it is everything
 alive: inputs, out, do, gradients and temporaries.
 
-Writes OUT.json (schema: docs/architecture.md), OUT.csv and OUT.png. `--demo` picks sizes for this machine.
+Writes OUT.json (schema: docs/architecture.md) after every row; at the end OUT.csv and OUT.png. The same command goes on
+where it was stopped or killed. `--demo` picks sizes for this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ from bench.common import (
 from bench.extras import needed
 from bench.gradient_check import GradientError, Tiles, gradient_errors, sampled_do
 from bench.inputs import KINDS, Problem, Sizes, make_problem
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
+from bench.passes import release
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
+from bench.results_file import ResultRow, open_results
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.timing import Timing, capture, measure
 from dispatch.device import describe_device, device_types
@@ -61,6 +64,8 @@ with needed("rich"):
     from rich.table import Table
 
 SAMPLED_ROWS = 256
+CHECKED_BYTES = 48 << 30
+"""What a checked call and its three branches may give; heads of longer sequences are checked in turn."""
 MODES = ("eager", "queued", "graph")
 """From an idle GPU; as an eager call while the GPU works on something else, as in a training step; as a CUDA graph."""
 TABLE_WIDTH = 120
@@ -69,7 +74,7 @@ console = Console()
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(ResultRow):
     """One line of the results; times in ms, memory in GiB: beyond the inputs, forward + backward all of it."""
 
     op: str
@@ -109,7 +114,6 @@ class Row:
     share_of_floor: float | None
     command: str
 
-    # "pass" is the schema's name for the direction, and a Python keyword.
     direction: str
 
     @property
@@ -125,8 +129,14 @@ class Row:
         """What rows of one line in the plot have in common."""
         return (self.l, self.num_cmp, self.mode)
 
-    def as_json(self) -> dict[str, Any]:
-        return {("pass" if name == "direction" else name): value for name, value in asdict(self).items()}
+    @property
+    def name(self) -> str:
+        """Tells it from the other rows of a run."""
+        return row_name(self.n, self.l, self.num_cmp, self.mode)
+
+
+def row_name(n: int, block_size: int, num_cmp: int | None, mode: str) -> str:
+    return f"N={n} l={block_size} num_cmp={_none(num_cmp)} {mode}"
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,9 @@ class Variant:
 
     def __str__(self) -> str:
         return f"l={self.config.compress_block_size} num_cmp={_none(self.config.num_cmp_selected_blocks)}"
+
+    def row_name(self, n: int, mode: str) -> str:
+        return row_name(n, self.config.compress_block_size, self.config.num_cmp_selected_blocks, mode)
 
 
 @dataclass(frozen=True)
@@ -177,18 +190,27 @@ def main(argv: list[str] | None = None) -> int:
     )
     for note in notes:
         console.print(note, style="yellow", markup=False)
-    rows, red = run(args, variants, dense, peaks, device)
-
+    rows: list[Row] = []
+    red: list[str] = []
     out = Path(args.out)
-    content = {**facts, "gate": "red" if red else "green", "red": red, "rows": []}
-    if red:
-        write_json(out.with_suffix(".json"), content)
-        console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
-        return 1
-    content["rows"] = [row.as_json() for row in rows]
-    write_json(out.with_suffix(".json"), content)
-    write_csv(out.with_suffix(".csv"), content["rows"])
-    plot(rows, out.with_suffix(".png"), content["device"], peaks)
+    with open_results(out, {**facts, "command": args.command}) as results:
+
+        def keep(row: Row) -> None:
+            rows.append(row)
+            results.add(row.name, [row.as_json()])
+
+        def refuse(reason: str) -> None:
+            red.append(reason)
+            results.fail(red)
+
+        rows += map(Row.of_json, results.rows)
+        run(args, variants, dense, peaks, device, keep=keep, refuse=refuse, before=list(rows))
+        if red:
+            console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
+            return 1
+        write_csv(out.with_suffix(".csv"), results.rows)
+        plot(rows, out.with_suffix(".png"), facts["device"], peaks)
+        results.finish()
     show(rows, out)
     return 0
 
@@ -218,17 +240,48 @@ def choose_variants(args: argparse.Namespace, device: torch.device) -> tuple[lis
     return variants, list(notes)
 
 
+@dataclass(frozen=True)
+class DenseTime:
+    """What dense attention took, at one length."""
+
+    n: int
+    ms: float
+    peak_gib: float | None
+
+
 def run(
-    args: argparse.Namespace, variants: list[Variant], dense: Dense, peaks: Peaks | None, device: torch.device
-) -> tuple[list[Row], list[str]]:
-    """A row for each length, combination of options and mode; and what is wrong, after which nothing is timed."""
-    rows: list[Row] = []
-    red: list[str] = []
-    measured: tuple[int, Timing] | None = None  # dense attention, at the largest N so far
+    args: argparse.Namespace,
+    variants: list[Variant],
+    dense: Dense,
+    peaks: Peaks | None,
+    device: torch.device,
+    *,
+    keep: Callable[[Row], None],
+    refuse: Callable[[str], None],
+    before: Sequence[Row] = (),
+) -> None:
+    """A row for each length, combination of options and mode; after a wrong result no more, only checks.
+
+    Args:
+        keep: given each row as soon as it is measured.
+        refuse: given what is wrong with a result, as soon as that is seen.
+        before: rows that were measured earlier: they are neither measured nor given to `keep` again.
+    """
+    known = {row.name for row in before}
+    measured = [DenseTime(row.n, row.dense_ms, row.dense_peak_gib) for row in before if not row.dense_extrapolated]
+    longest = measured[-1] if measured else None  # lengths ascend
+    red = False
     with Progress(console=console, transient=True) as progress:
         steps = progress.add_task("starting", total=len(args.seqlens) * (1 + sum(1 + len(v.modes) for v in variants)))
         for n in args.seqlens:
             sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
+            every = [(variant, mode) for variant in variants for mode in variant.modes]
+            left = [(variant, mode) for variant, mode in every if variant.row_name(n, mode) not in known]
+            progress.advance(steps, len(every) - len(left))
+            if not left:
+                progress.advance(steps, 1 + len(variants))
+                continue
+            release(device)
             problem = make_problem(
                 args.input,
                 sizes,
@@ -237,39 +290,40 @@ def run(
                 gated=not args.ungated,
                 requires_grad=args.backward,
             )
-            samples = []
+            samples: dict[Variant, Sample] = {}
             for variant in variants:
                 progress.update(steps, description=f"N={n} {variant}: error against fp64")
-                sample, wrong = check(problem, variant)
-                samples.append(sample)
-                red += [f"N={n} {variant}: {reason}" for reason in wrong]
+                samples[variant], wrong = check(problem, variant)
+                for reason in wrong:
+                    red = True
+                    refuse(f"N={n} {variant}: {reason}")
                 progress.advance(steps)
             if red:
                 continue
-            extrapolated = measured is not None and args.no_dense_above is not None and n > args.no_dense_above
-            if measured is None or not extrapolated:
+            extrapolated = longest is not None and args.no_dense_above is not None and n > args.no_dense_above
+            if longest is None or not (extrapolated or longest.n == n):
                 progress.update(steps, description=f"N={n}: {dense.name}")
                 timing = measure(
                     dense_call(problem, dense, args.backward), device, seconds=args.seconds, host=not is_queued(args)
                 )
-                measured = n, everything(timing, leaves(problem)[:3]) if args.backward else timing
-            dense_n, dense_timing = measured
-            dense_ms = dense_timing.ms_p50 * (n / dense_n) ** 2
-            dense_peak = None if extrapolated else dense_timing.peak_gib
+                timing = everything(timing, leaves(problem)[:3]) if args.backward else timing
+                longest = DenseTime(n, timing.ms_p50, timing.peak_gib)
+            dense_ms = longest.ms * (n / longest.n) ** 2
             progress.advance(steps)
-            pairs = zip(variants, samples, strict=True)
-            for variant, sample, mode in [(v, sample, mode) for v, sample in pairs for mode in v.modes]:
+            for variant, mode in left:
                 progress.update(steps, description=f"N={n} {variant}: NSA, {mode}")
+                sample = samples[variant]
                 nsa_timing = measure_mode(mode, nsa_call(problem, variant), sample, device, args.seconds)
                 progress.advance(steps)
                 if nsa_timing is None:
-                    red.append(f"N={n} {variant}: the replayed graph gives another result than the checked call")
+                    red = True
+                    refuse(f"N={n} {variant}: the replayed graph gives another result than the checked call")
                     break
                 timing = everything(nsa_timing, leaves(problem)) if args.backward else nsa_timing
                 floor = None
                 if peaks is not None:
                     floor = nsa_floor_ms(sizes, variant.config, peaks, problem.q.itemsize, backward=args.backward)
-                rows.append(
+                keep(
                     Row(
                         **named(args, sizes, variant, mode),
                         ms_p20=timing.ms_p20,
@@ -283,13 +337,12 @@ def run(
                         dense=dense.name,
                         dense_ms=dense_ms,
                         dense_extrapolated=extrapolated,
-                        dense_peak_gib=dense_peak,
+                        dense_peak_gib=None if extrapolated else longest.peak_gib,
                         speedup=dense_ms / timing.ms_p50,
                         floor_ms=floor,
                         share_of_floor=None if floor is None else floor / timing.ms_p50,
                     )
                 )
-    return rows, red
 
 
 def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -> dict[str, Any]:
@@ -317,7 +370,7 @@ def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -
         "gated": not args.ungated,
         "recompute": args.recompute,
         "inputs": args.input,
-        "command": command_line(),
+        "command": args.command,
     }
 
 
@@ -365,6 +418,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", default=str(LOCAL_RESULTS / "e2e"), help="results, without suffix; default: %(default)s")
     args = parser.parse_args(argv)
     args.usual_modes = ["eager", "graph"]
+    args.command = command_line(argv)
     resolve_sizes(parser, args)
     args.input = args.input or ("text" if args.demo else "random")
     cpu_lengths, gpu_lengths = [1024, 2048, 4096, 8192, 16384, 32768], [8192, 32768, 131072]
@@ -484,6 +538,7 @@ def measure_mode(
     """Times of a checked call; None when a replay of its graph gives another result."""
     if mode != "graph":
         return measure(call, device, seconds=seconds, host=mode == "eager")
+    release(device)  # a graph has memory of its own
     captured = capture(call, device)
     captured.out.fill_(math.nan)
     captured.replay()
@@ -530,28 +585,88 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
     largest value. The oracle attends to the blocks that the op under test chose.
     """
     config, inputs = variant.config, plain_inputs(problem)
-    out, aux = nsa_forward_aux(
-        inputs.q, inputs.k, inputs.v, gate_proj_weight=inputs.gate_proj_weight, config=config, backend=variant.backend
-    )
-    num_tiles = aux.indices.shape[2]
+    num_tiles = -(-inputs.q.shape[1] // config.q_tile_size)
     wanted = min(num_tiles, max(4, math.ceil(SAMPLED_ROWS / config.q_tile_size)))
-    tiles = torch.linspace(0, num_tiles - 1, wanted, device=out.device).round().long()
-    indices = aux.indices[:, :, tiles]
-    cmp_indices = None if aux.cmp_indices is None else aux.cmp_indices[:, :, tiles]
-    del aux  # on long sequences its outputs would lack to the oracle, whose inputs are fp64
-    naive, positions = nsa_tiles(
-        inputs, config, tiles, indices=indices, cmp_indices=cmp_indices, compute_dtype=out.dtype
-    )
-    rows = out[:, positions]
-    del out
-    oracle, _ = nsa_tiles(inputs.map(Tensor.double), config, tiles, indices=indices, cmp_indices=cmp_indices)
+    numbers = torch.linspace(0, num_tiles - 1, wanted, device=inputs.q.device).round().long()
+    heads = inputs.q.shape[2]
+    parts = [checked_heads(inputs, variant, numbers, some) for some in together(inputs)]
+    positions, tiles = parts[0].positions, join_heads([part.tiles for part in parts])
+    rows, naive = (torch.cat(found, 2) for found in ([part.rows for part in parts], [part.naive for part in parts]))
+    oracle = torch.cat([exact_head(inputs, config, tiles, head) for head in range(heads)], 2)
     errors, naive_errors, largest = (
         x.abs().amax((0, 2, 3)) for x in (rows.double() - oracle, naive.double() - oracle, oracle)
     )
     budgets = 2 * naive_errors + torch.finfo(rows.dtype).eps * largest
     pairs = zip(errors.tolist(), budgets.tolist(), strict=True)
     worst = max((GradientError("out", *pair) for pair in pairs), key=lambda found: found.share)
-    return Sample(worst.error, worst.budget, positions, rows, Tiles(tiles, indices, cmp_indices))
+    return Sample(worst.error, worst.budget, positions, rows, tiles)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The checked call for some heads: its rows at some positions, and the same math in the op's own dtype there."""
+
+    positions: Tensor
+    rows: Tensor
+    naive: Tensor
+    tiles: Tiles
+
+
+def together(inputs: NSAInputs) -> list[range]:
+    """Key/value heads that are checked in one call: all, unless four outputs are more than CHECKED_BYTES."""
+    heads = inputs.k.shape[2]
+    count = max(1, min(heads, CHECKED_BYTES // (4 * inputs.q.nbytes // heads)))
+    return [range(first, min(first + count, heads)) for first in range(0, heads, count)]
+
+
+def checked_heads(inputs: NSAInputs, variant: Variant, numbers: Tensor, heads: range) -> Checked:
+    """Args: `numbers`, of tiles. `heads`, for keys and values."""
+    group = inputs.q.shape[2] // inputs.k.shape[2]
+    some = of_heads(inputs, range(heads.start * group, heads.stop * group), heads)
+    out, aux = nsa_forward_aux(
+        some.q, some.k, some.v, gate_proj_weight=some.gate_proj_weight, config=variant.config, backend=variant.backend
+    )
+    chosen, cmp_chosen = aux.indices, aux.cmp_indices
+    tiles = Tiles(numbers, chosen[:, :, numbers], None if cmp_chosen is None else cmp_chosen[:, :, numbers])
+    del aux  # its outputs would lack to what follows on long sequences
+    naive, positions = nsa_tiles(
+        some,
+        variant.config,
+        numbers,
+        indices=tiles.indices,
+        cmp_indices=tiles.cmp_indices,
+        compute_dtype=out.dtype,
+    )
+    return Checked(positions, out[:, positions], naive, tiles)
+
+
+def exact_head(inputs: NSAInputs, config: NSAConfig, tiles: Tiles, head: int) -> Tensor:
+    """Rows of one query head in fp64: one at a time, so that the copies fit beside the inputs at any N that runs."""
+    heads = inputs.q.shape[2]
+    of_keys = head * inputs.k.shape[2] // heads
+    one = of_heads(inputs, range(head, head + 1), range(of_keys, of_keys + 1)).map(Tensor.double)
+    chosen = tiles.of_query_head(head, heads)
+    out, _ = nsa_tiles(one, config, tiles.numbers, indices=chosen.indices, cmp_indices=chosen.cmp_indices)
+    return out
+
+
+def of_heads(inputs: NSAInputs, heads: range, kv_heads: range) -> NSAInputs:
+    """Of the same sequences; nothing is copied."""
+    weight = inputs.gate_proj_weight
+    return replace(
+        inputs,
+        q=inputs.q[:, :, heads.start : heads.stop],
+        k=inputs.k[:, :, kv_heads.start : kv_heads.stop],
+        v=inputs.v[:, :, kv_heads.start : kv_heads.stop],
+        gate_proj_weight=None if weight is None else weight[heads.start : heads.stop],
+    )
+
+
+def join_heads(parts: Sequence[Tiles]) -> Tiles:
+    """Of the same tiles, for some heads each."""
+    chosen = [part.cmp_indices for part in parts if part.cmp_indices is not None]
+    indices = torch.cat([part.indices for part in parts], 1)
+    return Tiles(parts[0].numbers, indices, torch.cat(chosen, 1) if chosen else None)
 
 
 # What is shown
@@ -666,8 +781,8 @@ def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with replacing(path) as written:
+        figure.savefig(written, dpi=150)
     plt.close(figure)
 
 

@@ -14,9 +14,9 @@ compute must move besides is in cute_kernels/token_selected*.py. Before anything
 must be within twice the error of the same math in PyTorch, plus one rounding, of fp64. Beside forward and both stands
 fla-core's selected branch for the same choices, as Python calls it, where it runs.
 
-Writes OUT.json after every choice: {device, versions, commit, gate, copy_tbs, peak_tflops, command, missing, rows: [{n,
-h, h_kv, choice, stage, ms, floor_ms, share, peak_gib, fla_ms}]}; on a red gate there are no rows. With --bars also what
-has to be reached on one H200: the best of the peers that were measured there, random choices of 64K tokens.
+Writes OUT.json (schema: docs/architecture.md) after every choice and number of heads; the same command goes on where it
+was stopped or killed. With --bars also what has to be reached on one H200: the best of the peers that were measured
+there, random choices of 64K tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,14 +37,15 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.bars import Bar
+from bench.bars import Bar, bars_field
 from bench.common import above_zero, positive
 from bench.inputs import Sizes
 from bench.inputs import make_problem as make_inputs
 from bench.nsa_peers import Finite, selected_peer
 from bench.pass_report import show_bars
 from bench.passes import PASSES, Plan, Task, find_peer, measure_peer, release
-from bench.report import LOCAL_RESULTS, command_line, environment, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.results_file import ResultRow, open_results
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
 from bench.timing import capture, copy_bandwidth, measure, peak_memory
 from cute_kernels.segments import passes
@@ -66,7 +67,7 @@ DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(ResultRow):
     n: int
     h: int
     h_kv: int
@@ -123,35 +124,34 @@ def main(argv: list[str] | None = None) -> None:
     peaks = choose_peaks(facts["device"], args.peak_tflops, None)
     if peaks is None:
         parser.error(f"--peak-tflops: not known of {facts['device']}")
-    copy_tbs, out = copy_bandwidth(), Path(args.out).with_suffix(".json")
-    print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
     given = None if args.indices is None else load_indices(args.indices)
     cases = list(product(map(positive, args.seqlens.split(",")), args.choices))
     cases += [] if given is None else [(given.shape[2], "file")]
-    content = {**facts, "gate": "unfinished", "copy_tbs": copy_tbs, "peak_tflops": peaks.tflops}
-    content |= {"command": command_line(), "missing": [], "rows": []}
-    every: list[Row] = []
-    for (n, choice), (heads, kv_heads) in product(cases, HEADS):
-        problem = make_problem(n, heads, kv_heads, choice, given)
-        where = f"{n:>8} {heads:>3}/{kv_heads} {choice:<8}"
-        if wrong := errors(problem):
-            write_json(out, content | {"gate": "red", "rows": []})
-            sys.exit("\n".join(f"{where}{error}" for error in wrong))
-        rows = stages(problem, choice, copy_tbs, peaks.tflops)
-        found = peer_times(problem)
-        for row in rows:
-            of_peer = found.get(row.stage)
-            every.append(replace(row, fla_ms=of_peer if isinstance(of_peer, float) else None))
-            beside = "" if of_peer is None else f"  fla {of_peer if isinstance(of_peer, str) else f'{of_peer:.3f} ms'}"
-            print(
-                f"{where}{row.stage:<10}{row.ms:9.3f} ms  floor {row.floor_ms:8.3f} {row.share:6.0%}{beside}",
-                flush=True,
-            )
-        content["missing"] += [f"{where}{stage}: fla: {why}" for stage, why in found.items() if isinstance(why, str)]
-        content["rows"] = [asdict(row) for row in every]
-        write_json(out, content)
-    bars = find_bars(every) if args.bars else []
-    write_json(out, content | {"gate": "green"} | ({"bars": [bar.as_json() for bar in bars]} if bars else {}))
+    head = {**facts, "peak_tflops": peaks.tflops, "command": command_line(argv)}
+    with open_results(Path(args.out), head) as results:
+        copy_tbs = results.fact("copy_tbs", copy_bandwidth)
+        print(f"copy: {copy_tbs:.2f} TB/s", flush=True)
+        for (n, choice), (heads, kv_heads) in product(cases, HEADS):
+            part = f"{n} {heads}/{kv_heads} {choice}"
+            if part in results.parts:
+                continue
+            problem = make_problem(n, heads, kv_heads, choice, given)
+            where = f"{n:>8} {heads:>3}/{kv_heads} {choice:<8}"
+            if wrong := [f"{where}{error}" for error in errors(problem)]:
+                results.fail(wrong, missing=[])
+                sys.exit("\n".join(wrong))
+            alone, found = stages(problem, choice, copy_tbs, peaks.tflops), peer_times(problem)
+            took = {stage: ms for stage, ms in found.items() if isinstance(ms, float)}
+            missing = [f"{where}{stage}: fla: {why}" for stage, why in found.items() if isinstance(why, str)]
+            rows = [replace(row, fla_ms=took.get(row.stage)) for row in alone]
+            results.add(part, [row.as_json() for row in rows], missing)
+            for row in rows:
+                beside = "" if row.fla_ms is None else f"  fla {row.fla_ms:.3f} ms"
+                share = f"floor {row.floor_ms:8.3f} {row.share:6.0%}"
+                print(f"{where}{row.stage:<10}{row.ms:9.3f} ms  {share}{beside}", flush=True)
+            print(*missing, sep="\n", end="\n" if missing else "", flush=True)
+        bars = find_bars([Row.of_json(row) for row in results.rows]) if args.bars else []
+        results.finish(missing=results.missing, **bars_field(bars if args.bars else None))
     if bars:
         show_bars(bars)
 

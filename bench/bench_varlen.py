@@ -2,8 +2,8 @@
 
 Lengths are drawn log-uniformly between 256 and 32K tokens from a fixed seed until TOKENS are reached. The packed output
 must equal each document's alone, bit for bit, and with --backward gradients but for rounding, or nothing is timed.
-Writes OUT.json: {device, versions, commit, direction, tokens, lengths,
-rows: [{name, ms_p50, peak_gib, tokens_per_ms}]}. peak_gib is beyond the inputs; with --backward it is everything alive.
+Writes OUT.json (schema: docs/architecture.md) after every way to run them; the same command goes on where it was
+stopped or killed. peak_gib is beyond the inputs; with --backward it is everything alive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from bench.common import positive
 from bench.inputs import Problem, Sizes, make_problem
-from bench.report import LOCAL_RESULTS, command_line, environment, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment
+from bench.results_file import open_results
 from bench.timing import measure
 from nsa import NSAConfig, nsa, nsa_forward
 
@@ -53,30 +54,33 @@ def main(argv: list[str] | None = None) -> None:
     lengths = draw_lengths(args.tokens)
     print(f"{len(lengths)} documents, {sum(lengths):,} tokens, from {min(lengths):,} to {max(lengths):,}")
 
-    sizes = Sizes(1, sum(lengths), HEADS, KV_HEADS, DIM)
-    problem = make_problem("random", sizes, device=device, dtype=torch.bfloat16, requires_grad=args.backward)
-    packed, padded, one_by_one = make_ways(problem, lengths, config, args.backward)
-    wrong = compare(packed.call(), one_by_one.call(), lengths)
-    if wrong is not None:
-        raise SystemExit(f"{wrong}: no times")
-    rows = []
-    for way in (packed, padded, one_by_one):
-        timing = measure(way.call, device, seconds=0.5).holding(way.given if args.backward else [])
-        rows.append(Row(way.name, timing.ms_p50, timing.peak_gib, sum(lengths) / timing.ms_p50))
-        rate = f"{rows[-1].tokens_per_ms:7.0f} tokens/ms"
-        print(f"{way.name:<12}{timing.ms_p50:9.3f} ms  {timing.peak_gib or 0:6.2f} GiB  {rate}")
-    content = {
+    head = {
         **environment(device),
         "direction": "fwd+bwd" if args.backward else "fwd",
         "tokens": sum(lengths),
         "lengths": lengths,
-        "command": command_line(),
-        "rows": [asdict(row) for row in rows],
+        "command": command_line(argv),
     }
-    write_json(Path(args.out).with_suffix(".json"), content)
+    with open_results(Path(args.out), head) as results:
+        sizes = Sizes(1, sum(lengths), HEADS, KV_HEADS, DIM)
+        problem = make_problem("random", sizes, device=device, dtype=torch.bfloat16, requires_grad=args.backward)
+        packed, padded, one_by_one = make_ways(problem, lengths, config, args.backward)
+        wrong = compare(packed.call(), one_by_one.call(), lengths)
+        if wrong is not None:
+            results.fail([wrong])
+            raise SystemExit(f"{wrong}: no times")
+        for way in (packed, padded, one_by_one):
+            if way.name in results.parts:
+                continue
+            timing = measure(way.call, device, seconds=0.5).holding(way.given if args.backward else [])
+            row = Row(way.name, timing.ms_p50, timing.peak_gib, sum(lengths) / timing.ms_p50)
+            results.add(way.name, [asdict(row)])
+            rate = f"{row.tokens_per_ms:7.0f} tokens/ms"
+            print(f"{way.name:<12}{timing.ms_p50:9.3f} ms  {timing.peak_gib or 0:6.2f} GiB  {rate}", flush=True)
+        results.finish()
 
 
-Results = dict[str, Tensor]
+Outputs = dict[str, Tensor]
 """out; with backward also the gradients of q, k, v and the gates' projection."""
 
 
@@ -85,7 +89,7 @@ class Way:
     """How the documents are run."""
 
     name: str
-    call: Callable[[], list[Results]]
+    call: Callable[[], list[Outputs]]
     """Results of each call of the op that it takes."""
     given: list[Tensor]
     """What exists before: inputs and do."""
@@ -102,7 +106,7 @@ def make_ways(problem: Problem, lengths: list[int], config: NSAConfig, backward:
     def leaves(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
         return [change(x).requires_grad_(backward) for x in tokens]
 
-    def run(qkv: list[Tensor], do: Tensor, **packed: Tensor) -> Results:
+    def run(qkv: list[Tensor], do: Tensor, **packed: Tensor) -> Outputs:
         q, k, v = qkv
         given: dict[str, Any] = {"gate_proj_weight": weight, "config": config, **packed}
         if not backward:
@@ -126,7 +130,7 @@ def make_ways(problem: Problem, lengths: list[int], config: NSAConfig, backward:
     )
 
 
-def compare(packed: list[Results], alone: list[Results], lengths: list[int]) -> str | None:
+def compare(packed: list[Outputs], alone: list[Outputs], lengths: list[int]) -> str | None:
     """What is wrong with the packed results, or None.
 
     Outputs must be the same bits. Gradients are sums whose order differs: packed ones may be off by the dtype's eps in

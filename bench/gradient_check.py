@@ -33,6 +33,14 @@ class Tiles:
 
         return Tiles(self.numbers, narrow(self.indices), None if self.cmp_indices is None else narrow(self.cmp_indices))
 
+    def of_query_head(self, head: int, heads: int) -> Tiles:
+        """For one of `heads` query heads, some of which may share what is chosen."""
+
+        def narrow(chosen: Tensor) -> Tensor:
+            return chosen.narrow(1, head * chosen.shape[1] // heads, 1)
+
+        return Tiles(self.numbers, narrow(self.indices), None if self.cmp_indices is None else narrow(self.cmp_indices))
+
 
 @dataclass(frozen=True)
 class GradientError:

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from bench.bars import Bar
+from bench.bars import Bar, bars_field
 from bench.common import DTYPES, above_zero
 from bench.extras import needed
-from bench.passes import MODES, Case, Comparison, Measured, Plan, compare
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
+from bench.passes import MODES, Case, Measured, Missing, Plan, compare, tell_missing
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
+from bench.results_file import ResultRow, open_results
 from bench.timing import copy_bandwidth
 from dispatch.device import device_types
 
@@ -42,7 +43,7 @@ class Shape(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassRow:
+class PassRow(ResultRow):
     """What a line of every such benchmark has; times in ms. A peer's fields are None where it did not run."""
 
     peers: ClassVar[tuple[str, ...]]
@@ -50,7 +51,6 @@ class PassRow:
 
     op: str
     direction: str
-    """"pass" in files: the schema's name, and a Python keyword."""
     backend: str
     default: bool
     mode: str
@@ -72,9 +72,6 @@ class PassRow:
         ms: float | None = getattr(self, f"{name}_ms")
         return ms
 
-    def as_json(self) -> dict[str, Any]:
-        return {("pass" if name == "direction" else name): value for name, value in asdict(self).items()}
-
 
 def pass_fields(
     direction: str,
@@ -85,6 +82,7 @@ def pass_fields(
     *,
     floor_bytes: int,
     tbs: float | None,
+    command: str,
 ) -> dict[str, Any]:
     """What was measured as keywords of PassRow, and `NAME_ms` of the peers.
 
@@ -105,7 +103,7 @@ def pass_fields(
         "share_of_floor": None if floor is None or took is None else floor / took,
         "error": measured.error.error,
         "error_budget": measured.error.budget,
-        "command": command_line(),
+        "command": command,
         **{f"{name}_ms": None if peer is None else p50(peer.timing) for name, peer in peers.items()},
     }
 
@@ -117,23 +115,28 @@ def p50(timing: Any) -> float | None:
 # The command line
 
 
-def add_options(parser: argparse.ArgumentParser, *, modes: Sequence[str], out: str) -> None:
-    """What every such benchmark is asked: `resolve_options` fills in what is not given."""
+def add_options(parser: argparse.ArgumentParser, *, out: str) -> None:
+    """What every such benchmark is asked: `parse_options` fills in what is not given."""
     add = parser.add_argument
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
-    add("--modes", nargs="+", choices=MODES, default=list(modes), help="default: %(default)s")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: %(default)s")
     add("--dtype", choices=DTYPES, help="default: fp32 on a CPU, else bf16")
     add("--seconds", type=float, default=0.3, help="about how long to repeat each measurement; default: %(default)s")
     add("--peak-tbs", type=above_zero, help="TB/s for the floor; default: what a copy reaches on this GPU")
     add("--out", default=str(LOCAL_RESULTS / out), help="results, without suffix; default: %(default)s")
 
 
-def resolve_options(args: argparse.Namespace, on_cpu: Sequence[Any], elsewhere: Sequence[Any]) -> None:
-    """Set what depends on the device; `args.shapes`: lists of shapes made one, each shape once."""
+def parse_options(
+    parser: argparse.ArgumentParser, argv: list[str] | None, on_cpu: Sequence[Any], elsewhere: Sequence[Any]
+) -> argparse.Namespace:
+    """Arguments, and what depends on the device; `shapes`: lists of shapes made one, each shape once; `command`."""
+    args = parser.parse_args(argv)
+    args.command = command_line(argv)
     cpu = args.device == "cpu"
     args.dtype = args.dtype or ("fp32" if cpu else "bf16")
     chosen = args.shapes or (on_cpu if cpu else elsewhere)
     args.shapes = list(dict.fromkeys(shape for some in chosen for shape in some))
+    return args
 
 
 # A run
@@ -158,16 +161,20 @@ class Look:
 def benchmark(
     args: argparse.Namespace,
     look: Look,
+    kind: type[SomeRow],
     cases: Mapping[SomeShape, Case],
     plan: Plan,
     make_row: Callable[[float | None, SomeShape, str, str, bool, Measured, dict[str, Measured | None]], SomeRow],
     bars: Callable[[Sequence[SomeRow]], list[Bar]] | None = None,
-) -> Comparison[SomeRow]:
+) -> bool:
     """Compare and present; files are written after every shape, and hold no rows where a result is wrong.
 
     Args:
-        make_row: of the floor's TB/s, then as in `compare`.
+        kind: of rows. make_row: of the floor's TB/s, then as in `compare`.
         bars: what the rows have to reach, which is shown and becomes a part of the file.
+
+    Returns:
+        Whether all results are right.
     """
     device, out = torch.device(args.device), Path(args.out)
     facts = environment(device)
@@ -175,37 +182,38 @@ def benchmark(
         f"[bold]{look.op} and its peers[/bold]: {', '.join(args.modes)}, {args.dtype}, on {facts['device']}",
         soft_wrap=True,
     )
-    tbs = args.peak_tbs or (copy_bandwidth() if device.type == "cuda" else None)
-    content = {**facts, "floor_tbs": tbs, "gate": "unfinished", "red": [], "missing": [], "rows": []}
+    with open_results(out, {**facts, "command": args.command}) as results:
+        tbs = results.fact("floor_tbs", lambda: args.peak_tbs or (copy_bandwidth() if device.type == "cuda" else None))
+        red: list[str] = []
 
-    def save(rows: Sequence[SomeRow]) -> None:
-        content["rows"] = [row.as_json() for row in rows]
-        write_json(out.with_suffix(".json"), content)
+        def keep(shape: SomeShape, rows: list[SomeRow], missing: list[Missing]) -> None:
+            results.add(str(shape), [row.as_json() for row in rows], missing)
+            for row in rows:
+                console.print(line(row), style="dim", markup=False, highlight=False, soft_wrap=True)
 
-    def save_and_tell(rows: Sequence[SomeRow]) -> None:
-        for row in rows[len(content["rows"]) :]:
-            console.print(line(row), style="dim", markup=False, highlight=False, soft_wrap=True)
-        save(rows)
+        def refuse(reason: str) -> None:
+            red.append(reason)
+            results.fail(red, missing=[], **bars_field([] if bars else None))
 
-    with Progress(console=console, transient=True) as progress:
-        found = compare(cases, plan, partial(make_row, tbs), save_and_tell, progress)
-    for reason in found.missing:
-        console.print(reason, style="yellow", markup=False, soft_wrap=True)
-    content |= {"gate": "red" if found.red else "green", "red": found.red, "missing": found.missing}
-    reached = bars(found.rows) if bars and not found.red else []
-    if bars:
-        content["bars"] = [bar.as_json() for bar in reached]
-    save([] if found.red else found.rows)
-    if found.red:
-        console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *found.red, sep="\n  ")
-        return found
-    write_csv(out.with_suffix(".csv"), content["rows"])
-    if plan.timed:
-        plot(found.rows, out.with_suffix(".png"), look, facts["device"], tbs)
-    show(found.rows, out, look, plan)
+        left = {shape: case for shape, case in cases.items() if str(shape) not in results.parts}
+        with Progress(console=console, transient=True) as progress:
+            compare(left, plan, partial(make_row, tbs), keep=keep, refuse=refuse, progress=progress)
+        if red:
+            console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
+            return False
+        missing = tell_missing(results.missing, len(cases) * len(plan.passes))
+        for reason in missing:
+            console.print(reason, style="yellow", markup=False, soft_wrap=True)
+        rows = [kind.of_json(row) for row in results.rows]
+        reached = bars(rows) if bars else []
+        write_csv(out.with_suffix(".csv"), results.rows)
+        if plan.timed:
+            plot(rows, out.with_suffix(".png"), look, facts["device"], tbs)
+        results.finish(missing=missing, **bars_field(reached if bars else None))
+    show(rows, out, look, plan)
     if bars:
         show_bars(reached)
-    return found
+    return True
 
 
 # What is shown
@@ -325,6 +333,6 @@ def plot(rows: Sequence[PassRow], path: Path, look: Look, device: str, tbs: floa
     if tbs is not None:
         lines.append(f"floor: every input read once, every result written once, at {tbs:.2f} TB/s")
     figure.suptitle("\n".join(lines), fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with replacing(path) as written:
+        figure.savefig(written, dpi=150)
     plt.close(figure)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -118,30 +118,28 @@ class Measured:
 # Comparing
 
 
-@dataclass
-class Comparison(Generic[Row]):
-    """A row for each shape, backend and pass; what is wrong, after which nothing is timed; which peers did not run."""
-
-    rows: list[Row] = field(default_factory=list)
-    red: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+Missing = tuple[str, str, str]
+"""A peer, why it did not run, and of which shape and pass."""
 
 
 def compare(
     cases: Mapping[Shape, Case],
     plan: Plan,
     make_row: Callable[[Shape, str, str, bool, Measured, dict[str, Measured | None]], Row],
-    save: Callable[[list[Row]], None],
+    *,
+    keep: Callable[[Shape, list[Row], list[Missing]], None],
+    refuse: Callable[[str], None],
     progress: Progress,
-) -> Comparison[Row]:
+) -> None:
     """Measure every case.
 
     Args:
         make_row: of shape, pass, backend, whether that is the default, what was measured, and that of each peer.
-        save: called with all rows so far after every shape: a peer that ends the process must not take them along.
+        keep: given what was found of every shape as soon as it is done: a peer that ends the process must not take it
+            along.
+        refuse: given what is wrong, after which nothing is timed.
     """
-    found: Comparison[Row] = Comparison()
-    absent: dict[tuple[str, str], list[str]] = {}
+    red = False
     total = sum(1 + len(plan.passes) * (len(case.ours) + len(case.peers)) for case in cases.values())
     steps = progress.add_task("starting", total=total)
     for shape, case in cases.items():
@@ -153,14 +151,16 @@ def compare(
         for candidate in case.ours:
             for direction in plan.passes:
                 progress.update(steps, description=f"{shape} {direction}: {candidate.name}")
-                one = measure_pass(candidate, direction, task, plan, timed=not found.red)
+                one = measure_pass(candidate, direction, task, plan, timed=not red)
                 measured[candidate.name, direction] = one
                 if not one.error.within:
-                    found.red.append(f"{shape} {direction} {candidate.name}: {_above(one.error)}")
+                    red = True
+                    refuse(f"{shape} {direction} {candidate.name}: {_above(one.error)}")
                 progress.advance(steps)
-        if found.red:
+        if red:
             continue
         of_name = {candidate.name: candidate for candidate in case.ours}
+        missing: list[Missing] = []
         for name, make_peer in case.peers.items():
             peer = find_peer(make_peer, task)
             if isinstance(peer, Candidate):
@@ -171,21 +171,27 @@ def compare(
                 if isinstance(of_peer, Measured):
                     measured[name, direction] = of_peer
                 else:
-                    absent.setdefault((name, of_peer), []).append(f"{shape} {direction}")
+                    missing.append((name, of_peer, f"{shape} {direction}"))
                 progress.advance(steps)
         for direction in plan.passes:
             take_turns(of_name, direction, task, measured)
+        rows = []
         for candidate, direction in product(case.ours, plan.passes):
             of_peers = {peer: measured.get((peer, direction)) for peer in case.peers}
             name, default = candidate.name, candidate is case.ours[0]
-            found.rows.append(make_row(shape, direction, name, default, measured[name, direction], of_peers))
-        save(found.rows)
-    every = len(cases) * len(plan.passes)
-    found.missing = [
-        f"{name} did not run: {reason} ({'everywhere' if len(where) == every else '; '.join(where)})"
-        for (name, reason), where in absent.items()
+            rows.append(make_row(shape, direction, name, default, measured[name, direction], of_peers))
+        keep(shape, rows, missing)
+
+
+def tell_missing(missing: Sequence[Missing], most: int) -> list[str]:
+    """Why peers did not run, and where: a line for each reason. Args: `most`, how many passes of shapes there are."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for name, reason, where in missing:
+        places.setdefault((name, reason), []).append(where)
+    return [
+        f"{name} did not run: {reason} ({'everywhere' if len(where) == most else '; '.join(where)})"
+        for (name, reason), where in places.items()
     ]
-    return found
 
 
 def take_turns(

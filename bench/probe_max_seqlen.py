@@ -53,6 +53,7 @@ from bench.common import (
 from bench.extras import needed
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, write_json
+from bench.results_file import INTERRUPTED, claimed
 from dispatch.device import device_types
 from nsa import NSAConfig, nsa, nsa_forward
 
@@ -163,6 +164,12 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(asdict(run_trial(settings, arguments.trial))))
         return 0
 
+    with claimed(Path(arguments.out)):
+        return run_probe(arguments, settings, backend_note, argv)
+
+
+def run_probe(arguments: argparse.Namespace, settings: Settings, backend_note: str, argv: list[str] | None) -> int:
+    """Search, with the --out file in hand; the status of the script."""
     facts = environment(torch.device(settings.device))
     try:
         state, start_note = open_state(Path(arguments.out), facts, settings, restart=arguments.restart)
@@ -180,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         state.save()
         say(f"\nInterrupted. {state.path} keeps the trials so far; the same command goes on from there.")
-        return 130
+        return INTERRUPTED
     state.save(bracket)
     show(state, bracket, arguments.granularity)
     return 0

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import platform
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
+from bench.commit import ROOT, commit
 from dispatch.device import describe_device
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 LOCAL_RESULTS = RESULTS / "local"
 """Where scripts write unless told otherwise; not under version control."""
@@ -33,25 +35,20 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {"device": describe_device(device.type), "versions": versions, "commit": commit()}
 
 
-def commit() -> str:
-    """The checkout's commit, with "+changes" when files differ from it; "unknown" outside a checkout."""
-    try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        return f"{head}+changes" if _git("status", "--porcelain", "--untracked-files=no") else head
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+def command_line(argv: Sequence[str] | None = None) -> str:
+    """The command that reproduces this run from the checkout's root.
 
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
-def command_line() -> str:
-    """The command that reproduces this run from the checkout's root."""
+    Args:
+        argv: what the script was given; None: what this process was.
+    """
     script = Path(sys.argv[0]).resolve()
     shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    return " ".join(["python", str(shown), *sys.argv[1:]])
+    variables = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("NSA_KERNELS_") and name != "NSA_KERNELS_JIT_CACHE"  # changes no result
+    ]
+    return " ".join([*variables, "python", str(shown), *(sys.argv[1:] if argv is None else argv)])
 
 
 def relative(path: Path) -> Path:
@@ -59,17 +56,28 @@ def relative(path: Path) -> Path:
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write all or nothing: readers never see half a file."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file beside `path`, with its suffix, that becomes `path` once it is written, and is gone if that fails.
+
+    Readers never see half a file, and no two writers share one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    partial = path.with_name(f".{path.stem}.partial-{uuid4().hex[:8]}{path.suffix}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)

@@ -11,14 +11,14 @@ Where the environment says nothing of PyTorch's allocator, it gets expandable se
 other sizes, ever more pieces that fit none. Folders of compiled kernels (docs/reliability.md) may shorten the first
 steps; a kernel that is found there later counts like one that is compiled.
 
-The state (weights, optimiser, number of steps) goes to a file beside --out at every record; --resume goes on from it
-and adds another run to the same results (schema: docs/architecture.md). Each run has first steps and halves of its own.
+The state (weights, optimiser, number of steps, and the results up to there) goes to OUT.pt at every record, then the
+results to OUT.json (schema: docs/architecture.md); --resume goes on from the state alone and adds another run to the
+results. Each run has first steps and halves of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -45,9 +45,10 @@ from torch.nn.functional import cross_entropy, silu
 from bench.bars import Bar
 from bench.common import above_zero, positive
 from bench.extras import needed
-from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_json
+from bench.results_file import claimed
 from bench.timing import resident
-from dispatch.device import device_types
+from dispatch.device import device_types, first_line
 from nsa import NSAConfig, NSAttention
 
 with needed("rich"):
@@ -251,15 +252,10 @@ class Trainer:
         self.step += 1
         return work, result
 
-    def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(path.suffix + ".partial")
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
-        torch.save(state, partial)
-        partial.replace(path)
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
 
-    def load(self, path: Path) -> None:
-        state = torch.load(path, map_location=self.device, weights_only=True)
+    def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
@@ -390,9 +386,9 @@ class Watch:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
 
-    def run(self, commit: str) -> Run:
+    def run(self, command: str, commit: str) -> Run:
         return Run(
-            command=command_line(),
+            command=command,
             commit=commit,
             first_step=self.first_step,
             steps=self.trainer.step - self.first_step,
@@ -441,13 +437,19 @@ Save = Callable[[], list[dict[str, Any]]]
 def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     args = parse(argv)
-    device, out = torch.device(args.device), Path(args.out).with_suffix(".json")
+    out = Path(args.out).with_suffix(".json")
+    with claimed(out, out.with_suffix(".pt")):
+        return run(args, out, begin)
+
+
+def run(args: argparse.Namespace, out: Path, begin: float) -> int:
+    """A run, with the files in hand; the status of the script. Args: `begin`, of the script by time.perf_counter()."""
+    device, state_file = torch.device(args.device), out.with_suffix(".pt")
     facts = environment(device)
     trainer = Trainer(device, args.seed)
     before: list[dict[str, Any]] = []
     if args.resume:
-        before = runs_so_far(out, facts, args.seed)
-        trainer.load(out.with_suffix(".pt"))
+        before = go_on(trainer, state_file, facts, args.seed)
         console.print(f"Going on after {trainer.step:,} steps in {len(before)} runs", highlight=False)
     with console.status("First steps, of every kind of size ..."):
         warm_up_begin = time.perf_counter()
@@ -456,13 +458,15 @@ def main(argv: list[str] | None = None) -> int:
 
     def save() -> list[dict[str, Any]]:
         watch.record()
-        trainer.save(out.with_suffix(".pt"))
-        runs = [*before, asdict(watch.run(facts["commit"]))]
+        runs = [*before, asdict(watch.run(args.command, facts["commit"]))]
         totals = {name: round(sum(run[name] for run in runs), 2) for name in ("minutes", "steps", "tokens")}
         shown = [bar.as_json() for bar in bars(runs)]
         sizes = asdict(trainer.sizes)
-        content = {**facts, "command": command_line(), "seed": args.seed, "sizes": sizes, **totals, "bars": shown}
-        write_json(out, {**content, "runs": runs})
+        content = {**facts, "command": args.command, "seed": args.seed, "sizes": sizes, **totals, "bars": shown}
+        content["runs"] = runs
+        with replacing(state_file) as partial:  # first: it has all that the results have
+            torch.save({**trainer.state(), "results": content}, partial)
+        write_json(out, content)
         return runs
 
     if train(watch, save, begin + 60 * args.minutes, args.steps, args.every):
@@ -485,25 +489,35 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", metavar="FILE", help="results, without suffix; default: bench/results/local/soak-<device>")
     args = parser.parse_args(argv)
     args.out = args.out or str(LOCAL_RESULTS / f"soak-{args.device}")
+    args.command = command_line(argv)
     return args
 
 
-def runs_so_far(out: Path, facts: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-    """Those of a soak that this one can go on with.
+def go_on(trainer: Trainer, path: Path, facts: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+    """Bring a trainer to where a soak was, by its state; returns the runs so far.
 
     Raises:
-        SystemExit: where the file is absent or another soak's.
+        SystemExit: where the file is absent, damaged or another soak's.
     """
+    where = relative(path)
     try:
-        content = json.loads(out.read_text(encoding="utf-8"))
+        state = torch.load(path, map_location=trainer.device, weights_only=True)
+        content = state["results"]
         same = {name: content[name] for name in ("device", "versions", "seed")}
         runs: list[dict[str, Any]] = content["runs"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{relative(out)} holds no soak to go on with: {error!r}") from error
-    now = {"device": facts["device"], "versions": facts["versions"], "seed": seed}
-    changes = [f"{name} is {now[name]!r}, was {same[name]!r}" for name in now if now[name] != same[name]]
+        now = {"device": facts["device"], "versions": facts["versions"], "seed": seed}
+        changes = [f"{name} is {now[name]!r}, was {same[name]!r}" for name in now if now[name] != same[name]]
+        if not changes:
+            trainer.load(state)
+    except FileNotFoundError as error:
+        raise SystemExit(f"There is no soak to go on with in {where}; begin one without --resume.") from error
+    except Exception as error:  # what a damaged file raises is up to torch, zipfile and pickle
+        raise SystemExit(
+            f"{where} is damaged, or no state of this soak ({type(error).__name__}: {first_line(error)}); begin anew "
+            "without --resume, or name another --out."
+        ) from error
     if changes:
-        raise SystemExit(f"The soak in {relative(out)} cannot go on here: {'; '.join(changes)}")
+        raise SystemExit(f"The soak in {where} cannot go on here: {'; '.join(changes)}")
     return runs
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.common import DTYPES, Dense, positive
 from bench.extras import needed
-from bench.report import LOCAL_RESULTS, command_line, environment, relative
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing
 from bench.timing import GIB
 from dispatch.device import device_types
 from nsa import LinearCompression, NSAttention
@@ -607,6 +607,6 @@ def plot(rows: Sequence[Row], path: Path, device: str, curves: Curves) -> None:
         axes.set_xlabel("million bytes seen")
         axes.grid(alpha=0.3)
     figure.suptitle(f"Language models on the sources of the Python standard library, {device}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with replacing(path) as written:
+        figure.savefig(written, dpi=110)
     plt.close(figure)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 import dispatch
 from bench.extras import needed
-from bench.report import write_json
+from bench.report import replacing, write_json
 from examples.byte_models import (
     ByteTrainer,
     Row,
@@ -398,8 +398,8 @@ def plot(ranges: Sequence[Accuracy], path: Path, device: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.suptitle(f"Looking up values by keys, {device}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with replacing(path) as written:
+        figure.savefig(written, dpi=110)
     plt.close(figure)
 
 

@@ -23,6 +23,7 @@ from bench.roofline import Peaks, Work, backward_work, choose_peaks, dense_floor
 from bench.timing import GIB, Timing, measure, peak_memory
 from dispatch import Call
 from nsa import NSAConfig, nsa_forward_aux
+from nsa.reference import nsa_tiles
 
 CPU = torch.device("cpu")
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
@@ -108,6 +109,69 @@ def test_late_rows_are_held_against_their_own_size(value: float, monkeypatch: py
     monkeypatch.setattr(e2e, "nsa_forward_aux", wrong)
     sample = e2e.sampled_error(problem, variant)
     assert not sample.error <= sample.budget
+
+
+LONG = pytest.mark.parametrize(
+    "config",
+    [NSAConfig(compress_block_size=16), NSAConfig(compress_block_size=8, num_cmp_selected_blocks=2), NSAConfig.paper()],
+    ids=["tiles", "some compressed blocks", "tokens"],
+)
+
+
+def sample_at_once(config: NSAConfig, bytes_at_once: int, monkeypatch: pytest.MonkeyPatch) -> e2e.Sample:
+    """Of 1,100 tokens and 8 heads over 4, as they are checked together."""
+    problem = make_problem("random", Sizes(1, 1100, 8, 4, 16), device=CPU, dtype=torch.float32)
+    monkeypatch.setattr(e2e, "CHECKED_BYTES", bytes_at_once)
+    return e2e.sampled_error(problem, e2e.Variant(config, "reference", ("eager",)))
+
+
+@LONG
+def test_heads_of_long_sequences_are_checked_in_turn(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same blocks, positions and errors; one key/value head's outputs are 4 x 1100 x 2 x 16 numbers."""
+    of_a_head, calls = 4 * 1100 * 2 * 16 * 4, []
+    right = e2e.nsa_forward_aux
+
+    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> Any:
+        calls.append((q.shape[2], k.shape[2]))
+        return right(q, k, v, **keywords)
+
+    monkeypatch.setattr(e2e, "nsa_forward_aux", counting)
+    whole = sample_at_once(config, 4 * of_a_head, monkeypatch)
+    assert calls == [(8, 4)]
+    for most, expected in ((4 * of_a_head - 1, [(6, 3), (2, 1)]), (2 * of_a_head, [(4, 2)] * 2), (1, [(2, 1)] * 4)):
+        calls.clear()
+        some = sample_at_once(config, most, monkeypatch)
+        assert calls == expected
+        assert torch.equal(some.positions, whole.positions)
+        assert torch.equal(some.tiles.indices, whole.tiles.indices)
+        if whole.tiles.cmp_indices is not None:
+            assert some.tiles.cmp_indices is not None
+            assert torch.equal(some.tiles.cmp_indices, whole.tiles.cmp_indices)
+        torch.testing.assert_close(some.rows, whole.rows)
+        assert 0 <= some.error <= some.budget
+
+
+@LONG
+def test_every_head_is_held_against_fp64(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle of one head at a time is that of all together; a wrong number in any head is seen."""
+    problem = make_problem("random", Sizes(1, 1100, 8, 4, 16), device=CPU, dtype=torch.float32)
+    inputs, sample = e2e.plain_inputs(problem), sample_at_once(config, 1 << 30, monkeypatch)
+    one = [e2e.exact_head(inputs, config, sample.tiles, head) for head in range(8)]
+    chosen = {"indices": sample.tiles.indices, "cmp_indices": sample.tiles.cmp_indices}
+    expected, positions = nsa_tiles(inputs.map(torch.Tensor.double), config, sample.tiles.numbers, **chosen)
+    assert torch.equal(positions, sample.positions)
+    torch.testing.assert_close(torch.cat(one, 2), expected, rtol=0, atol=1e-12)
+    right = e2e.nsa_forward_aux
+    for head in (0, 3, 7):
+
+        def wrong(*args: Any, head: int = head, **keywords: Any) -> Any:
+            out, aux = right(*args, **keywords)
+            out[0, -1, head, 0] += 0.01
+            return out, aux
+
+        monkeypatch.setattr(e2e, "nsa_forward_aux", wrong)
+        sample = sample_at_once(config, 1 << 30, monkeypatch)
+        assert not sample.error <= sample.budget
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "gate_proj_weight"])
@@ -612,6 +676,19 @@ def test_on_a_gpu_graphs_and_the_baseline(kind: str, tmp_path: Path) -> None:
     assert {(row["backend"], row["dense"]) for row in rows} == {("cute", "FlashAttention-4")}
     out = 2048 * 4 * 64 * 2 / 2**30
     assert all(row["peak_gib"] > out for row in rows)
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "preset", [["--num-cmp", "none,4", "--block-sizes", "32", "--select-size", "64"], ["--preset", "paper"]]
+)
+def test_on_a_gpu_heads_are_checked_in_turn(preset: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of long sequences are: the timed call of all heads gives the same bits."""
+    monkeypatch.setattr(e2e, "CHECKED_BYTES", 1)
+    sizes = ["--device", "cuda", "--heads", "32", "--kv-heads", "2", "--dim", "128", "--seqlens", "8K,20000"]
+    assert e2e.main([*sizes, *preset, "--seconds", "0", "--out", str(tmp_path / "run")]) == 0
+    assert json.loads((tmp_path / "run.json").read_text())["gate"] == "green"
 
 
 @pytest.mark.cuda

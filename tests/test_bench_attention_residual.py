@@ -35,9 +35,8 @@ STACKED, LISTED = Residual(3, 2, 33, 16), Residual(5, 1, 20, 24, listed=True)
 
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the CPU the reference beside eager PyTorch, blocks in one tensor and as a list; other peers say why not."""
-    modes = ["--modes", "forward", "backward", "full", "memory"]
     options = ["--shapes", str(STACKED), str(LISTED), "--peak-tbs", "0.01", "--bars", "--out", str(tmp_path / "run")]
-    assert bench.main([*SMALL, *modes, *options]) == 0
+    assert bench.main([*SMALL, *options]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
     assert (content["gate"], content["red"], content["floor_tbs"]) == ("green", [], 0.01)
     rows = content["rows"]
@@ -93,11 +92,27 @@ def test_a_killed_run_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.Monk
         return make(shape, *arguments)
 
     monkeypatch.setattr(bench, "make_task", make_task)
-    with pytest.raises(KeyboardInterrupt):
-        bench.main([*SMALL, "--modes", "memory", "--shapes", str(STACKED), str(LISTED), "--out", str(tmp_path / "run")])
+    command = [*SMALL, "--modes", "memory", "--shapes", str(STACKED), str(LISTED), "--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match="130"):
+        bench.main(command)
     content = json.loads((tmp_path / "run.json").read_text())
     assert content["gate"] == "unfinished"
     assert [row["pass"] for row in content["rows"]] == ["fwd", "fwd+bwd"]
+    made: list[Residual] = []
+
+    def noting(shape: Residual, *arguments: Any) -> Task:
+        made.append(shape)
+        return make(shape, *arguments)
+
+    monkeypatch.setattr(bench, "make_task", noting)
+    assert bench.main(command) == 0
+    assert made == [LISTED]
+    whole = json.loads((tmp_path / "run.json").read_text())
+    assert (whole["gate"], whole["rows"][:2]) == ("green", content["rows"])
+    assert [row["inputs"] for row in whole["rows"]] == ["stacked", "stacked", "list", "list"]
+    assert whole["missing"] == [
+        f"{peer} did not run: runs on CUDA devices, got cpu (everywhere)" for peer in ("liger", "compile")
+    ]
 
 
 def test_default_shapes_hold_all_bars() -> None:
@@ -259,12 +274,14 @@ def test_peers_that_fail_are_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pass_report, "plot", lambda *_: None)
     assert bench.main([*SMALL, "--shapes", str(STACKED), "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
-    forward, full = content["rows"]
+    forward, *differentiated = content["rows"]
     assert forward["liger_ms"] > 0
-    assert full["liger_mib"] > 0
     assert forward["eager_ms"] > 0
-    assert (full["eager_ms"], full["eager_mib"], full["compile_ms"]) == (None, None, None)
-    assert f"eager did not run: out of memory ({STACKED} fwd+bwd)" in content["missing"]
+    assert [row["pass"] for row in differentiated] == ["bwd", "fwd+bwd"]
+    for row in differentiated:
+        assert row["liger_mib"] > 0
+        assert (row["eager_ms"], row["eager_mib"], row["compile_ms"]) == (None, None, None)
+    assert f"eager did not run: out of memory ({STACKED} bwd; {STACKED} fwd+bwd)" in content["missing"]
     assert any(re.match(r"compile did not run: error \S+ of out is above", line) for line in content["missing"])
 
 
@@ -439,7 +456,8 @@ def test_the_documented_figures_are_those_of_the_recorded_run() -> None:
     forward, both = reached(bench.LIGER_WALL)
     assert f"| as fast as Liger | {forward:.2f} and {both:.2f} times |" in page
     assert f"at T = 1024 forward was {forward:.2f} times as fast as Liger in this run" in page
-    forward, both = (row["peak_mib"] for row in rows if (row["t"], row["inputs"]) == (1024, "stacked"))
+    short_rows = {row["pass"]: row for row in rows if (row["t"], row["inputs"]) == (1024, "stacked")}
+    forward, both = (short_rows[direction]["peak_mib"] for direction in ("fwd", "fwd+bwd"))
     assert f"| {forward:.1f} and {both:.1f} MiB |" in page
     assert not any(row["wall_ms"] > row[f"{peer}_wall_ms"] for row in rows for peer in PEERS)
     assert f"No peer was faster from Python in any of the {len(rows)}" in page
@@ -465,7 +483,7 @@ def test_on_a_gpu_graphs_walls_and_peers(tmp_path: Path) -> None:
     shapes = ["--shapes", "8,1,1024,1024", "3,2,500,1000,list"]
     assert bench.main(["--device", "cuda", *shapes, "--seconds", "0", "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
-    assert len({(row["d"], row["pass"]) for row in content["rows"]}) == 4
+    assert len({(row["d"], row["pass"]) for row in content["rows"]}) == 6, "forward, backward and both"
     for row in content["rows"]:
         assert (row["mode"], row["dtype"]) == ("graph", "bf16")
         assert row["backend"] != "reference"

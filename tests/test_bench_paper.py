@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench import bench_paper as paper
 from bench import bench_sparse_attn_e2e as e2e
-from bench import nsa_peers, passes
+from bench import nsa_peers, passes, results_file
 from bench.inputs import Sizes, make_problem
 from bench.passes import Candidate, Task, Unavailable
 from nsa import NSAConfig
@@ -45,13 +45,13 @@ def test_writes_what_it_promises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[list[str]] = []
-    right = paper.write_json
+    right = results_file.write_json
 
     def recording(path: Path, content: dict[str, Any]) -> None:
         written.append([f"{row['n']} {row['pass']}" for row in content["rows"]])
         right(path, content)
 
-    monkeypatch.setattr(paper, "write_json", recording)
+    monkeypatch.setattr(results_file, "write_json", recording)
     make_others(monkeypatch, lambda name, *_: Candidate(name, weigh, graphs=False))
     status, content = run(tmp_path, "--bars")
     assert (status, content["gate"], content["missing"]) == (0, "green", [])

@@ -22,6 +22,7 @@ import dispatch
 from bench import soak
 from bench.common import nsa_facts
 from bench.inputs import Sizes
+from bench.results_file import claimed
 from cute_kernels.fa4_calls import FEW_DOCUMENTS
 from nsa import NSAConfig
 from nsa.tensors import NSAInputs
@@ -92,16 +93,67 @@ def test_an_interrupt_lets_the_step_end(tmp_path: Path, monkeypatch: pytest.Monk
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_does_not_resume_another_soak(tmp_path: Path) -> None:
+KILLED_AT_THE_SECOND_RESULTS = """
+import os, signal
+from bench import soak
+
+write, written = soak.write_json, []
+
+def kill(path, content):
+    written.append(path)
+    if len(written) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, content)
+
+soak.write_json = kill
+soak.main(["--device=cpu", "--steps=8", "--every=0.0001", "--out={out}"])
+"""
+
+
+def test_a_kill_between_state_and_results_loses_nothing(tmp_path: Path) -> None:
+    """The state is two steps on, the results are one; a resumed soak tells of all steps."""
+    code = KILLED_AT_THE_SECOND_RESULTS.replace("{out}", str(tmp_path / "soak"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert json.loads((tmp_path / "soak.json").read_text())["steps"] == 1
+    content = run(tmp_path / "soak", "--steps=1", "--resume")
+    assert [(part["first_step"], part["steps"]) for part in content["runs"]] == [(0, 2), (2, 1)]
+    assert content["steps"] == 3
+    assert content["tokens"] == sum(soak.draw(0, i, soak.SIZES["cpu"].tokens).tokens for i in range(3))
+    assert {path.name for path in tmp_path.iterdir()} == {"soak.json", "soak.pt"}
+
+
+def test_does_not_resume_another_soak(tmp_path: Path, folder: Path) -> None:
+    """What is wrong with the state is told in one line, whatever torch says of it."""
+    whole = (folder / "whole.pt").read_bytes()
+    other, bare = (torch.load(folder / "whole.pt", weights_only=True) for _ in range(2))
+    other["results"]["device"] = "another"
+    del bare["model"]["embed.weight"]
+    state = tmp_path / "soak.pt"
     for content, words in (
-        (None, "holds no soak to go on with: FileNotFoundError"),
-        ("[]", "holds no soak"),
-        ('{"device": "another", "versions": {}, "seed": 0, "runs": []}', "cannot go on here: device is"),
+        (None, "There is no soak to go on with in .*soak.pt; begin one without --resume"),
+        (b"", "soak.pt is damaged, or no state of this soak .*; begin anew without --resume, or name another --out"),
+        (whole[: len(whole) // 2], "soak.pt is damaged, or no state of this soak"),
+        (b"[]", "soak.pt is damaged, or no state of this soak"),
+        ({}, r"soak.pt is damaged, or no state of this soak \(KeyError"),
+        (bare, "soak.pt is damaged, or no state of this soak"),
+        (other, "cannot go on here: device is"),
     ):
-        if content is not None:
-            (tmp_path / "soak.json").write_text(content)
-        with pytest.raises(SystemExit, match=words):
+        if isinstance(content, bytes):
+            state.write_bytes(content)
+        elif content is not None:
+            torch.save(content, state)
+        with pytest.raises(SystemExit, match=words) as refused:
             soak.main(["--device=cpu", "--resume", f"--out={tmp_path / 'soak'}"])
+        assert "\n" not in str(refused.value)
+
+
+def test_two_soaks_do_not_share_files(tmp_path: Path) -> None:
+    with claimed(tmp_path / "soak.json"), pytest.raises(SystemExit, match=r"Another run writes .*soak\.json"):
+        soak.main(["--device=cpu", f"--out={tmp_path / 'soak'}"])
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"--out: .*soak\.json cannot be written"):
+        soak.main(["--device=cpu", f"--out={tmp_path / 'file' / 'soak'}"])
 
 
 @pytest.mark.parametrize("option", ["--minutes=0", "--minutes=nan", "--every=-1", "--steps=0", "--device=tpu"])
@@ -194,7 +246,7 @@ def test_sees_what_is_not_finite() -> None:
         watch.trainer.step += 1
         watch.saw(soak.Work((3,)), torch.tensor(result))
     watch.record()
-    assert watch.run("").not_finite == 2
+    assert watch.run("", "").not_finite == 2
     assert watch.records[-1].loss == 3.0
 
 

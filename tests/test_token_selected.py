@@ -503,6 +503,7 @@ def test_benchmark_reads_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for each choice and stage, and why fla has none; no rows once a result is wrong."""
     from bench import bench_token_selected as bench
+    from bench import results_file
 
     def lists(indices: Tensor, **how: Any) -> Any:
         assert set(how) == {"size", "length", "token_bytes", "most_bytes", "bounds"}
@@ -521,9 +522,10 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
     saved = bench.choose(100, 1, "local", torch.Generator())
     torch.save(saved, tmp_path / "chosen.pt")
     options = ["--seqlens", "150", "--choices", "random", "text", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
+    options += ["--out", str(tmp_path / "run")]
     right, written = bench.errors, []
     monkeypatch.setattr(bench, "errors", lambda problem: ["o"] * (wrong and len(written) == 1) or right(problem))
-    monkeypatch.setattr(bench, "write_json", lambda _, content: written.append(dict(content)))
+    monkeypatch.setattr(results_file, "write_json", lambda _, content: written.append(dict(content)))
     if wrong:
         with pytest.raises(SystemExit, match="150   4/2 text    o"):
             bench.main(options)

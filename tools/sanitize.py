@@ -43,7 +43,8 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from bench.report import RESULTS, ROOT, environment
+from bench.commit import ROOT
+from bench.report import RESULTS, environment
 from nsa import NSAConfig, reference
 from nsa.tensors import NSAInputs
 

@@ -1,0 +1,115 @@
+"""Which commit's sources run here: as git says, or as a file says that was written before the sources were copied.
+
+Results of benchmarks are no sources: what lies in bench/results makes no difference. Standard library only, so that
+tools/stamp_commit.py needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+STAMP_NAME = ".commit.json"
+SOURCES = (".", ":(exclude)bench/results")
+"""As git takes paths."""
+DIGITS = 12
+"""Of a commit's name, as it is told."""
+DIGEST_DIGITS = 16
+
+
+@cache
+def commit(root: Path = ROOT) -> str:
+    """The commit, with "+changes" when sources differ from it; "unknown" where neither git nor a stamp tells.
+
+    A stamp counts unless git knows a later commit to be checked out. Looked up once for each process.
+    """
+    head = _head(root)
+    stamp = _read_stamp(root)
+    if stamp is None or _came_before(root, stamp["commit"], head):
+        if head is None:
+            return "unknown"
+        return f"{head[:DIGITS]}+changes" if changes(root) else head[:DIGITS]
+    named: str = stamp["commit"][:DIGITS]
+    files: dict[str, str] = stamp["files"]
+    differing = [path for path, digest in files.items() if digest_of(root / path) != digest]
+    if not differing:
+        return named
+    some = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
+    print(
+        f"{len(differing)} of {len(files)} files differ from those that {STAMP_NAME} names ({some}), so results will "
+        f"name {named}+changes",
+        file=sys.stderr,
+    )
+    return f"{named}+changes"
+
+
+def write_stamp(root: Path = ROOT) -> str:
+    """Write STAMP_NAME, which goes along with a copy of the checkout; returns what it says.
+
+    Raises:
+        ValueError: for a checkout that has changes, whose commit would not be its sources', or that is none.
+    """
+    head = _head(root)
+    if head is None:
+        raise ValueError(f"{root} is no git checkout with a commit")
+    if changed := changes(root):
+        raise ValueError(f"commit these changes first, or take them back:\n{changed}")
+    listed = _git(root, "ls-files", "-z", "--", *SOURCES).split("\0")
+    files = {path: digest_of(root / path) for path in sorted(filter(None, listed))}
+    content = {"commit": head, "files": files}
+    (root / STAMP_NAME).write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
+    return f"{STAMP_NAME}: {head[:DIGITS]}, {len(files)} files"
+
+
+def changes(root: Path) -> str:
+    """Files of the commit that differ from it, a line each, as `git status` has them."""
+    return _git(root, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES).rstrip()
+
+
+def digest_of(path: Path) -> str | None:
+    """Of a file's content; None where there is none."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST_DIGITS]
+    except OSError:
+        return None
+
+
+def _read_stamp(root: Path) -> dict[str, Any] | None:
+    """Raises ValueError for a file that is damaged."""
+    path = root / STAMP_NAME
+    if not path.exists():
+        return None
+    try:
+        stamp: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(stamp["commit"], str) and isinstance(stamp["files"], dict)):
+            raise TypeError("commit must be a text and files a table")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: remove it, or write it anew with make stamp ({error!r})") from error
+    return stamp
+
+
+def _head(root: Path) -> str | None:
+    """The commit that is checked out at `root` itself, not in a folder above it."""
+    try:
+        if Path(_git(root, "rev-parse", "--show-toplevel").strip()) != root.resolve():
+            return None
+        return _git(root, "rev-parse", "HEAD").strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _came_before(root: Path, stamped: str, head: str | None) -> bool:
+    if head is None or head == stamped:
+        return False
+    command = ["git", "-C", str(root), "merge-base", "--is-ancestor", stamped, head]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True).stdout

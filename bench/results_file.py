@@ -1,0 +1,200 @@
+"""The file of a benchmark's results: tried before anything is measured, written part by part, gone on with.
+
+A part is what is measured together, such as one length. The file has every part that is done, and its `gate` is
+"unfinished" until all are. The same command goes on from such a file, where device, versions and commit are the same,
+too; otherwise it starts anew, and says so. A wrong result takes the rows of all parts with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bench.report import relative, write_json
+
+INTERRUPTED = 130
+"""Status of a script that Ctrl-C ended."""
+FIELDS = ("gate", "red", "parts", "rows")
+"""Of the file, beside what is the same for all rows."""
+SomeRow = TypeVar("SomeRow", bound="ResultRow")
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """A line of the results. `direction` is "pass" in files: the schema's name, and a Python keyword."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {("pass" if name == "direction" else name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def of_json(cls: type[SomeRow], row: dict[str, Any]) -> SomeRow:
+        return cls(**{("direction" if name == "pass" else name): value for name, value in row.items()})
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that were measured together."""
+
+    rows: list[dict[str, Any]]
+    missing: list[Any]
+    """What did not run meanwhile."""
+
+
+@dataclass
+class Results:
+    """What was measured so far. Made by `open_results`."""
+
+    path: Path
+    head: dict[str, Any]
+    """What is the same for all rows, known before they are measured; with another the file is not gone on with."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Likewise, but measured: by the first of the runs that go on from each other."""
+    parts: dict[str, Part] = field(default_factory=dict)
+    replaced: bool = False
+    """Whether the file is of this run, and no longer one of before."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for part in self.parts.values() for row in part.rows]
+
+    @property
+    def missing(self) -> list[Any]:
+        return [reason for part in self.parts.values() for reason in part.missing]
+
+    def fact(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What is measured once for all rows, such as a bandwidth; None is measured again."""
+        if self.facts.get(name) is None:
+            self.facts[name] = measure()
+        return self.facts[name]
+
+    def add(self, name: str, rows: Sequence[dict[str, Any]], missing: Sequence[Any] = ()) -> None:
+        """A part that is done."""
+        self.parts[name] = Part(list(rows), list(missing))
+        parts = [{"part": part, "rows": len(done.rows), "missing": done.missing} for part, done in self.parts.items()]
+        self._write(gate="unfinished", red=[], parts=parts, rows=self.rows)
+
+    def fail(self, red: Sequence[str], **more: Any) -> None:
+        """Wrong results: nothing that was measured counts."""
+        self.parts.clear()
+        self._write(gate="red", red=list(red), **more, rows=[])
+
+    def finish(self, gate: str = "green", **more: Any) -> None:
+        """All parts are there, and what is made of them: nothing is left to go on with."""
+        self._write(gate=gate, red=[], **more, rows=self.rows)
+
+    def _write(self, **fields: Any) -> None:
+        if not self.replaced:  # then a table and a plot are of the rows that go
+            for suffix in (".csv", ".png"):
+                self.path.with_suffix(suffix).unlink(missing_ok=True)
+        write_json(self.path, {**self.head, **self.facts, **fields})
+        self.replaced = True
+
+    def go_on(self) -> str:
+        """Take over the parts that the file has; returns what is to be said of it.
+
+        Raises:
+            SystemExit: for a file that holds something else.
+        """
+        if not self.path.exists():
+            return ""
+        where = relative(self.path)
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if not {"device", "versions", "commit"} <= set(content):
+                raise ValueError("other fields")
+        except (ValueError, TypeError) as error:
+            raise SystemExit(f"{where} holds no results of a benchmark; name another --out") from error
+        if content.get("gate") != "unfinished":
+            return ""
+        now = json.loads(json.dumps(self.head))
+        changes = [
+            f"{name} is {now[name]!r}, was {content.get(name)!r}" for name in now if now[name] != content.get(name)
+        ]
+        try:
+            parts, rows = {}, iter(content["rows"])
+            for part in content["parts"]:
+                parts[part["part"]] = Part([next(rows) for _ in range(part["rows"])], part["missing"])
+        except (KeyError, TypeError, StopIteration):
+            changes.append("their parts are not told")
+        if changes:
+            return f"Starting anew, since the unfinished results in {where} differ: {'; '.join(changes)}"
+        self.parts, self.replaced = parts, True
+        self.facts = {name: value for name, value in content.items() if name not in (*now, *FIELDS)}
+        return f"Going on from the {len(self.rows)} rows in {where}"
+
+
+@contextmanager
+def open_results(out: Path, head: dict[str, Any]) -> Iterator[Results]:
+    """The results that go to OUT.json, and OUT.csv and OUT.png beside it; says what becomes of a file that is there.
+
+    Args:
+        out: without suffix. head: `environment` and "command", and what else is the same for all rows.
+
+    Raises:
+        SystemExit: as `claimed`; for a file that holds something else; and after an interrupt, with INTERRUPTED.
+    """
+    path = out.with_suffix(".json")
+    with claimed(path, out.with_suffix(".csv"), out.with_suffix(".png")):
+        results = Results(path, head)
+        if note := results.go_on():
+            print(note, flush=True)
+        try:
+            yield results
+        except KeyboardInterrupt:
+            kept = f"{relative(path)} keeps the {len(results.rows)} rows so far; the same command goes on from there."
+            print(f"\nInterrupted. {kept if results.parts else 'No rows yet.'}", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
+
+
+@contextmanager
+def claimed(path: Path, *others: Path) -> Iterator[None]:
+    """Hold the files of an --out, for this run alone. A run that is killed holds them no longer.
+
+    Raises:
+        SystemExit: when they cannot be written, or are another run's.
+    """
+    where, lock = relative(path), path.with_suffix(".lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        if folders := [one for one in (path, *others) if one.is_dir()]:
+            raise IsADirectoryError(f"{relative(folders[0])} is a folder")
+        held = _lock(lock)
+    except BlockingIOError as error:
+        by = lock.read_text(encoding="utf-8").strip() if lock.exists() else ""
+        raise SystemExit(f"Another run writes {where} (process {by or '?'}): name another --out, or wait.") from error
+    except OSError as error:
+        raise SystemExit(f"--out: {where} cannot be written: {error}") from error
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)  # while it is held, so that no other run's is removed
+        os.close(held)
+
+
+def _lock(path: Path) -> int:
+    """A descriptor that holds the file; where another run removed it meanwhile, of the one that is there since.
+
+    Raises:
+        BlockingIOError: when another process holds it.
+    """
+    while True:
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(path.stat(), os.fstat(held)):
+                os.truncate(held, 0)
+                os.write(held, f"{os.getpid()}\n".encode())
+                return held
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)
