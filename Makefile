@@ -69,7 +69,7 @@ test-oldest: ## set up the oldest torch that is supported, in .cache, and run th
 		tests/test_reference.py tests/test_fuzz.py tests/test_ops.py tests/test_training_tools.py tests/test_neighborhood_ops.py \
 		tests/test_neighborhood_module.py $(ARGS)
 
-# OpenBLAS's name of a CPU, such as Zen, SkylakeX or Nehalem, whose instructions this one must have; tests that compare bits.
+# OpenBLAS's name of a CPU (Haswell serves Zen, too; SkylakeX; Nehalem), whose instructions this one must have; the tests.
 BLAS ?= Haswell
 BLAS_TESTS ?= tests/test_ptx.py tests/test_selected_backward_ptx.py tests/test_token_selected.py::test_twins_gated_on_the_way \
 	tests/test_token_selected_ptx.py::test_forced_blocks_of_later_queries

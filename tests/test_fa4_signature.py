@@ -102,6 +102,8 @@ class Call(NamedTuple):
     tables: int | None = None
     """Dimensions of a tensor for the mask."""
     lse: bool = True
+    into: bool = False
+    """Results are written to memory of the caller."""
     scale: float = 0.1
 
     def tensor(self, name: str, tokens: int, heads: int, dim: int) -> Tensor:
@@ -143,7 +145,11 @@ class Call(NamedTuple):
 def attend(call: Call) -> None:
     from cute_kernels import fa4_calls
 
-    fa4_calls.attend(*call.qkv(), call.visible(False), scale=call.scale, lse=call.lse)
+    into = None
+    if call.into:
+        lse = torch.empty((call.batch, call.heads, call.rows), dtype=torch.float32, device="cuda")
+        into = call.tensor("o", call.rows, call.heads, call.v_dim), lse
+    fa4_calls.attend(*call.qkv(), call.visible(False), scale=call.scale, lse=call.lse, into=into)
 
 
 def differentiate(call: Call) -> None:
@@ -158,16 +164,18 @@ def differentiate(call: Call) -> None:
     fa4_calls.differentiate(given, call.visible(True), scale=call.scale)
 
 
+WINDOW = {"seen": {"window": (100, 0)}}
 LISTED = {"lists": (128, 128)}
 MASKED = {**LISTED, "seen": {"mask_mod": everything}}
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dtype": ({}, {"dtype": torch.float16}),
     "D": ({}, {"dim": 64, "v_dim": 64}),
-    "group": ({}, {"heads": 8}),
+    "heads": ({}, {"heads": 8}),
+    "key heads": ({}, {"kv_heads": 1}),
     "causal": ({}, {"seen": {"causal": True}}),
-    "a window": ({}, {"seen": {"window": (100, 0)}}),
-    "a window without an end": ({"seen": {"window": (100, 0)}}, {"seen": {"window": (100, None)}}),
-    "a window without a beginning": ({"seen": {"window": (100, 0)}}, {"seen": {"window": (None, 0)}}),
+    "a window": ({}, WINDOW),
+    "a window without an end": (WINDOW, {"seen": {"window": (100, None)}}),
+    "a window without a beginning": (WINDOW, {"seen": {"window": (None, 0)}}),
     "q of one batch": ({}, {"expanded": "q"}),
     "k of one batch": ({}, {"expanded": "k"}),
     "v of one batch": ({}, {"expanded": "v"}),
@@ -182,6 +190,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 FORWARD = {
     "D_v": ({}, {"v_dim": 64}),
     "no lse": ({}, {"lse": False}),
+    "a window, into the caller's memory": (WINDOW, {**WINDOW, "into": True}),
     "rows of a listed tile": (LISTED, {"lists": (256, 128)}),
     "keys of a listed block": (LISTED, {"lists": (128, 64)}),
 }
@@ -205,7 +214,7 @@ def test_other_kernels_have_another_signature(backward: bool, case: str, kernels
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("plain", [{}, MASKED, {"seen": {"window": (100, 0)}}], ids=["all", "lists", "window"])
+@pytest.mark.parametrize("plain", [{}, MASKED, WINDOW], ids=["all", "lists", "window"])
 @pytest.mark.parametrize("changes", [{"batch": 1}, {"rows": 5000}, {"keys": 5000}, {"scale": 0.2}], ids=str)
 def test_one_signature_serves_all_sizes(
     changes: dict[str, Any], plain: dict[str, Any], backward: bool, kernels: Callable[..., Kernels]
