@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
-from nsa.config import finite
+from nsa.config import check_eps
 from nsa.tensors import DTYPES, check_dense
 
 Blocks = Tensor | Sequence[Tensor]
@@ -65,13 +64,6 @@ def needs_grad(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
-
-
-def check_eps(eps: object) -> None:
-    if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, Real)):
-        raise TypeError(f"eps must be a number, got {eps!r}")
-    if not finite(eps) or eps < 0:
-        raise ValueError(f"eps must be finite and at least 0, got {eps}")
 
 
 def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
