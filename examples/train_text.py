@@ -1,8 +1,8 @@
 """Trains a byte-level language model on real text: dense attention, NSA, and NSA with branches taken away.
 
 The text is what every machine has: the sources of the Python standard library, some files of it kept for validation.
-All variants (examples/nsa_variants.py) start from the same weights, as far as they share them, and see the same batches
-in the same order. With `--preset paper` NSA selects per token, else per tile.
+All variants (examples/shared/nsa_variants.py) start from the same weights, as far as they share them, and see the same
+batches in the same order. With `--preset paper` NSA selects per token, else per tile.
 
 Selection per tile looks at all queries of a tile, later ones too. What a model gains from that is measured: for sampled
 bytes the loss is computed again with everything behind them cut off (`lookahead`, the loss that this adds).
@@ -27,7 +27,7 @@ import torch
 
 import dispatch
 from bench.report import write_json
-from examples.byte_models import (
+from examples.shared.byte_models import (
     Corpus,
     Curves,
     Row,
@@ -48,7 +48,7 @@ from examples.byte_models import (
     show_results,
     train_variants,
 )
-from examples.nsa_variants import (
+from examples.shared.nsa_variants import (
     VARIANTS,
     add_nsa_options,
     count_parameters,

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import nsa.module
-from examples import byte_models
 from examples import train_text as example
-from examples.nsa_variants import BRANCHES, make_config
+from examples.shared import byte_models
+from examples.shared.nsa_variants import BRANCHES, make_config
 from nsa import LinearCompression, NSAConfig, nsa_forward_aux
 
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
