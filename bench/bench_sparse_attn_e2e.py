@@ -767,8 +767,8 @@ def show_turns(rows: Sequence[TurnsRow], said: str, out: Path, *, plotted: bool)
     Console(width=max(console.width, TABLE_WIDTH)).print(table)
     console.print(
         f"What this says: {costs(rows[-1])} {said} Speed-ups are medians over turns, in each of which both ran, with "
-        f"their 20th and 80th percentile. Errors are the largest against fp64 on {SAMPLED_ROWS} rows or more (all, if N "
-        f"is smaller){', and of the gradients they give' if rows[0].backward else ''}; each is within its budget."
+        f"their 20th and 80th percentile. Errors are the largest against fp64 on {SAMPLED_ROWS} rows or more (all, if "
+        f"N is smaller){', and of the gradients they give' if rows[0].backward else ''}; each is within its budget."
     )
     suffixes = [*([".png"] if plotted else []), ".csv", ".json"]
     console.print("Files:", *(str(relative(out.with_suffix(suffix))) for suffix in suffixes), soft_wrap=True)
