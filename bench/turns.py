@@ -18,7 +18,7 @@ import torch
 
 FEWEST, MOST = 5, 100
 """Turns."""
-NOISE = 1.25
+NOISE = 1.5
 """A speed-up says nothing where its 80th percentile over turns is more than so many times its 20th."""
 NSA, DENSE, NEITHER, NOISY = "NSA", "dense", "neither", "too noisy"
 """Which is faster."""
