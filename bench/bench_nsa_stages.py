@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,18 +47,15 @@ from bench.roofline import (
     score_flops,
 )
 from bench.timing import capture, copy_bandwidth, measure, peak_memory
-from cute_kernels import backward, fa4, forward
-from cute_kernels import selected_backward as split
-from cute_kernels.compress import tile_means
-from cute_kernels.gate import gated_sum
-from cute_kernels.gate_backward import GateResults, gate_gradients
-from cute_kernels.gradient_sums import key_gradients, query_gradients
-from cute_kernels.score import top_blocks
+from cute_kernels import fa4
 from cute_kernels.support import can_split
-from cute_kernels.token_blocks import token_blocks
-from cute_kernels.transposed_lists import tile_bits
 from nsa import NSAConfig, nsa_forward
 from nsa.tensors import NSAInputs
+
+# Kernels are imported where they are called: the command line needs no CuTe DSL.
+if TYPE_CHECKING:
+    from cute_kernels import backward, forward
+    from cute_kernels.gate_backward import GateResults
 
 DIM = 128
 TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))
@@ -115,6 +112,8 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{where}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}", flush=True)
         alone: dict[str, Any] = {}
         if args.backward and not args.token:
+            from cute_kernels import backward
+
             alone = {"split": backward.SPLIT}
         elif not args.token:
             alone = {
@@ -143,6 +142,11 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
 
     In token mode the forward that is timed as a whole gates while it adds the selected branch up; the stages do not.
     """
+    from cute_kernels import forward
+    from cute_kernels.compress import tile_means
+    from cute_kernels.score import top_blocks
+    from cute_kernels.token_blocks import token_blocks
+
     inputs, n = random_inputs(sizes), sizes.tokens
     q, k, v = inputs.q, inputs.k, inputs.v
     call = forward.prepare(inputs, config)
@@ -260,11 +264,17 @@ def make_pass(
 
 
 def differentiate_gates(call: forward.Call, part: forward.Part, do: Tensor, gates: Tensor) -> GateResults:
+    from cute_kernels.gate_backward import gate_gradients
+
     return gate_gradients(do, part.outputs, part.lses, q=call.inputs.q, gates=gates, projected=True)
 
 
 def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
     """Each stage of the backward likewise; then the forward that keeps what it needs, the backward, and both."""
+    from cute_kernels import backward, forward
+    from cute_kernels.gradient_sums import key_gradients, query_gradients
+    from cute_kernels.transposed_lists import tile_bits
+
     inputs, n = random_inputs(sizes), sizes.tokens
     _, kept = backward.nsa_saving(inputs, config, recompute=False)
     saved = backward.Saved.of_list(kept)
@@ -351,6 +361,9 @@ def split_halves(
     plan: forward.Plan, passes: list[Pass], bits: Callable[[Pass], Tensor]
 ) -> list[tuple[str, Callable[[], None]]]:
     """The kernels of the split backward, without the making of lists from indices."""
+    from cute_kernels import forward
+    from cute_kernels import selected_backward as split
+
     made = [(one, forward.token_lists(plan, one.slc.q, one.slc.k, one.part.indices, 0), bits(one)) for one in passes]
     how: dict[str, Any] = {"causal": plan.config.causal, "scale": plan.scale}
 
@@ -383,6 +396,8 @@ def graph_or_eager(call: Callable[[], Any]) -> tuple[float, bool]:
 
 def gating(copy_tbs: float) -> list[dict[str, float]]:
     """The gate alone at B=2, 32 heads of 128, beside the same in PyTorch."""
+    from cute_kernels.gate import gated_sum
+
     results = []
     for n in (4 << 10, 16 << 10):
         inputs = random_inputs(Sizes(2, n, 32, 8, DIM))
@@ -428,6 +443,8 @@ def host_time(n: int = 8 << 10, calls: int = 200) -> dict[str, float]:
 
 def score_memory(n: int) -> float:
     """MiB that means, scoring and both selections need beyond their inputs."""
+    from cute_kernels import forward
+
     inputs = random_inputs(Sizes(1, n, *TILE_HEADS[0], DIM))
     config = NSAConfig(num_cmp_selected_blocks=16)
     call = forward.prepare(inputs, config)

@@ -11,7 +11,8 @@ graph is that of its capture. Memory is counted beyond the inputs for the forwar
 alive: inputs, out, do, gradients and temporaries.
 
 Writes OUT.json (schema: docs/architecture.md) after every row; at the end OUT.csv and OUT.png. The same command goes on
-where it was stopped or killed. `--demo` picks sizes for this machine.
+where it was stopped or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA then take turns
+on one thread (bench/turns.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -49,9 +51,10 @@ from bench.gradient_check import GradientError, Tiles, gradient_errors, sampled_
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.passes import release
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
-from bench.results_file import ResultRow, open_results
+from bench.results_file import ResultRow, Results, open_results
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
-from bench.timing import Timing, capture, measure
+from bench.timing import Timing, capture, measure, peak_memory
+from bench.turns import FEWEST, NOISY, Spread, one_thread, take_turns, verdict
 from dispatch.device import describe_device, device_types
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.reference import nsa_tiles
@@ -140,6 +143,24 @@ def row_name(n: int, block_size: int, num_cmp: int | None, mode: str) -> str:
 
 
 @dataclass(frozen=True)
+class TurnsRow(Row):
+    """One of the demo on a CPU: `speedup` is the median over turns. Times are CPU time of one thread."""
+
+    turns: int
+    speedup_p20: float
+    speedup_p80: float
+    faster: str
+
+    @property
+    def ratio(self) -> Spread:
+        return Spread(self.speedup_p20, self.speedup, self.speedup_p80)
+
+    def place(self, *, options: bool) -> str:
+        """Args: `options`, whether to name them, as where there are several."""
+        return f"N = {self.n:,}" + (f" with l={self.l} num_cmp={_none(self.num_cmp)}" if options else "")
+
+
+@dataclass(frozen=True)
 class Variant:
     """One combination of options, the backend that runs it, and how it is timed."""
 
@@ -174,6 +195,11 @@ class Sample:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    with one_thread() if args.turns else nullcontext():
+        return benchmark(args)
+
+
+def benchmark(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     try:
         variants, notes = choose_variants(args, device)
@@ -184,12 +210,14 @@ def main(argv: list[str] | None = None) -> int:
     peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
     console.print(
         f"[bold]Sparse (NSA) against dense attention[/bold] ({dense.name}) on {args.input} input: "
-        f"{'forward + backward' if args.backward else 'forward'}, {args.dtype}, {args.heads} heads of {args.dim} "
-        f"({args.kv_heads} for keys), on {describe_device(device.type)}",
+        f"{'forward + backward' if args.backward else 'forward'}, {args.dtype}, H={args.heads} H_kv={args.kv_heads} "
+        f"D={args.dim}, on {describe_device(device.type)}",
         soft_wrap=True,
     )
     for note in notes:
         console.print(note, style="yellow", markup=False)
+    if args.turns:
+        return demonstrate(args, variants, dense, facts)
     rows: list[Row] = []
     red: list[str] = []
     out = Path(args.out)
@@ -345,6 +373,98 @@ def run(
                 )
 
 
+def demonstrate(args: argparse.Namespace, variants: list[Variant], dense: Dense, facts: dict[str, Any]) -> int:
+    """The demo on a CPU, with one thread."""
+    out = Path(args.out)
+    with open_results(out, {**facts, "command": args.command}) as results:
+        if red := run_turns(args, variants, dense, results):
+            results.fail(red)
+            console.print("[bold red]Wrong results, so no times are reported:[/bold red]", *red, sep="\n  ")
+            return 1
+        rows = [TurnsRow.of_json(row) for row in results.rows]
+        options = {(row.l, row.num_cmp) for row in rows}
+        said = verdict([(row.place(options=len(options) > 1), row.ratio) for row in rows])
+        write_csv(out.with_suffix(".csv"), results.rows)
+        drawn: list[Row] = [row for row in rows if row.faster != NOISY]
+        if drawn:
+            plot(drawn, out.with_suffix(".png"), facts["device"], None)
+        results.finish(verdict=said)
+    show_turns(rows, said, out, plotted=bool(drawn))
+    return 0
+
+
+def run_turns(args: argparse.Namespace, variants: list[Variant], dense: Dense, results: Results) -> list[str]:
+    """A row for each length and combination of options; returns what is wrong, after which nothing is timed."""
+    red: list[str] = []
+    device, dtype = torch.device(args.device), DTYPES[args.dtype]
+    with Progress(console=console, transient=True) as progress:
+        steps = progress.add_task("starting", total=len(args.seqlens) * (len(variants) + FEWEST + 1))
+        for n in args.seqlens:
+            if f"N={n}" in results.parts:
+                progress.advance(steps, len(variants) + FEWEST + 1)
+                continue
+            progress.update(steps, description=f"N={n}: error against fp64")
+            sizes = Sizes(args.batch, n, args.heads, args.kv_heads, args.dim)
+            problem = make_problem(
+                args.input, sizes, device=device, dtype=dtype, gated=not args.ungated, requires_grad=args.backward
+            )
+            samples = []
+            for variant in variants:
+                sample, wrong = check(problem, variant)
+                samples.append(sample)
+                red += [f"N={n} {variant}: {reason}" for reason in wrong]
+                progress.advance(steps)
+            if red:
+                continue
+            progress.update(steps, description=f"N={n}: memory")
+            calls = [dense_call(problem, dense, args.backward), *(nsa_call(problem, variant) for variant in variants)]
+            peaks = [peak_memory(call, device) for call in calls]  # and these calls warm up
+            progress.advance(steps)
+            progress.update(steps, description=f"N={n}: dense attention and NSA in turn")
+            times = take_turns(calls, args.seconds, lambda: progress.advance(steps))
+            spreads = [Spread.of(own) for own in times]
+            timings = [
+                Timing(of.p20, of.p50, of.p80, peak, len(own))
+                for of, peak, own in zip(spreads, peaks, times, strict=True)
+            ]
+            if args.backward:
+                inputs = leaves(problem)
+                timings = [everything(timings[0], inputs[:3]), *(everything(timing, inputs) for timing in timings[1:])]
+            rows = []
+            for i, (variant, sample) in enumerate(zip(variants, samples, strict=True), 1):
+                ratios = [theirs / ours for theirs, ours in zip(times[0], times[i], strict=True)]
+                row = named(args, sizes, variant, "turns")
+                rows.append(turns_row(row, sample, dense.name, timings[0], timings[i], Spread.of(ratios)))
+            results.add(f"N={n}", [row.as_json() for row in rows])
+    return red
+
+
+def turns_row(row: dict[str, Any], sample: Sample, dense: str, theirs: Timing, ours: Timing, ratio: Spread) -> TurnsRow:
+    """Args: `row`, what it says about what was run; `ratio`, of dense attention's time to NSA's."""
+    return TurnsRow(
+        **row,
+        ms_p20=ours.ms_p20,
+        ms_p50=ours.ms_p50,
+        ms_p80=ours.ms_p80,
+        peak_gib=ours.peak_gib,
+        error=sample.error,
+        error_budget=sample.budget,
+        gradient_error=None if sample.gradient is None else sample.gradient.error,
+        gradient_budget=None if sample.gradient is None else sample.gradient.budget,
+        dense=dense,
+        dense_ms=theirs.ms_p50,
+        dense_extrapolated=False,
+        dense_peak_gib=theirs.peak_gib,
+        speedup=ratio.p50,
+        floor_ms=None,
+        share_of_floor=None,
+        turns=ours.repeats,
+        speedup_p20=ratio.p20,
+        speedup_p80=ratio.p80,
+        faster=ratio.faster,
+    )
+
+
 def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -> dict[str, Any]:
     """What a row says about what was run."""
     config = variant.config
@@ -380,7 +500,7 @@ def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
+    add("--demo", action="store_true", help="real text and sizes that take less than a minute on this machine")
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
     add("--seqlens", type=_list(positive), metavar="N,N,...", help="tokens per sequence, such as 4096,8192 or 4K,8K,1M")
     add_sizes(parser)
@@ -411,7 +531,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--q-tile", type=positive, metavar="T", help="q_tile_size")
     add = parser.add_argument
     add("--backend", help="as in nsa_forward; default: the first that can run")
-    add("--seconds", type=float, default=1.0, help="about how long to repeat each measurement; default: %(default)s")
+    add("--seconds", type=float, help="about how long to repeat each measurement; default: 1, the demo on a CPU: 3")
     add("--no-dense-above", type=positive, metavar="N", help="from there on, extrapolate dense attention's time by N^2")
     add("--peak-tflops", type=above_zero, help="of the device, for the roofline; default: known of H100 and H200")
     add("--peak-tbs", type=above_zero, help="TB/s of its memory; default: likewise, else 4.8")
@@ -419,6 +539,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.usual_modes = ["eager", "graph"]
     args.command = command_line(argv)
+    args.turns = args.demo and args.device == "cpu"
+    if args.turns:
+        args.heads = args.heads or 1
+        args.seqlens = args.seqlens or [4096, 8192, 16384, 32768]
+    if args.seconds is None:
+        args.seconds = 3.0 if args.turns else 1.0
     resolve_sizes(parser, args)
     args.input = args.input or ("text" if args.demo else "random")
     cpu_lengths, gpu_lengths = [1024, 2048, 4096, 8192, 16384, 32768], [8192, 32768, 131072]
@@ -427,6 +553,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--no-dense-above must leave a length to measure, at least {args.seqlens[0]}, got {args.no_dense_above}"
         )
+    for option, given in (("--modes", args.modes), ("--no-dense-above", args.no_dense_above)):
+        if args.turns and given is not None:
+            parser.error(f"{option} is not for --demo on a CPU, where dense attention and NSA take turns")
     if args.recompute and not args.backward:
         parser.error("--recompute goes with --backward")
     for mode in args.modes or ():
@@ -709,21 +838,57 @@ def show(rows: list[Row], out: Path) -> None:
     faster = sorted({row.n for row in rows if row.speedup > 1})
     some = " in at least one row each" if varying else ""
     crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{some}" if faster else "at none of these N"
-    if best.num_cmp is None:
-        compressed = f"N/{best.stride} compressed entries"
-    else:
-        compressed = f"{best.num_cmp} blocks of compressed entries"
     console.print(
-        f"What this says: dense attention's time grows with N squared; NSA ({best.backend} backend) reads per query "
-        f"{compressed}, {best.k} selected blocks of {best.l_select} and a window of {best.w}. NSA is faster "
-        f"{crossover}; best: {best.speedup:.2f}x at N = {best.n:,}. Errors are the largest against fp64 on "
-        f"{SAMPLED_ROWS} rows or more (all, if N is smaller){', and of the gradients they give' if backward else ''}; "
-        f"each is within its budget, so the times count."
+        f"What this says: {costs(best)} NSA is faster {crossover}; best: {best.speedup:.2f}x at N = {best.n:,}. "
+        f"Errors are the largest against fp64 on {SAMPLED_ROWS} rows or more (all, if N is smaller)"
+        f"{', and of the gradients they give' if backward else ''}; each is within its budget, so the times count."
     )
     if any(row.dense_extrapolated for row in rows):
         console.print("~ is not measured: the time at the largest measured N, times the square of the ratio of N.")
     shown = [relative(out.with_suffix(suffix)) for suffix in (".png", ".csv", ".json")]
     console.print(f"Plot: {shown[0]}   table: {shown[1]}   everything: {shown[2]}", soft_wrap=True)
+
+
+def costs(row: Row) -> str:
+    """What NSA saves, as a sentence."""
+    entries = f"N/{row.stride}" if row.num_cmp is None else f"{row.num_cmp} blocks of"
+    return (
+        f"dense attention's time grows with N squared; NSA ({row.backend} backend) reads per query {entries} "
+        f"compressed entries, {row.k} selected blocks of {row.l_select} and a window of {row.w}."
+    )
+
+
+def show_turns(rows: Sequence[TurnsRow], said: str, out: Path, *, plotted: bool) -> None:
+    memory_of = "of everything alive" if rows[0].backward else "beyond the inputs"
+    table = Table(
+        title=f"median CPU time of one thread; dense: {rows[0].dense}; peak memory {memory_of}",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    varying = [name for name in ("l", "num_cmp") if len({getattr(row, name) for row in rows}) > 1]
+    of_gradients = ("grad error", "grad budget") if rows[0].backward else ()
+    figures = ("turns", "dense ms", "NSA ms", "speed-up", "20 to 80 %", "faster", "dense GiB", "NSA GiB")
+    for heading in ("N", *varying, *figures, "error", "budget", *of_gradients):
+        table.add_column(heading, justify="right", no_wrap=True)
+    colors = {"NSA": "green", "dense": "red"}
+    for row in rows:
+        options = [str(value) if (value := getattr(row, name)) is not None else "none" for name in varying]
+        speed = f"{'?' if row.faster == NOISY else ''}{row.speedup:.2f}x"
+        spread = f"{row.speedup_p20:.2f} to {row.speedup_p80:.2f}"
+        memory = ["?" if gib is None else f"{gib:.2f}" for gib in (row.dense_peak_gib, row.peak_gib)]
+        faster = f"[{colors.get(row.faster, 'yellow')}]{row.faster}[/]"
+        pairs = (row.error, row.error_budget, row.gradient_error, row.gradient_budget)
+        errors = [f"{number:.1e}" for number in pairs if number is not None]
+        times = [_ms(row.dense_ms), _ms(row.ms_p50)]
+        table.add_row(f"{row.n:,}", *options, str(row.turns), *times, speed, spread, faster, *memory, *errors)
+    Console(width=max(console.width, TABLE_WIDTH)).print(table)
+    console.print(
+        f"What this says: {costs(rows[-1])} {said} Speed-ups are medians over turns, in each of which both ran, with "
+        f"their 20th and 80th percentile. Errors are the largest against fp64 on {SAMPLED_ROWS} rows or more (all, if "
+        f"N is smaller){', and of the gradients they give' if rows[0].backward else ''}; each is within its budget."
+    )
+    suffixes = [*([".png"] if plotted else []), ".csv", ".json"]
+    console.print("Files:", *(str(relative(out.with_suffix(suffix))) for suffix in suffixes), soft_wrap=True)
 
 
 def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:
@@ -747,6 +912,7 @@ def plot(rows: list[Row], path: Path, device: str, peaks: Peaks | None) -> None:
         "eager": {"marker": "o", "markerfacecolor": "white", "linewidth": 1},
         "queued": {"marker": "o", "linewidth": 1},
         "graph": {"marker": "s", "linewidth": 2},
+        "turns": {"marker": "o", "linewidth": 2},
     }
     options = list(dict.fromkeys((row.l, row.num_cmp) for row in rows))
     speeds = [row.speedup for row in rows]

@@ -48,10 +48,6 @@ from bench.report import LOCAL_RESULTS, command_line, environment
 from bench.results_file import ResultRow, open_results
 from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Work, choose_peaks
 from bench.timing import capture, copy_bandwidth, measure, peak_memory
-from cute_kernels.segments import passes
-from cute_kernels.token_selected import PART_BYTES, SEGMENT_ROWS, token_selected_forward
-from cute_kernels.token_selected_backward import token_selected_backward
-from cute_kernels.token_tiles import token_tiles_forward
 from nsa import NSAConfig, nsa_forward_aux
 
 DIM, SIZE, SLOTS = 128, 64, 16
@@ -97,13 +93,21 @@ class Problem:
     def how(self) -> dict[str, Any]:
         return {"size": SIZE, "scale": DIM**-0.5}
 
+    # Kernels are imported where they are called: the command line needs no CuTe DSL.
+
     def forward(self) -> tuple[Tensor, Tensor]:
+        from cute_kernels.token_selected import token_selected_forward
+
         return token_selected_forward(self.q, self.k, self.v, self.indices, **self.how)
 
     def tiles(self) -> tuple[Tensor, Tensor]:
+        from cute_kernels.token_tiles import token_tiles_forward
+
         return token_tiles_forward(self.q, self.k, self.v, self.indices, **self.how)
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        from cute_kernels.token_selected_backward import token_selected_backward
+
         return token_selected_backward(self.q, self.k, self.v, self.indices, self.do, self.lse, self.delta, **self.how)
 
 
@@ -162,6 +166,8 @@ def make_problem(n: int, heads: int, kv_heads: int, choice: str, given: Tensor |
     Args:
         given: what was chosen, if `choice` is "file".
     """
+    from cute_kernels.token_selected import token_selected_forward
+
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(of: int) -> Tensor:
@@ -318,6 +324,9 @@ def stages(problem: Problem, choice: str, copy_tbs: float, tflops: float) -> lis
     work["both"] = Work(forward.bytes + backward.bytes, forward.flops + backward.flops)
 
     def lists() -> None:
+        from cute_kernels.segments import passes
+        from cute_kernels.token_selected import PART_BYTES, SEGMENT_ROWS
+
         length, token_bytes = -(-SEGMENT_ROWS // group), SLOTS * group * DIM * 2
         how = {"size": SIZE, "length": length, "token_bytes": token_bytes, "most_bytes": PART_BYTES, "bounds": None}
         for _ in passes(problem.indices, **how):  # type: ignore[arg-type]

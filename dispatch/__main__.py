@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
+from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +13,8 @@ from dispatch.registry import Call, explain
 from dispatch.table import ROWS
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser(prog="python -m dispatch", description=__doc__).parse_args(argv)
     print(f"nsa-kernels dispatch on Python {platform.python_version()}, torch {torch.__version__}\n")
     packages = package_states()  # first: importing torch_npu is what makes its devices known
     print("devices")

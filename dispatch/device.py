@@ -178,7 +178,8 @@ def describe_device(device_type: str) -> str:
         return f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
     if device_type == "npu":
         return str(torch.get_device_module("npu").get_device_name())
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _processor() -> str:

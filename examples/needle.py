@@ -37,7 +37,7 @@ from torch import Tensor
 import dispatch
 from bench.extras import needed
 from bench.report import replacing, write_json
-from examples.byte_models import (
+from examples.shared.byte_models import (
     ByteTrainer,
     Row,
     Show,
@@ -52,7 +52,7 @@ from examples.byte_models import (
     show_results,
     train_variants,
 )
-from examples.nsa_variants import (
+from examples.shared.nsa_variants import (
     VARIANTS,
     ablated,
     add_nsa_options,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import dispatch
 from bench.common import SDPA, choose_backend
 from bench.report import write_json
-from examples.byte_models import (
+from examples.shared.byte_models import (
     MODEL_OPTIONS,
     ByteModel,
     ByteTrainer,

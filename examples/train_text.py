@@ -1,8 +1,8 @@
 """Trains a byte-level language model on real text: dense attention, NSA, and NSA with branches taken away.
 
 The text is what every machine has: the sources of the Python standard library, some files of it kept for validation.
-All variants (examples/nsa_variants.py) start from the same weights, as far as they share them, and see the same batches
-in the same order. With `--preset paper` NSA selects per token, else per tile.
+All variants (examples/shared/nsa_variants.py) start from the same weights, as far as they share them, and see the same
+batches in the same order. With `--preset paper` NSA selects per token, else per tile.
 
 Selection per tile looks at all queries of a tile, later ones too. What a model gains from that is measured: for sampled
 bytes the loss is computed again with everything behind them cut off (`lookahead`, the loss that this adds).
@@ -27,7 +27,7 @@ import torch
 
 import dispatch
 from bench.report import write_json
-from examples.byte_models import (
+from examples.shared.byte_models import (
     Corpus,
     Curves,
     Row,
@@ -48,7 +48,7 @@ from examples.byte_models import (
     show_results,
     train_variants,
 )
-from examples.nsa_variants import (
+from examples.shared.nsa_variants import (
     VARIANTS,
     add_nsa_options,
     count_parameters,
@@ -93,7 +93,7 @@ SEED: dict[str, dict[str, int]] = {
         "cuts": 32,
     },
 }
-"""What depends on the device: a few seconds per variant on two CPU cores, a minute on an H200.
+"""What depends on the device: 20 seconds of CPU time per variant on one core, a minute on an H200.
 
 1600 steps of 32 KiB read 10 MB of sources five times; after that the models begin to know them by heart."""
 PAPER: dict[str, dict[str, int]] = {"cpu": {"k": 5, "q_tile": 1}, "cuda": {"k": 16, "w": 512, "q_tile": 1}}
@@ -197,13 +197,13 @@ def main(argv: list[str] | None = None) -> int:
         results = {
             "rows": [asdict(row) for row in rows],
             "summary": [asdict(summary) for summary in summaries],
-            "verdict": verdict(summaries),
+            "verdict": verdict(summaries, short=is_short(args)),
         }
         write_json(out.with_suffix(".json"), {**content, **results})
         plot(rows, out.with_suffix(".png"), content["device"], CURVES)
 
     train_variants(args, train)
-    print_summary(summaries, out)
+    print_summary(summaries, out, short=is_short(args))
     return 0
 
 
@@ -243,8 +243,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 # What is shown
 
 
-def verdict(summaries: list[Summary]) -> str:
-    """What the losses say about NSA, with what speaks against it."""
+def is_short(args: argparse.Namespace) -> bool:
+    """Whether models saw fewer bytes than they have parameters."""
+    return bool(args.steps * args.batch * args.context < max(count_parameters(args).values()))
+
+
+def verdict(summaries: list[Summary], *, short: bool = False) -> str:
+    """What the losses say about NSA, with what speaks against it.
+
+    Args:
+        short: the run was too short for what attention over distance is worth to show.
+    """
     by_name = {summary.variant: summary for summary in summaries}
     nsa, dense, window = (by_name.get(name) for name in ("nsa", "dense", "window"))
     if nsa is None:
@@ -269,17 +278,22 @@ def verdict(summaries: list[Summary]) -> str:
             f"Cutting off the bytes behind the predicted one, which selection per tile looks at, changes NSA's loss by "
             f"{nsa.lookahead / nsa.final_val_loss:+.1%} ± {nsa.lookahead_error / nsa.final_val_loss:.1%}."
         )
+    if short:
+        sentences.append(
+            "So short a run, of fewer bytes than a model has parameters, shows that the variants train, not yet what "
+            "attention over distance is worth."
+        )
     return " ".join([*sentences, "One seed each: small differences may be noise."])
 
 
-def print_summary(summaries: list[Summary], out: Path) -> None:
+def print_summary(summaries: list[Summary], out: Path, *, short: bool) -> None:
     table = new_table("variant", "val loss", "bits/byte", "vs dense", "lookahead", "bytes/s", "peak GiB", "steps")
     for s in summaries:
         distance = "" if s.relative_to_dense is None else f"{s.relative_to_dense - 1:+.1%}"
         added = "" if s.lookahead is None else f"{s.lookahead:+.4f} ± {s.lookahead_error:.4f}"
         losses = (f"{s.final_val_loss:.4f}", f"{s.bits_per_byte:.4f}")
         table.add_row(s.variant, *losses, distance, added, *cost_texts(s), str(s.steps))
-    show_results(table, verdict(summaries), out)
+    show_results(table, verdict(summaries, short=short), out)
 
 
 def _style(variant: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from nsa.compression import LinearCompression  # noqa: E402
 from nsa.config import NSAConfig  # noqa: E402
 from nsa.module import NSAttention  # noqa: E402
 from nsa.neighborhood import neighborhood_attention  # noqa: E402
-from nsa.neighborhood_module import NeighborhoodAttention  # noqa: E402
+from nsa.neighborhood_module import NeighborhoodAttention, NeighborhoodAttentionLayer  # noqa: E402
 from nsa.residual import attention_residual  # noqa: E402
 from nsa.residual_module import AttentionResidual  # noqa: E402
 from nsa.tensors import NSAAux  # noqa: E402
@@ -41,6 +41,7 @@ __all__ = [
     "NSAConfig",
     "NSAttention",
     "NeighborhoodAttention",
+    "NeighborhoodAttentionLayer",
     "attention_residual",
     "neighborhood_attention",
     "nsa",

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from numbers import Real
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypedDict
 
 from torch import Tensor, nn
@@ -275,3 +276,11 @@ def check_sizes(**sizes: Any) -> None:
             raise TypeError(f"{name} must be an integer, got {size!r}")
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def check_eps(eps: object, name: str = "eps") -> None:
+    """Raise TypeError or ValueError, naming it, unless what a norm adds to the variance is finite and at least 0."""
+    if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, Real)):
+        raise TypeError(f"{name} must be a number, got {eps!r}")
+    if not finite(eps) or eps < 0:
+        raise ValueError(f"{name} must be finite and at least 0, got {eps}")

@@ -1,4 +1,4 @@
-"""NeighborhoodAttention: an attention layer with projections around `neighborhood_attention`."""
+"""NeighborhoodAttention: projections around the function. NeighborhoodAttentionLayer: norm and residual around that."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nsa.config import check_eps
 from nsa.module import RotaryHook, check_hook, check_input, head_sizes, refuse_arguments, rotated
 from nsa.neighborhood import neighborhood_attention
 from nsa.neighborhood_calls import ALGORITHMS, Window, check_choice
@@ -120,3 +121,61 @@ class NeighborhoodAttention(nn.Module):
 
     def _rotate(self, tensor: Tensor, position_embeddings: Any) -> Tensor:
         return rotated(self.rope, tensor, position_embeddings)
+
+
+class NeighborhoodAttentionLayer(nn.Module):
+    """`x + attention(layer_norm(x))`: NeighborhoodAttention as the first half of a pre-norm transformer block.
+
+    It does what LigerFusedNeighborhoodAttentionLayer of Liger-Kernel does; docs/neighborhood_attention.md says how to
+    load the weights of that one.
+
+    Args:
+        hidden_size, num_heads, num_kv_heads: as in NeighborhoodAttention.
+        norm_eps: what LayerNorm adds to the variance.
+        attention: any other option of NeighborhoodAttention, such as `kernel_size`; `dropout` zeroes elements of what
+            is added to x.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        norm_eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.attention = NeighborhoodAttention(hidden_size, num_heads, num_kv_heads, **place, **attention)
+        check_eps(norm_eps, "norm_eps")
+        self.layer_norm = nn.LayerNorm(hidden_size, eps=norm_eps, **place)
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None) -> Tensor:
+        """Add to each token what it gathers from its neighborhood.
+
+        Args:
+            hidden_states: `[B,N,hidden_size]`.
+            position_embeddings: handed to the `rope` hook as it is.
+
+        Returns:
+            Same shape and dtype as `hidden_states`, under autocast too.
+
+        Raises:
+            ValueError: `hidden_states` of another layout.
+            TypeError, ValueError: as NeighborhoodAttention.
+        """
+        (hidden_size,) = self.layer_norm.normalized_shape
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != hidden_size:
+            raise ValueError(
+                f"hidden_states must have the layout [B,N,hidden_size={hidden_size}], "
+                f"got shape {list(hidden_states.shape)}"
+            )
+        added = self.attention(self.layer_norm(hidden_states), position_embeddings)
+        result: Tensor = hidden_states + added.to(hidden_states.dtype)
+        return result

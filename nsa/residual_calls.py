@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from numbers import Real
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import dispatch
 from dispatch.registry import short_name
 from nsa import meta
 from nsa.autocast import CASTABLE, autocast_dtype
-from nsa.config import finite
+from nsa.config import check_eps
 from nsa.tensors import DTYPES, check_dense
 
 Blocks = Tensor | Sequence[Tensor]
@@ -67,13 +66,6 @@ def needs_grad(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
-
-
-def check_eps(eps: object) -> None:
-    if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, Real)):
-        raise TypeError(f"eps must be a number, got {eps!r}")
-    if not finite(eps) or eps < 0:
-        raise ValueError(f"eps must be finite and at least 0, got {eps}")
 
 
 def check_layer_blocks(blocks: Any, weight: Tensor) -> None:

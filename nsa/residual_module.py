@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from nsa.config import check_sizes
+from nsa.config import check_eps, check_sizes
 from nsa.residual import attention_residual
-from nsa.residual_calls import check_eps, check_layer_blocks
+from nsa.residual_calls import check_layer_blocks
 
 
 class AttentionResidual(nn.Module):

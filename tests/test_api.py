@@ -153,7 +153,8 @@ def test_typed_dictionaries_match() -> None:
 
 
 def test_public_names() -> None:
-    modules = {"AttentionResidual", "LinearCompression", "NSAttention", "NeighborhoodAttention"}
+    modules = {"AttentionResidual", "LinearCompression", "NSAttention"}
+    modules |= {"NeighborhoodAttention", "NeighborhoodAttentionLayer"}
     functions = {"nsa", "nsa_forward", "nsa_forward_aux", "neighborhood_attention", "attention_residual"}
     assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions
     for name in package.__all__:

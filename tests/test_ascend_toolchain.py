@@ -35,7 +35,7 @@ def test_each_absence_is_explained(
     monkeypatch.setattr(tool.shutil, "which", lambda _: None)
     monkeypatch.setattr(tool, "free_disk_gb", lambda _: 1.0)
     monkeypatch.setattr(tool.sys, "version_info", (3, 13, 1))
-    assert tool.main() == 1
+    assert tool.main([]) == 1
     shown = capsys.readouterr().err
     for reason in (
         "No Python 3.11 or 3.10",
@@ -60,7 +60,7 @@ def test_stamp(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     done: list[str] = []
     monkeypatch.setattr(tool, "set_up_triton", lambda: done.append("triton"))
     monkeypatch.setattr(tool, "set_up_mlir", lambda: done.append("mlir") or {"llvm-19": "1:19.1.7"})
-    assert tool.main() == tool.main() == 0
+    assert tool.main([]) == tool.main([]) == 0
     assert done == ["triton", "mlir"]
     assert "up to date" in capsys.readouterr().out
     assert json.loads((tool.CACHE / tool.STAMP_NAME).read_text())["packages"] == {"llvm-19": "1:19.1.7"}
@@ -70,7 +70,7 @@ def test_stamp(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     monkeypatch.setattr(tool, "TRITON_ASCEND", "triton-ascend==9.9")
     monkeypatch.setattr(tool, "set_up_mlir", fail)
-    assert tool.main() == 1
+    assert tool.main([]) == 1
     assert "Ascend toolchain: no network" in capsys.readouterr().err
     assert tool.read_stamp() == {}
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,7 +72,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'nsa-kernels'\n")
+    extras = "\n".join(f"{extra} = []" for extra in ("bench", "cuda", "dev", "npu"))
+    (tmp_path / "pyproject.toml").write_text(
+        f"[project]\nname = 'nsa-kernels'\n\n[project.optional-dependencies]\n{extras}\n"
+    )
     (tmp_path / "constraints.txt").write_text("numpy==2.3.5\n")
     return tmp_path
 
@@ -160,6 +164,29 @@ def test_check_changes_nothing(
     assert bootstrap.main(["--check", "--extras", "dev, bench"]) == 0
     assert "CPU only, torch==2.13.0" in capsys.readouterr().out
     assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("option", [[], ["--check"]])
+def test_unknown_extra_is_named_before_anything_is_made(
+    option: list[str],
+    checkout: Path,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(bootstrap, "ROOT", checkout)
+    with pytest.raises(SystemExit) as left:
+        bootstrap.main(["--extras", "dev,nope", *option])
+    assert left.value.code == 2
+    assert "argument --extras: must be of bench, cuda, dev, npu, got 'nope'" in capsys.readouterr().err
+    assert (machine.venvs_made, machine.pip_calls) == (0, [])
+    assert not (checkout / ".venv").exists()
+
+
+def test_extras_are_those_of_the_package() -> None:
+    """As the build backend understood pyproject.toml."""
+    known = metadata.metadata("nsa-kernels").get_all("Provides-Extra")
+    assert bootstrap.extras_of(CHECKOUT / "pyproject.toml") == sorted(known)
 
 
 # ---------------------------------------------------------------- which torch, from where

@@ -169,7 +169,7 @@ print(nsa_forward(q, k, k).shape)
 def test_works_with_torch_alone() -> None:
     """Every optional package absent: importing, the main job, and the diagnosis."""
     done = run_python(
-        BLOCK + MAIN_JOB + "import runpy; runpy.run_module('dispatch', run_name='__main__')",
+        BLOCK + MAIN_JOB + "from dispatch.__main__ import main; main([])",
         "cutlass,flash_attn,triton,torch_npu,numpy,rich,matplotlib,hypothesis",
     )
     assert done.returncode == 0, done.stderr
@@ -293,7 +293,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
-    main()
+    main([])
     lines = capsys.readouterr().out.splitlines()
     assert "  nsa                              cpu   reference  runs" in lines
     refused = "runs on npu only when named: backend='reference' (correct everywhere, fast nowhere)"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import nsa.module
 from examples import needle as example
-from examples.byte_models import Row
-from examples.nsa_variants import BRANCHES, VARIANTS, ablated
+from examples.shared.byte_models import Row
+from examples.shared.nsa_variants import BRANCHES, VARIANTS, ablated
 from nsa import nsa_forward_aux
 
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"

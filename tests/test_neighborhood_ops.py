@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ascend_kernels import algorithms
 from dispatch import neighborhood_attention
-from nsa import NeighborhoodAttention
+from nsa import NeighborhoodAttention, NeighborhoodAttentionLayer
 from tests.helpers import make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -60,9 +60,10 @@ def test_compiles_on_a_gpu(case: str) -> None:
     check_compiled("cuda", torch.bfloat16, 64, **ON_GPUS[case])
 
 
-def test_the_layer_compiles() -> None:
+@pytest.mark.parametrize("kind", [NeighborhoodAttention, NeighborhoodAttentionLayer])
+def test_the_layer_compiles(kind: type[torch.nn.Module]) -> None:
     torch._dynamo.reset()
-    layer = NeighborhoodAttention(32, 4, num_kv_heads=2, kernel_size=5, dilation=2)
+    layer = kind(32, 4, num_kv_heads=2, kernel_size=5, dilation=2)
     hidden = torch.randn(2, 40, 32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden), layer(hidden))

@@ -513,7 +513,7 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr(bench, "BARS", {(4, 2): {"forward": 1e9, "both": 0.0}})
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(bench, "passes", lists)
+    monkeypatch.setattr("cute_kernels.segments.passes", lists)
     monkeypatch.setattr(bench, "capture", lambda call, _: SimpleNamespace(replay=call))
     monkeypatch.setattr(bench, "measure", lambda *_, **__: SimpleNamespace(ms_p50=2.0))
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4.0)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import nsa.module
-from examples import byte_models
 from examples import train_text as example
-from examples.nsa_variants import BRANCHES, make_config
+from examples.shared import byte_models
+from examples.shared.nsa_variants import BRANCHES, make_config
 from nsa import LinearCompression, NSAConfig, nsa_forward_aux
 
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
@@ -349,6 +349,16 @@ def test_the_verdict(losses: tuple[float, ...], sentences: list[str]) -> None:
     text = example.verdict(found)
     for sentence in [*sentences, "changes NSA's loss by +1.0% ± 0.2%.", "One seed each"]:
         assert sentence in text
+    assert "So short a run" not in text
+
+
+@pytest.mark.parametrize(("steps", "short"), [("120", True), ("1000", False)])
+def test_a_short_run_says_that_it_is_one(steps: str, short: bool) -> None:
+    """The CPU's models have 0.3 M parameters; its 120 steps read 2 KiB each."""
+    args = example.parse(["--device", "cpu", "--steps", steps])
+    assert example.is_short(args) == short
+    text = example.verdict([summary("nsa", 1.0), summary("dense", 1.0)], short=short)
+    assert ("shows that the variants train, not yet what attention over distance is worth" in text) == short
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from examples import byte_models
 from examples import train_residual as example
+from examples.shared import byte_models
 
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 SIZES = {

@@ -10,6 +10,7 @@ torch step alone, as in tools/bootstrap.py.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -227,7 +228,9 @@ def set_up() -> None:
     (CACHE / STAMP_NAME).write_text(json.dumps(stamp, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)
     try:
         set_up()
     except SetUpError as error:

@@ -131,6 +131,13 @@ def free_disk_gb(path: Path) -> float:
 # ---------------------------------------------------------------- stamp: what .venv was made for and holds
 
 
+def extras_of(pyproject: Path) -> list[str]:
+    """Extras that pyproject.toml has, sorted. Read by lines: Python has a parser of TOML from 3.11 on."""
+    _, _, rest = pyproject.read_text(encoding="utf-8").partition("[project.optional-dependencies]\n")
+    table = re.split(r"^\[", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    return sorted(re.findall(r"^([A-Za-z0-9._-]+) *=", table, re.MULTILINE))
+
+
 def wanted_stamp(root: Path, device: Device, torch: str, extras: Iterable[str]) -> dict[str, Any]:
     return {
         "checkout": str(root),
@@ -287,6 +294,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only say whether the set-up can work here")
     args = parser.parse_args(argv)
     extras = [extra.strip() for extra in args.extras.split(",") if extra.strip()]
+    known = extras_of(ROOT / "pyproject.toml")
+    for extra in extras:
+        if extra not in known:
+            parser.error(f"argument --extras: must be of {', '.join(known)}, got {extra!r}")
     try:
         set_up(ROOT, ROOT / args.venv, extras, check_only=args.check)
     except SetUpError as error:

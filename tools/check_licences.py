@@ -9,12 +9,13 @@ vulnerabilities changes by the day, and offline there is none to be had.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from importlib import metadata
 
@@ -88,7 +89,9 @@ def advisories() -> tuple[bool, str]:
     return not known, "\n".join([shown, *(f"  {line}" for line in known)])
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)
     distributions = list(metadata.distributions())
     problems = licence_problems(distributions)
     print(f"Licences: {len(distributions)} packages checked, {len(problems)} not allowed")

@@ -1,11 +1,17 @@
 """Draw docs/neighborhoods.svg: which keys each query sees at the borders, taken from the reference's own definition.
 
-`python -m tools.draw_windows` writes the file; a test holds it against what this module draws.
+`python tools/draw_windows.py` writes the file; a test holds it against what this module draws.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ascend_kernels.reference import window_starts
 
@@ -90,5 +96,11 @@ def _square(x: int, y: int, size: int, kind: str) -> str:
     return f'<rect x="{x}" y="{y}" width="{size}" height="{size}" rx="2" class="{kind}"/>'
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)
     PICTURE.write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bench.common import DTYPES, PRESETS, SDPA, choose_backend, choose_dense, nsa_facts
 from bench.inputs import Sizes
-from examples.byte_models import MODEL_OPTIONS, ByteModel, Defaults, DenseAttention, add_numbers, rotate
+from examples.shared.byte_models import MODEL_OPTIONS, ByteModel, Defaults, DenseAttention, add_numbers, rotate
 from nsa import NSAConfig, NSAttention
 
 BRANCHES = ("compressed", "selected", "window")

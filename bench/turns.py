@@ -1,0 +1,112 @@
+"""Calls that take turns on one CPU thread, timed by the CPU time they take; and what their ratios say.
+
+For machines that others use too. Waiting for a core is no CPU time. With two threads it would be: each operation ends
+where both do, so one that lost its core holds up the other. What load does to caches and clocks hits calls that follow
+each other alike, so each turn gives a ratio, and their median and spread say what can be said.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FEWEST, MOST = 5, 100
+"""Turns."""
+NOISE = 1.5
+"""A speed-up says nothing where its 80th percentile over turns is more than so many times its 20th."""
+NSA, DENSE, NEITHER, NOISY = "NSA", "dense", "neither", "too noisy"
+"""Which is faster."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """20th, 50th and 80th percentile."""
+
+    p20: float
+    p50: float
+    p80: float
+
+    @property
+    def faster(self) -> str:
+        """Of a speed-up of NSA over dense attention: which of them is, if that can be said."""
+        if self.p80 > NOISE * self.p20:
+            return NOISY
+        if self.p20 > 1:
+            return NSA
+        return DENSE if self.p80 < 1 else NEITHER
+
+    @property
+    def times(self) -> float:
+        """How many times as fast the faster one is."""
+        return max(self.p50, 1 / self.p50)
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        deciles = statistics.quantiles(values, n=10, method="inclusive")
+        return cls(deciles[1], deciles[4], deciles[7])
+
+
+def take_turns(calls: Sequence[Callable[[], Any]], seconds: float, each: Callable[[], None]) -> list[list[float]]:
+    """CPU milliseconds of each call in each turn, every second turn the other way round.
+
+    Args:
+        calls: warm ones, which work in the calling thread alone.
+        seconds: of CPU time after which no more turns begin, once there are FEWEST.
+        each: called after every turn.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    order = list(range(len(calls)))
+    while len(times[0]) < FEWEST or (sum(map(sum, times)) < seconds * 1e3 and len(times[0]) < MOST):
+        for i in order:
+            begin = time.thread_time()
+            calls[i]()
+            times[i].append((time.thread_time() - begin) * 1e3)
+        order.reverse()
+        each()
+    return times
+
+
+def verdict(speedups: Sequence[tuple[str, Spread]]) -> str:
+    """What speed-ups of NSA over dense attention say: a sentence for each outcome that there is.
+
+    Args:
+        speedups: each with where it was found, such as "N = 8,192".
+    """
+    found: dict[str, list[tuple[str, Spread]]] = {}
+    for place, ratio in speedups:
+        found.setdefault(ratio.faster, []).append((place, ratio))
+    sentences = []
+    for faster, name in ((DENSE, "Dense attention"), (NSA, "NSA")):
+        if faster in found:
+            texts = [f"{place} ({ratio.times:.1f} times)" for place, ratio in found[faster]]
+            sentences.append(f"{name} is faster at {_listed(texts)}.")
+    if NEITHER in found:
+        places = _listed([place for place, _ in found[NEITHER]])
+        sentences.append(f"At {places} neither is: it is the one in some turns and the other in others.")
+    if NOISY in found:
+        places = _listed([place for place, _ in found[NOISY]])
+        sentences.append(
+            f"Nothing is known of {places}: the ratio varied by more than {NOISE:g} times between turns (20th to 80th "
+            f"percentile). Run it again when less else runs."
+        )
+    return " ".join(sentences)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
