@@ -287,7 +287,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda name: Npu)
     assert describe_device("cuda") == "NVIDIA H200 (sm_90)"
     assert describe_device("npu") == "Ascend910B"
-    assert describe_device("cpu").endswith(f"{torch.get_num_threads()} threads")
+    for threads, words in ((1, "1 thread"), (3, "3 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert describe_device("cpu").endswith(f", {words}")
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags: fpu")
     assert describe_device("cpu").startswith(f"{platform.machine()}, ")
 
