@@ -447,7 +447,7 @@ def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--demo", action="store_true", help="real text and sizes that take less than a minute on this machine")
+    add("--demo", action="store_true", help="real text and sizes that take about a minute on this machine")
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
     add("--seqlens", type=_list(positive), metavar="N,N,...", help="tokens per sequence, such as 4096,8192 or 4K,8K,1M")
     add_sizes(parser)
