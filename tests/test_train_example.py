@@ -356,6 +356,7 @@ def test_the_verdict(losses: tuple[float, ...], sentences: list[str]) -> None:
 def test_a_short_run_says_that_it_is_one(steps: str, short: bool) -> None:
     """The CPU's models have 0.3 M parameters; its 120 steps read 2 KiB each."""
     args = example.parse(["--device", "cpu", "--steps", steps])
+    example.resolve(args)
     assert example.is_short(args) == short
     text = example.verdict([summary("nsa", 1.0), summary("dense", 1.0)], short=short)
     assert ("shows that the variants train, not yet what attention over distance is worth" in text) == short
