@@ -44,14 +44,13 @@ from bench.common import (
     resolve_sizes,
 )
 from bench.extras import needed
-from bench.gradient_check import GradientError, Tiles, gradient_errors, sampled_do
+from bench.gradient_check import GradientError, Tiles, gradient_errors, in_fp64, low_precision, sampled_do
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv, write_json
 from bench.roofline import Peaks, choose_peaks, dense_floor_ms, nsa_floor_ms
 from bench.timing import Timing, capture, measure
 from dispatch.device import describe_device, device_types
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
-from nsa.reference import nsa_tiles
 from nsa.tensors import NSAInputs
 
 with needed("rich"):
@@ -526,8 +525,8 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
 
     Of at least SAMPLED_ROWS rows, that of the row which takes most of its own budget: the first rows see few keys, so
     their values are many times larger than those of late rows, of which one budget for all would hide what is wrong.
-    Budget: twice the error of the same math done by PyTorch in the op's own dtype, plus one unit of rounding of the
-    largest value. The oracle attends to the blocks that the op under test chose.
+    Budget: twice the error of `gradient_check.low_precision`, plus one unit of rounding of the largest value. The
+    oracle attends to the blocks that the op under test chose.
     """
     config, inputs = variant.config, plain_inputs(problem)
     out, aux = nsa_forward_aux(
@@ -539,19 +538,20 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
     indices = aux.indices[:, :, tiles]
     cmp_indices = None if aux.cmp_indices is None else aux.cmp_indices[:, :, tiles]
     del aux  # on long sequences its outputs would lack to the oracle, whose inputs are fp64
-    naive, positions = nsa_tiles(
-        inputs, config, tiles, indices=indices, cmp_indices=cmp_indices, compute_dtype=out.dtype
-    )
+    sampled = Tiles(tiles, indices, cmp_indices)
+    low = low_precision(inputs, config, sampled)
+    positions = (tiles[:, None] * config.q_tile_size + torch.arange(config.q_tile_size, device=out.device)).flatten()
+    positions = positions[positions < out.shape[1]]
     rows = out[:, positions]
     del out
-    oracle, _ = nsa_tiles(inputs.map(Tensor.double), config, tiles, indices=indices, cmp_indices=cmp_indices)
-    errors, naive_errors, largest = (
-        x.abs().amax((0, 2, 3)) for x in (rows.double() - oracle, naive.double() - oracle, oracle)
+    oracle = in_fp64(inputs, config, sampled)
+    errors, low_errors, largest = (
+        x.abs().amax((0, 2, 3)) for x in (rows.double() - oracle, low.double() - oracle, oracle)
     )
-    budgets = 2 * naive_errors + torch.finfo(rows.dtype).eps * largest
+    budgets = 2 * low_errors + torch.finfo(rows.dtype).eps * largest
     pairs = zip(errors.tolist(), budgets.tolist(), strict=True)
     worst = max((GradientError("out", *pair) for pair in pairs), key=lambda found: found.share)
-    return Sample(worst.error, worst.budget, positions, rows, Tiles(tiles, indices, cmp_indices))
+    return Sample(worst.error, worst.budget, positions, rows, sampled)
 
 
 # What is shown

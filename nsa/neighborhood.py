@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dispatch
 from nsa.backward_cache import BackwardCache
-from nsa.derivatives import without_second
+from nsa.derivatives import refuse_changes, without_second
 from nsa.neighborhood_calls import (
     PATHS,
     Window,
@@ -71,7 +71,7 @@ def neighborhood_attention(
     with autocast_off(q.device.type):
         if impl.training is None:
             out: Tensor = impl.load()(q, k, v, **asdict(window), return_band=False)[0]
-            return out
+            return refuse_changes(out, q, k, v)
         options = {**asdict(window), "backend": impl.backend}
         if algorithm in ("band", "dense"):
             options["algorithm"] = algorithm
