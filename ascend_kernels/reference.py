@@ -12,13 +12,15 @@ lies outside the class (Liger), and "shift" moves the window inside (NATTEN), to
 
     p(i, j) = softmax over the window of softmax_scale * q_i . k_j,    out_i = sum_j p(i, j) v_j
 
-Any dtype from bf16 to fp64, any device, differentiable by autograd. Keys are gathered in chunks of rows, and each chunk
-is recomputed in backward, so memory is a few copies of the inputs.
+Any dtype from bf16 to fp64, any device, differentiable by autograd. Scores, softmax and sums run in fp32 (fp64 for fp64
+inputs), those of gradients too: q, k and v are cast once, before keys are gathered, so gradients are rounded once.
+Keys are gathered in chunks of rows, and each chunk is recomputed in backward, so memory is a few copies of the inputs.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,12 +71,16 @@ def _keys(starts: Tensor, slots: Tensor, num_tokens: int) -> tuple[Tensor, Tenso
     return keys.clamp(0, max(num_tokens - 1, 0)), exists
 
 
-def _chunks(k: Tensor, kernel_size: int, dtype: torch.dtype) -> list[slice]:
-    """Rows whose gathered keys and values stay small; one empty chunk where there are none."""
-    batch, num_tokens, kv_heads, dim = k.shape
-    per_row = 2 * max(1, batch * kernel_size * kv_heads * dim) * dtype.itemsize
-    size = max(1, CHUNK_BYTES // per_row)
-    return [slice(first, first + size) for first in range(0, max(num_tokens, 1), size)]
+def _arithmetic(x: Tensor) -> torch.dtype:
+    """dtype of all arithmetic with x."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _rows_per_chunk(k: Tensor, kernel_size: int) -> int:
+    """Rows whose gathered keys and values stay small."""
+    batch, _, kv_heads, dim = k.shape
+    per_row = 2 * max(1, batch * kernel_size * kv_heads * dim) * k.dtype.itemsize
+    return max(1, CHUNK_BYTES // per_row)
 
 
 def neighborhood_attention(
@@ -88,15 +94,12 @@ def neighborhood_attention(
     boundary: str = "truncate",
     causal: bool = False,
     return_band: bool = True,
-    compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Neighborhood attention of checked inputs.
 
     Args:
         q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`, H a multiple of H_kv.
         return_band: without, no more of the band exists at a time than one chunk of rows has.
-        compute_dtype: dtype of all arithmetic, instead of fp32 (fp64 for fp64 inputs). The inputs' own low precision
-            gives the "same math in low-precision PyTorch" of the error budget.
 
     Returns:
         out `[B,N,H,D]` in q's dtype; the band `[B,H,N,kernel_size]`, fp32 (fp64 for fp64 inputs): the probability of
@@ -106,34 +109,33 @@ def neighborhood_attention(
     num_tokens, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]
     scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
-    result_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    dtype = compute_dtype or result_dtype
+    given_dtype, dtype = q.dtype, _arithmetic(q)
     dilation = min(dilation, max(num_tokens, 1))  # from there on every row is its own class
 
     if not return_band:  # nothing is farther away, and temporaries grow with it
-        kernel_size = min(kernel_size, 2 * num_tokens + 2 - kernel_size % 2)
+        class_size = -(-num_tokens // dilation)
+        one_sided = causal or boundary == "shift"
+        kernel_size = min(kernel_size, max(class_size, 1) if one_sided else 2 * class_size + 2 - kernel_size % 2)
 
     starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal).to(q.device)
     slots = torch.arange(kernel_size, device=q.device) * dilation
 
-    def rows(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, ...]:
+    def rows(q: Tensor, start: Tensor) -> tuple[Tensor, ...]:
         """out, LSE and, if it is wanted, the band of one chunk of rows, q `[B,n,H,D]`, with windows' starts `[n]`."""
         keys, exists = _keys(start, slots, num_tokens)
-        grouped = q.to(dtype).unflatten(2, (kv_heads, heads // kv_heads))
-        scores = torch.einsum("bnhgd,bnshd->bhgns", grouped, k[:, keys].to(dtype)) * scale
+        grouped = q.unflatten(2, (kv_heads, heads // kv_heads))
+        scores = torch.einsum("bnhgd,bnshd->bhgns", grouped, k[:, keys]) * scale
         scores = scores.masked_fill(~exists, -math.inf)
         p = scores.softmax(-1)
-        out = torch.einsum("bhgns,bnshd->bnhgd", p, v[:, keys].to(dtype).masked_fill(~exists[..., None, None], 0))
-        results = (out.flatten(2, 3).to(q.dtype), scores.logsumexp(-1).flatten(1, 2).to(result_dtype))
-        return (*results, p.flatten(1, 2).to(result_dtype)) if return_band else results
+        out = torch.einsum("bhgns,bnshd->bnhgd", p, v[:, keys].masked_fill(~exists[..., None, None], 0))
+        results = (out.flatten(2, 3).to(given_dtype), scores.logsumexp(-1).flatten(1, 2))
+        return (*results, p.flatten(1, 2)) if return_band else results
 
-    parts = []
-    for some in _chunks(k, kernel_size, dtype):
-        chunk = (q[:, some], k, v, starts[some])
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
-            parts.append(checkpoint(rows, *chunk, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(rows(*chunk))
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+    run = partial(checkpoint, rows, use_reentrant=False, preserve_rng_state=False) if needs_grad else rows
+    q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
+    size = _rows_per_chunk(k, kernel_size)
+    parts = [run(*chunk) for chunk in zip(q.split(size, 1), starts.split(size), strict=True)]
     outs, lses, *bands = zip(*parts, strict=True)
     return torch.cat(outs, 1), torch.cat(bands[0], 2) if bands else None, torch.cat(lses, 2)
 
@@ -151,7 +153,6 @@ def neighborhood_attention_backward(
     boundary: str,
     causal: bool,
     path: str = "auto",
-    compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from probabilities, of checked inputs.
 
@@ -159,7 +160,6 @@ def neighborhood_attention_backward(
         do, q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`.
         attn: the band `[B,H,N,kernel_size]`, or probabilities of all pairs `[B,H,N,N]`.
         path: taken and ignored: there is one way here.
-        compute_dtype: as in `neighborhood_attention`.
 
     Returns:
         dq, dk, dv like q, k, v.
@@ -167,24 +167,25 @@ def neighborhood_attention_backward(
     num_tokens, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]
     scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
-    result_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    dtype = compute_dtype or result_dtype
+    given_dtype, dtype = q.dtype, _arithmetic(q)
     dilation = min(dilation, max(num_tokens, 1))
     if attn.shape[-1] != kernel_size:
-        attn = band_of(attn, kernel_size, dilation, boundary, causal, dtype=result_dtype)
+        attn = band_of(attn, kernel_size, dilation, boundary, causal, dtype=dtype)
 
     starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal).to(q.device)
     slots = torch.arange(kernel_size, device=q.device) * dilation
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(k.shape, dtype=result_dtype, device=k.device) for _ in range(2))
-    for some in _chunks(k, kernel_size, dtype):
+    do, q, k, v = (tensor.to(dtype) for tensor in (do, q, k, v))
+    dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
+    size = _rows_per_chunk(k, kernel_size)
+    for first in range(0, num_tokens, size):
+        some = slice(first, first + size)
         keys, exists = _keys(starts[some], slots, num_tokens)
         p = attn[:, :, some].to(dtype).masked_fill(~exists, 0).unflatten(1, (kv_heads, heads // kv_heads))
-        grouped_do, grouped_q = (x[:, some].to(dtype).unflatten(2, (kv_heads, heads // kv_heads)) for x in (do, q))
-        dp = torch.einsum("bnhgd,bnshd->bhgns", grouped_do, v[:, keys].to(dtype)).masked_fill(~exists, 0)
+        grouped_do, grouped_q = (x[:, some].unflatten(2, (kv_heads, heads // kv_heads)) for x in (do, q))
+        dp = torch.einsum("bnhgd,bnshd->bhgns", grouped_do, v[:, keys]).masked_fill(~exists, 0)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-        dq[:, some] = (torch.einsum("bhgns,bnshd->bnhgd", ds, k[:, keys].to(dtype)) * scale).flatten(2, 3).to(q.dtype)
+        dq[:, some] = (torch.einsum("bhgns,bnshd->bnhgd", ds, k[:, keys]) * scale).flatten(2, 3)
         for gradient, weights, rows in ((dk, ds * scale, grouped_q), (dv, p, grouped_do)):
             per_slot = torch.einsum("bhgns,bnhgd->bnshd", weights, rows)
-            gradient.index_add_(1, keys.flatten(), per_slot.flatten(1, 2).to(result_dtype))
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+            gradient.index_add_(1, keys.flatten(), per_slot.flatten(1, 2))
+    return dq.to(given_dtype), dk.to(given_dtype), dv.to(given_dtype)

@@ -7,7 +7,8 @@ A layer attends to the outputs x_1 ... x_L of the blocks before it, token by tok
     alpha   = softmax of score over the L blocks
     out     = sum over i of alpha_i * x_i                          of the blocks as they are, not normalised
 
-Any dtype from bf16 to fp64, any device, differentiable by autograd.
+Any dtype from bf16 to fp64, any device, differentiable by autograd. Sums run in fp32 (fp64 for fp64 inputs), those of
+gradients too: each input is cast once, before anything reads it, so its gradient is rounded once.
 """
 
 from __future__ import annotations
@@ -24,27 +25,24 @@ def attention_residual(
     w_norm: Tensor | None,
     *,
     eps: float,
-    compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention residual of checked inputs.
 
     Args:
         blocks: `[L,B,N,D]`, or L tensors `[B,N,D]`.
         w_query: `[D]`. w_norm: `[D]`, or None for ones.
-        compute_dtype: dtype of all arithmetic, instead of fp32 (fp64 for fp64 inputs). The inputs' own low precision
-            gives the "same math in low-precision PyTorch" of the error budget.
 
     Returns:
         out `[B,N,D]` in the blocks' dtype; alpha and rstd `[L,B,N]` in fp32 (fp64 for fp64 inputs).
     """
-    rows = blocks.unbind(0) if isinstance(blocks, Tensor) else blocks
-    result_dtype = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
-    dtype = compute_dtype or result_dtype
+    given_dtype = blocks.dtype if isinstance(blocks, Tensor) else blocks[0].dtype
+    dtype = torch.float64 if given_dtype == torch.float64 else torch.float32
+    rows = blocks.to(dtype).unbind(0) if isinstance(blocks, Tensor) else [block.to(dtype) for block in blocks]
     weight = w_query.to(dtype) if w_norm is None else w_query.to(dtype) * w_norm.to(dtype)
-    rstd = torch.stack([(row.to(dtype).square().mean(-1) + eps).rsqrt() for row in rows])
-    scores = torch.stack([(row.to(dtype) * weight).sum(-1) for row in rows]) * rstd
+    rstd = torch.stack([(row.square().mean(-1) + eps).rsqrt() for row in rows])
+    scores = torch.stack([(row * weight).sum(-1) for row in rows]) * rstd
     alpha = scores.softmax(0)
     out = torch.zeros((), dtype=dtype, device=weight.device)
     for share, row in zip(alpha, rows, strict=True):
-        out = out + share[..., None] * row.to(dtype)
-    return out.to(rows[0].dtype), alpha.to(result_dtype), rstd.to(result_dtype)
+        out = out + share[..., None] * row
+    return out.to(given_dtype), alpha, rstd

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import dispatch
-from ascend_kernels import residual_reference
+from bench import oracles
 from bench.bars import Bar
 from bench.common import DTYPES, able_backends
 from bench.gradient_check import GradientError
@@ -269,9 +269,9 @@ def make_task(shape: Residual, device: torch.device, dtype: torch.dtype) -> Task
 
 
 def make_truth(leaves: Sequence[Tensor], do: Tensor) -> Truth:
-    """Results of the reference in fp64, for some tokens after the other: only the weights' gradients join them.
+    """Results in fp64, for some tokens after the other: only the weights' gradients join them.
 
-    Budget: twice the error of the same math done in the inputs' own dtype, plus one unit of rounding of the largest
+    Budget: twice the error of bench/oracles.py in the inputs' own dtype, plus one unit of rounding of the largest
     value.
     """
     *blocks, w_query, w_norm = leaves
@@ -287,7 +287,7 @@ def make_truth(leaves: Sequence[Tensor], do: Tensor) -> Truth:
         chunk = slice(first, first + size)
         some = flat[0][:, chunk] if flat[0].dim() == 3 else torch.stack([block[chunk] for block in flat])
         given = (some, w_query, w_norm, do[chunk])
-        both = [_results(given, torch.float64), _results(given, do.dtype)]
+        both = [_results(given, torch.float64), _results(given, oracles.wide(do.dtype))]
         here = rows[(rows >= first) & (rows < first + size)] - first
         for name, parts in sampled.items():
             parts.append(torch.stack([results[name][..., here, :].double() for results in both]))
@@ -296,18 +296,18 @@ def make_truth(leaves: Sequence[Tensor], do: Tensor) -> Truth:
     found = {name: torch.cat(parts, -2) for name, parts in sampled.items()} | sums
     eps = torch.finfo(do.dtype).eps
     budgets = {
-        name: (2 * (naive - right).abs().amax() + eps * right.abs().amax()).item()
-        for name, (right, naive) in found.items()
+        name: (2 * (low.to(do.dtype) - right).abs().amax() + eps * right.abs().amax()).item()  # rounded after all sums
+        for name, (right, low) in found.items()
     }
     return Truth(rows, {name: right for name, (right, _) in found.items()}, budgets)
 
 
 def _results(given: tuple[Tensor, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of the reference computing in `dtype`; args: blocks `[L,n,D]`, w_query, w_norm, do `[n,D]`."""
+    """In `dtype`; args: blocks `[L,n,D]`, w_query, w_norm, do `[n,D]`."""
     *leaves, do = (tensor.detach().to(dtype) for tensor in given)
     leaves = [tensor.requires_grad_() for tensor in leaves]
     blocks, w_query, w_norm = leaves
-    out = residual_reference.attention_residual(blocks, w_query, w_norm, eps=EPS, compute_dtype=dtype)[0]
+    out = oracles.attention_residual(blocks[:, None], w_query, w_norm, EPS)[0]
     gradients = torch.autograd.grad(out, leaves, do)
     return {"out": out.detach(), **dict(zip(("dblocks", "dw_query", "dw_norm"), gradients, strict=True))}
 

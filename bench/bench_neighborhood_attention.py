@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import dispatch
-from ascend_kernels import reference
+from bench import oracles
 from bench.common import DTYPES, able_backends
 from bench.gradient_check import GradientError
 from bench.inputs import Neighborhood, Problem, make_problem
@@ -237,12 +237,11 @@ class Truth:
 
 
 def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> Truth:
-    """Results of the reference in fp64 on SEGMENTS runs of rows.
+    """Results in fp64 on SEGMENTS runs of rows.
 
     A run's gradients follow from the tokens within two windows of it: keys depend on queries a window away, and these
-    on keys another window away. So the reference runs on such a piece of the sequence, which begins with residue class
-    0. Budget: twice the error of the same math done in the inputs' own dtype, plus one unit of rounding of the largest
-    value.
+    on keys another window away. So bench/oracles.py runs on such a piece of the sequence, which begins with residue
+    class 0. Budget: twice its error in the inputs' own dtype, plus one unit of rounding of the largest value.
     """
     tensors = [tensor.detach() for tensor in (problem.q, problem.k, problem.v)]
     tokens, reach = shape.tokens, 2 * (shape.kernel_size - 1) * shape.dilation
@@ -255,8 +254,7 @@ def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> Truth:
         piece = slice(begin, min(run.stop + reach, tokens))
         inner = slice(run.start - begin, run.stop - begin)
         some = [tensor[:, piece] for tensor in (*tensors, do)]
-        oracle = _results(shape, [tensor.double() for tensor in some], torch.float64)
-        naive = _results(shape, some, do.dtype)
+        oracle, naive = _results(shape, [tensor.double() for tensor in some]), _results(shape, some)
         for name, right in oracle.items():
             exact[name].append(right[:, inner])
             error = (naive[name][:, inner] - right[:, inner]).abs().amax().item()
@@ -266,11 +264,11 @@ def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> Truth:
     return Truth(runs, exact, {name: 2 * errors[name] + eps * largest[name] for name in exact})
 
 
-def _results(shape: Neighborhood, tensors: list[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of the reference computing in `dtype`; args: q, k, v, do."""
+def _results(shape: Neighborhood, tensors: list[Tensor]) -> dict[str, Tensor]:
+    """Of q, k, v and do."""
     *leaves, do = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in leaves]
-    out = reference.neighborhood_attention(*leaves, **window(shape), return_band=False, compute_dtype=dtype)[0]
+    out, _ = oracles.neighborhood_attention(*leaves, **window(shape))
     return {"out": out.detach(), **dict(zip(GRADIENTS, torch.autograd.grad(out, leaves, do), strict=True))}
 
 

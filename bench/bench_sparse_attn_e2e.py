@@ -47,7 +47,7 @@ from bench.common import (
     resolve_sizes,
 )
 from bench.extras import needed
-from bench.gradient_check import GradientError, Tiles, gradient_errors, sampled_do
+from bench.gradient_check import GradientError, Tiles, gradient_errors, in_fp64, low_precision, sampled_do
 from bench.inputs import KINDS, Problem, Sizes, make_problem
 from bench.passes import release
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
@@ -57,7 +57,6 @@ from bench.timing import Timing, capture, measure, peak_memory
 from bench.turns import FEWEST, NOISY, Spread, one_thread, take_turns, verdict
 from dispatch.device import describe_device, device_types
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
-from nsa.reference import nsa_tiles
 from nsa.tensors import NSAInputs
 
 with needed("rich"):
@@ -710,8 +709,8 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
 
     Of at least SAMPLED_ROWS rows, that of the row which takes most of its own budget: the first rows see few keys, so
     their values are many times larger than those of late rows, of which one budget for all would hide what is wrong.
-    Budget: twice the error of the same math done by PyTorch in the op's own dtype, plus one unit of rounding of the
-    largest value. The oracle attends to the blocks that the op under test chose.
+    Budget: twice the error of `gradient_check.low_precision`, plus one unit of rounding of the largest value. The
+    oracle attends to the blocks that the op under test chose.
     """
     config, inputs = variant.config, plain_inputs(problem)
     num_tiles = -(-inputs.q.shape[1] // config.q_tile_size)
@@ -720,12 +719,12 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
     heads = inputs.q.shape[2]
     parts = [checked_heads(inputs, variant, numbers, some) for some in together(inputs)]
     positions, tiles = parts[0].positions, join_heads([part.tiles for part in parts])
-    rows, naive = (torch.cat(found, 2) for found in ([part.rows for part in parts], [part.naive for part in parts]))
+    rows, low = (torch.cat(found, 2) for found in ([part.rows for part in parts], [part.low for part in parts]))
     oracle = torch.cat([exact_head(inputs, config, tiles, head) for head in range(heads)], 2)
-    errors, naive_errors, largest = (
-        x.abs().amax((0, 2, 3)) for x in (rows.double() - oracle, naive.double() - oracle, oracle)
+    errors, low_errors, largest = (
+        x.abs().amax((0, 2, 3)) for x in (rows.double() - oracle, low.double() - oracle, oracle)
     )
-    budgets = 2 * naive_errors + torch.finfo(rows.dtype).eps * largest
+    budgets = 2 * low_errors + torch.finfo(rows.dtype).eps * largest
     pairs = zip(errors.tolist(), budgets.tolist(), strict=True)
     worst = max((GradientError("out", *pair) for pair in pairs), key=lambda found: found.share)
     return Sample(worst.error, worst.budget, positions, rows, tiles)
@@ -733,11 +732,11 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
 
 @dataclass(frozen=True)
 class Checked:
-    """The checked call for some heads: its rows at some positions, and the same math in the op's own dtype there."""
+    """The checked call for some heads: its rows at some positions, and `low_precision` there."""
 
     positions: Tensor
     rows: Tensor
-    naive: Tensor
+    low: Tensor
     tiles: Tiles
 
 
@@ -758,25 +757,18 @@ def checked_heads(inputs: NSAInputs, variant: Variant, numbers: Tensor, heads: r
     chosen, cmp_chosen = aux.indices, aux.cmp_indices
     tiles = Tiles(numbers, chosen[:, :, numbers], None if cmp_chosen is None else cmp_chosen[:, :, numbers])
     del aux  # its outputs would lack to what follows on long sequences
-    naive, positions = nsa_tiles(
-        some,
-        variant.config,
-        numbers,
-        indices=tiles.indices,
-        cmp_indices=tiles.cmp_indices,
-        compute_dtype=out.dtype,
-    )
-    return Checked(positions, out[:, positions], naive, tiles)
+    size, tokens = variant.config.q_tile_size, out.shape[1]
+    positions = (numbers[:, None] * size + torch.arange(size, device=out.device)).flatten()
+    positions = positions[positions < tokens]
+    return Checked(positions, out[:, positions], low_precision(some, variant.config, tiles), tiles)
 
 
 def exact_head(inputs: NSAInputs, config: NSAConfig, tiles: Tiles, head: int) -> Tensor:
     """Rows of one query head in fp64: one at a time, so that the copies fit beside the inputs at any N that runs."""
     heads = inputs.q.shape[2]
     of_keys = head * inputs.k.shape[2] // heads
-    one = of_heads(inputs, range(head, head + 1), range(of_keys, of_keys + 1)).map(Tensor.double)
-    chosen = tiles.of_query_head(head, heads)
-    out, _ = nsa_tiles(one, config, tiles.numbers, indices=chosen.indices, cmp_indices=chosen.cmp_indices)
-    return out
+    one = of_heads(inputs, range(head, head + 1), range(of_keys, of_keys + 1))
+    return in_fp64(one, config, tiles.of_query_head(head, heads))
 
 
 def of_heads(inputs: NSAInputs, heads: range, kv_heads: range) -> NSAInputs:

@@ -6,14 +6,19 @@ fp64 autograd of the reference on them is the whole truth: keys that no sampled 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from bench import oracles
 from nsa import NSAConfig
 from nsa.reference import nsa_tiles
 from nsa.tensors import NSAInputs
+
+MOST_PAIRS = 1 << 30
+"""Of sampled queries and keys, in all heads: a mask of 1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class Tiles:
             return chosen.narrow(1, head * chosen.shape[1] // heads, 1)
 
         return Tiles(self.numbers, narrow(self.indices), None if self.cmp_indices is None else narrow(self.cmp_indices))
+
+
+Rows = Callable[[NSAInputs, NSAConfig, Tiles], Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,8 @@ def gradient_errors(
 ) -> list[GradientError]:
     """Errors of the gradients that a call gave for `do`.
 
-    Budget: twice the error of autograd through the same math in the inputs' own dtype, plus one unit of rounding of the
-    largest value. One key/value head at a time, so that fp64 copies of long sequences fit.
+    Budget: twice the error of `low_precision`, plus one unit of rounding of the largest value. One key/value head at a
+    time, so that fp64 copies of long sequences fit.
 
     Args:
         gradients: of q, k, v and, if given, gate_proj_weight.
@@ -90,20 +98,20 @@ def gradient_errors(
     for head in range(kv_heads):
         one, chosen = _of_head(inputs, head), tiles.of_head(head, kv_heads)
         rows = _heads(do[:, positions], head, kv_heads)
-        exact = _differentiate(one.map(Tensor.double), config, chosen, positions, rows.double())
-        naive = _differentiate(one, config, chosen, positions, rows)
+        exact = _differentiate(one.map(Tensor.double), config, chosen, positions, rows.double(), in_fp64)
+        low = _differentiate(one, config, chosen, positions, rows, low_precision)
         for name, right in exact.items():
             got = _heads(gradients[name], head, kv_heads, dim=0 if name == "gate_proj_weight" else 2)
             if name == "q":
                 got = got[:, positions]
-            errors = [(x.double() - right).abs().amax() for x in (got, naive[name])]
+            errors = [(x.double() - right).abs().amax() for x in (got, low[name])]
             found[name].append(torch.stack([*errors, right.abs().amax()]))
     results = []
     for name, of_heads in found.items():
-        error, naive_error, largest = torch.stack(of_heads).amax(0)
+        error, low_error, largest = torch.stack(of_heads).amax(0)
         if name == "q":
             error = torch.maximum(error, outside)
-        budget = 2 * naive_error + torch.finfo(inputs.q.dtype).eps * largest
+        budget = 2 * low_error + torch.finfo(inputs.q.dtype).eps * largest
         results.append(GradientError(name, error.item(), budget.item()))
     return results
 
@@ -121,19 +129,33 @@ def _of_head(inputs: NSAInputs, head: int) -> NSAInputs:
     return replace(inputs, q=q, k=k, v=v, gate_proj_weight=weight)
 
 
-def _differentiate(
-    inputs: NSAInputs, config: NSAConfig, tiles: Tiles, positions: Tensor, do: Tensor
-) -> dict[str, Tensor]:
-    """Autograd of the reference on some tiles, in the inputs' dtype; of q only the tiles' rows."""
-    leaves = inputs.map(lambda tensor: tensor.detach().requires_grad_())
+def in_fp64(inputs: NSAInputs, config: NSAConfig, tiles: Tiles) -> Tensor:
+    """The tiles' rows by the reference, which gathers keys: exact at any length."""
     out, _ = nsa_tiles(
-        leaves,
-        config,
-        tiles.numbers,
-        indices=tiles.indices,
-        cmp_indices=tiles.cmp_indices,
-        compute_dtype=inputs.q.dtype,
+        inputs.map(Tensor.double), config, tiles.numbers, indices=tiles.indices, cmp_indices=tiles.cmp_indices
     )
+    return out
+
+
+def low_precision(inputs: NSAInputs, config: NSAConfig, tiles: Tiles) -> Tensor:
+    """The tiles' rows in the inputs' dtype, by math that shares no code with what is checked.
+
+    All pairs of queries and keys, while they fit. Beyond, on GPUs, kernels are held to the reference, which sums in
+    fp32 and rounds once.
+    """
+    batch, num_tokens, heads, _ = inputs.q.shape
+    pairs = batch * heads * len(tiles.numbers) * config.q_tile_size * num_tokens
+    if pairs <= MOST_PAIRS:
+        return oracles.nsa(inputs, config, tiles=tiles.numbers, indices=tiles.indices, cmp_indices=tiles.cmp_indices)[0]
+    return nsa_tiles(inputs, config, tiles.numbers, indices=tiles.indices, cmp_indices=tiles.cmp_indices)[0]
+
+
+def _differentiate(
+    inputs: NSAInputs, config: NSAConfig, tiles: Tiles, positions: Tensor, do: Tensor, run: Rows
+) -> dict[str, Tensor]:
+    """Autograd of `run` on some tiles; of q only the tiles' rows."""
+    leaves = inputs.map(lambda tensor: tensor.detach().requires_grad_())
+    out = run(leaves, config, tiles)
     wanted = leaves.tensors()
     gradients = dict(
         zip(wanted, torch.autograd.grad(out, list(wanted.values()), do, materialize_grads=True), strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa import eager, ops
 from nsa.autocast import autocast_dtype, autocast_off, cast_inputs
 from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions, check_options
-from nsa.derivatives import refuse_transforms
+from nsa.derivatives import refuse_changes, refuse_transforms
 from nsa.reference import pooled, pooled_entries
 from nsa.tensors import TENSOR_NAMES, NSAAux, NSAInputs
 
@@ -97,6 +97,7 @@ def _run(
         if call.impl.training is not None and needs_grad:
             return eager.train(call._replace(inputs=inputs, config=config)), None
         out, aux = call.impl.load()(inputs, config, aux=want_aux)
+        out = refuse_changes(out, *inputs.tensors().values())
     return out, NSAAux(*aux) if want_aux else None
 
 

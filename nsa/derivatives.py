@@ -1,4 +1,4 @@
-"""Derivatives inside of operators, and first derivatives that have none of their own."""
+"""Derivatives inside of operators, and how results are differentiated where autograd does not know by itself."""
 
 from __future__ import annotations
 
@@ -41,6 +41,21 @@ def differentiate(function: Callable[..., Tensor], inputs: Sequence[Tensor], do:
         return other_thread.submit(run).result()
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to `dtype`, in its own; its gradient passes as it is."""
+    result: Tensor = x if x.dtype == dtype else _Rounded.apply(x, dtype)
+    return result
+
+
+def refuse_changes(out: Tensor, *inputs: Tensor) -> Tensor:
+    """`out`, whose backward raises PyTorch's error where an input was changed in place meanwhile.
+
+    For results whose backward reads the inputs again without autograd's knowledge, as torch.utils.checkpoint's does.
+    """
+    result: Tensor = _Unchanged.apply(out, *(tensor.detach() for tensor in inputs)) if out.requires_grad else out
+    return result
+
+
 def refuse_second(op: str) -> None:
     """Raise what a second derivative gets."""
     raise RuntimeError(f"{op} has no second derivative on this backend: call backward() without create_graph")
@@ -75,3 +90,25 @@ class _Constant(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
         refuse_second(ctx.op)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
+
+
+class _Unchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (do, *(None for _ in ctx.saved_tensors))  # asked for, they are compared with what was saved

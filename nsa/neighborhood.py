@@ -12,7 +12,7 @@ import dispatch
 from nsa import meta
 from nsa.autocast import autocast_off, cast_inputs
 from nsa.backward_cache import BackwardCache
-from nsa.derivatives import refuse_transforms, without_second
+from nsa.derivatives import refuse_changes, refuse_transforms, without_second
 from nsa.neighborhood_calls import (
     PATHS,
     Window,
@@ -77,7 +77,7 @@ def neighborhood_attention(
     with autocast_off(q.device.type):
         if impl.training is None:
             out: Tensor = impl.load()(q, k, v, **asdict(window), return_band=False)[0]
-            return out
+            return refuse_changes(out, q, k, v)
         options = {**asdict(window), "backend": impl.backend}
         if algorithm in ("band", "dense"):
             options["algorithm"] = algorithm

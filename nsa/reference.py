@@ -1,7 +1,8 @@
 """NSA in eager PyTorch: what every option means, and the oracle that every kernel is held against.
 
 Any dtype from bf16 to fp64, any device, any block and tile size; differentiable by autograd. Scores, softmax and
-sums run in fp32 (fp64 for fp64 inputs). Queries are processed in chunks of tiles and each chunk is recomputed in
+sums run in fp32 (fp64 for fp64 inputs), those of gradients too: each input is cast once, before anything reads it, so
+its gradient is rounded once. Queries are processed in chunks of tiles and each chunk is recomputed in
 backward, so memory stays far below O(N^2); keys of the selected and window branches are gathered, so the time of
 those is O(N). Packed inputs are a loop over documents, for which the values of `cu_seqlens` are read on the host.
 
@@ -12,10 +13,9 @@ Shapes inside: documents of one length as `[B, heads, N, D]`; a chunk of n query
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.compression import pool_documents, whole_blocks
 from nsa.config import BlockPooling, NSAConfig
+from nsa.derivatives import rounded
 from nsa.tensors import NSAAux, NSAInputs
 
 CHUNK_BYTES = {"cpu": 32 << 20}
@@ -52,32 +53,46 @@ def nsa(
     *,
     indices: Tensor | None = None,
     cmp_indices: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
     aux: bool = True,
-) -> tuple[Tensor, NSAAux]:
+) -> tuple[Tensor, NSAAux | None]:
     """All of NSA for checked inputs.
 
     Args:
         indices, cmp_indices: use these selections, as in NSAAux, instead of computing them (fixed-length inputs only).
-        compute_dtype: dtype of all arithmetic, instead of fp32 or fp64. The inputs' own low precision gives the
-            "same math in low-precision PyTorch" of the error budget.
-        aux: accepted because backends may do less without it; here NSAAux comes anyway.
+        aux: also return NSAAux, whose selections are as wide as the options say, whatever blocks there are.
 
     Returns:
-        out `[B,N,H,D_v]` (packed `[T,H,D_v]`) in q's dtype, and NSAAux.
+        out `[B,N,H,D_v]` (packed `[T,H,D_v]`) in q's dtype, and NSAAux or None.
     """
-    dtype = compute_dtype or _arithmetic(inputs)
+    exact, dtype = _cast(inputs), inputs.q.dtype
     if inputs.cu_seqlens is None:
-        tiles = torch.arange(-(-inputs.q.shape[1] // config.q_tile_size), device=inputs.q.device)
-        return _documents(inputs, config, tiles, indices, cmp_indices, dtype)
+        out, found = _documents(exact, config, _all_tiles(exact, config), indices, cmp_indices, dtype)
+        return out, _widened(found, config) if aux else None
     if indices is not None or cmp_indices is not None:
         raise ValueError("indices and cmp_indices can be given for fixed-length inputs only, got cu_seqlens too")
-    return _packed(inputs, inputs.cu_seqlens, config, dtype)
+    return _packed(exact, inputs.cu_seqlens, config, dtype, aux=aux)
 
 
-def _arithmetic(inputs: NSAInputs) -> torch.dtype:
-    """dtype of all arithmetic."""
-    return torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+def _cast(inputs: NSAInputs) -> NSAInputs:
+    """The inputs in the dtype of all arithmetic. Gates are read once and stay as they are."""
+    dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+    return replace(inputs.map(lambda tensor: tensor.to(dtype)), gates=inputs.gates)
+
+
+def _all_tiles(inputs: NSAInputs, config: NSAConfig) -> Tensor:
+    return torch.arange(-(-inputs.q.shape[1] // config.q_tile_size), device=inputs.q.device)
+
+
+def _widened(aux: NSAAux, config: NSAConfig) -> NSAAux:
+    """With selections in as many columns as NSAAux says; computed are no more than there are blocks."""
+
+    def widened(indices: Tensor, columns: int) -> Tensor:
+        return pad(indices, [0, max(0, columns - indices.shape[-1])], value=-1)
+
+    count, cmp_indices = config.num_cmp_selected_blocks, aux.cmp_indices
+    if count is not None and cmp_indices is not None:
+        cmp_indices = widened(cmp_indices, count)
+    return aux._replace(indices=widened(aux.indices, config.num_selected_blocks), cmp_indices=cmp_indices)
 
 
 def nsa_tiles(
@@ -87,7 +102,6 @@ def nsa_tiles(
     *,
     indices: Tensor | None = None,
     cmp_indices: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output of some query tiles only, for checking samples of sequences too long to do whole.
 
@@ -99,8 +113,7 @@ def nsa_tiles(
     """
     if inputs.cu_seqlens is not None:
         raise ValueError("nsa_tiles takes fixed-length inputs only, got cu_seqlens")
-    dtype = compute_dtype or _arithmetic(inputs)
-    out, _ = _documents(inputs, config, tiles, indices, cmp_indices, dtype)
+    out, _ = _documents(_cast(inputs), config, tiles, indices, cmp_indices, inputs.q.dtype)
     rows = _rows(tiles, inputs.q.shape[1], config).flatten()
     return out, rows[rows < inputs.q.shape[1]]
 
@@ -108,24 +121,29 @@ def nsa_tiles(
 # Packed documents
 
 
-def _packed(inputs: NSAInputs, cu_seqlens: Tensor, config: NSAConfig, dtype: torch.dtype) -> tuple[Tensor, NSAAux]:
+def _packed(
+    inputs: NSAInputs, cu_seqlens: Tensor, config: NSAConfig, dtype: torch.dtype, *, aux: bool
+) -> tuple[Tensor, NSAAux | None]:
     bounds = cu_seqlens.tolist()
     num_tokens, num_docs = inputs.q.shape[0], len(bounds) - 1
     max_tiles = (num_tokens + num_docs * (config.q_tile_size - 1)) // config.q_tile_size
     max_entries = num_tokens // config.stride
-    results = []
+    # Nothing is attended to past the last document; an empty document gives the tails their shapes.
+    documents = [_slice_document(inputs, slice(0, 0), slice(0, 0))]
     first_entry = 0
     for start, stop in pairwise(bounds):
         entries = slice(first_entry, first_entry := first_entry + config.num_compressed(stop - start))
-        results.append(nsa(_slice_document(inputs, slice(start, stop), entries), config, compute_dtype=dtype))
-    # Nothing is attended to past the last document; an empty document gives the tails their shapes.
-    empty = nsa(_slice_document(inputs, slice(0, 0), slice(0, 0)), config, compute_dtype=dtype)
-    outs = [out for out, _ in results]
-    auxes = [aux for _, aux in results]
+        documents.append(_slice_document(inputs, slice(start, stop), entries))
+    results = [_documents(one, config, _all_tiles(one, config), None, None, dtype) for one in documents]
+    out = torch.cat([out[0] for out, _ in results])
+    out = pad(out, [0, 0, 0, 0, 0, num_tokens - out.shape[0]])
+    if not aux:
+        return out, None
+    auxes = [_widened(found, config) for _, found in results]
 
     def join(name: str, dim: int, length: int, fill: float) -> Tensor:
         """Each document's tensor without its batch dim, one after the other along `dim`, filled up to `length`."""
-        parts = [getattr(aux, name)[0] for aux in (empty[1], *auxes)]
+        parts = [getattr(aux, name)[0] for aux in auxes]
         rest = list(parts[0].shape)
         rest[dim] = length - sum(part.shape[dim] for part in parts)
         return torch.cat([*parts, parts[0].new_full(rest, fill)], dim)
@@ -134,8 +152,7 @@ def _packed(inputs: NSAInputs, cu_seqlens: Tensor, config: NSAConfig, dtype: tor
     joined = {
         f"{kind}_{branch}": join(f"{kind}_{branch}", *tails[kind]) for kind in tails for branch in ("cmp", "slc", "win")
     }
-    out = torch.cat([empty[0][0], *(out[0] for out in outs)])
-    aux = NSAAux(
+    return out, NSAAux(
         **joined,
         k_cmp=join("k_cmp", 0, max_entries, 0.0),
         v_cmp=join("v_cmp", 0, max_entries, 0.0),
@@ -143,7 +160,6 @@ def _packed(inputs: NSAInputs, cu_seqlens: Tensor, config: NSAConfig, dtype: tor
         indices=join("indices", 1, max_tiles, -1),
         cmp_indices=None if config.num_cmp_selected_blocks is None else join("cmp_indices", 1, max_tiles, -1),
     )
-    return pad(out, [0, 0, 0, 0, 0, num_tokens - out.shape[0]]), aux
 
 
 def _slice_document(inputs: NSAInputs, tokens: slice, entries: slice) -> NSAInputs:
@@ -161,7 +177,7 @@ def _slice_document(inputs: NSAInputs, tokens: slice, entries: slice) -> NSAInpu
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys and values of one branch, `[B, H_kv, entries, D or D_v]` in the compute dtype."""
+    """Keys and values of one branch, `[B, H_kv, entries, D or D_v]`."""
 
     k: Tensor
     v: Tensor
@@ -169,9 +185,9 @@ class _Keys:
     """No NaN or inf in either; what is not visible then needs no special care."""
 
     @staticmethod
-    def of(k: Tensor, v: Tensor, dtype: torch.dtype) -> _Keys:
+    def of(k: Tensor, v: Tensor) -> _Keys:
         finite = bool(torch.isfinite(k).all()) and bool(torch.isfinite(v).all())
-        return _Keys(k.to(dtype).transpose(1, 2), v.to(dtype).transpose(1, 2), finite)
+        return _Keys(k.transpose(1, 2), v.transpose(1, 2), finite)
 
     def at(self, positions: Tensor) -> _Keys:
         """Entries at positions `[B,S,n,m]`, as `[B,S,n,m,D]`; zeros where a position is outside `[0, entries)`."""
@@ -186,79 +202,78 @@ def _documents(
     cmp_indices: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, NSAAux]:
-    q = inputs.q
+    """Some tiles of documents of one length.
+
+    Args:
+        inputs: as `_cast` gives them. dtype: the caller's, of compressed entries and results.
+    """
+    q, num_tokens = inputs.q, inputs.q.shape[1]
     k_cmp, v_cmp = _compress(inputs, config, dtype)
+    tokens = _Keys.of(inputs.k, inputs.v)
     branches = (
-        _Keys.of(k_cmp, v_cmp, dtype),
-        _Keys.of(*_first_pair((inputs.k_slc, inputs.v_slc), (inputs.k, inputs.v)), dtype),
-        _Keys.of(*_first_pair((inputs.k_win, inputs.v_win), (inputs.k, inputs.v)), dtype),
+        _Keys.of(k_cmp, v_cmp),
+        tokens if inputs.k_slc is None or inputs.v_slc is None else _Keys.of(inputs.k_slc, inputs.v_slc),
+        tokens if inputs.k_win is None or inputs.v_win is None else _Keys.of(inputs.k_win, inputs.v_win),
     )
-    rows = _rows(tiles, q.shape[1], config).flatten()
-    rows = rows[rows < q.shape[1]]
-    gates = _gates(inputs, dtype)
-    parts = []
-    for chunk in _chunks(tiles, inputs, config, dtype):
-        part = slice(chunk.start, chunk.stop)
-        arguments = (
-            q,
-            *branches,
-            tiles[part],
-            None if indices is None else indices[:, :, part].long(),
-            None if cmp_indices is None else cmp_indices[:, :, part].long(),
-            config,
-        )
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *(t for b in branches for t in (b.k, b.v)))):
-            parts.append(checkpoint(_tiles, *arguments, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(_tiles(*arguments))
+    rows = _rows(tiles, num_tokens, config)
+    q_tiles = q.index_select(1, rows.clamp(max=num_tokens - 1).flatten()).unflatten(1, rows.shape).movedim(3, 1)
+    size = _tiles_per_chunk(inputs, config)
+    chunks = zip(
+        q_tiles.split(size, 2),
+        tiles.split(size),
+        repeat(None) if indices is None else indices.long().split(size, 2),
+        repeat(None) if cmp_indices is None else cmp_indices.long().split(size, 2),
+        strict=False,
+    )
+    needs_grad = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (q, *(t for b in branches for t in (b.k, b.v)))
+    )
+    run = partial(checkpoint, _tiles, use_reentrant=False, preserve_rng_state=False) if needs_grad else _tiles
+    parts = [run(*chunk, *branches, config) for chunk in chunks]
     whole = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
+    rows = rows.flatten()
+    rows = rows[rows < num_tokens]
     o_cmp, o_slc, o_win = (o[:, :, : len(rows)].transpose(1, 2) for o in whole[:3])
     lse_cmp, lse_slc, lse_win = (lse[:, :, : len(rows)] for lse in whole[3:6])
-    g = gates[:, rows].to(dtype)[..., None]
+    gates = _gates(inputs)[:, rows]
+    g = gates.to(q.dtype)[..., None]
     out = g[..., 0, :] * o_cmp + g[..., 1, :] * o_slc + g[..., 2, :] * o_win
     aux = NSAAux(
-        o_cmp=o_cmp.to(q.dtype),
-        o_slc=o_slc.to(q.dtype),
-        o_win=o_win.to(q.dtype),
+        o_cmp=o_cmp.to(dtype),
+        o_slc=o_slc.to(dtype),
+        o_win=o_win.to(dtype),
         lse_cmp=lse_cmp,
         lse_slc=lse_slc,
         lse_win=lse_win,
-        k_cmp=k_cmp,
-        v_cmp=v_cmp,
-        gates=gates[:, rows],
+        k_cmp=k_cmp.to(dtype),
+        v_cmp=v_cmp.to(dtype),
+        gates=gates,
         indices=whole[6].int(),
         cmp_indices=None if config.num_cmp_selected_blocks is None else whole[7].int(),
     )
     # Gates of a product may bring its order of dims with them; out is contiguous, as the operators promise.
-    return out.to(q.dtype).contiguous(), aux
+    return out.to(dtype).contiguous(), aux
 
 
-def _chunks(tiles: Tensor, inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> Iterable[range]:
-    """Consecutive tiles whose temporaries fit CHUNK_BYTES; one empty chunk when there are no tiles."""
+def _tiles_per_chunk(inputs: NSAInputs, config: NSAConfig) -> int:
+    """Tiles whose temporaries fit CHUNK_BYTES."""
     batch, num_tokens, heads, dim = inputs.q.shape
-    entries = config.num_compressed(num_tokens)
-    chosen = min(config.num_selected_blocks * config.select_size, num_tokens + config.select_size)
-    blocks = -(-num_tokens // config.select_size)
+    entries, blocks = config.num_compressed(num_tokens), _num_blocks(num_tokens, config)
+    chosen = min(config.num_selected_blocks, blocks) * _select_size(num_tokens, config)
     tile_size = min(config.q_tile_size, max(num_tokens, 1))
-    gathered = chosen + min(config.window_size, 2 * num_tokens) + tile_size
+    gathered = chosen + _window_span(num_tokens, tile_size, config)
     select_heads = inputs.k.shape[2] if config.shares_heads else heads
     # About three live copies of the logits (logits, mask, probabilities); scores and overlap of all blocks.
     per_tile = 3 * heads * tile_size * (max(entries, gathered) + dim)
     per_tile += select_heads * gathered * (dim + inputs.v.shape[-1]) + heads * (entries + 4 * blocks)
     budget = CHUNK_BYTES.get(inputs.q.device.type, CHUNK_BYTES_ELSEWHERE)
-    size = max(1, budget // max(1, batch * per_tile * dtype.itemsize))
-    return (range(start, min(start + size, len(tiles))) for start in range(0, max(1, len(tiles)), size))
+    return max(1, budget // max(1, batch * per_tile * inputs.q.dtype.itemsize))
 
 
 def _rows(tiles: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
     """Token positions of the tiles' rows, `[n, T]`; the last tile's may lie past the document."""
     tile_size = min(config.q_tile_size, max(num_tokens, 1))  # a short document's only tile is no longer than itself
     return tiles[:, None] * tile_size + torch.arange(tile_size, device=tiles.device)
-
-
-def _first_pair(given: tuple[Tensor | None, Tensor | None], default: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    k, v = given
-    return default if k is None or v is None else (k, v)
 
 
 # Step 1: compression
@@ -273,23 +288,29 @@ def pooled(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAInputs, NSAConfig]:
 
 def pooled_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """What `config.compress` makes of k and v, as NSAInputs takes k_cmp and v_cmp."""
-    dtype, cu_seqlens = _arithmetic(inputs), inputs.cu_seqlens
+    dtype, cu_seqlens = inputs.q.dtype, inputs.cu_seqlens
+    pools = _pools(_cast(inputs), config, dtype)
     if cu_seqlens is None:
-        return _compress(inputs, config, dtype)
-    k_cmp, v_cmp = (pool_documents(tensor, cu_seqlens, pool, config) for tensor, pool in _pools(inputs, config, dtype))
-    return k_cmp, v_cmp
+        k_cmp, v_cmp = (pool(whole_blocks(tensor, config)) for tensor, pool in pools)
+    else:
+        k_cmp, v_cmp = (pool_documents(tensor, cu_seqlens, pool, config) for tensor, pool in pools)
+    return k_cmp.to(dtype), v_cmp.to(dtype)
 
 
 def _compress(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K_cmp, V_cmp `[B, N_cmp, H_kv, D or D_v]`, rounded once to the input dtype."""
+    """K_cmp, V_cmp `[B, N_cmp, H_kv, D or D_v]`, rounded once to `dtype`; their gradients are not."""
     if inputs.k_cmp is not None and inputs.v_cmp is not None:
         return inputs.k_cmp, inputs.v_cmp
-    k_cmp, v_cmp = (pool(whole_blocks(tensor, config)) for tensor, pool in _pools(inputs, config, dtype))
+    pools = _pools(inputs, config, dtype)
+    k_cmp, v_cmp = (rounded(pool(whole_blocks(tensor, config)), dtype) for tensor, pool in pools)
     return k_cmp, v_cmp
 
 
 def _pools(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> list[tuple[Tensor, BlockPooling]]:
-    """k and v, each with how its blocks `[...,H_kv,l,D]` become entries `[...,H_kv,D]`."""
+    """k and v, each with how its blocks `[...,H_kv,l,D]` become entries `[...,H_kv,D]`.
+
+    A callable gets a copy of the blocks, in `dtype`: it may write to it.
+    """
     given = config.compress if isinstance(config.compress, tuple) else (config.compress, config.compress)
 
     def pool(name: str, how: str | BlockPooling, weight: Tensor | None, blocks: Tensor) -> Tensor:
@@ -297,17 +318,16 @@ def _pools(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> list[tup
         if 0 in shape:
             return blocks.select(-2, 0)
         if callable(how):
-            mean = how(blocks)
+            mean = how(blocks.to(dtype, copy=True, memory_format=torch.contiguous_format))
             if not isinstance(mean, Tensor):
                 raise TypeError(f"compress must map blocks of {name} to a torch.Tensor, got {type(mean).__name__}")
             if mean.shape != (*shape, dim):
                 wanted = f"compress must map blocks of {name} {list(blocks.shape)} to {[*shape, dim]}"
                 raise ValueError(f"{wanted}, got {list(mean.shape)}")
+            mean = mean.to(blocks.dtype)
         else:
-            mean = blocks.to(dtype).mean(-2)
-        if weight is not None:
-            mean = torch.einsum("...hd,hde->...he", mean.to(dtype), weight.to(dtype))
-        return mean.to(blocks.dtype)
+            mean = blocks.mean(-2)
+        return mean if weight is None else torch.einsum("...hd,hde->...he", mean, weight)
 
     return [
         (inputs.k, partial(pool, "k", given[0], inputs.w_k_compress)),
@@ -319,20 +339,23 @@ def _pools(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> list[tup
 
 
 def _tiles(
-    q_all: Tensor,
-    compressed: _Keys,
-    selected: _Keys,
-    window: _Keys,
+    q: Tensor,
     tiles: Tensor,
     indices: Tensor | None,
     cmp_indices: Tensor | None,
+    compressed: _Keys,
+    selected: _Keys,
+    window: _Keys,
     config: NSAConfig,
 ) -> tuple[Tensor, ...]:
-    """o and lse of the three branches, `[B,H,n*T,D_v]` and `[B,H,n*T]`; then the selections, int64."""
-    num_tokens = q_all.shape[1]
-    scale = config.scale(q_all.shape[-1])
+    """o and lse of the three branches, `[B,H,n*T,D_v]` and `[B,H,n*T]`; then the selections, int64.
+
+    Args:
+        q: the tiles' queries `[B,H,n,T,D]`. indices, cmp_indices: theirs, or None to choose.
+    """
+    num_tokens = selected.k.shape[2]
+    scale = config.scale(q.shape[-1])
     rows = _rows(tiles, num_tokens, config)
-    q = q_all[:, rows.clamp(max=num_tokens - 1)].to(compressed.k.dtype).movedim(3, 1)  # [B,H,n,T,D]
 
     with torch.no_grad():
         count = config.num_cmp_selected_blocks
@@ -342,8 +365,11 @@ def _tiles(
                 cmp_indices = _choose_cmp_blocks(scores, scored, rows, count, config)
             if indices is None:
                 indices = _select(scores, scored, rows, num_tokens, compressed.k.shape[1], config)
+        # No wider than there are blocks: what pads given ones would be gathered as keys
+        indices = indices[..., : _num_blocks(num_tokens, config)]
         if cmp_indices is None:
             cmp_indices = rows.new_empty((*q.shape[:3], 0))
+        cmp_indices = cmp_indices[..., : _num_cmp_blocks(compressed.k.shape[2], config)]
 
     results = (
         _compressed(q, compressed, rows, cmp_indices, scale, config),
@@ -400,13 +426,28 @@ def _select_size(num_tokens: int, config: NSAConfig) -> int:
     return min(config.select_size, max(num_tokens, 1))
 
 
+def _num_blocks(num_tokens: int, config: NSAConfig) -> int:
+    """Select blocks of a document."""
+    return -(-num_tokens // _select_size(num_tokens, config))
+
+
+def _cmp_block_width(num_entries: int, config: NSAConfig) -> int:
+    """n_block_size, but no wider than all entries together: temporaries grow with it."""
+    return min(config.n_block_size, max(num_entries, 1))
+
+
+def _num_cmp_blocks(num_entries: int, config: NSAConfig) -> int:
+    """Blocks of compressed entries of a document."""
+    return -(-num_entries // _cmp_block_width(num_entries, config))
+
+
 def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_heads: int, config: NSAConfig) -> Tensor:
-    """Selected blocks `[B,S,n,num_selected_blocks]`, ascending, padded with -1 (steps 3 and 4)."""
+    """Selected blocks `[B,S,n,m]`, m at most num_selected_blocks, ascending, padded with -1 (steps 3 and 4)."""
     batch, heads, n, num_entries = scores.shape
     if config.shares_heads:
         scores = scores.reshape(batch, kv_heads, heads // kv_heads, n, num_entries).sum(2)
     size, length, stride = _select_size(num_tokens, config), config.compress_block_size, config.stride
-    num_blocks = -(-num_tokens // size)
+    num_blocks = _num_blocks(num_tokens, config)
     blocks = torch.arange(num_blocks, device=rows.device)
     forced = _forced_blocks(blocks, rows, num_tokens, config)
     if num_entries == 0:
@@ -451,10 +492,9 @@ def _forced_blocks(blocks: Tensor, rows: Tensor, num_tokens: int, config: NSACon
 
 
 def _choose_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int, config: NSAConfig) -> Tensor:
-    """Blocks of compressed entries for each tile and query head, `[B,H,n,c]`, ascending, padded with -1."""
+    """Blocks of compressed entries for each tile and query head, `[B,H,n,m]`, m <= c, ascending, padded with -1."""
     num_entries = scores.shape[-1]
-    width = min(config.n_block_size, max(num_entries, 1))
-    num_blocks = -(-num_entries // width)
+    width, num_blocks = _cmp_block_width(num_entries, config), _num_cmp_blocks(num_entries, config)
     behind = num_blocks * width - num_entries
     weights = pad(scored.to(scores.dtype), [0, behind]).unflatten(-1, (num_blocks, width))
     values = torch.where(weights > 0, pad(scores, [0, behind]).unflatten(-1, (num_blocks, width)), 0.0)
@@ -472,10 +512,13 @@ def _choose_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int,
 
 
 def _top_blocks(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
-    """The `count` highest-scoring eligible blocks, the lower index first among equals; ascending, padded with -1."""
+    """The highest-scoring eligible blocks, the lower index first among equals; ascending, padded with -1.
+
+    In `count` columns, or one for each block where there are fewer.
+    """
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
     chosen = torch.where(eligible.expand_as(scores).gather(-1, order), order, scores.shape[-1])
-    chosen = pad(chosen.sort(dim=-1).values, [0, count - order.shape[-1]], value=scores.shape[-1])
+    chosen = chosen.sort(dim=-1).values
     return torch.where(chosen < scores.shape[-1], chosen, -1)
 
 
@@ -495,7 +538,7 @@ def _compressed(
         common = _Keys(keys.k[:, :, None, :num_entries], keys.v[:, :, None, :num_entries], keys.finite)
         o, lse = _attend(shared, common, visible, scale)
         return o.reshape(*q.shape[:-1], keys.v.shape[-1]), lse.reshape(q.shape[:-1])
-    width = min(config.n_block_size, max(num_entries, 1))  # one block of all is as good as a longer one
+    width = _cmp_block_width(num_entries, config)
     positions = cmp_indices[..., None] * width + torch.arange(width, device=rows.device)
     exists = ((cmp_indices >= 0)[..., None] & (positions < num_entries)).flatten(-2)
     positions = positions.flatten(-2)
@@ -518,14 +561,26 @@ def _selected(
     return _attend(q, keys.at(positions), visible, scale)
 
 
+def _reach(num_tokens: int, config: NSAConfig) -> tuple[int, int]:
+    """Tokens before and behind a query in its window, no more than there are."""
+    reach = (config.window_size - 1, 0) if config.causal else (config.window_size // 2,) * 2
+    before, behind = (min(tokens, max(num_tokens - 1, 0)) for tokens in reach)
+    return before, behind
+
+
+def _window_span(num_tokens: int, tile_size: int, config: NSAConfig) -> int:
+    """Consecutive tokens that hold the windows of a tile, wherever it lies."""
+    return min(tile_size + sum(_reach(num_tokens, config)), num_tokens) if config.window_size > 0 else 0
+
+
 def _window(q: Tensor, keys: _Keys, rows: Tensor, scale: float, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    size = min(config.window_size, 2 * keys.k.shape[2])  # nothing is farther away
-    before, behind = (size - 1, 0) if config.causal else (size // 2,) * 2
-    span = rows.shape[1] + before + behind if size > 0 else 0
-    positions = rows[:, :1] - before + torch.arange(span, device=rows.device)  # [n, T + w - 1]
+    num_tokens = keys.k.shape[2]
+    before, behind = _reach(num_tokens, config)
+    span = _window_span(num_tokens, rows.shape[1], config)
+    first = (rows[:, :1] - before).clamp(0, num_tokens - span)
+    positions = first + torch.arange(span, device=rows.device)  # [n, T + w - 1]
     distance = positions[:, None, :] - rows[..., None]
     visible = (distance >= -before) & (distance <= behind)
-    visible = visible & ((positions >= 0) & (positions < keys.k.shape[2]))[:, None, :]
     positions = positions.expand(*keys.k.shape[:2], *positions.shape)
     return _attend(q, keys.at(positions), visible, scale)
 
@@ -557,8 +612,9 @@ def _attend(q: Tensor, keys: _Keys, visible: Tensor, scale: float) -> tuple[Tens
     select_heads, num_keys = k.shape[1], k.shape[3]
     group = heads // select_heads
     if num_keys == 0:
-        # Zero times q keeps the result in the graph, with zero gradients.
-        return (q[..., :1] * 0).expand(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
+        # Zero times q, and sums of nothing, keep the result in the graph, with zero gradients.
+        o = q[..., :1] * 0 + k.sum() + v.sum()
+        return o.expand(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
     while visible.dim() < 5:
         visible = visible[None]
     if not keys.finite:  # a weight of 0 does not silence a NaN: take it out, and mark the rows that see it
@@ -587,10 +643,10 @@ def _attend(q: Tensor, keys: _Keys, visible: Tensor, scale: float) -> tuple[Tens
 # Step 6: gates
 
 
-def _gates(inputs: NSAInputs, dtype: torch.dtype) -> Tensor:
+def _gates(inputs: NSAInputs) -> Tensor:
     """Weights of the three branches, `[B,N,H,3]`."""
     if inputs.gates is not None:
         return inputs.gates
     if inputs.gate_proj_weight is None:
-        return inputs.q.new_full((1, 1, 1, 1), 1.0 / 3.0, dtype=dtype).expand(*inputs.q.shape[:-1], 3)
-    return torch.sigmoid(torch.einsum("bnhd,hgd->bnhg", inputs.q.to(dtype), inputs.gate_proj_weight.to(dtype)))
+        return inputs.q.new_full((1, 1, 1, 1), 1.0 / 3.0).expand(*inputs.q.shape[:-1], 3)
+    return torch.sigmoid(torch.einsum("bnhd,hgd->bnhg", inputs.q, inputs.gate_proj_weight))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dispatch
 from nsa.autocast import autocast_off, promote_blocks
-from nsa.derivatives import refuse_transforms, without_second
+from nsa.derivatives import refuse_changes, refuse_transforms, without_second
 from nsa.residual_calls import members, needs_grad, resolve
 from nsa.residual_ops import call_forward
 
@@ -54,6 +54,7 @@ def attention_residual(
     with autocast_off(w_query.device.type):
         if impl.training is None:
             out = impl.load()(blocks, w_query, w_norm, eps=eps)[0]
+            out = refuse_changes(out, *given, w_query, *([] if w_norm is None else [w_norm]))
         elif needs_grad(*given, w_query, w_norm):
             out = _Trained.apply(impl, eps, isinstance(blocks, Tensor), w_query, w_norm, *given)
         else:

@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from ascend_kernels import reference
+from bench import oracles
 from dispatch import neighborhood_attention_backward
 from tests.helpers import assert_within_budget, make_qkv
+from tests.neighborhood_loops import pairs_of
 
 WINDOW = {"kernel_size": 7, "dilation": 1, "softmax_scale": None, "boundary": "truncate", "causal": False}
 
 
 def dense_of(band: Tensor, window: dict[str, Any]) -> Tensor:
-    """Probabilities of all pairs `[B,H,N,N]`: the gradient of gathering a band is scattering one."""
-    num_tokens = band.shape[2]
-    options = {name: value for name, value in window.items() if name != "softmax_scale"}
-    pairs = torch.zeros((*band.shape[:3], num_tokens), dtype=band.dtype, device=band.device, requires_grad=True)
-    (dense,) = torch.autograd.grad(reference.band_of(pairs, **options, dtype=band.dtype), pairs, band)
-    return dense
+    """Probabilities of all pairs `[B,H,N,N]`."""
+    return pairs_of(band, **{name: value for name, value in window.items() if name != "softmax_scale"})
 
 
 def make(
@@ -67,11 +65,13 @@ def check(backend: str, tokens: int, *, path: str = "auto", **options: Any) -> N
 
 
 def assert_gradients(got: tuple[Tensor, ...], inputs: tuple[Tensor, ...], window: dict[str, Any], name: str) -> None:
-    """Each within twice the error of the same math in PyTorch in the inputs' dtype, and a rounding."""
-    q = inputs[1]
-    oracle = reference.neighborhood_attention_backward(*(tensor.double() for tensor in inputs), **window)
-    low = reference.neighborhood_attention_backward(*inputs, **window, compute_dtype=q.dtype)
+    """Each within the budget of helpers.py, and a rounding."""
+    *tensors, attn = inputs
+    q, scale = tensors[1], window["softmax_scale"]
+    p = dense_of(attn, window) if attn.shape[-1] == window["kernel_size"] else attn
+    exact = oracles.gradients_from_probabilities(*(tensor.double() for tensor in (*tensors, p)), scale)
+    low = oracles.gradients_from_probabilities(*tensors, p, scale)
     rounding = q.shape[-1] * torch.finfo(torch.float32).eps  # ds is a difference of sums over D, which may cancel
-    for gradient, mine, exact, theirs in zip(("dq", "dk", "dv"), got, oracle, low, strict=True):
+    for gradient, mine, truth, theirs in zip(("dq", "dk", "dv"), got, exact, low, strict=True):
         assert mine.dtype == q.dtype
-        assert_within_budget(mine, exact, theirs, f"{gradient} of {name}", slack=rounding)
+        assert_within_budget(mine, truth, theirs, f"{gradient} of {name}", slack=rounding)

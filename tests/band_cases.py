@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_kernels import band_attention, reference
+from ascend_kernels import band_attention
+from bench import oracles
 from nsa.neighborhood import neighborhood_attention_backward, neighborhood_attention_forward
 from tests.helpers import assert_within_budget, make_qkv
+from tests.neighborhood_loops import pairs_of, slots_of
 
 NAMES = ("output", "band", "dq", "dk", "dv")
 
@@ -76,29 +78,15 @@ def check(run: Run, backend: str, tokens: int, **options: Any) -> None:
     assert band.dtype == torch.float32
     assert all(tensor.dtype == q.dtype for tensor in (out, *got["gradients"], *got["others"]))
 
-    exact = _oracle(q.double(), k.double(), v.double(), do.double(), options, None)
-    low = _oracle(q, k, v, do, options, q.dtype)
+    exact = _oracle(q.double(), k.double(), v.double(), do.double(), options)
+    low = _oracle(q, k, v, do, options)
     rounding = q.shape[-1] * torch.finfo(torch.float32).eps  # sums over D in fp32, in another order than PyTorch's
     for gradients in (got["gradients"], got["others"]):
         for name, mine, truth, theirs in zip(NAMES, (out, band, *gradients), exact, low, strict=True):
             assert_within_budget(mine, truth, theirs, f"{name} of N={tokens} {options}", slack=rounding)
     assert torch.equal(band == 0, exact[1] == 0)
     if "dense" in got:
-        window = {name: value for name, value in options.items() if name != "softmax_scale"}
-        assert torch.equal(got["dense"], expanded(band, **window))
-
-
-def expanded(band: Tensor, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
-    """The band as `[B,H,N,N]`, slot by slot."""
-    tokens = band.shape[2]
-    starts = reference.window_starts(tokens, kernel_size, dilation, boundary, causal).tolist()
-    dense = torch.zeros(*band.shape[:3], tokens, dtype=band.dtype, device=band.device)
-    for i, start in enumerate(starts):
-        for slot in range(kernel_size):
-            key = start + slot * dilation
-            if 0 <= key < tokens:
-                dense[:, :, i, key] = band[:, :, i, slot]
-    return dense
+        assert torch.equal(got["dense"], pairs_of(band, **_window(options)))
 
 
 def _laid_out(tensor: Tensor, layout: str) -> Tensor:
@@ -109,9 +97,18 @@ def _laid_out(tensor: Tensor, layout: str) -> Tensor:
     return tensor
 
 
-def _oracle(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: dict[str, Any], compute_dtype: torch.dtype | None
-) -> tuple[Tensor, ...]:
+def _oracle(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """out, the band in the dtype of sums, dq, dk, dv."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    out, band, _ = reference.neighborhood_attention(*leaves, **options, compute_dtype=compute_dtype)
-    return (out.detach(), band.detach(), *torch.autograd.grad(out, leaves, do.to(out.dtype)))
+    out, lse = oracles.neighborhood_attention(*leaves, **options)
+    exact = oracles.wide(q.dtype)
+    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2).to(exact)
+    scale = q.shape[-1] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
+    p = (torch.einsum("bihd,bjhd->bhij", q.to(exact), keys) * scale - lse[..., None]).exp()
+    slots = slots_of(q.shape[1], **_window(options)).to(q.device)
+    band = torch.nn.functional.pad(p, [0, 1]).gather(-1, slots.expand(*p.shape[:2], *slots.shape))
+    return (out.detach(), band, *torch.autograd.grad(out, leaves, do))
+
+
+def _window(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "softmax_scale"}

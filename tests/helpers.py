@@ -70,10 +70,12 @@ SMALL = {
 def assert_within_budget(
     got: Tensor, oracle: Tensor, low_precision: Tensor, name: str = "output", *, slack: float = 0.0
 ) -> None:
-    """err <= 2 * (error of the same math in low-precision PyTorch) + eps * max|oracle|, by the largest deviation.
+    """err <= 2 * (error of bench/oracles.py in that dtype) + eps * max|oracle|, by the largest deviation.
 
     Args:
-        got: the tensor under test. oracle: fp64. low_precision: the same math, done in `got`'s dtype.
+        got: the tensor under test. oracle: fp64.
+        low_precision: of the same inputs, by math that shares no code with what is tested and rounds only what tensor
+            cores multiply and results, each sum once.
         slack: added to the budget, for results that are exactly 0 but differences of fp32 sums.
     """
     assert not torch.isnan(got).any(), f"{name} holds NaN"
@@ -92,6 +94,12 @@ def assert_as_alone(whole: Tensor, part: Tensor, what: str, *, roundings: int = 
     """
     allowed = roundings * float(part.float().abs().max()) * 2**-7 + 1e-4
     torch.testing.assert_close(whole, part, rtol=0, atol=allowed, msg=lambda found: f"{what}: {found}")
+
+
+def assert_rounded_once(got: Tensor, exact: Tensor, name: str) -> None:
+    """The RMS error is that of rounding exact results to 16 bits, but for the sums in fp32 before, 2^-10 of it."""
+    once, error = ((x.double() - exact).square().mean().sqrt().item() for x in (exact.to(got.dtype), got))
+    assert error <= 1.01 * once, f"{name}: RMS error {error:.3e}, and {once:.3e} when it is rounded once"
 
 
 def error_budget(oracle: Tensor, low_precision: Tensor, dtype: torch.dtype) -> float:

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import math
 
+import torch
+from torch import Tensor
+
 
 def keys_of(i: int, num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> list[int | None]:
     """The keys of query i by slot; None where a slot has no key."""
@@ -28,6 +31,21 @@ def keys_of(i: int, num_tokens: int, kernel_size: int, dilation: int, boundary: 
             found = keys
         return [*found, *[None] * (kernel_size - len(found))]
     return [key if 0 <= key < num_tokens else None for key in keys]
+
+
+def slots_of(num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
+    """The keys of all queries by slot, int64 `[N,kernel_size]`; N where a slot has no key."""
+    window = num_tokens, kernel_size, dilation, boundary, causal
+    keys = [num_tokens if key is None else key for i in range(num_tokens) for key in keys_of(i, *window)]
+    return torch.tensor(keys, dtype=torch.int64).reshape(num_tokens, kernel_size)
+
+
+def pairs_of(band: Tensor, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
+    """The band `[B,H,N,kernel_size]` as `[B,H,N,N]`, 0 where there is no key."""
+    tokens = band.shape[2]
+    slots = slots_of(tokens, kernel_size, dilation, boundary, causal).to(band.device)
+    pairs = band.new_zeros(*band.shape[:3], tokens + 1)  # the last column is that of slots without a key
+    return pairs.scatter_(-1, slots.expand_as(band), band)[..., :tokens]
 
 
 Vector = list[float]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa import LinearCompression, NSAConfig, NSAttention, nsa
+from nsa.config import BlockPooling
 from nsa.reference import pooled
 from nsa.tensors import NSAInputs
 from tests.helpers import make_qkv
@@ -127,3 +130,81 @@ def test_wrong_sizes_are_named() -> None:
         r"got shape \[1, 19, 2, 4, 16\]",
     ):
         nsa(q, k, v, compress=pool(), compress_block_size=4, compress_stride=2)
+
+
+# Callables that work in place
+
+
+def relu_in_place(blocks: Tensor) -> Tensor:
+    return torch.nn.functional.relu(blocks.mul_(2), inplace=True).mean(-2)
+
+
+def relu(blocks: Tensor) -> Tensor:
+    return torch.nn.functional.relu(blocks * 2).mean(-2)
+
+
+def assert_leaves_its_inputs(run: Callable[..., Tensor], dtype: torch.dtype, packed: bool, device: str = "cpu") -> None:
+    """`run(q, k, v, compress)` gives what a callable of new tensors gives, and changes neither k nor v."""
+    lead, dim = None if packed else 1, 16 if device == "cpu" else 64
+    tensors = make_qkv(150, 4, HEADS, dim, batch=lead, dtype=dtype, device=device)
+    kept = [tensor.clone() for tensor in tensors]
+    with torch.no_grad():
+        out, expected = (run(*tensors, how) for how in (relu_in_place, relu))
+    assert torch.equal(out, expected)
+    gradients = []
+    for how in (relu_in_place, relu):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        gradients.append(torch.autograd.grad(run(*leaves, how).float().square().sum(), leaves))
+    assert all(torch.equal(mine, right) for mine, right in zip(*gradients, strict=True))
+    assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, kept, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("stride", [2, 4], ids=["overlapping", "apart"])
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+def test_compress_in_place_leaves_keys_and_values(packed: bool, stride: int, dtype: torch.dtype) -> None:
+    bounds = {"cu_seqlens": torch.tensor([0, 70, 150], dtype=torch.int32)} if packed else {}
+    config = replace(CONFIG, compress_stride=stride)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, how: BlockPooling) -> Tensor:
+        return nsa(q, k, v, **bounds, config=replace(config, compress=how))
+
+    assert_leaves_its_inputs(run, dtype, packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("stride", [2, 4], ids=["overlapping", "apart"])
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+def test_entries_for_kernels_leave_keys_and_values(packed: bool, stride: int, dtype: torch.dtype) -> None:
+    """What backends with a pooling of their own are given in place of a callable."""
+    bounds = torch.tensor([0, 70, 150], dtype=torch.int32) if packed else None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, how: BlockPooling) -> Tensor:
+        config = replace(CONFIG, compress_stride=stride, compress=how)
+        given, _ = pooled(NSAInputs(q, k, v, cu_seqlens=bounds), config)
+        assert given.k_cmp is not None
+        assert given.v_cmp is not None
+        return torch.cat([given.k_cmp, given.v_cmp]) + 0 * q.sum()
+
+    assert_leaves_its_inputs(run, dtype, packed)
+
+
+def test_compiled_compress_in_place_leaves_keys_and_values() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, how: BlockPooling) -> Tensor:
+        config = replace(CONFIG, compress=how)
+        return torch.compile(lambda *qkv: nsa(*qkv, config=config), backend="aot_eager", fullgraph=True)(q, k, v)
+
+    assert_leaves_its_inputs(run, torch.float64, packed=False)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+@pytest.mark.parametrize("stride", [32, 64], ids=["overlapping", "apart"])
+def test_compress_in_place_leaves_keys_and_values_on_a_gpu(stride: int, packed: bool) -> None:
+    bounds = {"cu_seqlens": torch.tensor([0, 70, 150], dtype=torch.int32, device="cuda")} if packed else {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, how: BlockPooling) -> Tensor:
+        config = NSAConfig(compress_block_size=64, compress_stride=stride, compress=how)
+        return nsa(q, k, v, **bounds, config=config, deterministic=not packed, backend="cute")
+
+    assert_leaves_its_inputs(run, torch.bfloat16, packed, device="cuda")

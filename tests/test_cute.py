@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from bench import oracles
 from nsa import NSAAux, NSAConfig, nsa_forward, nsa_forward_aux, reference
 from nsa.tensors import NSAInputs
 from tests.causality import BRANCHES, LSES, assert_causal
@@ -54,10 +55,10 @@ def assert_agrees_with_oracle(inputs: NSAInputs, config: NSAConfig, out: Tensor,
     """The results of a call without documents against fp64, for the blocks that the kernels chose."""
     fixed = {"indices": aux.indices.long(), "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long()}
     oracle_out, oracle = reference.nsa(inputs.map(Tensor.double), config, **fixed)
-    naive_out, naive = reference.nsa(inputs, config, **fixed, compute_dtype=inputs.q.dtype)
+    naive_out, naive = oracles.nsa(inputs, config, **fixed)
     assert_within_budget(out, oracle_out, naive_out, "out")
     for name in (*BRANCHES, "k_cmp", "v_cmp"):
-        assert_within_budget(getattr(aux, name), getattr(oracle, name), getattr(naive, name), name)
+        assert_within_budget(getattr(aux, name), getattr(oracle, name), naive[name], name)
     # Logits are exact products summed in fp32, of compressed keys that were rounded to the dtype first (checked above)
     _, rounded = reference.nsa(*of_rounded_keys(inputs, config, aux), **fixed)
     for name in LSES:
@@ -66,7 +67,7 @@ def assert_agrees_with_oracle(inputs: NSAInputs, config: NSAConfig, out: Tensor,
         assert torch.equal(torch.isinf(got), empty), f"{name}: -inf in other rows"
         if got.numel() == 0:
             continue
-        theirs = (getattr(naive, name).double() - getattr(oracle, name)).masked_fill(empty, 0).abs().max()
+        theirs = (naive[name].double() - getattr(oracle, name)).masked_fill(empty, 0).abs().max()
         allowed = 1e-5 + 2 * theirs
         assert (got.double() - expected).masked_fill(empty, 0).abs().max() <= allowed, name
 

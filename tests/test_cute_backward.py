@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bench import oracles
 from dispatch import BackendError
 from nsa import LinearCompression, NSAConfig, nsa, nsa_forward, nsa_forward_aux, ops, reference
 from nsa.tensors import NSAInputs
@@ -62,7 +63,7 @@ def check(inputs: NSAInputs, config: NSAConfig, **keywords: Any) -> dict[str, Te
         return nsa(**leaves.tensors(), config=config, **keywords)
 
     def naive(leaves: NSAInputs) -> Tensor:
-        return reference.nsa(leaves, config, **fixed, compute_dtype=inputs.q.dtype)[0]
+        return oracles.nsa(leaves, config, **fixed)[0]
 
     def oracle(leaves: NSAInputs) -> Tensor:
         return reference.nsa(leaves, config, **fixed)[0]
@@ -313,7 +314,7 @@ def test_packed_documents(config: NSAConfig, recompute: bool, strategy: str) -> 
         expected = gradients(
             lambda x, f=fixed: reference.nsa(x, config, **f)[0], alone.map(Tensor.double), of_document.double()
         )
-        low = gradients(lambda x, f=fixed: reference.nsa(x, config, **f, compute_dtype=BF16)[0], alone, of_document)
+        low = gradients(lambda x, f=fixed: oracles.nsa(x, config, **f)[0], alone, of_document)
         for name in ("q", "k", "v"):
             title = f"gradient of {name}, {length} long"
             assert_within_budget(got[name][None, here], expected[name], low[name], title, slack=SLACK)

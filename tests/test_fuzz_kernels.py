@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dispatch
+from bench import oracles
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.tensors import TENSOR_NAMES, NSAInputs
 from tests import neighborhood_cases, residual_cases
@@ -205,14 +206,14 @@ def assert_gradients_right(keywords: dict[str, Any], aux: NSAAux, seed: int, fla
     def kernels(leaves: NSAInputs) -> Tensor:
         return nsa(**leaves.tensors(), config=config, backend=keywords["backend"], **flags)
 
-    def by_reference(leaves: NSAInputs, compute_dtype: torch.dtype | None) -> Tensor:
+    def by_documents(leaves: NSAInputs, run: Callable[..., Any]) -> Tensor:
         if lengths is None:
-            fixed = chosen(aux._asdict())
-            return reference.nsa(leaves, config, **fixed, compute_dtype=compute_dtype)[0]
+            out: Tensor = run(leaves, config, **chosen(aux._asdict()))[0]
+            return out
         rows = [leaves.q.new_zeros(0, *do.shape[1:])]
         for document in documents(leaves, config, lengths):
             fixed = chosen({name: tensor[None] for name, tensor in part_of(aux, document).items()})
-            rows.append(reference.nsa(document.inputs, config, **fixed, compute_dtype=compute_dtype)[0][0])
+            rows.append(run(document.inputs, config, **fixed)[0][0])
         rows.append(leaves.q.new_zeros(do.shape[0] - sum(lengths), *do.shape[1:]))
         return torch.cat(rows)
 
@@ -223,8 +224,8 @@ def assert_gradients_right(keywords: dict[str, Any], aux: NSAAux, seed: int, fla
     # Branches with keys of their own, to know how large the gradients are that add up to that of k or v
     own = {f"{x}_{branch}": getattr(inputs, x).clone() for x in "kv" for branch in ("slc", "win")}
     apart = replace(inputs, **{name: keys for name, keys in own.items() if getattr(inputs, name) is None})
-    exact = gradients(lambda leaves: by_reference(leaves, None), apart.map(Tensor.double), do.double())
-    low = gradients(lambda leaves: by_reference(leaves, dtype), inputs, do)
+    exact = gradients(lambda leaves: by_documents(leaves, reference.nsa), apart.map(Tensor.double), do.double())
+    low = gradients(lambda leaves: by_documents(leaves, oracles.nsa), inputs, do)
     half_ulp = torch.finfo(dtype).eps / 2
     for name, gradient in got.items():
         parts = [exact[name], *(part for key, part in exact.items() if key not in got and key[0] == name)]
@@ -403,9 +404,10 @@ def outcome_of_changed_neighborhood(keywords: dict[str, Any], changed: str) -> s
         except Exception as error:
             assert_documented(error, [changed])
             return f"refused, {type(error).__name__}"
-    exact = {n: x.detach().double() if isinstance(x, Tensor) else x for n, x in keywords.items()}
-    low = dispatch.neighborhood_attention(**{**keywords, "backend": "reference"})
-    assert_within_budget(out, dispatch.neighborhood_attention(**{**exact, "backend": "reference"}), low)
+    given = {n: x for n, x in keywords.items() if n not in ("algorithm", "backend")}
+    exact = {n: x.detach().double() if isinstance(x, Tensor) else x for n, x in given.items()}
+    low = oracles.neighborhood_attention(**given)[0]
+    assert_within_budget(out, oracles.neighborhood_attention(**exact)[0], low)
     return "right, though changed"
 
 

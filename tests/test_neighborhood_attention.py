@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import dispatch
 from ascend_kernels import reference, tiling
 from ascend_kernels.device import DEVICES, UB_VARIABLE, npu_of
 from ascend_kernels.launch import Launch, recording
+from bench import oracles
 from dispatch import neighborhood_attention
 from nsa.neighborhood import neighborhood_attention_forward
-from tests.helpers import assert_passes_interpreted, make_qkv
+from tests.helpers import assert_passes_interpreted, assert_rounded_once, make_qkv
 from tests.live_memory import PeakBytes
 from tests.neighborhood_cases import check
 from tests.neighborhood_loops import attend, keys_of
@@ -416,3 +419,51 @@ def test_every_short_length_on_a_gpu(boundary: str) -> None:
             dilation=1 + tokens % 3,
             boundary=boundary,
         )
+
+
+# The reference's precision and memory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["centred", "causal"])
+def test_the_reference_rounds_gradients_once(dtype: torch.dtype, causal: bool) -> None:
+    """A key's gradient is a sum of 255 terms, in fp32."""
+    inputs, do = make_qkv(600, 2, 1, 16, dtype=dtype), make_qkv(600, 2, 1, 16, dtype=dtype, seed=1)[0]
+    options = {"kernel_size": 255, "causal": causal}
+
+    def gradients(run: Any, tensors: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        return torch.autograd.grad(run(*leaves), leaves, do)
+
+    got = gradients(partial(neighborhood_attention, **options, backend="reference"), inputs, do)
+    exact = gradients(
+        lambda *qkv: oracles.neighborhood_attention(*qkv, **options)[0], tuple(x.double() for x in inputs), do.double()
+    )
+    for name, mine, truth in zip(("dq", "dk", "dv"), got, exact, strict=True):
+        assert_rounded_once(mine, truth, name)
+
+
+@pytest.mark.parametrize("boundary", ["truncate", "shift"])
+@pytest.mark.parametrize("causal", [False, True], ids=["centred", "causal"])
+def test_the_reference_gathers_no_more_keys_than_a_class_has(boundary: str, causal: bool) -> None:
+    q, k, v = make_qkv(120, 2, 1, 8, requires_grad=True)
+    results, peaks = [], []
+    for size in (12, 2**40):  # 120 tokens are 24 classes of 5, whom a window of 12 holds wherever it lies
+        with PeakBytes() as memory:
+            out = neighborhood_attention(q, k, v, kernel_size=size, dilation=24, boundary=boundary, causal=causal)
+            results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+        peaks.append(memory.peak)
+    assert peaks[1] <= 1.01 * peaks[0]
+    for few, many in zip(*results, strict=True):
+        torch.testing.assert_close(few, many, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_inputs_changed_before_backward_are_refused(name: str, dtype: torch.dtype) -> None:
+    tensors = dict(zip("qkv", make_qkv(30, 2, 1, 8, dtype=dtype, requires_grad=True), strict=True))
+    out = neighborhood_attention(**tensors, kernel_size=5)
+    with torch.no_grad():
+        tensors[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

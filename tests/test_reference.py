@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import nsa.reference as reference
+from bench import oracles
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.tensors import NSAInputs
-from tests.helpers import SMALL, assert_within_budget, make_inputs, make_qkv
+from tests.helpers import SMALL, assert_rounded_once, assert_within_budget, make_inputs, make_qkv
+from tests.live_memory import PeakBytes
 from tests.loop_oracle import nsa_document, nsa_packed
 from tests.reference_cases import assert_agrees, assert_same_blocks, cases, documents
 
@@ -312,12 +314,12 @@ def test_low_precision_is_within_the_budget(name: str, dtype: torch.dtype) -> No
     out, aux = reference.nsa(inputs, config)
     fixed = {"indices": aux.indices, "cmp_indices": aux.cmp_indices}
     oracle, oracle_aux = reference.nsa(inputs.map(Tensor.double), config, **fixed)
-    naive, naive_aux = reference.nsa(inputs, config, compute_dtype=dtype, **fixed)
+    naive, naive_aux = oracles.nsa(inputs, config, **fixed)
     assert out.dtype == dtype
     assert aux.lse_cmp.dtype == torch.float32
     assert_within_budget(out, oracle, naive)
     for branch in ("o_cmp", "o_slc", "o_win", "lse_cmp", "lse_slc", "lse_win"):
-        got, want, low = (getattr(a, branch) for a in (aux, oracle_aux, naive_aux))
+        got, want, low = getattr(aux, branch), getattr(oracle_aux, branch), naive_aux[branch]
         keyless = want == -math.inf
         assert torch.equal(got == -math.inf, keyless)
         assert_within_budget(*(t.masked_fill(keyless, 0) for t in (got.to(dtype), want, low)), name=branch)
@@ -403,3 +405,141 @@ print(json.dumps([peak, bool(torch.isfinite(out).all())]))
     peak_gib, finite = json.loads(done.stdout)
     assert finite
     assert peak_gib < 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("compress", ["mean", "callable"])
+def test_gradients_of_overlapping_blocks_are_rounded_once(compress: str, dtype: torch.dtype) -> None:
+    """The compressed branch alone: a key's gradient is a sum of 64 entries' in fp32."""
+    config = NSAConfig(
+        compress_block_size=64, compress_stride=1, num_selected_blocks=0, window_size=0, compress=BLOCKS_MEAN[compress]
+    )
+    inputs = make_inputs(200, dtype=dtype)
+    inputs = replace(inputs, gates=torch.ones(1, 200, 4, 3, dtype=dtype))
+    do = make_qkv(200, dtype=dtype, seed=1)[0]
+    leaves = inputs.map(lambda tensor: tensor.requires_grad_())
+    got = torch.autograd.grad(nsa(**leaves.tensors(), config=config), (leaves.q, leaves.k, leaves.v), do)
+
+    # Entries are rounded, their gradients are not: those in fp64 of the rounded ones, and what pooling makes of them
+    _, aux = reference.nsa(inputs.map(Tensor.detach), config)
+    exact = replace(
+        inputs.map(lambda tensor: tensor.detach().double()), k_cmp=aux.k_cmp.double(), v_cmp=aux.v_cmp.double()
+    )
+    exact = exact.map(lambda tensor: tensor.requires_grad_())
+    out, _ = oracles.nsa(exact, replace(config, compress="mean"), indices=aux.indices)
+    dq, *of_entries = torch.autograd.grad(out, (exact.q, exact.k_cmp, exact.v_cmp), do.double())
+    assert_rounded_once(got[0], dq, "dq")
+    for name, mine, of_entry in zip(("dk", "dv"), got[1:], of_entries, strict=True):
+        truth = torch.zeros(mine.shape, dtype=torch.float64)
+        for entry in range(of_entry.shape[1]):
+            truth[:, entry : entry + 64] += of_entry[:, entry, None] / 64
+        if compress == "mean":
+            assert_rounded_once(mine, truth, name)
+        else:  # a callable in 16 bits gets and gives gradients of 16 bits: two roundings more, of each entry
+            once = (truth.to(dtype).double() - truth).square().mean().sqrt()
+            assert (mine.double() - truth).square().mean().sqrt() <= 1.5 * once
+
+
+BLOCKS_MEAN = {"mean": "mean", "callable": lambda blocks: blocks.mean(-2)}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_rounded_once(packed: bool, dtype: torch.dtype) -> None:
+    """Of keys that three branches read, and of weights that all documents share."""
+    config = SMALL["paper"]
+    weights = {n: torch.randn(2, 16, 16, dtype=dtype) / 4 for n in ("w_k_compress", "w_v_compress")}
+    inputs = replace(make_inputs(200, dtype=dtype), **weights, gate_proj_weight=torch.randn(4, 3, 16, dtype=dtype) / 4)
+    do = make_qkv(200, dtype=dtype, seed=1)[0]
+    bounds = [0, 70, 71, 200] if packed else [0, 200]
+    leaves = inputs.map(lambda tensor: tensor.requires_grad_())
+    given = leaves.tensors()
+    if packed:
+        given |= {name: given[name][0] for name in "qkv"} | {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+    wanted = list(leaves.tensors().values())
+    got = torch.autograd.grad(nsa(**given, config=config), wanted, do[0] if packed else do)
+
+    exact = inputs.map(lambda tensor: tensor.detach().double().requires_grad_())
+    # fp64 with entries rounded as the definition says
+    totals = [torch.zeros_like(tensor) for tensor in exact.tensors().values()]
+    for start, stop in pairwise(bounds):
+        one = replace(exact, **{name: getattr(exact, name)[:, start:stop] for name in "qkv"})
+        rounded = replace(inputs, **{name: getattr(inputs, name)[:, start:stop] for name in "qkv"}).map(Tensor.detach)
+        _, aux = reference.nsa(rounded, config)
+        entries = {}
+        for name in "kv":
+            own = oracles._entries(one, config, name, torch.float64)
+            entries[f"{name}_cmp"] = own + (getattr(aux, f"{name}_cmp").double() - own).detach()
+        out, _ = oracles.nsa(replace(one, **entries, w_k_compress=None, w_v_compress=None), config, indices=aux.indices)
+        parts = torch.autograd.grad(out, list(exact.tensors().values()), do[:, start:stop].double())
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+    for name, mine, truth in zip(exact.tensors(), got, totals, strict=True):
+        assert_rounded_once(mine, truth, name)
+
+
+HUGE = 2**31 - 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [
+        ({"num_selected_blocks": 5}, {"num_selected_blocks": 3000}),
+        ({"num_selected_blocks": 5}, {"num_selected_blocks": HUGE}),
+        ({"window_size": 600}, {"window_size": HUGE}),
+        ({"num_cmp_selected_blocks": 3}, {"num_cmp_selected_blocks": HUGE}),
+        ({"num_cmp_selected_blocks": 1, "n_block_size": 5}, {"num_cmp_selected_blocks": 40, "n_block_size": HUGE}),
+        ({"select_block_size": 300}, {"select_block_size": HUGE}),
+    ],
+    ids=["blocks", "most blocks", "window", "compressed", "compressed blocks", "block size"],
+)
+def test_options_beyond_the_document_take_no_memory(near: dict[str, int], far: dict[str, int], causal: bool) -> None:
+    q, k, v = make_qkv(300, requires_grad=True)
+    results, peaks = [], []
+    for options in (near, far):
+        config = NSAConfig(**{"q_tile_size": 64, "n_block_size": 2, "causal": causal, **options})
+        with PeakBytes() as memory:
+            out = nsa(q, k, v, config=config)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        peaks.append(memory.peak)
+    assert peaks[1] <= 1.01 * peaks[0]  # but for small indices
+    for few, many in zip(*results, strict=True):
+        torch.testing.assert_close(few, many, rtol=1e-12, atol=1e-12)
+
+
+def test_selections_are_as_wide_as_asked_for() -> None:
+    q, k, v = make_qkv(300)
+    options = {"q_tile_size": 64, "n_block_size": 2, "num_selected_blocks": 30, "num_cmp_selected_blocks": 20}
+    _, aux = nsa_forward_aux(q, k, v, **options)
+    assert (aux.indices.shape, aux.cmp_indices.shape) == ((1, 4, 5, 30), (1, 4, 5, 20))
+    assert (aux.indices[..., 5:] == -1).all()
+    assert aux.indices[0, 0, -1, :5].tolist() == [0, 1, 2, 3, -1]  # of 300 tokens 4 whole blocks are compressed
+    again, _ = reference.nsa(NSAInputs(q, k, v), NSAConfig(**options), indices=aux.indices, cmp_indices=aux.cmp_indices)
+    torch.testing.assert_close(again, nsa_forward(q, k, v, **options), rtol=0, atol=0)
+
+
+CHANGED = ("q", "k", "v", "k_slc", "v_win", "k_cmp", "gates", "gate_proj_weight", "w_k_compress")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CHANGED)
+def test_inputs_changed_before_backward_are_refused(name: str, dtype: torch.dtype, packed: bool) -> None:
+    config = SMALL["seed"]
+    q, k, v = make_qkv(40, batch=None if packed else 1, dtype=dtype)
+    given = {"q": q, "k": k, "v": v, "k_slc": k + 1, "v_slc": v + 1, "k_win": k + 2, "v_win": v + 2}
+    if name == "k_cmp":
+        given |= {"k_cmp": k[..., :5, :, :] + 1, "v_cmp": v[..., :5, :, :] + 1}
+    elif name == "w_k_compress":
+        given[name] = torch.randn(2, 16, 16, dtype=dtype)
+    if name == "gates":
+        given[name] = torch.rand(*q.shape[:-1], 3, dtype=dtype)
+    elif name == "gate_proj_weight":
+        given[name] = torch.randn(4, 3, 16, dtype=dtype)
+    leaves = {key: tensor.detach().clone().requires_grad_() for key, tensor in given.items()}
+    bounds = {"cu_seqlens": torch.tensor([0, 40], dtype=torch.int32)} if packed else {}
+    out = nsa(**leaves, **bounds, config=config)
+    with torch.no_grad():
+        leaves[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -1,0 +1,261 @@
+"""Truth and yardstick of errors: the definitions over all pairs of queries and keys, sharing no code with any backend.
+
+    fp64 inputs     truth
+    other inputs    what their dtype costs at least. Scores, softmax and sums are fp32. Rounded to 16 bits are what
+                    tensor cores multiply, p and ds, and results: outputs of attention and, once each, gradients.
+
+All are differentiable. docs/ has the definitions: semantics.md, neighborhood_attention.md, attention_residual.md;
+arXiv 2307.08691, section 3.1, has the backward of attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig
+from nsa.tensors import NSAInputs
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """dtype of sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# Attention
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over the visible keys, one key/value head at a time.
+
+    Args:
+        q: `[B,M,H,D]`. k: `[B,N,H_kv,D]`. v: `[B,N,H_kv,D_v]`. All in `wide(dtype)`.
+        visible: bool, broadcasts to `[B,H,M,N]`.
+        dtype: of the inputs that are computed with: what is rounded is rounded to it.
+
+    Returns:
+        o `[B,M,H,D_v]`, 0 in rows without keys, and lse `[B,H,M]`, there -inf, which has no gradient.
+    """
+    kv_heads, heads = k.shape[2], q.shape[2]
+    group = heads // kv_heads
+    visible = visible.expand(q.shape[0], heads, q.shape[1], k.shape[1])
+    outs, lses = [], []
+    for head in range(kv_heads):
+        some = slice(head * group, (head + 1) * group)
+        of_head = (q[:, :, some].transpose(1, 2), k[:, None, :, head], v[:, None, :, head])
+        o, lse = _Attention.apply(*of_head, visible[:, some], scale, dtype)
+        outs.append(o.transpose(1, 2))
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 1)
+
+
+class _Attention(torch.autograd.Function):
+    """q `[B,G,M,D]`, k and v `[B,1,N,D]`, visible `[B,G,M,N]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        logits = (q @ k.mT * scale).masked_fill(~visible, -math.inf)
+        lse = logits.logsumexp(-1)
+        p = _probabilities(logits, lse)
+        o = _rounded(_rounded(p, dtype) @ v, dtype)
+        ctx.save_for_backward(q, k, v, visible, o, lse)
+        ctx.scale, ctx.dtype = scale, dtype
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, visible, o, lse = ctx.saved_tensors
+        p = _probabilities((q @ k.mT * ctx.scale).masked_fill(~visible, -math.inf), lse)
+        delta = (do * o).sum(-1, keepdim=True)
+        return (*_gradients(do, q, k, v, p, delta, ctx.scale, ctx.dtype), None, None, None)
+
+
+def _gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, delta: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of one key/value head; k and v `[B,1,N,D]`, the rest `[B,G,M,...]`."""
+    ds = _rounded(p * (do @ v.mT - delta), dtype)
+    dk, dv = (ds.mT @ q).sum(1, keepdim=True), (_rounded(p, dtype).mT @ do).sum(1, keepdim=True)
+    return ds @ k * scale, dk * scale, dv
+
+
+def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:
+    return (logits - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).to(x.dtype)
+
+
+# Neighborhood attention
+
+
+def neighbors(num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
+    """Which keys each query attends to, bool `[N,N]`."""
+    kernel_size = min(kernel_size, 2 * num_tokens + 2 - kernel_size % 2)  # nothing is farther away
+    token = torch.arange(num_tokens)
+    query, key = token[:, None], token
+    steps = torch.div(key - query, dilation, rounding_mode="floor")  # within a residue class
+    before = kernel_size - 1 if causal else kernel_size // 2
+    if boundary == "shift" and not causal:
+        # As many keys as there were room for, the nearest on the side that has them
+        last = (num_tokens - 1 - token) // dilation  # rows of the class behind each query
+        missing_before = (before - token // dilation).clamp(min=0)
+        missing_behind = (kernel_size - 1 - before - last).clamp(min=0)
+        first = -(before + missing_behind - missing_before)[:, None]
+        near = (steps >= first) & (steps < first + kernel_size)
+        whole = (token // dilation + last + 1 <= kernel_size)[:, None]
+        near = near | whole
+    else:
+        near = (steps >= -before) & (steps < kernel_size - before)
+    return near & ((key - query) % dilation == 0)
+
+
+def neighborhood_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel_size: int = 7,
+    dilation: int = 1,
+    softmax_scale: float | None = None,
+    boundary: str = "truncate",
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """out `[B,N,H,D]` in q's dtype, and lse `[B,H,N]`; arguments as those of `dispatch.neighborhood_attention`."""
+    visible = neighbors(q.shape[1], kernel_size, dilation, boundary, causal).to(q.device)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    exact = wide(q.dtype)
+    o, lse = attention(q.to(exact), k.to(exact), v.to(exact), visible, scale, q.dtype)
+    return o.to(q.dtype), lse
+
+
+def gradients_from_probabilities(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, softmax_scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in q's dtype; p `[B,H,N,N]`, 0 where there is no key, is taken as it is."""
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    exact = wide(q.dtype)
+    parts = []
+    for head in range(k.shape[2]):
+        some = slice(head * group, (head + 1) * group)
+        of_queries = (x[:, :, some].to(exact).transpose(1, 2) for x in (do, q))
+        of_keys = (x[:, None, :, head].to(exact) for x in (k, v))
+        do_, q_, k_, v_ = (*of_queries, *of_keys)
+        p_ = p[:, some].to(exact)
+        delta = (p_ * (do_ @ v_.mT)).sum(-1, keepdim=True)
+        parts.append([x.transpose(1, 2) for x in _gradients(do_, q_, k_, v_, p_, delta, scale, q.dtype)])
+    dq, dk, dv = (torch.cat(heads, 2).to(q.dtype) for heads in zip(*parts, strict=True))
+    return dq, dk, dv
+
+
+# Attention residual
+
+
+def attention_residual(blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor | None, eps: float) -> Tensor:
+    """out `[B,N,D]` in the blocks' dtype, of blocks `[L,B,N,D]` or L tensors `[B,N,D]`."""
+    dtype = blocks[0].dtype
+    exact = wide(dtype)
+    x = blocks.to(exact) if isinstance(blocks, Tensor) else torch.stack([block.to(exact) for block in blocks])
+    keys = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    if w_norm is not None:
+        keys = keys * w_norm.to(exact)
+    alpha = (keys @ w_query.to(exact)).softmax(0)
+    return torch.einsum("lbn,lbnd->bnd", alpha, x).to(dtype)
+
+
+# NSA
+
+
+def nsa(
+    inputs: NSAInputs,
+    config: NSAConfig,
+    *,
+    indices: Tensor,
+    cmp_indices: Tensor | None = None,
+    tiles: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """NSA of fixed-length inputs with these selections, for all query tiles or for some.
+
+    Args:
+        indices, cmp_indices: as in NSAAux, of `tiles` only where they are given.
+
+    Returns:
+        out `[B,rows,H,D_v]` in q's dtype, and o_cmp, o_slc, o_win, lse_cmp, lse_slc, lse_win, k_cmp, v_cmp.
+    """
+    dtype, device = inputs.q.dtype, inputs.q.device
+    x = inputs.map(lambda tensor: tensor.to(wide(dtype)))
+    batch, num_tokens, heads, dim = x.q.shape
+    if tiles is None:
+        tiles = torch.arange(-(-num_tokens // config.q_tile_size), device=device)
+    rows = (tiles[:, None] * config.q_tile_size + torch.arange(config.q_tile_size, device=device)).flatten()
+    tile_of_row = torch.arange(len(tiles), device=device).repeat_interleave(config.q_tile_size)[rows < num_tokens]
+    rows = rows[rows < num_tokens]
+    query, key = rows[:, None], torch.arange(num_tokens, device=device)
+
+    def of_rows(chosen: Tensor, size: int, length: int) -> Tensor:
+        """Entries of the chosen blocks of `size`, `[B,H,rows,length]`."""
+        blocks = -(-length // size)
+        listed = torch.where(chosen >= 0, chosen.long(), blocks)
+        seen = torch.zeros((*chosen.shape[:-1], blocks + 1), dtype=torch.bool, device=device).scatter_(-1, listed, True)
+        entries = torch.arange(length, device=device)
+        return seen[:, :, tile_of_row][..., entries // size].repeat_interleave(heads // chosen.shape[1], 1)
+
+    k_cmp, v_cmp = (_entries(x, config, name, dtype) for name in "kv")
+    ends = torch.arange(k_cmp.shape[1], device=device) * config.stride + config.compress_block_size - 1
+    past = key <= query if config.causal else torch.ones_like(key <= query)
+    seen = {
+        "cmp": ends <= query if config.causal else torch.ones((len(rows), len(ends)), dtype=torch.bool, device=device),
+        "slc": past & of_rows(indices, config.select_size, num_tokens),
+        "win": past & (query - key < config.window_size)
+        if config.causal
+        else ((query - key).abs() <= config.window_size // 2) & (config.window_size > 0),
+    }
+    if cmp_indices is not None:
+        seen["cmp"] = seen["cmp"] & of_rows(cmp_indices, config.n_block_size, len(ends))
+    keys = {
+        "cmp": (k_cmp, v_cmp),
+        "slc": (x.k, x.v) if x.k_slc is None or x.v_slc is None else (x.k_slc, x.v_slc),
+        "win": (x.k, x.v) if x.k_win is None or x.v_win is None else (x.k_win, x.v_win),
+    }
+    q, scale = x.q[:, rows], config.scale(dim)
+    if x.gates is not None:
+        gates = x.gates[:, rows]
+    elif x.gate_proj_weight is not None:
+        gates = torch.einsum("bnhd,hgd->bnhg", q, x.gate_proj_weight).sigmoid()
+    else:
+        gates = q.new_full((batch, len(rows), heads, 3), 1 / 3)
+    found = {"k_cmp": k_cmp.to(dtype), "v_cmp": v_cmp.to(dtype)}
+    out = q.new_zeros(())
+    for branch, name in enumerate(seen):
+        o, found[f"lse_{name}"] = attention(q, *keys[name], seen[name], scale, dtype)
+        found[f"o_{name}"] = o.to(dtype)
+        out = out + gates[..., branch, None] * o
+    return out.to(dtype), found
+
+
+def _entries(inputs: NSAInputs, config: NSAConfig, name: str, dtype: torch.dtype) -> Tensor:
+    """K_cmp or V_cmp `[B,N_cmp,H_kv,D]`, rounded to `dtype`."""
+    given: Tensor | None = getattr(inputs, f"{name}_cmp")
+    if given is not None:
+        return given
+    x: Tensor = getattr(inputs, name)
+    device, length = x.device, config.compress_block_size
+    starts = torch.arange(config.num_compressed(x.shape[1]), device=device) * config.stride
+    blocks = x[:, starts[:, None] + torch.arange(length, device=device)].transpose(2, 3)  # [B,N_cmp,H_kv,l,D]
+    how = config.compress["kv".index(name)] if isinstance(config.compress, tuple) else config.compress
+    entries = how(blocks.to(dtype)).to(x.dtype) if callable(how) else blocks.sum(-2) / length
+    weight: Tensor | None = getattr(inputs, f"w_{name}_compress")
+    if weight is not None:
+        entries = torch.einsum("bnhd,hde->bnhe", entries, weight)
+    return entries + (_rounded(entries, dtype) - entries).detach()  # the gradient of rounding is 1
