@@ -271,8 +271,7 @@ def make_task(shape: Residual, device: torch.device, dtype: torch.dtype) -> Task
 def make_truth(leaves: Sequence[Tensor], do: Tensor) -> Truth:
     """Results in fp64, for some tokens after the other: only the weights' gradients join them.
 
-    Budget: twice the error of bench/oracles.py in the inputs' own dtype, plus one unit of rounding of the largest
-    value.
+    Budget: that of bench/oracles.py in the inputs' own dtype.
     """
     *blocks, w_query, w_norm = leaves
     do = do.flatten(0, 1)
@@ -294,11 +293,10 @@ def make_truth(leaves: Sequence[Tensor], do: Tensor) -> Truth:
         for name, total in sums.items():
             total += torch.stack([results[name].double() for results in both])
     found = {name: torch.cat(parts, -2) for name, parts in sampled.items()} | sums
-    eps = torch.finfo(do.dtype).eps
-    budgets = {
-        name: (2 * (low.to(do.dtype) - right).abs().amax() + eps * right.abs().amax()).item()  # rounded after all sums
-        for name, (right, low) in found.items()
-    }
+    budgets = {}
+    for name, (right, low) in found.items():
+        error = (low.to(do.dtype) - right).abs().amax().item()  # rounded after all sums
+        budgets[name] = oracles.budget(error, right.abs().amax().item(), do.dtype, dim)
     return Truth(rows, {name: right for name, (right, _) in found.items()}, budgets)
 
 

@@ -241,7 +241,7 @@ def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> Truth:
 
     A run's gradients follow from the tokens within two windows of it: keys depend on queries a window away, and these
     on keys another window away. So bench/oracles.py runs on such a piece of the sequence, which begins with residue
-    class 0. Budget: twice its error in the inputs' own dtype, plus one unit of rounding of the largest value.
+    class 0. Budget: as it says, of its error in the inputs' own dtype.
     """
     tensors = [tensor.detach() for tensor in (problem.q, problem.k, problem.v)]
     tokens, reach = shape.tokens, 2 * (shape.kernel_size - 1) * shape.dilation
@@ -260,8 +260,8 @@ def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> Truth:
             error = (naive[name][:, inner] - right[:, inner]).abs().amax().item()
             errors[name] = max(errors[name], error)
             largest[name] = max(largest[name], right[:, inner].abs().amax().item())
-    eps = torch.finfo(do.dtype).eps
-    return Truth(runs, exact, {name: 2 * errors[name] + eps * largest[name] for name in exact})
+    budgets = {name: oracles.budget(errors[name], largest[name], do.dtype, do.shape[-1]) for name in exact}
+    return Truth(runs, exact, budgets)
 
 
 def _results(shape: Neighborhood, tensors: list[Tensor]) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 import dispatch
+from bench import oracles
 from bench.common import (
     DTYPES,
     PRESETS,
@@ -709,8 +710,8 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
 
     Of at least SAMPLED_ROWS rows, that of the row which takes most of its own budget: the first rows see few keys, so
     their values are many times larger than those of late rows, of which one budget for all would hide what is wrong.
-    Budget: twice the error of `gradient_check.low_precision`, plus one unit of rounding of the largest value. The
-    oracle attends to the blocks that the op under test chose.
+    Budget: that of bench/oracles.py for `gradient_check.low_precision`. The oracle attends to the blocks that the op
+    under test chose.
     """
     config, inputs = variant.config, plain_inputs(problem)
     num_tiles = -(-inputs.q.shape[1] // config.q_tile_size)
@@ -724,8 +725,11 @@ def sampled_error(problem: Problem, variant: Variant) -> Sample:
     errors, low_errors, largest = (
         x.abs().amax((0, 2, 3)) for x in (rows.double() - oracle, low.double() - oracle, oracle)
     )
-    budgets = 2 * low_errors + torch.finfo(rows.dtype).eps * largest
-    pairs = zip(errors.tolist(), budgets.tolist(), strict=True)
+    budgets = [
+        oracles.budget(*row, rows.dtype, inputs.q.shape[-1])
+        for row in zip(low_errors.tolist(), largest.tolist(), strict=True)
+    ]
+    pairs = zip(errors.tolist(), budgets, strict=True)
     worst = max((GradientError("out", *pair) for pair in pairs), key=lambda found: found.share)
     return Sample(worst.error, worst.budget, positions, rows, tiles)
 

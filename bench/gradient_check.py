@@ -84,8 +84,8 @@ def gradient_errors(
 ) -> list[GradientError]:
     """Errors of the gradients that a call gave for `do`.
 
-    Budget: twice the error of `low_precision`, plus one unit of rounding of the largest value. One key/value head at a
-    time, so that fp64 copies of long sequences fit.
+    Budget: that of bench/oracles.py for `low_precision`. One key/value head at a time, so that fp64 copies of long
+    sequences fit.
 
     Args:
         gradients: of q, k, v and, if given, gate_proj_weight.
@@ -111,8 +111,8 @@ def gradient_errors(
         error, low_error, largest = torch.stack(of_heads).amax(0)
         if name == "q":
             error = torch.maximum(error, outside)
-        budget = 2 * low_error + torch.finfo(inputs.q.dtype).eps * largest
-        results.append(GradientError(name, error.item(), budget.item()))
+        budget = oracles.budget(low_error.item(), largest.item(), inputs.q.dtype, inputs.q.shape[-1])
+        results.append(GradientError(name, error.item(), budget))
     return results
 
 

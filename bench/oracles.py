@@ -26,6 +26,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def budget(error: float, largest: float, dtype: torch.dtype, terms: int) -> float:
+    """The error that a result in `dtype` may have.
+
+    Args:
+        error: of the yardstick. largest: number of the truth.
+        terms: D, of sums in fp32 that may be taken in another order than the yardstick's.
+    """
+    return 2 * error + (torch.finfo(dtype).eps + terms * torch.finfo(torch.float32).eps) * largest
+
+
 # Attention
 
 

@@ -152,7 +152,7 @@ def test_truth_is_the_whole_sequence_in_pieces() -> None:
         do = torch.randn_like(problem.q)
         truth = bench.make_truth(shape, problem, do)
         tensors = [tensor.double() for tensor in (problem.q, problem.k, problem.v, do)]
-        whole = bench._results(shape, tensors, torch.float64)
+        whole = bench._results(shape, tensors)
         for name, pieces in truth.exact.items():
             for run, piece in zip(truth.runs, pieces, strict=True):
                 torch.testing.assert_close(piece, whole[name][:, run], rtol=1e-12, atol=1e-12)
