@@ -109,22 +109,24 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 # Neighborhood attention
 
 
-def neighbors(num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
-    """Which keys each query attends to, bool `[N,N]`."""
+MOST_PAIRS = 1 << 28
+"""Of queries and keys whose scores exist at once: 2 GiB in fp64."""
+
+
+def neighbors(queries: Tensor, num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
+    """Which of all keys some queries `[M]` attend to, bool `[M,N]`."""
     kernel_size = min(kernel_size, 2 * num_tokens + 2 - kernel_size % 2)  # nothing is farther away
-    token = torch.arange(num_tokens)
-    query, key = token[:, None], token
+    query, key = queries[:, None], torch.arange(num_tokens, device=queries.device)
     steps = torch.div(key - query, dilation, rounding_mode="floor")  # within a residue class
     before = kernel_size - 1 if causal else kernel_size // 2
     if boundary == "shift" and not causal:
         # As many keys as there were room for, the nearest on the side that has them
-        last = (num_tokens - 1 - token) // dilation  # rows of the class behind each query
-        missing_before = (before - token // dilation).clamp(min=0)
+        last = (num_tokens - 1 - query) // dilation  # rows of the class behind each query
+        missing_before = (before - query // dilation).clamp(min=0)
         missing_behind = (kernel_size - 1 - before - last).clamp(min=0)
-        first = -(before + missing_behind - missing_before)[:, None]
+        first = -(before + missing_behind - missing_before)
         near = (steps >= first) & (steps < first + kernel_size)
-        whole = (token // dilation + last + 1 <= kernel_size)[:, None]
-        near = near | whole
+        near = near | (query // dilation + last + 1 <= kernel_size)
     else:
         near = (steps >= -before) & (steps < kernel_size - before)
     return near & ((key - query) % dilation == 0)
@@ -142,11 +144,18 @@ def neighborhood_attention(
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out `[B,N,H,D]` in q's dtype, and lse `[B,H,N]`; arguments as those of `dispatch.neighborhood_attention`."""
-    visible = neighbors(q.shape[1], kernel_size, dilation, boundary, causal).to(q.device)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    batch, num_tokens, heads, dim = q.shape
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
     exact = wide(q.dtype)
-    o, lse = attention(q.to(exact), k.to(exact), v.to(exact), visible, scale, q.dtype)
-    return o.to(q.dtype), lse
+    keys = k.to(exact), v.to(exact)
+    per_query = batch * heads // k.shape[2] * num_tokens
+    outs, lses = [], []
+    for queries in torch.arange(num_tokens, device=q.device).split(max(1, MOST_PAIRS // max(per_query, 1))):
+        visible = neighbors(queries, num_tokens, kernel_size, dilation, boundary, causal)
+        o, lse = attention(q[:, queries].to(exact), *keys, visible, scale, q.dtype)
+        outs.append(o)
+        lses.append(lse)
+    return torch.cat(outs, 1).to(q.dtype), torch.cat(lses, 2)
 
 
 def gradients_from_probabilities(

@@ -359,7 +359,7 @@ def test_autocast_casts_on_a_gpu(name: str) -> None:
     weight = torch.ones(64, device="cuda")
     functions: dict[str, Callable[..., Tensor]] = {
         "neighborhood_attention": neighborhood_attention,
-        "residual": lambda q, k, v: attention_residual([x[:, :, 0] for x in (q, k, v)], weight),
+        "residual": lambda q, k, v: attention_residual([x[:, :, 0].contiguous() for x in (q, k, v)], weight),
     }
     run = functions.get(name, nsa)
     with torch.autocast("cuda", BF16):
