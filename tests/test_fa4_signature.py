@@ -120,7 +120,7 @@ class Call(NamedTuple):
 
     def visible(self, backward: bool) -> Any:
         from cute_kernels.block_lists import BlockLists
-        from cute_kernels.fa4_calls import Visible
+        from cute_kernels.fa4_calls import Packed, Visible
 
         def int32(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device="cuda")
@@ -136,7 +136,8 @@ class Call(NamedTuple):
             parts = [x.expand(-1, self.heads, *x.shape[2:]) for x in (count, index, count, index)]
             more["lists"] = BlockLists(*parts, rows, width)
         if self.documents is not None:
-            more["documents"] = int32(self.documents + 1), int32(self.documents)
+            first = int32(self.documents + 1)
+            more["documents"] = Packed(first, first, int32(self.documents))
         if self.tables is not None:
             more["tensors"] = [int32(*[8] * self.tables)]
         return Visible(**more, **self.seen)

@@ -177,14 +177,20 @@ LAYER = {"kernel_size": 5, "dilation": 2, "bias": True, "norm_eps": 1e-2}
 def plain_layer(
     x: Tensor, weights: dict[str, Tensor], *, heads: int, kv_heads: int, eps: float, **window: Any
 ) -> Tensor:
-    """The layer's math in the dtype of x, with a masked softmax over all pairs of tokens."""
+    """The layer's math in the dtype of x, with a masked softmax over all pairs of tokens.
+
+    In 16 bits the norm is PyTorch's own, which rounds sums of its gradients more than once on a CPU.
+    """
 
     def linear(name: str, tensor: Tensor) -> Tensor:
         return tensor @ weights[f"attention.{name}.weight"].T + weights[f"attention.{name}.bias"]
 
-    centred = x - x.mean(-1, keepdim=True)
-    normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
-    normed = normed * weights["layer_norm.weight"] + weights["layer_norm.bias"]
+    of_norm = weights["layer_norm.weight"], weights["layer_norm.bias"]
+    if x.dtype == torch.bfloat16:
+        normed = nn.functional.layer_norm(x, x.shape[-1:], *of_norm, eps)
+    else:
+        centred = x - x.mean(-1, keepdim=True)
+        normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * of_norm[0] + of_norm[1]
     q, k, v = (
         linear(name, normed).unflatten(-1, (count, -1))
         for name, count in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))

@@ -6,6 +6,7 @@ where a file differs. A checkout with changes is refused. Standard library only.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.commit import write_stamp
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args(argv)
     try:
         print(write_stamp())
     except ValueError as refusal:
