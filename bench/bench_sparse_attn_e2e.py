@@ -354,14 +354,7 @@ def run(
                 keep(
                     Row(
                         **named(args, sizes, variant, mode),
-                        ms_p20=timing.ms_p20,
-                        ms_p50=timing.ms_p50,
-                        ms_p80=timing.ms_p80,
-                        peak_gib=timing.peak_gib,
-                        error=sample.error,
-                        error_budget=sample.budget,
-                        gradient_error=None if sample.gradient is None else sample.gradient.error,
-                        gradient_budget=None if sample.gradient is None else sample.gradient.budget,
+                        **time_and_error(timing, sample),
                         dense=dense.name,
                         dense_ms=dense_ms,
                         dense_extrapolated=extrapolated,
@@ -443,14 +436,7 @@ def turns_row(row: dict[str, Any], sample: Sample, dense: str, theirs: Timing, o
     """Args: `row`, what it says about what was run; `ratio`, of dense attention's time to NSA's."""
     return TurnsRow(
         **row,
-        ms_p20=ours.ms_p20,
-        ms_p50=ours.ms_p50,
-        ms_p80=ours.ms_p80,
-        peak_gib=ours.peak_gib,
-        error=sample.error,
-        error_budget=sample.budget,
-        gradient_error=None if sample.gradient is None else sample.gradient.error,
-        gradient_budget=None if sample.gradient is None else sample.gradient.budget,
+        **time_and_error(ours, sample),
         dense=dense,
         dense_ms=theirs.ms_p50,
         dense_extrapolated=False,
@@ -463,6 +449,21 @@ def turns_row(row: dict[str, Any], sample: Sample, dense: str, theirs: Timing, o
         speedup_p80=ratio.p80,
         faster=ratio.faster,
     )
+
+
+def time_and_error(timing: Timing, sample: Sample) -> dict[str, Any]:
+    """What a row says of the op's time, memory and errors."""
+    gradient = sample.gradient
+    return {
+        "ms_p20": timing.ms_p20,
+        "ms_p50": timing.ms_p50,
+        "ms_p80": timing.ms_p80,
+        "peak_gib": timing.peak_gib,
+        "error": sample.error,
+        "error_budget": sample.budget,
+        "gradient_error": None if gradient is None else gradient.error,
+        "gradient_budget": None if gradient is None else gradient.budget,
+    }
 
 
 def named(args: argparse.Namespace, sizes: Sizes, variant: Variant, mode: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -107,6 +108,14 @@ def error_budget(oracle: Tensor, low_precision: Tensor, dtype: torch.dtype) -> f
         return 0.0
     theirs = (low_precision.double() - oracle).abs().max().item()
     return 2 * theirs + torch.finfo(dtype).eps * oracle.abs().max().item()
+
+
+def run_child(code: str, environment: Mapping[str, str]) -> str:
+    """What Python code prints in a process of its own, which must succeed."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout
 
 
 def assert_passes_interpreted(file: str, part: str = "") -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.compiling import COMPILING, once
+from tests.helpers import run_child
 
-ROOT = Path(__file__).resolve().parents[1]
 THREADS = 8
 
 COLD = """
@@ -70,18 +68,8 @@ for _ in range(2):  # threads made anew for each forward, as nn.DataParallel doe
 def test_threads_that_compile_at_once(tmp_path: Path) -> None:
     from tools.compile_all import child_environment
 
-    environment = child_environment("sm_90a", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COLD],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    assert done.stdout.splitlines()[-2:] == ["['BlockMean', 'MarkTokens'] 2 2"] * 2
+    printed = run_child(COLD, child_environment("sm_90a", str(tmp_path)))
+    assert printed.splitlines()[-2:] == ["['BlockMean', 'MarkTokens'] 2 2"] * 2
 
 
 def at_once(function: Callable[[int], object]) -> list[object]:

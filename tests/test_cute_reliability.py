@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,7 @@ from torch.nn.parallel import parallel_apply
 from cute_kernels import side_streams
 from dispatch import attention_residual, neighborhood_attention
 from nsa import NSAConfig, nsa, nsa_forward
+from tests.helpers import run_child
 from tests.test_cute import gate_weight, on_gpu
 from tests.test_cute_backward import like
 
@@ -34,7 +33,6 @@ MODES = pytest.mark.parametrize("mode", CONFIGS)
 REPEATS = 200
 TOKENS = 3001
 MIB = 2**20
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def training_step(
@@ -293,16 +291,7 @@ def test_first_calls_from_threads(what: Callable[[], None]) -> None:
         f"from tests.test_cute_reliability import {what.__name__}; {what.__name__}()"
     )
     environment = {**os.environ, "NSA_KERNELS_JIT_CACHE": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", call],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, (done.returncode, done.stderr)
+    run_child(call, environment)
 
 
 WORK = """
@@ -322,17 +311,7 @@ print(json.dumps([len(jit.COMPILED), digest.hexdigest()]))
 def work(where: Path | None) -> tuple[int, str]:
     """Of a new process that keeps compiled kernels in a folder, or not."""
     environment = {**os.environ, "NSA_KERNELS_JIT_CACHE": "0" if where is None else str(where)}
-    done = subprocess.run(
-        [sys.executable, "-c", WORK],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    compiled, digest = json.loads(done.stdout.splitlines()[-1])
+    compiled, digest = json.loads(run_child(WORK, environment).splitlines()[-1])
     return compiled, digest
 
 
