@@ -273,6 +273,8 @@ def _entries(inputs: NSAInputs, config: NSAConfig, name: str, dtype: torch.dtype
     starts = torch.arange(config.num_compressed(x.shape[1]), device=device) * config.stride
     blocks = x[:, starts[:, None] + torch.arange(length, device=device)].transpose(2, 3)  # [B,N_cmp,H_kv,l,D]
     how = config.compress["kv".index(name)] if isinstance(config.compress, tuple) else config.compress
+    if len(starts) == 0:  # no block is complete: nothing is pooled, and a callable not called
+        return x.new_empty(x.shape[0], 0, *x.shape[2:])
     entries = how(blocks.to(dtype)).to(x.dtype) if callable(how) else blocks.sum(-2) / length
     weight: Tensor | None = getattr(inputs, f"w_{name}_compress")
     if weight is not None:
