@@ -49,8 +49,8 @@ test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
 FUZZ_EXAMPLES ?= 10000
 fuzz: ## run 10,000 drawn calls of the public functions on the CPU; FUZZ_OUT=file.json records the outcome
 	$(bootstrap) --extras dev,bench
-	OMP_NUM_THREADS=1 FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_OUT=$(FUZZ_OUT) $(VENV_PYTHON) -m pytest -n auto -p tests.fuzz_report \
-		tests/test_fuzz.py $(ARGS)
+	OMP_NUM_THREADS=1 FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_OUT=$(FUZZ_OUT) $(VENV_PYTHON) -m pytest -n auto -p tests.support.fuzz_report \
+		tests/nsa/test_fuzz.py $(ARGS)
 
 # FUZZ_SECONDS: of each case, beyond which it draws no more. A process for each case, which compiles its kernels.
 fuzz-gpu: ## the same of kernels on an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
@@ -58,21 +58,21 @@ ifeq ($(PYTHON_GIVEN),)
 	$(bootstrap) --extras dev,bench
 endif
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_OUT=$(FUZZ_OUT) $(if $(PYTHON_GIVEN),$(PYTHON),$(VENV_PYTHON)) -m pytest -n 20 -m cuda \
-		--require-cuda-extra -p tests.fuzz_report tests/test_fuzz_kernels.py $(ARGS)
+		--require-cuda-extra -p tests.support.fuzz_report tests/cute/test_fuzz.py $(ARGS)
 
 # No extras: they ask for newer packages than the oldest torch has beside it, as the interpreter of kernels does.
 OLDEST := .cache/oldest
 test-oldest: ## set up the oldest torch that is supported, in .cache, and run the tests of the public functions on the CPU
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet torch==2.6.0 "numpy<2.4" pytest hypothesis rich
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(OLDEST)/bin/python -m pytest -m "not cuda" -k "not interpreter" tests/test_api.py tests/test_errors.py \
-		tests/test_reference.py tests/test_fuzz.py tests/test_ops.py tests/test_training_tools.py tests/test_neighborhood_ops.py \
-		tests/test_neighborhood_module.py $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(OLDEST)/bin/python -m pytest -m "not cuda" -k "not interpreter" tests/nsa/test_api.py tests/nsa/test_errors.py \
+		tests/nsa/test_reference.py tests/nsa/test_fuzz.py tests/nsa/test_ops.py tests/nsa/test_training_tools.py tests/nsa/test_neighborhood_ops.py \
+		tests/nsa/test_neighborhood_module.py $(ARGS)
 
 # OpenBLAS's name of a CPU (Haswell serves Zen, too; SkylakeX; Nehalem), whose instructions this one must have; the tests.
 BLAS ?= Haswell
-BLAS_TESTS ?= tests/test_ptx.py tests/test_selected_backward_ptx.py tests/test_token_selected.py::test_twins_gated_on_the_way \
-	tests/test_token_selected_ptx.py::test_forced_blocks_of_later_queries
+BLAS_TESTS ?= tests/cute/test_ptx.py tests/cute/test_selected_backward_ptx.py tests/cute/test_kv_outer.py::test_twins_gated_on_the_way \
+	tests/cute/test_kv_outer_ptx.py::test_forced_blocks_of_later_queries
 test-blas: ## run some tests of interpreted kernels with NumPy's BLAS as on another CPU, BLAS=Haswell; others: BLAS_TESTS=file
 	$(bootstrap) --extras $(TEST_EXTRAS)
 	OPENBLAS_CORETYPE=$(BLAS) OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda and not ascend" $(TEST_SCOPE) $(BLAS_TESTS) $(ARGS)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ascend_kernels.launch import only_recording
-from ascend_kernels.tiling import DTYPES, MAX_DIM, MAX_TOKENS
+from ascend_kernels.neighborhood.tiling import DTYPES, MAX_DIM, MAX_TOKENS
 
 
 def check_gpu(call: Any) -> str | None:

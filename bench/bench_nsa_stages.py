@@ -47,15 +47,15 @@ from bench.roofline import (
     score_flops,
 )
 from bench.timing import capture, copy_bandwidth, measure, peak_memory
-from cute_kernels import fa4
+from cute_kernels.fa4 import interface as fa4
 from cute_kernels.support import can_split
 from nsa import NSAConfig, nsa_forward
-from nsa.tensors import NSAInputs
+from nsa.inputs import NSAInputs
 
 # Kernels are imported where they are called: the command line needs no CuTe DSL.
 if TYPE_CHECKING:
     from cute_kernels import backward, forward
-    from cute_kernels.gate_backward import GateResults
+    from cute_kernels.gate.backward import GateResults
 
 DIM = 128
 TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))
@@ -143,9 +143,9 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
     In token mode the forward that is timed as a whole gates while it adds the selected branch up; the stages do not.
     """
     from cute_kernels import forward
-    from cute_kernels.compress import tile_means
-    from cute_kernels.score import top_blocks
-    from cute_kernels.token_blocks import token_blocks
+    from cute_kernels.pool.compress import tile_means
+    from cute_kernels.select.tile import top_blocks
+    from cute_kernels.select.token import token_blocks
 
     inputs, n = random_inputs(sizes), sizes.tokens
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -264,7 +264,7 @@ def make_pass(
 
 
 def differentiate_gates(call: forward.Call, part: forward.Part, do: Tensor, gates: Tensor) -> GateResults:
-    from cute_kernels.gate_backward import gate_gradients
+    from cute_kernels.gate.backward import gate_gradients
 
     return gate_gradients(do, part.outputs, part.lses, q=call.inputs.q, gates=gates, projected=True)
 
@@ -272,8 +272,8 @@ def differentiate_gates(call: forward.Call, part: forward.Part, do: Tensor, gate
 def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
     """Each stage of the backward likewise; then the forward that keeps what it needs, the backward, and both."""
     from cute_kernels import backward, forward
-    from cute_kernels.gradient_sums import key_gradients, query_gradients
-    from cute_kernels.transposed_lists import tile_bits
+    from cute_kernels.gate.sums import key_gradients, query_gradients
+    from cute_kernels.lists.kv_to_query import tile_bits
 
     inputs, n = random_inputs(sizes), sizes.tokens
     _, kept = backward.nsa_saving(inputs, config, recompute=False)
@@ -362,7 +362,7 @@ def split_halves(
 ) -> list[tuple[str, Callable[[], None]]]:
     """The kernels of the split backward, without the making of lists from indices."""
     from cute_kernels import forward
-    from cute_kernels import selected_backward as split
+    from cute_kernels.attend import selected_backward as split
 
     made = [(one, forward.token_lists(plan, one.slc.q, one.slc.k, one.part.indices, 0), bits(one)) for one in passes]
     how: dict[str, Any] = {"causal": plan.config.causal, "scale": plan.scale}
@@ -396,7 +396,7 @@ def graph_or_eager(call: Callable[[], Any]) -> tuple[float, bool]:
 
 def gating(copy_tbs: float) -> list[dict[str, float]]:
     """The gate alone at B=2, 32 heads of 128, beside the same in PyTorch."""
-    from cute_kernels.gate import gated_sum
+    from cute_kernels.gate.forward import gated_sum
 
     results = []
     for n in (4 << 10, 16 << 10):

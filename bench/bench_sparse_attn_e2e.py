@@ -58,7 +58,7 @@ from bench.timing import Timing, capture, measure, peak_memory
 from bench.turns import FEWEST, NOISY, Spread, one_thread, take_turns, verdict
 from dispatch.device import describe_device, device_types
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
-from nsa.tensors import NSAInputs
+from nsa.inputs import NSAInputs
 
 with needed("rich"):
     from rich.box import SIMPLE_HEAD

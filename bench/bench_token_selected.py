@@ -8,7 +8,7 @@ B = 1, bf16, D = D_v = 128, l' = 64, n = 16, at 64 query heads over 4 and over 1
     file     --indices FILE: NSAAux.indices of some model, `[1,S,N,16]`, saved by torch.save; its S heads in turn
 
 Stages are replays of CUDA graphs: lists (the choices turned around), forward, tiles (the forward by the other strategy,
-cute_kernels/token_tiles.py, whose time depends on what is chosen), backward, both. A floor is the larger of
+cute_kernels/attend/query_outer.py, whose time depends on what is chosen), backward, both. A floor is the larger of
 the bytes of inputs and outputs at the copy bandwidth measured here and of the products at the peak; what this way to
 compute must move besides is in cute_kernels/token_selected*.py. Before anything is timed, o, dq, dk and dv of samples
 must be within twice the error of the same math in PyTorch, plus one rounding, of fp64. Beside forward and both stands
@@ -96,17 +96,17 @@ class Problem:
     # Kernels are imported where they are called: the command line needs no CuTe DSL.
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        from cute_kernels.token_selected import token_selected_forward
+        from cute_kernels.attend.kv_outer import token_selected_forward
 
         return token_selected_forward(self.q, self.k, self.v, self.indices, **self.how)
 
     def tiles(self) -> tuple[Tensor, Tensor]:
-        from cute_kernels.token_tiles import token_tiles_forward
+        from cute_kernels.attend.query_outer import token_tiles_forward
 
         return token_tiles_forward(self.q, self.k, self.v, self.indices, **self.how)
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        from cute_kernels.token_selected_backward import token_selected_backward
+        from cute_kernels.attend.kv_outer_backward import token_selected_backward
 
         return token_selected_backward(self.q, self.k, self.v, self.indices, self.do, self.lse, self.delta, **self.how)
 
@@ -166,7 +166,7 @@ def make_problem(n: int, heads: int, kv_heads: int, choice: str, given: Tensor |
     Args:
         given: what was chosen, if `choice` is "file".
     """
-    from cute_kernels.token_selected import token_selected_forward
+    from cute_kernels.attend.kv_outer import token_selected_forward
 
     generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -324,8 +324,8 @@ def stages(problem: Problem, choice: str, copy_tbs: float, tflops: float) -> lis
     work["both"] = Work(forward.bytes + backward.bytes, forward.flops + backward.flops)
 
     def lists() -> None:
-        from cute_kernels.segments import passes
-        from cute_kernels.token_selected import PART_BYTES, SEGMENT_ROWS
+        from cute_kernels.attend.kv_outer import PART_BYTES, SEGMENT_ROWS
+        from cute_kernels.lists.worklist import passes
 
         length, token_bytes = -(-SEGMENT_ROWS // group), SLOTS * group * DIM * 2
         how = {"size": SIZE, "length": length, "token_bytes": token_bytes, "most_bytes": PART_BYTES, "bounds": None}

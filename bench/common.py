@@ -16,7 +16,7 @@ import dispatch
 from bench.inputs import Sizes
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from nsa import NSAConfig
-from nsa.tensors import NSAInputs
+from nsa.inputs import NSAInputs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRESETS: dict[str, Callable[..., NSAConfig]] = {"seed": NSAConfig.seed, "paper": NSAConfig.paper}

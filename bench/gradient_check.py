@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bench import oracles
 from nsa import NSAConfig
+from nsa.inputs import NSAInputs
 from nsa.reference import nsa_tiles
-from nsa.tensors import NSAInputs
 
 MOST_PAIRS = 1 << 30
 """Of sampled queries and keys, in all heads: a mask of 1 GiB."""

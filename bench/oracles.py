@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig
-from nsa.tensors import NSAInputs
+from nsa.inputs import NSAInputs
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

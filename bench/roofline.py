@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ascend_kernels.tiling import DENSE_TILES, MAX_TOKENS, Tiles, ascend_tiles, band_tiles
+from ascend_kernels.neighborhood.tiling import DENSE_TILES, MAX_TOKENS, Tiles, ascend_tiles, band_tiles
 from bench.inputs import Neighborhood, Residual, Sizes
 from nsa import NSAConfig
 

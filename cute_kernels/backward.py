@@ -4,7 +4,7 @@
     nsa_backward   gates -> the three attentions -> pooling -> sums, for some key/value heads at a time
 
 The heads of a pass follow from `TEMPORARY_BYTES`: outputs, fp32 sums and parts of the gradients exist for those only.
-Gates weigh gradients through a shifted log-sum-exp (gate_backward.py). With `recompute` the branches' outputs are not
+Gates weigh gradients through a shifted log-sum-exp (gate/backward.py). With `recompute` the branches' outputs are not
 kept but computed again, from the selections that were kept.
 
 Everything is asynchronous; no device value is read.
@@ -19,13 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels import fa4
-from cute_kernels import selected_backward as split
-from cute_kernels import window_backward as split_window
-from cute_kernels.block_lists import BlockLists
-from cute_kernels.compress import block_means
-from cute_kernels.device import vectorizable
-from cute_kernels.documents import sizes
+from cute_kernels.attend import selected_backward as split
+from cute_kernels.attend import window_backward as split_window
+from cute_kernels.attend.kv_outer_backward import token_selected_backward
+from cute_kernels.fa4 import interface as fa4
 from cute_kernels.forward import (
     Branch,
     Call,
@@ -40,12 +37,15 @@ from cute_kernels.forward import (
     token_lists,
     window_reach,
 )
-from cute_kernels.gate_backward import GateResults, gate_gradients
-from cute_kernels.gradient_sums import key_gradients, query_gradients
+from cute_kernels.gate.backward import GateResults, gate_gradients
+from cute_kernels.gate.sums import key_gradients, query_gradients
+from cute_kernels.lists.kv_to_query import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
+from cute_kernels.lists.query_to_kv import BlockLists
+from cute_kernels.mma.wgmma import UNIT
+from cute_kernels.pool.compress import block_means
+from cute_kernels.pool.documents import sizes
+from cute_kernels.runtime.device import vectorizable
 from cute_kernels.support import can_split, tile_rows
-from cute_kernels.token_selected_backward import token_selected_backward
-from cute_kernels.transposed_lists import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
-from cute_kernels.warpgroup_tiles import UNIT
 
 TEMPORARY_BYTES = 1 << 30
 """What the heads of a pass may need beside inputs, outputs and gradients, if they are more than one."""
@@ -341,7 +341,7 @@ def near_of(some: Call, gated: GateResults) -> split_window.Near | None:
 
 
 def _splits_window(plan: Plan, q: Tensor, v: Tensor) -> bool:
-    """Whether window_backward.py takes the window."""
+    """Whether attend/window_backward.py takes the window."""
     dims = q.shape[-1], v.shape[-1]
     return SPLIT and plan.config.causal and plan.documents is None and can_split(plan.rules, *dims)
 

@@ -1,6 +1,6 @@
 """NSA's forward on NVIDIA GPUs: pool, score and choose, attend three times, gate.
 
-`nsa(inputs, config)` reads the fields of nsa.tensors.NSAInputs and nsa.config.NSAConfig (nothing here imports them) and
+`nsa(inputs, config)` reads the fields of nsa.inputs.NSAInputs and nsa.config.NSAConfig (nothing here imports them) and
 returns what the reference returns. Everything is asynchronous; no device value is read.
 
 Long sequences are processed in chunks of queries (`chunk_rows`), so that what a call needs beyond inputs, compressed
@@ -9,7 +9,7 @@ keys and output stays bounded.
 In token mode the selected branch gates while it adds up wherever it can (`Part.gating`).
 
 Packed documents take the same steps, all at once: attention reads copies of q, k and v in which each document begins
-with a new tile (documents.py), and the gate puts the rows back.
+with a new tile (pool/documents.py), and the gate puts the rows back.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cute_kernels import fa4
-from cute_kernels.best_blocks import Blocks
-from cute_kernels.block_lists import BlockLists, Keys, chosen_lists, prefix_lists
-from cute_kernels.compress import block_means, tile_means
-from cute_kernels.device import vectorizable
-from cute_kernels.documents import DOCUMENT, PUBLIC_ENTRY, Documents, lay_out
-from cute_kernels.gate import Gating, gated_sum
-from cute_kernels.score import top_blocks
+from cute_kernels.attend.kv_outer import takes_gating, token_selected_forward
+from cute_kernels.attend.query_outer import takes_tiles, token_tiles_forward
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.gate.forward import Gating, gated_sum
+from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists, prefix_lists
+from cute_kernels.pool.compress import block_means, tile_means
+from cute_kernels.pool.documents import DOCUMENT, PUBLIC_ENTRY, Documents, lay_out
+from cute_kernels.runtime.device import vectorizable
+from cute_kernels.select.tile import top_blocks
+from cute_kernels.select.token import token_blocks
+from cute_kernels.select.topk import Blocks
 from cute_kernels.support import tile_rows
-from cute_kernels.token_blocks import token_blocks
-from cute_kernels.token_selected import takes_gating, token_selected_forward
-from cute_kernels.token_tiles import takes_tiles, token_tiles_forward
 
 CHUNK_BYTES = 8 << 30
 """Outputs of the three branches that may exist at once."""

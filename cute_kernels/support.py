@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels import fa4
-from cute_kernels.device import compute_capability, has_warpgroups, must_be_deterministic
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.runtime.device import compute_capability, has_warpgroups, must_be_deterministic
 
 CAPABILITIES = ((9, 0), (10, 0))
 """Devices that the kernels were compiled for, as sm_90a and sm_100a (tools/compile_all.py)."""
@@ -18,7 +18,7 @@ MAX_BLOCKS = 1024
 MAX_ENTRIES = 128
 TOKEN_SELECT_SIZES = (64, 128, 192, 256)
 MAX_TOKEN_ENTRIES = 256
-"""Compressed blocks over one select block: a step of token_blocks.py covers them."""
+"""Compressed blocks over one select block: a step of select/token.py covers them."""
 MAX_TOKEN_BLOCKS = 256
 MAX_TOKEN_GROUP = 64
 MAX_GRID = 65535
@@ -120,7 +120,7 @@ def tile_rows(config: Any, rules: Any) -> int:
 
 
 def can_split(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
-    """Whether the selected branch's backward has kernels without atomics (selected_backward.py)."""
+    """Whether the selected branch's backward has kernels without atomics (attend/selected_backward.py)."""
     return SELECT_UNIT in rules.widths and dim == v_dim
 
 
@@ -190,7 +190,7 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
 
 
 def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
-    """What token_blocks.py and token_selected*.py cannot take."""
+    """What select/token.py and token_selected*.py cannot take."""
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     if not config.causal:
         return "selects per token (q_tile_size=1) with causal=True only, got causal=False"

@@ -12,9 +12,9 @@ from dispatch.registry import BackendError, Call, Impl, Verdict, explain, resolv
 
 OPS = {
     "nsa": "nsa.api:nsa",
-    "neighborhood_attention": "nsa.neighborhood:neighborhood_attention",
-    "neighborhood_attention_backward": "nsa.neighborhood:neighborhood_attention_backward",
-    "attention_residual": "nsa.residual:attention_residual",
+    "neighborhood_attention": "nsa.neighborhood.api:neighborhood_attention",
+    "neighborhood_attention_backward": "nsa.neighborhood.api:neighborhood_attention_backward",
+    "attention_residual": "nsa.residual.api:attention_residual",
 }
 """The op's public function."""
 
@@ -22,7 +22,7 @@ FUNCTIONS = {
     **OPS,
     "nsa_forward": "nsa.api:nsa_forward",
     "nsa_forward_aux": "nsa.api:nsa_forward_aux",
-    "neighborhood_attention_forward": "nsa.neighborhood:neighborhood_attention_forward",
+    "neighborhood_attention_forward": "nsa.neighborhood.api:neighborhood_attention_forward",
 }
 """All public functions; imported on first use, since their modules import this one."""
 

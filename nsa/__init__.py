@@ -27,12 +27,12 @@ _check_siblings()
 from nsa.api import nsa, nsa_forward, nsa_forward_aux  # noqa: E402
 from nsa.compression import LinearCompression  # noqa: E402
 from nsa.config import NSAConfig  # noqa: E402
+from nsa.inputs import NSAAux  # noqa: E402
 from nsa.module import NSAttention  # noqa: E402
-from nsa.neighborhood import neighborhood_attention  # noqa: E402
-from nsa.neighborhood_module import NeighborhoodAttention, NeighborhoodAttentionLayer  # noqa: E402
-from nsa.residual import attention_residual  # noqa: E402
-from nsa.residual_module import AttentionResidual  # noqa: E402
-from nsa.tensors import NSAAux  # noqa: E402
+from nsa.neighborhood.api import neighborhood_attention  # noqa: E402
+from nsa.neighborhood.module import NeighborhoodAttention, NeighborhoodAttentionLayer  # noqa: E402
+from nsa.residual.api import attention_residual  # noqa: E402
+from nsa.residual.module import AttentionResidual  # noqa: E402
 
 __all__ = [
     "AttentionResidual",

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nsa import eager, ops
-from nsa.autocast import autocast_dtype, autocast_off, cast_inputs
+from nsa import autograd, ops
+from nsa.common.autocast import autocast_dtype, autocast_off, cast_inputs
+from nsa.common.derivatives import refuse_changes, refuse_transforms
 from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions, check_options
-from nsa.derivatives import refuse_changes, refuse_transforms
+from nsa.inputs import TENSOR_NAMES, NSAAux, NSAInputs
 from nsa.reference import pooled, pooled_entries
-from nsa.tensors import TENSOR_NAMES, NSAAux, NSAInputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -95,7 +95,7 @@ def _run(
         if call.impl.training is not None and config.compress != "mean":
             inputs, config = pooled(inputs, config)
         if call.impl.training is not None and needs_grad:
-            return eager.train(call._replace(inputs=inputs, config=config)), None
+            return autograd.train(call._replace(inputs=inputs, config=config)), None
         out, aux = call.impl.load()(inputs, config, aux=want_aux)
         out = refuse_changes(out, *inputs.tensors().values())
     return out, NSAAux(*aux) if want_aux else None

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import dispatch
 from nsa.config import NSAConfig
+from nsa.inputs import NSAAux, NSAInputs
 from nsa.reference import pooled
-from nsa.tensors import NSAAux, NSAInputs
 
 IMPLS = {
     op: dispatch.Impl(op, "meta", target=f"nsa.meta:{op}", check="")  # no row of the table, so nothing checks it

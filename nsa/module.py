@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from dispatch.registry import short_name
 from nsa.api import nsa, nsa_forward_aux
-from nsa.autocast import CASTABLE, autocast_dtype
+from nsa.common.autocast import CASTABLE, autocast_dtype
 from nsa.compression import LinearCompression
 from nsa.config import NSAConfig, check_options, check_sizes
-from nsa.tensors import NSAAux
+from nsa.inputs import NSAAux
 
 RotaryHook = Callable[[Tensor, Any], Tensor]
 """Rotates queries or keys `[...,heads,D]` by whatever `position_embeddings` holds."""

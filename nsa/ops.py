@@ -1,4 +1,4 @@
-"""NSA as PyTorch operators with autograd, for torch.compile(fullgraph=True). Eager training goes by nsa/eager.py.
+"""NSA as PyTorch operators with autograd, for torch.compile(fullgraph=True). Eager training goes by nsa/autograd.py.
 
     nsa_kernels::forward    nsa_forward
     nsa_kernels::saving     out, and what backward wants to know; differentiable
@@ -21,10 +21,10 @@ from torch import Tensor
 
 import dispatch
 from nsa import meta, rerun
-from nsa.autocast import autocast_off
+from nsa.common.autocast import autocast_off
+from nsa.common.derivatives import refuse_second
 from nsa.config import OPTION_NAMES, NSAConfig, check_options
-from nsa.derivatives import refuse_second
-from nsa.tensors import TENSOR_NAMES, NSAInputs
+from nsa.inputs import TENSOR_NAMES, NSAInputs
 
 FORWARD, SAVING, BACKWARD = (f"nsa_kernels::{name}" for name in ("forward", "saving", "backward"))
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from nsa.common.derivatives import rounded
 from nsa.compression import pool_documents, whole_blocks
 from nsa.config import BlockPooling, NSAConfig
-from nsa.derivatives import rounded
-from nsa.tensors import NSAAux, NSAInputs
+from nsa.inputs import NSAAux, NSAInputs
 
 CHUNK_BYTES = {"cpu": 32 << 20}
 """Rough size of one chunk's temporaries by device; a chunk has at least one tile. On a CPU, larger

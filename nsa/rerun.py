@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from dispatch import Impl
+from nsa.common.derivatives import differentiate
 from nsa.config import NSAConfig
-from nsa.derivatives import differentiate
-from nsa.tensors import NSAInputs
+from nsa.inputs import NSAInputs
 
 
 class Rerun:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from cute_kernels.device import TARGET_VARIABLE, compute_capability
+from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
 from dispatch.device import PACKAGES, version_of
 
 settings.register_profile(
@@ -27,7 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 HARDWARE = {"cuda": torch.cuda.is_available}
 MAY_SKIP = {*HARDWARE, "ascend", "cuda_extra"}
-"""`ascend`: tests/ascend/conftest.py skips these without their toolchain; `.ci/run` has it."""
+"""`ascend`: tests/ascend/lowered/conftest.py skips these without their toolchain; `.ci/run` has it."""
 CUDA_EXTRA = [package for package in PACKAGES if package.extra == "cuda"]
 
 
@@ -53,7 +53,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def outcomes(record_property: Callable[[str, object], None]) -> Iterator[Counter[str]]:
-    """How often each kind of outcome of a drawn call came; tests/fuzz_report.py writes them down."""
+    """How often each kind of outcome of a drawn call came; tests/support/fuzz_report.py writes them down."""
     counts: Counter[str] = Counter()
     yield counts
     record_property("outcomes", dict(counts))

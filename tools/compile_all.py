@@ -56,7 +56,7 @@ class Case(NamedTuple):
     """A kernel and what it is compiled for; None: the kernel does not depend on it."""
 
     kernel: str
-    """Name of the class, or of the function in cute_kernels.fa4."""
+    """Name of the class, or of the function in cute_kernels.fa4.interface."""
     variant: str
     dim: int | None
     group: int | None
@@ -100,7 +100,7 @@ HEADER = LINE.format("arch", "kernel", "variant", "D", "G", "dtype", "bytes", "s
 
 def all_cases() -> Iterator[Case]:
     """The full matrix for the architecture of this process."""
-    from cute_kernels.device import compute_capability
+    from cute_kernels.runtime.device import compute_capability
 
     yield from pool_cases()
     yield from score_cases()
@@ -121,7 +121,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def pool_cases() -> Iterator[Case]:
-    from cute_kernels.compress import _compiled
+    from cute_kernels.pool.compress import _compiled
 
     blocks, tiles = (32, 16, False), (256, 256, True)
     for dim, dtype in itertools.product(DIMS, DTYPES):
@@ -137,9 +137,9 @@ def pool_cases() -> Iterator[Case]:
 
 
 def score_cases() -> Iterator[Case]:
-    from cute_kernels.best_blocks import Blocks
-    from cute_kernels.block_lists import Keys
-    from cute_kernels.score import _compiled
+    from cute_kernels.lists.query_to_kv import Keys
+    from cute_kernels.select.tile import _compiled
+    from cute_kernels.select.topk import Blocks
 
     variants = {
         "plain": (Blocks(64, 64, 64, 16, init=1, local=2), Keys(64, 64), False),
@@ -155,9 +155,9 @@ def score_cases() -> Iterator[Case]:
 
 
 def token_cases() -> Iterator[Case]:
-    from cute_kernels.best_blocks import Blocks
-    from cute_kernels.device import compute_capability
-    from cute_kernels.token_blocks import _compiled
+    from cute_kernels.runtime.device import compute_capability
+    from cute_kernels.select.token import _compiled
+    from cute_kernels.select.topk import Blocks
 
     hopper = compute_capability(0)[0] == 9
     overlapping, plain = Blocks(32, 16, 64, 16, init=1, local=2), Blocks(64, 64, 64, 16)
@@ -174,7 +174,7 @@ def token_cases() -> Iterator[Case]:
 
 
 def list_cases() -> Iterator[Case]:
-    from cute_kernels.block_lists import Keys, _chosen, _prefix
+    from cute_kernels.lists.query_to_kv import Keys, _chosen, _prefix
 
     tokens, entries = Keys(), Keys(32, 16)
     variants = {
@@ -193,7 +193,7 @@ def list_cases() -> Iterator[Case]:
 
 
 def document_cases() -> Iterator[Case]:
-    from cute_kernels.documents import _add_up, _align
+    from cute_kernels.pool.documents import _add_up, _align
 
     yield Case("AddUp", "bounds", None, None, None, ours(_add_up, 256, 32, 16))
     for dim, dtype in itertools.product(DIMS, DTYPES):
@@ -209,7 +209,7 @@ def document_cases() -> Iterator[Case]:
 
 
 def gate_cases() -> Iterator[Case]:
-    from cute_kernels.gate import _compiled
+    from cute_kernels.gate.forward import _compiled
 
     for dim, dtype in itertools.product(DIMS, DTYPES):
         variants = {
@@ -223,7 +223,7 @@ def gate_cases() -> Iterator[Case]:
 
 
 def gate_gradient_cases() -> Iterator[Case]:
-    from cute_kernels.gate_backward import _compiled
+    from cute_kernels.gate.backward import _compiled
 
     for dim, dtype in itertools.product(DIMS, DTYPES):
         variants = {
@@ -239,8 +239,8 @@ def gate_gradient_cases() -> Iterator[Case]:
 
 
 def gradient_sum_cases() -> Iterator[Case]:
-    from cute_kernels.block_lists import Keys
-    from cute_kernels.gradient_sums import _keys, _queries
+    from cute_kernels.gate.sums import _keys, _queries
+    from cute_kernels.lists.query_to_kv import Keys
 
     entries = Keys(32, 16)
     for dim, dtype in itertools.product(DIMS, DTYPES):
@@ -259,8 +259,8 @@ def gradient_sum_cases() -> Iterator[Case]:
 
 
 def transposed_list_cases() -> Iterator[Case]:
-    from cute_kernels.block_lists import Keys
-    from cute_kernels.transposed_lists import _bits, _prefix, _transposed
+    from cute_kernels.lists.kv_to_query import _bits, _prefix, _transposed
+    from cute_kernels.lists.query_to_kv import Keys
 
     for entries, packed in itertools.product((False, True), repeat=2):
         variant = ("entries" if entries else "tokens") + (",packed" if packed else "")
@@ -283,7 +283,7 @@ def transposed_list_cases() -> Iterator[Case]:
 
 
 def segment_cases() -> Iterator[Case]:
-    from cute_kernels.segments import _count, _cut, _list, _mark
+    from cute_kernels.lists.worklist import _count, _cut, _list, _mark
 
     for packed in (False, True):
         variant = "64,packed" if packed else "64"
@@ -294,21 +294,21 @@ def segment_cases() -> Iterator[Case]:
 
 
 def token_selected_cases() -> Iterator[Case]:
-    from cute_kernels import forced_blocks, token_selected, token_selected_backward, token_tiles
-    from cute_kernels.device import compute_capability
+    from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
+    from cute_kernels.runtime.device import compute_capability
 
     hopper = compute_capability(0)[0] == 9
     for dim, group, dtype in itertools.product(DIMS, (*GROUPS, 3, 16, 64), DTYPES):
         variants = {"64": (64, dim, 16, False)}
         if group == GROUPS[1]:
             variants |= {"64,packed": (64, dim, 16, True), "64,D_v": (64, 192 - dim, 12, False)}
-            variants |= {f"{size}": (size, dim, 16, False) for size in token_selected.SIZES[1:]}
+            variants |= {f"{size}": (size, dim, 16, False) for size in kv_outer.SIZES[1:]}
         for variant, (size, v_dim, slots, packed) in variants.items():
             how = (dim, v_dim), dtype, group, slots, size, packed, hopper
-            yield Case("VisitBlocks", variant, dim, group, dtype, ours(token_selected._visit, *how))
-            run = ours(token_selected_backward._visit, *how)
+            yield Case("VisitBlocks", variant, dim, group, dtype, ours(kv_outer._visit, *how))
+            run = ours(kv_outer_backward._visit, *how)
             yield Case("VisitGradients", variant, dim, group, dtype, run)
-            yield Case("TileBlocks", variant, dim, group, dtype, ours(token_tiles._attend, *how))
+            yield Case("TileBlocks", variant, dim, group, dtype, ours(query_outer._attend, *how))
         adds = {
             "weighted": (True, 1, False),
             "weighted,carry": (True, 1, True),
@@ -316,7 +316,7 @@ def token_selected_cases() -> Iterator[Case]:
             "2": (False, 2, False),
         }
         for variant, (weighted, units, carry) in adds.items():
-            run = ours(token_selected._add, dim, dtype, group, weighted=weighted, units=units, carry=carry)
+            run = ours(kv_outer._add, dim, dtype, group, weighted=weighted, units=units, carry=carry)
             yield Case("AddSlots", variant, dim, group, dtype, run)
         fp32 = torch.float32
         gated: dict[str, tuple[Any, Any, bool]] = {
@@ -332,25 +332,25 @@ def token_selected_cases() -> Iterator[Case]:
                 "thirds,kept": (None, None, True),
             }
         for variant, how in gated.items():
-            run = ours(token_selected._add_gated, dim, dtype, group, *how)
+            run = ours(kv_outer._add_gated, dim, dtype, group, *how)
             yield Case("GatedSlots", variant, dim, group, dtype, run)
-            run = ours(forced_blocks._attend_gated, dim, dtype, group, 64, 1, 2, *how, hopper)
+            run = ours(forced._attend_gated, dim, dtype, group, 64, 1, 2, *how, hopper)
             yield Case("GatedForced", variant, dim, group, dtype, run)
         blocks = {"64,1+2": (64, 1, 2, False)}
         if group == GROUPS[1]:
             blocks |= {"64,1+2,packed": (64, 1, 2, True), "64,2+2": (64, 2, 2, False), "64,1": (64, 1, 0, False)}
             blocks |= {"128,1+1": (128, 1, 1, False), "256,0+1": (256, 0, 1, False)}
         for variant, (size, init, local, packed) in blocks.items():
-            run = ours(forced_blocks._attend, (dim, dim), dtype, group, size, init, local, packed, hopper)
+            run = ours(forced._attend, (dim, dim), dtype, group, size, init, local, packed, hopper)
             yield Case("ForcedBlocks", variant, dim, group, dtype, run)
-    for dim, size, packed in itertools.product(DIMS, token_selected.SIZES, (False, True)):
-        run = ours(token_selected_backward._add_parts, dim, size, packed)
+    for dim, size, packed in itertools.product(DIMS, kv_outer.SIZES, (False, True)):
+        run = ours(kv_outer_backward._add_parts, dim, size, packed)
         yield Case("AddParts", f"{size},packed" if packed else f"{size}", dim, None, None, run)
 
 
 def hopper_cases() -> Iterator[Case]:
-    from cute_kernels import window_backward
-    from cute_kernels.selected_backward import _add, _count, _dkv, _dq, _list
+    from cute_kernels.attend import window_backward
+    from cute_kernels.attend.selected_backward import _add, _count, _dkv, _dq, _list
 
     yield Case("CountVisits", "bits", None, None, None, ours(_count))
     yield Case("ListVisits", "bits", None, None, None, ours(_list))
@@ -375,12 +375,12 @@ def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Calla
 
 
 def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
-    from cute_kernels import fa4
-    from cute_kernels.block_lists import BlockLists
+    from cute_kernels.fa4 import interface as fa4
+    from cute_kernels.lists.query_to_kv import BlockLists
 
     rules = fa4.rules(torch.device("cuda"))
     if rules is None:
-        raise ValueError("cute_kernels.fa4 has no rules for this architecture")
+        raise ValueError("cute_kernels.fa4.interface has no rules for this architecture")
     batch, rows, kv_heads, tile, scale = 1, 4096, 2, 256, 0.125
     heads, entries = group * kv_heads, rows // 16
 
@@ -448,7 +448,7 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
 
 def neighborhood(dim: int, group: int, dtype: torch.dtype, *, backward: bool = False) -> None:
     """Neighborhood attention or its backward, with classes of two lengths."""
-    from cute_kernels import neighborhood_attention
+    from cute_kernels import neighborhood
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
@@ -458,19 +458,19 @@ def neighborhood(dim: int, group: int, dtype: torch.dtype, *, backward: bool = F
     window: dict[str, Any] = {"kernel_size": 64, "dilation": dilation, "softmax_scale": None, "boundary": "truncate"}
     if backward:
         lse = empty(1, dilation, group * kv_heads, tokens // dilation // 4 * 4 + 4, dtype=torch.float32)
-        neighborhood_attention.backward(q, q, k, v, q, lse, causal=False, backend="cute", **window)
+        neighborhood.backward(q, q, k, v, q, lse, causal=False, backend="cute", **window)
     else:
-        neighborhood_attention.forward(q, k, v, causal=False, backend="cute", **window)
+        neighborhood.forward(q, k, v, causal=False, backend="cute", **window)
 
 
 def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
     """All but deterministic ones, which FlashAttention-4 compiles for tensors with data only."""
-    from cute_kernels import fa4
-    from cute_kernels.block_lists import BlockLists
+    from cute_kernels.fa4 import interface as fa4
+    from cute_kernels.lists.query_to_kv import BlockLists
 
     rules = fa4.rules(torch.device("cuda"))
     if rules is None:
-        raise ValueError("cute_kernels.fa4 has no rules for this architecture")
+        raise ValueError("cute_kernels.fa4.interface has no rules for this architecture")
     rows, kv_heads, tile, scale = 4096, 2, 256, 0.125
     heads, entries = group * kv_heads, rows // 16
 
@@ -484,7 +484,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
         return fa4.Gradients(q, k, v, o, do, empty(batch, heads, rows, dtype=torch.float32), dq, dk, dv)
 
     def lists(keys: int, width: int, *, every_head: bool = True, bits: bool = False) -> BlockLists:
-        """As of transposed_lists.py."""
+        """As of lists/kv_to_query.py."""
         shape = 1, heads if every_head else 1, keys // width
         tensors = [x for _ in range(2) for x in (empty(*shape), empty(*shape, rows // tile))]
         if not every_head:

@@ -13,7 +13,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ascend_kernels.reference import window_starts
+from ascend_kernels.neighborhood.reference import window_starts
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "neighborhoods.svg"
 TOKENS = 10

@@ -46,7 +46,7 @@ from torch import Tensor
 from bench.commit import ROOT
 from bench.report import RESULTS, environment
 from nsa import NSAConfig, reference
-from nsa.tensors import NSAInputs
+from nsa.inputs import NSAInputs
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PLAIN, DRY = "plain", "dry"
@@ -153,7 +153,7 @@ class Case:
 
     @contextmanager
     def _as_asked(self) -> Iterator[None]:
-        from cute_kernels import fa4
+        from cute_kernels.fa4 import interface as fa4
 
         modules = [module for name, module in sys.modules.items() if name.startswith("cute_kernels.")]
         users = [module for module in modules if hasattr(module, "has_warpgroups")]
@@ -198,14 +198,14 @@ class Neighborhood:
     options: Mapping[str, Any]
 
     def run(self, device: str, *, check: bool) -> dict[str, Tensor]:
-        from cute_kernels import neighborhood_attention
+        from cute_kernels import neighborhood
 
         generator = torch.Generator().manual_seed(0)
         q, k, v, do = (torch.randn((1, self.tokens, 4, 64), generator=generator) for _ in range(4))
         q, k, v, do = (x.to(device, torch.bfloat16) for x in (q, k, v, do))
         window = {"softmax_scale": None, "boundary": "truncate", "causal": False, "backend": "cute", **self.options}
-        out, lse = neighborhood_attention.forward(q, k, v, **window)
-        gradients = neighborhood_attention.backward(do, q, k, v, out, lse, **window)
+        out, lse = neighborhood.forward(q, k, v, **window)
+        gradients = neighborhood.backward(do, q, k, v, out, lse, **window)
         results = {"out": out, **dict(zip("qkv", gradients, strict=True))}
         if check and not all(bool(x.isfinite().all()) for x in results.values()):
             raise ArithmeticError("not finite")
@@ -223,7 +223,7 @@ TOKENS = NSAConfig.paper(num_selected_blocks=6, window_size=200)
 MANY = {"heads": 16, "kv_heads": 1}
 """Heads for which blocks of a few hundred tokens have more visits than one segment."""
 MOST: dict[str, Any] = {"heads": 64, "kv_heads": 1, "tokens": 201}
-"""Heads for which token_tiles.py stands in."""
+"""Heads for which attend/query_outer.py stands in."""
 
 CASES: dict[str, Case | Neighborhood] = {
     "tiles": Case(TILES, tensors=("gate_proj_weight",), deterministic=True),
@@ -287,7 +287,7 @@ PLANTED, FAULTY = "planted fault", "BlockMean"
 
 def plant_fault(tool: str) -> None:
     """Means of keys that nobody wrote, for memcheck of keys whose memory ends halfway."""
-    from cute_kernels.compress import block_means
+    from cute_kernels.pool.compress import block_means
 
     k, v = (torch.empty((1, 128, 2, 64), dtype=torch.bfloat16, device="cuda") for _ in range(2))
     if tool == "memcheck":
@@ -303,14 +303,16 @@ def plant_fault(tool: str) -> None:
 def every_form(root: Path = ROOT) -> set[str]:
     """Functions of cute_kernels that compile a kernel, once for each value of each flag, as the sources define them."""
     found = set()
-    for path in sorted((root / "cute_kernels").rglob("*.py")):
+    sources = root / "cute_kernels"
+    for path in sorted(sources.rglob("*.py")):
+        module = ".".join(path.relative_to(sources).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.FunctionDef) or "compiled_once" not in map(ast.unparse, node.decorator_list):
                 continue
             arguments = (*node.args.args, *node.args.kwonlyargs)
             flags = [a.arg for a in arguments if a.annotation is not None and ast.unparse(a.annotation) == "bool"]
             for value in (True, False):
-                found |= forms(f"{path.stem}.{node.name}", dict.fromkeys(flags, value))
+                found |= forms(f"{module}.{node.name}", dict.fromkeys(flags, value))
     return found
 
 
@@ -320,14 +322,14 @@ def forms(function: str, flags: Mapping[str, bool]) -> set[str]:
 
 def note_launches(*, dry: bool) -> set[str]:
     """The forms of all kernels that are launched from now on. Before the kernels' modules are imported."""
-    from cute_kernels import jit
+    from cute_kernels.runtime import jit
 
     launched: set[str] = set()
     remember = jit.compiled_once
 
     def compiled_once(build: Callable[..., jit.Kernel]) -> Callable[..., jit.Kernel]:
         remembered, signature = remember(build), inspect.signature(build)
-        name = f"{build.__module__.rpartition('.')[2]}.{build.__name__}"
+        name = f"{build.__module__.removeprefix('cute_kernels.')}.{build.__name__}"
         flags = [flag for flag, parameter in signature.parameters.items() if parameter.annotation == "bool"]
 
         def compiled(*arguments: Any, **options: Any) -> jit.Kernel:
@@ -376,7 +378,7 @@ def run_here(how: str, names: Sequence[str], results: Path) -> int:
 
 
 def leave_fa4_out() -> None:
-    from cute_kernels import fa4
+    from cute_kernels.fa4 import interface as fa4
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Tensor]:
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -391,7 +393,8 @@ def vouch_for_tensor_copies() -> None:
     What FlashAttention-4's kernels and our backwards for Hopper write would be uninitialised to whoever reads it. torch
     is that reader then, so what initcheck says of it counts for nothing, and what it says of our kernels counts.
     """
-    from cute_kernels import backward, fa4
+    from cute_kernels import backward
+    from cute_kernels.fa4 import interface as fa4
 
     def vouching(function: Callable[..., Any], results: Callable[..., Iterable[Tensor | None]]) -> Callable[..., Any]:
         @wraps(function)

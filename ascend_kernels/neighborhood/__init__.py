@@ -1,0 +1,1 @@
+"""Neighborhood attention in Triton: for Ascend NPUs, and for NVIDIA GPUs."""

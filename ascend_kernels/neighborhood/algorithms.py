@@ -1,0 +1,53 @@
+"""Which kernels a call of neighborhood attention runs, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_kernels.neighborhood import backward as attention_backward
+from ascend_kernels.neighborhood import band, flash
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, algorithm: str = "flash", keep: bool = True, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Forward of checked inputs.
+
+    Args:
+        algorithm: "flash", "band" or "dense", which is the band with another backward.
+        keep: whether `backward` will be called, or the band is what the caller wants. "flash" keeps its LSE anyway.
+
+    Returns:
+        out, and what `backward` takes: LSE or the band; None for the band without `keep`.
+
+    Raises:
+        ValueError: algorithm "dense", where its backward would be beyond its limits.
+    """
+    if algorithm == "dense" and keep:
+        refusal = attention_backward.dense_refusal(q, k, backend=options["backend"])
+        if refusal is not None:
+            raise ValueError(f"algorithm='dense' {refusal}")
+    if algorithm != "flash":
+        return band.forward(q, k, v, return_band=keep, **options)
+    return flash.forward(q, k, v, **options)
+
+
+def kept_like(q: Tensor, k: Tensor, v: Tensor, *, algorithm: str = "flash", **options: Any) -> Tensor:
+    """Uninitialised: what `forward` keeps."""
+    if algorithm != "flash":
+        batch, num_tokens, heads, _ = q.shape
+        return q.new_empty((batch, heads, num_tokens, options["kernel_size"]), dtype=torch.float32)
+    return flash.kept_like(q, k, v, **options)
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Tensor, *, algorithm: str = "flash", **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv from what `forward` took and gave, by the same algorithm; "band" takes either path of its backward."""
+    if algorithm != "flash":
+        path = "dense" if algorithm == "dense" else "auto"
+        return attention_backward.backward(do, q, k, v, kept, **options, path=path)
+    return flash.backward(do, q, k, v, out, kept, **options)

@@ -1,0 +1,1 @@
+"""Attention residual in Triton: for Ascend NPUs, and for NVIDIA GPUs."""

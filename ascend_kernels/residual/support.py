@@ -1,0 +1,30 @@
+"""Whether attention residual's kernels take a call, asked by the dispatcher before a launch. Needs torch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ascend_kernels import support
+from ascend_kernels.residual.tiling import MAX_BLOCKS, MAX_DIM, MAX_ROWS
+
+
+def check_gpu(call: Any) -> str | None:
+    """Why upstream Triton cannot run the call (dispatch.Call) on a GPU, or None."""
+    return support.machine_refusal(call, "cuda", "CUDA devices") or _shape_refusal(call)
+
+
+def check_npu(call: Any) -> str | None:
+    """Why triton-ascend cannot run the call (dispatch.Call) on an NPU, or None."""
+    return support.machine_refusal(call, "npu", "Ascend NPUs") or _shape_refusal(call)
+
+
+def _shape_refusal(call: Any) -> str | None:
+    blocks, shape = call.options.get("blocks", 1), call.options.get("shape", (1, 1, 1))
+    if blocks > MAX_BLOCKS:
+        return f"takes up to {MAX_BLOCKS} blocks, got {blocks}"
+    if shape[2] > MAX_DIM:
+        return f"takes D up to {MAX_DIM}, got {shape[2]}"
+    rows = blocks * shape[0] * shape[1]
+    if rows > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} rows of all blocks and sequences, got {rows}"
+    return None

@@ -1,0 +1,214 @@
+"""Tiles and grids of attention residual: what fits the memories of each device, and which specialisations there are.
+
+Ascend. `get_optimal_block_d` says how many features of a row fit the UB together with all that is computed from them:
+12 fp32 numbers per feature forward, 16 backward. Rows of up to so many features take the kernels of
+residual/whole_rows.py, longer ones those of residual/tiled.py.
+
+    UB                 forward           backward
+    192 KiB (A2, A3)   D <= 2048         D <= 2048
+    256 KiB (950)      D <= 4096         D <= 2048
+
+Up to there forward reads V once, whatever L is, and twice beyond. Backward reads V and do once where a whole token fits
+the UB (`one_tile_rows`): L <= 8 up to D = 512 and L <= 4 up to D = 1024, on any device; of lists, which are read row by
+row, only L = 1. It reads V twice and do once for other rows that fit, and both twice for longer ones.
+
+NVIDIA. Rows of up to GPU_ROW features are one tile, in registers, so forward reads V once from global memory. Backward
+reads a token twice, the second time from the L2, unless all of it is a tile: up to GPU_TOKEN_ROWS rows and GPU_TOKEN
+numbers are, and any number of rows that have no more than GPU_TILE numbers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ascend_kernels.device import DEVICES, MIN_UB, Device
+from ascend_kernels.neighborhood.tiling import DTYPES, MAX_GRID, VECTOR_CORES
+
+PLAIN = ("forward", "backward")
+TILED = ("scores", "mix", "products", "gradients")
+WEIGHTS = "weights"
+MIN_BLOCK_D = 256
+"""Features of a tile on Ascend, at least: shorter rows take the same builds, of which there are to be few."""
+FP32_PER_FEATURE = {"forward": 12, "backward": 16}
+RULE_SHARE = 0.85
+ONE_TILE_ROWS = (4, 8)
+GPU_ROW, GPU_TOKEN, GPU_TOKEN_ROWS = 8192, 32768, 16
+"""Features of a row that is one tile, numbers and rows of a token that is one tile, on an NVIDIA GPU."""
+GPU_TILE = 2048
+"""Numbers of any other tile, unless two rows have more; 64 of them for each thread of a warp."""
+GPU_WARPS = 8
+"""Of a multiprocessor of an NVIDIA GPU, each thread with all the registers that it can address."""
+GPU_REGISTERS = 192
+"""Of a thread, for what backward keeps through a step."""
+GPU_SHARED = 200 * 1024
+"""Bytes of its shared memory for tiles that arrive."""
+MAX_BLOCKS = 64
+"""Of one call: what the proofs cover, a power of two."""
+MAX_ROWS = 1 << 30
+"""Rows of all tokens: a program counts its share of them, twice in backward, in int32."""
+MAX_DIM = 1 << 20
+"""Features of a row, at most: offsets within it stay far inside int32."""
+
+
+def get_optimal_block_d(dim: int, backward: bool, ub: int = MIN_UB) -> int:
+    """Features of a tile for rows of D, on an NPU with a UB of so many bytes.
+
+    The next power of two up to 1024; beyond, the largest power of two at which 12 fp32 numbers per feature forward, or
+    16 backward, take 85 % of the UB. A row fits where that is no less than D.
+    """
+    if dim <= 1024:
+        return 1 << (dim - 1).bit_length()
+    fitting = int(ub * RULE_SHARE / (FP32_PER_FEATURE["backward" if backward else "forward"] * 4))
+    return 1 << (fitting.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a pass over the blocks goes."""
+
+    block_d: int
+    rows: int
+    """Rows of a token in a tile."""
+    tiled: bool
+    """Whether a row is several tiles."""
+    one_tile: bool
+    """Whether a token is one tile, which backward then reads once."""
+    stages: int
+    """Tiles of the loop that are in flight or at work."""
+    programs: int
+    live_bytes: dict[str, int]
+    """Bytes of live tiles in the UB; empty for GPUs, whose compiler counts for itself."""
+    options: dict[str, int]
+    """What the compiler takes beside the tiles."""
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return (self.programs,)
+
+
+def live_bytes(kernel: str, block_d: int, rows: int, itemsize: int) -> dict[str, int]:
+    """The tiles that a program keeps."""
+    if kernel == WEIGHTS:
+        # two tiles of shares, their sum, weights and results
+        return {"UB": (2 * WEIGHTS_PARTS + 6) * 4 * block_d}
+    backward = kernel in ("backward", "products", "gradients")
+    row = FP32_PER_FEATURE["backward" if backward else "forward"] * 4 * block_d
+    # more rows: a tile arriving and one at hand, a gradient leaving, each row in fp32, its product, its gradient
+    return {"UB": row + (rows - 1) * block_d * (3 * itemsize + 3 * 4)}
+
+
+@lru_cache
+def one_tile_rows(dtype: torch.dtype, block_d: int, blocks: int) -> int:
+    """Rows of backward's tiles on Ascend: all L of a token where they fit a UB of MIN_UB bytes, else 1."""
+    for rows in ONE_TILE_ROWS:
+        live = live_bytes("backward", block_d, rows, dtype.itemsize)["UB"]
+        if 1 < blocks <= rows and live <= RULE_SHARE * MIN_UB:
+            return rows
+    return 1
+
+
+@lru_cache
+def ascend_plan(
+    *, backward: bool, dtype: torch.dtype, dim: int, blocks: int, tokens: int, listed: bool, device: Device
+) -> Plan:
+    """Tiles, and one program per vector core at most; each strides over its share of the tokens.
+
+    Args:
+        listed: whether blocks are a list.
+    """
+    block_d = get_optimal_block_d(max(dim, MIN_BLOCK_D), backward, device.ub)
+    tiled = block_d < dim
+    rows = one_tile_rows(dtype, block_d, blocks) if backward and not tiled and not listed else 1
+    programs = max(1, min(tokens, device.cores * VECTOR_CORES, MAX_GRID))
+    live = live_bytes("backward" if backward else "forward", block_d, rows, dtype.itemsize)
+    return Plan(block_d, rows, tiled, blocks <= rows, 1, programs, live, {})
+
+
+@lru_cache
+def gpu_plan(
+    *,
+    backward: bool,
+    dtype: torch.dtype,
+    dim: int,
+    blocks: int,
+    tokens: int,
+    cores: int,
+    rows: int | None = None,
+    num_warps: int | None = None,
+    stages: int | None = None,
+    programs_per_core: int | None = None,
+    **options: int,
+) -> Plan:
+    """Tiles for an NVIDIA GPU, as measured on an H200 (docs/performance.md).
+
+    Of rows that are one tile a multiprocessor has eight warps. A thread keeps 64 numbers of a tile, and backward up to
+    twice that of a token that is one tile: the fewer the warps, the less is done once for each, of which there was more
+    than of memory's work.
+
+    Args:
+        cores: multiprocessors.
+        rows, num_warps, stages, programs_per_core: instead of what is chosen here, to try others.
+        options: of the compiler, such as maxnreg.
+    """
+    block_d = max(32, 1 << (dim - 1).bit_length())
+    all_rows = 1 << (blocks - 1).bit_length()
+    tiled = block_d > GPU_ROW
+    if tiled:
+        block_d, chosen, depth, warps, per_core, registers = 2048, 1, 1, 8, 4, 64
+    else:
+        one_tile = backward and all_rows <= GPU_TOKEN_ROWS and all_rows * block_d <= GPU_TOKEN
+        chosen = all_rows if one_tile else min(all_rows, max(2, GPU_TILE // block_d))
+        warps = min(GPU_WARPS, max(1, chosen * block_d // GPU_TILE))
+        per_core, registers = GPU_WARPS // warps, 255
+        tile = chosen * block_d * dtype.itemsize
+        # Loads of two tiles ahead, where they fit. Not where a second turn is served by the L2, nor where w, do, t and
+        # the tile leave no registers for it.
+        crowded = (chosen + 3) * block_d > GPU_REGISTERS * 32 * warps
+        depth = 1 if (backward and (crowded or not one_tile)) or 2 * tile * per_core > GPU_SHARED else 3
+    chosen = min(chosen if rows is None else rows, all_rows)
+    programs = cores * (per_core if programs_per_core is None else programs_per_core)
+    if backward:  # their shares of t take no more than a 32nd of V, unless there is one for each core
+        programs = min(programs, max(cores, tokens * blocks * dtype.itemsize // (32 * 4)))
+    compiler = {"num_warps": num_warps or warps, "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
+    return Plan(
+        block_d, chosen, tiled, blocks <= chosen, stages or depth, max(1, min(tokens, programs)), {}, compiler | options
+    )
+
+
+WEIGHTS_PARTS, WEIGHTS_BLOCK_D = 8, 1024
+
+
+def weights_plan(dim: int, device: Device | None) -> tuple[int, Plan]:
+    """Shares that a program adds at a time, and its tiles and grid.
+
+    Args:
+        device: None for an NVIDIA GPU.
+    """
+    if device is None:
+        # 32 bytes, which a GPU reads at least, of every share: many programs, and few rounds of each
+        return 512, Plan(8, 1, False, False, 1, -(-dim // 8), {}, {"num_warps": 4, "num_stages": 1})
+    programs = min(-(-dim // WEIGHTS_BLOCK_D), device.cores * VECTOR_CORES, MAX_GRID)
+    live = live_bytes(WEIGHTS, WEIGHTS_BLOCK_D, 1, 4)
+    return WEIGHTS_PARTS, Plan(WEIGHTS_BLOCK_D, 1, False, False, 1, programs, live, {})
+
+
+def specialisations() -> Iterator[tuple[str, torch.dtype, int, int]]:
+    """Every (kernel, dtype, BLOCK_D, ROWS) that there is on Ascend, once; each for the three ways to address blocks."""
+    ubs = sorted({device.ub for device in DEVICES.values()})
+    seen: dict[tuple[str, torch.dtype, int, int], None] = {(WEIGHTS, torch.float32, WEIGHTS_BLOCK_D, 1): None}
+    for ub in ubs:
+        for kernel in PLAIN:
+            backward = kernel == "backward"
+            longest = get_optimal_block_d(MAX_DIM, backward, ub)
+            blocks_d = [MIN_BLOCK_D << i for i in range(longest.bit_length() - MIN_BLOCK_D.bit_length() + 1)]
+            for dtype in DTYPES:
+                for block_d in blocks_d:
+                    several = {one_tile_rows(dtype, block_d, rows) for rows in ONE_TILE_ROWS} if backward else set()
+                    seen |= {(kernel, dtype, block_d, rows): None for rows in {1, *several}}
+                for tiled in TILED[2:] if backward else TILED[:2]:
+                    seen[tiled, dtype, longest, 1] = None
+    yield from seen

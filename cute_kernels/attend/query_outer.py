@@ -1,0 +1,394 @@
+"""Attention of each token to its own blocks of keys, exact: queries stay, the blocks of all of a tile's tokens come.
+
+    S_ij = scale q_i . k_j        j <= i in the blocks that token i chose
+    o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
+
+Rows are tokens x G heads: those of the G query heads of a key/value head for so many tokens that they fill ROWS. A CTA
+lists the blocks that any of its tokens chose, each with the tokens that did, a bit a token; then it is flash attention
+over this list, with a mask by bits where not all tokens chose. A row's blocks come in ascending order, and what it did
+not choose changes none of its bits: it adds 0 to what is multiplied by 1. So a token's result does not depend on what
+others of its tile choose, and nothing leaks from the future.
+
+Good where neighbours agree: a tile multiplies the union of its tokens' blocks. kv_outer.py, where keys stay, does
+the same work whatever tokens choose. `takes_tiles` picks.
+
+Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, u blocks a tile of 8 tokens: u / 16 times 2.2 TFLOP, 3.7
+ms at 600 TFLOP/s; q and o once, 2 GB, 0.5 ms; keys and values from L2, u x 32 KB a tile. Random blocks: u = 98.
+Seen once on an H200: 10 ns for each block of a tile, 7.2 ms at u = 16, 33 ms at u = 98.
+
+Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64; G up to ROWS; rows start at
+multiples of 16 bytes; every block that is visited must hold finite values behind a token too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+from torch import Tensor
+
+from cute_kernels.attend.kv_outer import check_token_selected
+from cute_kernels.attend.warp_rows import LOG_2, block_bounds, heads_of
+from cute_kernels.lists.worklist import fake_bounds, fake_table, visited_block
+from cute_kernels.mma.mma_sync import (
+    QUAD,
+    accumulator,
+    as_vectors,
+    exponentiate,
+    gather_rows,
+    hide_behind,
+    highest,
+    left_operand,
+    load_block,
+    multiply,
+    multiply_registers,
+    numbers,
+    scale_row,
+    warps_mma,
+    write_whole_rows,
+)
+from cute_kernels.mma.warp import LANES, LOG2_E
+from cute_kernels.mma.wgmma import (
+    MN,
+    REGISTERS,
+    UNIT,
+    K,
+    allocate_tiles,
+    of_warpgroup,
+    read_left,
+    right_tiles,
+    start_product,
+    swizzled_tiles,
+    transposed,
+    warpgroup_mma,
+)
+from cute_kernels.runtime.device import has_warpgroups
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+
+WARPS = 8
+THREADS = WARPS * LANES
+WARP_ROWS = 16
+ROWS = WARPS * WARP_ROWS
+"""Of a tile."""
+
+MOST_TOKENS = 32
+"""Of a tile: bits of a word."""
+
+TILES_GROUP = 64
+"""The fewest heads a group for which tiles take less time than visits whatever tokens choose (docs/performance.md)."""
+
+ALWAYS_TILES: bool | None = None
+"""True or False instead of the rule: True pays where neighbours choose alike."""
+
+MOST_ENTRIES = 4096
+"""Slots of a tile's tokens: what shared memory has room for."""
+
+STAGES = 3
+"""Of UNIT keys and values that arrive, or are multiplied."""
+
+
+def tile_tokens(group: int) -> int:
+    """Tokens of a tile, for G heads."""
+    return min(MOST_TOKENS, ROWS // group)
+
+
+def takes_tiles(group: int, slots: int) -> bool:
+    """Whether attention per token goes by tiles: the rule, which sees shapes alone.
+
+    By what tokens choose, which would be better, one token's bits would depend on what later ones choose.
+    """
+    fits = group <= ROWS and tile_tokens(group) * slots <= MOST_ENTRIES
+    return fits and (group >= TILES_GROUP if ALWAYS_TILES is None else ALWAYS_TILES)
+
+
+class TileBlocks:
+    """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block; whether to use WGMMA."""
+
+    def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
+        self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
+        self.warpgroups = warpgroups
+        self.tokens = tile_tokens(group)
+        self.units = size // UNIT
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
+        mK: cute.Tensor,  # [B, N, H_kv, D]
+        mV: cute.Tensor,  # [B, N, H_kv, D_v]
+        mIndices: cute.Tensor,  # int32 [B, H_kv, T, n]
+        mO: cute.Tensor,  # [B, T, H, D_v]
+        mLse: cute.Tensor,  # fp32 [B, H, T]
+        mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
+        first_token: Int32,
+        scale: Float32,
+        stream: Any,
+    ):
+        self.kernel(
+            heads_of(mQ, self.group),
+            mK,
+            mV,
+            mIndices,
+            heads_of(mO, self.group),
+            mLse,
+            mBounds,
+            first_token,
+            scale,
+            swizzled_tiles(self.dtype, self.dim, ROWS // UNIT),
+            swizzled_tiles(self.dtype, self.dim, STAGES),
+            swizzled_tiles(self.dtype, self.v_dim, STAGES),
+        ).launch(
+            grid=[cute.ceil_div(mIndices.shape[2], self.tokens), mK.shape[2], mK.shape[0]],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,  # [B, T, H_kv, G, D]
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mIndices: cute.Tensor,
+        mO: cute.Tensor,  # [B, T, H_kv, G, D_v]
+        mLse: cute.Tensor,
+        mBounds: cute.Tensor | None,
+        first_token: Int32,
+        scale: Float32,
+        row_layout: cute.ComposedLayout,
+        key_layout: cute.ComposedLayout,
+        value_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        tile, kv_head, batch = cute.arch.block_idx()
+        tiles, _, _ = cute.arch.grid_dim()
+        tile = tiles - 1 - tile  # the longest lists first
+        lane = cute.arch.lane_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        sK = allocate_tiles(smem, self.dtype, key_layout)
+        sV = allocate_tiles(smem, self.dtype, value_layout)
+        sQ = allocate_tiles(smem, self.dtype, row_layout)
+        entries = const_expr(self.tokens * self.slots)
+        sBlock, sBits, sFound, sFoundBits = (
+            smem.allocate_tensor(Int32, cute.make_layout(entries), 16) for _ in range(4)
+        )
+
+        first = tile * self.tokens
+        num_tokens = cutlass.min(mIndices.shape[2] - first, self.tokens)
+        gQ = cute.domain_offset((first, 0, 0), mQ[batch, None, kv_head, None, None])
+        gO = cute.domain_offset((first, 0, 0), mO[batch, None, kv_head, None, None])
+        first_token += first
+        sRows = sQ[None, None, warp_index * WARP_ROWS // UNIT]
+        sMine = cute.local_tile(sRows, (WARP_ROWS, self.dim), (warp_index % (UNIT // WARP_ROWS), 0))
+        my_row = warp_index * WARP_ROWS + lane % WARP_ROWS
+        last_row = num_tokens * self.group - 1
+        row = cutlass.min(my_row, last_row)
+        start = cute.crd2idx((row // self.group, row % self.group, 0), gQ.layout) // VECTOR
+        gather_rows(as_vectors(gQ), sMine, Int32(start))
+        cute.arch.cp_async_commit_group()
+
+        gIndices = cute.domain_offset((first, 0), mIndices[batch, kv_head, None, None])
+        ends = first_token + num_tokens  # of a sequence; tokens behind the last are not here
+        for i in range_constexpr((entries + THREADS - 1) // THREADS):
+            entry = thread + i * THREADS
+            if entry < entries:
+                token, block = entry // self.slots, Int32(-1)
+                if token < num_tokens:
+                    chosen = gIndices[token, entry % self.slots]
+                    block = visited_block(chosen, first_token + token, ends, self.size, mBounds)
+                sBlock[entry] = block
+        cute.arch.sync_threads()
+        found = self._list(sBlock, sBits, sFound, sFoundBits, thread)
+
+        steps = found * self.units
+        gK, gV = mK[batch, None, kv_head, None], mV[batch, None, kv_head, None]
+        for step in range_constexpr(STAGES - 1):
+            if step < steps:
+                self._load(gK, gV, sK, sV, sFound, Int32(step), mBounds)
+            cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(STAGES - 1)
+        cute.arch.sync_warp()
+        rQ = None
+        if const_expr(self.warpgroups):
+            rQ = read_left(warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K), sRows)
+
+        rToken = cute.make_rmem_tensor(2, Int32)
+        rTop, rTotal = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # top in units of log 2
+        for r in range_constexpr(2):
+            rToken[r] = (warp_index * WARP_ROWS + r * 8 + lane // QUAD) // self.group
+            rTop[r], rTotal[r] = -Float32.inf, Float32(0.0)
+        acc_o = accumulator(warps_mma(self.dtype, 1), (WARP_ROWS, self.v_dim))
+        acc_o.fill(0.0)
+        sums = numbers(acc_o)
+        for step in cutlass.range(steps, unroll=1):
+            cute.arch.cp_async_wait_group(STAGES - 2)
+            if const_expr(self.warpgroups):
+                cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
+            if step + STAGES - 1 < steps:
+                self._load(gK, gV, sK, sV, sFound, step + STAGES - 1, mBounds)
+            cute.arch.cp_async_commit_group()
+            acc = accumulator(warps_mma(self.dtype, 1), (WARP_ROWS, UNIT))
+            self._scores(acc, rQ, sMine, sK, step % STAGES)
+
+            place = step // self.units
+            first_key, _ = block_bounds(sFound[place], self.size, mK.shape[1], mBounds)
+            first_key += step % self.units * UNIT
+            bits = sFoundBits[place]
+            S = numbers(acc)
+            rSeen = cute.make_rmem_tensor(2, Int32)  # the last key that a row sees
+            for r in range_constexpr(2):
+                chosen = (bits >> rToken[r] & 1) != 0
+                rSeen[r] = first_token + rToken[r] - first_key if chosen else Int32(-1)
+            if cute.arch.vote_any_sync(cutlass.min(rSeen[0], rSeen[1]) < UNIT - 1):
+                for r in range_constexpr(2):
+                    hide_behind(S[None, r, 0, None], rSeen[r])
+            for r in range_constexpr(2):
+                top = cute.arch.fmax(rTop[r], highest(S[None, r, 0, None]) * (scale * LOG2_E))
+                base = Float32(0.0) if top == -Float32.inf else top
+                shrunk = cute.math.exp2(rTop[r] - base, fastmath=True)
+                total = exponentiate(S[None, r, 0, None], scale * LOG2_E, base, rTotal[r] * shrunk)
+                rTop[r], rTotal[r] = top, total
+                scale_row(sums[None, r, 0, None], shrunk)
+            self._add_values(acc_o, left_operand(acc, self.dtype), sV, step % STAGES)
+
+        for r in range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(rTotal[r], threads_in_group=QUAD)
+            share = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
+            scale_row(sums[None, r, 0, None], share)
+            row = warp_index * WARP_ROWS + r * 8 + lane // QUAD
+            if (lane % QUAD == 0) & (row <= last_row):
+                top = Float32(0.0) if rTop[r] == -Float32.inf else rTop[r]
+                lse = (top + cute.math.log2(total, fastmath=True)) * LOG_2
+                mLse[batch, kv_head * self.group + row % self.group, first + row // self.group] = lse
+        rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
+        rO.store(acc_o.load().to(self.dtype))
+        to = cute.crd2idx((my_row // self.group, my_row % self.group, 0), gO.layout) // VECTOR
+        write_whole_rows(numbers(rO), as_vectors(gO), Int32(to) if my_row <= last_row else Int32(-1))
+
+    @cute.jit
+    def _list(
+        self, sBlock: cute.Tensor, sBits: cute.Tensor, sFound: cute.Tensor, sFoundBits: cute.Tensor, thread: Int32
+    ) -> Int32:
+        """Write each block once, ascending, and a bit for each token that chose it. Returns how many there are."""
+        entries = const_expr(self.tokens * self.slots)
+        for i in range_constexpr((entries + THREADS - 1) // THREADS):
+            entry = thread + i * THREADS
+            if entry < entries:
+                block, bits, earlier = sBlock[entry], Int32(0), Int32(0)
+                for other in cutlass.range(entries, unroll=8):
+                    same = sBlock[other] == block
+                    bits |= Int32(1) << other // self.slots if same else Int32(0)
+                    earlier += Int32(1) if same & (other < entry) else Int32(0)
+                sBits[entry] = bits if (block >= 0) & (earlier == 0) else Int32(0)
+        cute.arch.sync_threads()
+        found = Int32(0)
+        for i in range_constexpr((entries + THREADS - 1) // THREADS):
+            entry = cutlass.min(thread + i * THREADS, entries - 1)
+            block, lower = sBlock[entry], Int32(0)
+            found = Int32(0)
+            for other in cutlass.range(entries, unroll=8):
+                listed = Int32(1) if sBits[other] != 0 else Int32(0)
+                found += listed
+                lower += listed if sBlock[other] < block else Int32(0)
+            if sBits[entry] != 0:
+                sFound[lower], sFoundBits[lower] = block, sBits[entry]
+        cute.arch.sync_threads()
+        return found
+
+    @cute.jit
+    def _load(
+        self,
+        gK: cute.Tensor,
+        gV: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        sFound: cute.Tensor,
+        step: Int32,
+        mBounds: cute.Tensor | None,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        first, end = block_bounds(sFound[step // self.units], self.size, gK.shape[0], mBounds)
+        first += step % self.units * UNIT
+        load_block(gK, sK[None, None, step % STAGES], first, end, thread, THREADS)
+        load_block(gV, sV[None, None, step % STAGES], first, end, thread, THREADS)
+
+    @cute.jit
+    def _scores(self, acc: cute.Tensor, rQ: cute.Tensor | None, sMine: cute.Tensor, sK: cute.Tensor, stage: Int32):
+        if const_expr(self.warpgroups):
+            mma = warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K)
+            start_product(mma, of_warpgroup(acc), rQ, right_tiles(mma, sK)[None, None, None, stage], False)
+            warpgroup.wait_group(0)
+        else:
+            acc.fill(0.0)
+            multiply(warps_mma(self.dtype, 1), cute.arch.lane_idx(), acc, sMine, sK[None, None, stage], 0)
+
+    @cute.jit
+    def _add_values(self, acc: cute.Tensor, rP: cute.Tensor, sV: cute.Tensor, stage: Int32):
+        if const_expr(self.warpgroups):
+            mma = warpgroup_mma(self.dtype, self.v_dim, REGISTERS, K, MN)
+            rV = right_tiles(mma, transposed(sV))[None, None, None, stage]
+            start_product(mma, of_warpgroup(acc), rP, rV, True)
+            warpgroup.wait_group(0)
+        else:
+            sColumns = transposed(sV)[None, None, stage]
+            multiply_registers(warps_mma(self.dtype, 1), cute.arch.lane_idx(), acc, rP, sColumns, 0, True)
+
+
+@compiled_once
+def _attend(
+    dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
+) -> Kernel:
+    dim, v_dim = dims
+    return compile_kernel(
+        TileBlocks(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
+        *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
+        fake_table(),
+        fake(dtype, None, None, None, v_dim),
+        fake(torch.float32, None, None, None, aligned=False),
+        fake_bounds() if packed else None,
+        Int32(0),
+        Float32(0.0),
+    )
+
+
+def token_tiles_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    size: int,
+    scale: float,
+    first_token: int = 0,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `token_selected.token_selected_forward`, arguments, results and refusals; besides:
+
+    Raises:
+        ValueError: more than ROWS heads a group, or more slots than a tile's lists hold.
+    """
+    check_token_selected(q, k, v, indices, size, scale, first_token, bounds)
+    batch, tokens, heads, dim = q.shape
+    group, slots, v_dim = heads // k.shape[2], indices.shape[3], v.shape[3]
+    if group > ROWS:
+        raise ValueError(f"q must have at most {ROWS} heads for each of k's, got {group}")
+    if tile_tokens(group) * slots > MOST_ENTRIES:
+        most = MOST_ENTRIES // tile_tokens(group)
+        raise ValueError(f"indices must have at most {most} slots for {group} heads a group, got {slots}")
+    o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
+    if o.numel() == 0 or slots == 0:
+        return o.zero_(), lse.fill_(-math.inf)
+    if indices.stride(3) != 1:
+        indices = indices.clone(memory_format=torch.contiguous_format)
+    attend = _attend((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device))
+    attend.run(q, k, v, indices, o, lse, bounds, first_token, scale)
+    return o, lse

@@ -1,0 +1,1 @@
+"""FlashAttention-4 (flash_attn.cute), called from here alone."""

@@ -1,0 +1,406 @@
+"""Calls of FlashAttention-4's forward and backward: through its interface once, then straight to the compiled kernels.
+
+FA4 spends 0.1 ms of Python on every forward and more on every backward. On sm_90 what it compiles depends on
+`_signature` alone, so the first call of a signature records which kernels FA4 used and later calls start those.
+sm_100's kernels also depend on sizes and cannot be tried here, so there every call takes FA4's own way.
+
+FA4 looks its kernels up, compiles those that are missing and starts them in one function, so every call through its
+interface holds COMPILING from beginning to end: on sm_90 first calls, and `_signature`'s exceptions; on sm_100 all. A
+thread then waits for another one's compilation even if FA4 has its own kernels. Beyond that it loses little: Python
+runs one thread's 0.1 ms at a time anyway.
+
+Only fa4/interface.py imports this.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.runtime.compiling import COMPILING
+from cute_kernels.runtime.device import compute_capability, positional
+
+if TYPE_CHECKING:
+    from cute_kernels.lists.query_to_kv import BlockLists
+
+NARROW = 64
+"""Keys of a listed block for which sm_90's backward needs other tiles than FA4's own."""
+
+FEW_DOCUMENTS = 256
+"""For more, FA4 first makes tables of them."""
+
+ONE_TILE = 128
+"""FA4 compiles kernels of their own for so few rows or keys that there is one tile; its tiles are this or smaller."""
+
+WINDOW_TILE = (128, 96)
+"""Rows and keys of sm_90's tiles for D = D_v = 128 and windows of groups: 8 tokens of 16 heads with 512 keys each meet
+6.4 blocks of 96, 614 keys; 128 tokens of one head 6 blocks of 128, FA4's choice, 767 keys. Packed documents have tiles
+of one head, but the same blocks of keys, and so the bits that each has alone."""
+
+
+class Packed(NamedTuple):
+    """Documents in the rows of one sequence. FA4 reads whole tiles of keys, also behind a document's last one."""
+
+    first_row: Tensor
+    """Of each document in q, int32 `[docs+1]`."""
+    first_key: Tensor
+    """Of each in k and v, likewise; the same where all tiles end with a document."""
+    used: Tensor
+    """Number of rows and of keys of each, int32 `[docs]`."""
+
+
+class Visible(NamedTuple):
+    """Which keys a row sees."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    lists: BlockLists | None = None
+    mask_mod: Callable[..., Any] | None = None
+    scalars: tuple[int, ...] = ()
+    """For the mask_mod."""
+    tensors: list[Tensor] | None = None
+    """For the mask_mod."""
+    documents: Packed | None = None
+
+    def interface(self) -> dict[str, Any]:
+        """As keywords of FA4's interface."""
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+        lists, (first_row, first_key, used) = self.lists, self.documents or (None, None, None)
+        sparse = None
+        if lists is not None:
+            sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
+        return {
+            "causal": self.causal,
+            "window_size_left": self.window[0],
+            "window_size_right": self.window[1],
+            "mask_mod": self.mask_mod,
+            "aux_tensors": self.tensors,
+            "aux_scalars": _aux(self.scalars).scalars,
+            "cu_seqlens_q": first_row,
+            "cu_seqlens_k": first_key,
+            "seqused_q": used,
+            "seqused_k": used,
+            "block_sparse_tensors": sparse,
+        }
+
+    def bounds(self) -> tuple[Any, ...]:
+        """As the kernels take them: first rows and used rows, of queries and of keys."""
+        first_row, first_key, used = self.documents or (None, None, None)
+        return first_row, first_key, used, used
+
+    def aux(self) -> Any:
+        return _aux(self.scalars) if self.tensors is None else _aux(self.scalars)._replace(tensors=self.tensors)
+
+    def sparse(self) -> tuple[Any, ...] | None:
+        return None if self.lists is None else (*self.lists.tensors, None, None, None, None)
+
+
+def fits_groups(q: Tensor, k: Tensor) -> bool:
+    """Whether the query heads of a key/value head fit side by side into a tile, which then has fewer tokens."""
+    group = q.shape[-2] // k.shape[-2]
+    return group > 1 and ONE_TILE % group == 0
+
+
+def keys_of_window_tile(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """At whose multiples, counted from the first key of a sequence, tiles of keys of a window end."""
+    on_hopper = compute_capability(q.device.index or 0)[0] == 9
+    own = on_hopper and fits_groups(q, k) and q.shape[-1] == v.shape[-1] == 128
+    return WINDOW_TILE[1] if own else ONE_TILE
+
+
+@lru_cache(256)
+def _aux(scalars: tuple[int, ...]) -> Any:
+    """FA4's AuxData with these runtime numbers."""
+    from cutlass import Int32
+    from flash_attn.cute.utils import AuxData
+
+    return AuxData(None, tuple(map(Int32, scalars)) or None)
+
+
+def _signature(q: Tensor, k: Tensor, v: Tensor, seen: Visible, *more: Any) -> Any:
+    """Everything FA4's choice of sm_90 kernels depends on; None where its own checks are needed."""
+    major, _ = compute_capability(q.device.index or 0)
+    if major != 9 or q.numel() == 0 or k.numel() == 0:
+        return None
+    if seen.tensors is not None and any(t.dim() > 1 for t in seen.tensors):
+        return None
+    if seen.documents is not None and len(seen.documents.used) > FEW_DOCUMENTS:
+        return None
+    listed = None
+    if seen.lists is not None:
+        listed = (seen.lists.rows, seen.lists.width, *map(_broadcast, seen.lists.tensors))
+    sizes = (*q.shape[-2:], *v.shape[-2:], *map(_broadcast, (q, k, v)))
+    left, right = seen.window
+    kinds = (seen.causal, left is None, right is None, seen.documents is None, seen.tensors is None)
+    return (q.device, q.dtype, sizes, kinds, listed, seen.mask_mod, *more)
+
+
+def _broadcast(x: Tensor) -> Any:
+    """Dimensions that repeat one element, which FA4 compiles in."""
+    strides = x.stride()
+    return 0 in strides and tuple(stride == 0 for stride in strides)
+
+
+# Recording
+
+
+class _Recorder:
+    """Stands in for one of FA4's caches of compiled kernels during a call, to learn which ones the call used."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache, self.thread = cache, threading.get_ident()
+        self.used: list[Callable[..., None]] = []
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.cache
+
+    def __setitem__(self, key: Any, kernel: Any) -> None:
+        self.cache[key] = kernel
+
+    def __getitem__(self, key: Any) -> Any:
+        kernel = self.cache[key]
+        if threading.get_ident() == self.thread:
+            self.used.append(positional(kernel))
+        return kernel
+
+
+@contextmanager
+def _recording(*functions: Any) -> Iterator[list[_Recorder]]:
+    """Kernels that FA4's functions use meanwhile. COMPILING is held: their caches and warnings are the process's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FA4's own deprecations, and that there is no aux data
+        recorders = [_Recorder(function.compile_cache) for function in functions]
+        for function, recorder in zip(functions, recorders, strict=True):
+            function.compile_cache = recorder
+        try:
+            yield recorders
+        finally:
+            for function, recorder in zip(functions, recorders, strict=True):
+                function.compile_cache = recorder.cache
+
+
+# Forward
+
+
+_FORWARD: dict[Any, Callable[..., None]] = {}
+"""Compiled sm_90 kernels by signature."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Visible,
+    *,
+    scale: float,
+    lse: bool,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """FA4's forward.
+
+    Args:
+        into: o, whose rows are aligned, and lse to write, instead of new ones.
+    """
+    # A caller's own o and lse may lie with gaps between rows, as those of a dilated neighborhood do
+    own_tiles = into is None and seen.window != (None, None) and fits_groups(q, k)
+    signature = _signature(q, k, v, seen, lse, own_tiles)
+    run = _FORWARD.get(signature)
+    if run is None:
+        with COMPILING:
+            return _attend_by_interface(signature, q, k, v, seen, scale, lse, own_tiles, into)
+    *batch, rows, heads, _ = q.shape
+    sums: Tensor | None
+    if into is None:
+        o = torch.empty((*batch, rows, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
+        sums = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
+    else:
+        o, sums = into
+    run(q, k, v, o, sums, scale, *seen.bounds(), None, *seen.window, None, seen.sparse(), seen.aux(), None, None)
+    return o, sums
+
+
+def _attend_by_interface(
+    signature: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Visible,
+    scale: float,
+    lse: bool,
+    own_tiles: bool,
+    into: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor | None]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    # Without detach() FA4 compiles a kernel that writes lse even where nobody asked for it
+    qkv = (x.detach() for x in (q, k, v))
+    results = {} if into is None else {"out": into[0], "lse": into[1]}
+    packs = own_tiles and seen.documents is None
+    options = {"softmax_scale": scale, "return_lse": lse, "pack_gqa": packs, **results, **seen.interface()}
+    if own_tiles and keys_of_window_tile(q, k, v) == WINDOW_TILE[1]:
+        options["tile_mn"] = WINDOW_TILE
+    with _recording(_flash_attn_fwd) as (recorder,):
+        o, sums, *_ = _flash_attn_fwd(*qkv, **options)
+    if signature is not None and recorder.used:
+        _FORWARD[signature] = recorder.used[-1]
+    return o, sums
+
+
+# Backward
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a backward reads, and where it writes dq, dk and dv: shapes of q, k and v."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    do: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Gradients:
+        return Gradients(**{name: function(tensor) for name, tensor in vars(self).items()})
+
+    def to_one_dim(self) -> Gradients:
+        """With zeros behind the smaller of D and D_v, which change no gradient; the gradients are new tensors."""
+        dim = max(self.q.shape[-1], self.v.shape[-1])
+
+        def widen(x: Tensor) -> Tensor:
+            return torch.nn.functional.pad(x, [0, dim - x.shape[-1]]) if x.shape[-1] < dim else x
+
+        values = {name: tensor if name == "lse" else widen(tensor) for name, tensor in vars(self).items()}
+        return Gradients(**values)
+
+
+class _Backward(NamedTuple):
+    """Compiled sm_90 kernels: row sums and zeros for dq, the backward, and rounding of its fp32 sums."""
+
+    tile_rows: int
+    tile_keys: int
+    before: Callable[..., None]
+    main: Callable[..., None]
+    after: list[Callable[..., None]]
+    """Of dq; of dk and dv too where query heads share them."""
+
+    def __call__(self, given: Gradients, seen: Visible, scale: float) -> None:
+        q, k = given.q, given.k
+        bounds = first, _, used, _ = seen.bounds()
+        *batch, rows, heads, dim = q.shape
+        *_, keys, kv_heads, _ = k.shape
+        if first is not None:  # each document may begin a tile
+            rows, keys = rows + (len(first) - 1) * self.tile_rows, keys + (len(first) - 1) * self.tile_keys
+        rows, keys = -(-rows // self.tile_rows) * self.tile_rows, -(-keys // self.tile_keys) * self.tile_keys
+        fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+        delta, log2_lse = torch.empty((2, *batch, heads, rows), **fp32).unbind(0)
+        dq = torch.empty((*batch, heads, rows * dim), **fp32)
+        dk, dv = given.dk, given.dv
+        if len(self.after) > 1:
+            dk, dv = torch.zeros((2, *batch, kv_heads, keys * dim), **fp32).unbind(0)
+        nothing = (None, None, None)
+        self.before(given.o, given.do, delta, given.lse, log2_lse, dq, first, used, *nothing, 1.0, None, None)
+        statistics = log2_lse, delta
+        masks = *bounds, *seen.window, *nothing, seen.aux(), seen.sparse(), None
+        self.main(q, k, given.v, given.do, *statistics, dq, dk, dv, scale, *masks)
+        rounded = ((dq, given.dq, scale), (dk, given.dk, scale), (dv, given.dv, 1.0))
+        for kernel, (sums, out, factor) in zip(self.after, rounded, strict=False):
+            kernel(sums, out, factor, first, used, None, None)
+
+
+_BACKWARD: dict[Any, _Backward] = {}
+"""By signature."""
+
+
+def differentiate(given: Gradients, seen: Visible, *, scale: float, deterministic: bool = False) -> None:
+    """FA4's backward. A KV head's dk and dv are added up in fp32 over its query heads, dq over the blocks of keys."""
+    gradients = given
+    if given.q.shape[-1] != given.v.shape[-1]:  # FA4 wants equal dims where query heads share keys
+        gradients = given.to_one_dim()
+    few = (min(x.shape[-3], ONE_TILE + 1) for x in (gradients.q, gradients.k))
+    signature = None
+    if not deterministic:
+        signature = _signature(gradients.q, gradients.k, gradients.v, seen, *few, _broadcast(gradients.do))
+    run = _BACKWARD.get(signature)
+    if run is None:
+        with COMPILING:
+            _differentiate_by_interface(signature, gradients, seen, scale, deterministic)
+    else:
+        run(gradients, seen, scale)
+    if gradients is not given:
+        for name in ("dq", "dk", "dv"):
+            target, wide = getattr(given, name), getattr(gradients, name)
+            if wide is not target:
+                target.copy_(wide[..., : target.shape[-1]])
+
+
+def _differentiate_by_interface(
+    signature: Any, given: Gradients, seen: Visible, scale: float, deterministic: bool
+) -> None:
+    from flash_attn.cute import interface
+
+    narrow = seen.lists is not None and seen.lists.width == NARROW
+    own_tiles, tiles, thread = interface._tile_size_bwd_sm90, [], threading.get_ident()
+
+    def choose_tiles(*sizes: Any, **more: Any) -> Any:
+        if threading.get_ident() != thread:
+            return own_tiles(*sizes, **more)
+        tiles.append(_narrow_tiles() if narrow else own_tiles(*sizes, **more))
+        return tiles[-1]
+
+    stages = interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert
+    with _recording(*stages) as (before, main, after):
+        interface._tile_size_bwd_sm90 = choose_tiles
+        try:
+            interface._flash_attn_bwd(
+                given.q,
+                given.k,
+                given.v,
+                given.o,
+                given.do,
+                given.lse,
+                softmax_scale=scale,
+                dq=given.dq,
+                dk=given.dk,
+                dv=given.dv,
+                deterministic=deterministic,
+                **seen.interface(),
+            )
+        finally:
+            interface._tile_size_bwd_sm90 = own_tiles
+    if signature is not None and main.used:
+        chosen = tiles[-1]
+        _BACKWARD[signature] = _Backward(
+            chosen.m_block_size, chosen.n_block_size, before.used[-1], main.used[-1], after.used
+        )
+
+
+def _narrow_tiles() -> Any:
+    """Tiles of FA4's sm_90 backward for blocks of NARROW keys, which it offers only for the widest heads itself."""
+    from flash_attn.cute.interface import BwdConfig
+
+    return BwdConfig(
+        m_block_size=128,
+        n_block_size=NARROW,
+        num_stages_Q=2,
+        num_stages_dO=1,
+        num_stages_PdS=1,
+        SdP_swapAB=False,
+        dKV_swapAB=False,
+        dQ_swapAB=False,
+        AtomLayoutMSdP=2,
+        AtomLayoutNdKV=1,
+        AtomLayoutMdQ=2,
+    )

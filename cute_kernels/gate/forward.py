@@ -1,0 +1,264 @@
+"""Gated sum of the three branches in one pass.
+
+    out[i] = sum_b g_b[i] * o_b[i],   g_b[i] = sigmoid(q[i] . w[b])   or given, or 1/3 each
+
+A row (token and head) belongs to a group of lanes, one vector of 16 bytes each. Sums in fp32, rounded once. Few
+registers, so many rows are in flight: two rows a thread were slower (0.34 ms instead of 0.30 at 128K).
+
+Attention per token has o_slc of a row in registers at its end and can do the same there (token_selected.GatedSlots,
+attend/combine.py), bit for bit: what makes gates, and `weighted_sum`, are shared.
+
+Projected gates are kept (fp32, 1 % of the bytes) for backward.
+
+Packed documents (B = 1): the o's come in the aligned rows of pool/documents.py; tokens behind the last document get 0.
+
+Floor: q and three o's are read and out is written once (without the projection q is not read): 1.34 GB at 128K
+tokens, 8 heads of 128, bf16: 0.32 ms at 4.2 TB/s.
+
+Limits: head dims multiples of 8, at most 256; 64-bit offsets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Float32, const_expr, range_constexpr
+from torch import Tensor
+
+from cute_kernels.mma.warp import LOG2_E
+from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
+
+THREADS = 128
+
+
+class Gating(NamedTuple):
+    """What some rows of out are made of beside q and o_slc, and where they belong."""
+
+    o_cmp: Tensor
+    """`[B,T,H,D_v]`, as o_win and out."""
+    o_win: Tensor
+    out: Tensor
+    gate_proj_weight: Tensor | None
+    """`[H,3,D]`."""
+    gates: Tensor | None
+    """`[B,T,H,3]`, used as they are; with weight fp32, where to write them, if anywhere; without both 1/3 each."""
+    o_slc: Tensor | None = None
+    """Like out, where to write it, if anywhere."""
+
+    def part(self, batches: slice, rows: slice, heads: slice) -> Gating:
+        weight = None if self.gate_proj_weight is None else self.gate_proj_weight[heads]
+        of_rows = (None if x is None else x[batches, rows, heads] for x in (*self[:3], self.gates, self.o_slc))
+        o_cmp, o_win, out, gates, o_slc = of_rows
+        return Gating(o_cmp, o_win, out, weight, gates, o_slc)  # type: ignore[arg-type]
+
+    @property
+    def how(self) -> tuple[torch.dtype | None, torch.dtype | None, bool]:
+        """What kernels that gate on the way are compiled for: types of weight and gates; whether o_slc is written."""
+        w_dtype, g_dtype = (None if x is None else x.dtype for x in (self.gate_proj_weight, self.gates))
+        return w_dtype, g_dtype, self.o_slc is not None
+
+    @property
+    def rest(self) -> tuple[Tensor | None, ...]:
+        """What they take beside q and out, as `fake_rest` makes it."""
+        return self.gate_proj_weight, self.gates, self.o_cmp, self.o_win, self.o_slc
+
+
+def fake_rest(
+    dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, keeps: bool
+) -> tuple[Any, ...]:
+    """What a kernel that gates on the way is compiled with. Args: dim and type of the rows; `Gating.how`."""
+    weight = None if w_dtype is None else fake(w_dtype, None, 3, dim)
+    gates = None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False)
+    o_cmp, o_win, o_slc = (fake(dtype, None, None, None, dim) for _ in range(3))
+    return weight, gates, o_cmp, o_win, o_slc if keeps else None
+
+
+@cute.jit
+def partial_logit(rQ: cute.Tensor, rW: cute.Tensor) -> Float32:
+    """q . w of a lane's vectors."""
+    part = Float32(0.0)
+    for i in range_constexpr(VECTOR):
+        part = cute.math.fma(rQ[i].to(Float32), rW[i].to(Float32), part)
+    return part
+
+
+@cute.jit
+def gate_of_logit(logit: Float32) -> Float32:
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(-logit * LOG2_E, fastmath=True))
+
+
+@cute.jit
+def gates_of_row(
+    rQ: cute.Tensor, rW: cute.Tensor | None, gG: cute.Tensor | None, there: Boolean, lanes: cutlass.Constexpr[int]
+) -> cute.Tensor:
+    """The three gates of a row, for each of its `lanes`. All lanes of a warp take part.
+
+    Args:
+        rQ, rW: a lane's vector of q and `[VECTOR,3]` of its head's weights, which gates are projected by.
+        gG: without rW given gates, which are read of rows that are `there`; else 1/3 each.
+    """
+    rG = cute.make_rmem_tensor(3, Float32)
+    rG.fill(1.0 / 3.0)
+    if const_expr(rW is not None):
+        for b in range_constexpr(3):
+            part = partial_logit(rQ, rW[None, b])
+            rG[b] = gate_of_logit(cute.arch.warp_reduction_sum(part, threads_in_group=lanes))
+    elif const_expr(gG is not None):
+        if there:
+            for b in range_constexpr(3):
+                rG[b] = gG[b].to(Float32)
+    return rG
+
+
+@cute.jit
+def weighted_sum(rO: cute.Tensor, rG: cute.Tensor) -> cute.Tensor:
+    """A lane's vector of out from `[VECTOR,3]` of the branches and three gates."""
+    # fma where the compiler could choose, so that all kernels, and variants of them, give the same bits
+    rOut = cute.make_rmem_tensor(VECTOR, rO.element_type)
+    for i in range_constexpr(VECTOR):
+        value = rO[i, 0].to(Float32) * rG[0]
+        for b in range_constexpr(1, 3):
+            value = cute.math.fma(rO[i, b].to(Float32), rG[b], value)
+        rOut[i] = value.to(rO.element_type)
+    return rOut
+
+
+class GatedSum:
+    """Args: dims of q and of the outputs."""
+
+    def __init__(self, dim: int, v_dim: int) -> None:
+        self.vectors, self.v_vectors = dim // VECTOR, v_dim // VECTOR
+        self.lanes = 1 << (max(self.vectors, self.v_vectors) - 1).bit_length()
+        self.rows = THREADS // self.lanes
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor | None,  # [B, N, H, D], with mW
+        mW: cute.Tensor | None,  # [H, 3, D]
+        mG: cute.Tensor | None,  # [B, N, H, 3]: without mW read, with it written
+        mRows: cute.Tensor | None,  # Documents.rows
+        mCmp: cute.Tensor,  # [B, N, H, D_v], with mRows aligned rows
+        mSlc: cute.Tensor,
+        mWin: cute.Tensor,
+        mOut: cute.Tensor,
+        stream: Any,
+    ):
+        groups = mOut.shape[0] * cute.ceil_div(mOut.shape[1], self.rows)
+        self.kernel(mQ, mW, mG, mRows, mCmp, mSlc, mWin, mOut).launch(
+            grid=[groups * mOut.shape[2], 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor | None,
+        mW: cute.Tensor | None,
+        mG: cute.Tensor | None,
+        mRows: cute.Tensor | None,
+        mCmp: cute.Tensor,
+        mSlc: cute.Tensor,
+        mWin: cute.Tensor,
+        mOut: cute.Tensor,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        item, _, _ = cute.arch.block_idx()
+        _, tokens, heads, _ = mOut.shape
+        head, group = item % heads, item // heads
+        groups = cute.ceil_div(tokens, self.rows)
+        batch = group // groups
+        lane = thread % self.lanes
+        token = group % groups * self.rows + thread // self.lanes
+        in_q, in_v = lane < self.vectors, lane < self.v_vectors
+        row, attended = token, token < tokens
+        if const_expr(mRows is not None):
+            if token < tokens:
+                row = mRows[token]
+            attended = (token < tokens) & (row >= 0)
+
+        rW = None
+        if const_expr(mW is not None):
+            rW = cute.make_rmem_tensor((VECTOR, 3), mW.element_type)
+            rW.fill(0.0)
+            if in_q:
+                for b in range_constexpr(3):
+                    cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
+
+        branches = (mCmp, mSlc, mWin)
+        rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
+        rO = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type)
+        rQ.fill(0.0)
+        if const_expr(mRows is not None):
+            rO.fill(0.0)
+        if attended:
+            if const_expr(mW is not None):
+                if in_q:
+                    cute.autovec_copy(cute.local_tile(mQ[batch, token, head, None], (VECTOR,), (lane,)), rQ)
+            if in_v:
+                for b in range_constexpr(3):
+                    cute.autovec_copy(
+                        cute.local_tile(branches[b][batch, row, head, None], (VECTOR,), (lane,)), rO[None, b]
+                    )
+
+        gG = None if const_expr(mG is None) else mG[batch, token, head, None]
+        rG = gates_of_row(rQ, rW, gG, attended, self.lanes)
+        if const_expr(mW is not None):
+            if (token < tokens) & (lane == 0):
+                for b in range_constexpr(3):
+                    gG[b] = rG[b]
+        if (token < tokens) & in_v:
+            cute.autovec_copy(weighted_sum(rO, rG), cute.local_tile(mOut[batch, token, head, None], (VECTOR,), (lane,)))
+
+
+@compiled_once
+def _compiled(
+    dim: int, v_dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, packed: bool
+) -> Kernel:
+    q = fake(dtype, None, None, None, dim) if w_dtype is not None else None
+    w = fake(w_dtype, None, 3, dim) if w_dtype is not None else None
+    gates = fake(g_dtype, None, None, None, 3, aligned=False) if g_dtype is not None else None
+    rows = fake(torch.int32, None, aligned=False) if packed else None
+    outputs = [fake(dtype, None, None, None, v_dim) for _ in range(4)]
+    return compile_kernel(GatedSum(dim, v_dim), q, w, gates, rows, *outputs)
+
+
+def gated_sum(
+    o_cmp: Tensor,
+    o_slc: Tensor,
+    o_win: Tensor,
+    out: Tensor,
+    *,
+    q: Tensor,
+    gate_proj_weight: Tensor | None = None,
+    gates: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor | None:
+    """Weigh and add the branches, into `out`.
+
+    Args:
+        o_cmp, o_slc, o_win, out: `[B,N,H,D_v]`, bf16 or fp16.
+        q: `[B,N,H,D]`, read with `gate_proj_weight` `[H,3,D]` only.
+        gates: `[B,N,H,3]`, used as they are; without gates and weight 1/3 each.
+        rows: int32 `[N]`, where in the o's the rows of the tokens are, -1: nowhere. B is 1 then.
+
+    Returns:
+        The gates: given, or projected (fp32), or None.
+    """
+    if gate_proj_weight is not None:
+        gates = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)
+    if out.numel() > 0:
+        run = _compiled(
+            q.shape[-1],
+            out.shape[-1],
+            out.dtype,
+            None if gate_proj_weight is None else gate_proj_weight.dtype,
+            None if gates is None else gates.dtype,
+            rows is not None,
+        ).run
+        run(None if gate_proj_weight is None else q, gate_proj_weight, gates, rows, o_cmp, o_slc, o_win, out)
+    return gates

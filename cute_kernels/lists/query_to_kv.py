@@ -1,0 +1,386 @@
+"""Lists of key blocks for block-sparse attention, from selections and from causality.
+
+For each tile of query rows, two lists of blocks of `width` keys, ascending: `full` blocks are visible to every row of
+the tile, `mask` blocks need a mask. Keys are tokens (token j is visible to row i iff j <= i) or compressed entries
+(entry j is visible iff j*d + l-1 <= i); tokens are entries with l = d = 1.
+
+Packed documents (causal): rows, chosen blocks and visibility count from a document's first token, listed blocks from
+the start of the aligned buffers of pool/documents.py, where a document begins with a new tile and a new block.
+
+Kernels here are one thread per tile: bytes and time are negligible (a few microseconds at any length).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, const_expr
+from torch import Tensor
+
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
+from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
+
+THREADS = 128
+WORD = 32
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """What block-sparse attention reads."""
+
+    mask_count: Tensor
+    """int32 `[B,H,M]` for M tiles of query rows."""
+    mask_index: Tensor
+    """int32 `[B,H,M,K]`, the first `count` of K places are read."""
+    full_count: Tensor
+    full_index: Tensor
+    rows: int
+    """Query rows of a tile."""
+    width: int
+    """Keys of a block."""
+    bits: Tensor | None = None
+    """Where listed blocks hold keys that were not chosen: bit b of word w says whether unit 32 w + b was, int32
+    `[B,S,M,words]` for S select heads. Blocks in `mask` must be refined by it."""
+    unit: int = 0
+    """Keys of one bit."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.mask_count, self.mask_index, self.full_count, self.full_index
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which keys a query row sees: those whose last token is not behind it; all of them without causality."""
+
+    length: int = 1
+    stride: int = 1
+    causal: bool = True
+
+    @cute.jit
+    def visible(self, row: Int32, keys: Int32) -> Int32:
+        """How many of the first `keys` keys row `row` sees."""
+        count = keys
+        if const_expr(self.causal):
+            count = Int32(0) if row + 1 < self.length else cutlass.min(keys, (row + 1 - self.length) // self.stride + 1)
+        return count
+
+
+class ChosenLists:
+    """Lists of the blocks chosen for each tile.
+
+    Args:
+        keys: what the blocks consist of.
+        size: keys of a chosen block.
+        width: keys of a listed block. Where it does not divide `size`, bits tell what was chosen inside.
+        rows: query rows of a tile, with documents T.
+        entries: keys are compressed entries, not tokens.
+    """
+
+    def __init__(self, keys: Keys, size: int, width: int, rows: int, *, entries: bool) -> None:
+        self.keys, self.width, self.rows, self.entries = keys, width, rows, entries
+        self.unit = math.gcd(size, width)
+        self.units = size // self.unit
+        self.exact = size % width == 0
+
+    @cute.jit
+    def __call__(
+        self,
+        mIndices: cute.Tensor,  # int32 [B, S, tiles, k]
+        mMaskCount: cute.Tensor,  # [B, H, tiles]
+        mMaskIndex: cute.Tensor,  # [B, H, tiles, K]
+        mFullCount: cute.Tensor,
+        mFullIndex: cute.Tensor,
+        mBits: cute.Tensor | None,  # [B, S, tiles, words], zeros
+        mBounds: cute.Tensor | None,  # Documents.bounds
+        mTiles: cute.Tensor | None,  # Documents.tiles
+        num_keys: Int32,
+        rows_from: Int32,  # the first query row
+        rows_to: Int32,  # behind the last one
+        stream: Any,
+    ):
+        self.kernel(
+            mIndices,
+            mMaskCount,
+            mMaskIndex,
+            mFullCount,
+            mFullIndex,
+            mBits,
+            mBounds,
+            mTiles,
+            num_keys,
+            rows_from,
+            rows_to,
+        ).launch(grid=[cute.ceil_div(cute.size(mMaskCount), THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mIndices: cute.Tensor,
+        mMaskCount: cute.Tensor,
+        mMaskIndex: cute.Tensor,
+        mFullCount: cute.Tensor,
+        mFullIndex: cute.Tensor,
+        mBits: cute.Tensor | None,
+        mBounds: cute.Tensor | None,
+        mTiles: cute.Tensor | None,
+        num_keys: Int32,
+        rows_from: Int32,
+        rows_to: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        group, _, _ = cute.arch.block_idx()
+        batches, heads, tiles = mMaskCount.shape
+        item = group * THREADS + thread
+        tile, head, batch = item % tiles, item // tiles % heads, item // tiles // heads
+        if batch < batches:
+            select_head = head // (heads // mIndices.shape[1])
+            first_row, base = rows_from + tile * self.rows, Int32(0)
+            if const_expr(mTiles is not None):
+                document = cutlass.max(mTiles[DOCUMENT, tile], 0)  # nothing is chosen for unused tiles
+                first_row -= mBounds[ROW, document]
+                rows_to = mBounds[LENGTH, document]
+                base = mBounds[ENTRY if self.entries else ROW, document]
+            last_row = cutlass.min(first_row + self.rows, rows_to) - 1
+            seen_by_all = self.keys.visible(first_row, num_keys)
+            seen = self.keys.visible(last_row, num_keys)
+            listed_before = base // self.width
+            mask_index, full_index = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
+            masks, fulls = Int32(0), Int32(0)
+            count = mIndices.shape[3] * self.units
+            if const_expr(self.exact):
+                for i in cutlass.range(count):
+                    chosen = mIndices[batch, select_head, tile, i // self.units]
+                    block = chosen * self.units + i % self.units
+                    if (chosen >= 0) & (block * self.width < seen):
+                        if (block + 1) * self.width <= seen_by_all:
+                            full_index[fulls] = listed_before + block
+                            fulls += 1
+                        else:
+                            mask_index[masks] = listed_before + block
+                            masks += 1
+            else:
+                # Several units may lie in one listed block, next to each other in the ascending list.
+                parts = const_expr(self.width // self.unit)
+                first_of_group = head % (heads // mIndices.shape[1]) == 0
+                block, present = Int32(-1), Int32(0)
+                for i in cutlass.range(count + 1):
+                    unit = Int32(-1)
+                    if i < count:
+                        chosen = mIndices[batch, select_head, tile, i // self.units]
+                        if chosen >= 0:
+                            unit = chosen * self.units + i % self.units
+                    here = unit // parts if unit >= 0 else Int32(-1)
+                    if here != block:
+                        if (block >= 0) & (block * self.width < seen):
+                            if (present == parts) & ((block + 1) * self.width <= seen_by_all):
+                                full_index[fulls] = listed_before + block
+                                fulls += 1
+                            else:
+                                mask_index[masks] = listed_before + block
+                                masks += 1
+                        block, present = here, Int32(0)
+                    present += 1
+                    if (unit >= 0) & (unit * self.unit < num_keys) & first_of_group:
+                        bit = base // self.unit + unit
+                        word = mBits[batch, select_head, tile, bit // WORD]
+                        mBits[batch, select_head, tile, bit // WORD] = word | (Int32(1) << bit % WORD)
+            mMaskCount[batch, head, tile] = masks
+            mFullCount[batch, head, tile] = fulls
+
+
+class PrefixLists:
+    """Lists of all visible blocks of entries.
+
+    `full` ones are 0, 1, 2, ... for every tile, so one row of them is enough; documents have their own numbers.
+
+    Args:
+        rows: query rows of a listed tile.
+        tile: with documents T, a multiple of `rows`.
+    """
+
+    def __init__(self, keys: Keys, width: int, rows: int, tile: int | None) -> None:
+        self.keys, self.width, self.rows, self.tile = keys, width, rows, tile
+
+    @cute.jit
+    def __call__(
+        self,
+        mMaskCount: cute.Tensor,  # [B, H, M], the same memory for all B and H
+        mMaskIndex: cute.Tensor,  # [B, H, M, K], likewise
+        mFullCount: cute.Tensor,
+        mFullIndex: cute.Tensor,  # [B, H, M, blocks], without documents also for all M
+        mBounds: cute.Tensor | None,  # Documents.bounds
+        mTiles: cute.Tensor | None,  # Documents.tiles
+        num_keys: Int32,
+        rows_from: Int32,
+        rows_to: Int32,
+        stream: Any,
+    ):
+        threads = mMaskCount.shape[2]
+        if const_expr(mTiles is None):
+            threads = cutlass.max(threads, mFullIndex.shape[3])
+        self.kernel(
+            mMaskCount, mMaskIndex, mFullCount, mFullIndex, mBounds, mTiles, num_keys, rows_from, rows_to
+        ).launch(grid=[cute.ceil_div(threads, THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mMaskCount: cute.Tensor,
+        mMaskIndex: cute.Tensor,
+        mFullCount: cute.Tensor,
+        mFullIndex: cute.Tensor,
+        mBounds: cute.Tensor | None,
+        mTiles: cute.Tensor | None,
+        num_keys: Int32,
+        rows_from: Int32,
+        rows_to: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        group, _, _ = cute.arch.block_idx()
+        item = group * THREADS + thread
+        if const_expr(mTiles is None) and item < mFullIndex.shape[3]:
+            mFullIndex[0, 0, 0, item] = item
+        if item < mMaskCount.shape[2]:
+            row, before = rows_from + item * self.rows, Int32(0)
+            if const_expr(mTiles is not None):
+                document = mTiles[DOCUMENT, row // self.tile]
+                rows_to = Int32(0)
+                if document >= 0:
+                    row -= mBounds[ROW, document]
+                    rows_to = mBounds[LENGTH, document]
+                    before = mBounds[ENTRY, document] // self.width
+            fulls = self.keys.visible(row, num_keys) // self.width
+            last_row = cutlass.min(row + self.rows, rows_to) - 1
+            blocks = cute.ceil_div(self.keys.visible(last_row, num_keys), self.width)
+            if const_expr(mTiles is not None):
+                if row >= rows_to:  # unused, or behind the document's end
+                    fulls, blocks = Int32(0), Int32(0)
+                for i in cutlass.range(fulls):
+                    mFullIndex[0, 0, item, i] = before + i
+            mFullCount[0, 0, item] = fulls
+            mMaskCount[0, 0, item] = blocks - fulls
+            for i in cutlass.range(blocks - fulls):
+                mMaskIndex[0, 0, item, i] = before + fulls + i
+
+
+def fake_lists() -> list[Any]:
+    """BlockLists.tensors to compile with."""
+    return [fake(torch.int32, *[None] * dims, aligned=False) for dims in (3, 4, 3, 4)]
+
+
+@compiled_once
+def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, packed: bool) -> Kernel:
+    indices = fake(torch.int32, None, None, None, None, aligned=False)
+    bits = fake(torch.int32, None, None, None, None, aligned=False) if size % width else None
+    return compile_kernel(
+        ChosenLists(keys, size, width, rows, entries=entries),
+        indices,
+        *fake_lists(),
+        bits,
+        *(fake_tables() if packed else (None, None)),
+        *[Int32(0)] * 3,
+    )
+
+
+@compiled_once
+def _prefix(keys: Keys, width: int, rows: int, tile: int | None) -> Kernel:
+    return compile_kernel(
+        PrefixLists(keys, width, rows, tile),
+        *fake_lists(),
+        *((None, None) if tile is None else fake_tables()),
+        *[Int32(0)] * 3,
+    )
+
+
+def chosen_lists(
+    indices: Tensor,
+    heads: int,
+    keys: Keys,
+    *,
+    size: int,
+    width: int,
+    rows: int,
+    num_keys: int,
+    rows_from: int,
+    rows_to: int,
+    entries: bool,
+    documents: Documents | None = None,
+) -> BlockLists:
+    """Lists of chosen blocks.
+
+    Args:
+        indices: int32 `[B,S,tiles,k]`, ascending, padded with -1, for the tiles of query rows `rows_from` ...
+            `rows_to` - 1.
+        heads: query heads H, a multiple of S.
+        size, width: keys of a chosen and of a listed block.
+        rows: query rows of a tile.
+        entries: the blocks consist of compressed entries, not of tokens.
+        documents: then `num_keys`, `rows_from` and `rows_to` are those of the aligned buffers.
+    """
+    batch, select_heads, tiles, count = indices.shape
+    device = indices.device
+    unit = math.gcd(size, width)
+    touched = -(-(size + width - unit) // width)  # listed blocks that one chosen block can touch
+    places = max(1, min(count * touched, -(-num_keys // width)))
+    counts = ((batch, heads, tiles), (heads * tiles, tiles, 1), batch * heads * tiles)
+    listed = ((batch, heads, tiles, places), (heads * tiles * places, tiles * places, places, 1), counts[2] * places)
+    mask_count, full_count, mask_index, full_index = int32_tensors(device, counts, counts, listed, listed)
+    bits = None
+    if size % width:
+        words = max(2, -(-num_keys // (unit * WORD)))  # FA4 wants exactly one dimension of stride 1
+        bits = torch.zeros((batch, select_heads, tiles, words), dtype=torch.int32, device=device)
+    if mask_count.numel() > 0:
+        run = _chosen(keys, size, width, rows, entries=entries, packed=documents is not None).run
+        tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
+        run(indices, mask_count, mask_index, full_count, full_index, bits, *tables, num_keys, rows_from, rows_to)
+    return BlockLists(mask_count, mask_index, full_count, full_index, rows, width, bits, unit)
+
+
+def prefix_lists(
+    batch: int,
+    heads: int,
+    keys: Keys,
+    *,
+    width: int,
+    rows: int,
+    num_keys: int,
+    rows_from: int,
+    rows_to: int,
+    device: torch.device,
+    documents: Documents | None = None,
+) -> BlockLists:
+    """Lists of all entries that query rows `rows_from` ... `rows_to` - 1 see, stored once for all batches and heads.
+
+    Args:
+        documents: then the rows are aligned ones, and `num_keys` is the most entries of one document.
+    """
+    tiles = -(-(rows_to - rows_from) // rows)
+    blocks = -(-num_keys // width)
+    masks = min(blocks, -(-rows // keys.stride // width) + 2)
+    counts = ((batch, heads, tiles), (0, 0, 1), tiles)
+    mask = ((batch, heads, tiles, masks), (0, 0, masks, 1), tiles * masks)
+    full = ((batch, heads, tiles, blocks), (0, 0, 0, 1), blocks)  # 0, 1, 2, ... serve every tile
+    if documents is not None:
+        full = (full[0], (0, 0, blocks, 1), tiles * blocks)
+    mask_count, full_count, mask_index, full_index = int32_tensors(device, counts, counts, mask, full)
+    if mask_count.numel() > 0 and blocks > 0:
+        tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
+        run = _prefix(keys, width, rows, None if documents is None else documents.tile).run
+        run(mask_count, mask_index, full_count, full_index, *tables, num_keys, rows_from, rows_to)
+    return BlockLists(mask_count, mask_index, full_count, full_index, rows, width)
+
+
+def int32_tensors(device: torch.device, *layouts: tuple[tuple[int, ...], tuple[int, ...], int]) -> list[Tensor]:
+    """int32 tensors (sizes, strides, elements) in one allocation, which costs the host half of what four do."""
+    whole = torch.empty(sum(count for _, _, count in layouts), dtype=torch.int32, device=device)
+    tensors, start = [], 0
+    for sizes, strides, count in layouts:
+        tensors.append(whole.as_strided(sizes, strides, start))
+        start += count
+    return tensors

@@ -1,0 +1,359 @@
+"""Tiles of rows in shared memory, and products of them by warps (mma.sync m16n8k16): what attention per token shares.
+
+Of 16 x 8 numbers of an accumulator, lane 4 i + j holds columns 2 j and 2 j + 1 of rows i and i + 8. A quad, four lanes,
+so has a row's piece of 16 bytes (in 16 bits), a quarter of it in each lane. To write whole vectors, its lanes exchange
+what they have of four pieces (write_whole_rows), or the right operand's columns lie in another order (load_for_quads),
+so that a lane has a whole piece already (write_quads).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warp
+
+from cute_kernels.mma.warp import LANES
+from cute_kernels.runtime.jit import VECTOR
+
+QUAD = 4
+"""Lanes that hold a row of an accumulator."""
+
+ALIGNMENT = 128
+"""Of tiles in shared memory, in bytes."""
+
+CHUNK = 16
+"""Columns that one mma.sync multiplies, and its rows."""
+
+
+def tiles(dtype: Any, rows: int, dim: int, count: int) -> Any:
+    """Layout of `count` tiles of rows x dim in 16 bits, for cp.async and ldmatrix without bank conflicts."""
+    atom = cute.make_composed_layout(cute.make_swizzle(3, 3, 3), 0, cute.make_ordered_layout((8, 64), order=(1, 0)))
+    return cute.tile_to_shape(atom, (rows, dim, count), (0, 1, 2))
+
+
+def transposed(tile: cute.Tensor) -> cute.Tensor:
+    """A tile of rows x columns as columns x rows."""
+    rows, columns = (cute.size(tile, mode=[i]) for i in range(2))
+    return cute.composition(tile, cute.make_ordered_layout((columns, rows), order=(1, 0)))
+
+
+def warps_mma(dtype: Any, warps: int) -> cute.TiledMma:
+    """Products of 16-bit operands in fp32, each warp 16 rows of 16 * warps."""
+    op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, CHUNK))
+    return cute.make_tiled_mma(op, (warps, 1, 1), permutation_mnk=(CHUNK * warps, CHUNK, CHUNK))
+
+
+@cute.jit
+def multiply(
+    mma: cute.TiledMma,
+    thread: Int32,
+    acc: cute.Tensor,
+    left: cute.Tensor,  # rows x k
+    right: cute.Tensor,  # columns x k
+    first: Int32,  # of the CHUNKs of columns that acc has
+    left_transposed: cutlass.Constexpr[bool] = False,  # of memory: whether its rows are contiguous, not k
+    right_transposed: cutlass.Constexpr[bool] = False,
+):
+    """acc += left right^T, both from shared memory."""
+    one = mma.get_slice(thread)
+    copy_left = _copy(mma, left.element_type, thread, "A", left_transposed)
+    rLeft = one.make_fragment_A(one.partition_A(left))
+    from_left, to_left = copy_left.partition_S(left), copy_left.retile(rLeft)
+    from_right, rRight, to_right, copy_right = _right(mma, thread, acc, right, right_transposed)
+    for k in range_constexpr(cute.size(rLeft, mode=[2])):
+        cute.copy(copy_left, from_left[None, None, k], to_left[None, None, k])
+        for i in range_constexpr(cute.size(to_right, mode=[1])):
+            cute.copy(copy_right, from_right[None, first + i, k], to_right[None, i, k])
+        cute.gemm(mma, acc, rLeft[None, None, k], rRight[None, None, k], acc)
+
+
+@cute.jit
+def multiply_registers(
+    mma: cute.TiledMma,
+    thread: Int32,
+    acc: cute.Tensor,
+    rLeft: cute.Tensor,  # as of `left_operand`
+    right: cute.Tensor,  # columns x k
+    first: Int32,
+    right_transposed: cutlass.Constexpr[bool] = False,
+):
+    """acc += left right^T, the right one from shared memory."""
+    from_right, rRight, to_right, copy_right = _right(mma, thread, acc, right, right_transposed)
+    for k in range_constexpr(cute.size(rLeft, mode=[2])):
+        for i in range_constexpr(cute.size(to_right, mode=[1])):
+            cute.copy(copy_right, from_right[None, first + i, k], to_right[None, i, k])
+        cute.gemm(mma, acc, rLeft[None, None, k], rRight[None, None, k], acc)
+
+
+def _right(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, right: cute.Tensor, is_transposed: bool) -> Any:
+    """Where a right operand comes from, for all of its columns, and goes to, for those of acc; and how.
+
+    The whole operand is partitioned: for a part that begins inside of a swizzled row, addresses come out wrong.
+    """
+    copy = _copy(mma, right.element_type, thread, "B", is_transposed)
+    columns = cute.size(acc, mode=[2]) * 8
+    fragment = mma.make_fragment_B(mma.partition_shape_B((columns, cute.size(right, mode=[1]))))
+    return copy.partition_S(right), fragment, copy.retile(fragment), copy
+
+
+def _copy(mma: cute.TiledMma, dtype: Any, thread: Int32, operand: str, is_transposed: bool) -> Any:
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=is_transposed, num_matrices=4), dtype)
+    make = cute.make_tiled_copy_A if operand == "A" else cute.make_tiled_copy_B
+    return make(atom, mma).get_slice(thread)
+
+
+def accumulator(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
+    """Registers for the sums of a product."""
+    return cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(shape), Float32)
+
+
+def numbers(acc: cute.Tensor) -> cute.Tensor:
+    """A thread's numbers as (c, r, m, n): columns 2 j + c of the n-th 8, rows i + 8 r of the m-th 16 of its warp."""
+    rows, columns = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, rows, columns)))
+
+
+def left_operand(acc: cute.Tensor, dtype: Any) -> cute.Tensor:
+    """An accumulator, rounded, as the left operand of the next product: its columns are k there."""
+    rounded = cute.make_rmem_tensor_like(acc, dtype)
+    rounded.store(acc.load().to(dtype))
+    rows, columns = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
+    layout = cute.make_layout(((2, 2, 2), rows, columns // 2), stride=((1, 2, 4 * rows), 4, 8 * rows))
+    return cute.make_tensor(rounded.iterator, layout)
+
+
+# Rows of an accumulator, (c, n) of `numbers`: what a row's quad does with it
+
+
+@cute.jit
+def hide_behind(rRow: cute.Tensor, last: Int32, first: cutlass.Constexpr[int] = 0):
+    """Columns behind `last` become -inf. Args: `first`: columns before it are left as they are."""
+    lane = cute.arch.lane_idx()
+    for n in range_constexpr(first // 8, cute.size(rRow, mode=[1])):
+        for c in range_constexpr(2):
+            rRow[c, n] = rRow[c, n] if n * 8 + lane % QUAD * 2 + c <= last else -Float32.inf
+
+
+@cute.jit
+def highest(rRow: cute.Tensor) -> Float32:
+    """Of the whole row, in all lanes of its quad."""
+    top = -Float32.inf
+    for n in range_constexpr(cute.size(rRow, mode=[1])):
+        for c in range_constexpr(2):
+            top = cute.arch.fmax(top, rRow[c, n])
+    return cute.arch.warp_reduction_max(top, threads_in_group=QUAD)
+
+
+@cute.jit
+def exponentiate(rRow: cute.Tensor, scale: Float32, base: Float32, total: Float32) -> Float32:
+    """x becomes 2^(scale x - base). Returns `total` plus the lane's new numbers, in their order."""
+    for n in range_constexpr(cute.size(rRow, mode=[1])):
+        for c in range_constexpr(2):
+            rRow[c, n] = cute.math.exp2(cute.math.fma(rRow[c, n], scale, -base), fastmath=True)
+            total += rRow[c, n]
+    return total
+
+
+@cute.jit
+def scale_row(rRow: cute.Tensor, factor: Float32):
+    for n in range_constexpr(cute.size(rRow, mode=[1])):
+        for c in range_constexpr(2):
+            rRow[c, n] = rRow[c, n] * factor
+
+
+@cute.jit
+def store(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, tile: cute.Tensor, first: Int32):
+    """An accumulator, rounded, into shared memory, from CHUNK `first` of the tile's columns on."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
+    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
+    rounded.store(acc.load().to(tile.element_type))
+    rows, to = copy.retile(rounded), copy.partition_D(tile)
+    for i in range_constexpr(cute.size(rows, mode=[2])):
+        cute.copy(copy, rows[None, None, i], to[None, None, first + i])
+
+
+@cute.jit
+def quad_vectors(rPieces: cute.Tensor, lane: Int32):
+    """Transpose four pieces of a row among the four lanes of a quad, in place.
+
+    Args:
+        rPieces: int32 [4]: this lane's two 16-bit numbers of piece 0 ... 3 of 8 numbers each. Afterwards the four pairs
+            of numbers of the piece that has this lane's number in its quad.
+    """
+    for bit in range_constexpr(2):
+        step = const_expr(1 << bit)
+        upper = (lane & step) != 0
+        for first in range_constexpr(QUAD):
+            if const_expr(first & step == 0):
+                low, high = rPieces[first], rPieces[first + step]
+                given = low if upper else high
+                taken = cute.arch.shuffle_sync_bfly(given, offset=step)
+                rPieces[first] = taken if upper else low
+                rPieces[first + step] = high if upper else taken
+
+
+@cute.jit
+def load_block(
+    mX: cute.Tensor,  # [N, dim]
+    sX: cute.Tensor,  # [rows, dim]
+    first: Int32,
+    end: Int32,
+    thread: Int32,
+    threads: cutlass.Constexpr[int],
+):
+    """Start copying rows `first` ... into shared memory, with zeros from row `end` on."""
+    vectors = const_expr(cute.size(sX, mode=[1]) // VECTOR)
+    copy = cute.make_copy_atom(cpasync.CopyG2SOp(), sX.element_type, num_bits_per_copy=128)
+    rZero = cute.make_rmem_tensor(VECTOR, sX.element_type)
+    rZero.fill(0.0)
+    for i in range_constexpr(cute.size(sX, mode=[0]) * vectors // threads):
+        item = thread + i * threads
+        row, vector = item // vectors, item % vectors
+        to = cute.local_tile(sX[row, None], (VECTOR,), (vector,))
+        if first + row < end:
+            cute.copy(copy, cute.local_tile(mX[first + row, None], (VECTOR,), (vector,)), to)
+        else:
+            cute.autovec_copy(rZero, to)
+
+
+def as_vectors(mX: cute.Tensor) -> cute.Tensor:
+    """The memory from a tensor's first number on as vectors of 16 bytes: (number, vector)."""
+    return cute.make_tensor(mX.iterator, cute.make_layout((VECTOR, 1 << 30), stride=(1, VECTOR)))
+
+
+def vector_strides(gX: cute.Tensor) -> tuple[Int32, Int32]:
+    """Of the first two of [tokens or places, G, D], in vectors, of which there are less than 2^31."""
+    first, second, _ = gX.layout.stride
+    return Int32(first // VECTOR), Int32(second // VECTOR)
+
+
+@cute.jit
+def gather_rows(
+    mX: cute.Tensor,  # as of `as_vectors`
+    sX: cute.Tensor,  # [rows, dim]
+    start: Int32,  # in lane i, the first vector of row i (of each 32 in turn)
+):
+    """Start copying rows into shared memory, by one warp."""
+    rows, vectors = const_expr(cute.size(sX, mode=[0])), const_expr(cute.size(sX, mode=[1]) // VECTOR)
+    mode = cpasync.LoadCacheMode.GLOBAL
+    copy = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=mode), sX.element_type, num_bits_per_copy=128)
+    lane = cute.arch.lane_idx()
+    for i in range_constexpr(rows * vectors // LANES):
+        row, vector = (i * LANES + lane) // vectors, lane % vectors
+        place = Int64(cute.arch.shuffle_sync(start, row) + vector)
+        cute.copy(copy, mX[None, place], cute.local_tile(sX[row, None], (VECTOR,), (vector,)))
+
+
+def lane_row(sX: cute.Tensor, threads: int) -> Int32:
+    """The row whose first vector this lane has for `gather_tile`."""
+    across = const_expr(cute.size(sX, mode=[1]) // VECTOR)
+    lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    rows = const_expr(LANES // across)  # of a warp at a time
+    steps = const_expr(cute.size(sX, mode=[0]) * across // threads)
+    return lane // rows % steps * (threads // across) + warp_index * rows + lane % rows
+
+
+@cute.jit
+def gather_tile(
+    mX: cute.Tensor,  # as of `as_vectors`
+    sX: cute.Tensor,  # [rows, dim]
+    start: Int32,  # the first vector of the lane's row (lane_row)
+    threads: cutlass.Constexpr[int],
+):
+    """Start copying rows into shared memory, by all warps; a thread's vectors lie a multiple of 8 rows apart."""
+    across = const_expr(cute.size(sX, mode=[1]) // VECTOR)
+    mode = cpasync.LoadCacheMode.GLOBAL
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=mode), sX.element_type, num_bits_per_copy=128)
+    lanes = cute.make_ordered_layout((threads // across, across), order=(1, 0))
+    copy = cute.make_tiled_copy_tv(atom, lanes, cute.make_layout((1, VECTOR)))
+    thread, _, _ = cute.arch.thread_idx()
+    lane = cute.arch.lane_idx()
+    to = copy.get_slice(thread).partition_D(sX)  # (vector, step, 0)
+    from_lane = cute.domain_offset((0, lane % across), mX)
+    for step in range_constexpr(cute.size(to, mode=[1])):
+        first = cute.arch.shuffle_sync(start, step * (LANES // across) + lane // across)
+        cute.copy(atom, from_lane[None, Int64(first)], to[None, step, 0])
+
+
+@cute.jit
+def load_for_quads(
+    mX: cute.Tensor,  # [N, dim]
+    sX: cute.Tensor,  # [rows, dim]
+    first: Int32,
+    end: Int32,
+    thread: Int32,
+    threads: cutlass.Constexpr[int],
+):
+    """As `load_block`, but waiting for the rows, and with columns in another order, for `write_quads`.
+
+    Of 32 columns, pair i of the j-th 8 goes to place 4 i + j of the pairs. What lane j of a quad then has of four
+    pieces of a product, a pair of each, are the j-th 8 columns.
+    """
+    vectors = const_expr(cute.size(sX, mode=[1]) // VECTOR)
+    rX = cute.make_rmem_tensor((VECTOR, const_expr(cute.size(sX, mode=[0]) * vectors // threads)), sX.element_type)
+    rX.fill(0.0)
+    for i in range_constexpr(cute.size(rX, mode=[1])):
+        row, vector = (thread + i * threads) // vectors, (thread + i * threads) % vectors
+        if first + row < end:
+            cute.autovec_copy(cute.local_tile(mX[first + row, None], (VECTOR,), (vector,)), rX[None, i])
+    for i in range_constexpr(cute.size(rX, mode=[1])):
+        row, vector = (thread + i * threads) // vectors, (thread + i * threads) % vectors
+        for pair in range_constexpr(QUAD):
+            to = vector // QUAD * VECTOR * 2 + pair * QUAD + vector % QUAD
+            cute.autovec_copy(cute.local_tile(rX[None, i], (2,), (pair,)), cute.local_tile(sX[row, None], (2,), (to,)))
+
+
+@cute.jit
+def write_quads(
+    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
+    mX: cute.Tensor,  # as of `as_vectors`
+    start: Int32,  # in lane i, the first vector of row i; negative: it is not written
+):
+    """Rows of an accumulator whose columns are in the order of `load_for_quads`, each by its quad.
+
+    They leave L2 first.
+    """
+    _, _, rows, pieces = rRounded.shape
+    lane = cute.arch.lane_idx()
+    pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)
+    rPieces = cute.make_rmem_tensor(QUAD, Int32)
+    for m in range_constexpr(rows):
+        for r in range_constexpr(2):
+            place = cute.arch.shuffle_sync(start, m * CHUNK + r * 8 + lane // QUAD)
+            if place >= 0:
+                row = cute.domain_offset((0, Int64(place + lane % QUAD)), mX)
+                for first in range_constexpr(0, pieces, QUAD):
+                    for i in range_constexpr(QUAD):
+                        rPieces[i] = pairs[0, r, m, first + i]
+                    cute.arch.store(row[None, first].iterator, rPieces.load(), cop="cs")
+
+
+@cute.jit
+def write_whole_rows(
+    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
+    mX: cute.Tensor,  # as of `as_vectors`
+    start: Int32,  # in lane i, the first vector of row i; negative: it is not written
+):
+    """Rows of an accumulator, each by its quad, whose lanes exchange pieces.
+
+    All vectors of a row are written together: one address and one branch for each. They leave L2 first.
+    """
+    _, _, rows, pieces = rRounded.shape
+    lane = cute.arch.lane_idx()
+    pairs = cute.recast_tensor(rRounded, Int32)  # (1, r, m, n)
+    rPieces = cute.make_rmem_tensor((QUAD, pieces // QUAD), Int32)
+    for m in range_constexpr(rows):
+        for r in range_constexpr(2):
+            place = cute.arch.shuffle_sync(start, m * CHUNK + r * 8 + lane // QUAD)
+            for first in range_constexpr(0, pieces, QUAD):
+                for i in range_constexpr(QUAD):
+                    rPieces[i, first // QUAD] = pairs[0, r, m, first + i]
+                quad_vectors(rPieces[None, first // QUAD], lane)
+            row = cute.domain_offset((0, Int64(place + lane % QUAD)), mX)
+            if place >= 0:
+                for i in range_constexpr(pieces // QUAD):
+                    cute.arch.store(row[None, i * QUAD].iterator, rPieces[None, i].load(), cop="cs")

@@ -1,0 +1,234 @@
+"""Tiles of rows in shared memory, and products of them by warpgroups (WGMMA): what kernels for Hopper share.
+
+Of 64 x columns numbers of an accumulator, lane 4 i + j of warp w holds columns 2 j and 2 j + 1 of each 8, in rows
+16 w + i and 16 w + i + 8: each warp's 16 rows lie in it as those of mma/mma_sync.py do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.mma.warp import LOG2_E, probability
+
+UNIT = 64
+"""Rows that a warpgroup multiplies, and of a tile."""
+
+GROUP = 128
+"""Threads of a warpgroup."""
+
+ALIGNMENT = 1024
+"""Of tiles in shared memory, in bytes."""
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+REGISTERS, SHARED = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+
+
+def swizzled_tiles(dtype: Any, dim: int, count: int, rows: int = UNIT) -> Any:
+    """Layout of `count` tiles of rows x dim, as TMA writes and WGMMA reads them (also transposed)."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, (rows, dim, count), (0, 1, 2))
+
+
+def allocate_tiles(smem: Any, dtype: Any, layout: Any) -> cute.Tensor:
+    """Shared memory for tiles laid out by `swizzled_tiles`."""
+    return smem.allocate_tensor(dtype, layout.outer, ALIGNMENT, swizzle=layout.inner)
+
+
+def transposed(tiles: cute.Tensor) -> cute.Tensor:
+    """Tiles of rows x columns as columns x rows."""
+    rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
+    return cute.composition(tiles, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
+
+
+def warpgroup_mma(dtype: Any, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
+    """UNIT x `columns` by one warpgroup. Args: where the left operand lies; major modes of both."""
+    return hopper_helpers.make_trivial_tiled_mma(dtype, dtype, left, right, Float32, (1, 1, 1), (UNIT, columns), source)
+
+
+def of_warpgroup(acc: cute.Tensor) -> cute.Tensor:
+    """A warp's accumulator of 16 rows (warp_tiles.accumulator) as a part of a warpgroup's of UNIT rows."""
+    return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, cute.size(acc, mode=[2])), 1, 1)))
+
+
+def left_tiles(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
+    """Tiles of UNIT rows as left operands from SHARED, the last mode the tile."""
+    one = mma.get_slice(0)
+    return one.make_fragment_A(one.partition_A(tiles))
+
+
+def right_tiles(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
+    """Tiles of columns x k in shared memory as right operands, likewise."""
+    one = mma.get_slice(0)
+    return one.make_fragment_B(one.partition_B(tiles))
+
+
+@cute.jit
+def read_left(mma: cute.TiledMma, rows: cute.Tensor) -> cute.Tensor:
+    """UNIT rows of shared memory in registers, as a left operand from REGISTERS; a warp reads its own 16 alone."""
+    thread, _, _ = cute.arch.thread_idx()
+    one = mma.get_slice(thread % GROUP)
+    load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), rows.element_type)
+    copy = cute.make_tiled_copy_A(load, mma).get_slice(thread % GROUP)
+    left = one.make_fragment_A(one.partition_shape_A((UNIT, cute.size(rows, mode=[1]))))
+    cute.copy(copy, copy.partition_S(rows), copy.retile(left))
+    return left
+
+
+def rounded_left(mma: cute.TiledMma, acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator of UNIT columns, rounded, as a left operand from REGISTERS: its columns are k there."""
+    one = mma.get_slice(0)
+    left = one.make_fragment_A(one.partition_shape_A((UNIT, UNIT)))
+    left.store(cute.make_tensor(acc.iterator, left.layout).load().to(left.element_type))
+    return left
+
+
+@cute.jit
+def start_product(
+    mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, add: cutlass.Constexpr[bool]
+):
+    """Start acc = left right, or acc += left right, as one group."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, add)
+    for k in range_constexpr(cute.size(left, mode=[2])):
+        cute.gemm(atom, acc, left[None, None, k], right[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def accumulated(acc: cute.Tensor) -> list[tuple[int, int, int]]:
+    """Where a thread's values lie, ((c, r, n), 0, 0): n-th 8 columns, r-th of its 2 rows, c-th of its 2 columns."""
+    columns, rows, eighths = acc.shape[0]
+    return [(n, r, c) for n in range(eighths) for r in range(rows) for c in range(columns)]
+
+
+def of_rows(values: cute.Tensor) -> cute.Tensor:
+    """Values of a thread's rows, (r), as (c, r, n) of `accumulated`."""
+    return cute.make_tensor(values.iterator, cute.make_layout((2, 2, UNIT // 8), stride=(0, 1, 0)))
+
+
+@cute.jit
+def of_columns(shared: cute.Tensor) -> cute.Tensor:
+    """Values of a thread's columns, (c, n), likewise, in registers."""
+    values = cute.make_rmem_tensor_like(shared)
+    cute.autovec_copy(shared, values)
+    return cute.make_tensor(values.iterator, cute.make_layout((2, 2, UNIT // 8), stride=(1, 0, 2)))
+
+
+@cute.jit
+def to_probabilities(S: cute.Tensor, scale: Float32, lse: cute.Tensor):
+    """S becomes P. Args: lse: in base 2, as of `of_rows` or `of_columns`."""
+    for n, r, c in accumulated(S):
+        S[(c, r, n), 0, 0] = probability(S[(c, r, n), 0, 0], scale, lse[c, r, n])
+
+
+@cute.jit
+def score_gradients(dS: cute.Tensor, P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor):
+    """dS = P (dP - delta), which may take the place of P or of dP. Args: delta: likewise."""
+    for n, r, c in accumulated(P):
+        dS[(c, r, n), 0, 0] = P[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - delta[c, r, n])
+
+
+def _rows_first(x: cute.Tensor) -> cute.Tensor:
+    """[B, N, H, D] as (N, D, H, B)."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
+
+
+def tma_copies(op: Any, dtype: Any, dim: int, *tensors: cute.Tensor) -> list[Any]:
+    """How to copy tiles between shared memory and each [B, N, H, D]: its atom and coordinates, then the next one's."""
+    layout = cute.select(swizzled_tiles(dtype, dim, 1), mode=[0, 1])
+    copies = [cpasync.make_tiled_tma_atom(op, _rows_first(x), layout, (UNIT, dim)) for x in tensors]
+    return [part for copy in copies for part in copy]
+
+
+def _tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """(., tile in shared memory) and (., (tile of rows, head, batch)) for cute.copy."""
+    gX = cute.flat_divide(x, (UNIT, cute.size(tiles, mode=[1])))[None, None, None, 0, None, None]
+    sX, tiled = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
+    )
+    return sX, cute.group_modes(tiled, 1, 4)
+
+
+def tma_loads(*sources: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]) -> Callable[..., None]:
+    """How a thread starts to fill tiles that come together: load(place, index, barrier).
+
+    Args:
+        sources: of each, its atom, tiles in shared memory and coordinates (`tma_copies`).
+        place: (tile of rows, head, batch).
+        index: of the tiles in shared memory.
+    """
+    copies = [(atom, *_tma_tiles(atom, tiles, x)) for atom, tiles, x in sources]
+
+    def load(place: tuple[Any, Any, Any], index: Any, barrier: Any) -> None:
+        for atom, sX, gX in copies:
+            cute.copy(atom, gX[None, place], sX[None, index], tma_bar_ptr=barrier)
+
+    return load
+
+
+def tma_store(
+    place: tuple[Any, Any, Any], index: Any, *targets: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]
+) -> None:
+    """Copy tiles from shared memory, by a warp, and wait until they have been read. Args: as of `tma_loads`."""
+    for atom, tiles, x in targets:
+        sX, gX = _tma_tiles(atom, tiles, x)
+        cute.copy(atom, sX[None, index], gX[None, place])
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def tma_pipeline(stages: int, warps: int, tx_bytes: int, *, writers: int = 0, defer_sync: bool = False) -> Any:
+    """Stages that TMA fills with `tx_bytes` each, and that warps read.
+
+    Args:
+        writers: threads that write, too, before a stage is full.
+        defer_sync: a later pipeline makes the barriers of this one known to all threads.
+    """
+    return pipeline.PipelineTmaAsync.create(
+        num_stages=stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + writers),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps),
+        tx_count=tx_bytes,
+        defer_sync=defer_sync,
+    )
+
+
+def acquire(ready: Any, state: Any) -> Any:
+    """Wait until a stage is empty. Returns the barrier of what fills it."""
+    ready.producer_acquire(state)
+    return ready.producer_get_barrier(state)
+
+
+@cute.jit
+def store_numbers(mma: cute.TiledMma, rounded: cute.Tensor, tile: cute.Tensor, thread: Int32):
+    """A warpgroup's accumulator, in 16 bits, into a tile."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
+    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    cute.copy(copy, copy.retile(rounded), copy.partition_D(tile))
+
+
+@cute.jit
+def store_rounded(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: Int32, barrier: Int32):
+    """Round a warpgroup's sums into a tile, for TMA to read it."""
+    rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
+    rounded.store(acc.load().to(tile.element_type))
+    store_numbers(mma, rounded, tile, thread)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+
+
+@cute.jit
+def row_statistics(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows: Int32) -> tuple[Float32, Float32]:
+    """(lse in base 2, delta) of a row, (inf, 0) where there is no finite lse. Without branches: loads go together."""
+    place = cutlass.min(row, num_rows - 1)
+    lse, delta = mLse[place], mDelta[place]
+    present = (row < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
+    return lse * LOG2_E if present else Float32.inf, delta if present else Float32(0.0)

@@ -1,0 +1,223 @@
+"""Neighborhood attention on NVIDIA GPUs: FlashAttention-4's sliding window over strided views, without a copy.
+
+Tokens that attend to each other are of one residue class modulo C = min(dilation, N): token = row * C + class. In a
+class a window is contiguous, rows i - left ... i + right, so classes are what FlashAttention-4 calls heads or batch:
+
+    classes as heads    [B, rows, classes * H, D]   where a token's heads lie side by side, as in contiguous tensors
+    classes as batch    [classes, rows, H, D]       of one sequence, elsewhere
+    a class alone       [B, rows, H, D]             instead, where there are fewer classes than sequences
+
+Query head c * H + h then reads key/value head (c * H + h) // G = c * H_kv + h // G, as it should. If C does not divide
+N, the first N mod C classes have a row more than the others, and are calls of their own.
+
+Windows that move inside at the ends (boundary="shift") are no sliding windows: support.py refuses them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.runtime.device import must_be_deterministic, vectorizable
+from cute_kernels.support import MAX_GRID
+
+SUMS_SHARE = 12
+"""The fp32 sums of a call of backward take at most this part of all inputs, outputs and gradients ..."""
+
+SUMS_BYTES = 64 << 20
+"""... or this, where that is more: splitting small calls costs time and saves little."""
+
+TILE = 128
+"""Rows are rounded up to this in fp32 sums."""
+
+LSE_ROWS = 4
+"""LSE's rows are padded to a multiple of this: FlashAttention-4 copies one whose strides are not aligned."""
+
+OF_KEYS = frozenset(("k", "v", "dk", "dv"))
+"""What has H_kv heads."""
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel_size: int,
+    dilation: int,
+    softmax_scale: float | None,
+    boundary: str,
+    causal: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Forward of checked inputs that support.py let through.
+
+    Args:
+        q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`; rows that are not aligned (device.vectorizable) are copied.
+        boundary: "truncate", or anything with `causal`. backend: "cute".
+
+    Returns:
+        out like q, contiguous, and LSE `[B, C, H, rows]` fp32 for `backward`, with C = min(dilation, N), and rows at
+        least ceil(N / C); those that no class has are not written.
+    """
+    q, k, v = (vectorizable(tensor) for tensor in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_tokens = q.shape[1]
+    classes, lse = _num_classes(num_tokens, dilation), kept_like(q, k, v, dilation=dilation)
+    left, right = _window(kernel_size, causal, num_tokens)
+    tensors = (q, k, v, out)
+    for piece in _pieces(tensors, classes):
+        *qkv, o = (piece.of(tensor) for tensor in tensors)
+        fa4.window(*qkv, left=left, right=right, scale=_scale(q, softmax_scale), into=(o, piece.of_lse(lse)))
+    return out, lse
+
+
+def kept_like(q: Tensor, k: Tensor, v: Tensor, *, dilation: int, **others: Any) -> Tensor:
+    """Uninitialised LSE, as `forward` gives it."""
+    batch, num_tokens, heads = q.shape[:3]
+    classes = _num_classes(num_tokens, dilation)
+    rows = -(-num_tokens // (classes * LSE_ROWS)) * LSE_ROWS
+    return q.new_empty((batch, classes, heads, rows), dtype=torch.float32)
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    kernel_size: int,
+    dilation: int,
+    softmax_scale: float | None,
+    boundary: str,
+    causal: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous, from what `forward` took and gave.
+
+    FlashAttention-4 adds dq up, and dk and dv over the heads of a group, in fp32 and in no fixed order, unless
+    `torch.use_deterministic_algorithms(True)` asks for one.
+    """
+    do, q, k, v = (vectorizable(tensor) for tensor in (do, q, k, v))
+    dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    num_tokens = q.shape[1]
+    left, right = _window(kernel_size, causal, num_tokens)
+    tensors = {"q": q, "k": k, "v": v, "o": out, "do": do, "dq": dq, "dk": dk, "dv": dv}
+    most_bytes = max(SUMS_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // SUMS_SHARE)
+    deterministic = must_be_deterministic()
+    for piece in _pieces(tuple(tensors.values()), _num_classes(num_tokens, dilation)):
+        views = {name: piece.of(tensor) for name, tensor in tensors.items()}
+        for some in _some_heads(fa4.Gradients(lse=piece.of_lse(lse), **views), most_bytes):
+            fa4.window_backward(
+                some, left=left, right=right, scale=_scale(q, softmax_scale), deterministic=deterministic
+            )
+    return dq, dk, dv
+
+
+def _window(kernel_size: int, causal: bool, num_tokens: int) -> tuple[int, int]:
+    """Keys to the left and to the right, as small as they may be: FlashAttention-4 counts with 32 bits."""
+    left = kernel_size - 1 if causal else kernel_size // 2
+    return min(left, num_tokens), min(kernel_size - 1 - left, num_tokens)
+
+
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+
+
+def _num_classes(num_tokens: int, dilation: int) -> int:
+    """From a dilation of N on, every token is a class of its own."""
+    return max(1, min(dilation, num_tokens))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one call attends over: all rows of some classes, which are equally many, of some sequences."""
+
+    sequences: range
+    classes: range
+    rows: int
+    step: int
+    """Tokens from one row to the next: the number of classes in all."""
+    as_batch: bool
+    """Whether classes are the batch, not heads."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """`[B,N,heads,D]` as this piece of it, `[batch,rows,heads,D]`."""
+        _, _, heads, dim = tensor.shape
+        sequence_stride, token_stride, head_stride, dim_stride = tensor.stride()
+        first = self.sequences.start * sequence_stride + self.classes.start * token_stride
+        if self.as_batch:
+            batch, batch_stride = len(self.classes), token_stride
+        else:
+            batch, batch_stride = len(self.sequences), sequence_stride
+            # A class further is as many elements as `heads` heads further
+            head_stride = token_stride if heads == 1 else head_stride
+            heads *= len(self.classes)
+        return tensor.as_strided(
+            (batch, self.rows, heads, dim),
+            (batch_stride, self.step * token_stride, head_stride, dim_stride),
+            tensor.storage_offset() + first,
+        )
+
+    def of_lse(self, lse: Tensor) -> Tensor:
+        """`[B,C,H,rows]` as this piece of it, `[batch,heads,rows]`."""
+        _, _, heads, _ = lse.shape
+        sequence_stride, class_stride, head_stride, _ = lse.stride()
+        first = self.sequences.start * sequence_stride + self.classes.start * class_stride
+        if self.as_batch:
+            batch, batch_stride = len(self.classes), class_stride
+        else:
+            batch, batch_stride = len(self.sequences), sequence_stride
+            heads *= len(self.classes)
+        strides = (batch_stride, head_stride, 1)
+        return lse.as_strided((batch, heads, self.rows), strides, lse.storage_offset() + first)
+
+
+def _pieces(tensors: Sequence[Tensor], num_classes: int) -> Iterator[_Piece]:
+    """As few pieces as the strides of all tensors allow; none where there is nothing to compute."""
+    batch, num_tokens, heads, _ = tensors[0].shape
+    if batch == 0 or num_tokens == 0:
+        return
+    rows, num_longer = divmod(num_tokens, num_classes)
+    side_by_side = all(_heads_lie_side_by_side(tensor) for tensor in tensors)
+    most_classes = max(1, MAX_GRID // heads)
+    for start, stop, length in ((0, num_longer, rows + 1), (num_longer, num_classes, rows)):
+        for first in range(start, stop, most_classes):
+            classes = range(first, min(first + most_classes, stop))
+            if side_by_side or len(classes) == 1:
+                yield _Piece(range(batch), classes, length, num_classes, as_batch=False)
+            elif len(classes) < batch:
+                for number in classes:
+                    yield _Piece(range(batch), range(number, number + 1), length, num_classes, as_batch=False)
+            else:
+                for number in range(batch):
+                    yield _Piece(range(number, number + 1), classes, length, num_classes, as_batch=True)
+
+
+def _heads_lie_side_by_side(tensor: Tensor) -> bool:
+    """Whether the next token's heads follow those of a token at the same distance."""
+    return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
+
+
+def _some_heads(gradients: fa4.Gradients, most_bytes: int) -> Iterator[fa4.Gradients]:
+    """Key/value heads with their query heads, as many at a time as have fp32 sums of `most_bytes`, at least one."""
+    batch, rows, kv_heads, dim = gradients.k.shape
+    group = gradients.q.shape[2] // kv_heads
+    summed = group + 2 * (group > 1)  # dq of each, and dk and dv of a group
+    per_head = batch * -(-rows // TILE) * TILE * dim * 4 * summed
+    parts = -(-kv_heads // max(1, most_bytes // per_head))
+    count = -(-kv_heads // parts)  # in equal parts
+    for first in range(0, kv_heads, count):
+        some = min(count, kv_heads - first)
+        views = {}
+        for name, tensor in vars(gradients).items():
+            per = 1 if name in OF_KEYS else group
+            views[name] = tensor.narrow(1 if name == "lse" else 2, first * per, some * per)
+        yield fa4.Gradients(**views)

@@ -1,0 +1,1 @@
+"""Tokens to blocks: mean pooling, and the layout of packed documents that all later kernels work on."""

@@ -1,0 +1,1 @@
+"""Compiling kernels, keeping them, and what they run on. Knows nothing of attention."""

@@ -1,0 +1,185 @@
+"""Compiled kernels in a folder, so that later processes need not compile them again.
+
+Off unless NSA_KERNELS_JIT_CACHE is set: to 1, for ~/.cache/nsa-kernels/jit (or under XDG_CACHE_HOME), or to a folder.
+
+An entry is an object file, KEY-CONTENT.o: KEY is a hash of all that it depends on (what was asked for, the sources
+here, target, options, versions), CONTENT that of its bytes. It is loaded as native code, so before every load
+
+- the folder must be this user's own, no link, and closed to everybody else (mode 0700), as must the file be (0600);
+- its bytes must have the hash that its name says.
+
+An entry where they have not, or that does not load, is compiled anew. Processes that want the same entry wait for each
+other: one compiles, the others load. Their lock is POSIX's, which goes with its process and which a forked child does
+not inherit; threads of a process wait for compiling.COMPILING. Whatever else goes wrong with the folder is told once,
+and kernels are compiled without it. Entries of versions that are no longer used are not removed, but may be deleted at
+any time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import stat
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cutlass_dsl import CuTeDSL
+
+from cute_kernels.runtime.compiling import COMPILING
+
+VARIABLE = "NSA_KERNELS_JIT_CACHE"
+FUNCTION = "kernel"
+"""Name of the function in an object file."""
+PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+"""How the names of distributions begin that compile: CuTe DSL's own holds nothing but names of those with its code.
+
+FlashAttention-4 and quack are none of them: nothing of theirs is in kernels that are kept here."""
+PRIVATE = 0o077
+"""What neither group nor others may do."""
+
+
+class Untrusted(OSError):
+    """Others could have written what would be loaded."""
+
+
+def folder() -> Path | None:
+    """Where the environment says that compiled kernels are kept; None: nowhere."""
+    value = os.environ.get(VARIABLE, "0")
+    if value in ("", "0"):
+        return None
+    if value != "1":
+        return Path(value).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nsa-kernels" / "jit"
+
+
+def key_of(asked: str, **facts: object) -> str:
+    """Of what is compiled for `asked`, here and with these facts."""
+    facts |= {
+        "asked": asked,
+        "machine": platform.machine(),
+        "python": sys.version_info[:2],
+        "sources": _sources(),
+        "target": _target(),
+        "cuda": str(cutlass.CUDA_VERSION),
+        "versions": _versions(),
+    }
+    return _hash(json.dumps(facts, sort_keys=True).encode())
+
+
+def load_or_make(where: Path, key: str, make: Callable[[], Any]) -> Any:
+    """The function that is kept under a key, or what `make` compiles, kept from now on.
+
+    Args:
+        make: returns what CuTe DSL compiled, with `export_to_c`.
+    """
+    made: Any = None
+    with COMPILING:
+        try:
+            _open(where)
+            with _lock(where / f"{key}.lock"):
+                found = _load(where, key)
+                if found is not None:
+                    return found
+                made = make()
+                _keep(where, key, made)
+        except OSError as problem:
+            _tell_once(f"compiled kernels are not kept in {where}: {problem}")
+        return make() if made is None else made
+
+
+def _open(where: Path) -> None:
+    where.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check(where, stat.S_ISDIR, 0o700)
+
+
+def _check(path: Path, is_kind: Callable[[int], bool], mode: int) -> None:
+    facts = path.lstat()
+    if not is_kind(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & PRIVATE:
+        raise Untrusted(f"{path} must be this user's own, and of no one else: chmod {mode:o} {path}")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Of this process: COMPILING is held, for POSIX lets a lock go with any descriptor of its file that is closed."""
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _load(where: Path, key: str) -> Any:
+    """None where there is no entry that is whole and loads; those that are not are removed."""
+    for path in sorted(where.glob(f"{key}-*.o")):
+        _check(path, stat.S_ISREG, 0o600)
+        if path.stem.partition("-")[2] == _hash(path.read_bytes()):
+            _load_runtime()
+            try:
+                return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), FUNCTION)
+            except Exception as problem:  # CuTe DSL has no one type for what it cannot load
+                _tell_once(f"{path} does not load and is compiled anew: {type(problem).__name__}: {problem}")
+        path.unlink()
+    return None
+
+
+def _keep(where: Path, key: str, compiled: Any) -> None:
+    new = where / f"{key}.{os.getpid()}.new.o"
+    try:
+        new.touch(mode=0o600)
+        compiled.export_to_c(object_file_path=str(new), function_name=FUNCTION)
+        new.replace(where / f"{key}-{_hash(new.read_bytes())}.o")
+    finally:
+        new.unlink(missing_ok=True)
+
+
+@cache
+def _load_runtime() -> None:
+    """Objects call CuTe DSL's runtime, which `load_module` does not make visible to them."""
+    for library in cute.runtime.find_runtime_libraries(enable_tvm_ffi=False):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+def _target() -> str:
+    """What CuTe DSL compiles for here, to the letter: sm_90a, which is not sm_90."""
+    return str(CuTeDSL._get_dsl().envar.arch)
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Of all distributions that PACKAGES names, the one first found where there are two."""
+    found: dict[str, str] = {}
+    for distribution in distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if name.startswith(PACKAGES):
+            found.setdefault(name, distribution.version)
+    return found
+
+
+@cache
+def _sources() -> str:
+    """Hash of all that is compiled here."""
+    here = Path(__file__).parents[1]
+    files = {str(path.relative_to(here)): _hash(path.read_bytes()) for path in sorted(here.rglob("*.py"))}
+    return _hash(json.dumps(files).encode())
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@cache
+def _tell_once(problem: str) -> None:
+    warnings.warn(problem, stacklevel=2)

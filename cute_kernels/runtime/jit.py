@@ -1,0 +1,92 @@
+"""Compiling CuTe kernels without data, from fake tensors whose sizes and strides are symbols.
+
+One compiled function serves every length. It takes torch tensors and runs on torch's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec
+
+import cutlass
+import cutlass.cute as cute
+import torch
+
+from cute_kernels.runtime import disk_cache
+from cute_kernels.runtime.compiling import once
+from cute_kernels.runtime.device import VECTOR_BYTES, positional
+
+P = ParamSpec("P")
+
+CUTE_DTYPES: dict[torch.dtype, Any] = {
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float16: cutlass.Float16,
+    torch.float32: cutlass.Float32,
+    torch.int32: cutlass.Int32,
+}
+
+VECTOR = VECTOR_BYTES // 2
+"""16-bit elements of one memory access."""
+
+OPTIONS = "--enable-tvm-ffi"
+
+COMPILED: list[str] = []
+"""Kernels that this process has compiled, in order."""
+
+REMEMBERING: list[Any] = []
+"""Functions that `compiled_once` made, of the modules that are imported."""
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel."""
+
+    compiled: Any
+    run: Callable[..., None]
+    """Takes torch tensors and numbers by position, without the stream."""
+
+
+def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Kernel:
+    """Compile a `cute.jit` callable whose last parameter is the stream."""
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    compiled = cute.compile(kernel, *arguments, stream, options=OPTIONS)
+    COMPILED.append(type(kernel).__name__)
+    return Kernel(compiled, positional(compiled))
+
+
+def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
+    """Remember what a function compiles for its arguments: in this process, and on disk where disk_cache.py is on.
+
+    Threads that ask for it at once wait for one of them. The arguments must have a `repr` that tells all of them.
+    """
+
+    @once
+    @wraps(build)
+    def remembered(*arguments: P.args, **keywords: P.kwargs) -> Kernel:
+        where = disk_cache.folder()
+        if where is None:
+            return build(*arguments, **keywords)
+        asked = f"{build.__module__}.{build.__qualname__} {arguments!r} {sorted(keywords.items())!r}"
+        key = disk_cache.key_of(asked, options=OPTIONS)
+        compiled = disk_cache.load_or_make(where, key, lambda: build(*arguments, **keywords).compiled)
+        return Kernel(compiled, positional(compiled))
+
+    REMEMBERING.append(remembered)
+    return remembered
+
+
+def num_compiled() -> int:
+    """Kernels that this process has compiled or found on disk: a program for which they become more waits for them."""
+    return sum(function.cache_info().currsize for function in REMEMBERING)
+
+
+def fake(dtype: torch.dtype, *shape: Any, aligned: bool = True) -> Any:
+    """A tensor to compile with: None in `shape` is any size; any strides (64 bits), the last dimension contiguous.
+
+    `aligned`: the tensor starts, and each row starts, at a multiple of VECTOR_BYTES.
+    """
+    element = CUTE_DTYPES[dtype]
+    divisor = VECTOR_BYTES * 8 // element.width if aligned else 1
+    sizes = tuple(cute.sym_int() if size is None else size for size in shape)
+    strides = (*(cute.sym_int64(divisibility=divisor) for _ in shape[1:]), 1)
+    return cute.runtime.make_fake_tensor(element, sizes, stride=strides, assumed_align=divisor * element.width // 8)

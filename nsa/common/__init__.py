@@ -1,0 +1,1 @@
+"""What all three ops share. Knows none of them."""

@@ -1,0 +1,16 @@
+"""Neighborhood attention: each token attends to the `kernel_size` tokens around it."""
+
+from nsa.neighborhood.api import (
+    neighborhood_attention,
+    neighborhood_attention_backward,
+    neighborhood_attention_forward,
+)
+from nsa.neighborhood.module import NeighborhoodAttention, NeighborhoodAttentionLayer
+
+__all__ = [
+    "NeighborhoodAttention",
+    "NeighborhoodAttentionLayer",
+    "neighborhood_attention",
+    "neighborhood_attention_backward",
+    "neighborhood_attention_forward",
+]

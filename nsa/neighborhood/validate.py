@@ -1,0 +1,120 @@
+"""What a call of neighborhood attention must be, and which backend takes it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+import dispatch
+from dispatch.registry import short_name
+from nsa import meta
+from nsa.config import finite
+from nsa.inputs import DTYPES, check_dense
+
+BOUNDARIES = ("truncate", "shift")
+LARGEST = 2**63 - 1
+"""Of integers, as operators of PyTorch hold them. Windows and residue classes past N tokens change nothing."""
+ALGORITHMS = ("auto", "flash", "band", "dense")
+PATHS = ("auto", "sparse", "dense")
+
+
+@dataclass(frozen=True)
+class Window:
+    """The options that change the result, checked."""
+
+    kernel_size: int
+    dilation: int
+    softmax_scale: float | None
+    boundary: str
+    causal: bool
+
+    def __post_init__(self) -> None:
+        for name in ("kernel_size", "dilation"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value > LARGEST:
+                raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+        scale = self.softmax_scale
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
+            raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
+        if scale is not None and not finite(scale):
+            raise ValueError(f"softmax_scale must be finite, got {scale}")
+        if scale is not None:
+            object.__setattr__(self, "softmax_scale", float(scale))
+        check_choice("boundary", self.boundary, BOUNDARIES)
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal must be True or False, got {self.causal!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have the layout [B,N,heads,D], got shape {list(tensor.shape)}")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {short_name(q.dtype)}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise TypeError(
+                f"{name} must be {short_name(q.dtype)} (q is {short_name(q.dtype)}), got {short_name(tensor.dtype)}"
+            )
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+    batch, num_tokens, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    if dim == 0 or heads == 0:
+        raise ValueError(f"q must have at least one head and D >= 1, got shape {list(q.shape)}")
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(f"q must have a multiple of k's H_kv={kv_heads} heads (at least one), got H={heads}")
+    for name, tensor in (("k", k), ("v", v)):
+        wanted = [batch, num_tokens, kv_heads, dim]
+        if list(tensor.shape) != wanted:
+            raise ValueError(f"{name} must have the shape {wanted}, got {list(tensor.shape)}")
+
+
+def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, kernel_size: int) -> None:
+    for name, tensor in (("do", do), ("attn", attn)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+    if do.dtype != q.dtype:
+        raise TypeError(f"do must be {short_name(q.dtype)} (q is {short_name(q.dtype)}), got {short_name(do.dtype)}")
+    if do.shape != q.shape:
+        raise ValueError(f"do must have q's shape {list(q.shape)}, got {list(do.shape)}")
+    if attn.dtype not in DTYPES:
+        raise TypeError(f"attn must be bfloat16, float16, float32 or float64, got {short_name(attn.dtype)}")
+    batch, num_tokens, heads, _ = q.shape
+    band, dense = [batch, heads, num_tokens, kernel_size], [batch, heads, num_tokens, num_tokens]
+    if list(attn.shape) not in (band, dense):
+        raise ValueError(f"attn must be a band {band} or of all pairs {dense}, got shape {list(attn.shape)}")
+
+
+def resolve(
+    q: Tensor, k: Tensor, v: Tensor, window: Window, algorithm: str, backend: str | None, *, band: bool
+) -> dispatch.Impl:
+    """Check everything and find the backend that takes the call."""
+    check_choice("algorithm", algorithm, ALGORITHMS)
+    check_tensors(q, k, v)
+    options = {**asdict(window), "algorithm": algorithm, "band": band, "shape": tuple(q.shape)}
+    call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=needs_grad(q, k, v), options=options)
+    return meta.resolve(call, backend)
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

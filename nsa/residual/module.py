@@ -1,0 +1,78 @@
+"""AttentionResidual: the weights of `attention_residual`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nsa.config import check_eps, check_sizes
+from nsa.residual.api import attention_residual
+from nsa.residual.validate import check_layer_blocks
+
+
+class AttentionResidual(nn.Module):
+    """What a layer takes instead of the sum of all blocks before it: their mixture, by a learned query (arXiv
+    2603.15031).
+
+    `w_query` starts at zero, so that every block counts the same at first, `w_norm` at one.
+
+    Args:
+        hidden_size: D.
+        eps: as in `attention_residual`.
+        norm_weight: whether there is a `w_norm`; it is None without.
+        backend: as in `attention_residual`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+
+    w_norm: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float = 1e-6,
+        norm_weight: bool = True,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(hidden_size=hidden_size)
+        check_eps(eps)
+        self.eps, self.backend = eps, backend
+        self.w_query = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        if norm_weight:
+            self.w_norm = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        else:
+            self.register_parameter("w_norm", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The mean of the blocks. Layers made on the meta device need it behind `to_empty`, as nn.Linear does."""
+        with torch.no_grad():
+            self.w_query.zero_()
+            if self.w_norm is not None:
+                self.w_norm.fill_(1.0)
+
+    def forward(self, blocks: Tensor | Sequence[Tensor]) -> Tensor:
+        """Mix the blocks.
+
+        Args:
+            blocks: `[L,B,N,hidden_size]`, or a list of L tensors `[B,N,hidden_size]`; in the weights' dtype, unless
+                these are fp32.
+
+        Returns:
+            `[B,N,hidden_size]` in the blocks' dtype.
+
+        Raises:
+            TypeError, ValueError: as `attention_residual`.
+        """
+        check_layer_blocks(blocks, self.w_query)
+        return attention_residual(blocks, self.w_query, self.w_norm, self.eps, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return f"{self.w_query.shape[0]}, eps={self.eps}, norm_weight={self.w_norm is not None}"

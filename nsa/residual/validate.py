@@ -1,0 +1,148 @@
+"""What a call of attention residual must be, and which backend takes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dispatch
+from dispatch.registry import short_name
+from nsa import meta
+from nsa.common.autocast import CASTABLE, autocast_dtype
+from nsa.config import check_eps
+from nsa.inputs import DTYPES, check_dense
+
+Blocks = Tensor | Sequence[Tensor]
+"""`[L,B,N,D]`, or L tensors `[B,N,D]`."""
+
+
+def resolve(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: float, backend: str | None) -> dispatch.Impl:
+    """Check everything and find the backend that takes the call."""
+    first, size = _check_blocks(blocks)
+    check_eps(eps)
+    _check_weight("w_query", w_query, first)
+    if w_norm is not None:
+        _check_weight("w_norm", w_norm, first)
+    backward = needs_grad(*members(blocks), w_query, w_norm)
+    facts = first.device, first.dtype, backward, size, isinstance(blocks, Tensor), first.shape[-3:], backend
+    if first.device.type == "cuda" and (backend is None or isinstance(backend, str)):
+        return _resolve_once(os.environ.get(dispatch.registry.ENVIRONMENT_VARIABLE), *facts)
+    return _resolve(*facts)
+
+
+def _resolve(
+    device: torch.device,
+    dtype: torch.dtype,
+    backward: bool,
+    size: int,
+    stacked: bool,
+    shape: torch.Size,
+    backend: str | None,
+) -> dispatch.Impl:
+    options = {"blocks": size, "stacked": stacked, "shape": tuple(shape)}
+    call = dispatch.Call("attention_residual", device, dtype, backward=backward, options=options)
+    return meta.resolve(call, backend)
+
+
+@lru_cache(1024)
+def _resolve_once(_environment: str | None, *facts: Any) -> dispatch.Impl:
+    """On a GPU, where nothing else decides: asking all rows anew would take as long as a launch."""
+    return _resolve(*facts)
+
+
+def members(blocks: Blocks) -> tuple[Tensor, ...]:
+    """The tensors that autograd knows: one, or those of the list."""
+    return (blocks,) if isinstance(blocks, Tensor) else tuple(blocks)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
+    """Raise, naming `blocks`, where they do not fit the weight `[D]` of a layer. What else they must be `resolve` says.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    stacked = isinstance(blocks, Tensor)
+    first = blocks if stacked or not isinstance(blocks, (list, tuple)) or not blocks else blocks[0]
+    if not isinstance(first, Tensor) or first.dim() == 0:
+        return
+    name, width = "blocks" if stacked else "blocks[0]", weight.shape[0]
+    if first.shape[-1] != width:
+        raise ValueError(f"{name} must have hidden_size={width}, as this layer has, got shape {list(first.shape)}")
+    if first.device != weight.device:
+        raise ValueError(f"{name} must be on {weight.device}, as the weights are, got {first.device}")
+    if weight.dtype not in (first.dtype, torch.float32):
+        cast = weight.dtype in CASTABLE and autocast_dtype(weight.device.type) is not None
+        if not cast:
+            expected = f"{short_name(weight.dtype)}, as the weights are"
+            raise TypeError(f"{name} must be {expected}, got {short_name(first.dtype)}")
+
+
+def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
+    """The first tensor, and L."""
+    if isinstance(blocks, Tensor):
+        check_dense("blocks", blocks)
+        if blocks.dim() != 4:
+            raise ValueError(f"blocks must have the layout [L,B,N,D] or be a list, got shape {list(blocks.shape)}")
+        first, size = blocks, blocks.shape[0]
+    elif isinstance(blocks, (list, tuple)):
+        if not blocks:
+            raise ValueError("blocks must have at least one member, got an empty list")
+        for i, block in enumerate(blocks):
+            if not isinstance(block, Tensor):
+                raise TypeError(f"blocks[{i}] must be a torch.Tensor, got {type(block).__name__}")
+        first, size = blocks[0], len(blocks)
+        check_dense("blocks[0]", first)
+        if first.dim() != 3:
+            raise ValueError(f"blocks[0] must have the layout [B,N,D], got shape {list(first.shape)}")
+        _check_rest(blocks, first)
+    else:
+        raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
+    if first.dtype not in DTYPES:
+        raise TypeError(f"blocks must be bfloat16, float16, float32 or float64, got {short_name(first.dtype)}")
+    if 0 in (size, first.shape[-1]):
+        raise ValueError(f"blocks must have at least one block and D >= 1, got shape {list(first.shape)}")
+    return first, size
+
+
+def _check_rest(blocks: Sequence[Tensor], first: Tensor) -> None:
+    """That all of a list are like its first. Its facts are asked once: lists are long, and every call checks them."""
+    shape, dtype, device, strides = first.shape, first.dtype, first.device, first.stride()
+    for i, block in enumerate(blocks[1:], 1):
+        if block.shape != shape:
+            raise ValueError(f"blocks[{i}] must have blocks[0]'s shape {list(shape)}, got {list(block.shape)}")
+        if block.dtype != dtype:
+            raise ValueError(f"blocks[{i}] must be {short_name(dtype)} as blocks[0], got {short_name(block.dtype)}")
+        if block.device != device:
+            raise ValueError(f"blocks[{i}] must be on blocks[0]'s device {device}, got {block.device}")
+        check_dense(f"blocks[{i}]", block)
+        if block.stride() != strides:
+            raise ValueError(f"blocks[{i}] must have blocks[0]'s strides {strides}, got {block.stride()}")
+
+
+def _check_weight(name: str, weight: Any, first: Tensor) -> None:
+    if not isinstance(weight, Tensor):
+        kind = "a torch.Tensor" if name == "w_query" else "a torch.Tensor or None"
+        raise TypeError(f"{name} must be {kind}, got {type(weight).__name__}")
+    if weight.dtype != first.dtype and weight.dtype != torch.float32:
+        wanted = " or ".join(dict.fromkeys((short_name(first.dtype), "float32")))
+        raise TypeError(
+            f"{name} must be {wanted} (blocks are {short_name(first.dtype)}), got {short_name(weight.dtype)}"
+        )
+    check_dense(name, weight)
+    if weight.device != first.device:
+        raise ValueError(f"{name} must be on the blocks' device {first.device}, got {weight.device}")
+    if weight.dim() != 1 or weight.shape[0] != first.shape[-1]:
+        raise ValueError(f"{name} must have the shape {[first.shape[-1]]}, got {list(weight.shape)}")

@@ -1,0 +1,171 @@
+"""The harness's interface: the four checks of a kernel's launches, which are captured from the public op.
+
+    with executing() as launches:
+        out = op(...)                   # launches run from their Linalg
+    with recording(run=False) as launches:
+        out = op(...)                   # outputs stay as allocated: NaN, for torch.empty in tests
+    execute(launches)                   # out now holds what they computed, unless the op copied it
+    interpret(launches)                 # the same by upstream Triton's interpreter, not for bf16
+    lower(launch).linalg                # for gates.py
+    compile_ptx(launch).ptx             # upstream's code for an NVIDIA architecture
+
+Lowered kernels and PTX are kept under .cache/ascend.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ascend_kernels.launch import Launch, recording
+from tests.ascend.lowered import children, execution, native, toolchain
+from tests.ascend.lowered.children import ProofError
+from tests.ascend.lowered.description import describe, key_of
+from tests.ascend.lowered.execution import MemoryFault
+from tests.ascend.lowered.gates import assert_grid
+
+__all__ = ["Lowered", "MemoryFault", "ProofError", "Ptx", "compile_ptx", "execute", "executing", "interpret", "lower"]
+
+ARCH = "Ascend910B4"
+CHILD_SOURCE = children.SCRIPT.read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    ttir: str
+    linalg: str
+    parameters: tuple[str, ...]
+    """Run-time parameters that are left after specialisation, in order."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ptx:
+    ptx: str
+    shared_bytes: int
+
+
+def name_of(launch: Launch) -> str:
+    """Kernel and launch, as errors show them."""
+    shown = {
+        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in launch.arguments.items()
+    }
+    values = ", ".join(f"{name}={value}" for name, value in {**shown, **launch.constants}.items())
+    return f"{launch.kernel.fn.__name__}{list(launch.grid)}({values})"
+
+
+def lower(launch: Launch, arch: str = ARCH) -> Lowered:
+    """By triton-ascend, with the signature and constants of the launch; from the cache where it was done before.
+
+    Raises:
+        ProofError: triton-ascend refuses the kernel.
+    """
+    key = key_of(launch, arch, toolchain.version(), CHILD_SOURCE)
+    path = toolchain.CACHE / "lowered" / f"{key}.json"
+    if not path.exists():
+        request = {**describe(launch), "arch": arch}
+        answer = children.lowered_by(children.triton_ascend(), name_of(launch), request)
+        toolchain.write_atomically(path, json.dumps(answer).encode())
+    return kept(path)
+
+
+@functools.cache
+def kept(path: Path) -> Lowered:
+    answer = json.loads(path.read_text(encoding="utf-8"))
+    return Lowered(**{**answer, "parameters": tuple(answer["parameters"])})
+
+
+def execute(launches: Sequence[Launch], *, timeout: float = 300) -> None:
+    """Run the lowered kernels in order on the CPU, under guard pages; tensors of the launches get the results.
+
+    One child process runs them, until one fails.
+
+    Raises:
+        MemoryFault: an access outside the tensors. ProofError: any other failure. AssertionError: a grid too large.
+    """
+    with closing(children.guarded()) as child:
+        for index, launch in enumerate(launches):
+            execute_one(launch, index, child, timeout)
+
+
+@contextmanager
+def executing(*, timeout: float = 300) -> Iterator[list[Launch]]:
+    """`execute` for the launches of the block, each when it is made: host code between them sees their results."""
+    numbers = itertools.count()
+    with (
+        closing(children.guarded()) as child,
+        recording(run=lambda launch: execute_one(launch, next(numbers), child, timeout)) as launches,
+    ):
+        yield launches
+
+
+def execute_one(launch: Launch, index: int, child: children.Child, timeout: float) -> None:
+    what = f"launch {index}, {name_of(launch)}"
+    assert_grid(launch.grid, what)
+    lowered = lower(launch)
+    binary = native.build(lowered.linalg, launch.kernel.fn.__name__)
+    execution.run(launch, binary, lowered.parameters, what, child=child, timeout=timeout)
+
+
+def interpret(launches: Sequence[Launch], *, timeout: float = 300) -> None:
+    """Run the kernels in order by upstream Triton's interpreter; tensors of the launches get the results.
+
+    Raises:
+        TypeError: a launch has bf16, before anything runs. ProofError: the interpreter fails.
+    """
+    for index, launch in enumerate(launches):
+        refuse_bf16(launch, f"launch {index}, {name_of(launch)}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "launches"
+        torch.save([serialized(launch) for launch in launches], path)
+        what = "; ".join(map(name_of, launches))
+        children.interpreter().ask("interpret", what, {"path": str(path)}, timeout)
+        results = torch.load(path, weights_only=True)
+    for launch, result in zip(launches, results, strict=True):
+        for name, value in launch.arguments.items():
+            if isinstance(value, torch.Tensor) and value.numel():
+                own = execution.without_expanded_dims(value)
+                execution.raw(own).copy_(execution.raw(execution.without_expanded_dims(result[name])))
+
+
+def refuse_bf16(launch: Launch, what: str) -> None:
+    """Wrong results would pass for the kernel's, and right ones prove nothing about its bf16."""
+    for name, value in {**launch.arguments, **launch.constants}.items():
+        dtype = value.dtype if isinstance(value, torch.Tensor) else value
+        if dtype in (torch.bfloat16, tl.bfloat16):
+            raise TypeError(
+                f"interpret {what}: {name} is bfloat16, which Triton's interpreter does not model faithfully (its "
+                "tl.dot multiplies the raw bits); execute the lowered kernel instead"
+            )
+
+
+def serialized(launch: Launch) -> dict[str, Any]:
+    """Tensors stay tensors, so that views of one storage stay that."""
+    arguments = {
+        name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in launch.arguments.items()
+    }
+    return {**describe(launch), "grid": launch.grid, "arguments": arguments, "constants": launch.constants}
+
+
+def compile_ptx(launch: Launch, capability: int = 90) -> Ptx:
+    """Upstream Triton's PTX for an NVIDIA architecture, and the shared memory that it asks for."""
+    key = key_of(launch, str(capability), triton.__version__, CHILD_SOURCE)
+    path = toolchain.CACHE / "ptx" / f"{key}.json"
+    if not path.exists():
+        request = {**describe(launch), "capability": capability}
+        toolchain.write_atomically(path, json.dumps(children.upstream().ask("ptx", name_of(launch), request)).encode())
+    return Ptx(**json.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,479 @@
+"""The harness on three small ops, and on a planted defect of each class: every one must be caught."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ascend_kernels.launch import Launch, launch, recording
+from ascend_kernels.neighborhood import tiling
+from dispatch import neighborhood_attention
+from tests.ascend.lowered import (
+    children,
+    defects,
+    demo,
+    description,
+    execution,
+    gates,
+    guarded_child,
+    liveness,
+    native,
+    proof,
+    toolchain,
+)
+from tests.ascend.lowered.gates import CAPACITY, MAX_GRID
+from tests.support.helpers import assert_within_budget, make_qkv
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHARED_BYTES_SM90 = 227 << 10
+Op = Callable[..., Tensor]
+
+
+def column_sums(x: Tensor) -> Tensor:
+    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+OPS: dict[str, tuple[Op, Op, tuple[tuple[int, int], ...]]] = {
+    "softmax": (demo.softmax, lambda x: torch.softmax(x, 1), ((37, 19),)),
+    "one row": (demo.softmax, lambda x: torch.softmax(x, 1), ((1, 1),)),
+    "matmul": (demo.matmul, torch.matmul, ((70, 50), (50, 40))),
+    "grid-stride sums": (demo.column_sums, column_sums, ((700, 40),)),
+}
+
+
+def capture(op: Callable[..., Tensor], *arguments: object, **keywords: object) -> tuple[Tensor, list[Launch]]:
+    with recording(run=False) as launches:
+        out = op(*arguments, **keywords)
+    return out, launches
+
+
+def inputs(name: str, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in OPS[name][2]]
+
+
+def check(name: str, run: Callable[[list[Launch]], None], dtype: torch.dtype) -> None:
+    op, same_in_torch, _ = OPS[name]
+    given_inputs = inputs(name, dtype)
+    out, launches = capture(op, *given_inputs)
+    assert out.isnan().all(), "recorded only: nothing has run"
+    run(launches)
+    oracle = same_in_torch(*(x.double() for x in given_inputs))
+    assert_within_budget(out, oracle, same_in_torch(*given_inputs), name)
+
+
+# ---------------------------------------------------------------- the four checks
+
+
+@pytest.mark.ascend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_executed_linalg_is_right(name: str, dtype: torch.dtype) -> None:
+    check(name, proof.execute, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_interpreted_kernel_is_right(name: str, dtype: torch.dtype) -> None:
+    check(name, proof.interpret, dtype)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_interpreting_bf16_is_refused(name: str) -> None:
+    out, launches = capture(OPS[name][0], *inputs(name, torch.bfloat16))
+    with pytest.raises(TypeError, match=r"launch 0, \w+_kernel\[.*p_\w is bfloat16, .* does not model faithfully"):
+        proof.interpret(launches)
+    assert out.isnan().all(), "nothing has run"
+
+
+def test_interpreting_a_cast_to_bf16_is_refused() -> None:
+    with recording(run=False) as launches:
+        launch(demo.softmax_kernel, (1,), {"p_x": torch.ones(3)}, {"DTYPE": tl.bfloat16})
+    with pytest.raises(TypeError, match="DTYPE is bfloat16"):
+        proof.interpret(launches)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_compile_for_sm_90(name: str) -> None:
+    for one in capture(OPS[name][0], *inputs(name, torch.bfloat16))[1]:
+        compiled = proof.compile_ptx(one)
+        assert ".target sm_90" in compiled.ptx
+        assert compiled.shared_bytes <= SHARED_BYTES_SM90
+        assert ("mma" in compiled.ptx) == (name == "matmul")
+
+
+@pytest.mark.ascend
+@pytest.mark.parametrize("name", OPS)
+def test_gates_pass_kernels_of_block_copies(name: str) -> None:
+    for one in capture(OPS[name][0], *inputs(name, torch.bfloat16))[1]:
+        linalg = proof.lower(one).linalg
+        gates.assert_no_single_element_loops(linalg)
+        is_matmul = name == "matmul"
+        assert gates.count(linalg, "linalg.matmul") == is_matmul
+        assert gates.count_block_copies(linalg) == {"load": 1 + is_matmul, "store": 1}
+
+
+@pytest.mark.ascend
+def test_bf16_stays_bf16_up_to_the_matmul() -> None:
+    (one,) = capture(demo.matmul, *inputs("matmul", torch.bfloat16))[1]
+    gates.assert_matmul_inputs(proof.lower(one).linalg, "bf16")
+
+
+@pytest.mark.ascend
+def test_what_is_executed_is_what_the_op_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is derived again: other processes are asked for the captured kernel, grid, arguments and constants."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+    ask = children.Child.ask
+
+    def listen(child: children.Child, task: str, what: str, request: dict[str, Any], *more: float) -> dict[str, Any]:
+        asked.append((task, request))
+        return ask(child, task, what, request, *more)
+
+    monkeypatch.setattr(children.Child, "ask", listen)
+    monkeypatch.setattr(toolchain, "CACHE", tmp_path)  # where nothing has been lowered
+    q, k, v = make_qkv(70, heads=6, kv_heads=3, dim=40, dtype=torch.bfloat16)
+    _, launches = capture(neighborhood_attention, q, k, v, kernel_size=6, dilation=3, backend="ascend")
+    proof.execute(launches)
+    (one,) = launches
+    (_, lowered), (_, executed) = asked
+    assert [task for task, _ in asked] == ["lower", "execute"]
+
+    assert getattr(importlib.import_module(lowered["module"]), lowered["kernel"]) is one.kernel
+    assert one.kernel.src in lowered["sources"]
+    assert (lowered["constants"], lowered["options"]) == (one.constants, one.options)
+    assert lowered["arguments"].keys() == one.arguments.keys()
+
+    assert executed["grid"] == one.grid
+    parameters = proof.lower(one).parameters
+    folded = set(one.arguments) - set(parameters)
+    assert all(one.arguments[name] == 1 for name in folded), "Triton folds ones, nothing else"
+    tensors = {}
+    for name, argument in zip(parameters, executed["arguments"], strict=True):
+        if "region" in argument:
+            tensors[name] = argument["elements"]
+        else:
+            assert argument["value"] == one.arguments[name]
+    assert tensors == {name: x.numel() for name, x in one.arguments.items() if isinstance(x, Tensor)}
+
+
+@pytest.mark.ascend
+def test_another_kernel_than_was_launched_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As when its file changed after this process, or a child, has read it."""
+    monkeypatch.setattr(toolchain, "CACHE", tmp_path)
+    _, launches = capture(demo.softmax, torch.ones(3, 5))
+    monkeypatch.setattr(description, "sources", lambda _: ("def softmax_kernel(): ...",))
+    with pytest.raises(proof.ProofError, match=r"demo.py has another softmax_kernel than was launched"):
+        proof.execute(launches)
+
+
+def test_numbers_too_large_for_their_parameter_are_refused() -> None:
+    """C types would cut them off."""
+    with pytest.raises(OverflowError, match="2147483648 is no i32"):
+        guarded_child.pack(["i32"], [1 << 31])
+
+
+# ---------------------------------------------------------------- planted defects
+
+
+def softmax_of(kernel: object, rows: int = 37) -> tuple[Tensor, Tensor, list[Launch]]:
+    x = torch.randn(rows, 19)
+    return x, *capture(demo.softmax, x, kernel=kernel)
+
+
+@pytest.mark.ascend
+def test_swapped_arguments_are_caught() -> None:
+    x = torch.randn(37, 19)
+    out, launches = capture(demo.softmax, x, rows=19, columns=37)
+    proof.execute(launches)
+    with pytest.raises(AssertionError, match="NaN"):
+        assert_within_budget(out, torch.softmax(x.double(), 1), torch.softmax(x, 1))
+
+
+@pytest.mark.ascend
+def test_row_too_many_is_caught() -> None:
+    """As a failure that names the kernel, the launch, the program and the tensor; this process lives on."""
+    _, _, launches = softmax_of(defects.one_row_too_many)
+    story = (
+        r"launch 0, one_row_too_many\[5\]\(p_x=float32\[37, 19\].*SIGSEGV in program \(4, 0, 0\).* past the end of p_x"
+    )
+    with pytest.raises(proof.MemoryFault, match=story):
+        proof.execute(launches)
+
+
+@pytest.mark.ascend
+def test_guard_page_hit_is_never_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a SIGSEGV too, but of the kernel: one process is started, and dies."""
+    _, _, launches = softmax_of(defects.one_row_too_many)
+    native.build(proof.lower(launches[0]).linalg, "one row too many")
+    started: list[object] = []
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(a) or start(*a, **k))
+    with pytest.raises(proof.MemoryFault):
+        proof.execute(launches)
+    assert len(started) == 1
+
+
+@pytest.mark.ascend
+def test_row_before_the_first_is_caught() -> None:
+    _, _, launches = softmax_of(defects.one_row_too_early)
+    with pytest.raises(proof.MemoryFault, match=r"one_row_too_early.*p_out"):
+        proof.execute(launches)
+
+
+@pytest.mark.ascend
+def test_clamp_is_caught() -> None:
+    x, out, launches = softmax_of(defects.clamped_rows)
+    proof.execute(launches)
+    assert_within_budget(out, torch.softmax(x.double(), 1), torch.softmax(x, 1))
+    with pytest.raises(AssertionError, match="loops over single elements"):
+        gates.assert_no_single_element_loops(proof.lower(launches[0]).linalg)
+
+
+@pytest.mark.ascend
+def test_oversize_tile_is_caught() -> None:
+    """By the plan's own count; and a plan that counts less than its kernel's tiles is caught by those."""
+    raised = demo.RowPlan(512, 128, (1,))
+    with pytest.raises(AssertionError, match=f"1048576 bytes live in UB, A2 has {CAPACITY['A2']['UB']}"):
+        gates.assert_plan(raised)
+    (one,) = capture(demo.softmax, torch.randn(600, 100), plan=raised)[1]
+    linalg = proof.lower(one).linalg
+    gates.assert_plan_is_honest(raised, linalg)
+    with pytest.raises(AssertionError, match="keeps 264192 bytes alive in UB, the plan counts 1024"):
+        gates.assert_plan_is_honest(SimpleNamespace(grid=(1,), live_bytes={"UB": 1024}), linalg)
+
+
+@pytest.mark.ascend
+def test_larger_tiles_than_planned_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel launched with four times the rows and twice the keys of its plan. The count of whole tiles leaves room
+    for less: plans count twice what crosses between memories.
+    """
+    tiles, larger = tiling.Tiles(32, 64, 64), tiling.Tiles(128, 128, 64)
+    plan = tiling.Plan(tiles, (1,), tiling.live_bytes("forward", tiles, 2), {})
+    q, k, v = make_qkv(70, dim=64, dtype=torch.bfloat16)
+    linalg = {}
+    for launched in (tiles, larger):
+        monkeypatch.setattr(tiling, "ascend_tiles", lambda *_, launched=launched: launched)
+        (one,) = capture(neighborhood_attention, q, k, v, backend="ascend")[1]
+        linalg[launched] = proof.lower(one).linalg
+    gates.assert_plan_is_honest(plan, linalg[tiles])
+    with pytest.raises(AssertionError, match=r"keeps 65536 bytes alive in L1, the plan counts 45056"):
+        gates.assert_plan_is_honest(replace(plan, live_bytes={**plan.live_bytes, "UB": 1 << 20}), linalg[larger])
+    with pytest.raises(AssertionError, match=r"keeps \d+ bytes alive in UB, the plan counts 73728"):
+        gates.assert_plan_is_honest(plan, linalg[larger])
+
+
+LOOP = """
+func.func @k(%arg0: memref<?xf32>) attributes {x} {
+  %0 = tensor.empty() : tensor<8x4xf32>
+  %1 = linalg.fill ins(%cst : f32) outs(%0 : tensor<8x4xf32>) -> tensor<8x4xf32>
+  %2 = bufferization.to_tensor %alloc restrict writable : memref<8x4xf16>
+  %3 = math.exp %1 : tensor<8x4xf32>
+  %4:2 = scf.for %arg1 = %c0 to %c8 step %c1 iter_args(%arg2 = %1, %arg3 = %c0) -> (tensor<8x4xf32>, i32)  : i32 {
+    %5 = bufferization.to_tensor %alloc_0 restrict writable : memref<4x4xf16>
+    %6 = linalg.matmul ins(%2, %5 : tensor<8x4xf16>, tensor<4x4xf16>) outs(%1 : tensor<8x4xf32>) -> tensor<8x4xf32>
+    %7 = arith.cmpf oeq, %6, %3 : tensor<8x4xf32>
+    %8 = arith.select %7, %arg2, %6 : tensor<8x4xi1>, tensor<8x4xf32>
+    scf.yield %8, %c0 : tensor<8x4xf32>, i32
+  }
+  scf.for %arg1 = %c0 to %c8 step %c1  : i32 {
+    %5 = arith.addf %4#0, %4#0 : tensor<8x4xf32>
+    bufferization.materialize_in_destination %5 in writable %view : (tensor<8x4xf32>, memref<8x4xf32>) -> ()
+  }
+"""
+
+
+def test_tiles_alive_at_once_are_counted() -> None:
+    """Before the select: %3, which the next iteration needs again, the accumulator %arg2, the product %6 and its mask.
+
+    %2 stays for all products. %5 in the second loop is another tile than in the first.
+    """
+    assert liveness.live_bytes(LOOP) == {"UB": 3 * 128 + 32, "L1": 64 + 32}
+
+
+@pytest.mark.parametrize("grid", [(MAX_GRID + 1,), (256, 16, 16), (0,)])
+def test_grid_overflow_is_caught(grid: tuple[int, ...]) -> None:
+    """Before anything is lowered: the product counts, not each dim."""
+    plan = demo.RowPlan(8, 32, grid)
+    with pytest.raises(AssertionError, match="programs"):
+        gates.assert_plan(plan)
+    _, launches = capture(demo.softmax, torch.randn(37, 19), plan=plan)
+    with pytest.raises(AssertionError, match=r"launch 0, softmax_kernel.*programs"):
+        proof.execute(launches)
+
+
+@pytest.mark.ascend
+def test_upcast_before_the_matmul_is_caught() -> None:
+    a, b, out = torch.ones(16, 16).bfloat16(), torch.ones(16, 16).bfloat16(), torch.empty(16, 16)
+    arguments = {"p_a": a, "p_b": b, "p_out": out, "m": 16, "n": 16, "k": 16}
+    with recording(run=False) as launches:
+        launch(defects.upcast_matmul, (1,), arguments, {"M": 16, "N": 16, "K": 16})
+    linalg = proof.lower(launches[0]).linalg
+    gates.assert_matmul_inputs(linalg, "f32")
+    with pytest.raises(AssertionError, match="not bf16"):
+        gates.assert_matmul_inputs(linalg, "bf16")
+
+
+@pytest.mark.ascend
+def test_writes_between_rows_are_caught() -> None:
+    out, x = torch.zeros(8, 24)[:, :16], torch.zeros(8, 16)
+    arguments = {"p_x": x, "p_out": out, "rows": 8, "columns": 16, "x_stride": 16, "out_stride": 24}
+    with recording(run=False) as launches:
+        launch(defects.writes_between_rows, (1,), arguments, {"ROWS": 8, "COLUMNS": 32})
+    with pytest.raises(proof.MemoryFault, match="between the elements of p_out"):
+        proof.execute(launches)
+
+
+# ---------------------------------------------------------------- what executing promises
+
+
+@pytest.mark.ascend
+def test_views_of_one_storage() -> None:
+    """x and the output side by side in each row; the rest of the storage and autograd's versions stay as they are."""
+    storage = torch.randn(9, 50)
+    before = storage.clone()
+    x, out = storage[:, :20], storage[:, 25:45]
+    arguments = {"p_x": x, "p_out": out, "rows": 9, "columns": 20, "x_stride": 50, "out_stride": 50}
+    plan = demo.plan_rows(9, 20)
+    with recording(run=False) as launches:
+        launch(demo.softmax_kernel, plan.grid, arguments, {"ROWS": plan.rows, "COLUMNS": plan.columns})
+    version = storage._version
+    assert len(execution.regions_of({"p_x": x, "p_out": out})) == 2, "no element in common: guarded apart"
+    proof.execute(launches)
+    before[:, 25:45] = out
+    assert torch.equal(storage, before)
+    assert_within_budget(out, torch.softmax(x.double(), 1), torch.softmax(x, 1))
+    assert storage._version == version
+
+
+@pytest.mark.ascend
+def test_in_place_launch_shares_memory() -> None:
+    x = torch.randn(9, 20)
+    oracle, low_precision = torch.softmax(x.double(), 1), torch.softmax(x, 1)
+    _, launches = capture(demo.softmax, x, p_out=x)
+    proof.execute(launches)
+    assert_within_budget(x, oracle, low_precision)
+
+
+@pytest.mark.ascend
+def test_expanded_input() -> None:
+    x = torch.randn(1, 19).expand(37, 19)
+    out, launches = capture(demo.softmax, x)
+    proof.execute(launches)
+    assert_within_budget(out, torch.softmax(x.double(), 1), torch.softmax(x, 1))
+
+
+@pytest.mark.ascend
+def test_inputs_without_elements() -> None:
+    out, launches = capture(demo.matmul, torch.ones(3, 0), torch.ones(0, 4))
+    proof.execute(launches)
+    assert torch.equal(out, torch.zeros(3, 4))
+
+
+@pytest.mark.ascend
+def test_lowered_kernels_are_kept_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof.lower(capture(demo.softmax, torch.randn(37, 19))[1][0])
+    monkeypatch.setattr(children, "triton_ascend", lambda: pytest.fail("lowered again"))
+    proof.lower(capture(demo.softmax, torch.randn(99, 21))[1][0])
+    with pytest.raises(pytest.fail.Exception, match="lowered again"):
+        proof.lower(capture(demo.softmax, torch.randn(37, 7), plan=demo.RowPlan(2, 8, (3,)))[1][0])
+
+
+@pytest.mark.ascend
+def test_refused_kernel_is_a_failure() -> None:
+    """And the child answers the next request."""
+    with recording(run=False) as launches:
+        launch(demo.softmax_kernel, (1,), {"p_x": 3}, {"ROWS": 3, "COLUMNS": 8})
+    with pytest.raises(proof.ProofError, match=r"lower softmax_kernel\[1\]"):
+        proof.lower(launches[0])
+    check("softmax", proof.execute, torch.float32)
+
+
+def test_dead_child_is_a_failure() -> None:
+    child = children.Child(str(shutil.which("false")))
+    with pytest.raises(proof.ProofError, match="lower some kernel: exit status 1"):
+        child.ask("lower", "some kernel", {})
+
+
+class Starts:
+    """A child whose program is a shell script, and how often it was started."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        self.log = folder / "starts"
+        program = folder / "program"
+        program.write_text(f"#!/bin/sh\necho start >> {self.log}\nread -r request\n{script}\n", encoding="utf-8")
+        program.chmod(0o755)
+        self.child = children.Child(str(program))
+
+    def __len__(self) -> int:
+        return len(self.log.read_text(encoding="utf-8").splitlines())
+
+
+CRASH = "kill -SEGV $$"
+
+
+def test_lowering_is_tried_again_after_a_crash(tmp_path: Path) -> None:
+    starts = Starts(
+        tmp_path, f"""[ "$(wc -l < {tmp_path}/starts)" = 1 ] && {{ {CRASH}; }}\necho '{{"linalg": "it"}}'"""
+    )
+    with pytest.warns(RuntimeWarning, match="attempt 1 of 3: lower some kernel: died of SIGSEGV") as warned:
+        assert children.lowered_by(starts.child, "some kernel", {}) == {"linalg": "it"}
+    assert (len(starts), len(warned)) == (2, 1)
+
+
+def test_persistent_crash_of_lowering_is_a_failure(tmp_path: Path) -> None:
+    starts = Starts(tmp_path, CRASH)
+    with (
+        pytest.warns(RuntimeWarning, match="triton-ascend crashed") as warned,
+        pytest.raises(proof.ProofError, match="lower some kernel: died of SIGSEGV"),
+    ):
+        children.lowered_by(starts.child, "some kernel", {})
+    assert (len(starts), len(warned)) == (children.LOWERING_ATTEMPTS, children.LOWERING_ATTEMPTS - 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "story"),
+    [
+        ("kill -KILL $$", "died of SIGKILL"),
+        ("exit 1", "exit status 1"),
+        ("""echo '{"error": "refused"}'""", "refused"),
+    ],
+)
+def test_lowering_is_tried_once_where_no_compiler_crashed(script: str, story: str, tmp_path: Path) -> None:
+    """A warning would be an error here."""
+    starts = Starts(tmp_path, script)
+    with pytest.raises(proof.ProofError, match=story):
+        children.lowered_by(starts.child, "some kernel", {})
+    assert len(starts) == 1
+
+
+# ---------------------------------------------------------------- describing
+
+
+@given(st.integers(-(2**62), 2**62))
+def test_ints_are_described_by_what_triton_specialises(value: int) -> None:
+    described = description.representative(value)
+    assert (described == 1) == (value == 1)
+    assert (described % 16 == 0) == (value % 16 == 0)
+    narrow = -(2**31) <= value < 2**31
+    assert (-(2**31) <= described < 2**31) == narrow
+    unspecialised = description.representative(value, specialised=False)
+    assert unspecialised == description.representative(3 if narrow else 2**40 + 3)
+
+
+def test_arguments_that_cannot_be_described() -> None:
+    with pytest.raises(TypeError, match="got list"):
+        description.describe_argument([1])
+    with pytest.raises(TypeError, match="constant SIZE"):
+        description.describe_constant("SIZE", torch.float32)

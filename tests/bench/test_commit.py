@@ -1,0 +1,142 @@
+"""Which commit results name: git's, or in a copy without git that of a stamp whose files are all as they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import commit as module
+from bench.commit import STAMP_NAME, commit, write_stamp
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def git(folder: Path, *arguments: str) -> str:
+    named = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", "-C", str(folder), *named, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture(autouse=True)
+def _looked_up_anew() -> Iterator[None]:
+    module.commit.cache_clear()
+    yield
+    module.commit.cache_clear()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Of a commit with a source, a result, and what git ignores."""
+    folder = tmp_path / "checkout"
+    (folder / "bench" / "results").mkdir(parents=True)
+    (folder / "source.py").write_text("one\n")
+    (folder / "bench" / "b c.py").write_text("two\n")
+    (folder / "bench" / "results" / "run.json").write_text("{}\n")
+    (folder / ".gitignore").write_text(f"{STAMP_NAME}\n")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+    return folder
+
+
+def copy_of(checkout: Path) -> Path:
+    """Without git."""
+    folder = checkout.parent / "copy"
+    shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
+    return folder
+
+
+def looked_up(folder: Path) -> str:
+    commit.cache_clear()
+    return commit(folder)
+
+
+def test_git_tells_without_a_stamp(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = git(checkout, "rev-parse", "HEAD")
+    assert looked_up(checkout) == head[:12]
+    (checkout / "untracked.py").touch()
+    (checkout / "bench" / "results" / "run.json").write_text("what a run wrote\n")
+    assert looked_up(checkout) == head[:12], "neither is a changed source"
+    (checkout / "source.py").write_text("other\n")
+    assert looked_up(checkout) == f"{head[:12]}+changes"
+    assert looked_up(copy_of(checkout)) == "unknown"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_copy_without_git_knows_its_commit(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = git(checkout, "rev-parse", "HEAD")
+    assert write_stamp(checkout) == f"{STAMP_NAME}: {head[:12]}, 3 files"
+    assert set(json.loads((checkout / STAMP_NAME).read_text())["files"]) == {".gitignore", "bench/b c.py", "source.py"}
+    copy = copy_of(checkout)
+    (copy / "bench" / "results" / "run.json").write_text("what a run wrote\n")
+    (copy / "wheels").touch()
+    assert looked_up(copy) == head[:12]
+    assert capsys.readouterr().err == ""
+    (copy / "source.py").write_text("one \n")
+    (copy / "bench" / "b c.py").unlink()
+    assert looked_up(copy) == f"{head[:12]}+changes"
+    assert "2 of 3 files differ from those that .commit.json names (bench/b c.py, source.py)" in capsys.readouterr().err
+
+
+def test_a_stamp_goes_before_an_older_git(checkout: Path) -> None:
+    """Where a copy brings a history without the stamped commit; but not before a git that has gone on since."""
+    older = checkout.parent / "older"
+    shutil.copytree(checkout, older)
+    (checkout / "source.py").write_text("second\n")
+    (checkout / "new.py").touch()
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "second")
+    write_stamp(checkout)
+    second = git(checkout, "rev-parse", "HEAD")
+    for name in ("source.py", "new.py", STAMP_NAME):
+        shutil.copy(checkout / name, older / name)
+    assert looked_up(older) == looked_up(checkout) == second[:12]
+
+    (checkout / "third.py").touch()
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "third")
+    assert looked_up(checkout) == git(checkout, "rev-parse", "HEAD")[:12]
+
+
+def test_a_checkout_with_changes_gets_no_stamp(checkout: Path) -> None:
+    (checkout / "source.py").write_text("other\n")
+    with pytest.raises(ValueError, match=r"commit these changes first, or take them back:\n M source\.py"):
+        write_stamp(checkout)
+    assert not (checkout / STAMP_NAME).exists()
+    with pytest.raises(ValueError, match="is no git checkout"):
+        write_stamp(copy_of(checkout))
+    inside = checkout / "bench"
+    with pytest.raises(ValueError, match="is no git checkout"):
+        write_stamp(inside)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"commit": 1, "files": {}}'])
+def test_a_damaged_stamp_is_named(content: str, checkout: Path) -> None:
+    (checkout / STAMP_NAME).write_text(content)
+    with pytest.raises(ValueError, match=r"\.commit\.json is damaged: remove it, or write it anew with make stamp"):
+        looked_up(checkout)
+
+
+def test_the_stamp_of_this_checkout_is_small_quick_and_ignored(tmp_path: Path) -> None:
+    """The script needs no package, and git must not see what it writes."""
+    ignored = subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", STAMP_NAME], check=False).returncode
+    assert ignored in (0, 128), "128: no git checkout"
+    script = "import sys; sys.modules['torch'] = None; import tools.stamp_commit"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    files = [path for path in ROOT.rglob("*.py") if ".venv" not in path.parts and ".cache" not in path.parts]
+    stamp = {"commit": "0" * 40, "files": {str(path.relative_to(ROOT)): module.digest_of(path) for path in files}}
+    (tmp_path / STAMP_NAME).write_text(json.dumps(stamp))
+    for path in files:
+        (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    started = time.perf_counter()
+    assert looked_up(tmp_path) == "0" * 12
+    assert time.perf_counter() - started < 1
+    assert (tmp_path / STAMP_NAME).stat().st_size < 64 * 1024

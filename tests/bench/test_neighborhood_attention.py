@@ -1,0 +1,499 @@
+"""The benchmark of neighborhood attention: its files, its gate, its peers; and the model of its work on an NPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from ascend_kernels.neighborhood import reference
+from ascend_kernels.neighborhood.tiling import ascend_tiles
+from bench import bench_neighborhood_attention as bench
+from bench import passes
+from bench.gradient_check import GradientError
+from bench.inputs import Neighborhood, make_problem
+from bench.neighborhood_peers import PEERS, block_mask, make_peer, residue_classes
+from bench.passes import MODES, Candidate, Measured, Plan, Unavailable
+from bench.roofline import AscendWork, neighborhood_bytes, neighborhood_table, neighborhood_work
+from bench.timing import GIB, Timing
+from tests.support.bench_helpers import DOCS, Changed, documented_fields
+from tools import draw_windows
+
+CPU = torch.device("cpu")
+SMALL = ["--device", "cpu", "--seconds", "0"]
+SHAPE = Neighborhood(2, 2, 150, 16, 8, 3)
+ONE_SEGMENT = Neighborhood(1, 1, 40, 8, 5)
+
+
+def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the CPU: the reference, no peers; an even window, dilation, several segments and a single one."""
+    shapes = ["--shapes", str(SHAPE), "1,1,500,8,5", "--peak-tbs", "0.01"]
+    assert bench.main([*SMALL, *shapes, "--out", str(tmp_path / "run")]) == 0
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert (content["gate"], content["red"], content["floor_tbs"]) == ("green", [], 0.01)
+    assert {"device", "versions", "commit"} <= set(content)
+    rows = content["rows"]
+    assert [(row["s"], row["pass"]) for row in rows] == [(s, p) for s in (150, 500) for p in ("fwd", "bwd", "fwd+bwd")]
+    for row in rows:
+        assert set(row) == documented_fields("bench_neighborhood_attention.py")
+        assert (row["backend"], row["default"], row["mode"], row["dtype"]) == ("reference", True, "eager", "fp32")
+        assert 0 < row["error"] <= row["error_budget"] < 1e-4
+        assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
+        shape = Neighborhood(*(row[name] for name in ("b", "h", "s", "d", "k", "dilation")))
+        assert row["floor_ms"] == pytest.approx(neighborhood_bytes(shape, row["pass"], 4) / 1e7)
+        assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_p50"])
+        tensors = 4 if row["pass"] == "fwd" else 8
+        assert row["floor_gib"] * GIB == tensors * 4 * shape.batch * shape.heads * shape.tokens * shape.dim
+        assert all(row[f"{peer}_{what}"] is None for peer in PEERS for what in ("ms", "gib"))
+    assert [line.partition(":")[0] for line in content["missing"]] == [f"{name} did not run" for name in PEERS]
+    with (tmp_path / "run.csv").open() as file:
+        assert [row["pass"] for row in csv.DictReader(file)] == [row["pass"] for row in rows]
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "fa4 did not run: runs on CUDA devices, got cpu (everywhere)" in shown
+    assert "2,2,150,16,8,3" in shown
+
+
+def test_memory_alone(tmp_path: Path) -> None:
+    assert bench.main([*SMALL, "--shapes", str(SHAPE), "--modes", "memory", "--out", str(tmp_path / "run")]) == 0
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert [(row["pass"], row["ms_p50"]) for row in rows] == [("fwd", None), ("fwd+bwd", None)]
+    given = 2 * 150 * 2 * 16 * 4 / GIB
+    assert rows[0]["peak_gib"] >= 3 * given
+    assert rows[1]["peak_gib"] >= 4 * given
+    assert not (tmp_path / "run.png").exists()
+
+
+def test_times_alone(tmp_path: Path) -> None:
+    options = ["--shapes", str(SHAPE), "--modes", "full", "--dtype", "bf16"]
+    assert bench.main([*SMALL, *options, "--out", str(tmp_path / "run")]) == 0
+    (row,) = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert (row["pass"], row["dtype"], row["peak_gib"], row["floor_ms"]) == ("fwd+bwd", "bf16", None, None)
+
+
+def test_the_kernels_interpreted_are_no_default() -> None:
+    """On CPU tensors only the reference runs unasked; a backend that cannot run says why."""
+    assert bench.choose_backends(SHAPE, CPU, torch.float32, "auto", None) == ["reference"]
+    with pytest.raises(SystemExit, match="triton: runs on CUDA devices"):
+        bench.main([*SMALL, "--shapes", str(SHAPE), "--backend", "triton"])
+    with pytest.raises(SystemExit, match="backend must be one of"):
+        bench.main([*SMALL, "--shapes", str(SHAPE), "--backend", "abacus"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "1,2,3"], "must be tiny, seed, long or B,H,S,D,k[,dilation], got '1,2,3'"),
+        (["--shapes", "1,2,64,16,0"], "must be tiny, seed, long or B,H,S,D,k[,dilation], got '1,2,64,16,0'"),
+        (["--modes", "sideways"], "invalid choice: 'sideways'"),
+    ],
+)
+def test_bad_command_lines(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench.main([*SMALL, *options])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_shapes_have_names_and_come_once() -> None:
+    shapes = bench.parse(["--shapes", "long", "2,16,4096,64,7", "4,4,100,16,3,2"]).shapes
+    assert shapes == [*bench.SHAPES["long"], Neighborhood(4, 4, 100, 16, 3, 2)]
+    assert bench.parse(["--device", "cpu"]).shapes == bench.SHAPES["tiny"]
+    assert all(bench._shapes(str(shape)) == [shape] for some in bench.SHAPES.values() for shape in some)
+
+
+# The gate
+
+
+def changed(place: str, change: float) -> Callable[..., Tensor]:
+    """Right but for `change` in the last token of "out", "dq", "dk" or "dv"."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        tensors = {"dq": q, "dk": k, "dv": v}
+        if place in tensors:
+            tensors[place] = Changed.apply(tensors[place], 0.0, change)
+        out = bench.dispatch.neighborhood_attention(*tensors.values(), **options)
+        return Changed.apply(out, change, 0.0) if place == "out" else out
+
+    return attention
+
+
+@pytest.mark.parametrize("value", [1e-3, float("nan")])
+@pytest.mark.parametrize("place", ["out", "dq", "dk", "dv"])
+def test_no_times_on_a_red_gate(
+    place: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "neighborhood_attention", changed(place, value))
+    monkeypatch.setattr(bench, "make_peer", lambda *_: pytest.fail("a peer of a wrong backend"))
+    options = ["--shapes", "1,1,40,8,5", "--modes", "forward" if place == "out" else "backward"]
+    assert bench.main([*SMALL, *options, "--out", str(tmp_path / "run")]) == 1
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert (content["gate"], content["rows"]) == ("red", [])
+    (red,) = content["red"]
+    assert re.search(rf"1,1,40,8,5 \w+ reference: error \S+ of {place} is above the budget", red)
+    assert not (tmp_path / "run.csv").exists()
+    assert "no times are reported" in capsys.readouterr().out
+
+
+def test_truth_is_the_whole_sequence_in_pieces() -> None:
+    """Runs at both ends and between, from pieces of the sequence, against fp64 on all of it; NaN anywhere is found."""
+    for shape in (Neighborhood(1, 2, 1501, 8, 6, 3), Neighborhood(1, 1, 700, 8, 63), ONE_SEGMENT):
+        problem = make_problem("random", shape.sizes, device=CPU, dtype=torch.float32, gated=False)
+        do = torch.randn_like(problem.q)
+        truth = bench.make_truth(shape, problem, do)
+        tensors = [tensor.double() for tensor in (problem.q, problem.k, problem.v, do)]
+        whole = bench._results(shape, tensors)
+        for name, pieces in truth.exact.items():
+            for run, piece in zip(truth.runs, pieces, strict=True):
+                torch.testing.assert_close(piece, whole[name][:, run], rtol=1e-12, atol=1e-12)
+        assert (truth.runs[0].start, truth.runs[-1].stop) == (0, shape.tokens)
+        assert sum(run.stop - run.start for run in truth.runs) == min(shape.tokens, 4 * 96)
+        assert truth.worst(whole).error < 1e-12
+        for name in whole:
+            result = whole[name].clone()
+            result[:, shape.tokens // 3] = float("nan")
+            assert not truth.worst({**whole, name: result}).within
+
+
+def fake_capture(call: Callable[[], Any], device: torch.device, *, unwritten: bool = False) -> types.SimpleNamespace:
+    """A graph as the CPU can have it: replays write the captured results once more."""
+    out = call()
+    tensors = out if isinstance(out, tuple) else (out,)
+    results = [tensor.detach().clone() for tensor in tensors]
+
+    def replay() -> None:
+        with torch.no_grad():
+            for tensor, result in zip(tensors, results, strict=True):
+                tensor[:, unwritten:] = result[:, unwritten:]
+
+    return types.SimpleNamespace(out=out, replay=replay, peak_gib=None)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwd+bwd"])
+@pytest.mark.parametrize("head_major", [False, True])
+def test_what_a_graph_replays_is_checked(direction: str, head_major: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same call passes, and fails when a replay leaves a row of its results as it was: NaN."""
+    problem = make_problem("random", SHAPE.sizes, device=CPU, dtype=torch.float32, gated=False)
+    do = torch.randn_like(problem.q)
+    task, plan = bench.make_task(SHAPE, problem, do), Plan.of(MODES, 0, wall=True)
+    monkeypatch.setattr(passes, "takes_graphs", lambda *_: True)
+    monkeypatch.setattr(passes, "capture", fake_capture)
+    candidate = Candidate("a kernel", head_major_reference if head_major else plain_reference, head_major)
+    measured = passes.measure_pass(candidate, direction, task, plan)
+    assert measured.mode == "graph"
+    assert measured.error.within
+    assert measured.timing is not None
+    assert measured.wall not in (None, measured.timing), "beside replays also a call as Python makes it"
+    monkeypatch.setattr(passes, "capture", lambda *args: fake_capture(*args, unwritten=True))
+    measured = passes.measure_pass(candidate, direction, task, plan)
+    assert not measured.error.within
+    assert measured.timing is None
+
+
+def test_calls_from_python_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of short calls the fastest turn counts, whoever made them; long ones and eager passes keep what they have."""
+    problem = make_problem("random", SHAPE.sizes, device=CPU, dtype=torch.float32, gated=False)
+    task = bench.make_task(SHAPE, problem, torch.randn_like(problem.q))
+    graph, error = Timing(1, 1, 1, None, 9), GradientError("out", 0, 1)
+
+    def measured(wall: float) -> Measured:
+        return Measured("graph", error, graph, Timing(wall, wall, wall, None, 9), None)
+
+    ours = {("ours", "fwd"): measured(1.5), ("long", "fwd"): measured(2.5)}
+    peers = {("peer", "fwd"): measured(1.0), ("eager", "fwd"): Measured("eager", error, graph, graph, None)}
+    of_name = {name: Candidate(name, plain_reference) for name, _ in ours | peers}
+    turns, times = [], {"ours": iter([1.4, 1.2, 1.3, 1.6]), "peer": iter([1.1, 1.2, 0.9, 1.0])}
+
+    def timed(of: passes.Passes, direction: str, seconds: float) -> Timing:
+        turns.append(of.candidate.name)
+        took = next(times[of.candidate.name])
+        return Timing(took, took, took, None, 3)
+
+    monkeypatch.setattr(passes, "measure_wall", timed)
+    every = ours | peers
+    passes.take_turns(of_name, "fwd", task, every)
+    assert turns == ["ours", "peer"] * (passes.WALL_TURNS - 1)
+    walls = {name: found.wall.ms_p50 for (name, _), found in every.items() if found.wall is not None}
+    assert walls == {"ours": 1.2, "long": 2.5, "peer": 0.9, "eager": 1}
+
+
+def plain_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return reference.neighborhood_attention(q, k, v, kernel_size=SHAPE.kernel_size, dilation=SHAPE.dilation)[0]
+
+
+def head_major_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return plain_reference(*(tensor.transpose(1, 2) for tensor in (q, k, v))).transpose(1, 2)
+
+
+# Peers
+
+
+def test_peers_that_fail_are_null(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One runs, one runs out of memory, one is wrong."""
+
+    def out_of_memory(*_: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 53 GiB")
+
+    def fake(name: str, *_: Any) -> Candidate:
+        if name == "fa4":
+            return Candidate(name, plain_reference)
+        wrong = lambda q, k, v: head_major_reference(q, k, v) * 1.01  # noqa: E731
+        return Candidate(name, out_of_memory if name == "liger" else wrong, head_major=True)
+
+    monkeypatch.setattr(bench, "make_peer", fake)
+    assert bench.main([*SMALL, "--shapes", str(SHAPE), "--out", str(tmp_path / "run")]) == 0
+    content = json.loads((tmp_path / "run.json").read_text())
+    for row in content["rows"]:
+        assert row["fa4_ms"] > 0
+        assert row["fa4_gib"] > 0
+        assert (row["flex_ms"], row["flex_gib"], row["liger_ms"], row["liger_gib"]) == (None,) * 4
+    assert "liger did not run: out of memory (everywhere)" in content["missing"]
+    assert f"({SHAPE} bwd; {SHAPE} fwd+bwd)" in "".join(content["missing"]), "other reasons are of some passes"
+    assert any(re.match("flex did not run: error .* of out is above the budget", line) for line in content["missing"])
+    shown = capsys.readouterr().out
+    assert "fa4 ms" in shown
+    assert "liger ms" not in shown
+    assert "slower than a peer" in shown
+
+
+def test_whatever_a_peer_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is made, and when it runs."""
+
+    def broken(*_: Any) -> Any:
+        raise AssertionError("not with this shape\nand a page of details")
+
+    problem = make_problem("random", SHAPE.sizes, device=CPU, dtype=torch.float32, gated=False)
+    do = torch.randn_like(problem.q)
+    given: Any = ("fwd", bench.make_task(SHAPE, problem, do), Plan.of(["full"], 0))
+    assert passes.measure_peer(Candidate("fa4", broken), *given) == "AssertionError: not with this shape"
+    reason = passes.find_peer(broken, given[1])
+    assert reason == passes.measure_peer(reason, *given) == "AssertionError: not with this shape"
+
+
+def test_peers_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    for module in ("flash_attn.cute", "liger_kernel.ops.fused_neighborhood_attention"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(Unavailable, match=r"cannot be imported: pip install \"nsa-kernels\[cuda\]\""):
+        make_peer("fa4", SHAPE, gpu, torch.bfloat16)
+    with pytest.raises(Unavailable, match=r"not installed: pip install liger-kernel==0\.8\.5"):
+        make_peer("liger", SHAPE, gpu, torch.bfloat16)
+    with pytest.raises(Unavailable, match="runs on CUDA devices, got cpu"):
+        make_peer("flex", SHAPE, CPU, torch.bfloat16)
+
+
+def of_reference(q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int) -> Tensor:
+    return reference.neighborhood_attention(q, k, v, kernel_size=kernel_size, dilation=dilation)[0]
+
+
+def test_fa4_is_asked_for_the_same_neighborhood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window over residue classes as heads, stood in for by the reference."""
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, window_size: tuple[int, int]) -> tuple[Tensor, None]:
+        left, right = window_size
+        assert left - right == (left + right) % 2, "an even window has its extra key on the left"
+        return of_reference(q, k, v, left + right + 1, 1), None
+
+    package, module = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.cute")
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    for shape in (Neighborhood(2, 3, 60, 8, 7, 4), Neighborhood(2, 3, 60, 8, 6, 5), Neighborhood(1, 1, 7, 8, 3)):
+        problem = make_problem("random", shape.sizes, device=CPU, dtype=torch.float64, gated=False)
+        qkv = (problem.q, problem.k, problem.v)
+        candidate = PEERS["fa4"](shape, CPU, torch.bfloat16)
+        assert not candidate.head_major
+        expected = of_reference(*qkv, shape.kernel_size, shape.dilation)
+        torch.testing.assert_close(candidate.call(*qkv), expected)
+        assert residue_classes(problem.q, shape.dilation).data_ptr() == problem.q.data_ptr()
+    with pytest.raises(Unavailable, match="residue classes of 150 tokens differ in length with dilation 4"):
+        PEERS["fa4"](Neighborhood(2, 2, 150, 16, 7, 4), CPU, torch.bfloat16)
+    with pytest.raises(Unavailable, match="takes 16-bit tensors, got float32"):
+        PEERS["fa4"](SHAPE, CPU, torch.float32)
+
+
+def test_liger_is_asked_for_the_same_neighborhood(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LigerFusedNeighborhoodAttentionFunction:
+        @staticmethod
+        def apply(q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int) -> Tensor:
+            token_major = (tensor.transpose(1, 2) for tensor in (q, k, v))
+            return of_reference(*token_major, kernel_size, dilation).transpose(1, 2)
+
+    module = types.ModuleType("liger_kernel.ops.fused_neighborhood_attention")
+    module.LigerFusedNeighborhoodAttentionFunction = LigerFusedNeighborhoodAttentionFunction  # type: ignore[attr-defined]
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_neighborhood_attention", module)
+    shape = Neighborhood(2, 3, 60, 8, 7, 4)
+    problem = make_problem("random", shape.sizes, device=CPU, dtype=torch.float64, gated=False)
+    candidate = PEERS["liger"](shape, CPU, torch.float64)
+    qkv = (problem.q, problem.k, problem.v)
+    got = candidate.call(*(tensor.transpose(1, 2) for tensor in qkv)).transpose(1, 2)
+    torch.testing.assert_close(got, of_reference(*qkv, 7, 4))
+    with pytest.raises(Unavailable, match="takes odd windows, got 8"):
+        PEERS["liger"](SHAPE, CPU, torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_is_asked_for_the_same_neighborhood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly, which needs no compiler."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    for shape in (Neighborhood(2, 2, 300, 16, 7, 3), Neighborhood(1, 1, 140, 16, 8)):
+        problem = make_problem("random", shape.sizes, device=CPU, dtype=torch.float32, gated=False)
+        qkv = (problem.q, problem.k, problem.v)
+        candidate = PEERS["flex"](shape, CPU, torch.float32)
+        got = candidate.call(*(tensor.transpose(1, 2) for tensor in qkv)).transpose(1, 2)
+        torch.testing.assert_close(got, of_reference(*qkv, shape.kernel_size, shape.dilation))
+
+
+@pytest.mark.parametrize(
+    "window",
+    [(1000, 7, 1), (1024, 300, 1), (1000, 601, 1), (777, 8, 3), (900, 15, 40), (5, 3, 1), (128, 1, 1)],
+    ids=str,
+)
+def test_blocks_of_flex_are_those_of_its_own_search(window: tuple[int, int, int]) -> None:
+    tokens, kernel_size, dilation = window
+    mask = block_mask(Neighborhood(1, 1, tokens, 16, kernel_size, dilation), CPU)
+    searched = create_block_mask(mask.mask_mod, None, None, tokens, tokens, device="cpu")
+    assert mask.shape == searched.shape
+    assert torch.equal(mask.to_dense(), searched.to_dense())
+    for ours, theirs in (
+        (mask.kv_num_blocks, searched.kv_num_blocks),
+        (mask.full_kv_num_blocks, searched.full_kv_num_blocks),
+        (mask.q_num_blocks, searched.q_num_blocks),
+        (mask.full_q_num_blocks, searched.full_q_num_blocks),
+    ):
+        assert torch.equal(ours, theirs)
+
+
+# The model
+
+
+def test_byte_floor_by_hand() -> None:
+    tensor = 4 * 8192 * 32 * 128 * 2
+    shape = Neighborhood(4, 32, 8192, 128, 9)
+    assert [neighborhood_bytes(shape, way) for way in ("fwd", "bwd", "fwd+bwd")] == [
+        4 * tensor,
+        8 * tensor,
+        12 * tensor,
+    ]
+    assert neighborhood_bytes(shape, "fwd", itemsize=4) == 8 * tensor
+
+
+def test_work_of_one_row_by_hand() -> None:
+    """k = 7, D = 64: rows of 128 bytes, of 256 in fp32, bands of 28."""
+    shape = Neighborhood(1, 1, 1, 64, 7)
+    tiles = [ascend_tiles(kernel, torch.bfloat16, 64, 7) for kernel in ("forward", "dq", "dkdv")]
+    assert {(tile.block_m, tile.block_n) for tile in tiles} == {(32, 64)}, "the figures below are for these"
+
+    # Flash: 38 keys fit one step of 64, two of them for each of 32 rows
+    assert neighborhood_work(shape, "flash", backward=False) == AscendWork(
+        l1_bytes=128 + 2 * 2 * 128, ub_bytes=64 * (4 + 2) + 256 + 128 + 4, cube_flops=2 * 2 * 64 * 64, kept_bytes=4
+    )
+    dq = 2 * 128 + 64 * (4 + 4 + 2) + 256 + 128 + 4 + 4
+    dkdv = 64 * (4 + 4 + 2 + 2) + 2 * 256 + 2 * 128 + 2 * (4 + 4)
+    assert neighborhood_work(shape, "flash", backward=True) == AscendWork(
+        l1_bytes=2 * (2 * 128 + 2 * 2 * 128), ub_bytes=dq + dkdv, cube_flops=(3 + 4) * 2 * 64 * 64, kept_bytes=8
+    )
+
+    # Band: written by tiles of 32 rows and 64 keys, multiplied by tiles of 64 rows, whose 70 keys take two of 64
+    l1, ub, cube = 2 * 128, 128 * (4 + 2) + 2 * 256 + 128, 2 * 128 * 64
+    assert neighborhood_work(shape, "band", backward=False) == AscendWork(
+        l1_bytes=128 + 2 * 128 + l1, ub_bytes=64 * 4 + 28 + ub, cube_flops=2 * 64 * 64 + cube, kept_bytes=28
+    )
+    assert neighborhood_work(shape, "band", backward=True) == AscendWork(
+        l1_bytes=128 + 2 * 128 + 3 * l1,
+        ub_bytes=64 * 4 + 2 * 28 + 3 * ub,
+        cube_flops=2 * 64 * 64 + 3 * cube,
+        kept_bytes=2 * 28,
+    )
+
+    # Dense: a tile of 64 queries sees its own keys' tile and one on either side
+    dv = 192 * (4 + 2) + 3 * 256 + 128
+    ds = 2 * 192 * (4 + 4) + 192 * 2
+    dqdk = 2 * (192 * (2 + 2) + 3 * 256 + 128)
+    assert neighborhood_work(Neighborhood(1, 1, 1000, 64, 7), "dense", backward=True) == AscendWork(
+        l1_bytes=1000 * (3 * 128 + 2 * (3 + 3) * 128 + 2 * 3 * 128),
+        ub_bytes=1000 * (4 * 1000 + 2 * 64 * 4 + dv + ds + dqdk),
+        cube_flops=1000 * 5 * 2 * 192 * 64,
+        kept_bytes=1000 * (28 + 1000 * (4 + 2)),
+    )
+    with pytest.raises(ValueError, match="its forward is the band's"):
+        neighborhood_work(shape, "dense", backward=False)
+
+
+def test_work_of_wide_windows_and_two_slices() -> None:
+    """Two tiles of slots are multiplied twice each; D = 128 is two slices of 64; dilation fills the dense tiles."""
+    band = neighborhood_work(Neighborhood(1, 1, 1, 128, 63), "band", backward=False)
+    assert band == AscendWork(
+        l1_bytes=4 * 3 * 256 + 2 * 256,
+        ub_bytes=4 * 2 * 64 * 4 + 63 * 4 + 2 * 128 * (4 + 2) + 2 * 128 * 4 + 256,
+        cube_flops=4 * 2 * 64 * 128 + 2 * 128 * 128,
+        kept_bytes=63 * 4,
+    )
+    near, far = (
+        neighborhood_work(Neighborhood(1, 1, 1024, 64, 15, dilation), "dense", backward=True) for dilation in (1, 16)
+    )
+    assert near.cube_flops == 1024 * 5 * 2 * 3 * 64 * 64
+    assert far.cube_flops == 1024 * 5 * 2 * 5 * 64 * 64  # 7 * 16 = 112 tokens on either side
+
+
+def test_the_documented_model_is_computed() -> None:
+    page = (DOCS / "neighborhood_attention.md").read_text(encoding="utf-8")
+    assert neighborhood_table([bench.SHAPES["seed"][1], *bench.SHAPES["long"]]) in page
+
+
+def test_the_picture_is_the_definition() -> None:
+    """The file is what the tool draws, and the tool draws the windows of the reference."""
+    assert draw_windows.PICTURE.read_text(encoding="utf-8") == draw_windows.draw()
+    truncated, shifted = (draw_windows.cells(5, 1, boundary, False) for boundary in ("truncate", "shift"))
+    assert [cell for cell in truncated if cell[0] == 0] == [
+        *((0, -2, "dropped"), (0, -1, "dropped"), (0, 0, "own"), (0, 1, "seen"), (0, 2, "seen"))
+    ]
+    assert [cell for cell in shifted if cell[0] == 9] == [
+        *((9, 5, "moved"), (9, 6, "moved"), (9, 7, "seen"), (9, 8, "seen"), (9, 9, "own"))
+    ]
+
+
+# On a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")  # compilers of peers warn
+def test_on_a_gpu_graphs_and_peers(tmp_path: Path) -> None:
+    """Every pass as a graph, beside every peer that is installed; memory is near inputs and outputs."""
+    shapes = ["--shapes", "1,4,8192,64,7", "1,4,8192,64,8,4"]
+    assert bench.main(["--device", "cuda", *shapes, "--seconds", "0", "--out", str(tmp_path / "run")]) == 0
+    content = json.loads((tmp_path / "run.json").read_text())
+    rows = content["rows"]
+    assert len({(row["k"], row["pass"]) for row in rows}) == 6
+    for row in rows:
+        assert (row["mode"], row["dtype"]) == ("graph", "bf16")
+        assert row["backend"] != "reference"
+        assert 0 < row["share_of_floor"] < 3, "caches of a GPU hold these tensors"
+        assert row["peak_gib"] >= 0.99 * row["floor_gib"]
+        for peer in PEERS:
+            if row[f"{peer}_ms"] is None:
+                assert any(line.startswith(f"{peer} did not run") for line in content["missing"])
+    assert not any(line.startswith("flex did not run") for line in content["missing"]), content["missing"]
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+def test_on_a_gpu_the_reference_runs_eagerly(tmp_path: Path) -> None:
+    options = ["--device", "cuda", "--shapes", "1,2,512,32,5", "--backend", "reference", "--seconds", "0"]
+    assert bench.main([*options, "--out", str(tmp_path / "run")]) == 0
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert {row["mode"] for row in rows} == {"eager"}

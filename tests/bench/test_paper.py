@@ -1,0 +1,353 @@
+"""The benchmark of the paper's NSA: its rows, its gate, its peers and its bars."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import bench_paper as paper
+from bench import bench_sparse_attn_e2e as e2e
+from bench import nsa_peers, passes, results_file
+from bench.inputs import Sizes, make_problem
+from bench.passes import Candidate, Task, Unavailable
+from nsa import NSAConfig
+from tests.support.bench_helpers import DOCS, documented_fields
+
+CPU = torch.device("cpu")
+SMALL = ["--device", "cpu", "--heads", "2", "--kv-heads", "1", "--dim", "16", "--seqlens", "40,70", "--seconds", "0"]
+
+
+def run(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    status = paper.main([*SMALL, *options, "--out", str(folder / "run")])
+    return status, json.loads((folder / "run.json").read_text())
+
+
+def make_others(monkeypatch: pytest.MonkeyPatch, make: Callable[[str, NSAConfig, Task], Candidate]) -> None:
+    monkeypatch.setattr(paper, "make_peer", make)
+
+
+def weigh(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+    """Stands in for a peer."""
+    return q + (k + v).mean((1, 2), keepdim=True) * torch.stack(gates).sum(0)[..., None]
+
+
+def test_writes_what_it_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[list[str]] = []
+    right = results_file.write_json
+
+    def recording(path: Path, content: dict[str, Any]) -> None:
+        written.append([f"{row['n']} {row['pass']}" for row in content["rows"]])
+        right(path, content)
+
+    monkeypatch.setattr(results_file, "write_json", recording)
+    make_others(monkeypatch, lambda name, *_: Candidate(name, weigh, graphs=False))
+    status, content = run(tmp_path, "--bars")
+    assert (status, content["gate"], content["missing"]) == (0, "green", [])
+    order = [f"{n} {direction}" for n in (40, 70) for direction in ("fwd", "fwd+bwd")]
+    assert written == [order[: i + 1] for i in range(4)] + [order], "after every length and pass"
+    documented = documented_fields("bench_sparse_attn_e2e.py") | {"fla_ms", "fla_gib", "fla_computes"}
+    for row in content["rows"]:
+        assert set(row) == documented
+        assert (row["preset"], row["l"], row["stride"], row["q_tile"], row["mode"]) == ("paper", 32, 16, 1, "eager")
+        assert 0 <= row["error"] <= row["error_budget"]
+        assert (row["gradient_error"] is None) == (row["pass"] == "fwd")
+        assert row["fla_ms"] > 0
+        assert row["fla_computes"].startswith("other results")
+        assert row["dense_ms"] > 0
+    assert {bar["verdict"] for bar in content["bars"]} == {"not measured"}, "of other sizes"
+    with (tmp_path / "run.csv").open() as file:
+        assert [f"{row['n']} {row['pass']}" for row in csv.DictReader(file)] == order
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "fwd+bwd eager   NSA" in shown
+    assert "0 of 26 bars are reached" in shown
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda q, *_: q * float("nan"), "error nan of out is above the budget"),
+        (lambda q, k, *_: q @ k, "RuntimeError: "),
+        (None, "fla did not run: runs on CUDA devices, got cpu (N=40 fwd)"),
+    ],
+    ids=["not finite", "fails", "not here"],
+)
+def test_a_peer_that_does_not_run(
+    call: Callable[..., Tensor] | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if call is not None:
+        make_others(monkeypatch, lambda name, *_: Candidate(name, call, graphs=False))
+    status, content = run(tmp_path, "--passes", "fwd", "--seqlens", "40")
+    assert (status, content["gate"]) == (0, "green")
+    assert [(row["fla_ms"], row["fla_computes"]) for row in content["rows"]] == [(None, None)]
+    assert "bars" not in content
+    (missing,) = content["missing"]
+    assert reason in missing
+
+
+def test_no_peer_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_others(monkeypatch, lambda *_: pytest.fail("nobody asked"))
+    _, content = run(tmp_path, "--passes", "fwd", "--seqlens", "40", "--peers")
+    assert content["missing"] == []
+    assert content["rows"][0]["fla_ms"] is None
+
+
+def test_a_wrong_gradient_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the forward was written: its times go, too."""
+    right = e2e.nsa
+    monkeypatch.setattr(e2e, "nsa", lambda q, *args, **keywords: right(q, *args, **keywords) + (q - q.detach()))
+    status, content = run(tmp_path, "--seqlens", "40")
+    assert (status, content["gate"], content["rows"]) == (1, "red", [])
+    assert "of the gradient of q is above the budget" in content["red"][0]
+
+
+@pytest.mark.parametrize("option", ["--backward", "--no-dense-above=9", "--demo"])
+def test_refuses_options_without_a_meaning(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        paper.parse([*SMALL, option])
+    assert f"{option} is not taken here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        paper.parse([*SMALL, "--block-sizes", "32,64"])
+    assert "takes one combination of options, got 2" in capsys.readouterr().err
+
+
+def test_graphs_are_for_the_forward() -> None:
+    args = paper.parse([*SMALL])
+    assert (args.preset, args.configs, args.passes, args.peers) == (
+        "paper",
+        [NSAConfig.paper()],
+        ["fwd", "fwd+bwd"],
+        ["fla"],
+    )
+    forward, both = (paper.run_of(args, 40, direction) for direction in args.passes)
+    assert (forward.seqlens, forward.backward) == ([40], False)
+    assert (both.seqlens, both.backward) == ([40], True)
+
+    def modes() -> list[list[str]]:
+        return [e2e.modes_of(paper.run_of(args, 40, direction)) for direction in args.passes]
+
+    assert modes() == [["eager"], ["eager"]]
+    args.device = "cuda"
+    assert modes() == [["queued", "eager", "graph"], ["queued", "eager"]]
+    args.modes = ["graph"]
+    assert modes() == [["graph"], ["eager"]]
+
+
+def test_peers_get_gates_and_need_only_be_finite() -> None:
+    problem = make_problem("random", Sizes(1, 9, 4, 2, 8), device=CPU, dtype=torch.float32, requires_grad=True)
+    task = nsa_peers.make_task(problem)
+    assert problem.gate_proj_weight is not None
+    expected = torch.einsum("bnhd,hgd->bnhg", problem.q, problem.gate_proj_weight).sigmoid()
+    for branch, gate in enumerate(task.leaves[3:]):
+        torch.testing.assert_close(gate, expected[..., branch])
+    assert not any(leaf.requires_grad for leaf in task.leaves)
+    third = nsa_peers.make_task(replace(problem, gate_proj_weight=None)).leaves[-1]
+    assert third.shape == (1, 9, 4)
+    assert (third == 1 / 3).all()
+    measured = passes.measure_pass(
+        Candidate("peer", weigh, graphs=False), "fwd+bwd", task, passes.Plan(("fwd+bwd",), True, False, 0.0)
+    )
+    assert measured.timing is not None
+    q = task.leaves[0].clone()
+    q[0, -1, -1, -1] = float("inf")
+    assert task.truth.worst({"out": task.leaves[0]}).within
+    assert not task.truth.worst({"out": task.leaves[0], "dq": q}).within
+    assert passes.takes_graphs(Candidate("peer", weigh), torch.device("cuda")) is True
+    assert passes.takes_graphs(Candidate("peer", weigh, graphs=False), torch.device("cuda")) is False
+
+
+def test_fla_is_called_as_it_is_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package: FlashAttention-4's window is handed in, and the options arrive."""
+    given: dict[str, Any] = {}
+
+    def parallel_nsa(
+        q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor, **how: Any
+    ) -> Tensor:
+        given.update(how, gates=(g_cmp, g_slc, g_swa))
+        return module.flash_attn_func(q, k, v, causal=True, window_size=(how["window_size"] - 1, 0))
+
+    def fa4(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, None]:
+        given["window"] = how
+        return 2 * q, None
+
+    module = types.SimpleNamespace(parallel_nsa=parallel_nsa, flash_attn_func=None)
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa", types.SimpleNamespace(parallel=module))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.SimpleNamespace(flash_attn_func=fa4))
+    attention = nsa_peers.PEERS["fla"](NSAConfig.paper())
+    q, k, v, *gates = (torch.full((1,), float(i)) for i in range(1, 7))
+    assert attention(q, k, v, *gates) == 2 * q
+    assert [float(gate) for gate in given.pop("gates")] == [4, 5, 6]
+    assert given.pop("window") == {"causal": True, "window_size": (511, 0)}
+    assert given == {"block_counts": 16, "block_size": 64, "window_size": 512, "scale": None}
+
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa", None)
+    with pytest.raises(Unavailable, match=r"not installed: pip install fla-core==0\.6\.0"):
+        nsa_peers.PEERS["fla"](NSAConfig.paper())
+
+
+def test_flas_selected_branch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes choices by token; groups that its kernels have no tiles for are refused."""
+    given: list[Any] = []
+
+    def apply(q: Tensor, *others: Any) -> Tensor:
+        given.extend(others)
+        return q
+
+    parallel = types.SimpleNamespace(ParallelNSAFunction=types.SimpleNamespace(apply=apply))
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa", types.SimpleNamespace(parallel=parallel))
+    problem = make_problem("random", Sizes(1, 9, 32, 2, 16), device=CPU, dtype=torch.float32)
+    indices = torch.arange(2 * 9 * 3, dtype=torch.int32).view(1, 2, 9, 3)
+    task = Task((problem.q, problem.k, problem.v), problem.q, ("dq", "dk", "dv"), nsa_peers.Finite())
+    peer = nsa_peers.selected_peer(indices, 64, task)
+    assert peer.call(*task.leaves) is problem.q
+    k, v, of_tokens, *options = given
+    assert (k is problem.k, v is problem.v, options) == (True, True, [3, 64, 0.25, None])
+    assert of_tokens.is_contiguous()
+    assert torch.equal(of_tokens.movedim(2, 1), indices)
+    some = replace(task, leaves=(problem.q[:, :, :8], problem.k, problem.v))
+    with pytest.raises(Unavailable, match="heads, got 4"):
+        nsa_peers.selected_peer(indices, 64, some)
+
+
+def row_of(n: int, direction: str, ms: float, **changes: Any) -> paper.Row:
+    values: dict[str, Any] = dict.fromkeys(field.name for field in fields(paper.Row))
+    values |= {"b": 1, "h": 64, "h_kv": 4, "d": 128, "dtype": "bf16", "l": 32, "stride": 16, "l_select": 64, "k": 16}
+    values |= {"w": 512, "q_tile": 1, "mode": "queued", "gated": True, "inputs": "random", "fla_ms": 60.0}
+    return paper.Row(**{**values, "n": n, "direction": direction, "ms_p50": ms, **changes})
+
+
+def test_bars_are_the_issues() -> None:
+    rows = [row_of(64 << 10, "fwd", 25.0), row_of(64 << 10, "fwd+bwd", 70.0, peak_gib=11.0)]
+    others = [row_of(64 << 10, "fwd", 1.0, mode="eager"), row_of(64 << 10, "fwd", 1.0, h_kv=8)]
+    bars = {bar.what: bar for bar in paper.find_bars([*rows, *others])}
+    assert bars["64K fwd"].as_json() == {"bar": "64K fwd", "wanted": "<= 27 ms", "reached": "25 ms", "verdict": "pass"}
+    verdicts = {what: bar.verdict for what, bar in bars.items() if bar.verdict != "not measured"}
+    assert verdicts == {
+        "64K fwd": "pass",
+        "64K fwd, stretch": "FAIL",
+        "64K fwd, fla takes as long or longer": "pass",
+        "64K fwd+bwd": "pass",
+        "64K fwd+bwd, stretch": "pass",
+        "64K fwd+bwd, fla takes as long or longer": "FAIL",
+        "64K fwd+bwd, peak memory": "pass",
+        "64K fwd+bwd, peak memory, stretch": "FAIL",
+    }
+    wanted = {"8K fwd": 2.4, "8K fwd+bwd": 7, "32K fwd": 11, "32K fwd+bwd": 33, "64K fwd+bwd": 82, "128K fwd": 78}
+    assert {what: bars[what].wanted for what in wanted} == wanted
+    assert bars["128K fwd+bwd"].wanted == 225
+    assert bars["128K fwd+bwd, stretch"].verdict == "not measured"
+
+
+SFNSA = {8: (2.66, 8.78), 32: (13.7, 45.5), 64: (36.8, 119), 128: (111, 352)}
+"""Milliseconds of the fastest peer, forward and with backward, by length in K."""
+LAST = "fourth"
+"""Of the recorded runs, the one whose files have no name of their own."""
+COMPARED = [(64, "fwd"), (64, "fwd+bwd"), (128, "fwd"), (128, "fwd+bwd")]
+"""Lengths in K and passes of which all runs are shown."""
+
+
+def ms(value: float | None) -> str:
+    """As documented."""
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def by_length_and_pass(rows: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, Any]]:
+    """What the bars are for, by length in K."""
+    return {(row["n"] >> 10, row["pass"]): row for row in rows if row["mode"] == "queued"}
+
+
+def run_table(rows: list[dict[str, Any]]) -> str:
+    """Of a recorded run, as documented."""
+    lines = [
+        "| N | pass | ours | from an idle GPU | as a graph | bar | dense | fla | SFNSA, there | of the floor | GiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    by_mode = {(row["n"], row["pass"], row["mode"]): row["ms_p50"] for row in rows}
+    for row in rows:
+        n, direction = row["n"], row["pass"]
+        if row["mode"] == "queued":
+            forward = direction == "fwd"
+            cells = (
+                f"| {n >> 10}K" if forward else "|",
+                direction,
+                *(ms(by_mode.get((n, direction, mode))) for mode in ("queued", "eager", "graph")),
+                f"{paper.MS_BARS[n][direction][0]:g}",
+                ms(row["dense_ms"]),
+                ms(row["fla_ms"]),
+                f"{SFNSA[n >> 10][not forward]:g}",
+                f"{100 * row['share_of_floor']:.0f} %",
+                f"{row['peak_gib']:.1f} |",
+            )
+            lines.append(" | ".join(cells).replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def runs_table(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Of all recorded runs, the one in `run_table` last and without a link, as documented."""
+    lines = [
+        "| run | 64K fwd | fwd+bwd | 128K fwd | fwd+bwd | dense, 64K fwd | fwd+bwd | bars missed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in runs.items():
+        queued = by_length_and_pass(rows)
+        over = {of: row["ms_p50"] / paper.MS_BARS[row["n"]][row["pass"]][0] - 1 for of, row in queued.items()}
+        missed = [f"{n}K {direction} by {100 * share:.1g} %" for (n, direction), share in over.items() if share > 0]
+        cells = (
+            f"**{name}**" if name == LAST else f"[{name}](../bench/results/paper-h200-{name}.json)",
+            *(ms(queued[of]["ms_p50"]) for of in COMPARED),
+            *(ms(queued[of]["dense_ms"]) for of in COMPARED[:2]),
+            ", ".join(missed) or "none",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def test_the_documented_figures_are_those_of_the_recorded_runs() -> None:
+    results = DOCS.parent / "bench/results"
+    files = {name: results / f"paper-h200-{name}.json" for name in ("first", "second", "third")}
+    contents = {name: json.loads(path.read_text()) for name, path in files.items()}
+    contents[LAST] = content = json.loads((results / "paper-h200.json").read_text())
+    assert {some["gate"] for some in contents.values()} == {"green"}
+    rows, page = content["rows"], (DOCS / "performance.md").read_text(encoding="utf-8")
+    assert run_table(rows) in page
+    assert runs_table({name: some["rows"] for name, some in contents.items()}) in page
+    queued = by_length_and_pass(rows)
+    assert all(row["ms_p50"] <= paper.MS_BARS[row["n"]][of][0] for (_, of), row in queued.items())
+    stretched = [f"{n}K {of}" for (n, of), row in queued.items() if row["ms_p50"] <= paper.MS_BARS[row["n"]][of][1]]
+    assert f"It reaches every bar; the stretch bars, but {', '.join(stretched)}, it does not" in page
+    for n, peers in SFNSA.items():
+        for direction, peer in zip(("fwd", "fwd+bwd"), peers, strict=True):
+            assert queued[n, direction]["ms_p50"] < min(peer, queued[n, direction]["fla_ms"])
+    forward, both = queued[64, "fwd"], queued[64, "fwd+bwd"]
+    assert f"at 64K less memory too: {both['peak_gib']:.1f} GiB (SFNSA 12.7, fla {both['fla_gib']:.1f})" in page
+    readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
+    of_fla, of_dense = ([row[f"{peer}_ms"] / row["ms_p50"] for row in (forward, both)] for peer in ("fla", "dense"))
+    both_passes = f"forward + backward {of_fla[1]:.1f} times as fast as fla's"
+    assert f"the forward is {of_fla[0]:.1f} times and {both_passes}" in readme
+    assert f"{of_dense[0]:.1f} and {of_dense[1]:.1f} times as fast as dense attention" in readme
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """Both passes and modes; a peer is there or its reason is."""
+    sizes = ["--device", "cuda", "--heads", "32", "--kv-heads", "2", "--seqlens", "2048", "--seconds", "0"]
+    assert paper.main([*sizes, "--out", str(tmp_path / "run")]) == 0
+    content = json.loads((tmp_path / "run.json").read_text())
+    rows = content["rows"]
+    modes = {"fwd": ["queued", "eager", "graph"], "fwd+bwd": ["queued", "eager"]}
+    assert [(row["pass"], row["mode"]) for row in rows] == [(of, mode) for of in modes for mode in modes[of]]
+    assert {(row["backend"], row["dense"]) for row in rows} == {("cute", "FlashAttention-4")}
+    assert all((row["fla_ms"] is None) == bool(content["missing"]) for row in rows)

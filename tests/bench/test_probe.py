@@ -1,0 +1,611 @@
+"""bench/probe_max_seqlen.py: the search, what counts as "does not fit", the state file, and real probes on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dispatch
+from bench import probe_max_seqlen as probe
+from bench.common import Dense
+from bench.report import environment
+from nsa import NSAConfig
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SMALL = ["--device", "cpu", "--heads", "1", "--dim", "16", "--memory-limit", "60MiB"]
+
+# The search
+
+
+class Memory:
+    """Lengths up to `room` fit, those from `slow` on take too long."""
+
+    def __init__(self, room: int, slow: float = math.inf) -> None:
+        self.room, self.slow = room, slow
+        self.tried: list[int] = []
+
+    def __call__(self, tokens: int) -> probe.Failure | None:
+        self.tried.append(tokens)
+        if tokens >= self.slow:
+            return "timeout"
+        return None if tokens <= self.room else "oom"
+
+
+lengths = st.integers(1, 2**24)
+
+
+@given(room=st.integers(0, 2**24), start=lengths, granularity=lengths)
+def test_search_brackets_the_limit_within_the_granularity(room: int, start: int, granularity: int) -> None:
+    memory = Memory(room)
+    bracket = probe.search(memory, start, granularity, None)
+    fits, fails = bracket.fits or 0, bracket.fails
+    assert bracket.why == "oom"
+    assert fails is not None
+    assert fits <= room < fails
+    assert fails - fits <= granularity
+    assert fails in memory.tried
+    assert bracket.fits is None or bracket.fits in memory.tried
+
+
+@given(room=st.integers(0, 2**24), start=lengths, granularity=lengths, maximum=st.none() | lengths)
+def test_search_takes_logarithmically_many_different_trials(
+    room: int, start: int, granularity: int, maximum: int | None
+) -> None:
+    memory = Memory(room)
+    probe.search(memory, start, granularity, maximum)
+    doublings = max(0, math.ceil(math.log2(max(room, 1) / start))) + 2
+    halvings = math.ceil(math.log2(max(start, 2 * room) / granularity + 1)) + 1
+    assert len(memory.tried) <= doublings + halvings
+    assert len(set(memory.tried)) == len(memory.tried)
+    assert min(memory.tried) > 0
+
+
+@given(room=st.integers(0, 2**24), start=lengths, granularity=lengths, maximum=lengths)
+def test_search_stays_below_the_maximum(room: int, start: int, granularity: int, maximum: int) -> None:
+    memory = Memory(room)
+    bracket = probe.search(memory, start, granularity, maximum)
+    assert max(memory.tried) <= maximum
+    if room >= maximum:
+        assert bracket == probe.Bracket(maximum, None, "max-seqlen")
+    else:
+        assert bracket.why == "oom"
+
+
+@given(room=st.integers(0, 2**24), slow=lengths, start=lengths, granularity=lengths)
+def test_search_stops_at_a_timeout(room: int, slow: int, start: int, granularity: int) -> None:
+    memory = Memory(room, slow)
+    bracket = probe.search(memory, start, granularity, None)
+    timeouts = [tokens for tokens in memory.tried if tokens >= slow]
+    if timeouts:
+        assert timeouts == memory.tried[-1:]
+        assert bracket.why == "timeout"
+        assert bracket.fails == timeouts[0]
+    assert bracket.fits is None or bracket.fits <= min(room, slow - 1)
+
+
+def test_search_goes_down_to_the_granularity_when_the_start_fails() -> None:
+    assert probe.search(Memory(2500), 65536, 1024, None) == probe.Bracket(2048, 3072, "oom")
+    assert probe.search(Memory(500), 65536, 1024, None) == probe.Bracket(None, 1024, "oom")
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1B", 1), ("512MiB", 2**29), ("2GiB", 2**31), (" 1.5 GiB ", 3 * 2**29), ("3KiB", 3072)]
+)
+def test_memory_sizes(text: str, size: int) -> None:
+    assert probe.memory_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "2", "GiB", "2GB", "-1GiB", "0MiB", "0.1B", "1e3MiB", "two GiB"])
+def test_bad_memory_sizes_are_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="such as 2GiB"):
+        probe.memory_size(text)
+    with pytest.raises(SystemExit):
+        probe.main(["--device", "cpu", f"--memory-limit={text}"])
+    assert f"--memory-limit: must be more than 0 in B, KiB, MiB, GiB, TiB, such as 2GiB, got {text!r}" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heads", "3", "--kv-heads", "2"], "--heads must be a multiple of --kv-heads, got 3 and 2"),
+        (["--start", "0"], "argument --start: must be a positive integer such as 4096 or 4K, got '0'"),
+        (["--timeout", "soon"], "argument --timeout: must be a number above 0, got 'soon'"),
+        (["--op", "dense", "--window-size", "64"], "go with --op nsa"),
+        (["--recompute"], "--recompute goes with --op nsa and --backward"),
+        (["--recompute", "--backward", "--op", "dense"], "--recompute goes with --op nsa and --backward"),
+        (["--window-size", "-3"], "window_size must be at least 0, got -3"),
+        (["--backend", "abacus"], "backend must be one of cute, reference"),
+        (["--backend", "cute"], "cute: runs on CUDA devices, got cpu"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_trial(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        probe.main([*SMALL, *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_options_reach_the_configuration() -> None:
+    _, settings, note = probe.parse([*SMALL, "--preset", "paper", "--window-size", "64", "--backward"])
+    assert settings.config == NSAConfig.paper(window_size=64)
+    assert (settings.direction, settings.backend, note) == ("fwd+bwd", "reference", "")
+    assert settings.dense is None
+
+
+@pytest.mark.parametrize("recompute", [[], ["--recompute"]])
+def test_the_training_path_is_probed(recompute: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that need gradients, with recompute as asked for; the output and every gradient are looked at."""
+    right, given = probe.nsa, []
+
+    def recording(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        given.append((keywords["recompute"], all(x.requires_grad for x in tensors)))
+        return right(*tensors, **keywords)
+
+    monkeypatch.setattr(probe, "nsa", recording)
+    _, settings, _ = probe.parse([*SMALL, "--backward", *recompute])
+    results = probe.run_op(settings, probe.make_inputs(settings, 100))
+    assert given == [(bool(recompute), True)]
+    gradients = [f"the gradient of {name}" for name in ("q", "k", "v", "gate_proj_weight")]
+    assert list(results) == ["the output", *gradients]
+    for name, tensor in results.items():
+        probe.check_finite(name, tensor)
+        assert tensor.any()
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("recompute", [[], ["--recompute"]])
+def test_a_trial_on_a_gpu_counts_everything(recompute: list[str]) -> None:
+    sizes = ["--device", "cuda", "--heads", "4", "--kv-heads", "1", "--dim", "64", "--backend", "cute"]
+    _, settings, _ = probe.parse([*sizes, "--backward", *recompute])
+    trial = probe.run_trial(settings, 5000)
+    assert trial.fits
+    assert trial.peak_gib is not None
+    assert trial.peak_gib > 5000 * 64 * 2 * (4 * 4 + 4 * 1) / 2**30
+
+
+def test_on_a_gpu_without_kernels_the_reference_runs_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(call: Any, backend: str | None) -> None:
+        raise dispatch.BackendError("no backend can run nsa on cuda:\n  cute: not installed")
+
+    monkeypatch.setattr(dispatch, "resolve", refuse)
+    _, settings, _ = probe.parse(SMALL)
+    on_gpu = replace(settings, device="cuda", dtype="bf16", backend=None)
+    backend, note = probe.backend_for(on_gpu)
+    assert backend == "reference"
+    assert "cute: not installed" in note
+    with pytest.raises(dispatch.BackendError):
+        probe.backend_for(replace(on_gpu, backend="reference"))
+    monkeypatch.setenv("NSA_KERNELS_BACKEND", "reference")
+    with pytest.raises(dispatch.BackendError):
+        probe.backend_for(on_gpu)
+
+
+# What counts as "does not fit"
+
+
+@pytest.mark.parametrize(
+    ("error", "device", "expected"),
+    [
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."), "cpu", True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), "cpu", True),
+        (RuntimeError("std::bad_alloc"), "cpu", True),
+        (RuntimeError("could not create a primitive"), "cpu", True),
+        (RuntimeError("could not create a primitive descriptor for the matmul primitive"), "cpu", False),
+        (MemoryError(), "cpu", True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "cpu", False),
+        (ValueError("DefaultCPUAllocator: can't allocate memory"), "cpu", False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "cuda", True),
+        (RuntimeError("CUDA error: out of memory"), "cuda", True),
+        (type("CUDADialectError", (Exception,), {})("\nerror: CUDA_ERROR_OUT_OF_MEMORY (error code: 2)"), "cuda", True),
+        (ValueError("CUDA_ERROR_INVALID_VALUE"), "cuda", False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "cuda", False),
+        (MemoryError(), "cuda", False),
+    ],
+)
+def test_only_missing_memory_counts(error: Exception, device: str, expected: bool) -> None:
+    assert probe.is_out_of_memory(error, torch.device(device)) is expected
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_a_killed_trial_is_out_of_memory() -> None:
+    trial = probe.start_trial(4096, python("import os; os.kill(os.getpid(), 9)"), timeout=60)
+    assert (trial.n, trial.fits, trial.why) == (4096, False, "oom")
+    assert "SIGKILL" in str(trial.reason)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise ValueError('q must be nice')", "ValueError: q must be nice"),
+        ("import sys; sys.exit('wrong arguments')", "wrong arguments"),
+        ("import os; os.kill(os.getpid(), 15)", "status -15"),
+    ],
+)
+def test_any_other_failure_ends_the_probe_with_its_text(code: str, message: str) -> None:
+    with pytest.raises(probe.TrialError, match=message):
+        probe.start_trial(4096, python(code), timeout=60)
+
+
+def test_a_slow_trial_is_neither() -> None:
+    trial = probe.start_trial(4096, python("import time; time.sleep(60)"), timeout=0.1)
+    assert (trial.fits, trial.why, trial.seconds) == (False, "timeout", 0.1)
+
+
+def test_a_result_that_is_not_finite_is_an_error() -> None:
+    good = torch.zeros(1, 1000, 2, 4)
+    probe.check_finite("the output", good)
+    good[:, -1] = math.nan
+    with pytest.raises(FloatingPointError, match="the output holds NaN or inf"):
+        probe.check_finite("the output", good[:, -1:])
+
+
+# The limit on memory
+
+
+def test_the_limit_holds_inside_and_is_lifted_afterwards() -> None:
+    elements = 256 * 2**20  # 1 GiB: more than earlier tests can have left free in this process
+    with probe.limited_memory(32 * 2**20):
+        torch.empty(2**20)
+        with pytest.raises(RuntimeError) as refused:
+            torch.empty(elements)
+        with pytest.raises(MemoryError):
+            bytearray(4 * elements)
+    assert probe.is_out_of_memory(refused.value, torch.device("cpu"))
+    torch.empty(elements)
+
+
+def test_the_limit_falls_back_to_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, False])
+    monkeypatch.setattr(probe, "can_map", lambda size: next(answers))
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)
+    with probe.limited_memory(32 * 2**20):
+        assert resource.getrlimit(resource.RLIMIT_AS)[0] > 0
+    assert resource.getrlimit(resource.RLIMIT_AS) == unlimited
+
+
+def test_a_limit_that_nothing_enforces_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "can_map", lambda size: True)
+    with pytest.raises(RuntimeError, match="enforces neither"), probe.limited_memory(2**20):
+        pass
+
+
+# The state file
+
+
+class Trials:
+    """Stands in for subprocess.run of trials: up to `room` tokens fit. Other commands (git) really run."""
+
+    really_run = staticmethod(subprocess.run)
+
+    def __init__(self, room: int, interrupted_at: int | None = None, slow: float = math.inf) -> None:
+        self.room, self.interrupted_at, self.slow = room, interrupted_at, slow
+        self.tried: list[int] = []
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if "--trial" not in command:
+            return self.really_run(command, **options)
+        tokens = int(command[-1])
+        if tokens == self.interrupted_at:
+            raise KeyboardInterrupt
+        self.tried.append(tokens)
+        if tokens >= self.slow:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        fits = tokens <= self.room
+        trial = probe.Trial(tokens, fits, 0.5, 0.25, None if fits else "oom", None if fits else "MemoryError")
+        return subprocess.CompletedProcess(command, 0, json.dumps(asdict(trial)) + "\n", "")
+
+
+@pytest.fixture
+def run_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs main() against Trials; returns its status, what it printed, and the state file."""
+
+    def run(trials: Trials, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+        monkeypatch.setattr(subprocess, "run", trials)
+        out = tmp_path / "probe.json"
+        status = probe.main([*SMALL, "--out", str(out), *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err, json.loads(out.read_text())
+
+    return run
+
+
+def test_results_hold_everything(run_main: Any) -> None:
+    status, printed, state = run_main(Trials(room=5000))
+    assert status == 0
+    assert state["bracket"] == {"fits": 4096, "fails": 5120, "why": "oom"}
+    assert [trial["n"] for trial in state["trials"]] == [1024, 2048, 4096, 5120, 6144, 8192]
+    assert {"n", "fits", "seconds", "peak_gib", "reason"} <= state["trials"][0].keys()
+    assert {"device", "versions", "commit", "command", "settings"} <= state.keys()
+    assert state["settings"]["backend"] == "reference"
+    assert printed.startswith("Longest sequence for nsa forward on ")
+    assert "fits N=4,096, does not fit N'=5,120 (granularity 1,024)" in printed
+
+
+def test_a_second_run_repeats_no_trial(run_main: Any) -> None:
+    _, _, first = run_main(Trials(room=5000))
+    again = Trials(room=5000)
+    _, printed, second = run_main(again)
+    assert again.tried == []
+    assert "Going on from the 6 trials" in printed
+    assert (second["trials"], second["bracket"]) == (first["trials"], first["bracket"])
+
+    finer = Trials(room=5000)
+    _, _, third = run_main(finer, "--granularity", "256")
+    assert finer.tried == [4608, 4864]  # 5120 is known
+    assert third["bracket"] == {"fits": 4864, "fails": 5120, "why": "oom"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["--dim", "32"],
+        ["--backward"],
+        ["--backward", "--recompute"],
+        ["--window-size", "64"],
+        ["--memory-limit", "61MiB"],
+    ],
+)
+def test_other_settings_start_anew_and_say_so(run_main: Any, change: list[str]) -> None:
+    run_main(Trials(room=5000))
+    anew = Trials(room=2000)
+    _, printed, state = run_main(anew, *change)
+    assert anew.tried == [1024, 2048]
+    assert "Starting anew, since the trials in " in printed
+    assert state["bracket"] == {"fits": 1024, "fails": 2048, "why": "oom"}
+
+
+def test_another_baseline_starts_anew(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, printed, state = run_main(Trials(room=5000), "--op", "dense")
+    assert state["settings"]["dense"] == "PyTorch SDPA"
+    assert "PyTorch SDPA" in printed
+    monkeypatch.setattr(probe, "choose_dense", lambda *_: Dense("FlashAttention-4", lambda q, k, v: q))
+    anew = Trials(room=2000)
+    _, printed, _ = run_main(anew, "--op", "dense")
+    assert anew.tried == [1024, 2048]
+    assert "dense is 'FlashAttention-4', was 'PyTorch SDPA'" in printed
+
+
+def test_another_torch_starts_anew(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_main(Trials(room=5000))
+    facts = environment(torch.device("cpu"))
+    newer = {**facts, "versions": {**facts["versions"], "torch": "99.0"}}
+    monkeypatch.setattr(probe, "environment", lambda device: newer)
+    anew = Trials(room=2000)
+    _, printed, _ = run_main(anew)
+    assert anew.tried == [1024, 2048]
+    assert "'torch': '99.0'" in printed
+
+
+def test_restart_ignores_the_state(run_main: Any) -> None:
+    run_main(Trials(room=5000))
+    anew = Trials(room=2000)
+    run_main(anew, "--restart")
+    assert anew.tried == [1024, 2048]
+
+
+def test_an_interrupted_probe_goes_on_where_it_was(run_main: Any) -> None:
+    status, printed, state = run_main(Trials(room=5000, interrupted_at=8192))
+    assert status == 130
+    assert "the same command goes on from there" in printed
+    assert [trial["n"] for trial in state["trials"]] == [1024, 2048, 4096]
+    assert state["bracket"] is None
+
+    rest = Trials(room=5000)
+    _, _, state = run_main(rest)
+    assert rest.tried == [8192, 6144, 5120]
+    assert state["bracket"] == {"fits": 4096, "fails": 5120, "why": "oom"}
+
+
+def test_an_interrupt_before_the_first_trial_leaves_a_state(run_main: Any) -> None:
+    _, _, state = run_main(Trials(room=5000, interrupted_at=1024))
+    assert state["trials"] == []
+
+
+def test_more_time_tries_again_what_ran_out_of_it(run_main: Any) -> None:
+    _, printed, state = run_main(Trials(room=5000, slow=4096), "--timeout", "10")
+    assert state["bracket"] == {"fits": 2048, "fails": 4096, "why": "timeout"}
+    assert "fits N=2,048, stopped by time at N'=4,096" in printed
+    same = Trials(room=5000)
+    run_main(same, "--timeout", "10")
+    assert same.tried == []
+    longer = Trials(room=5000)
+    _, _, state = run_main(longer, "--timeout", "20")
+    assert longer.tried == [4096, 8192, 6144, 5120]
+    assert state["bracket"]["why"] == "oom"
+
+
+def test_the_maximum_is_reported(run_main: Any) -> None:
+    _, printed, state = run_main(Trials(room=5000), "--max-seqlen", "3000")
+    assert state["bracket"] == {"fits": 3000, "fails": None, "why": "max-seqlen"}
+    assert "fits N=3,000, which is --max-seqlen" in printed
+
+
+def test_nothing_fits_is_reported(run_main: Any) -> None:
+    _, printed, state = run_main(Trials(room=0))
+    assert state["bracket"] == {"fits": None, "fails": 1024, "why": "oom"}
+    assert "nothing fits, does not fit N'=1,024" in printed
+
+
+def test_the_default_limit_stays_that_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", Trials(room=5000))
+    out = tmp_path / "probe.json"
+    arguments = ["--device", "cpu", "--out", str(out)]
+    available = iter([8 * 2**30, 6 * 2**30])
+    monkeypatch.setattr(probe, "proc_bytes", lambda file, field: next(available))
+    for _ in range(2):
+        assert probe.main(arguments) == 0
+        assert json.loads(out.read_text())["memory_limit_bytes"] == 4 * 2**30
+
+
+@pytest.mark.parametrize("content", ["not JSON", "[1, 2]", '{"rows": []}', '{"settings": {}, "trials": [{"m": 1}]}'])
+def test_a_file_of_something_else_is_not_overwritten(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "something.json"
+    out.write_text(content)
+    assert probe.main([*SMALL, "--out", str(out)]) == 2
+    assert out.read_text() == content
+    assert "holds no state of this probe" in capsys.readouterr().err
+
+
+# Real probes
+
+
+def run_probe(how: list[str], out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, *how, *SMALL, "--out", str(out), *arguments],
+        cwd=CHECKOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(out.read_text())
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
+    """What `what` gives as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while not (answer := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return answer
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_killed_probe_leaves_no_trial_behind(tmp_path: Path) -> None:
+    """On a GPU it would hold memory that the next probe's trials miss."""
+    pid_file = tmp_path / "pid"
+    endless = f"""
+import os, time
+from bench import probe_max_seqlen as probe
+probe.end_with_the_probe()
+open({str(pid_file)!r} + ".partial", "w").write(str(os.getpid()))
+os.replace({str(pid_file)!r} + ".partial", {str(pid_file)!r})
+time.sleep(600)
+"""
+    starter = f"from bench import probe_max_seqlen as probe; probe.start_trial(1, {python(endless)!r}, timeout=600)"
+    killed = subprocess.Popen(python(starter), cwd=CHECKOUT)
+    wait_for(pid_file.exists)
+    trial = int(pid_file.read_text())
+    assert is_running(trial)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    wait_for(lambda: not is_running(trial), seconds=30)
+
+
+@pytest.mark.slow
+def test_a_killed_probe_goes_on_where_it_was(tmp_path: Path) -> None:
+    out = tmp_path / "killed.json"
+    sizes = ["--op", "dense", "--start", "256", "--max-seqlen", "1024"]
+    killed = subprocess.Popen(
+        [sys.executable, "bench/probe_max_seqlen.py", *SMALL, "--out", str(out), *sizes],
+        cwd=CHECKOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for(lambda: out.exists() and json.loads(out.read_text())["trials"])
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, "it was over before it was killed"
+    before = json.loads(out.read_text())["trials"]
+    out.with_suffix(".json.partial").write_text('{"half a')  # as if killed while it wrote
+
+    printed, state = run_probe(["bench/probe_max_seqlen.py"], out, *sizes)
+    assert f"Going on from the {len(before)} trials" in printed
+    assert printed.count("(recorded)") == len(before)
+    assert [trial["n"] for trial in state["trials"]] == [256, 512, 1024]
+    assert state["trials"][: len(before)] == before
+    assert state["bracket"] == {"fits": 1024, "fails": None, "why": "max-seqlen"}
+
+
+def assert_consistent(state: dict[str, Any], granularity: int) -> None:
+    trials = {trial["n"]: trial for trial in state["trials"]}
+    fits, fails = state["bracket"]["fits"], state["bracket"]["fails"]
+    assert state["bracket"]["why"] == "oom"
+    assert 0 < fails - fits <= granularity
+    assert trials[fits]["fits"]
+    assert 0 < trials[fits]["peak_gib"] < 2 * 60 / 1024
+    assert not trials[fails]["fits"]
+    assert "you tried to allocate" in trials[fails]["reason"]
+
+
+@pytest.mark.slow
+def test_a_real_probe_forward(tmp_path: Path) -> None:
+    out = tmp_path / "forward.json"
+    how = ["bench/probe_max_seqlen.py"]
+    sizes = ("--start", "32768", "--granularity", "32768")
+    printed, state = run_probe(how, out, *sizes)
+    assert_consistent(state, 32768)
+    assert "fits N=" in printed
+
+    again, same = run_probe(how, out, *sizes)
+    assert again.count("(recorded)") == len(state["trials"])
+    assert same["trials"] == state["trials"]
+
+    # The length that failed does fit where there is more memory.
+    fails = state["bracket"]["fails"]
+    roomy, settings, _ = probe.parse([*SMALL, "--memory-limit", "600MiB"])
+    command = probe.trial_command([*SMALL], settings, settings.memory_limit)
+    assert probe.start_trial(fails, command, roomy.timeout).fits
+
+
+@pytest.mark.slow
+def test_a_real_probe_forward_and_backward(tmp_path: Path) -> None:
+    _, state = run_probe(
+        ["-m", "bench.probe_max_seqlen"],
+        tmp_path / "both.json",
+        "--backward",
+        "--start",
+        "8192",
+        "--granularity",
+        "8192",
+    )
+    assert_consistent(state, 8192)
+
+
+def test_a_real_trial_of_dense_attention(tmp_path: Path) -> None:
+    printed, state = run_probe(
+        ["-m", "bench.probe_max_seqlen"],
+        tmp_path / "dense.json",
+        "--op",
+        "dense",
+        "--max-seqlen",
+        "512",
+        "--input",
+        "text",
+    )
+    assert state["bracket"] == {"fits": 512, "fails": None, "why": "max-seqlen"}
+    assert printed.startswith("Longest sequence for dense forward")

@@ -1,0 +1,451 @@
+"""Files of benchmarks: tried and held before anything is measured, written as rows are made, gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import bench_attention_residual as residual
+from bench import bench_neighborhood_attention as neighborhood
+from bench import bench_paper as paper
+from bench import bench_sparse_attn_e2e as e2e
+from bench import bench_varlen as varlen
+from bench import pass_report
+from bench import probe_max_seqlen as probe
+from bench.report import command_line, replacing, write_csv, write_json
+from bench.results_file import claimed, open_results
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "0"]
+FACTS = {"device": "a machine", "versions": {"torch": "2"}, "commit": "abc"}
+HEAD = {**FACTS, "command": "python bench.py"}
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# A real run that is stopped, and the same command again
+
+
+LENGTHS = (64, 128, 256, 2048, 4096, 8192, 16384)
+
+
+def start(out: Path) -> subprocess.Popen[str]:
+    lengths = ",".join(map(str, LENGTHS))
+    return subprocess.Popen(
+        [sys.executable, "bench/bench_sparse_attn_e2e.py", *SMALL, "--seqlens", lengths, "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
+
+
+def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stop", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+def test_the_same_command_goes_on(stop: signal.Signals, status: int, tmp_path: Path) -> None:
+    out, file = tmp_path / "run", tmp_path / "run.json"
+    stopped = start(out)
+    wait_for(lambda: file.exists() and len(read(file)["rows"]) >= 2, stopped)
+    stopped.send_signal(stop)
+    _, said = stopped.communicate()
+    assert stopped.returncode == status
+    before = read(file)
+    assert before["gate"] == "unfinished"
+    assert 2 <= len(before["rows"]) < len(LENGTHS), "it was over before it was stopped"
+    assert ("the same command goes on from there" in said) == (stop == signal.SIGINT)
+    assert "Traceback" not in said
+
+    whole = start(out)
+    shown, said = whole.communicate()
+    assert whole.returncode == 0, said
+    assert f"Going on from the {len(before['rows'])} rows in {file}" in shown
+    after = read(file)
+    assert (after["gate"], "parts" in after) == ("green", False)
+    assert after["rows"][: len(before["rows"])] == before["rows"]
+    assert [row["n"] for row in after["rows"]] == [*LENGTHS]
+    assert names(tmp_path) == {"run.json", "run.csv", "run.png"}
+
+
+# Each benchmark, interrupted in its process at the second part
+
+
+def stop_at(call: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The call, interrupted when it is made for the `count`th time."""
+    made = 0
+
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made == count:
+            raise KeyboardInterrupt
+        return call(*arguments, **keywords)
+
+    return interrupted
+
+
+def go_on(module: Any, options: list[str], name: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Interrupt at the second call of `name`, and run again: what the file had, and what it has. Counts the calls."""
+    right = getattr(module, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, stop_at(right, 2))
+        with pytest.raises(SystemExit, match="130"):
+            module.main([*options, "--out", str(out)])
+    before = read(out.with_suffix(".json"))
+    assert before["gate"] == "unfinished"
+    assert before["rows"]
+    calls: list[None] = []
+
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(None)
+        return right(*arguments, **keywords)
+
+    monkeypatch.setattr(module, name, counting)
+    module.main([*options, "--out", str(out)])
+    after = read(out.with_suffix(".json"))
+    assert after["rows"][: len(before["rows"])] == before["rows"]
+    assert len(after["rows"]) > len(before["rows"])
+    assert "parts" not in after
+    monkeypatch.setattr(module, name, right)
+    return after, len(calls)
+
+
+def test_end_to_end_goes_on_within_a_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense attention's time is that of the first run; errors of the length are looked at again."""
+    options = [*SMALL, "--seqlens", "64,128,256", "--num-cmp", "none,2,1", "--no-dense-above", "128"]
+    after, calls = go_on(e2e, options, "measure_mode", tmp_path / "run", monkeypatch)
+    assert calls == 8
+    assert after["gate"] == "green"
+    rows = after["rows"]
+    assert [(row["n"], row["num_cmp"]) for row in rows] == [(n, c) for n in (64, 128, 256) for c in (None, 2, 1)]
+    assert len({(row["n"], row["dense_ms"]) for row in rows}) == 3
+    assert rows[-1]["dense_ms"] == pytest.approx(4 * rows[3]["dense_ms"])
+    assert names(tmp_path) == {"run.json", "run.csv", "run.png"}
+
+
+def test_extrapolates_from_what_an_earlier_run_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [*SMALL, "--seqlens", "64,256", "--no-dense-above", "64", "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr(e2e, "check", stop_at(e2e.check, 2))
+        with pytest.raises(SystemExit, match="130"):
+            e2e.main(options)
+    monkeypatch.setattr(e2e, "dense_call", lambda *_: pytest.fail("measured again"))
+    assert e2e.main(options) == 0
+    short, long = read(tmp_path / "run.json")["rows"]
+    assert long["dense_ms"] == pytest.approx(16 * short["dense_ms"])
+    assert (long["dense_extrapolated"], long["dense_peak_gib"]) == (True, None)
+
+
+def test_the_papers_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [*SMALL, "--kv-heads", "1", "--seqlens", "40,70", "--bars"]
+    after, calls = go_on(paper, options, "time_peers", tmp_path / "run", monkeypatch)
+    assert (after["gate"], calls) == ("green", 3)
+    assert [(row["n"], row["pass"]) for row in after["rows"]] == [
+        (n, direction) for n in (40, 70) for direction in ("fwd", "fwd+bwd")
+    ]
+    assert len(after["missing"]) == 4
+    assert after["bars"]
+
+
+@pytest.mark.parametrize("module", [residual, neighborhood], ids=["attention residual", "neighborhood attention"])
+def test_ops_beside_their_peers_go_on(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--device", "cpu", "--seconds", "0", "--shapes", "tiny", "--modes", "forward"]
+    after, calls = go_on(module, options, "make_task", tmp_path / "run", monkeypatch)
+    assert (after["gate"], calls) == ("green", 1)
+    assert any("did not run: " in reason and "(everywhere)" in reason for reason in after["missing"])
+
+
+def test_the_floor_stays_that_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bandwidth that is measured again would be another one."""
+    measured = iter([4.0, 5.0])
+    with open_results(tmp_path / "run", HEAD) as results:
+        assert results.fact("floor_tbs", lambda: next(measured)) == 4.0
+        results.add("a", [{"n": 1}])
+    with open_results(tmp_path / "run", HEAD) as results:
+        assert results.fact("floor_tbs", lambda: next(measured)) == 4.0
+        results.finish(bars=[])
+    assert read(tmp_path / "run.json") == {
+        **HEAD,
+        "floor_tbs": 4.0,
+        "gate": "green",
+        "red": [],
+        "bars": [],
+        "rows": [{"n": 1}],
+    }
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the parts of scripts that decide nothing by the device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.cuda_extra
+@pytest.mark.parametrize("backward", [[], ["--backward"]])
+def test_stages_go_on(backward: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import bench_nsa_stages as bench
+
+    def measured(sizes: Any, config: Any, copy_tbs: float, tflops: float) -> list[Any]:
+        assert (copy_tbs, tflops) == (4.0, 989)
+        return [bench.row_of(sizes, config, stage, 1.0, 0.5) for stage in ("compress", "all")]
+
+    name = "backward_stages" if backward else "stages"
+    monkeypatch.setattr(bench, name, measured)
+    monkeypatch.setattr(bench, "environment", lambda _: {**FACTS, "device": "NVIDIA H200"})
+    bandwidths = iter([4.0])
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: next(bandwidths))
+    for alone in ("gating", "host_time", "score_memory"):
+        monkeypatch.setattr(bench, alone, lambda *_: 1)
+    after, calls = go_on(bench, ["--seqlens", "64,128", *backward], name, tmp_path / "run", monkeypatch)
+    assert calls == 3
+    assert (after["gate"], after["copy_tbs"], after["peak_tflops"]) == ("unchecked", 4.0, 989)
+    assert ("split" in after, "gating" in after) == (bool(backward), not backward)
+    assert [(row["n"], row["num_cmp"], row["stage"]) for row in after["rows"]] == [
+        (n, count, stage) for n in (64, 128) for count in (None, 16) for stage in ("compress", "all")
+    ]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("wrong", [None, "tokens 0 to 9 differ"])
+def test_packed_documents_go_on(wrong: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [varlen.Way(name, list, []) for name in ("packed", "padded", "one by one")]
+    monkeypatch.setattr(varlen, "environment", lambda _: FACTS)
+    monkeypatch.setattr(varlen, "make_problem", lambda *_, **__: None)
+    monkeypatch.setattr(varlen, "make_ways", lambda *_: ways)
+    monkeypatch.setattr(varlen, "compare", lambda *_: wrong)
+    monkeypatch.setattr(
+        varlen, "measure", lambda *_, **__: types.SimpleNamespace(ms_p50=2.0, peak_gib=1.0, holding=lambda _: timing)
+    )
+    timing = types.SimpleNamespace(ms_p50=2.0, peak_gib=1.0)
+    if wrong is not None:
+        with pytest.raises(SystemExit, match=f"{wrong}: no times"):
+            varlen.main(["--tokens", "1000", "--out", str(tmp_path / "run")])
+        content = read(tmp_path / "run.json")
+        assert (content["gate"], content["red"], content["rows"]) == ("red", [wrong], [])
+        return
+    after, calls = go_on(varlen, ["--tokens", "1000"], "measure", tmp_path / "run", monkeypatch)
+    assert (after["gate"], after["tokens"], calls) == ("green", 1000, 2)
+    assert [row["name"] for row in after["rows"]] == ["packed", "padded", "one by one"]
+
+
+# What is gone on with, and what not
+
+
+def write_some(out: Path, head: dict[str, Any], *parts: str) -> None:
+    with open_results(out, head) as results:
+        for part in parts:
+            results.add(part, [{"part": part}], [f"{part} lacks"])
+
+
+@pytest.mark.parametrize("name", ["device", "versions", "commit", "command"])
+def test_what_differs_is_not_mixed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_some(tmp_path / "run", HEAD, "a", "b")
+    assert capsys.readouterr().out == ""
+    other = {**HEAD, name: "another"}
+    with open_results(tmp_path / "run", other) as results:
+        assert results.parts == {}
+        assert read(tmp_path / "run.json")["rows"] == [{"part": "a"}, {"part": "b"}], "there until others are made"
+        results.add("c", [{"part": "c"}])
+    said = capsys.readouterr().out
+    assert said.startswith("Starting anew, since the unfinished results in ")
+    assert f"{name} is 'another', was {HEAD[name]!r}" in said
+    assert read(tmp_path / "run.json")["rows"] == [{"part": "c"}]
+    write_some(tmp_path / "run", other, "d")
+    assert capsys.readouterr().out.startswith("Going on from the 1 rows in ")
+    assert [row["part"] for row in read(tmp_path / "run.json")["rows"]] == ["c", "d"]
+
+
+def test_finished_results_are_made_anew(tmp_path: Path) -> None:
+    """Their table and plot go when the first other rows come."""
+    for suffix in (".csv", ".png"):
+        (tmp_path / "run").with_suffix(suffix).touch()
+    write_json(tmp_path / "run.json", {**HEAD, "gate": "green", "rows": [{"n": 1}]})
+    with open_results(tmp_path / "run", HEAD) as results:
+        assert results.rows == []
+        assert names(tmp_path) == {"run.json", "run.csv", "run.png", "run.lock"}
+        results.add("a", [{"n": 2}])
+        assert names(tmp_path) == {"run.json", "run.lock"}
+    assert read(tmp_path / "run.json")["rows"] == [{"n": 2}]
+
+
+def test_a_later_wrong_result_takes_the_rows_with_it(tmp_path: Path) -> None:
+    """Also those of the run before, and for the run behind."""
+    write_some(tmp_path / "run", HEAD, "a")
+    with open_results(tmp_path / "run", HEAD) as results:
+        results.add("b", [{"part": "b"}])
+        results.fail(["wrong"])
+    assert read(tmp_path / "run.json") == {**HEAD, "gate": "red", "red": ["wrong"], "rows": []}
+    with open_results(tmp_path / "run", HEAD) as results:
+        assert results.rows == []
+
+
+def test_a_red_gate_after_green_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is red as soon as that is seen, not when the other lengths have been looked at."""
+    right, seen = e2e.check, []
+
+    def wrong_at_128(problem: Any, variant: Any) -> Any:
+        sample, wrong = right(problem, variant)
+        n = problem.q.shape[1]
+        seen.append((n, read(tmp_path / "run.json")["gate"] if n > 64 else None))
+        return sample, ["by far"] if n == 128 else wrong
+
+    monkeypatch.setattr(e2e, "check", wrong_at_128)
+    assert e2e.main([*SMALL, "--seqlens", "64,128,256", "--out", str(tmp_path / "run")]) == 1
+    assert seen == [(64, None), (128, "unfinished"), (256, "red")]
+    content = read(tmp_path / "run.json")
+    assert (content["gate"], content["red"], content["rows"]) == ("red", ["N=128 l=64 num_cmp=none: by far"], [])
+    assert names(tmp_path) == {"run.json"}
+
+
+@pytest.mark.parametrize("content", ["not JSON", "[1, 2]", '{"name": "package"}', "3"])
+def test_a_file_of_something_else_is_not_overwritten(content: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(SystemExit, match="holds no results of a benchmark; name another --out"):
+        e2e.main([*SMALL, "--seqlens", "64", "--out", str(tmp_path / "run")])
+    assert (tmp_path / "run.json").read_text() == content
+
+
+@pytest.mark.parametrize("parts", [None, [{"part": "a", "rows": 9, "missing": []}], ["a"]])
+def test_parts_that_are_not_told_are_made_anew(parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = {**HEAD, "gate": "unfinished", "rows": [{"n": 1}]}
+    write_json(tmp_path / "run.json", content if parts is None else {**content, "parts": parts})
+    with open_results(tmp_path / "run", HEAD) as results:
+        assert results.parts == {}
+    assert "Starting anew" in capsys.readouterr().out
+
+
+def test_the_command_has_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "x.py"), "--a"])
+    for name in [name for name in os.environ if name.startswith("NSA_KERNELS_")]:
+        monkeypatch.delenv(name)
+    assert command_line() == "python bench/x.py --a"
+    assert command_line(["--b", "c"]) == "python bench/x.py --b c"
+    monkeypatch.setenv("NSA_KERNELS_BACKEND", "cute")
+    monkeypatch.setenv("NSA_KERNELS_JIT_CACHE", "/somewhere")
+    assert command_line() == "NSA_KERNELS_BACKEND=cute python bench/x.py --a"
+
+
+# Files that cannot be written, and those of another run
+
+
+SCRIPTS: dict[str, tuple[Any, list[str]]] = {
+    "end to end": (e2e, [*SMALL, "--seqlens", "64"]),
+    "the paper's": (paper, [*SMALL, "--kv-heads", "1", "--seqlens", "40"]),
+    "attention residual": (residual, ["--device", "cpu", "--shapes", "tiny"]),
+    "neighborhood attention": (neighborhood, ["--device", "cpu", "--shapes", "tiny"]),
+    "probe": (probe, ["--device", "cpu", "--heads", "2", "--dim", "16", "--memory-limit", "1GiB"]),
+}
+
+
+@pytest.fixture(params=SCRIPTS.values(), ids=SCRIPTS)
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+    """That fails when it measures."""
+    for module, name in ((e2e, "make_problem"), (pass_report, "compare"), (probe, "start_trial")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))
+    chosen: tuple[Any, list[str]] = request.param
+    return chosen
+
+
+def test_files_that_cannot_be_written_are_refused_at_once(script: tuple[Any, list[str]], tmp_path: Path) -> None:
+    module, options = script
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"--out: .*file/run.* cannot be written"):
+        module.main([*options, "--out", str(tmp_path / "file" / "run")])
+    for suffix in (".png", ".json"):
+        if module is not probe:
+            (tmp_path / f"run{suffix}").mkdir()
+            with pytest.raises(SystemExit, match=f"--out: .*run.json cannot be written: .*run{suffix} is a folder"):
+                module.main([*options, "--out", str(tmp_path / "run")])
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from bench.results_file import claimed
+
+with claimed(Path(sys.argv[1])):
+    print(flush=True)
+    time.sleep(600)
+"""
+
+
+def test_two_runs_do_not_share_files(script: tuple[Any, list[str]], tmp_path: Path) -> None:
+    """The second is refused by the name of the file and the number of the process that has it."""
+    module, options = script
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run.json")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        with pytest.raises(
+            SystemExit, match=rf"Another run writes .*run.* \(process {first.pid}\): name another --out"
+        ):
+            module.main([*options, "--out", str(tmp_path / "run")])
+        first.kill()
+    assert names(tmp_path) == {"run.lock"}, "left behind, but held by none"
+    with claimed(tmp_path / "run.json"):
+        assert (tmp_path / "run.lock").read_text().strip() == str(os.getpid())
+    assert names(tmp_path) == set()
+
+
+def test_files_come_by_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader sees the old file or the new one; a failed writer leaves the old one, and nothing else."""
+    path = tmp_path / "run.csv"
+    path.write_text("old")
+
+    def fail(partial: Path) -> None:
+        partial.touch()
+        raise ValueError("failed")
+
+    with replacing(path) as one, replacing(path) as two:
+        assert one != two
+        assert {one.suffix, two.suffix} == {".csv"}, "by which savefig knows the format"
+        one.write_text("new")
+        two.write_text("newer")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new", "what ended last"
+    with pytest.raises(ValueError, match="failed"), replacing(path) as partial:
+        fail(partial)
+    assert path.read_text() == "new"
+    assert names(tmp_path) == {"run.csv"}
+
+    written: list[str] = []
+
+    def rename(partial: Path, target: Path) -> None:
+        written.append(target.name)
+        os.replace(partial, target)
+
+    monkeypatch.setattr(Path, "replace", rename)
+    write_csv(path, [{"a": 1, "b": 2}])
+    assert path.read_text().split() == ["a,b", "1,2"]
+    options = ["--device", "cpu", "--seconds", "0", "--shapes", "2,1,8,8"]
+    assert residual.main([*options, "--out", str(tmp_path / "run")]) == 0
+    assert set(written) == {"run.csv", "run.png", "run.json"}
+    assert written[-1] == "run.json", "a file that says it is finished has its table and plot"

@@ -1,0 +1,330 @@
+"""bench/soak.py on the CPU: what a run leaves behind, that a resumed one is the same, and that its bars can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import dispatch
+from bench import soak
+from bench.common import nsa_facts
+from bench.inputs import Sizes
+from bench.results_file import claimed
+from cute_kernels.fa4.launch import FEW_DOCUMENTS
+from nsa import NSAConfig
+from nsa.inputs import NSAInputs
+from tests.support.compile_keys import noted_keys
+from tests.support.fa4_cases import NOISY
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def run(out: Path, *options: str) -> dict[str, Any]:
+    assert soak.main(["--device=cpu", f"--out={out}", *options]) == 0
+    content: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a soak of eight steps, and one that was resumed after five."""
+    folder = tmp_path_factory.mktemp("soak")
+    run(folder / "whole", "--steps=8", "--every=0.01")
+    run(folder / "parts", "--steps=5")
+    run(folder / "parts", "--steps=3", "--resume")
+    return folder
+
+
+def test_leaves_what_it_promises(folder: Path) -> None:
+    content = json.loads((folder / "whole.json").read_text())
+    documented = re.search(r"`bench/soak.py` writes\s+`{(.*?)}`", ARCHITECTURE.read_text(), re.DOTALL)
+    assert documented is not None
+    assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*\]", "", documented[1], flags=re.DOTALL)))
+    listed = re.findall(r"\w+", documented[1].partition("runs: [")[2])
+    expected = [[field.name for field in fields(kind)] for kind in (soak.Run, soak.Late, soak.Record)]
+    assert listed == [*expected[0][:-1], *expected[1], expected[0][-1], *expected[2]]
+    (only,) = content["runs"]
+    assert (content["steps"], only["steps"], only["first_step"], only["not_finite"]) == (8, 8, 0, 0)
+    assert content["tokens"] == sum(soak.draw(0, i, soak.SIZES["cpu"].tokens).tokens for i in range(8))
+    assert only["records"][-1]["step"] == 8
+    assert all(record["loss"] < 10 and record["tokens_per_s"] > 0 for record in only["records"])
+    assert [bar["verdict"] for bar in content["bars"][:4]] == ["pass", *["not measured"] * 3]
+
+
+def test_a_resumed_soak_is_the_same_soak(folder: Path) -> None:
+    content = json.loads((folder / "parts.json").read_text())
+    assert [(part["first_step"], part["steps"]) for part in content["runs"]] == [(0, 5), (5, 3)]
+    assert content["steps"] == 8
+    whole, parts = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("whole", "parts"))
+    assert whole["step"] == parts["step"] == 8
+    for name, value in whole["model"].items():
+        assert torch.equal(parts["model"][name], value), name
+
+
+def test_an_interrupt_lets_the_step_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent in the middle of the third step, between its gradients and its weights."""
+    gradients = soak.Trainer.gradients
+
+    def interrupted(trainer: soak.Trainer, work: soak.Work, number: int) -> Tensor:
+        result = gradients(trainer, work, number)
+        if trainer.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(soak.Trainer, "gradients", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    content = run(tmp_path / "soak", "--steps=8")
+    assert (content["steps"], content["runs"][0]["records"][-1]["step"]) == (3, 3)
+    assert torch.load(tmp_path / "soak.pt", weights_only=True)["step"] == 3
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+KILLED_AT_THE_SECOND_RESULTS = """
+import os, signal
+from bench import soak
+
+write, written = soak.write_json, []
+
+def kill(path, content):
+    written.append(path)
+    if len(written) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, content)
+
+soak.write_json = kill
+soak.main(["--device=cpu", "--steps=8", "--every=0.0001", "--out={out}"])
+"""
+
+
+def test_a_kill_between_state_and_results_loses_nothing(tmp_path: Path) -> None:
+    """The state is two steps on, the results are one; a resumed soak tells of all steps."""
+    code = KILLED_AT_THE_SECOND_RESULTS.replace("{out}", str(tmp_path / "soak"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert json.loads((tmp_path / "soak.json").read_text())["steps"] == 1
+    content = run(tmp_path / "soak", "--steps=1", "--resume")
+    assert [(part["first_step"], part["steps"]) for part in content["runs"]] == [(0, 2), (2, 1)]
+    assert content["steps"] == 3
+    assert content["tokens"] == sum(soak.draw(0, i, soak.SIZES["cpu"].tokens).tokens for i in range(3))
+    assert {path.name for path in tmp_path.iterdir()} == {"soak.json", "soak.pt"}
+
+
+def test_does_not_resume_another_soak(tmp_path: Path, folder: Path) -> None:
+    """What is wrong with the state is told in one line, whatever torch says of it."""
+    whole = (folder / "whole.pt").read_bytes()
+    other, bare = (torch.load(folder / "whole.pt", weights_only=True) for _ in range(2))
+    other["results"]["device"] = "another"
+    del bare["model"]["embed.weight"]
+    state = tmp_path / "soak.pt"
+    for content, words in (
+        (None, "There is no soak to go on with in .*soak.pt; begin one without --resume"),
+        (b"", "soak.pt is damaged, or no state of this soak .*; begin anew without --resume, or name another --out"),
+        (whole[: len(whole) // 2], "soak.pt is damaged, or no state of this soak"),
+        (b"[]", "soak.pt is damaged, or no state of this soak"),
+        ({}, r"soak.pt is damaged, or no state of this soak \(KeyError"),
+        (bare, "soak.pt is damaged, or no state of this soak"),
+        (other, "cannot go on here: device is"),
+    ):
+        if isinstance(content, bytes):
+            state.write_bytes(content)
+        elif content is not None:
+            torch.save(content, state)
+        with pytest.raises(SystemExit, match=words) as refused:
+            soak.main(["--device=cpu", "--resume", f"--out={tmp_path / 'soak'}"])
+        assert "\n" not in str(refused.value)
+
+
+def test_two_soaks_do_not_share_files(tmp_path: Path) -> None:
+    with claimed(tmp_path / "soak.json"), pytest.raises(SystemExit, match=r"Another run writes .*soak\.json"):
+        soak.main(["--device=cpu", f"--out={tmp_path / 'soak'}"])
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"--out: .*soak\.json cannot be written"):
+        soak.main(["--device=cpu", f"--out={tmp_path / 'file' / 'soak'}"])
+
+
+@pytest.mark.parametrize("option", ["--minutes=0", "--minutes=nan", "--every=-1", "--steps=0", "--device=tpu"])
+def test_refuses_options(option: str) -> None:
+    with pytest.raises(SystemExit):
+        soak.parse([option])
+
+
+# The allocator
+
+
+IMPORT_TORCH = """
+import os, runpy, sys
+
+class Stop:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise SystemExit([value for name, value in os.environ.items() if name.endswith("_ALLOC_CONF")])
+
+sys.meta_path.insert(0, Stop())
+runpy.run_path("bench/soak.py", run_name="__main__")
+"""
+"""Says what PyTorch will read of its allocator."""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+    ],
+)
+def test_segments_are_expandable_unless_told_otherwise(given: dict[str, str], expected: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_ALLOC_CONF")} | given
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_TORCH], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == str([expected])
+
+
+@pytest.mark.parametrize(("kinds", "expected"), [([True, True], True), ([True, False], False)])
+def test_says_what_segments_there_were(kinds: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [{"is_expandable": kind} for kind in kinds]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert soak.expandable_segments(torch.device("cuda")) is expected
+
+
+# The bars
+
+
+RECORD = soak.Record(8, 10.0, 1.0, 100, 50.0, 100.0, 200.0, 0)
+RUN = soak.Run("command", "commit", 0, 8, 100, 0, 1.0, True, 1.0, 3, [], [RECORD] * 8)
+
+
+def verdicts(*runs: soak.Run) -> list[str]:
+    return [bar.verdict for bar in soak.bars([asdict(one) for one in runs])]
+
+
+def later(**changes: Any) -> soak.Run:
+    """With other records in its second half."""
+    return replace(RUN, records=[RECORD] * 4 + [replace(RECORD, **changes)] * 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "failing"),
+    [
+        (RUN, None),
+        (replace(RUN, not_finite=1), 0),
+        (later(compiled=1), 1),
+        (later(allocated_mib=51.5), 2),
+        (later(allocated_mib=50.5), None),
+        (later(reserved_mib=107.0), 3),
+        (later(reserved_mib=50.0), None),
+        (later(resident_mib=213.0), 4),
+    ],
+)
+def test_bars_fail_by_what_they_hold(bad: soak.Run, failing: int | None) -> None:
+    expected = ["FAIL" if i == failing else "pass" for i in range(5)]
+    assert verdicts(bad) == verdicts(RUN, bad) == verdicts(bad, RUN) == expected
+
+
+def test_short_runs_have_no_halves() -> None:
+    assert verdicts(replace(RUN, records=[RECORD] * 3)) == ["pass", "pass", *["not measured"] * 3]
+
+
+def test_sees_what_is_not_finite() -> None:
+    watch = soak.Watch(soak.Trainer(torch.device("cpu"), 0), 0.0)
+    for result in ([2.0, 1.0], [torch.nan, 1.0], [1.0, torch.inf], [4.0, 1.0]):
+        watch.trainer.step += 1
+        watch.saw(soak.Work((3,)), torch.tensor(result))
+    watch.record()
+    assert watch.run("", "").not_finite == 2
+    assert watch.records[-1].loss == 3.0
+
+
+# What steps work on
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**40), st.sampled_from([1, 2, 64, 16384]))
+def test_steps_fit(seed: int, step: int, most: int) -> None:
+    work = soak.draw(seed, step, most)
+    assert 1 <= work.tokens <= most
+    assert (work.batch is None) == (step % 2 == 1)
+    symbols, following, bounds = soak.symbols_of(work, torch.Generator().manual_seed(0))
+    assert symbols.shape == following.shape
+    assert symbols.numel() == work.tokens
+    assert torch.equal(symbols[..., 1:], following[..., :-1])
+    if bounds is not None:
+        assert bounds.diff().tolist() == list(work.lengths)
+
+
+def test_the_first_steps_meet_every_kind() -> None:
+    most = soak.SIZES["cuda"].tokens
+    kinds = list(soak.every_kind(soak.SIZES["cuda"]))
+    assert kinds[0].tokens == max(work.tokens for work in kinds) == most
+    for sequence in (True, False):
+        lengths = {work.lengths[0] for work in kinds if (work.batch is not None) == sequence}
+        assert {1, 64, 65, 128, 129, 8192, 8193} <= lengths
+        for config in (soak.SIZES["cuda"].tile, soak.SIZES["cuda"].token):
+            assert {1, 64, 65, 128, 129} <= set(map(config.num_compressed, lengths))
+    assert max(len(work.lengths) for work in kinds) > FEW_DOCUMENTS
+    drawn = [soak.draw(0, step, most) for step in range(2000)]
+    assert max(len(work.lengths) for work in drawn) > FEW_DOCUMENTS
+    assert any(0 in work.lengths for work in drawn)
+
+
+@pytest.mark.cuda_extra
+@NOISY
+@pytest.mark.parametrize("mode", ["tile", "token"])
+def test_no_size_asks_for_a_kernel_of_its_own(mode: str) -> None:
+    """Behind the first steps. Sizes of what kernels are given change where tokens are multiples of d, and behind."""
+    sizes = soak.SIZES["cuda"]
+    config: NSAConfig = getattr(sizes, mode)
+    lengths = [n + behind for n in range(0, sizes.tokens, config.stride) for behind in (0, 1)]
+    works = [soak.Work((n,), batch=1) for n in [*lengths, sizes.tokens] if n > 0]
+    with noted_keys() as keys:
+        for work in soak.every_kind(sizes):
+            train_step(sizes, config, work)
+        met = len(keys)
+        assert met > 40
+        for work in [*works, *(soak.draw(0, step, sizes.tokens) for step in range(400))]:
+            train_step(sizes, config, work)
+            assert len(keys) == met, work
+
+
+def train_step(sizes: soak.Sizes, config: NSAConfig, work: soak.Work) -> None:
+    """What the kernels are given in a layer's forward and backward; nothing is computed."""
+    from cute_kernels import backward
+
+    dim = sizes.width // sizes.heads
+    rows = (work.tokens,) if work.batch is None else (work.batch, work.tokens // work.batch)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*rows, *shape, dtype=torch.bfloat16, device="meta")
+
+    q, gates = empty(sizes.heads, dim), empty(sizes.heads, 3)
+    k, v = empty(sizes.kv_heads, dim), empty(sizes.kv_heads, dim)
+    bounds = torch.empty(len(work.lengths) + 1, dtype=torch.int32, device="meta")
+    inputs = NSAInputs(q, k, v, gates=gates, cu_seqlens=None if work.batch is not None else bounds)
+    out, saved = backward.nsa_saving(inputs, config, recompute=False)
+    backward.nsa_backward(inputs, config, saved, torch.empty_like(out))
+
+
+@pytest.mark.cuda_extra
+@pytest.mark.parametrize("mode", ["tile", "token"])
+def test_kernels_take_the_layers_on_a_gpu(mode: str, hopper: None) -> None:
+    sizes = soak.SIZES["cuda"]
+    shape = Sizes(1, 1, sizes.heads, sizes.kv_heads, sizes.width // sizes.heads)
+    call = nsa_facts(shape, getattr(sizes, mode), torch.device("cuda"), torch.bfloat16, backward=True)
+    packed = call.options["inputs"].map(lambda x: x[0])
+    packed = replace(packed, cu_seqlens=torch.empty(9, dtype=torch.int32, device="meta"))
+    for inputs in (call.options["inputs"], packed):
+        assert dispatch.resolve(replace(call, options={**call.options, "inputs": inputs})).backend == "cute"

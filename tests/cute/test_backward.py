@@ -1,0 +1,532 @@
+"""Gradients of NSA on an NVIDIA GPU against fp64 autograd of the oracle, with Hopper's tiles and with Blackwell's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bench import oracles
+from dispatch import BackendError
+from nsa import LinearCompression, NSAConfig, nsa, nsa_forward, nsa_forward_aux, ops, reference
+from nsa.inputs import NSAInputs
+from tests.support.helpers import assert_as_alone, assert_within_budget, make_qkv
+
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SOME = NSAConfig(num_selected_blocks=3, window_size=100)
+SLACK = 1e-4
+"""A row with one key has dS = P (do . v - do . o) = 0, but the two products are summed in different orders."""
+SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096, 8191)
+
+
+@pytest.fixture(params=["sm_90", "sm_100"])
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("NSA_KERNELS_FA4_STRATEGY", request.param)
+    return str(request.param)
+
+
+def on_gpu(tokens: int, heads: int = 8, kv_heads: int = 2, dim: int = 128, **keywords: Any) -> tuple[Tensor, ...]:
+    return make_qkv(tokens, heads, kv_heads, dim, **{"dtype": BF16, "device": "cuda", **keywords})
+
+
+def like(*shape: int, seed: int = 7, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to("cuda", dtype)
+
+
+def gate_weight(heads: int = 8, dim: int = 128, dtype: torch.dtype = BF16) -> Tensor:
+    return like(heads, 3, dim, seed=1, dtype=dtype, scale=dim**-0.5)
+
+
+def gradients(run: Any, inputs: NSAInputs, do: Tensor) -> dict[str, Tensor]:
+    """Of all floating-point inputs."""
+    leaves = inputs.map(lambda x: x.detach().requires_grad_())
+    wanted = {name: tensor for name, tensor in leaves.tensors().items() if tensor.requires_grad}
+    got = torch.autograd.grad(run(leaves), list(wanted.values()), do, materialize_grads=True)
+    return dict(zip(wanted, got, strict=True))
+
+
+def check(inputs: NSAInputs, config: NSAConfig, **keywords: Any) -> dict[str, Tensor]:
+    """Each gradient against fp64, for the blocks that the kernels chose."""
+    _, aux = nsa_forward_aux(**inputs.tensors(), config=config)
+    fixed = {"indices": aux.indices.long(), "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long()}
+    do = like(*inputs.q.shape[:-1], inputs.v.shape[-1], dtype=inputs.q.dtype)
+
+    def kernels(leaves: NSAInputs) -> Tensor:
+        return nsa(**leaves.tensors(), config=config, **keywords)
+
+    def naive(leaves: NSAInputs) -> Tensor:
+        return oracles.nsa(leaves, config, **fixed)[0]
+
+    def oracle(leaves: NSAInputs) -> Tensor:
+        return reference.nsa(leaves, config, **fixed)[0]
+
+    got = gradients(kernels, inputs, do)
+    expected = gradients(oracle, inputs.map(Tensor.double), do.double())
+    low = gradients(naive, inputs, do)
+    for name, gradient in got.items():
+        assert gradient.dtype == getattr(inputs, name).dtype
+        assert_within_budget(gradient, expected[name], low[name], f"gradient of {name}", slack=SLACK)
+    return got
+
+
+# Against the oracle
+
+
+@pytest.mark.parametrize("tokens", SIZES)
+def test_sizes(tokens: int, strategy: str) -> None:
+    check(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), SOME)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+def test_groups(group: int, dim: int, strategy: str) -> None:
+    check(NSAInputs(*on_gpu(700, 2 * group, 2, dim, batch=2)), SOME)
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 128), (128, 64)])
+def test_dims_of_values(dim: int, v_dim: int, strategy: str) -> None:
+    q, k, _ = on_gpu(600, dim=dim)
+    check(NSAInputs(q, k, on_gpu(600, dim=v_dim)[2]), SOME)
+
+
+def test_fp16(strategy: str) -> None:
+    check(NSAInputs(*on_gpu(900, dtype=FP16), gate_proj_weight=gate_weight(dtype=FP16)), SOME)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compress_block_size": 16, "select_block_size": 64},
+        {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64},
+        {"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64},
+        {"compress_block_size": 128},
+        {"select_block_size": 128},
+        {"select_block_size": 192},
+        {"causal": False},
+        {"share_heads_in_group": True},
+        {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64},
+        {"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64, "causal": False},
+        {"num_selected_blocks": 0},
+        {"num_selected_blocks": 100},
+        {"window_size": 0},
+        {"window_size": 1},
+        {"softmax_scale": 0.2},
+        {"q_tile_size": 512},
+        {"num_init_blocks": 1, "num_local_blocks": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_options(changes: dict[str, Any], batch: int, strategy: str) -> None:
+    check(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), replace(SOME, **changes))
+
+
+def extras(inputs: NSAInputs, names: tuple[str, ...], dtype: torch.dtype = BF16) -> NSAInputs:
+    batch, tokens, heads, dim = inputs.q.shape
+    kv_heads, v_dim = inputs.v.shape[2:]
+    entries = SOME.num_compressed(tokens)
+    made = {
+        "w_k_compress": like(kv_heads, dim, dim, scale=dim**-0.5),
+        "w_v_compress": like(kv_heads, v_dim, v_dim, scale=v_dim**-0.5),
+        "gate_proj_weight": gate_weight(heads, dim, dtype),
+        "gates": like(batch, tokens, heads, 3, dtype=dtype),
+        "k_cmp": like(batch, entries, kv_heads, dim),
+        "v_cmp": like(batch, entries, kv_heads, v_dim, seed=8),
+    }
+    for seed, branch in enumerate(("slc", "win")):
+        made[f"k_{branch}"] = like(batch, tokens, kv_heads, dim, seed=10 + seed)
+        made[f"v_{branch}"] = like(batch, tokens, kv_heads, v_dim, seed=20 + seed)
+    return replace(inputs, **{name: made[name] for name in names})
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("names", [("gates",), ("gate_proj_weight",)], ids="+".join)
+def test_gates(names: tuple[str, ...], dtype: torch.dtype) -> None:
+    """Gates that are given may be negative."""
+    check(extras(NSAInputs(*on_gpu(1000, batch=2)), names, dtype), SOME)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("w_k_compress",),
+        ("w_k_compress", "w_v_compress", "gate_proj_weight"),
+        ("k_cmp", "v_cmp"),
+        ("k_slc", "v_slc"),
+        ("k_slc", "v_slc", "k_win", "v_win", "gates"),
+    ],
+    ids="+".join,
+)
+def test_optional_tensors(names: tuple[str, ...], strategy: str) -> None:
+    check(extras(NSAInputs(*on_gpu(1000)), names), SOME)
+
+
+@pytest.mark.parametrize(
+    "config", [SOME, NSAConfig.paper(num_selected_blocks=4, window_size=100)], ids=["tile", "token"]
+)
+def test_given_gates_and_one_key(config: NSAConfig) -> None:
+    """dq is 0: do weighted by a gate is rounded once, and its product with o is that of what was rounded."""
+    q, k, v = on_gpu(1, batch=16)
+    inputs = NSAInputs(q, k, v, gates=like(16, 1, 8, 3, seed=2, scale=3.0))
+    assert check(inputs, config)["q"].abs().max() < SLACK
+
+
+def test_gates_of_any_stride() -> None:
+    inputs = NSAInputs(*on_gpu(500))
+    gates = like(1, 500, 3, 8).transpose(-1, -2)
+    assert torch.equal(
+        nsa_forward(**inputs.tensors(), gates=gates), nsa_forward(**inputs.tensors(), gates=gates.clone())
+    )
+    check(replace(inputs, gates=gates), SOME)
+
+
+def test_learned_compression() -> None:
+    """What `compress` holds learns through k_cmp and v_cmp."""
+
+    class Pool(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(like(64, dtype=torch.float32).softmax(0).bfloat16())
+
+        def forward(self, blocks: Tensor) -> Tensor:
+            return torch.einsum("bnhld,l->bnhd", blocks, self.weight)
+
+    pools = Pool(), Pool()
+    q, k, v = (x.requires_grad_() for x in on_gpu(1000))
+    config = replace(SOME, compress=pools)
+    nsa(q, k, v, config=config).float().square().sum().backward()
+    k_cmp, v_cmp = (pool(x.unfold(1, 64, 64).transpose(-1, -2)) for pool, x in zip(pools, (k, v), strict=True))
+    expected = torch.autograd.grad(
+        nsa(q, k, v, k_cmp=k_cmp, v_cmp=v_cmp, config=SOME).float().square().sum(), [p.weight for p in pools]
+    )
+    for pool, gradient in zip(pools, expected, strict=True):
+        torch.testing.assert_close(pool.weight.grad, gradient, rtol=0.05, atol=1e-2 * float(gradient.abs().max()))
+
+
+# Ways of computing the same
+
+
+@pytest.mark.parametrize("config", [SOME, replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4,
+                                                   select_block_size=64)], ids=["all", "some"])  # fmt: skip
+def test_recompute(config: NSAConfig, strategy: str) -> None:
+    check(NSAInputs(*on_gpu(3000, batch=2), gate_proj_weight=gate_weight()), config, recompute=True)
+
+
+def test_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    from cute_kernels import backward
+
+    monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    check(NSAInputs(*on_gpu(3000, batch=2), gate_proj_weight=gate_weight()), SOME)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_lists_in_pieces_when_every_tile_chooses_block_0(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, strategy: str
+) -> None:
+    from cute_kernels import backward
+
+    q, k, v = on_gpu(5000)
+    k[:, :64] *= 8
+    config = replace(SOME, share_heads_in_group=shared, num_init_blocks=1)
+    for list_bytes in (20_000, 3_000):
+        monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
+        check(NSAInputs(q, k, v), config)
+
+
+def test_phases_and_lists_agree(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    from cute_kernels import backward
+
+    monkeypatch.setattr(backward, "PHASES_FROM", 0)
+    for tokens, stride in ((2000, None), (2000, 16), (1999, 32), (64, None), (127, None)):
+        config = replace(SOME, compress_stride=stride)
+        check(NSAInputs(*on_gpu(tokens, batch=2)), config)
+
+
+def test_any_strides() -> None:
+    fused = like(1, 1000, 12, 128)
+    expected = check(NSAInputs(*(x.contiguous() for x in fused.split((8, 2, 2), dim=2))), SOME)
+    leaf = fused.clone().requires_grad_()
+    out = nsa(*leaf.split((8, 2, 2), dim=2), config=SOME)
+    out.backward(like(*out.shape))
+    together = torch.cat([expected[name] for name in ("q", "k", "v")], 2)
+    torch.testing.assert_close(leaf.grad, together, rtol=2e-2, atol=2e-2 * float(together.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (1, 0)])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_empty(shape: tuple[int, int], recompute: bool) -> None:
+    q, k, v = (torch.ones(*shape, heads, 64, device="cuda", dtype=BF16, requires_grad=True) for heads in (4, 2, 2))
+    weight = gate_weight(4, 64).requires_grad_()
+    nsa(q, k, v, gate_proj_weight=weight, recompute=recompute).sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+# Packed documents
+
+LENGTHS = (1, 0, 700, 64, 65, 1500, 3, 256)
+
+
+@pytest.mark.parametrize("config", [SOME, replace(SOME, compress_block_size=16, select_block_size=64),
+                                    replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4,
+                                            select_block_size=64)], ids=["seed", "short blocks", "some"])  # fmt: skip
+@pytest.mark.parametrize("recompute", [True, False])
+def test_packed_documents(config: NSAConfig, recompute: bool, strategy: str) -> None:
+    """Each document's gradients against fp64, and the projection's against the sum over documents."""
+    tokens = sum(LENGTHS) + 10
+    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    weight = gate_weight()
+    q, k, v = (x[0] for x in on_gpu(tokens))
+    do = like(tokens, 8, 128)
+    do[sum(LENGTHS) :] = torch.nan  # belongs to no document
+    inputs = NSAInputs(q, k, v, gate_proj_weight=weight, cu_seqlens=bounds)
+
+    def packed(leaves: NSAInputs) -> Tensor:
+        return nsa(**leaves.tensors(), config=config, recompute=recompute)
+
+    got = gradients(packed, inputs, do)
+    for name in ("q", "k", "v"):
+        assert not got[name][sum(LENGTHS) :].any(), f"gradient of {name} behind the last document"
+    weights = {"expected": torch.zeros_like(weight, dtype=torch.float64), "low": torch.zeros_like(weight)}
+    start = 0
+    for length in LENGTHS:
+        if length == 0:
+            continue
+        here = slice(start, start + length)
+        start += length
+        alone = NSAInputs(*(x[None, here] for x in (q, k, v)), gate_proj_weight=weight)
+        _, aux = nsa_forward_aux(**alone.tensors(), config=config)
+        fixed = {
+            "indices": aux.indices.long(),
+            "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long(),
+        }
+        of_document = do[None, here]
+        expected = gradients(
+            lambda x, f=fixed: reference.nsa(x, config, **f)[0], alone.map(Tensor.double), of_document.double()
+        )
+        low = gradients(lambda x, f=fixed: oracles.nsa(x, config, **f)[0], alone, of_document)
+        for name in ("q", "k", "v"):
+            title = f"gradient of {name}, {length} long"
+            assert_within_budget(got[name][None, here], expected[name], low[name], title, slack=SLACK)
+        weights["expected"] += expected["gate_proj_weight"]
+        weights["low"] += low["gate_proj_weight"]
+    assert_within_budget(got["gate_proj_weight"], weights["expected"], weights["low"], "gradient of gate_proj_weight")
+
+
+@pytest.mark.parametrize("config", [SOME, replace(SOME, compress_block_size=64, compress_stride=32)],
+                         ids=["apart", "overlapping"])  # fmt: skip
+def test_learned_compression_of_packed_documents(config: NSAConfig) -> None:
+    """The gradients of a pack are those of its documents; the pools' are their sum."""
+    dtype = {"device": "cuda", "dtype": BF16}
+    tokens = sum(LENGTHS) + 10
+    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    qkv = [x[0] for x in on_gpu(tokens)]
+    do = like(tokens, 8, 128)
+    pools = [LinearCompression(2, config.compress_block_size, 128, **dtype) for _ in "kv"]
+    with torch.no_grad():
+        for seed, parameter in enumerate(p for pool in pools for p in pool.parameters()):
+            parameter += like(*parameter.shape, seed=seed) / 64
+    learned = replace(config, compress=tuple(pools))
+    parameters = [p for pool in pools for p in pool.parameters()]
+
+    def of(do: Tensor, *qkv: Tensor, **keywords: Any) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = nsa(*leaves, config=learned, **keywords)
+        # A document without a whole block has no entries, and nothing to do with the pools
+        return list(torch.autograd.grad(out, [*leaves, *parameters], do, materialize_grads=True))
+
+    got = of(do, *qkv, cu_seqlens=bounds)
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    for start, stop in pairwise(bounds.tolist()):
+        if start == stop:
+            continue
+        alone = of(do[None, start:stop], *(x[None, start:stop] for x in qkv))
+        for name, whole, part in zip("qkv", got[:3], alone[:3], strict=True):
+            # k and v have a gradient of attention, one through the pools, and autograd's sum of both
+            assert_as_alone(whole[None, start:stop], part, f"{name}, {stop - start} long", roundings=3)
+        for total, part in zip(sums, alone[3:], strict=True):
+            total += part
+    # The same added to all keys changes no softmax: the gradient of the keys' places is 0, up to roundings of what its
+    # weights' gradient adds up too
+    for whole, total, like_it in zip(got[3:], sums, [sums[0], sums[0], *sums[2:]], strict=True):
+        torch.testing.assert_close(whole.float(), total, rtol=0, atol=float(like_it.abs().max()) * 2**-6)
+
+
+def test_gradients_do_not_leave_their_document(strategy: str) -> None:
+    lengths = (300, 500, 200)
+    bounds = torch.tensor([0, 300, 800, 1000], device="cuda", dtype=torch.int32)
+    q, k, v = (x[0] for x in on_gpu(1000))
+    do = like(1000, 8, 128)
+    other = slice(300, 800)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Tensor]:
+        inputs = NSAInputs(q, k, v, cu_seqlens=bounds)
+        return gradients(lambda x: nsa(**x.tensors(), config=replace(SOME, window_size=0)), inputs, do)
+
+    expected = run(q, k, v, do)
+    changed = [x.clone() for x in (q, k, v, do)]
+    for x in changed:
+        x[other] = torch.nan
+    got = run(*changed)
+    for name in ("q", "k", "v"):
+        for here in (slice(0, lengths[0]), slice(800, 1000)):
+            assert bool(torch.isfinite(got[name][here]).all())
+            scale = float(expected[name].float().abs().max())
+            torch.testing.assert_close(got[name][here], expected[name][here], rtol=0, atol=scale * 2**-7)
+
+
+# What users build around a call
+
+
+def test_operators() -> None:
+    keywords = ops._options({"config": SOME})
+    for tokens, extra in ((300, {}), (300, {"gate_proj_weight": gate_weight().requires_grad_()})):
+        qkv = [x.requires_grad_() for x in on_gpu(tokens)]
+        arguments = ops._arguments(*qkv, extra)
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(
+            torch.ops.nsa_kernels.saving.default, tuple(arguments), keywords, test_utils=checks, atol=0.1, rtol=0.1
+        )
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_compiles_once_for_all_lengths(packed: bool, recompute: bool) -> None:
+    weight = gate_weight().requires_grad_()
+    graphs = []
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+        return nsa(q * 2, k, v, gate_proj_weight=weight, config=SOME, recompute=recompute, **keywords) + 1
+
+    def count(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        graphs.append(graph)
+        return torch._inductor.compile(graph, examples)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
+    for tokens in (1000, 1300, 700):
+        qkv = [x.requires_grad_() for x in on_gpu(tokens, batch=None if packed else 1)]
+        keywords = {}
+        if packed:
+            keywords["cu_seqlens"] = torch.tensor([0, 300, tokens], device="cuda", dtype=torch.int32)
+        do = like(*qkv[0].shape)
+        got = torch.autograd.grad(compiled(*qkv, **keywords), qkv, do)
+        expected = torch.autograd.grad(layer(*qkv, **keywords), qkv, do)
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=float(y.abs().max()) * 2**-6)
+    assert len(graphs) == 1
+
+
+def test_training_step_as_a_cuda_graph() -> None:
+    static = [x.requires_grad_() for x in on_gpu(3000)]
+    weight = gate_weight().requires_grad_()
+    do = like(*static[0].shape)
+    config = replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4, select_block_size=64)
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(nsa(*static, gate_proj_weight=weight, config=config), (*static, weight), do)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for seed in range(2, 4):
+        with torch.no_grad():
+            for tensor, value in zip(static, on_gpu(3000, seed=seed), strict=True):
+                tensor.copy_(value)
+        graph.replay()
+        for got, expected in zip(results, step(), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=float(expected.abs().max()) * 2**-6)
+
+
+def test_checkpointing_and_autocast() -> None:
+    torch.manual_seed(3)
+    project = torch.nn.Linear(256, 12 * 128, device="cuda")
+    gate = torch.nn.Parameter(gate_weight(dtype=torch.float32))
+    x = like(1, 1000, 256, dtype=torch.float32).requires_grad_()
+
+    def layer(x: Tensor) -> Tensor:
+        q, k, v = project(x).unflatten(-1, (12, 128)).split((8, 2, 2), dim=2)
+        return nsa(q, k, v, gate_proj_weight=gate, config=SOME)
+
+    with torch.autocast("cuda", BF16):
+        plain = layer(x)
+        kept = checkpoint(layer, x, use_reentrant=False)
+    assert plain.dtype == BF16
+    assert torch.equal(plain, kept)
+    do = like(*plain.shape)
+    wanted = (x, gate, project.weight)
+    for got, expected in zip(
+        torch.autograd.grad(kept, wanted, do), torch.autograd.grad(plain, wanted, do), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=float(expected.abs().max()) * 2**-6)
+
+
+def test_same_forward_with_and_without_a_graph() -> None:
+    qkv = on_gpu(3000)
+    for recompute in (True, False):
+        out = nsa(*(x.requires_grad_() for x in qkv), gate_proj_weight=gate_weight(), config=SOME, recompute=recompute)
+        assert torch.equal(out, nsa_forward(*qkv, gate_proj_weight=gate_weight(), config=SOME))
+
+
+def test_refusals() -> None:
+    q, k, v = (x.requires_grad_() for x in on_gpu(300))
+    (first,) = torch.autograd.grad(nsa(q, k, v, config=SOME).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("select_block_size", [64, 128, 192])
+def test_deterministic(select_block_size: int) -> None:
+    weight = gate_weight()
+    inputs = NSAInputs(*on_gpu(3001, batch=2), gate_proj_weight=weight)
+    do = like(2, 3001, 8, 128)
+    config = replace(SOME, select_block_size=select_block_size)
+    check(inputs, config, deterministic=True)
+
+    def run() -> dict[str, Tensor]:
+        return gradients(lambda x: nsa(**x.tensors(), config=config, deterministic=True), inputs, do)
+
+    expected = run()
+    for _ in range(10):
+        for name, gradient in run().items():
+            assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "got"),
+    [
+        ({"num_cmp_selected_blocks": 2, "compress_block_size": 4, "select_block_size": 64}, "num_cmp"),
+        ({"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64}, "stride=12"),
+    ],
+)
+def test_what_cannot_be_deterministic_is_refused(changes: dict[str, Any], got: str) -> None:
+    q, k, v = (x.requires_grad_() for x in on_gpu(300))
+    with pytest.raises(BackendError, match=got):
+        nsa(q, k, v, config=replace(SOME, **changes), deterministic=True)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("shared", [True, False])
+def test_selected_backward_of_fa4(batch: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_kernels import backward
+
+    monkeypatch.setattr(backward, "SPLIT", False)
+    config = replace(SOME, share_heads_in_group=shared)
+    check(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), config)
+    monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    check(NSAInputs(*on_gpu(1000, batch=batch)), config)

@@ -1,0 +1,321 @@
+"""The steps of NSA's backward for NVIDIA GPUs, with PyTorch twins for kernels, against autograd of the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels import backward, forward
+from cute_kernels.fa4 import interface as fa4
+from nsa import NSAConfig, reference
+from nsa.inputs import NSAInputs
+from tests.support import backward_twins as twins
+from tests.support.helpers import make_inputs
+
+RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
+SOME = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50, q_tile_size=256)
+
+
+@pytest.fixture(params=RULES)
+def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    twins.install(monkeypatch, request.param, RULES[request.param])
+    return str(request.param)
+
+
+def oracle(inputs: NSAInputs, config: NSAConfig, do: Tensor, **fixed: Any) -> dict[str, Tensor]:
+    leaves = inputs.map(lambda x: x.detach().requires_grad_())
+    out, _ = reference.nsa(leaves, config, **fixed)
+    wanted = {name: tensor for name, tensor in leaves.tensors().items() if tensor.requires_grad}
+    gradients = torch.autograd.grad(out, list(wanted.values()), do, materialize_grads=True)
+    return dict(zip(wanted, gradients, strict=True))
+
+
+def check(inputs: NSAInputs, config: NSAConfig) -> None:
+    out, aux = reference.nsa(inputs, config)
+    do = torch.randn_like(out)
+    saved = twins.saved(inputs, config, aux).to_list()
+    like = backward.nsa_saved_like(inputs, config, recompute=False)
+    assert [tensor.shape for tensor in saved] == [tensor.shape for tensor in like]
+    got = backward.nsa_backward(inputs, config, saved, do)
+    fixed = {} if inputs.packed else {"indices": aux.indices, "cmp_indices": aux.cmp_indices}
+    expected = oracle(inputs, config, do, **fixed)
+    assert set(got) == set(expected)
+    for name, gradient in got.items():
+        # Gradients of compressed entries are summed in fp32
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def some_inputs(tokens: int, *, group: int = 2, batch: int | None = 2) -> NSAInputs:
+    return make_inputs(tokens, heads=2 * group, kv_heads=2, dim=4, v_dim=2, batch=batch, seed=tokens)
+
+
+def packed_inputs(*lengths: int, behind: int = 13) -> NSAInputs:
+    """Documents and some tokens that belong to none."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    return replace(some_inputs(sum(lengths) + behind, batch=None), cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 64, 300, 540])
+def test_lengths(tokens: int, arch: str) -> None:
+    check(some_inputs(tokens), SOME)
+
+
+@pytest.mark.parametrize("batch", [1, 2], ids=["phases", "lists"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compress_stride": 8},
+        {"compress_stride": 5},
+        {"compress_block_size": 64},
+        {"causal": False},
+        {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
+        {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "causal": False},
+        {"softmax_scale": 0.3},
+    ],
+    ids=str,
+)
+def test_options_of_the_compressed_branch(changes: dict[str, Any], batch: int, arch: str) -> None:
+    check(some_inputs(520, batch=batch), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"select_block_size": 128},
+        {"select_block_size": 192},
+        {"select_block_size": 192, "causal": False},
+        {"share_heads_in_group": True},
+        {"num_selected_blocks": 0},
+        {"window_size": 0},
+        {"window_size": 2**31 - 1},
+        {"window_size": 2**31 - 1, "causal": False},
+        {"q_tile_size": 512},
+    ],
+    ids=str,
+)
+def test_options(changes: dict[str, Any], arch: str) -> None:
+    check(some_inputs(520), replace(SOME, **changes))
+
+
+def test_windows_reach_no_farther_than_tokens() -> None:
+    assert forward.window_reach(7, True, 100) == (6, 0)
+    assert forward.window_reach(7, False, 100) == (3, 3)
+    assert forward.window_reach(2**31 - 1, True, 100) == (100, 0)
+    assert forward.window_reach(2**31 - 1, False, 100) == (100, 100)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_phases_equal_lists(batch: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "PHASES_FROM", 0)
+    monkeypatch.setattr(backward, "PHASE_BYTES", 10_000)
+    for stride in (16, 8):
+        for tokens in (16, 24, 30, 256, 300):
+            check(some_inputs(tokens, batch=batch), replace(SOME, compress_stride=stride))
+
+
+@pytest.mark.parametrize(("stride", "expected"), [(16, {(17, 17), (18, 18)}), (8, {(35, 35), (36, 36)})])
+def test_phases_have_as_many_rows_as_entries(
+    stride: int, expected: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no length alone has one tile of entries, but two of rows, for which FA4 compiles other kernels."""
+    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    sizes = set()
+
+    def dense_backward(gradients: fa4.Gradients, *, causal: bool, **how: Any) -> None:
+        if causal:
+            sizes.add((gradients.q.shape[1], gradients.k.shape[1]))
+        twins.dense_backward(gradients, causal=causal, **how)
+
+    monkeypatch.setattr(fa4, "dense_backward", dense_backward)
+    check(some_inputs(300, batch=1), replace(SOME, compress_stride=stride))
+    assert sizes == expected
+
+
+@pytest.mark.parametrize(("passes", "list_bytes"), [(1, 250), (1, 60), (2, 250), (2, 130), (2, 60)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
+        {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "share_heads_in_group": True},
+        {"causal": False},
+    ],
+    ids=str,
+)
+def test_heads_and_lists_in_pieces(
+    changes: dict[str, Any], passes: int, list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of a key/value head take 216 bytes for each batch on sm_90, 120 on sm_100; those of a block take 24."""
+    if passes == 2:
+        monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
+    check(some_inputs(520), replace(SOME, **changes))
+
+
+def extras(inputs: NSAInputs, names: tuple[str, ...]) -> NSAInputs:
+    """More of the optional tensors."""
+    *lead, heads, dim = inputs.q.shape
+    kv_heads, v_dim = inputs.v.shape[-2:]
+    entries = SOME.num_compressed(lead[-1])
+    shapes = {
+        "w_k_compress": (kv_heads, dim, dim),
+        "w_v_compress": (kv_heads, v_dim, v_dim),
+        "gate_proj_weight": (heads, 3, dim),
+        "gates": (*lead, heads, 3),
+        "k_cmp": (*lead[:-1], entries, kv_heads, dim),
+        "v_cmp": (*lead[:-1], entries, kv_heads, v_dim),
+        **{f"k_{branch}": (*lead, kv_heads, dim) for branch in ("slc", "win")},
+        **{f"v_{branch}": (*lead, kv_heads, v_dim) for branch in ("slc", "win")},
+    }
+    return replace(inputs, **{name: torch.randn(shapes[name], dtype=inputs.q.dtype) for name in names})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gate_proj_weight",),
+        ("gates",),
+        ("w_k_compress",),
+        ("w_k_compress", "w_v_compress", "gate_proj_weight"),
+        ("k_cmp", "v_cmp"),
+        ("k_slc", "v_slc"),
+        ("k_slc", "v_slc", "k_win", "v_win", "gates"),
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_optional_tensors(names: tuple[str, ...], one_pass: bool, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not one_pass:
+        monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    check(extras(some_inputs(300), names), SOME)
+
+
+# Packed documents
+
+LENGTHS = (1, 0, 70, 300, 16)
+SOME_ENTRIES = {"num_cmp_selected_blocks": 2, "compress_block_size": 1}
+"""Of three blocks of entries, a document of 300 tokens attends to two."""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "behind"),
+    [(LENGTHS, 13), ((300,), 0), ((256, 256, 1), 0), ((0, 20), 300), ((1, 5), 3), ((0, 0), 13), ((0, 0), 0)],
+    ids=str,
+)
+def test_documents(lengths: tuple[int, ...], behind: int, arch: str) -> None:
+    check(packed_inputs(*lengths, behind=behind), SOME)
+
+
+def test_tiles_of_documents_longer_than_those_of_lists(arch: str) -> None:
+    check(packed_inputs(20, 600), replace(SOME, q_tile_size=512))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compress_block_size": 1},
+        {"compress_block_size": 4, "compress_stride": 2},
+        SOME_ENTRIES,
+        {"num_cmp_selected_blocks": 2, "compress_block_size": 64},
+        {"select_block_size": 128},
+        {"share_heads_in_group": True},
+        {"num_selected_blocks": 0},
+        {"window_size": 0},
+    ],
+    ids=str,
+)
+def test_options_of_documents(changes: dict[str, Any], arch: str) -> None:
+    check(packed_inputs(70, 0, 300), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize("list_bytes", [600, 250])
+def test_heads_and_lists_of_documents_in_pieces(list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
+    check(packed_inputs(*LENGTHS), replace(SOME, **SOME_ENTRIES))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gate_proj_weight",),
+        ("gates",),
+        ("w_k_compress",),
+        ("w_v_compress", "gate_proj_weight"),
+        ("k_slc", "v_slc"),
+        ("k_slc", "v_slc", "k_win", "v_win", "gates"),
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("changes", [{"compress_stride": 8}, SOME_ENTRIES], ids=["all entries", "some"])
+def test_optional_tensors_of_documents(names: tuple[str, ...], changes: dict[str, Any], arch: str) -> None:
+    check(extras(packed_inputs(70, 0, 130), names), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_split_backward_gets_lists_of_its_unit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4's lists are 128 keys wide where that divides l'."""
+    from cute_kernels.mma.wgmma import UNIT
+
+    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    monkeypatch.setattr(forward, "chosen_lists", lambda *_, width, **__: width)
+    widths = []
+
+    def split(q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, *rest: Any, **out: Any) -> None:
+        widths.append(rest[0])
+        for name in ("dq", "dk", "dv"):
+            out[name].zero_()
+
+    monkeypatch.setattr(backward.split, "selected_backward", split)
+    inputs, config = some_inputs(300), replace(SOME, select_block_size=size)
+    out, aux = reference.nsa(inputs, config)
+    saved = twins.saved(inputs, config, aux).to_list()
+    backward.nsa_backward(inputs, config, saved, torch.randn_like(out), deterministic=True)
+    assert widths == [UNIT]
+
+
+# Token mode
+
+PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 65, 300, 540])
+@pytest.mark.parametrize(
+    "names", [(), ("gate_proj_weight",), ("gates",), ("k_slc", "v_slc"), ("k_win", "v_win")], ids="+".join
+)
+@pytest.mark.parametrize("v_dim", [4, 2])
+def test_token_mode(tokens: int, names: tuple[str, ...], v_dim: int, arch: str) -> None:
+    """The window takes the local blocks of the selected branch along where keys and do are the same, and dims."""
+    inputs = make_inputs(tokens, heads=4, kv_heads=2, dim=4, v_dim=v_dim, batch=2, seed=tokens)
+    check(extras(inputs, names), PAPER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "local"),
+    [
+        ({}, 2),
+        ({"window_size": 128}, 2),
+        ({"window_size": 127}, 0),
+        ({"window_size": 0}, 0),
+        ({"num_local_blocks": 1, "window_size": 64}, 1),
+        ({"num_local_blocks": 0}, 0),
+        ({"select_block_size": 128}, 0),
+        ({"select_block_size": 128, "window_size": 256}, 2),
+        ({"num_init_blocks": 0}, 2),
+    ],
+    ids=str,
+)
+def test_local_blocks_inside_the_window(changes: dict[str, Any], local: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    left_out = []
+
+    def selected(*inputs: Any, local: int, **how: Any) -> None:
+        left_out.append(local)
+        twins.token_selected_backward(*inputs, local=local, **how)
+
+    monkeypatch.setattr(backward, "token_selected_backward", selected)
+    check(make_inputs(400, heads=4, kv_heads=2, dim=4, batch=1, seed=1), replace(PAPER, **changes))
+    assert left_out == [local]

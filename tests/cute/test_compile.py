@@ -1,0 +1,140 @@
+"""Every CuTe kernel compiles for every architecture, without a GPU: tools/compile_all.py and what it finds."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools import compile_all as tool
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "compile_all.py"
+
+
+def our_kernels(arch: str = "sm_90a") -> set[str]:
+    """Classes with a kernel for the architecture, as the sources of cute_kernels define them."""
+    return {
+        node.name
+        for path in (ROOT / "cute_kernels").rglob("*.py")
+        if arch == "sm_90a" or path.stem not in tool.HOPPER_MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and any(getattr(member, "name", "") == "kernel" for member in node.body)
+    }
+
+
+def fa4_calls() -> set[str]:
+    """Public functions of cute_kernels.fa4.interface that call FlashAttention-4."""
+    tree = ast.parse((ROOT / "cute_kernels" / "fa4/interface.py").read_text(encoding="utf-8"))
+    public = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    calls = re.compile(r"\b(attend|differentiate)\(")
+    return {f"fa4.{function.name}" for function in public if calls.search(ast.unparse(function))}
+
+
+def case(variant: str = "plain", group: int | None = None, cubin: bytes = b"") -> tool.Case:
+    return tool.Case("Kernel", variant, 64, group, torch.float16, lambda: cubin)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_extra
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_kernel_has_a_cubin(arch: str) -> None:
+    command = [sys.executable, str(TOOL), "--arch", arch, "--matrix", "pairwise"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(f"{arch} ")]
+    sizes: dict[str, list[int]] = {}
+    for _, kernel, *_, size, _, _ in rows:
+        sizes.setdefault(kernel, []).append(int(size))
+    assert set(sizes) == our_kernels(arch) | fa4_calls(), "tools/compile_all.py must compile each, and nothing else"
+    assert all(min(of_kernel) > 0 for of_kernel in sizes.values())
+
+
+def test_kernels_are_found_in_the_sources() -> None:
+    assert {"BlockMean", "TopBlocks", "TokenBlocks", "ChosenLists", "PrefixLists", "GatedSum"} <= our_kernels("sm_100a")
+    assert our_kernels() - our_kernels("sm_100a") >= {"SelectedDQ", "SelectedDKV"}
+    assert {"fa4.compressed", "fa4.selected", "fa4.window"} <= fa4_calls()
+
+
+@pytest.mark.parametrize(
+    ("cubin", "error"),
+    [
+        (b"\x7fELF -O 3 -arch sm_90a ", ""),
+        (b"", "the cubin is empty"),
+        (b"\x7fELF -O 3 -arch sm_90 ", "the cubin is not for sm_90a"),
+        (b"\x7fELF -O 3 -arch sm_100a ", "the cubin is not for sm_90a"),
+    ],
+)
+def test_cubin_must_be_for_the_architecture(cubin: bytes, error: str) -> None:
+    result = tool.try_case("sm_90a", case(cubin=cubin))
+    assert (result.error, result.cubin) == (error, len(cubin))
+    assert result.sha256 == hashlib.sha256(cubin).hexdigest()[:12]
+    assert result.line.split()[-2] == result.sha256
+
+
+def test_failure_is_listed_and_logged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def break_down() -> bytes:
+        raise ValueError("no such layout")
+
+    broken = case()._replace(compile=break_down)
+    monkeypatch.setattr(tool, "compile_for", lambda arch, _: [tool.try_case(arch, broken)])
+    monkeypatch.setattr(tool, "version", lambda _: "1.0")
+    assert tool.main(["--arch", "sm_90a", "--log", str(tmp_path / "log")]) == 1
+    for text in (capsys.readouterr().out, (tmp_path / "log").read_text(encoding="utf-8")):
+        assert "FAILED" in text
+        assert "sm_90a: 0 of 1 compiled" in text
+        assert text.endswith("ValueError: no such layout\n")
+
+
+def test_log_is_compared_with_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(cubins: dict[str, bytes], *options: str) -> str:
+        cases = [case(variant, cubin=b"-arch sm_90a " + cubin) for variant, cubin in cubins.items()]
+        monkeypatch.setattr(tool, "compile_for", lambda arch, _: [tool.try_case(arch, each) for each in cases])
+        assert tool.main(["--arch", "sm_90a", *options]) == 0
+        return capsys.readouterr().out
+
+    log = tmp_path / "log"
+    assert "against" not in run({"a": b"1", "b": b"1", "gone": b"1"}, "--log", str(log))
+    *_, counts, changed = run({"a": b"1", "b": b"2", "c": b"3"}, "--against", str(log)).splitlines()
+    assert counts == "against the earlier log: 1 the same, 1 other code, 1 new"
+    assert changed.split()[:3] == ["sm_90a", "Kernel", "b"]
+
+
+def test_broken_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool.sys, "executable", shutil.which("false"))
+    (result,) = tool.compile_for("sm_90a", "full")
+    assert result.error == "its process ended with exit status 1 after 0 cases"
+
+
+def test_silent_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool.sys, "executable", shutil.which("true"))
+    (result,) = tool.compile_for("sm_90a", "full")
+    assert result.error == "its process ended with exit status 0 after 0 cases"
+
+
+def test_pairwise_keeps_every_value_and_pair() -> None:
+    cases = [case(variant, group) for variant in ("a", "b", "c") for group in (1, 4, 8)]
+    cases += [old._replace(dim=128) for old in cases]
+    few = tool.pairwise(cases)
+    assert len(few) < len(cases) / 2
+    for fields in (("variant",), ("dim", "group")):
+        assert {tuple(getattr(c, f) for f in fields) for c in few} == {
+            tuple(getattr(c, f) for f in fields) for c in cases
+        }
+
+
+def test_unknown_architecture_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tool.main(["--arch", "sm_80"])
+    assert "--arch takes sm_90a, sm_100a, got sm_80" in capsys.readouterr().err

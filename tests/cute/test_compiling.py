@@ -1,0 +1,165 @@
+"""Kernels that several threads ask for at once: each is compiled once, by one thread at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.runtime.compiling import COMPILING, once
+from tests.support.helpers import run_child
+
+THREADS = 8
+
+COLD = """
+import threading
+from functools import partial
+
+import cutlass.utils
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cute_kernels import compress, fa4, jit, segments
+from tools.compile_all import HardwareInfo
+
+cutlass.utils.HardwareInfo = cutlass.utils.hardware_info.HardwareInfo = HardwareInfo
+BF16 = torch.bfloat16
+
+def window(dim):
+    with FakeTensorMode():
+        q = torch.empty(1, 256, 2, dim, dtype=BF16, device="cuda")
+        fa4.window(q, q, q, left=63, right=0, scale=1.0, lse=False)
+
+calls = [
+    partial(segments._mark, 64, False),
+    partial(window, 64),
+    partial(compress._compiled, (32, 16, False), BF16, BF16, 64, 64, False),
+    partial(window, 128),
+    partial(segments._mark, 64, False),
+    partial(window, 64),
+]
+results = {}
+
+def work(number, start):
+    start.wait()
+    results[number] = calls[number]()
+
+for _ in range(2):  # threads made anew for each forward, as nn.DataParallel does
+    start = threading.Barrier(len(calls))
+    threads = [threading.Thread(target=work, args=(number, start)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == len(calls), sorted(results)
+    assert results[0] is results[4]
+    print(sorted(jit.COMPILED), jit.num_compiled(), fa4.num_compiled())
+"""
+"""Six threads compile three kernels of ours and FlashAttention-4's at once, and say what there is then."""
+
+
+@pytest.mark.cuda_extra
+@pytest.mark.slow
+def test_threads_that_compile_at_once(tmp_path: Path) -> None:
+    from tools.compile_all import child_environment
+
+    printed = run_child(COLD, child_environment("sm_90a", str(tmp_path)))
+    assert printed.splitlines()[-2:] == ["['BlockMean', 'MarkTokens'] 2 2"] * 2
+
+
+def at_once(function: Callable[[int], object]) -> list[object]:
+    """What as many threads get that begin together."""
+    start = threading.Barrier(THREADS)
+
+    def work(number: int) -> object:
+        start.wait()
+        return function(number)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(work, range(THREADS)))
+
+
+def test_one_thread_builds_for_all() -> None:
+    running, built = threading.Lock(), []
+
+    @once
+    def build(kind: int) -> object:
+        assert running.acquire(blocking=False), "two threads build at once"
+        time.sleep(0.01)
+        built.append(kind)
+        running.release()
+        return object()
+
+    results = at_once(lambda number: build(number % 2))
+    assert sorted(built) == [0, 1]
+    assert len(set(results)) == 2
+    assert results[::2] == [build(0)] * (THREADS // 2)
+
+
+def test_a_failure_is_not_remembered() -> None:
+    fails = iter([True, False])
+
+    @once
+    def build() -> int:
+        if next(fails):
+            raise ValueError("does not compile")
+        return 3
+
+    with pytest.raises(ValueError, match="does not compile"):
+        build()
+    assert [build(), build()] == [3, 3]
+
+
+def test_a_build_may_need_others() -> None:
+    @once
+    def inner(number: int) -> int:
+        return number
+
+    @once
+    def outer() -> list[int]:
+        return [inner(1), inner(2)]
+
+    assert outer() == [1, 2]
+
+
+def test_what_is_known_takes_no_lock() -> None:
+    @once
+    def build(number: int) -> int:
+        return number
+
+    build(1)
+    with COMPILING, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(build, 1).result(timeout=10) == 1
+
+
+def test_a_forked_child_can_compile() -> None:
+    """Also while another thread compiles, whose lock the child would have for good."""
+
+    @once
+    def build(number: int) -> int:
+        return number
+
+    compiling = threading.Event()
+
+    def compile_for_a_while() -> None:
+        with COMPILING:
+            compiling.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=compile_for_a_while)
+    thread.start()
+    compiling.wait()
+    child = os.fork()
+    if child == 0:  # a thread of its own, so that a lock that is held shows
+        other = threading.Thread(target=build, args=(1,), daemon=True)
+        other.start()
+        other.join(timeout=10)
+        os._exit(other.is_alive())
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert build(2) == 2

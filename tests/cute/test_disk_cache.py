@@ -1,0 +1,322 @@
+"""Compiled kernels on disk (runtime/disk_cache.py): kept, found again, refused where others could have written them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cutlass.cutlass_dsl import CuTeDSL
+
+from cute_kernels.runtime import device, disk_cache, jit
+
+pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
+
+LOOK = """
+from cute_kernels import jit, segments
+kernel = segments._mark(64, False)
+try:
+    kernel.run(1)
+except TypeError as error:
+    assert "mIndices" in str(error), error
+assert segments._mark(64, False) is kernel
+assert jit.num_compiled() == 1
+print(len(jit.COMPILED))
+"""
+"""Gets one kernel, sees by its complaint that it can be called, and says how many were compiled, not found."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    disk_cache._tell_once.cache_clear()
+    monkeypatch.setenv(device.TARGET_VARIABLE, "sm_90a")
+    device.compute_capability.cache_clear()
+    yield
+    device.compute_capability.cache_clear()
+
+
+def look(where: Path) -> int:
+    """Kernels that a new process compiles."""
+    environment = {**os.environ, disk_cache.VARIABLE: str(where)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOOK], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.splitlines()[-1])
+
+
+def entries(where: Path) -> list[Path]:
+    return sorted(where.glob("*.o"))
+
+
+def test_second_process_compiles_nothing(tmp_path: Path) -> None:
+    where = tmp_path / "new" / "cache"
+    assert look(where) == 1
+    (entry,) = entries(where)
+    assert entry.stat().st_mode & 0o777 == 0o600
+    assert where.stat().st_mode & 0o777 == 0o700
+    assert look(where) == 0
+
+
+def test_changed_entry_is_compiled_again(tmp_path: Path) -> None:
+    where = tmp_path / "cache"
+    look(where)
+    (entry,) = entries(where)
+    whole = entry.read_bytes()
+    for content in (whole[:-1], whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], b""):
+        entry.write_bytes(content)
+        assert look(where) == 1
+        assert entries(where) == [entry]
+        assert disk_cache._hash(entry.read_bytes()) in entry.name
+    assert look(where) == 0
+
+
+def test_processes_wait_for_each_other(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        compiled = list(pool.map(lambda _: look(tmp_path / "cache"), range(3)))
+    assert sorted(compiled) == [0, 0, 1]
+
+
+# What is loaded. Entries here are not objects, and loading them is replaced.
+
+
+class Compiled:
+    """What CuTe DSL compiles, as far as runtime/disk_cache.py knows it."""
+
+    def export_to_c(self, *, object_file_path: str, function_name: str) -> None:
+        Path(object_file_path).write_bytes(function_name.encode())
+
+
+def keep(where: Path, key: str = "a") -> Any:
+    return disk_cache.load_or_make(where, key, Compiled)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of files that are loaded."""
+    names: list[str] = []
+
+    class Module:
+        kernel = "loaded"
+
+        def __init__(self, path: str, **_: Any) -> None:
+            names.append(Path(path).name)
+
+    monkeypatch.setattr(disk_cache.cute.runtime, "load_module", Module)
+    return names
+
+
+def test_nothing_is_kept_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for value, expected in ((None, None), ("0", None), ("", None), ("1", tmp_path / "nsa-kernels" / "jit")):
+        if value is None:
+            monkeypatch.delenv(disk_cache.VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(disk_cache.VARIABLE, value)
+        assert disk_cache.folder() == expected
+
+
+def test_kept_and_loaded(tmp_path: Path, loaded: list[str]) -> None:
+    assert isinstance(keep(tmp_path / "cache"), Compiled)
+    assert isinstance(keep(tmp_path / "cache", "b"), Compiled)
+    assert keep(tmp_path / "cache") == "loaded"
+    assert loaded == [f"a-{disk_cache._hash(b'kernel')}.o"]
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_open_folders_are_not_used(mode: int, tmp_path: Path, loaded: list[str]) -> None:
+    where = tmp_path / "cache"
+    keep(where)
+    where.chmod(mode)
+    with pytest.warns(UserWarning, match=f"must be this user's own, and of no one else: chmod 700 {where}"):
+        assert isinstance(keep(where), Compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is told once
+        assert isinstance(keep(where, "b"), Compiled)
+    assert not loaded
+    assert len(entries(where)) == 1
+
+
+def test_open_files_are_not_loaded(tmp_path: Path, loaded: list[str]) -> None:
+    where = tmp_path / "cache"
+    keep(where)
+    (entry,) = entries(where)
+    entry.chmod(0o640)
+    with pytest.warns(UserWarning, match=f"chmod 600 {entry}"):
+        assert isinstance(keep(where), Compiled)
+    assert not loaded
+
+
+def test_links_are_not_followed(tmp_path: Path, loaded: list[str]) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    keep(real)
+    link.symlink_to(real)
+    with pytest.warns(UserWarning, match="must be this user's own"):
+        assert isinstance(keep(link), Compiled)
+    (entry,) = entries(real)
+    entry.rename(real / "elsewhere")
+    entry.symlink_to(real / "elsewhere")
+    disk_cache._tell_once.cache_clear()
+    with pytest.warns(UserWarning, match="must be this user's own"):
+        assert isinstance(keep(real), Compiled)
+    assert not loaded
+
+
+def test_folders_of_others_are_not_used(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    where = tmp_path / "cache"
+    keep(where)
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.warns(UserWarning, match="must be this user's own"):
+        assert isinstance(keep(where), Compiled)
+    assert not loaded
+
+
+def test_full_disk_changes_nothing(tmp_path: Path) -> None:
+    class Full(Compiled):
+        def export_to_c(self, *, object_file_path: str, function_name: str) -> None:
+            super().export_to_c(object_file_path=object_file_path, function_name=function_name[:1])
+            raise OSError(28, "No space left on device")
+
+    where = tmp_path / "cache"
+    with pytest.warns(UserWarning, match="No space left on device"):
+        assert isinstance(disk_cache.load_or_make(where, "a", Full), Full)
+    assert not entries(where)
+
+
+def test_key_tells_everything_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [
+        disk_cache.key_of("f (64,) []", options="a"),
+        disk_cache.key_of("f (65,) []", options="a"),
+        disk_cache.key_of("f (64,) []", options="b"),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_cache, "_sources", lambda: "changed")
+        keys.append(disk_cache.key_of("f (64,) []", options="a"))
+    for target in ("sm_90", "sm_90a", "sm_100a", "sm_100f"):
+        with monkeypatch.context() as patch:
+            patch.setattr(CuTeDSL._get_dsl().envar, "arch", target)
+            keys.append(disk_cache.key_of("f (64,) []", options="a"))
+    own = CuTeDSL._get_dsl().envar.arch
+    assert disk_cache.key_of("f (64,) []", options="a") == keys[0]
+    assert len(set(keys)) == len(keys) - (own in ("sm_90", "sm_90a", "sm_100a", "sm_100f"))
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    ["nvidia_cutlass_dsl", "nvidia_cutlass_dsl_libs_base", "nvidia_cutlass_dsl_libs_cu13", "apache_tvm_ffi"],
+)
+def test_key_depends_on_every_package_that_compiles(
+    distribution: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = disk_cache.key_of("f (64,) []")
+    described = tmp_path / f"{distribution}-0.0.1.dist-info" / "METADATA"
+    described.parent.mkdir()
+    described.write_text(f"Metadata-Version: 2.1\nName: {distribution.replace('_', '-')}\nVersion: 0.0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    disk_cache._versions.cache_clear()
+    assert disk_cache.key_of("f (64,) []") != before
+    monkeypatch.undo()
+    disk_cache._versions.cache_clear()
+    assert disk_cache.key_of("f (64,) []") == before
+
+
+def test_entries_that_do_not_load_are_compiled_again(tmp_path: Path) -> None:
+    """Their bytes are those that were written: objects for another linker, say, or of another runtime."""
+    where = tmp_path / "cache"
+    keep(where)
+    (entry,) = entries(where)
+    with pytest.warns(UserWarning, match=f"{entry} does not load and is compiled anew: RuntimeError: .*object file"):
+        assert isinstance(keep(where), Compiled)
+    assert entries(where) == [entry]
+
+
+def test_threads_compile_an_entry_once(tmp_path: Path, loaded: list[str]) -> None:
+    start, made = threading.Barrier(4), []
+
+    def work(_: int) -> Any:
+        def make() -> Compiled:
+            time.sleep(0.05)
+            made.append(Compiled())
+            return made[-1]
+
+        start.wait()
+        return disk_cache.load_or_make(tmp_path / "cache", "a", make)
+
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(work, range(4)))
+    assert len(made) == 1
+    assert sorted(map(str, got)) == sorted(map(str, [made[0], "loaded", "loaded", "loaded"]))
+
+
+def test_a_forked_child_holds_no_lock(tmp_path: Path, loaded: list[str]) -> None:
+    """One that was forked while its parent compiled, and lives longer."""
+    where, children = tmp_path / "cache", []
+
+    def make() -> Compiled:
+        children.append(fork(lambda: time.sleep(60)))
+        return Compiled()
+
+    disk_cache.load_or_make(where, "a", make)
+    children.append(fork(lambda: keep(where)))
+    try:
+        end = time.monotonic() + 20
+        while (done := os.waitpid(children[1], os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert done == (children.pop(), 0), "another process waits for a lock that a child keeps"
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """A child that does this and ends."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def test_arguments_tell_kernels_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of every kind that kernels here are made for."""
+    from cute_kernels.lists.query_to_kv import Keys
+    from cute_kernels.select.topk import Blocks
+
+    asked: list[str] = []
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(disk_cache, "key_of", lambda text, **_: asked.append(text) or "key")
+    monkeypatch.setattr(disk_cache, "load_or_make", lambda *_: None)
+
+    @jit.compiled_once
+    def build(*arguments: Any, **keywords: Any) -> jit.Kernel:
+        raise AssertionError
+
+    calls = [
+        (1, torch.bfloat16),
+        (1, torch.float16),
+        (Blocks(32, 16, 64, 16), None),
+        (Blocks(32, 16, 64, 16, init=1), None),
+        (Keys(32, 16), (64, 128)),
+        (Keys(32, 16, causal=False), (64, 128)),
+    ]
+    for arguments in calls:
+        build(*arguments, packed=True)
+        build(*arguments, packed=False)
+    assert len(set(asked)) == 2 * len(calls)
+    assert not any(" at 0x" in text for text in asked)

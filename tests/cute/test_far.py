@@ -1,0 +1,116 @@
+"""Every CUDA kernel of ours with offsets past 2^31 elements, forward and backward: the same results as without.
+
+Cases are those of tools/sanitize.py. Compact results are held against fp64, far ones against the compact ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.far_rows import FAR, FarMemory, span
+from tools import sanitize as tool
+
+pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
+
+CASES = {name: case for name, case in tool.CASES.items() if isinstance(case, tool.Case)}
+MOST_BYTES = 24 << 30
+
+
+@pytest.fixture(scope="module")
+def grid() -> FarMemory:
+    return FarMemory("cuda")
+
+
+@pytest.fixture
+def far(grid: FarMemory, monkeypatch: pytest.MonkeyPatch) -> FarMemory:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # the grid, again and again
+    torch.cuda.reset_peak_memory_stats()
+    grid.clear()
+    return grid
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CASES)
+def test_rows_behind_two_billion_elements(name: str, far: FarMemory) -> None:
+    case = CASES[name]
+    expected = case.run("cuda", check=True)
+    with far.allocations():
+        got = case.run("cuda", check=False, place=far.put)
+    assert set(got) == set(expected)
+    for of, x in got.items():
+        assert_same(x, expected[of], of, exact=case.deterministic or of.startswith("out"))
+    assert torch.cuda.max_memory_allocated() <= MOST_BYTES
+
+
+def assert_same(got: Tensor, expected: Tensor, name: str, *, exact: bool) -> None:
+    """Bit for bit, or, where FlashAttention-4 adds up in any order, but for rounding."""
+    assert got.shape == expected.shape
+    if exact:
+        assert torch.equal(got, expected), name
+        return
+    allowed = 2**-7 * float(expected.float().abs().max())
+    torch.testing.assert_close(got, expected, rtol=0, atol=allowed, msg=lambda text: f"{name}: {text}")
+
+
+# Without a GPU: that every kernel would be given such offsets
+
+
+@pytest.fixture
+def far_arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """By function that compiles a kernel: elements that its arguments span, at most. Nothing is compiled."""
+    from cute_kernels.fa4 import interface as fa4
+    from cute_kernels.runtime import jit
+    from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
+
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    monkeypatch.setenv(TARGET_VARIABLE, "sm_90a")
+    compute_capability.cache_clear()
+    spans: dict[str, int] = {}
+
+    def noting(name: str) -> Any:
+        def run(*arguments: Any) -> None:
+            tensors = [x for x in arguments if isinstance(x, Tensor) and x.numel() > 0]
+            spans[name] = max([spans.get(name, 0), *map(span, tensors)])
+
+        return lambda *_, **__: jit.Kernel(None, run)
+
+    for name in functions():
+        module, _, function = name.rpartition(".")
+        monkeypatch.setattr(importlib.import_module(f"cute_kernels.{module}"), function, noting(name))
+    monkeypatch.setattr(fa4, "attend", fa4.attend)  # put back what the tool replaces
+    monkeypatch.setattr(fa4, "differentiate", fa4.differentiate)
+    tool.leave_fa4_out()
+    yield spans
+    compute_capability.cache_clear()
+
+
+def functions() -> set[str]:
+    return {form.partition(" ")[0] for form in tool.every_form()}
+
+
+@pytest.mark.cuda_extra
+def test_every_kernel_is_given_far_rows(far_arguments: dict[str, int]) -> None:
+    memory = FarMemory("meta")
+    for case in CASES.values():
+        memory.clear()
+        with memory.allocations():
+            case.run("meta", check=False, place=memory.put)
+    assert set(far_arguments) == functions()
+    assert min(far_arguments.values()) > FAR
+
+
+def test_far_rows_hold_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    memory = FarMemory("cpu")
+    tensors = [torch.randn(2, rows, 3, 8).to(dtype) for rows in (2, 5, 33) for dtype in (torch.bfloat16, torch.float32)]
+    for x, far in [(x, memory.put(x)) for x in tensors]:  # all before the first is compared
+        assert span(far) > FAR
+        assert torch.equal(far, x)
+    compact = torch.ones(5)
+    assert memory.put(compact) is compact

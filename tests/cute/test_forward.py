@@ -1,0 +1,400 @@
+"""NSA's forward on an NVIDIA GPU against the fp64 oracle, with Hopper's tiles and with Blackwell's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dispatch
+from bench import oracles
+from nsa import NSAAux, NSAConfig, nsa_forward, nsa_forward_aux, reference
+from nsa.inputs import NSAInputs
+from tests.cute.test_select_token import check_chosen
+from tests.support.causality import BRANCHES, LSES, assert_causal
+from tests.support.helpers import assert_within_budget, make_qkv
+
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SOME = NSAConfig(num_selected_blocks=3, window_size=100)
+"""A selection that selects from a few hundred tokens on."""
+SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096, 8191)
+
+
+@pytest.fixture(params=["sm_90", "sm_100"])
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tiles and lists of which architecture; Blackwell's run on Hopper too."""
+    monkeypatch.setenv("NSA_KERNELS_FA4_STRATEGY", request.param)
+    return str(request.param)
+
+
+def on_gpu(tokens: int, heads: int = 8, kv_heads: int = 2, dim: int = 128, **keywords: Any) -> tuple[Tensor, ...]:
+    return make_qkv(tokens, heads, kv_heads, dim, **{"dtype": BF16, "device": "cuda", **keywords})
+
+
+def gate_weight(heads: int = 8, dim: int = 128, dtype: torch.dtype = BF16) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randn(heads, 3, dim, generator=generator) / dim**0.5).to("cuda", dtype)
+
+
+def check(inputs: NSAInputs, config: NSAConfig) -> NSAAux:
+    """The whole op, each branch, each LSE and the selection against fp64."""
+    tensors = inputs.tensors()
+    out, aux = nsa_forward_aux(**tensors, config=config)
+    assert_agrees_with_oracle(inputs, config, out, aux)
+    assert torch.equal(nsa_forward(**tensors, config=config), out), "with and without aux"
+    check_selection(inputs, config, aux)
+    return aux
+
+
+def assert_agrees_with_oracle(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux) -> None:
+    """The results of a call without documents against fp64, for the blocks that the kernels chose."""
+    fixed = {"indices": aux.indices.long(), "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long()}
+    oracle_out, oracle = reference.nsa(inputs.map(Tensor.double), config, **fixed)
+    naive_out, naive = oracles.nsa(inputs, config, **fixed)
+    assert_within_budget(out, oracle_out, naive_out, "out")
+    for name in (*BRANCHES, "k_cmp", "v_cmp"):
+        assert_within_budget(getattr(aux, name), getattr(oracle, name), naive[name], name)
+    # Logits are exact products summed in fp32, of compressed keys that were rounded to the dtype first (checked above)
+    _, rounded = reference.nsa(*of_rounded_keys(inputs, config, aux), **fixed)
+    for name in LSES:
+        got, expected = getattr(aux, name), getattr(rounded, name)
+        empty = torch.isinf(expected)
+        assert torch.equal(torch.isinf(got), empty), f"{name}: -inf in other rows"
+        if got.numel() == 0:
+            continue
+        theirs = (naive[name].double() - getattr(oracle, name)).masked_fill(empty, 0).abs().max()
+        allowed = 1e-5 + 2 * theirs
+        assert (got.double() - expected).masked_fill(empty, 0).abs().max() <= allowed, name
+
+
+def of_rounded_keys(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> tuple[NSAInputs, NSAConfig]:
+    """The call in fp64 that is given the compressed keys and values that the kernels made."""
+    inputs = replace(inputs.map(Tensor.double), w_k_compress=None, w_v_compress=None)
+    return replace(inputs, k_cmp=aux.k_cmp.double(), v_cmp=aux.v_cmp.double()), replace(config, compress="mean")
+
+
+def check_selection(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> None:
+    """Given the kernel's own rounded keys, every chosen block is the oracle's, or within 1e-5 max|score| of one."""
+    keys, plain = of_rounded_keys(inputs, config, aux)
+    _, oracle = reference.nsa(keys, plain)
+    if config.token_mode:
+        check_chosen(aux.indices, oracle.indices, inputs, config, aux.k_cmp, aux.lse_cmp.double())
+        return
+    for name in ("indices", "cmp_indices"):
+        got, expected = getattr(aux, name), getattr(oracle, name)
+        if expected is None:
+            assert got is None
+            continue
+        assert got.shape == expected.shape
+        assert torch.equal((got >= 0).sum(-1), (expected >= 0).sum(-1)), f"{name}: another number of blocks"
+        assert bool(((got[..., 1:] > got[..., :-1]) | (got[..., 1:] == -1)).all()), f"{name}: not ascending"
+        for b, h, t in (got != expected).any(-1).nonzero().tolist():
+            assert name == "indices", "another block of compressed entries"
+            scores = block_scores(keys, plain, t)[b, h]
+            kth = scores[expected[b, h, t][expected[b, h, t] >= 0].long()].min()
+            chosen = scores[got[b, h, t][got[b, h, t] >= 0].long()].min()
+            assert kth - chosen <= 1e-5 * scores[scores.isfinite()].abs().max(), f"tile {t}, head {h}"
+
+
+def block_scores(inputs: NSAInputs, config: NSAConfig, tile: int) -> Tensor:
+    """fp64 scores of all select blocks for one tile, `[B,S,blocks]`, where blocks and entries are the same thing."""
+    assert config.compress_block_size == config.stride == config.select_size
+    rows = slice(tile * config.q_tile_size, (tile + 1) * config.q_tile_size)
+    mean = inputs.q[:, rows].mean(1)  # [B,H,D]
+    keys = inputs.k_cmp.repeat_interleave(inputs.group_size, 2)
+    scores = torch.einsum("bhd,bnhd->bhn", mean, keys) * config.scale(mean.shape[-1])
+    if config.share_heads_in_group:
+        scores = scores.unflatten(1, (-1, inputs.group_size)).sum(2)
+    return scores
+
+
+@pytest.mark.parametrize("tokens", SIZES)
+def test_sizes(tokens: int, strategy: str) -> None:
+    aux = check(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), SOME)
+    blocks = -(-tokens // 64)
+    if blocks > 8:  # the selection left something out
+        assert int((aux.indices[:, :, -1] >= 0).sum(-1).max()) == 3
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
+    heads = max(group, 2)
+    qkv = on_gpu(1000, heads, heads // group, dim, dtype=dtype, batch=2)
+    check(NSAInputs(*qkv, gate_proj_weight=gate_weight(heads, dim, dtype)), SOME)
+
+
+@pytest.mark.parametrize("select", [64, 128])
+@pytest.mark.parametrize(("length", "stride"), [(16, 16), (32, 32), (64, 64), (128, 128), (32, 16), (20, 7)])
+def test_blocks(length: int, stride: int, select: int, strategy: str) -> None:
+    config = NSAConfig(
+        compress_block_size=length,
+        compress_stride=stride,
+        select_block_size=select,
+        num_selected_blocks=5,
+        num_init_blocks=1,
+        num_local_blocks=2,
+        window_size=64,
+    )
+    check(NSAInputs(*on_gpu(3000, 4, 2, 64)), config)
+
+
+@pytest.mark.parametrize("dims", [(64, 128), (128, 64)], ids=str)
+def test_value_dims(dims: tuple[int, int], strategy: str) -> None:
+    qkv = on_gpu(1000, 4, 2, dims[0], v_dim=dims[1])
+    check(NSAInputs(*qkv, gate_proj_weight=gate_weight(4, dims[0])), SOME)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "not causal": {"causal": False},
+    "not causal, forced": {"causal": False, "num_init_blocks": 1, "num_local_blocks": 2},
+    "shared in the group": {"share_heads_in_group": True},
+    "tiles of 512": {"q_tile_size": 512},
+    "many blocks": {"num_selected_blocks": 40},
+    "more blocks than there are": {"num_selected_blocks": 100},
+    "only forced": {"num_init_blocks": 1, "num_local_blocks": 2},
+    "blocks of 192": {"select_block_size": 192, "q_tile_size": 768},
+    "no blocks": {"num_selected_blocks": 0},
+    "no window": {"window_size": 0},
+    "window of one": {"window_size": 1},
+    "scale": {"softmax_scale": 0.5},
+    "sparse compressed": {"num_cmp_selected_blocks": 2, "compress_block_size": 16, "select_block_size": 64},
+    "sparse compressed, not causal": {
+        "num_cmp_selected_blocks": 1,
+        "compress_block_size": 16,
+        "select_block_size": 64,
+        "causal": False,
+    },
+    "sparse compressed, all fit": {"num_cmp_selected_blocks": 8},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, strategy: str) -> None:
+    check(NSAInputs(*on_gpu(5000, 4, 2), gate_proj_weight=gate_weight(4)), replace(SOME, **OPTIONS[name]))
+
+
+def test_narrow_blocks_of_entries() -> None:
+    config = replace(SOME, num_cmp_selected_blocks=3, n_block_size=64, compress_block_size=16, select_block_size=64)
+    check(NSAInputs(*on_gpu(5000, 4, 2)), config)
+
+
+def test_tiles_of_128() -> None:
+    check(NSAInputs(*on_gpu(1000)), replace(SOME, q_tile_size=128))
+
+
+@pytest.mark.parametrize("form", ["weight", "fp32 weight", "given", "fp32 given", "none"])
+def test_gates(form: str) -> None:
+    q, k, v = on_gpu(1000, batch=2)
+    dtype = torch.float32 if form.startswith("fp32") else BF16
+    keywords = {}
+    if form.endswith("weight"):
+        keywords["gate_proj_weight"] = gate_weight(dtype=dtype)
+    elif form.endswith("given"):
+        keywords["gates"] = make_qkv(1000, 8, 8, 3, batch=2, dtype=dtype, device="cuda", seed=5)[0]
+    inputs = NSAInputs(q, k, v, **keywords)
+    aux = check(inputs, SOME)
+    expected = reference.nsa(inputs.map(Tensor.double), SOME, indices=aux.indices.long())[1].gates
+    # fp32 sums of D products of 16-bit numbers, through a sigmoid of slope at most 1/4
+    assert (aux.gates.double() - expected).abs().max() <= 1e-5
+
+
+def test_inputs_of_all_kinds(strategy: str) -> None:
+    """Projections of the compressed entries, ready entries, and keys of their own in every branch."""
+    q, k, v = on_gpu(1000, 4, 2, 64, v_dim=128)
+    own: dict[str, Tensor] = {}
+    for seed, branch in enumerate(("slc", "win"), 1):
+        _, own[f"k_{branch}"], own[f"v_{branch}"] = on_gpu(1000, 4, 2, 64, v_dim=128, seed=seed)
+    w_k, w_v = (torch.randn(2, d, d, device="cuda", dtype=BF16) / d**0.5 for d in (64, 128))
+    aux = check(NSAInputs(q, k, v, w_k_compress=w_k, w_v_compress=w_v, **own), SOME)
+    check(NSAInputs(q, k, v, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp), SOME)
+    pool = torch.nn.Sequential(torch.nn.Flatten(-2), torch.nn.Linear(64 * 64, 64)).to("cuda", BF16)
+    with torch.no_grad():
+        entries = reference.nsa(NSAInputs(q, k, k), replace(SOME, compress=pool))[1].k_cmp
+    got = nsa_forward_aux(q, k, k, config=replace(SOME, compress=pool))[1].k_cmp
+    assert torch.equal(got, entries)
+
+
+def test_any_strides() -> None:
+    """Transposed, packed with others, shifted to odd addresses, expanded: the same result as contiguous copies."""
+    q, k, v = on_gpu(777, 4, 2, 64, batch=2)
+    expected = nsa_forward(q, k, v, config=SOME)
+    other = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    assert torch.equal(nsa_forward(*other, config=SOME), expected)
+    fused = torch.cat([q, k, v], dim=2)
+    assert torch.equal(nsa_forward(*fused.split((4, 2, 2), dim=2), config=SOME), expected)
+    shifted = []
+    for tensor in (q, k, v):
+        buffer = torch.empty(tensor.numel() + 1, device="cuda", dtype=BF16)
+        buffer[1:] = tensor.flatten()
+        shifted.append(buffer[1:].view(tensor.shape))
+    assert torch.equal(nsa_forward(*shifted, config=SOME), expected)
+    one = nsa_forward(q, k[:1].expand_as(k), v[:1].expand_as(v), config=SOME)
+    assert torch.equal(one[:1], expected[:1])
+
+
+@pytest.mark.parametrize("name", ["plain", "sparse compressed", "overlapping", "shared in the group"])
+def test_nothing_depends_on_later_tokens(name: str, strategy: str) -> None:
+    overlapping = {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64, "num_local_blocks": 1}
+    config = replace(SOME, **{**OPTIONS, "plain": {}, "overlapping": overlapping}[name])
+    tokens = 2600 if "num_cmp_selected_blocks" in OPTIONS.get(name, {}) else 1100
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **fixed: Tensor | None) -> tuple[Tensor, NSAAux]:
+        if not fixed:
+            return nsa_forward_aux(q, k, v, config=config)
+        forward = dispatch.resolve(dispatch.Call("nsa", q.device, q.dtype), "cute").load()
+        out, aux = forward(NSAInputs(q, k, v), config, **fixed)
+        return out, NSAAux(*aux)
+
+    positions = {0, 62, 63, 64, 127, 128, 255, 256, 300, 511, 767, 1000, tokens - 300, tokens - 1}
+    assert_causal(run, on_gpu(tokens, 4, 2, 64), config, sorted(positions))
+
+
+def test_ties_go_to_the_lower_block() -> None:
+    q, k, v = on_gpu(4096)
+    _, aux = nsa_forward_aux(q, torch.ones_like(k), v, config=SOME)
+    assert torch.equal(aux.indices[0, 0, -1], torch.arange(3, device="cuda", dtype=torch.int32))
+    assert bool((aux.indices[:, :, 2:] == torch.arange(3, device="cuda")).all())
+
+
+def test_selection_of_a_long_sequence() -> None:
+    q, k, v = on_gpu(1 << 16, 4, 2)
+    _, aux = nsa_forward_aux(q, k, v)
+    inputs = NSAInputs(*(t.double() for t in (q, k, v)), k_cmp=aux.k_cmp.double(), v_cmp=aux.v_cmp.double())
+    for tile in (20, 100, 255):
+        scores = block_scores(inputs, NSAConfig(), tile)[..., : (tile + 1) * 4]
+        kth = scores.topk(16).values[..., -1:]
+        chosen = scores.gather(-1, aux.indices[:, :, tile].long())
+        assert bool((chosen >= kth - 1e-5 * scores.abs().amax(-1, keepdim=True)).all())
+
+
+def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    from cute_kernels import forward
+
+    q, k, v = on_gpu(3000, batch=2)
+    gates = make_qkv(3000, 8, 8, 3, batch=2, dtype=BF16, device="cuda", seed=5)[0]
+    for config in (SOME, replace(SOME, causal=False), replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4,
+                                                                 select_block_size=64)):  # fmt: skip
+        expected = nsa_forward(q, k, v, gates=gates, config=config)
+        with monkeypatch.context() as patch:
+            patch.setattr(forward, "CHUNK_BYTES", 1 << 20)
+            assert forward.chunk_rows(2, 3000, 8, 128, 256) < 3000
+            assert torch.equal(nsa_forward(q, k, v, gates=gates, config=config), expected)
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    q, k, v = on_gpu(4096)
+    expected = nsa_forward(q, k, v, gate_proj_weight=gate_weight())
+    for _ in range(20):
+        assert torch.equal(nsa_forward(q, k, v, gate_proj_weight=gate_weight()), expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (1, 0)])
+def test_empty(shape: tuple[int, int]) -> None:
+    q, k, v = (torch.ones(*shape, heads, 64, device="cuda", dtype=BF16) for heads in (4, 2, 2))
+    out, aux = nsa_forward_aux(q, k, v)
+    assert out.shape == q.shape
+    assert aux.lse_win.shape == (shape[0], 4, shape[1])
+
+
+# What users build around a call
+
+
+def test_cuda_graph_replays_with_new_inputs() -> None:
+    config = replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4, select_block_size=64)
+    static = on_gpu(4000, seed=1)
+    weight = gate_weight()
+    for _ in range(2):
+        nsa_forward(*static, gate_proj_weight=weight, config=config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nsa_forward(*static, gate_proj_weight=weight, config=config)
+    for seed in range(2, 6):
+        new = on_gpu(4000, seed=seed)
+        for tensor, value in zip(static, new, strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        assert torch.equal(out, nsa_forward(*new, gate_proj_weight=weight, config=config))
+
+
+def test_compiles_without_graph_breaks() -> None:
+    weight = gate_weight()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nsa_forward(q * 1, k, v, gate_proj_weight=weight, config=SOME) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for tokens in (1000, 1300, 700):
+        qkv = on_gpu(tokens)
+        assert torch.equal(compiled(*qkv), layer(*qkv))
+
+
+def test_other_streams_and_threads() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    q, k, v = on_gpu(4096)
+    expected = nsa_forward(q, k, v, config=SOME)
+    torch.cuda.synchronize()
+
+    def on_a_stream(_: int) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            out = nsa_forward(q, k, v, config=SOME)
+            torch.cuda.current_stream().synchronize()
+            return torch.equal(out, expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(on_a_stream, range(16)))
+
+
+def test_at_most_ten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # each fill is a kernel
+    q, k, v = on_gpu(4096)
+    for _ in range(2):
+        nsa_forward(q, k, v, gate_proj_weight=gate_weight())
+    weight = gate_weight()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        nsa_forward(q, k, v, gate_proj_weight=weight)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 3 < len(kernels) <= 10, kernels
+
+
+# What the backend refuses, with the reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"q_tile_size": 100}, "takes q_tile_size in multiples of 128 on this device, got 100"),
+        ({"q_tile_size": 1, "causal": False}, "with causal=True only, got causal=False"),
+        ({"select_block_size": 32}, "takes select_block_size in multiples of 64, got 32"),
+        ({"num_selected_blocks": 2000}, "chooses at most 1024 blocks per tile, got 2000"),
+        ({"num_cmp_selected_blocks": 9, "n_block_size": 32}, "takes n_block_size 64 or 128 on this device, got 32"),
+        ({"compress_stride": 1, "select_block_size": 128}, "takes at most 128 compressed blocks over one select block"),
+    ],
+)
+def test_refused_options(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(dispatch.BackendError, match=reason):
+        nsa_forward(*on_gpu(300), **changes)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"dim": 256}, "takes head dims 64 and 128, got D=256"),
+        ({"dim": 64, "v_dim": 96}, "got D_v=96"),
+        ({"dtype": torch.float32}, "takes bfloat16 and float16, got float32"),
+    ],
+)
+def test_refused_inputs(keywords: dict[str, Any], reason: str) -> None:
+    with pytest.raises(dispatch.BackendError, match=reason):
+        nsa_forward(*on_gpu(300, **keywords))

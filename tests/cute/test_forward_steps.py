@@ -1,0 +1,207 @@
+"""The order in which NSA's forward for NVIDIA GPUs launches its steps, with stand-ins for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels import forward
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.fa4 import launch
+from cute_kernels.gate.forward import Gating
+from nsa import NSAConfig
+from nsa.inputs import NSAInputs
+from tests.support import backward_twins as twins
+from tests.support.helpers import make_inputs
+
+PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
+REST = ["compressed", "choose", "selected"]
+"""The last one gates, too, where nothing but out is asked for."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+
+    def step(module: Any, function: str, name: str, make: Callable[..., Any]) -> None:
+        def stand_in(*arguments: Any, **keywords: Any) -> Any:
+            log.append(name)
+            return make(*arguments, **keywords)
+
+        monkeypatch.setattr(module, function, stand_in)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros(*q.shape[:3], v.shape[3]), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    def means(k: Tensor, v: Tensor, length: int, stride: int, *_: Any) -> tuple[Tensor, ...]:
+        return tuple(x.unfold(1, length, stride).mean(-1) for x in (k, v))
+
+    def choose(q: Tensor, k_cmp: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(q.shape[0], k_cmp.shape[2], q.shape[1], PAPER.num_selected_blocks, dtype=torch.int32)
+
+    monkeypatch.setattr(fa4, "rules", lambda device: fa4.RULES[9])
+    monkeypatch.setattr(forward, "prefix_lists", lambda *_, **__: None)
+    step(forward, "block_means", "compress", means)
+    step(fa4, "window", "window", attend)
+    step(fa4, "compressed", "compressed", attend)
+    step(forward, "token_blocks", "choose", choose)
+    step(forward, "token_selected_forward", "selected", attend)
+    step(forward, "gated_sum", "gate", lambda *_, **__: None)
+    return log
+
+
+def some_inputs() -> NSAInputs:
+    return make_inputs(512, heads=4, kv_heads=2, dim=8, v_dim=8, batch=1, seed=0)
+
+
+@pytest.mark.parametrize("aux", [False, True])
+def test_an_idle_gpu_gets_the_window_first(aux: bool, launched: list[str]) -> None:
+    forward.nsa(some_inputs(), PAPER, aux=aux)
+    assert launched == ["window", "compress", *REST]
+
+
+def test_chunks_share_compressed_keys(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "CHUNK_BYTES", 1)
+    forward.nsa(some_inputs(), PAPER, aux=False)
+    assert launched == ["window", "compress", *REST, "window", *REST]
+
+
+def test_chunks_gate_their_own_rows(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gates on the way is given out and gates of the same queries, and what the other branches made of them."""
+    inputs = some_inputs()
+    inputs = replace(inputs, gates=torch.randn(*inputs.q.shape[:3], 3).sigmoid())
+
+    def select(q: Tensor, *_: Any, gating: Gating, **__: Any) -> tuple[Tensor, Tensor]:
+        assert gating.gates is not None
+        assert gating.o_cmp.shape == gating.o_win.shape == q.shape
+        gating.out.copy_(q * gating.gates[..., :1])
+        return gating.out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    monkeypatch.setattr(forward, "token_selected_forward", select)
+    monkeypatch.setattr(forward, "CHUNK_BYTES", 1)
+    out, _ = forward.nsa(inputs, PAPER, aux=False)
+    assert torch.equal(out, inputs.q * inputs.gates[..., :1])
+    assert launched.count("window") == 2
+    assert "gate" not in launched
+
+
+def test_what_was_compressed_before_is_taken(launched: list[str]) -> None:
+    inputs = some_inputs()
+    k_cmp, v_cmp = inputs.k[:, :31] + 0, inputs.v[:, :31] + 0
+    call = forward.prepare(inputs, PAPER, (k_cmp, v_cmp))
+    forward.attend(call, 0, call.num_rows, lse=False)
+    assert call.k_cmp is k_cmp
+    assert call.v_cmp is v_cmp
+    assert launched == ["window", "compressed", "choose", "selected"]
+
+
+# Windows of packed documents, with a stand-in for FlashAttention-4 that reads whole tiles of keys
+
+
+class WholeTiles:
+    """FlashAttention-4's forward for windows of documents: rows weigh all keys of tiles, invisible ones with 0."""
+
+    compile_cache: ClassVar[dict[Any, Any]] = {}
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, tile_mn: tuple[int, int] | None = None, **options: Any
+    ) -> Any:
+        from flash_attn.cute.interface import _tile_size_fwd_sm90
+
+        own = _tile_size_fwd_sm90(q.shape[-1], v.shape[-1], False, True)
+        rows, keys = tile_mn or (own.m_block_size, own.n_block_size)
+        first_rows, first_keys = options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist()
+        left, right = options["window_size_left"], options["window_size_right"]
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, keys)) for x in (k, v))  # TMA's zeros behind the end
+        o = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan)
+        for first_row, first_key, used in zip(first_rows, first_keys, options["seqused_k"].tolist(), strict=False):
+            for start in range(0, used, rows):
+                low = max(start - left, 0) // keys * keys
+                high = -(-min(used, start + rows + right) // keys) * keys
+                row, key = torch.arange(start, min(start + rows, used))[:, None], torch.arange(low, high)
+                mine, read = (first_row + row[:, 0], first_key + key)
+                seen = (key >= row - left) & (key <= row + right) & (key < used)
+                o[mine] = weighted(q[mine], k[read], v[read], seen, options["softmax_scale"])
+        return o, None
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """Softmax over the keys that are seen `[rows,keys]`, of one sequence `[rows,heads,D]`."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("mhd,nhd->hmn", q, k) * scale
+    return torch.einsum("hmn,nhd->mhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+LENGTHS = (1, 250, 256, 0, 97, 3, 128, 193, 60)
+WINDOW = 100
+
+
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (128, 64)], ids=str)
+@pytest.mark.parametrize("tile", [128, 256, 384])
+@pytest.mark.parametrize("group", [1, 4])
+def test_no_window_reads_another_document(
+    group: int, tile: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_attn.cute import interface
+
+    twins.install(monkeypatch, "sm_90", fa4.RULES[9])
+    monkeypatch.setattr(launch, "compute_capability", lambda index: (9, 0))
+    monkeypatch.setattr(interface, "_flash_attn_fwd", WholeTiles())
+    dim, v_dim = dims
+    inputs = make_inputs(sum(LENGTHS) + 13, heads=2 * group, kv_heads=2, dim=dim, v_dim=v_dim, batch=None, seed=0)
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    config = NSAConfig(q_tile_size=tile, window_size=WINDOW)
+
+    def run(v: Tensor) -> Tensor:
+        changed = replace(inputs.map(Tensor.float), v=v, cu_seqlens=cu_seqlens)
+        call = forward.prepare(changed, config)
+        assert call.plan.documents is not None
+        win = forward.attend_window(call.plan, call.attended.q, *forward.keys_of(call.attended, "win"), 0, lse=False)
+        return call.plan.documents.by_token(win.o[0], 0, 0.0)
+
+    plain = run(inputs.v.float())
+    for start, stop in pairwise(cu_seqlens.tolist()):
+        if start == stop:
+            continue
+        here, place = slice(start, stop), torch.arange(stop - start)
+        seen = (place <= place[:, None]) & (place > place[:, None] - WINDOW)
+        expected = weighted(inputs.q[here], inputs.k[here], inputs.v[here], seen, dim**-0.5)
+        torch.testing.assert_close(plain[here].double(), expected.double(), rtol=0, atol=1e-5)
+        spoilt = inputs.v.float().clone()
+        spoilt[here] = torch.nan
+        got = run(spoilt)
+        assert bool(got[here].isnan().all())
+        got[here] = plain[here]
+        assert torch.equal(got, plain), f"from tokens {start} ... {stop - 1}"
+
+
+def test_packed_documents_list_all_blocks_of_entries_where_they_fit() -> None:
+    """The kernel lists blocks that it scored entries of; a caller gets what docs/semantics.md says."""
+    bounds = torch.tensor([0, 40, 43, 43, 100], dtype=torch.int32)  # 10, 0, 0 and 14 blocks of two entries
+    length, stride, tile, width, count = 4, 2, 8, 2, 10
+    q, k, v = (torch.zeros(1, 105, 1, 16) for _ in range(3))
+    documents, _ = twins.lay_out(q, k, v, bounds, tile=tile, length=length, stride=stride)
+    expected, scored = [], []
+    for tokens in bounds.diff().tolist():
+        blocks = -(-max(0, (tokens - length) // stride + 1) // width)
+        for last in (min(first + tile, tokens) - 1 for first in range(0, tokens, tile)):
+            visible = [block for block in range(blocks) if block * width * stride + length - 1 <= last][-count:]
+            scored.append(visible + [-1] * (count - len(visible)))
+            expected.append([*range(blocks), *[-1] * (count - blocks)] if blocks <= count else scored[-1])
+    unused = documents.num_tiles - len(scored)
+    assert unused > 0
+    assert expected != scored
+    given, wanted = (
+        torch.tensor([[*rows, *[[-1] * count] * unused]] * 3, dtype=torch.int32) for rows in (scored, expected)
+    )
+    got = forward._all_if_they_fit(documents, given, width)
+    assert got.dtype == torch.int32
+    assert torch.equal(got, wanted)

@@ -1,0 +1,542 @@
+"""Drawn calls of what kernels take, on a GPU: right, or refused with a documented error (as test_fuzz.py).
+
+Options, heads and dims are those of a few cases, since each other one has kernels of its own to compile. All else is
+drawn: lengths, batches, documents, layouts in buffers of NaN, magnitudes, what is wrong with a call, gradients, bad
+values. Results and gradients are held against the reference in fp64 on the blocks that the kernels chose.
+
+`python -m pytest -n 20 tests/cute/test_fuzz.py -m cuda` gives each case a process, which compiles its kernels once.
+FUZZ_EXAMPLES, as in test_fuzz.py, are of all cases; with FUZZ_SECONDS each case stops drawing after so many.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import dispatch
+from bench import oracles
+from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
+from nsa.inputs import TENSOR_NAMES, NSAInputs
+from tests.cute.test_backward import SLACK, gradients
+from tests.cute.test_forward import assert_agrees_with_oracle, check_selection
+from tests.cute.test_varlen import documents, part_of
+from tests.nsa.test_fuzz import (
+    EXAMPLES,
+    LAYOUTS,
+    NEIGHBORHOOD_OPTIONS,
+    NEW_EACH_TIME,
+    OPTIONS,
+    Odd,
+    Outcomes,
+    assert_documented,
+    guarded,
+    no_tensor,
+    note,
+    of_call,
+    placed,
+    reach,
+    spoiled,
+    strided,
+    wrong_shape,
+)
+from tests.support import neighborhood_cases, residual_cases
+from tests.support.helpers import assert_within_budget
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "inf"))
+BATCH = 25
+"""Examples between two looks at the clock."""
+SECONDS_PER_CALL = 600
+"""The first call of a kind compiles."""
+
+
+# Cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """What kernels are compiled for. Two key/value heads: no change of q's heads alone leaves a call that fits."""
+
+    config: NSAConfig
+    group: int = 2
+    dim: int = 64
+    v_dim: int = 64
+    dtype: torch.dtype = BF16
+    given: tuple[str, ...] = ()
+    """Optional tensors."""
+
+
+KV_HEADS = 2
+FORCED = NSAConfig.seed(
+    compress_block_size=32,
+    compress_stride=16,
+    select_block_size=64,
+    num_selected_blocks=5,
+    num_init_blocks=1,
+    num_local_blocks=2,
+    window_size=200,
+)
+PAPER = NSAConfig.paper(num_selected_blocks=4, window_size=100)
+CASES = {
+    "seed": Case(NSAConfig(num_selected_blocks=3, window_size=100), 4, 128, 128, given=("gate_proj_weight",)),
+    "seed, one head a group": Case(NSAConfig(num_selected_blocks=3), 1, 64, 128, FP16),
+    "forced": Case(FORCED, given=("gates", "w_k_compress", "w_v_compress")),
+    "shared, wide": Case(
+        replace(FORCED, share_heads_in_group=True, select_block_size=128, q_tile_size=512), 8, given=("k_win", "v_win")
+    ),
+    "sparse compressed": Case(
+        replace(FORCED, compress_block_size=16, compress_stride=8, num_cmp_selected_blocks=2), dtype=FP16
+    ),
+    "not causal": Case(NSAConfig(num_selected_blocks=3, window_size=100, causal=False), given=("gates",)),
+    "per token": Case(PAPER, 4, 128, 128, given=("gates",)),
+    "per token, own keys": Case(PAPER, 8, dtype=FP16, given=("gate_proj_weight", "k_slc", "v_slc")),
+    "per token, wide": Case(replace(PAPER, select_block_size=128, num_local_blocks=1), given=("k_cmp", "v_cmp")),
+}
+NO_DOCUMENTS = ("not causal",)
+"""Refused with cu_seqlens; tests/cute/test_varlen.py."""
+PARTS = [(name, packed) for name in CASES for packed in (False, True) if not (packed and name in NO_DOCUMENTS)]
+EACH = pytest.mark.parametrize(("name", "packed"), PARTS, ids=[f"{n}, packed" if p else n for n, p in PARTS])
+
+
+# Calls that fit
+
+
+# FlashAttention-4 compiles in which dimensions repeat one element.
+GPU_LAYOUTS = [layout for layout in LAYOUTS if layout != "expanded"]
+EDGES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513]
+
+
+def lengths_up_to(most: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([edge for edge in EDGES if edge <= most]) | st.integers(0, most)
+
+
+@st.composite
+def calls(draw: st.DrawFn, case: Case, packed: bool, device: str) -> dict[str, Any]:
+    """Keywords. On a CPU, where the same draws only try this file, heads are narrow and sequences short."""
+    narrow = device == "cpu"
+    dim, v_dim = (8, 16 if case.v_dim > case.dim else 8) if narrow else (case.dim, case.v_dim)
+    lengths = draw(st.lists(lengths_up_to(100 if narrow else 700), max_size=5)) if packed else []
+    tail = draw(st.integers(0, 70)) if packed else 0
+    tokens = sum(lengths) + tail if packed else draw(lengths_up_to(300 if narrow else 1500))
+    lead = (tokens,) if packed else (draw(st.sampled_from([1, 1, 2, 3, 0])), tokens)
+    generator = torch.Generator(device).manual_seed(draw(st.integers(0, 2**31)))
+    size = draw(st.sampled_from([1, 1, 1, 0, 1e-3]))
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(case.dtype)
+
+    config, heads = case.config, KV_HEADS * case.group
+    entries = sum(map(config.num_compressed, lengths)) if packed else config.num_compressed(tokens)
+    shapes: dict[str, tuple[int, ...]] = {"gates": (*lead, heads, 3), "gate_proj_weight": (heads, 3, dim)}
+    for kind, last in (("k", dim), ("v", v_dim)):
+        shapes |= dict.fromkeys([kind, f"{kind}_slc", f"{kind}_win"], (*lead, KV_HEADS, last))
+        shapes[f"{kind}_cmp"] = (entries, KV_HEADS, last) if packed else (lead[0], entries, KV_HEADS, last)
+        shapes[f"w_{kind}_compress"] = (KV_HEADS, last, last)
+    tensors = {"q": normal(*lead, heads, dim, scale=size)}
+    for name in ("k", "v", *case.given):
+        weight = name.startswith("w_") or name == "gate_proj_weight"
+        tensors[name] = normal(*shapes[name], scale=shapes[name][-1] ** -0.5 if weight else size)
+    if packed and draw(st.booleans()):  # rows of no document are not read
+        for name in ("q", "k", "v", *(n for n in case.given if n == "gates" or n.endswith(("_slc", "_win")))):
+            tensors[name][tokens - tail :] = math.nan
+    keywords: dict[str, Any] = {name: draw(placed(tensor, GPU_LAYOUTS)) for name, tensor in tensors.items()}
+    if packed:
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        keywords["cu_seqlens"] = draw(placed(bounds, GPU_LAYOUTS))
+    if draw(st.booleans()):
+        keywords["config"] = config
+    else:
+        keywords |= {name: getattr(config, name) for name in OPTIONS}
+    keywords["backend"] = draw(st.sampled_from([None, "reference" if device == "cpu" else "cute"]))
+    return keywords
+
+
+# What is right
+
+
+def bounds_of(inputs: NSAInputs) -> tuple[int, ...] | None:
+    """Lengths of documents."""
+    return None if inputs.cu_seqlens is None else tuple(inputs.cu_seqlens.diff().tolist())
+
+
+def assert_right(keywords: dict[str, Any], out: Tensor, aux: NSAAux) -> None:
+    inputs, config = of_call(keywords)
+    inputs, lengths = inputs.map(Tensor.detach), bounds_of(inputs)
+    assert (out.dtype, out.shape) == (inputs.q.dtype, (*inputs.q.shape[:-1], inputs.v.shape[-1]))
+    if lengths is None:
+        assert_one_right(inputs, config, out, aux)
+        return
+    for document in documents(inputs, config, lengths):
+        part = {name: tensor[None] for name, tensor in part_of(aux, document).items()}
+        alone = NSAAux(**{name: part.get(name) for name in NSAAux._fields})
+        assert_one_right(document.inputs, config, out[None, document.tokens], alone)
+    assert not out[sum(lengths) :].any(), "rows behind the last document"
+
+
+def assert_one_right(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux) -> None:
+    if out.numel() == 0:
+        return
+    assert_agrees_with_oracle(inputs, config, out, aux)
+    blocks_are_entries = config.compress_block_size == config.stride == config.select_size
+    if inputs.q.is_cuda and (config.token_mode or blocks_are_entries):  # else near ties cannot be told from mistakes
+        check_selection(inputs, config, aux)
+
+
+def assert_gradients_right(keywords: dict[str, Any], aux: NSAAux, seed: int, flags: dict[str, bool]) -> None:
+    inputs, config = of_call(keywords)
+    inputs, lengths = inputs.map(Tensor.detach), bounds_of(inputs)
+    dtype, device = inputs.q.dtype, inputs.q.device
+    shape = (*inputs.q.shape[:-1], inputs.v.shape[-1])
+    do = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
+
+    def kernels(leaves: NSAInputs) -> Tensor:
+        return nsa(**leaves.tensors(), config=config, backend=keywords["backend"], **flags)
+
+    def by_documents(leaves: NSAInputs, run: Callable[..., Any]) -> Tensor:
+        if lengths is None:
+            out: Tensor = run(leaves, config, **chosen(aux._asdict()))[0]
+            return out
+        rows = [leaves.q.new_zeros(0, *do.shape[1:])]
+        for document in documents(leaves, config, lengths):
+            fixed = chosen({name: tensor[None] for name, tensor in part_of(aux, document).items()})
+            rows.append(run(document.inputs, config, **fixed)[0][0])
+        rows.append(leaves.q.new_zeros(do.shape[0] - sum(lengths), *do.shape[1:]))
+        return torch.cat(rows)
+
+    got = gradients(kernels, inputs, do)
+    if do.numel() == 0 or (lengths is not None and sum(lengths) == 0):
+        assert not any(gradient.any() for gradient in got.values())
+        return
+    # Branches with keys of their own, to know how large the gradients are that add up to that of k or v
+    own = {f"{x}_{branch}": getattr(inputs, x).clone() for x in "kv" for branch in ("slc", "win")}
+    apart = replace(inputs, **{name: keys for name, keys in own.items() if getattr(inputs, name) is None})
+    exact = gradients(lambda leaves: by_documents(leaves, reference.nsa), apart.map(Tensor.double), do.double())
+    low = gradients(lambda leaves: by_documents(leaves, oracles.nsa), inputs, do)
+    half_ulp = torch.finfo(dtype).eps / 2
+    for name, gradient in got.items():
+        parts = [exact[name], *(part for key, part in exact.items() if key not in got and key[0] == name)]
+        rounding = half_ulp * sum(part.abs().max().item() for part in parts) if len(parts) > 1 else 0.0
+        assert gradient.dtype == getattr(inputs, name).dtype
+        of_name = f"gradient of {name}"
+        assert_within_budget(gradient, sum(parts), low[name], of_name, slack=SLACK + rounding)
+
+
+def chosen(aux: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {n: found.long() for n in ("indices", "cmp_indices") if (found := aux.get(n)) is not None}
+
+
+# Calls with something wrong
+
+
+NEVER_RIGHT = [-(2**70), -1, 2**63, 2**70, math.nan, math.inf, -1.0, 10**400, "2", "", (), [], {}, Odd()]
+NEVER_COUNTS = [2**31, 2.5, Fraction(1, 3), torch.tensor([1, 2]), torch.tensor(2.5)]
+"""Right as a scale alone."""
+NO_SCALES = [value for value in NEVER_RIGHT if type(value) is not int]
+"""Without numbers that make any softmax pick one key."""
+
+
+@st.composite
+def changes(draw: st.DrawFn, keywords: dict[str, Any]) -> dict[str, Any]:
+    """One change; a name that the call then lacks has the value `Odd`, the class. None needs other kernels."""
+    kind = draw(st.sampled_from(["tensor", "tensor", "elsewhere", "absent", "option", "flag", "pool", "bounds"]))
+    names = [name for name in TENSOR_NAMES if name in keywords]
+    if kind == "tensor":
+        name = draw(st.sampled_from(names))
+        return {name: draw(spoiled(keywords[name]))}
+    if kind == "elsewhere":
+        name = draw(st.sampled_from(names))
+        return {name: keywords[name].detach().to("cpu" if keywords[name].is_cuda else "meta")}
+    if kind == "absent":
+        return {draw(st.sampled_from(names)): Odd}
+    if kind == "flag":
+        name = draw(st.sampled_from(["deterministic", "recompute", "max_seqlen", "backend"]))
+        values = [*NEVER_RIGHT, *NEVER_COUNTS, None, True, 3]
+        return {name: draw(st.sampled_from([*values, "triton"] if name == "backend" else values))}
+    if kind == "pool":
+        return {"compress": draw(st.sampled_from([wrong_shape, no_tensor, (no_tensor,)]))}
+    if kind == "bounds" and "cu_seqlens" in keywords:  # kernels trust them; `debug` has them read
+        bounds = draw(st.lists(st.integers(-3, 3000), max_size=4))
+        like = keywords["cu_seqlens"]
+        return {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=like.device), "debug": True}
+    name = draw(st.sampled_from([*OPTIONS, "block_size", "config"]))
+    return {name: draw(st.sampled_from(NO_SCALES if name == "softmax_scale" else [*NEVER_RIGHT, *NEVER_COUNTS]))}
+
+
+def changed_call(keywords: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """With `debug` in the config where it came as one."""
+    if "debug" in changed and "config" in keywords:
+        debug = {"config": replace(keywords["config"], debug=True)} if changed["debug"] is True else {}
+        changed = {name: value for name, value in changed.items() if name != "debug" or not debug} | debug
+    return {name: value for name, value in (keywords | changed).items() if value is not Odd}
+
+
+# The drawn calls
+
+
+def draw_and_check(case: Case, packed: bool, device: str, data: st.DataObject) -> str:
+    """One example; how it ended."""
+    keywords = data.draw(calls(case, packed, device))
+    kind = data.draw(
+        st.sampled_from(["right", "right", "gradients", "gradients", "wrong", "wrong", "wrong", "bad value"])
+    )
+    if kind == "wrong":
+        changed: dict[str, Any] = {}
+        for _ in range(data.draw(st.sampled_from([1, 1, 2]))):
+            changed |= data.draw(changes(keywords))
+        function = data.draw(st.sampled_from([nsa, nsa_forward, nsa_forward_aux]))
+        return outcome_of_change(function, changed_call(keywords, changed), [*changed])
+    if kind == "bad value":
+        return outcome_of_bad_value(keywords, data)
+    with guarded(strided(keywords), SECONDS_PER_CALL):
+        try:
+            out, aux = nsa_forward_aux(**keywords)
+        except dispatch.BackendError:
+            if not (packed and keywords["cu_seqlens"].shape == (1,)):
+                raise
+            return "refused, no documents"
+        assert_right(keywords, out, aux)
+        assert torch.equal(data.draw(st.sampled_from([nsa_forward, dispatch.nsa]))(**keywords), out)
+        if kind == "right":
+            return kind
+        flags = {"deterministic": data.draw(st.booleans()), "recompute": data.draw(st.booleans())}
+        seed = data.draw(st.integers(0, 2**31))
+        try:
+            assert_gradients_right(keywords, aux, seed, flags)
+        except dispatch.BackendError as error:
+            if not (flags["deterministic"] and "takes deterministic=True in backward only" in str(error)):
+                raise
+            return "right, deterministic=True refused"
+    return "right, with gradients"
+
+
+def outcome_of_change(function: Callable[..., Any], keywords: dict[str, Any], changed: list[str]) -> str:
+    with guarded(strided(keywords), SECONDS_PER_CALL):
+        try:
+            result = function(**keywords)
+        except Exception as error:
+            assert_documented(error, changed)
+            return f"refused, {type(error).__name__}"
+        out, aux = nsa_forward_aux(**keywords)
+        assert torch.equal(result if isinstance(result, Tensor) else result[0], out)
+        assert_right(keywords, out, aux)
+    return "right, though changed"
+
+
+def outcome_of_bad_value(keywords: dict[str, Any], data: st.DataObject) -> str:
+    """A NaN or inf reaches no other document and head group: there the bits stay what they were."""
+    name = data.draw(st.sampled_from([n for n in TENSOR_NAMES if n in keywords and n != "cu_seqlens"]))
+    if keywords[name].numel() == 0 or keywords.get("cu_seqlens", torch.empty(2)).shape == (1,):
+        return "no value to spoil"
+    keywords = keywords | {name: keywords[name].detach().clone()}
+    spoilt = keywords[name].clone()
+    at = tuple(data.draw(st.integers(0, length - 1)) for length in spoilt.shape)
+    spoilt[at] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    inputs, config = of_call(keywords)
+    reached = reach(name, at, inputs, config).repeat_interleave(inputs.group_size, -1)
+    with guarded(strided(keywords), SECONDS_PER_CALL):
+        before, after = nsa_forward(**keywords), nsa_forward(**keywords | {name: spoilt})
+    if inputs.q.is_cuda:
+        assert torch.equal(after[~reached], before[~reached]), f"out beyond what {name}{list(at)} may reach"
+    else:  # products of tensors without the bad keys may round otherwise there
+        torch.testing.assert_close(after[~reached], before[~reached])
+    return "NaN or inf kept apart"
+
+
+# Neighborhood attention and attention residual
+
+
+NEIGHBORHOODS = {"narrow windows": (1, 2, 7, 48, 96), "wide windows": (97, 200, 1001)}
+"""Kernel sizes: Triton comes first for those, FlashAttention-4's window, where it can, for these."""
+SCALES = [None, 0.1, 2.0]
+
+
+def draw_neighborhood(kernel_sizes: tuple[int, ...], device: str, data: st.DataObject) -> str:
+    narrow = device == "cpu"
+    dim, dtype = (8 if narrow else 64), data.draw(st.sampled_from([BF16, FP16]))
+    batch, tokens = data.draw(st.sampled_from([1, 1, 2, 0])), data.draw(lengths_up_to(200 if narrow else 1500))
+    generator = torch.Generator(device).manual_seed(data.draw(st.integers(0, 2**31)))
+
+    def normal(heads: int) -> Tensor:
+        drawn = torch.randn((batch, tokens, heads, dim), generator=generator, device=device)
+        return data.draw(placed(drawn.to(dtype), GPU_LAYOUTS))
+
+    keywords: dict[str, Any] = {"q": normal(4), "k": normal(2), "v": normal(2)}
+    options: dict[str, Any] = {
+        "kernel_size": data.draw(st.sampled_from(kernel_sizes)),
+        "dilation": data.draw(st.sampled_from([1, 2, 3, 16, 100])),
+        "softmax_scale": data.draw(st.sampled_from(SCALES)),
+        **data.draw(st.sampled_from([*neighborhood_cases.WINDOWS.values()])),
+    }
+    kind = data.draw(st.sampled_from(["right", "right", "wrong", "bad value"]))
+    if kind == "wrong":
+        name = data.draw(st.sampled_from(["q", "k", "v", *NEIGHBORHOOD_OPTIONS]))
+        odd = st.sampled_from(NO_SCALES if name == "softmax_scale" else NEVER_RIGHT)
+        wrong = spoiled(keywords[name]) if name in keywords else odd
+        return outcome_of_changed_neighborhood(keywords | options | {name: data.draw(wrong)}, name)
+    inputs = tuple(keywords.values())
+    with guarded(strided(keywords), SECONDS_PER_CALL):
+        if kind == "bad value":
+            return outcome_of_bad_neighbor(inputs, options, data)
+        do = normal(4)
+        got = neighborhood_cases.results(None, inputs, do, **options)
+        neighborhood_cases.assert_right(got, inputs, do, **options)
+    return "right, with gradients"
+
+
+def outcome_of_changed_neighborhood(keywords: dict[str, Any], changed: str) -> str:
+    with guarded(strided(keywords), SECONDS_PER_CALL):
+        try:
+            out = dispatch.neighborhood_attention(**keywords)
+        except Exception as error:
+            assert_documented(error, [changed])
+            return f"refused, {type(error).__name__}"
+    given = {n: x for n, x in keywords.items() if n not in ("algorithm", "backend")}
+    exact = {n: x.detach().double() if isinstance(x, Tensor) else x for n, x in given.items()}
+    low = oracles.neighborhood_attention(**given)[0]
+    assert_within_budget(out, oracles.neighborhood_attention(**exact)[0], low)
+    return "right, though changed"
+
+
+def outcome_of_bad_neighbor(inputs: tuple[Tensor, ...], options: dict[str, Any], data: st.DataObject) -> str:
+    """A NaN or inf reaches no other sequence and head group: there the bits stay what they were."""
+    if inputs[0].numel() == 0:
+        return "no value to spoil"
+    which = data.draw(st.integers(0, 2))
+    plain = [tensor.detach().clone() for tensor in inputs]
+    spoilt = [tensor.clone() for tensor in plain]
+    at = tuple(data.draw(st.integers(0, length - 1)) for length in spoilt[which].shape)
+    spoilt[which][at] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    before, after = (dispatch.neighborhood_attention(*tensors, **options) for tensors in (plain, spoilt))
+    group = at[2] // 2 if which == 0 else at[2]
+    touched = torch.zeros_like(before, dtype=torch.bool)
+    touched[at[0], :, 2 * group : 2 * group + 2] = True
+    assert torch.equal(after[~touched], before[~touched])
+    return "NaN or inf kept apart"
+
+
+def draw_residual(device: str, data: st.DataObject) -> str:
+    options = {
+        "batch": data.draw(st.integers(1, 3)),
+        "layout": data.draw(st.sampled_from(["stacked", "token-major", "list", "slices", "strided"])),
+        "norm": data.draw(st.booleans()),
+        "dtype": data.draw(st.sampled_from([BF16, torch.float32])),
+    }
+    tokens, dim, blocks = (data.draw(st.sampled_from(some)) for some in ([0, 1, 37, 300], [64, 1000], [1, 4, 9]))
+    sizes = (tokens, dim if device == "cuda" else 9, blocks)
+    if data.draw(st.integers(0, 2)) > 0:
+        backend = "reference" if device == "cpu" else "triton"
+        residual_cases.check(backend, *sizes, residual_cases.through_the_public_op, device=device, **options)
+        return "right, with gradients"
+    case = residual_cases.make(*sizes, device=device, **options)
+    keywords: dict[str, Any] = {"blocks": case.blocks, "w_query": case.w_query, "w_norm": case.w_norm, "eps": 1e-6}
+    name = data.draw(st.sampled_from(["blocks", "w_query", "eps", "backend"]))
+    if isinstance(case.blocks, list) and name == "blocks":
+        wrong: Any = [*case.blocks[:-1], data.draw(spoiled(case.blocks[-1]))]
+    elif isinstance(keywords.get(name), Tensor):
+        wrong = data.draw(spoiled(keywords[name]))
+    else:
+        wrong = data.draw(st.sampled_from(NEVER_RIGHT))
+    try:
+        out = dispatch.attention_residual(**{**keywords, name: wrong})
+    except Exception as error:
+        assert_documented(error, [name, "w_query", "w_norm"] if name == "blocks" else [name])
+        return f"refused, {type(error).__name__}"
+    assert torch.isfinite(out).all()
+    return "finite, though changed"
+
+
+# All of it
+
+
+Example = Callable[[str, st.DataObject], str]
+"""Draws one for a device, and says how it ended."""
+
+
+def of_nsa(name: str, packed: bool) -> Example:
+    return lambda device, data: draw_and_check(CASES[name], packed, device, data)
+
+
+def of_neighborhood(kernel_sizes: tuple[int, ...]) -> Example:
+    return lambda device, data: draw_neighborhood(kernel_sizes, device, data)
+
+
+EXAMPLES_OF: dict[str, Example] = {
+    **{f"{name}, packed" if packed else name: of_nsa(name, packed) for name, packed in PARTS},
+    **{name: of_neighborhood(sizes) for name, sizes in NEIGHBORHOODS.items()},
+    "attention residual": draw_residual,
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("what", EXAMPLES_OF)
+def test_on_a_gpu(what: str, outcomes: Outcomes, record_property: Callable[[str, object], None]) -> None:
+    record_property("device", "cuda")  # tests/support/fuzz_report.py is told
+    draw_in_batches(lambda data: note(outcomes, EXAMPLES_OF[what]("cuda", data)), EXAMPLES // len(EXAMPLES_OF), SECONDS)
+
+
+def draw_in_batches(example: Callable[[st.DataObject], None], most: int, seconds: float) -> None:
+    """`most` examples, or fewer where the time is over between batches: within one, hypothesis takes no early end."""
+    end = time.monotonic() + seconds
+    first_seed = random.SystemRandom().getrandbits(32) if NEW_EACH_TIME else 0
+    for first in range(0, max(1, most), BATCH):
+
+        @hypothesis.seed(first_seed + first)
+        @settings(
+            max_examples=max(1, min(BATCH, most - first)),
+            phases=[Phase.generate],  # a smaller example is not worth the GPU's time
+        )
+        @given(data=st.data())
+        def draw(data: st.DataObject) -> None:
+            example(data)
+
+        draw()
+        if time.monotonic() > end:
+            break
+
+
+@pytest.mark.parametrize(("seconds", "drawn"), [(math.inf, 2 * BATCH + 1), (0, BATCH)])
+def test_batches_end_with_the_examples_or_the_time(seconds: float, drawn: int) -> None:
+    seen = []
+    draw_in_batches(lambda data: seen.append(data.draw(st.lists(st.integers(0, 2**64)))), 2 * BATCH + 1, seconds)
+    assert len(seen) == drawn
+    assert len({tuple(numbers) for numbers in seen}) > drawn // 2
+
+
+@pytest.mark.parametrize("what", EXAMPLES_OF)
+@settings(max_examples=5, derandomize=True)
+@given(data=st.data())
+def test_the_same_draws_on_a_cpu(what: str, data: st.DataObject) -> None:
+    """With references in the kernels' place: that the draws fit, and what is asserted is so of them."""
+    EXAMPLES_OF[what]("cpu", data)
+
+
+@EACH
+def test_kernels_take_every_case(name: str, packed: bool, hopper: None) -> None:
+    case = CASES[name]
+    meta = {"dtype": case.dtype, "device": "meta"}
+    q, k, v = (
+        torch.empty((1, 1, heads, dim), **meta)
+        for heads, dim in ((KV_HEADS * case.group, case.dim), (KV_HEADS, case.dim), (KV_HEADS, case.v_dim))
+    )
+    inputs = NSAInputs(q, k, v)
+    if packed:
+        bounds = torch.empty(3, dtype=torch.int32, device="meta")
+        inputs = replace(inputs.map(lambda x: x[0]), cu_seqlens=bounds)
+    options = {"inputs": inputs, "config": case.config, "deterministic": False, "recompute": False}
+    call = dispatch.Call("nsa", torch.device("cuda"), case.dtype, backward=True, options=options)
+    assert dispatch.resolve(call).backend == "cute"

@@ -1,0 +1,898 @@
+"""Attention of each token to its own blocks of keys against fp64: its twins on a CPU, its kernels on a GPU."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support import kv_outer_twins as twins
+from tests.support.helpers import assert_within_budget
+
+NOISY = pytest.mark.filterwarnings("default")
+"""CuTe DSL warns while it is imported and while it compiles."""
+CUDA = pytest.mark.cuda
+BF16, FP16 = torch.bfloat16, torch.float16
+
+pytestmark = NOISY
+
+
+def random_indices(
+    shape: tuple[int, int],
+    lengths: list[int],
+    blocks: int,
+    count: int,
+    *,
+    size: int,
+    seed: int = 0,
+    forced: tuple[int, int] = (0, 0),
+) -> Tensor:
+    """Some blocks that begin at or before each token, block 0 and its own often among them: ascending, then -1.
+
+    Args:
+        lengths: of documents, one behind the other. blocks: the most that is looked at.
+        forced: blocks at the beginning and at the token that are there wherever they exist.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    begun = torch.cat([torch.arange(n) // size + 1 for n in lengths])[:, None]
+    place = torch.arange(blocks)
+    scores = torch.rand((*shape, tokens, blocks), generator=generator)
+    scores = scores + 0.7 * (place == begun - 1) + 0.7 * (place == 0)
+    scores = scores + 3 * ((place < forced[0]) | (place >= begun - forced[1]))
+    order = scores.masked_fill(place >= begun, -1).argsort(-1, descending=True)[..., :count]
+    chosen = torch.full((*shape, tokens, count), blocks)
+    chosen[..., : order.shape[-1]] = order.where(order < begun, blocks)
+    chosen = chosen.sort(-1).values
+    return torch.where(chosen < blocks, chosen, -1).int()
+
+
+GATES = {"projected": None, "projected fp32": torch.float32, "given": None, "given fp32": torch.float32, "thirds": None}
+"""Where gates come from, and of which type, if not that of q."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of both passes. `visible` is bool `[B,H_kv,N,N]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    indices: Tensor
+    visible: Tensor
+    size: int
+    scale: float
+    bounds: Tensor | None
+    """Of packed documents, where they lie."""
+    shift: Tensor
+    """What lse is lowered by for the backward, `[B,H,N]`."""
+    forced: tuple[int, int] = (0, 0)
+    """First and local blocks that all of indices hold."""
+
+    def attend(self, *, low: bool) -> tuple[Tensor, Tensor]:
+        """o and lse in fp64; with `low` in fp32 with P and o rounded."""
+        q, k, v, _ = self._all(low)
+        logits = self._logits(q, k)
+        lse = logits.logsumexp(-1)
+        p = self._rounded((logits - lse[..., None].nan_to_num(0, 0, 0)).exp(), low)
+        return self._rounded(torch.einsum("bhij,bjhd->bihd", p, v), low), lse
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """lse and delta as the backward is given them."""
+        o, lse = self.attend(low=False)
+        delta = (o * self.do.double()).sum(-1).transpose(1, 2)
+        lse, delta = ((lse - self.shift).float(), delta.float())
+        return lse, delta.clone(memory_format=torch.contiguous_format)
+
+    def gradients(self, *, low: bool) -> list[Tensor]:
+        """dq, dk and dv in fp64; with `low` in fp32 with P, dS and the results rounded."""
+        q, k, v, do = self._all(low)
+        lse, delta = (x.to(q.dtype)[..., None] for x in self.statistics())
+        p = (self._logits(q, k) - lse.nan_to_num(0, 0, 0)).exp()
+        ds = self._rounded(p * (torch.einsum("bihd,bjhd->bhij", do, v) - delta), low)
+        dq = torch.einsum("bhij,bjhd->bihd", ds, k) * self.scale
+        dk = torch.einsum("bhij,bihd->bjhd", ds, q) * self.scale
+        dv = torch.einsum("bhij,bihd->bjhd", self._rounded(p, low), do)
+        kv_heads = self.k.shape[2]
+        dk, dv = (x.unflatten(2, (kv_heads, -1)).sum(3) for x in (dk, dv))
+        return [self._rounded(x, low) for x in (dq, dk, dv)]
+
+    def _all(self, low: bool) -> list[Tensor]:
+        dtype, group = torch.float32 if low else torch.float64, self.q.shape[2] // self.k.shape[2]
+        q, k, v, do = (x.to(dtype) for x in (self.q, self.k, self.v, self.do))
+        return [q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), do]
+
+    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
+        visible = self.visible.repeat_interleave(q.shape[2] // self.visible.shape[1], 1)
+        return (torch.einsum("bihd,bjhd->bhij", q, k) * self.scale).masked_fill(~visible, -math.inf)
+
+    def _rounded(self, x: Tensor, low: bool) -> Tensor:
+        return x.to(self.q.dtype).to(x.dtype) if low else x
+
+    def forward(self, *, tiles: bool = False, gating: Any = None) -> tuple[Tensor, Tensor]:
+        from cute_kernels.attend.kv_outer import token_selected_forward
+        from cute_kernels.attend.query_outer import token_tiles_forward
+
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
+        if tiles:
+            return token_tiles_forward(self.q, self.k, self.v, self.indices, **how)
+        how |= dict(zip(("init", "local"), self.forced, strict=True))
+        return token_selected_forward(self.q, self.k, self.v, self.indices, gating=gating, **how)
+
+    def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        from cute_kernels.attend.kv_outer_backward import token_selected_backward
+
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
+        if lse is None or delta is None:
+            lse, delta = self.statistics()
+        return token_selected_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
+
+    def check_forward(self, *, tiles: bool = False) -> None:
+        o, lse = self.forward(tiles=tiles)
+        oracle, expected = self.attend(low=False)
+        naive, naive_lse = self.attend(low=True)
+        assert_within_budget(o, oracle, naive, "o")
+        there = expected.isfinite()
+        assert torch.equal(lse == -math.inf, ~there)
+        assert not o.transpose(1, 2)[~there].any()
+        assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
+
+    def check_gated(self, gates: str) -> None:
+        """What the selected branch writes beside lse: bitwise what gating its o gives. Args: `gates`, of GATES."""
+        from cute_kernels.gate.forward import Gating, gated_sum
+
+        generator = torch.Generator().manual_seed(2)
+        batch, tokens, heads, dim = self.q.shape
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.q.device, GATES[gates] or self.q.dtype)
+
+        # Rows of some later queries' chunk, amid what must not be touched
+        o_cmp, o_win = (normal(batch, tokens, heads, dim).to(self.q.dtype) for _ in range(2))
+        around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=self.q.dtype, device=self.q.device)
+        out, kept = around[:, 1:-1], around.clone()
+        weight = normal(heads, 3, dim) if gates.startswith("projected") else None
+        given = normal(batch, tokens, heads, 4)[..., 1:] if gates.startswith("given") else None
+        o, lse = self.forward()
+        used = gated_sum(o_cmp, o, o_win, kept[:, 1:-1], q=self.q, gate_proj_weight=weight, gates=given)
+        for keeps in (False, True):
+            around.fill_(math.nan)
+            o_slc, gates_used = (torch.full_like(o, math.nan) if keeps else None), given
+            if weight is not None:
+                gates_used = torch.full_like(used, math.nan) if keeps else None
+            got, got_lse = self.forward(gating=Gating(o_cmp, o_win, out, weight, gates_used, o_slc))
+            assert out.isfinite().all()
+            assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
+            assert torch.equal(got_lse, lse)
+            assert got is (o_slc if keeps else out)
+            if keeps:
+                assert torch.equal(got, o)
+                assert weight is None or torch.equal(gates_used, used)
+
+    def attend_forced(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Of some rows, o and lse of the forced blocks alone; NaN where nothing was written."""
+        from cute_kernels.attend.forced import forced_blocks_forward
+
+        q = self.q[:, rows]
+        o = torch.full((*q.shape[:3], self.v.shape[3]), math.nan, dtype=q.dtype, device=q.device)
+        lse = torch.full_like(self.shift[:, :, rows], math.nan)
+        how = {"first_token": rows.start, **dict(zip(("init", "local"), self.forced, strict=True))}
+        k, v = (x if self.bounds is not None else x[:, : rows.stop] for x in (self.k, self.v))
+        forced_blocks_forward(q, k, v, o, lse, size=self.size, scale=self.scale, bounds=self.bounds, **how)
+        return o, lse
+
+    def check_forced(self, first: int = 0, stop: int | None = None) -> None:
+        """Of indices that hold the forced blocks alone. Args: the rows."""
+        rows = slice(first, self.q.shape[1] if stop is None else stop)
+        o, lse = self.attend_forced(rows)
+        (oracle, expected), (naive, naive_lse) = (self.attend(low=low) for low in (False, True))
+        oracle, naive, o = (x.transpose(1, 2) for x in (oracle[:, rows], naive[:, rows], o))
+        expected, naive_lse = expected[..., rows], naive_lse[..., rows]
+        there = expected.isfinite()
+        assert o[~there].isnan().all()
+        assert lse[~there].isnan().all()
+        assert_within_budget(o[there], oracle[there], naive[there], "o")
+        assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
+
+    def check(self) -> None:
+        self.check_forward()
+        named = zip(
+            ("dq", "dk", "dv"), self.backward(), self.gradients(low=False), self.gradients(low=True), strict=True
+        )
+        for name, got, gradient, low in named:
+            # dS of a row with one key is nothing but the difference of two sums in fp32
+            assert_within_budget(got, gradient, low, name, slack=1e-4)
+
+
+def make(
+    tokens: int | list[int],
+    group: int = 4,
+    kv_heads: int = 2,
+    dim: int = 64,
+    v_dim: int | None = None,
+    *,
+    batch: int = 1,
+    dtype: torch.dtype = BF16,
+    count: int | None = 4,
+    size: int = 64,
+    indices: Tensor | None = None,
+    behind: int = 0,
+    forced: tuple[int, int] = (0, 0),
+    device: str = "cuda",
+) -> Inputs:
+    """Normal inputs.
+
+    Args:
+        tokens: of each batch; or of documents, with `behind` more behind the last one.
+        forced: blocks that all tokens choose; 0 more are chosen with `count` None.
+    """
+    lengths = [tokens] if isinstance(tokens, int) else tokens
+    packed, n = not isinstance(tokens, int), sum(lengths) + behind
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    v_dim, heads = v_dim or dim, group * kv_heads
+    q, do = normal(batch, n, heads, dim), normal(batch, n, heads, v_dim)
+    k, v = normal(batch, n, kv_heads, dim), normal(batch, n, kv_heads, v_dim)
+    blocks = max(1, -(-max(lengths, default=0) // size))
+    if indices is None:
+        count = sum(forced) if count is None else count
+        indices = random_indices((batch, kv_heads), lengths, blocks, count, size=size, forced=forced)
+        rest = torch.zeros((batch, kv_heads, behind, count), dtype=torch.int32)  # chosen by tokens of no document
+        indices = torch.cat([indices, rest], 2)
+    visible = torch.zeros((batch, kv_heads, n, n), dtype=torch.bool)
+    start = 0
+    for length in lengths:
+        here, position = slice(start, start + length), torch.arange(length)
+        mine = indices[:, :, here].long()
+        chosen = torch.zeros((batch, kv_heads, length, blocks + 1), dtype=torch.bool)
+        chosen.scatter_(3, mine.where((mine >= 0) & (mine < blocks), blocks), True)
+        keys = chosen[..., :blocks].repeat_interleave(size, 3)[..., :length]
+        visible[:, :, here, here] = keys & (position <= position[:, None])
+        start += length
+    bounds = None
+    if packed:
+        from cute_kernels.pool import documents
+
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        bounds = documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
+    shift = 2 * torch.rand((batch, heads, n), generator=generator).to(device)
+    tensors = q, k, v, do, indices.to(device), visible.to(device)
+    return Inputs(*tensors, size, dim**-0.5, bounds, shift, forced)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins.install(monkeypatch)
+
+
+def small_passes(patch: pytest.MonkeyPatch, tokens: int = 32, bytes_of_pass: int = 1, rows: int = 1) -> None:
+    """Passes of few tokens and heads, and segments of few rows."""
+    from cute_kernels.attend import kv_outer, kv_outer_backward
+    from cute_kernels.lists import worklist
+
+    patch.setattr(worklist, "ALIGNED_TOKENS", tokens)
+    for module in (kv_outer, kv_outer_backward):
+        patch.setattr(module, "PART_BYTES", bytes_of_pass)
+        patch.setattr(module, "SEGMENT_ROWS", rows)
+
+
+# ---------------------------------------------------------------- what calls the kernels, with their twins
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("tokens", "group", "size"), [(1, 1, 64), (63, 3, 64), (200, 4, 64), (257, 2, 128)])
+def test_twins(tokens: int, group: int, size: int) -> None:
+    make(tokens, group, 2, 64, 128, batch=2, size=size, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_twins_of_tiles() -> None:
+    make(200, 3, size=64, device="cpu").check_forward(tiles=True)
+    make([70, 0, 1, 66], 2, behind=3, device="cpu").check_forward(tiles=True)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_twins_of_documents() -> None:
+    make([70, 0, 1, 129, 64], behind=9, size=64, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("bytes_of_pass", [1, 1 << 18, 1 << 30])
+@pytest.mark.parametrize("rows", [3, 40, 1 << 20])
+def test_twins_in_passes_and_segments(rows: int, bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_passes(monkeypatch, 64, bytes_of_pass, rows)
+    make(150, 3, 3, batch=2, device="cpu").check()
+    make([90, 60], 2, 2, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_twins_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of one head at a time."""
+    from cute_kernels.lists import worklist
+
+    monkeypatch.setattr(worklist, "LIST_BYTES", 1)
+    monkeypatch.setattr(worklist, "ALIGNED_TOKENS", 64)
+    make(150, 2, 3, batch=2, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_twins_without_keys() -> None:
+    chosen = torch.full((1, 2, 200, 3), -1, dtype=torch.int32)
+    chosen[:, 0, 100:, 1] = 1  # -1 before, and nobody of the second head
+    chosen[:, 0, :64, 2] = 2  # begins behind these tokens
+    inputs = make(200, indices=chosen, device="cpu")
+    assert not inputs.visible[:, :, :64].any()
+    inputs.check()
+    nothing = make(20, indices=torch.zeros((1, 2, 20, 0), dtype=torch.int32), device="cpu")
+    nothing.check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("forced", [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)])
+def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, as none or all are attended to in one go: there is no room for (2, 3)."""
+    small_passes(monkeypatch, 64, 1 << 18, 40)
+    make(400, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check()
+    make([270, 0, 1, 129, 64], 2, behind=9, count=sum(forced) + 1, forced=forced, device="cpu").check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("gates", GATES)
+def test_twins_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass, and in passes over batches, heads and tokens; nothing but forced blocks; rows that see nothing."""
+    for bytes_of_pass in (1 << 30, 1):
+        small_passes(monkeypatch, 64, bytes_of_pass, 40)
+        make(300, 3, 2, batch=2, count=sum(forced) + 2, forced=forced, device="cpu").check_gated(gates)
+    if sum(forced) > 0:
+        make(200, 2, count=None, forced=forced, device="cpu").check_gated(gates)
+    chosen = torch.full((1, 2, 100, 3), -1, dtype=torch.int32)
+    chosen[:, 0, 70:, 1] = 1
+    make(100, indices=chosen, device="cpu").check_gated(gates)
+    make(0, device="cpu").check_gated(gates)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("forced", [(1, 2), (0, 2), (2, 0)])
+def test_forced_blocks_are_not_visited(forced: tuple[int, int]) -> None:
+    check_unvisited(forced, "cpu")
+
+
+def check_unvisited(forced: tuple[int, int], device: str) -> None:
+    """Lists hold what is not forced, and all of it."""
+    from cute_kernels.lists.worklist import visits_of
+
+    (init, local), blocks = forced, 7
+    indices = random_indices((2, 2), [400], blocks, 5, size=64, forced=forced)
+    own = torch.arange(400)[:, None] // 64
+    rest = indices.where((indices >= init) & (indices <= own - local), -1)
+    assert (rest != indices).any()
+    assert (rest >= 0).any()
+    how: dict[str, Any] = {"size": 64, "blocks": blocks, "length": 20, "init": init, "local": local}
+    check_visits(visits_of(indices.to(device), **how), rest, 20)
+
+
+@pytest.mark.parametrize(("forced", "expected"), [(True, {"init": 1, "local": 2}), (False, {})])
+def test_indices_of_callers_need_not_hold_forced_blocks(
+    forced: bool, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cute_kernels import forward
+    from nsa.config import NSAConfig
+
+    inputs, passed = make(200, device="cpu"), []
+
+    def attend(q: Tensor, *_: Any, **how: Any) -> tuple[Tensor, Tensor]:
+        passed.append({name: value for name, value in how.items() if name in ("init", "local")})
+        return q, inputs.shift
+
+    monkeypatch.setattr(forward, "token_selected_forward", attend)
+    config = NSAConfig(
+        causal=True,
+        q_tile_size=1,
+        num_selected_blocks=4,
+        select_block_size=64,
+        num_init_blocks=1,
+        num_local_blocks=2,
+    )
+    plan: Any = SimpleNamespace(config=config, documents=None, scale=1.0)
+    forward.attend_selected(plan, inputs.q, inputs.k, inputs.v, inputs.indices, 0, True, forced=forced)
+    assert passed == [expected]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@given(
+    tokens=st.integers(1, 300),
+    pairs=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    count=st.integers(1, 5),
+    length=st.integers(1, 40),
+)
+@settings(max_examples=15)
+def test_lists_hold_every_visit_once(tokens: int, pairs: tuple[int, int], count: int, length: int) -> None:
+    from cute_kernels.lists.worklist import visits_of
+
+    blocks = -(-tokens // 64)
+    indices = random_indices(pairs, [tokens], blocks, count, size=64)
+    check_visits(visits_of(indices, size=64, blocks=blocks, length=length), indices, length)
+
+
+def check_visits(visits: Any, indices: Tensor, length: int) -> None:
+    """Each block's places are its visits, tokens ascending, in segments one behind the other, the cut ones first."""
+    assert torch.equal(visits.blocks.cpu(), indices.cpu())
+    slots = indices.shape[3]
+    for b in range(indices.shape[0]):
+        for h in range(indices.shape[1]):
+            sums = visits.sums[b, h, :, -1].tolist()
+            found: dict[int, list[int]] = {}
+            table = visits.segments[b, h, :, : sums[1] + sums[2]].T.tolist()
+            for i, (block, first, n) in enumerate(table):
+                found.setdefault(block, []).extend(visits.places[b, h, first : first + n].tolist())
+                assert n < 2 * length
+                assert n >= length or i >= sums[1]
+            assert sorted(found) == list(range(visits.counts.shape[3]))
+            for block, places in found.items():
+                chosen = (indices[b, h].cpu() == block).flatten().nonzero().flatten().tolist()
+                assert places == chosen
+                assert [place // slots for place in places] == sorted({place // slots for place in places})
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("choice", ["random", "local", "text"])
+def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import bench_token_selected as bench
+
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "CHUNK", 128)
+    monkeypatch.setattr(bench, "SLOTS", 3)
+    problem = bench.make_problem(300, 4, 2, choice)
+    chosen = problem.indices[0, :, 280]
+    assert (chosen.diff(dim=1) > 0).all()
+    assert choice == "random" or chosen.tolist() == [[0, 3, 4]] * 2
+    assert bench.errors(problem) == []
+    q = problem.q.clone()
+    q[:, :, 0] *= 1.5  # not what o and lse were made from
+    assert {text.partition(" of head")[0] for text in bench.errors(replace(problem, q=q))} == {"o"}
+    backward = problem.backward()
+    monkeypatch.setattr(bench.Problem, "backward", lambda _: [1.1 * x for x in backward])
+    by_tiles = [1.1 * x for x in problem.tiles()]
+    monkeypatch.setattr(bench.Problem, "tiles", lambda _: by_tiles)
+    found = {text.partition(" of head")[0] for text in bench.errors(problem)}
+    assert found == {"o by tiles", "dq", "dk", "dv"}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_benchmark_reads_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with one key/value head, for two; what is no choice is refused."""
+    from bench import bench_token_selected as bench
+
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench, "SLOTS", 3)
+    saved = bench.choose(200, 1, "local", torch.Generator())
+    torch.save(saved, tmp_path / "chosen.pt")
+    read = bench.load_indices(tmp_path / "chosen.pt")
+    problem = bench.make_problem(200, 4, 2, "file", read)
+    assert torch.equal(problem.indices, saved.expand(1, 2, 200, 3))
+    assert bench.errors(problem) == []
+    late, twice = saved.clone(), saved.clone()
+    late[0, 0, 0, 2], twice[0, 0, 150, 1] = 1, 0
+    for wrong, reason in (
+        (saved.long(), "an int32 tensor, got torch.int64"),
+        (saved[..., :2], "got \\[1, 1, 200, 2\\]"),
+        (late, "up to each token's own"),
+        (twice, "ascending"),
+    ):
+        torch.save(wrong, tmp_path / "chosen.pt")
+        with pytest.raises(ValueError, match=reason):
+            bench.load_indices(tmp_path / "chosen.pt")
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each choice and stage, and why fla has none; no rows once a result is wrong."""
+    from bench import bench_token_selected as bench
+    from bench import results_file
+
+    def lists(indices: Tensor, **how: Any) -> Any:
+        assert set(how) == {"size", "length", "token_bytes", "most_bytes", "bounds"}
+        yield indices
+
+    for name, value in {"SLOTS": 3, "HEADS": ((4, 2),), "CHOICES": ("random", "text"), "BAR_TOKENS": 150}.items():
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench, "BARS", {(4, 2): {"forward": 1e9, "both": 0.0}})
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr("cute_kernels.lists.worklist.passes", lists)
+    monkeypatch.setattr(bench, "capture", lambda call, _: SimpleNamespace(replay=call))
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: SimpleNamespace(ms_p50=2.0))
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "environment", lambda _: {"device": "NVIDIA H200"})
+    saved = bench.choose(100, 1, "local", torch.Generator())
+    torch.save(saved, tmp_path / "chosen.pt")
+    options = ["--seqlens", "150", "--choices", "random", "text", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
+    options += ["--out", str(tmp_path / "run")]
+    right, written = bench.errors, []
+    monkeypatch.setattr(bench, "errors", lambda problem: ["o"] * (wrong and len(written) == 1) or right(problem))
+    monkeypatch.setattr(results_file, "write_json", lambda _, content: written.append(dict(content)))
+    if wrong:
+        with pytest.raises(SystemExit, match="150   4/2 text    o"):
+            bench.main(options)
+        assert [(content["gate"], len(content["rows"])) for content in written] == [("unfinished", 5), ("red", 0)]
+        return
+    bench.main(options)
+    assert [len(content["rows"]) for content in written] == [5, 10, 15, 15]
+    assert [content["gate"] for content in written] == ["unfinished"] * 3 + ["green"]
+    rows = written[-1]["rows"]
+    stages = ["lists", "forward", "tiles", "backward", "both"]
+    cases = [(150, "random"), (150, "text"), (100, "file")]
+    assert [(row["n"], row["choice"], row["stage"]) for row in rows] == [(*case, of) for case in cases for of in stages]
+    assert {(row["ms"], row["fla_ms"]) for row in rows} == {(2.0, None)}
+    assert len(written[-1]["missing"]) == 6
+    assert all("takes groups of 16" in reason for reason in written[-1]["missing"])
+    assert [bar["verdict"] for bar in written[-1]["bars"]] == ["pass", "FAIL"]
+
+
+def test_benchmark_holds_peers_against_it() -> None:
+    from bench import bench_token_selected as bench
+
+    row = bench.Row(64 << 10, 64, 4, "random", "forward", 12.0, 3.0, 0.25, None, 11.0)
+    near = replace(row, choice="local", stage="both")
+    bars = {
+        bar.what: bar.verdict for bar in bench.find_bars([row, near, replace(row, h=32, h_kv=8, ms=27.0, fla_ms=None)])
+    }
+    assert bars == {
+        "selected alone, 64/4, forward": "pass",
+        "selected alone, 64/4, forward, fla takes as long or longer": "FAIL",
+        "selected alone, 64/4, both": "not measured",
+        "selected alone, 32/8, forward": "FAIL",
+        "selected alone, 32/8, both": "not measured",
+    }
+
+
+# ---------------------------------------------------------------- layouts that kernels count on
+
+
+def test_quad_transposes_four_pieces() -> None:
+    """The source of quad_vectors, run by four threads that exchange like lanes."""
+    from cute_kernels.mma import mma_sync
+
+    barrier, sent = threading.Barrier(4), [0] * 4
+    pieces = [[(piece, lane) for piece in range(4)] for lane in range(4)]
+    mine = threading.local()
+
+    def exchange(value: Any, offset: int) -> Any:
+        sent[mine.lane] = value
+        barrier.wait()
+        taken = sent[mine.lane ^ offset]
+        barrier.wait()
+        return taken
+
+    class Arch:
+        shuffle_sync_bfly = staticmethod(exchange)
+
+    class Cute:
+        arch = Arch
+
+    source = mma_sync.quad_vectors.__wrapped__
+    code = getattr(source, "_original_code", source.__code__)  # the DSL replaces it when it compiles
+    namespace = {**vars(mma_sync), "cute": Cute, "range_constexpr": range, "const_expr": lambda x: x}
+    plain = type(source)(code, namespace)
+
+    def lane(number: int) -> None:
+        mine.lane = number
+        plain(pieces[number], number)
+
+    threads = [threading.Thread(target=lane, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert pieces == [[(number, other) for other in range(4)] for number in range(4)]
+
+
+@pytest.mark.parametrize("warps", [1, 2])
+def test_where_numbers_of_accumulators_lie(warps: int) -> None:
+    """numbers() and left_operand() hold what their docstrings say, by CuTe's own layouts of every lane."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_kernels.mma.mma_sync import accumulator, left_operand, numbers, warps_mma
+
+    rows, columns = 32 * warps, 64
+    seen: list[tuple[int, ...]] = []
+
+    def record(thread: int) -> None:
+        mma = warps_mma(cutlass.BFloat16, warps)
+        acc = accumulator(mma, (rows, columns))
+        of_numbers, of_left = numbers(acc).layout, left_operand(acc, cutlass.BFloat16).layout
+        one, every = mma.get_slice(thread), cute.make_identity_tensor((rows, columns))
+        product, left = one.partition_C(every), one.partition_A(every)
+        for i in range(cute.size(product)):
+            c, r, m, n = i % 2, i // 2 % 2, i // 4 % 2, i // 8
+            at, in_left = of_numbers((c, r, m, n)), of_left(((c, r, n % 2), m, n // 2))
+            seen.append((thread, c, r, m, n, at, in_left, *product[(c, r), m, n], *left[(c, r, n % 2), m, n // 2]))
+
+    @cute.jit
+    def trace() -> None:
+        for thread in cutlass.range_constexpr(32 * warps):
+            record(thread)
+
+    trace()
+    assert len(seen) == rows * columns
+    for thread, c, r, m, n, at, in_left, row, column, left_row, left_column in seen:
+        lane, of_warp = thread % 32, thread // 32
+        assert (row, column) == ((m * warps + of_warp) * 16 + r * 8 + lane // 4, n * 8 + lane % 4 * 2 + c)
+        assert (left_row, left_column) == (row, column)
+        assert at == in_left == c + 2 * r + 4 * m + 8 * n
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@CUDA
+@pytest.mark.parametrize("tokens", [1, 2, 15, 63, 64, 65, 127, 200, 1000, 2047, 4096])
+def test_sizes(tokens: int) -> None:
+    make(tokens, count=8).check()
+
+
+@CUDA
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (128, 128), (128, 64), (64, 128)])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16, 64])
+def test_groups(group: int, dim: int, v_dim: int, dtype: torch.dtype) -> None:
+    make(517, group, 2, dim, v_dim, dtype=dtype, batch=1 if group == 64 else 2, count=5).check()
+
+
+@CUDA
+@pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
+def test_slots(count: int) -> None:
+    make(1500, 2, count=count).check()
+
+
+@CUDA
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_blocks(size: int, dim: int) -> None:
+    make(1100, 4, 2, dim, size=size).check()
+    make([500, 77, 300], 4, 2, dim, size=size).check()
+
+
+@CUDA
+def test_documents() -> None:
+    make([700, 0, 1, 129, 64, 333], 16, 2, 128, behind=9).check()
+    make([64] * 9, 4, behind=0).check()
+
+
+FORCED = [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)]
+
+
+@CUDA
+@pytest.mark.parametrize("forced", FORCED)
+@pytest.mark.parametrize(("group", "dim", "v_dim"), [(1, 64, 64), (4, 128, 64), (16, 128, 128), (3, 64, 128)])
+def test_forced_blocks(group: int, dim: int, v_dim: int, forced: tuple[int, int]) -> None:
+    make(733, group, 2, dim, v_dim, batch=2, count=8, forced=forced).check()
+    make([500, 0, 1, 129, 64, 77], group, 2, dim, v_dim, behind=9, count=8, forced=forced).check()
+    if forced != (2, 3):
+        make(733, group, 2, dim, v_dim, count=None, forced=forced).check_forced(200, 700)
+
+
+@CUDA
+@pytest.mark.parametrize("forced", [(1, 1), (0, 2), (0, 1)])
+@pytest.mark.parametrize("size", [128, 192, 256])
+def test_forced_blocks_of_sizes(size: int, forced: tuple[int, int]) -> None:
+    make(1700, 4, 2, 128, size=size, forced=forced).check_forward()
+    make([1100, 77, 300], 4, 2, 128, size=size, forced=forced).check_forward()
+
+
+@CUDA
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("gates", GATES)
+def test_gated_on_the_way(
+    gates: str, forced: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for group, dim in ((1, 64), (3, 128), (16, 128)):
+        make(733, group, 2, dim, batch=2, dtype=dtype, count=8, forced=forced).check_gated(gates)
+    chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
+    chosen[:, 0, 100:, 1] = 1
+    make(900, 4, dtype=dtype, indices=chosen).check_gated(gates)
+    if sum(forced) > 0:
+        for size, others in ((64, (2, 2)), (128, (1, 1)), (256, (0, 1)), (64, (0, 1))):
+            make(1100, 16, 2, 128, dtype=dtype, count=12, size=size, forced=others).check_gated(gates)
+    small_passes(monkeypatch, 256, 1, 100)
+    make(1500, 6, 3, batch=2, dtype=dtype, count=8, forced=forced).check_gated(gates)
+    small_passes(monkeypatch, 40, 1, 100)  # that begin inside of blocks
+    make(700, 16, 2, dtype=dtype, count=8, forced=forced).check_gated(gates)
+
+
+@CUDA
+@pytest.mark.parametrize("first", [1, 63, 64, 200, 700])
+def test_forced_blocks_of_later_queries(first: int) -> None:
+    """Queries from any token on: bitwise those of all."""
+    inputs = make(999, 16, 2, 128, count=8, forced=(1, 2))
+    o, lse = inputs.forward()
+    some, some_lse = forward_from(inputs, first)
+    assert torch.equal(some, o[:, first:])
+    assert torch.equal(some_lse, lse[..., first:])
+
+
+def forward_from(inputs: Inputs, first: int) -> tuple[Tensor, Tensor]:
+    from cute_kernels.attend.kv_outer import token_selected_forward
+
+    q, indices = inputs.q[:, first:], inputs.indices[:, :, first:]
+    how = dict(zip(("init", "local"), inputs.forced, strict=True))
+    return token_selected_forward(
+        q, inputs.k, inputs.v, indices, size=inputs.size, scale=inputs.scale, first_token=first, **how
+    )
+
+
+@CUDA
+@pytest.mark.parametrize("forced", [(1, 2), (0, 2), (2, 0)])
+def test_forced_blocks_are_not_visited_on_cuda(forced: tuple[int, int]) -> None:
+    check_unvisited(forced, "cuda")
+
+
+@CUDA
+def test_rows_without_keys() -> None:
+    chosen = torch.full((1, 2, 900, 3), -1, dtype=torch.int32)
+    chosen[:, 0, 100:, 1] = 1
+    chosen[:, 0, :64, 2] = 2
+    make(900, 4, indices=chosen).check()
+    make(300, indices=torch.full((1, 2, 300, 3), -1, dtype=torch.int32)).check()
+
+
+@CUDA
+@pytest.mark.parametrize("rows", [1, 100, 1000])
+@pytest.mark.parametrize("bytes_of_pass", [1, 1 << 22])
+def test_passes_and_segments(rows: int, bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make(1500, 6, 3, batch=2, forced=(1, 2) if rows == 100 else (0, 0))
+    whole = inputs.forward()
+    small_passes(monkeypatch, 256, bytes_of_pass, rows)
+    inputs.check()
+    for got, expected in zip(inputs.forward(), whole, strict=True):
+        assert torch.equal(got, expected), "how work is cut must not change the forward"
+    make([900, 300], 6, 3).check()
+
+
+@CUDA
+def test_bitwise_repeatable() -> None:
+    inputs = make(2000, 16, 2, 128, batch=2, count=16)
+    lse, delta = inputs.statistics()
+    first = *inputs.forward(), *inputs.backward(lse, delta)
+    for _ in range(3):
+        for got, expected in zip((*inputs.forward(), *inputs.backward(lse, delta)), first, strict=True):
+            assert torch.equal(got, expected)
+
+
+@CUDA
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("token", [0, 63, 64, 500, 998])
+def test_future_changes_nothing(token: int, forced: tuple[int, int]) -> None:
+    """Tokens behind `token`, and what they choose, are others: o and lse up to it are bitwise the same."""
+    inputs = make(999, 16, 2, 128, count=8, forced=forced)
+    o, lse = inputs.forward()
+    changed = {}
+    for name in ("q", "k", "v"):
+        x = getattr(inputs, name).clone()
+        x[:, token + 1 :] = 3 * torch.randn_like(x[:, token + 1 :])
+        changed[name] = x
+    indices = inputs.indices.clone()
+    chosen = random_indices((1, 2), [999], 16, 8, size=64, seed=5, forced=forced)
+    indices[:, :, token + 1 :] = chosen[:, :, token + 1 :].cuda()
+    other, other_lse = replace(inputs, **changed, indices=indices).forward()
+    assert torch.equal(o[:, : token + 1], other[:, : token + 1])
+    assert torch.equal(lse[..., : token + 1], other_lse[..., : token + 1])
+
+
+@CUDA
+def test_slices_amid_nan() -> None:
+    """Inputs are parts of larger tensors whose other elements are NaN."""
+    inputs = make(777, 4, 2, 128, batch=2)
+    lse, delta = inputs.statistics()
+    expected = *inputs.forward(), *inputs.backward(lse, delta)
+
+    def amid_nan(x: Tensor, dims: tuple[int, int]) -> Tensor:
+        shape = [size + 3 * (dim in dims) for dim, size in enumerate(x.shape)]
+        around = torch.full(shape, math.nan, dtype=x.dtype, device=x.device)
+        places = tuple(slice(1 if dim in dims else 0, size + (dim in dims)) for dim, size in enumerate(x.shape))
+        around[places] = x
+        return around[places]
+
+    moved = replace(inputs, **{name: amid_nan(getattr(inputs, name), (1, 2)) for name in ("q", "k", "v", "do")})
+    got = *moved.forward(), *moved.backward(amid_nan(lse, (1, 2)), amid_nan(delta, (1, 2)))
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@CUDA
+def test_lists() -> None:
+    from cute_kernels.lists.worklist import visits_of
+
+    for tokens, length in ((1, 1), (100, 3), (5000, 32), (5000, 1 << 20)):
+        blocks = -(-tokens // 64)
+        indices = random_indices((2, 3), [tokens], blocks, 7, size=64).cuda()
+        check_visits(visits_of(indices, size=64, blocks=blocks, length=length), indices, length)
+
+
+@CUDA
+@pytest.mark.parametrize("group", [1, 3, 16, 64])
+def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs other than Hopper's."""
+    for module in ("token_selected", "token_selected_backward", "forced_blocks"):
+        monkeypatch.setattr(f"cute_kernels.{module}.has_warpgroups", lambda _: False)
+    make(517, group, 2, 128, count=5).check()
+    make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check()
+    make([300, 1, 216], group, 1, 128, count=5, forced=(1, 2)).check()
+    make(517, group, 2, 128, count=14, forced=(1, 2)).check_gated("projected")
+
+
+@CUDA
+@pytest.mark.parametrize("bytes_of_pass", [1, 1 << 30], ids=["many passes", "one pass"])
+def test_graph(bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_passes(monkeypatch, 256, bytes_of_pass, 1000)
+    inputs = make(1000, 16, 2, 128)
+    lse, delta = inputs.statistics()
+    expected = *inputs.forward(), *inputs.backward(lse, delta)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = *inputs.forward(), *inputs.backward(lse, delta)
+    graph.replay()
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("inputs", "got"),
+    [
+        (lambda: make(20, v_dim=128, device="cpu"), "D = 64, D_v = 128, n = 4, sequences"),
+        (lambda: make([20], device="cpu"), "D = 64, D_v = 64, n = 4, a pack"),
+        (lambda: make(20, count=0, device="cpu"), "D = 64, D_v = 64, n = 0, sequences"),
+    ],
+)
+@pytest.mark.usefixtures("on_cpu")
+def test_what_cannot_be_gated_on_the_way_is_refused(inputs: Callable[[], Inputs], got: str) -> None:
+    from cute_kernels.gate.forward import Gating
+
+    x = inputs()
+    with pytest.raises(ValueError, match=f"gating needs D = D_v.*{got}"):
+        x.forward(gating=Gating(x.do, x.do, x.do, None, None))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 96}, "size must be in"),
+        ({"scale": 0.0}, "scale must be finite"),
+        ({"indices": torch.zeros((1, 2, 20, 4), dtype=torch.int64)}, "indices must be int32"),
+        ({"k": torch.zeros((1, 21, 2, 64), dtype=BF16)}, "k and v must be"),
+        ({"v": torch.zeros((1, 20, 2, 32), dtype=BF16)}, "D and D_v must be in"),
+        ({"q": torch.zeros((1, 20, 7, 64), dtype=BF16)}, "H must be a multiple"),
+        ({"q": torch.zeros((1, 20, 8, 64))}, "must all be bf16"),
+        ({"bounds": torch.zeros((6, 1), dtype=torch.int32)}, "bounds must be"),
+    ],
+)
+def test_refusals(change: dict[str, Any], message: str) -> None:
+    inputs = make(20, device="cpu")
+    for run in (
+        replace(inputs, **change).forward,
+        lambda: replace(inputs, **change).backward(inputs.shift, inputs.shift),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()

@@ -1,0 +1,322 @@
+"""The kernels of attention per token, as the compiler's PTX, interpreted on a CPU (ptx.py), against fp64."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cute.test_kv_outer import GATES, forward_from, make, small_passes
+from tests.support.kv_outer_twins import Twin, add_up
+from tests.support.ptx import Program, tensor_argument
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+
+def argument(x: Tensor | int | float, static: tuple[int, ...] = ()) -> bytes:
+    """Args: `static`, dimensions whose size was known to the compiler; the last stride always is."""
+    if isinstance(x, Tensor):
+        return tensor_argument(x, [n for i, n in enumerate(x.shape) if i not in static], x.stride()[:-1])
+    return struct.pack("<i" if isinstance(x, int) else "<f", x)
+
+
+def of_groups(x: Tensor, group: int) -> bytes:
+    """[B, N, H, D] as [B, N, H_kv, G, D]."""
+    batch, tokens, head, _ = x.stride()
+    return tensor_argument(x, [*x.shape[:2], x.shape[2] // group], [batch, tokens, head * group, head])
+
+
+def places_of_tokens(x: Tensor, group: int) -> bytes:
+    """[B, N, H, D] as [B, H_kv, N, G, D]."""
+    batch, token, head, _ = x.stride()
+    return tensor_argument(x, [x.shape[0], x.shape[2] // group, x.shape[1]], [batch, head * group, token, head])
+
+
+@cache
+def program(compiled: Any, *how: Any, **named: Any) -> Program:
+    """What a module's cached function compiles, once for all tests."""
+    return Program(compiled.__wrapped__(*how, **named).compiled.__ptx__)
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels run interpreted. Parameter: what multiplies, when copies arrive, and whether races are looked for."""
+    from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
+    from cute_kernels.gate import forward as gate
+    from cute_kernels.lists import worklist
+    from cute_kernels.pool import documents
+    from cute_kernels.runtime import jit
+
+    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
+
+    by, copies, *races = request.param.split(", ")
+    for module in (kv_outer, kv_outer_backward, query_outer, forced):
+        monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
+
+    modules = {
+        "segments": worklist,
+        "forward": kv_outer,
+        "backward": kv_outer_backward,
+        "tiles": query_outer,
+        "forced": forced,
+        "gate": gate,
+    }
+    real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
+
+    def patch(of: str, name: str, launch: Callable[..., tuple[list[bytes], tuple[int, int, int]]]) -> None:
+        def compiled(*how: Any, **named: Any) -> Twin:
+            def run(*x: Any) -> None:
+                arguments, grid = launch(how, *x)
+                tensors = [y for y in x if isinstance(y, Tensor)]
+                program(real[of, name], *how, **named).run(
+                    arguments, grid, tensors, copies == "late", races=bool(races)
+                )
+
+            return Twin(run)
+
+        monkeypatch.setattr(modules[of], name, compiled)
+
+    def plain(cta: int, by: Callable[..., int], statics: tuple[tuple[int, ...], ...], _: Any, *x: Any) -> Any:
+        """A kernel whose grid is (rounded up `by` / `cta`, heads, batches) of its first tensor."""
+        given = [argument(y, static) for y, static in zip(x, statics, strict=False) if y is not None]
+        given += [argument(y) for y in x[len(statics) :] if y is not None and not isinstance(y, Tensor)]
+        return given, (-(-by(*x) // cta), x[0].shape[1], x[0].shape[0])
+
+    def visit(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
+        statics = (3,), (3,), (), (2,), (2,), (3, 4), (3,), (0,)
+        some = [argument(y, static) for y, static in zip((k, v, *x[:6]), statics, strict=True) if y is not None]
+        return [of_groups(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
+
+    def attend_forced(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
+        group, size = how[2:4]
+        bounds, first_token, _ = x
+        (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
+        some = [argument(k, (3,)), argument(v, (3,)), places_of_tokens(o, group)]
+        some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
+        some += [argument(y, (0,)) for y in x[:1] if y is not None]
+        blocks = -(-(first_token % size + q.shape[1]) // size)
+        if bounds is not None:
+            blocks = (q.shape[1] + (bounds.shape[1] - 1) * (size - 1)) // size
+        return [of_groups(q, group), *some, *map(argument, x[1:])], (blocks, k.shape[2], k.shape[0])
+
+    def attend_forced_gated(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
+        group, size = how[2:4]
+        blocks, parts, part_lse, out, lse, weight, gates, *others, first_token, _ = x
+        (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
+        some = [of_groups(q, group), argument(k, (3,)), argument(v, (3,)), argument(blocks)]
+        some += [argument(parts, (3, 4)), argument(part_lse, (3,)), places_of_tokens(out, group)]
+        some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
+        some += [] if weight is None else [argument(weight, (1, 2))]
+        some += [places_of_tokens(y, group) for y in (gates, *others) if y is not None]
+        shares = max(1, size * group // forced.SHARE_ROWS)
+        ctas = -(-(first_token % size + q.shape[1]) // size) * shares
+        return [*some, *map(argument, x[-2:])], (ctas, k.shape[2], k.shape[0])
+
+    def attend_tiles(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
+        some = [argument(k, (3,)), argument(v, (3,)), argument(indices), of_groups(o, how[2]), argument(x[0])]
+        some += [argument(y, (0,)) for y in x[1:2] if y is not None]
+        grid = (-(-q.shape[1] // query_outer.tile_tokens(how[2])), k.shape[2], k.shape[0])
+        return [of_groups(q, how[2]), *some, *map(argument, x[2:])], grid
+
+    def visit_gradients(how: Any, q: Tensor, do: Tensor, *x: Any) -> Any:
+        statics = (3,), (3,), (), (), (), (2,), (2,), (3, 4), (3,), (3,), (3, 4), (3, 4), (0,)
+        some = [argument(y, static) for y, static in zip(x[:13], statics, strict=True) if y is not None]
+        grid = (x[5].shape[3] * how[4] // 64, x[0].shape[2], x[0].shape[0])
+        return [of_groups(q, how[2]), of_groups(do, how[2]), *some, *map(argument, x[13:])], grid
+
+    def add_slots(how: Any, blocks: Tensor, *x: Any) -> Any:
+        return plain(
+            128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], ((), (3, 4), (3,), (3,), ()), how, blocks, *x
+        )
+
+    def add_gated(how: Any, blocks: Tensor, *x: Any) -> Any:
+        statics = (), (3, 4), (3,), (3,), (), (3,), (1, 2), (3,), (3,), (3,), (3,)
+        return plain(128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], statics, how, blocks, *x)
+
+    def gated_sum(how: Any, *x: Any) -> Any:
+        statics = (3,), (1, 2), (3,), (), (3,), (3,), (3,), (3,)
+        given = [argument(y, static) for y, static in zip(x, statics, strict=True) if y is not None]
+        batch, tokens, heads, dim = x[-1].shape
+        return given, (batch * -(-tokens * dim // (128 * 8)) * heads, 1, 1)
+
+    def add_parts(how: Any, *x: Any) -> Any:
+        given = [
+            argument(y, s) for y, s in zip(x, ((2,), (2,), (2,), (3, 4), (3,), (0,)), strict=True) if y is not None
+        ]
+        return given, tuple(reversed(x[3].shape[:3]))
+
+    monkeypatch.setattr(documents, "_add_up", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
+    patch("segments", "_mark", partial(plain, 256, lambda x, *_: x.shape[2] * x.shape[3], ((), (), (), (0,))))
+    patch("segments", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
+    patch("segments", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
+    patch("segments", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
+    patch("tiles", "_attend", attend_tiles)
+    patch("forced", "_attend", attend_forced)
+    patch("forced", "_attend_gated", attend_forced_gated)
+    patch("forward", "_visit", visit)
+    patch("forward", "_add", add_slots)
+    patch("forward", "_add_gated", add_gated)
+    patch("gate", "_compiled", gated_sum)
+    patch("backward", "_visit", visit_gradients)
+    patch("backward", "_add_parts", add_parts)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one token": (1, {"group": 1}),
+    "odd group": (70, {"group": 3, "kv_heads": 1, "count": 2}),
+    "many rows": (80, {"group": 16, "kv_heads": 1, "dim": 128, "count": 2}),
+    "D_v, fp16": (70, {"group": 4, "kv_heads": 1, "dim": 128, "v_dim": 64, "count": 2, "dtype": torch.float16}),
+    "documents": ([70, 0, 1, 66], {"group": 2, "kv_heads": 1, "count": 2, "behind": 3}),
+    "128 tokens": (200, {"group": 2, "kv_heads": 1, "v_dim": 128, "count": 2, "size": 128}),
+}
+
+
+TILES = [case for case in CASES if case != "odd group"]
+LATE = ["warps, late", "warpgroups, late"]
+EARLY = [("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("warpgroups, early", "D_v, fp16")]
+RACES = ["warps, late, races", "warpgroups, late, races"]
+
+
+@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, CASES), *EARLY], indirect=["interpreted"])
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted(case: str) -> None:
+    tokens, options = CASES[case]
+    make(tokens, device="cpu", **options).check()
+
+
+ORDERED: dict[str, Callable[[], None]] = {
+    "forward and backward": lambda: make(90, 3, 1, 64, count=2, device="cpu").check(),
+    "tiles": lambda: make(90, 3, 1, 64, count=2, device="cpu").check_forward(tiles=True),
+    "forced": lambda: make(140, 3, 1, count=4, forced=(0, 2), device="cpu").check_forward(),
+}
+
+
+@pytest.mark.parametrize("interpreted", RACES, indirect=True)
+@pytest.mark.parametrize("what", ORDERED)
+@pytest.mark.usefixtures("interpreted")
+def test_barriers_put_shared_memory_in_order(what: str) -> None:
+    """Some blocks have three tiles of rows and more: one is read while the next but one arrives."""
+    ORDERED[what]()
+
+
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_in_passes_and_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_passes(monkeypatch, 64, 1 << 17, 5)
+    make([90, 66], 2, 2, count=3, device="cpu").check()
+
+
+@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, TILES)], indirect=["interpreted"])
+@pytest.mark.usefixtures("interpreted")
+def test_tiles_interpreted(case: str) -> None:
+    tokens, options = CASES[case]
+    make(tokens, device="cpu", **options).check_forward(tiles=True)
+
+
+FORCED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
+    "one token": (1, {"group": 1, "forced": (1, 2)}, ()),
+    "early and late blocks": (330, {"group": 1, "kv_heads": 1, "forced": (1, 2)}, ()),
+    "first and own": (201, {"group": 4, "kv_heads": 1, "forced": (1, 1), "dim": 128, "v_dim": 64}, ()),
+    "local alone": (201, {"group": 4, "kv_heads": 1, "forced": (0, 2), "v_dim": 128, "dtype": torch.float16}, ()),
+    "own alone": (130, {"group": 2, "kv_heads": 1, "forced": (0, 1)}, ()),
+    "first alone": (201, {"group": 1, "kv_heads": 2, "forced": (2, 0)}, ()),
+    "from mid-block": (301, {"group": 16, "kv_heads": 1, "forced": (1, 2), "dim": 128}, (250, 263)),
+    "odd group": (301, {"group": 3, "kv_heads": 2, "forced": (1, 2)}, (63, 130)),
+    "documents": ([70, 0, 1, 266], {"group": 2, "kv_heads": 1, "forced": (1, 2), "behind": 3}, ()),
+    "128 tokens": (401, {"group": 4, "kv_heads": 1, "forced": (1, 1), "size": 128}, (200, 290)),
+    "128 tokens, wide": (401, {"group": 4, "kv_heads": 1, "forced": (0, 2), "size": 128, "dim": 128}, (380, 401)),
+    "128 tokens, documents": ([140, 270], {"group": 1, "kv_heads": 1, "forced": (1, 1), "size": 128}, ()),
+}
+
+
+@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, FORCED)], indirect=["interpreted"])
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_interpreted(case: str) -> None:
+    tokens, options, rows = FORCED[case]
+    make(tokens, device="cpu", count=None, **options).check_forced(*rows)
+
+
+@pytest.mark.parametrize("interpreted", ["warps, early", "warpgroups, early"], indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_interpreted_early() -> None:
+    make(301, 4, 1, 128, count=None, forced=(1, 2), device="cpu").check_forced(190, 263)
+
+
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.parametrize(
+    ("tokens", "size", "forced"), [(330, 64, (1, 2)), (330, 64, (0, 2)), (330, 64, (2, 3)), ([70, 0, 330], 64, (1, 2))]
+)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_beside_visited(tokens: Any, size: int, forced: tuple[int, int]) -> None:
+    """All of the forward: forced blocks, visits of the others and their sum; there is no room for (2, 3)."""
+    behind = 0 if isinstance(tokens, int) else 5
+    inputs = make(tokens, 2, 1, count=sum(forced) + 2, size=size, forced=forced, behind=behind, device="cpu")
+    inputs.check_forward()
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.usefixtures("interpreted")
+def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
+    """Some of a warp's rows are behind the last token."""
+    make(201, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check_gated(gates)
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("gates", ["projected", "given fp32"])
+@pytest.mark.usefixtures("interpreted")
+def test_gated_in_passes(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes over heads and tokens, with gates that the kernels compute and with given ones."""
+    small_passes(monkeypatch, 64, 1, 40)
+    chosen = torch.full((1, 2, 70, 10), -1, dtype=torch.int32)
+    chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
+    inputs = make(70, 1, 2, 128, dtype=torch.float16, indices=chosen, device="cpu")
+    replace(inputs, forced=forced).check_gated(gates)
+    small_passes(monkeypatch, 40, 1, 40)  # that begin inside of blocks, whose rows CTAs share
+    make(110, 16, 1, count=sum(forced) + 10, forced=forced, device="cpu").check_gated(gates)
+
+
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_gated_late() -> None:
+    make(140, 3, 2, 128, count=4, forced=(0, 2), device="cpu").check_gated("projected")
+    make(140, 2, 1, count=2, size=64, forced=(0, 1), device="cpu").check_gated("given fp32")
+
+
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_forced_blocks_of_later_queries() -> None:
+    """Queries from any token on: bitwise those of all."""
+    inputs = make(300, 2, 1, count=4, forced=(1, 2), device="cpu")
+    o, lse = inputs.forward()
+    for first in (70, 250):
+        some, some_lse = forward_from(inputs, first)
+        assert torch.equal(some, o[:, first:])
+        assert torch.equal(some_lse, lse[..., first:])
+
+
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.parametrize("token", [5, 63, 64, 280])
+@pytest.mark.usefixtures("interpreted")
+def test_future_changes_nothing_of_forced_blocks(token: int) -> None:
+    inputs = make(300, 2, 1, count=None, forced=(1, 2), device="cpu")
+    o, lse = inputs.attend_forced(slice(0, 300))
+    changed = {}
+    for name in ("q", "k", "v"):
+        x = getattr(inputs, name).clone()
+        x[:, token + 1 :] = 3 * torch.randn_like(x[:, token + 1 :])
+        changed[name] = x
+    other, other_lse = replace(inputs, **changed).attend_forced(slice(0, 300))
+    assert torch.equal(o[:, : token + 1], other[:, : token + 1])
+    assert torch.equal(lse[..., : token + 1], other_lse[..., : token + 1])
+    assert not torch.equal(o[:, token + 1], other[:, token + 1])

@@ -1,0 +1,210 @@
+"""Sequences of millions of tokens on one GPU: offsets past 2^31, sampled rows against fp64, bounded memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig, nsa, nsa_forward
+from nsa.inputs import NSAInputs
+from tests.cute.test_select_token import probabilities
+from tests.support.long_sequences import BLOCK, DIM, HEADS, KV_HEADS, TILE, normal, tile_in_fp64
+
+pytestmark = [pytest.mark.cuda, pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+GIB = 2**30
+PER_TOKEN = NSAConfig(q_tile_size=1, num_init_blocks=1, num_local_blocks=2)
+
+
+@pytest.fixture(autouse=True)
+def _no_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # 200 GB of them
+
+
+def make_inputs(tokens: int, needed_gib: float) -> NSAInputs:
+    assert torch.cuda.mem_get_info()[1] >= needed_gib * GIB, f"needs a GPU with {needed_gib:.0f} GiB"
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (normal(generator, tokens, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    assert q.numel() > 2**31
+    return NSAInputs(q, k, v, gate_proj_weight=normal(generator, HEADS, 3)[0] / math.sqrt(DIM))
+
+
+def rows_of(config: NSAConfig) -> int:
+    """Rows that select together."""
+    return 1 if config.token_mode else TILE
+
+
+def selections(inputs: NSAInputs, config: NSAConfig, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compressed keys and values, and what the tile that begins at `start` selects for each query head."""
+    from cute_kernels import forward
+
+    call = forward.prepare(inputs, config)
+    first = start // TILE * TILE
+    rows = inputs.q[:, first : first + TILE]
+    if config.token_mode:
+        part = forward.attend(call, first, first + rows.shape[1], lse=False)
+        blocks = part.indices[0, :, start - first].long()
+        return call.k_cmp, call.v_cmp, blocks.repeat_interleave(HEADS // KV_HEADS, 0), None
+    indices, chosen = forward.select(call.plan, rows, call.k_cmp, start, inputs.q.shape[1])
+    return call.k_cmp, call.v_cmp, indices[0, :, 0].long(), None if chosen is None else chosen[0, :, 0].long()
+
+
+@pytest.mark.parametrize("num_cmp", [None, 16])
+@pytest.mark.parametrize("millions", [4, 16])
+def test_millions_of_tokens(millions: int, num_cmp: int | None) -> None:
+    tokens = millions << 20
+    inputs = make_inputs(tokens, (2 * HEADS + 2 * KV_HEADS) * tokens * DIM * 2 / GIB + 24)
+    config = NSAConfig(num_cmp_selected_blocks=num_cmp)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = nsa_forward(**inputs.tensors(), config=config)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - out.numel() * 2
+    assert extra <= 12 * GIB, f"{extra / GIB:.1f} GiB beside inputs and output"
+
+    check_rows(inputs, config, out, [tile * TILE for tile in (3, tokens // TILE // 2 + 1, tokens // TILE - 1)])
+
+
+def test_millions_of_tokens_that_select_alone() -> None:
+    """In 24 GiB."""
+    tokens = (2 << 20) + 321
+    torch.cuda.reset_peak_memory_stats()
+    inputs = make_inputs(tokens, 24)
+    out = nsa_forward(**inputs.tensors(), config=PER_TOKEN)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() <= 24 * GIB
+    starts = [777, tokens // 2 + 1, tokens - 1]
+    check_rows(inputs, PER_TOKEN, out, starts)
+    for start in starts:
+        check_choice(inputs, start)
+
+
+def check_rows(inputs: NSAInputs, config: NSAConfig, out: Tensor, starts: list[int]) -> None:
+    """Of the tiles that begin there, for what they select."""
+    rows = rows_of(config)
+    for start in starts:
+        k_cmp, v_cmp, blocks, chosen = selections(inputs, config, start)
+        for block in (0, inputs.k.shape[1] // BLOCK - 1):
+            mean = inputs.k[0, block * BLOCK : (block + 1) * BLOCK].double().mean(0)
+            assert (k_cmp[0, block] - mean).abs().max() <= 2**-8 * mean.abs().max()
+        for head in (0, HEADS - 1):
+            expected = of_head(inputs, head, k_cmp, v_cmp, start, blocks, chosen, rows)
+            got = out[0, start : start + rows, head].double()
+            # outputs are means of about 1/sqrt(keys) size; bf16 keeps 8 bits of each branch and of the sum
+            assert (got - expected).abs().max() <= 4 * 2**-8 * expected.abs().max(), f"row {start}, head {head}"
+
+
+def check_choice(inputs: NSAInputs, token: int) -> None:
+    """A token that selects alone has its forced blocks and, beside them, none that is worse than one it left out."""
+    from cute_kernels import forward
+
+    call, first = forward.prepare(inputs, PER_TOKEN), token // TILE * TILE
+    part = forward.attend(call, first, min(first + TILE, inputs.q.shape[1]), lse=True)
+    own = token // BLOCK
+    forced = {0, max(0, own - 1), own}
+    for kv_head in range(KV_HEADS):
+        group = slice(kv_head * HEADS // KV_HEADS, (kv_head + 1) * HEADS // KV_HEADS)
+        listed = [block for block in part.indices[0, kv_head, token - first].tolist() if block >= 0]
+        chosen = set(listed)
+        assert listed == sorted(chosen)
+        assert len(chosen) == min(PER_TOKEN.num_selected_blocks, own + 1)
+        assert forced <= chosen
+        lse = part.cmp.lse[0, group, token - first].double()
+        keys = call.k_cmp[0, :, kv_head]
+        scores, bound = probabilities(inputs.q[0, token, group], keys, lse, PER_TOKEN, token)
+        taken, left = sorted(chosen - forced), sorted(set(range(own)) - chosen)
+        if taken and left:
+            best = scores[left].max()
+            assert best - scores[taken].min() <= 2 * bound * best, f"token {token}, group {kv_head}"
+
+
+def of_head(
+    inputs: NSAInputs,
+    head: int,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    start: int,
+    blocks: Tensor,
+    chosen: Tensor | None,
+    rows: int,
+) -> Tensor:
+    kv_head = head * KV_HEADS // HEADS
+    assert inputs.gate_proj_weight is not None
+    return tile_in_fp64(
+        inputs.q[0, start : start + rows, head],
+        *(x[0, :, kv_head] for x in (inputs.k, inputs.v, k_cmp, v_cmp)),
+        inputs.gate_proj_weight[head],
+        start=start,
+        blocks=blocks[head],
+        cmp_blocks=None if chosen is None else chosen[head],
+    )
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["FA4", "split"])
+@pytest.mark.parametrize("num_cmp", [None, 16])
+def test_backward_of_millions_of_tokens(num_cmp: int | None, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_kernels import backward
+
+    monkeypatch.setattr(backward, "SPLIT", split)
+    tokens = 4 << 20
+    starts = [tile * TILE for tile in (3, tokens // TILE // 2 + 1, tokens // TILE - 1)]
+    check_gradients(tokens, NSAConfig(num_cmp_selected_blocks=num_cmp), starts)
+
+
+def test_backward_of_millions_of_tokens_that_select_alone() -> None:
+    tokens = (4 << 20) + 321
+    check_gradients(tokens, PER_TOKEN, [777, tokens // 2 + 1, tokens - 1])
+
+
+def check_gradients(tokens: int, config: NSAConfig, starts: list[int]) -> None:
+    """Gradients that follow from the tiles that begin there: do is zero elsewhere, so fp64 can have them all."""
+    kv_head, rows = 1, rows_of(config)
+    inputs = make_inputs(tokens, 128)
+    do = torch.zeros_like(inputs.q)
+    for start in starts:
+        do[:, start : start + rows].normal_()
+    leaves = inputs.map(lambda x: x.requires_grad_())
+    out = nsa(**leaves.tensors(), config=config, recompute=True)
+    dq, dk, dv = torch.autograd.grad(out, (leaves.q, leaves.k, leaves.v), do)
+    del out, leaves
+    inputs = inputs.map(Tensor.detach)
+
+    k, v = (x[0, :, kv_head].double().requires_grad_() for x in (inputs.k, inputs.v))
+    group = range(kv_head * HEADS // KV_HEADS, (kv_head + 1) * HEADS // KV_HEADS)
+    k_cmp, v_cmp, *_ = selections(inputs, config, 0)
+    k_cmp, v_cmp = (x[0, :, kv_head].double().requires_grad_() for x in (k_cmp, v_cmp))
+    assert inputs.gate_proj_weight is not None
+    for start in starts:
+        _, _, blocks, chosen = selections(inputs, config, start)
+        for head in group:
+            q = inputs.q[0, start : start + rows, head].double().requires_grad_()
+            result = tile_in_fp64(
+                q,
+                k,
+                v,
+                k_cmp,
+                v_cmp,
+                inputs.gate_proj_weight[head],
+                start=start,
+                blocks=blocks[head],
+                cmp_blocks=None if chosen is None else chosen[head],
+            )
+            result.backward(do[0, start : start + rows, head].double())
+            assert_close(dq[0, start : start + rows, head], q.grad, f"dq at {start}, head {head}")
+    assert not dq[0, :TILE].any()
+    for name, got, whole, pooled in (("dk", dk, k, k_cmp), ("dv", dv, v, v_cmp)):
+        assert whole.grad is not None
+        assert pooled.grad is not None
+        whole.grad[: len(pooled) * BLOCK].unflatten(0, (-1, BLOCK)).add_(pooled.grad[:, None] / BLOCK)
+        assert_close(got[0, :, kv_head], whole.grad, name)
+
+
+def assert_close(got: Tensor, expected: Tensor | None, name: str) -> None:
+    """P, dS and each branch's part are rounded to bf16, and so is their sum: four times 2^-8 of the largest."""
+    assert expected is not None
+    parts = zip(got.split(1 << 20), expected.split(1 << 20), strict=True)
+    worst = max(float((part.double() - exact).abs().max()) for part, exact in parts)
+    assert worst <= 4 * 2**-8 * float(expected.abs().max()), f"{name}: {worst}"

@@ -1,0 +1,410 @@
+"""What a long run needs of kernels on an NVIDIA GPU: equal bits, streams, processes, graphs, memory that comes back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import parallel_apply
+
+from cute_kernels.runtime import streams
+from dispatch import attention_residual, neighborhood_attention
+from nsa import NSAConfig, nsa, nsa_forward
+from tests.cute.test_backward import like
+from tests.cute.test_forward import gate_weight, on_gpu
+from tests.support.helpers import run_child
+
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+
+CONFIGS = {
+    "tile": NSAConfig(num_selected_blocks=6, window_size=200),
+    "token": NSAConfig.paper(num_selected_blocks=6, window_size=200),
+}
+MODES = pytest.mark.parametrize("mode", CONFIGS)
+REPEATS = 200
+TOKENS = 3001
+MIB = 2**20
+
+
+def training_step(
+    mode: str, qkv: Sequence[Tensor], weight: Tensor | None = None, *, deterministic: bool = True
+) -> Callable[[], list[Tensor]]:
+    """Returns out and every gradient."""
+    weight = gate_weight() if weight is None else weight
+    leaves = [x.detach().requires_grad_() for x in (*qkv, weight)]
+    do = like(*qkv[0].shape)
+
+    def step() -> list[Tensor]:
+        q, k, v, w = leaves
+        out = nsa(q, k, v, gate_proj_weight=w, config=CONFIGS[mode], deterministic=deterministic)
+        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    return step
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor], where: str = "") -> None:
+    for i, (x, y) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(x, y), f"{where} result {i}"
+
+
+# Equal bits
+
+
+@MODES
+def test_forward_repeats(mode: str) -> None:
+    qkv, weight = on_gpu(TOKENS), gate_weight()
+    first = nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])
+    for i in range(REPEATS):
+        assert_same([nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])], [first], f"repeat {i}")
+
+
+@MODES
+def test_deterministic_backward_repeats(mode: str) -> None:
+    step = training_step(mode, on_gpu(TOKENS))
+    first = step()
+    for i in range(REPEATS):
+        assert_same(step(), first, f"repeat {i}")
+
+
+@pytest.mark.parametrize("kernel_size", [48, 256])
+def test_neighborhood_attention_repeats(kernel_size: int) -> None:
+    leaves = [x.requires_grad_() for x in on_gpu(2000)]
+    do = like(*leaves[0].shape)
+
+    def step() -> list[Tensor]:
+        out = neighborhood_attention(*leaves, kernel_size=kernel_size, dilation=2)
+        return [out.detach()] if kernel_size > 96 else [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    first = step()
+    for i in range(REPEATS):
+        assert_same(step(), first, f"repeat {i}")
+
+
+def test_attention_residual_repeats() -> None:
+    leaves = [like(8, 2, 1000, 1024), like(1024, seed=8), like(1024, seed=9)]
+    leaves = [x.requires_grad_() for x in leaves]
+    do = like(2, 1000, 1024)
+
+    def step() -> list[Tensor]:
+        out = attention_residual(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    first = step()
+    for i in range(REPEATS):
+        assert_same(step(), first, f"repeat {i}")
+
+
+@MODES
+def test_spread_of_sums_without_order(mode: str, record_property: Callable[[str, object], None]) -> None:
+    """Without `deterministic` FlashAttention-4 adds dq up in any order, in fp32, so a result may round otherwise."""
+    step = training_step(mode, on_gpu(TOKENS), deterministic=False)
+    first = step()
+    worst = [0.0] * len(first)
+    for _ in range(50):
+        for i, (x, y) in enumerate(zip(step(), first, strict=True)):
+            worst[i] = max(worst[i], float((x.double() - y.double()).abs().max() / y.double().abs().max()))
+    record_property("spread", worst)
+    assert worst[0] == 0.0
+    assert max(worst) <= 2**-7, worst
+
+
+# Streams, threads, graphs
+
+
+@MODES
+def test_threads_on_streams_of_their_own(mode: str) -> None:
+    steps = [training_step(mode, on_gpu(900 + 100 * i, seed=i)) for i in range(4)]
+    expected = [step() for step in steps]
+    torch.cuda.synchronize()
+
+    def work(i: int) -> list[Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = steps[i % 4]()
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    with ThreadPoolExecutor(4) as pool:
+        for i, results in enumerate(pool.map(work, range(40))):
+            assert_same(results, expected[i % 4], f"call {i}")
+
+
+@MODES
+def test_two_streams_at_once(mode: str) -> None:
+    steps = [training_step(mode, on_gpu(2000, seed=i)) for i in range(2)]
+    expected = [step() for step in steps]
+    streams = [torch.cuda.Stream() for _ in steps]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    results: list[list[list[Tensor]]] = [[], []]
+    for _ in range(10):
+        for stream, step, mine in zip(streams, steps, results, strict=True):
+            with torch.cuda.stream(stream):
+                mine.append(step())
+    torch.cuda.synchronize()
+    for mine, wanted in zip(results, expected, strict=True):
+        for got in mine:
+            assert_same(got, wanted)
+
+
+@MODES
+def test_a_thousand_replays(mode: str) -> None:
+    static, weight = on_gpu(1000), gate_weight()
+    inputs = [on_gpu(1000, seed=seed) for seed in range(5)]
+    expected = [nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode]) for qkv in inputs]
+    nsa_forward(*static, gate_proj_weight=weight, config=CONFIGS[mode])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nsa_forward(*static, gate_proj_weight=weight, config=CONFIGS[mode])
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(1000):
+        for x, new in zip(static, inputs[i % 5], strict=True):
+            x.copy_(new)
+        graph.replay()
+        wrong += (out != expected[i % 5]).any()
+    assert int(wrong) == 0
+
+
+@MODES
+def test_a_capture_beside_calls(mode: str) -> None:
+    """One thread captures training steps and replays them while another one calls."""
+    captured, called = (training_step(mode, on_gpu(tokens, seed=tokens)) for tokens in (1000, 1300))
+    expected, expected_call = captured(), called()
+    torch.cuda.synchronize()
+    captures, calls, done = 10, 0, threading.Event()
+
+    def call() -> None:
+        nonlocal calls
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not done.is_set():
+                assert_same(called(), expected_call, f"call {calls}")
+                calls += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call)
+        try:
+            for i in range(captures):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                    results = captured()
+                for _ in range(3):
+                    for x in results:
+                        x.zero_()
+                    graph.replay()
+                    assert_same(results, expected, f"capture {i}")
+        finally:
+            done.set()
+        calling.result()
+    assert calls > captures
+
+
+def test_short_lived_threads() -> None:
+    """More of them than PyTorch has streams to hand out, each with one, around captures and replays of a graph."""
+    step = training_step("token", on_gpu(1000))
+    expected = step()
+    torch.cuda.synchronize()
+
+    def work() -> list[Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = step()
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    def threads() -> None:
+        for i in range(40):
+            with ThreadPoolExecutor(1) as pool:
+                assert_same(pool.submit(work).result(), expected, f"thread {i}")
+
+    threads()
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            graphs.append((graph, step()))
+        threads()
+    for graph, results in graphs:
+        graph.replay()
+        assert_same(results, expected)
+    handed_out = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    lent = [of_capture.streams for device in streams._LENT.values() for of_capture in device]
+    ours = {stream.cuda_stream for streams in (*lent, *streams._SHARED.values()) for stream in streams}
+    assert len(ours) >= 2 * streams.STREAMS
+    assert not ours & handed_out
+
+
+# Processes
+
+
+def train_in_threads() -> None:
+    """First calls of a process from several threads, forward in them and backward in autograd's."""
+    steps = [training_step(mode, on_gpu(900 + 100 * i, seed=i)) for i in range(2) for mode in CONFIGS]
+    start = threading.Barrier(len(steps))
+
+    def work(step: Callable[[], list[Tensor]]) -> list[Tensor]:
+        start.wait()
+        return step()
+
+    with ThreadPoolExecutor(len(steps)) as pool:
+        cold = list(pool.map(work, steps))
+    for got, step in zip(cold, steps, strict=True):
+        assert_same(got, step())
+
+
+class Attend(torch.nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.config = CONFIGS[mode]
+
+    def forward(self, *qkv: Tensor) -> Tensor:
+        return nsa(*qkv, config=self.config, deterministic=True)
+
+
+def train_in_replicas() -> None:
+    """As nn.DataParallel does: threads that each forward makes anew, and one backward through all of them."""
+    replicas = [Attend(mode) for mode in CONFIGS for _ in range(2)]
+    inputs = [tuple(x.requires_grad_() for x in on_gpu(900, seed=i)) for i in range(len(replicas))]
+    leaves = [x for qkv in inputs for x in qkv]
+    do = like(*inputs[0][0].shape)
+
+    def both(outs: list[Tensor]) -> list[Tensor]:
+        return [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, [do] * len(outs))]
+
+    got = [both(parallel_apply(replicas, inputs, devices=[0] * len(replicas))) for _ in range(3)]
+    expected = both([replica(*qkv) for replica, qkv in zip(replicas, inputs, strict=True)])
+    for results in got:
+        assert_same(results, expected)
+
+
+@pytest.mark.parametrize("what", [train_in_threads, train_in_replicas])
+def test_first_calls_from_threads(what: Callable[[], None]) -> None:
+    """In a process that has compiled nothing. One that hangs says where."""
+    call = (
+        "import faulthandler; faulthandler.dump_traceback_later(270, exit=True); "
+        f"from tests.cute.test_reliability import {what.__name__}; {what.__name__}()"
+    )
+    environment = {**os.environ, "NSA_KERNELS_JIT_CACHE": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+    run_child(call, environment)
+
+
+WORK = """
+import hashlib, json, warnings
+warnings.simplefilter("ignore")
+import torch
+from cute_kernels import jit
+from tests.cute.test_reliability import on_gpu, training_step
+digest = hashlib.sha256()
+for result in training_step("tile", on_gpu(1000))():
+    digest.update(result.contiguous().view(torch.uint8).cpu().numpy().data)
+print(json.dumps([len(jit.COMPILED), digest.hexdigest()]))
+"""
+"""A training step: how many kernels were compiled for it, and what came out."""
+
+
+def work(where: Path | None) -> tuple[int, str]:
+    """Of a new process that keeps compiled kernels in a folder, or not."""
+    environment = {**os.environ, "NSA_KERNELS_JIT_CACHE": "0" if where is None else str(where)}
+    compiled, digest = json.loads(run_child(WORK, environment).splitlines()[-1])
+    return compiled, digest
+
+
+def test_processes_share_compiled_kernels(tmp_path: Path) -> None:
+    """Each is compiled by one of the processes that want it at once, and by another only where its entry is damaged."""
+    where = tmp_path / "cache"
+    with ThreadPoolExecutor(4) as pool:
+        alone, *sharing = pool.map(work, [None, where, where, where])
+    entries = sorted(where.glob("*.o"))
+    assert len(entries) > 5
+    assert sum(compiled for compiled, _ in sharing) == len(entries) == alone[0]
+    assert {digest for _, digest in sharing} == {alone[1]}
+
+    content = bytearray(entries[0].read_bytes())
+    content[len(content) // 2] ^= 1
+    entries[0].write_bytes(content)
+    assert work(where) == (1, alone[1])
+    assert len(list(where.glob("*.o"))) == len(entries)
+
+
+# Memory
+
+
+@pytest.fixture
+def scarce() -> Iterator[Callable[[int], None]]:
+    """Sets how many bytes may be allocated beside those that are."""
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def allow(extra: int) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(min((torch.cuda.memory_reserved() + extra) / total, 1.0))
+
+    yield allow
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@MODES
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "training"])
+def test_running_out_of_memory(mode: str, backward: bool, scarce: Callable[[int], None]) -> None:
+    """Wherever an allocation fails, the error is PyTorch's, what the call took comes back, and the next call works."""
+    qkv, weight = on_gpu(16384, 16, 2), gate_weight(16)
+
+    def forward() -> list[Tensor]:
+        return [nsa_forward(*qkv, gate_proj_weight=weight, config=CONFIGS[mode])]
+
+    step = training_step(mode, qkv, weight) if backward else forward
+    step()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = step()
+    needed = torch.cuda.max_memory_allocated() - before
+    failures = 0
+    for tenth in range(10):
+        scarce(needed * tenth // 10)
+        try:
+            again = step()
+        except torch.OutOfMemoryError:
+            failures += 1
+        else:
+            del again
+        gc.collect()
+        torch.cuda.synchronize()
+        held = before + sum(x.numel() * x.element_size() for x in results)
+        assert comes_down_to(held + MIB), f"{torch.cuda.memory_allocated() - held} bytes more at {tenth} tenths"
+    assert failures >= 5
+    scarce(torch.cuda.get_device_properties(0).total_memory)
+    assert_same(step(), results)
+
+
+def comes_down_to(limit: int) -> bool:
+    """Whether no more bytes are allocated, within a second.
+
+    The error of a backward holds its frames, and these tensors; autograd's own thread may let go of it a little later.
+    """
+    end = time.monotonic() + 1
+    while torch.cuda.memory_allocated() > limit and time.monotonic() < end:
+        time.sleep(0.01)
+    return torch.cuda.memory_allocated() <= limit
+
+
+@MODES
+def test_memory_stays_flat(mode: str) -> None:
+    """Of training steps with another length each time."""
+    steps = [training_step(mode, on_gpu(500 + 37 * i, seed=i)) for i in range(20)]
+    for step in steps:
+        step()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        for step in steps:
+            step()
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + MIB

@@ -1,0 +1,410 @@
+"""Per-token scoring and selection: the kernel's algorithm in PyTorch against the reference, and the kernel on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.select.token import (
+    ENTRIES,
+    TILINGS,
+    choose_tiling,
+    overlap_weights,
+    score_layout,
+    token_blocks,
+)
+from cute_kernels.select.topk import Blocks
+from nsa import NSAConfig, reference
+from nsa.inputs import NSAInputs
+from tests.support import select_token_model as model
+from tests.support.helpers import make_qkv
+
+PAPER = NSAConfig.paper(num_selected_blocks=6, window_size=16)
+SMALL = NSAConfig.paper(
+    compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=5, window_size=0
+)
+SIZES: dict[str, NSAConfig] = {
+    "paper": SMALL,
+    "nothing forced": replace(SMALL, num_init_blocks=0, num_local_blocks=0),
+    "only forced": replace(SMALL, num_selected_blocks=3),
+    "four init": replace(SMALL, num_init_blocks=4, num_local_blocks=0),
+    "plain": replace(SMALL, compress_stride=None, select_block_size=None),
+    "blocks of one entry": replace(SMALL, compress_stride=None, select_block_size=8),
+    "l = l'": replace(SMALL, select_block_size=8),
+    "l > l'": replace(SMALL, compress_block_size=24, select_block_size=8),
+    "odd ratio": replace(SMALL, compress_block_size=12, select_block_size=20),
+    "more blocks than there are": replace(SMALL, num_selected_blocks=40),
+    "one place": replace(SMALL, num_selected_blocks=1, num_init_blocks=0, num_local_blocks=0),
+}
+
+
+def blocks_of(config: NSAConfig) -> Blocks:
+    return Blocks(
+        config.compress_block_size,
+        config.stride,
+        config.select_size,
+        config.num_selected_blocks,
+        init=config.num_init_blocks,
+        local=config.num_local_blocks,
+    )
+
+
+# The algorithm, on a CPU
+
+
+def check_model(inputs: NSAInputs, config: NSAConfig, *, tokens: int = 16, entries: int = 32) -> None:
+    _, aux = reference.nsa(inputs, config)
+    scale = config.scale(inputs.q.shape[-1])
+    arguments = aux.k_cmp, aux.lse_cmp, blocks_of(config), scale
+    got = model.token_blocks(inputs.q, *arguments, tokens=tokens, entries=entries)
+    assert torch.equal(got.int(), aux.indices)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_model_is_the_reference(name: str) -> None:
+    check_model(NSAInputs(*make_qkv(203, 4, 2, 8, batch=2)), SIZES[name])
+
+
+@pytest.mark.parametrize("entries", [16, 64, 256])
+def test_steps_change_nothing(entries: int) -> None:
+    check_model(NSAInputs(*make_qkv(301, 2, 1, 8)), SMALL, entries=entries)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 31, 32, 33])
+def test_few_tokens(tokens: int) -> None:
+    check_model(NSAInputs(*make_qkv(tokens, 3, 1, 4)), SMALL)
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
+def test_model_takes_every_order(sign: int) -> None:
+    """Scores such that each step replaces the whole list, or nothing."""
+    q, k, v = make_qkv(400, 2, 1, 4)
+    k = torch.ones_like(k) * (1 + sign * torch.arange(400) / 400)[:, None, None]
+    check_model(NSAInputs(q.abs(), k, v), replace(SMALL, num_init_blocks=0, num_local_blocks=0))
+
+
+def chosen_among_equals(tokens: int, config: NSAConfig) -> Tensor:
+    """`[tokens, k]` where q = 0: all probabilities are 1, so the tokens in visible entries count, then the index."""
+    chosen = torch.full((tokens, config.num_selected_blocks), -1)
+    length, stride, size = config.compress_block_size, config.stride, config.select_size
+    for token in range(tokens):
+        counts: dict[int, int] = {}
+        for entry in range(config.num_compressed(token + 1)):
+            for at in range(entry * stride, entry * stride + length):
+                counts[at // size] = counts.get(at // size, 0) + 1
+        best = sorted(sorted(counts, key=lambda b: (-counts[b], b))[: config.num_selected_blocks])
+        chosen[token, : len(best)] = torch.tensor(best)
+    return chosen
+
+
+def test_model_breaks_ties() -> None:
+    config = replace(SMALL, num_init_blocks=0, num_local_blocks=0)
+    _, k, _ = make_qkv(300, 2, 1, 4)
+    q, lse = k.new_zeros(1, 300, 2, 4), k.new_zeros(1, 2, 300)
+    got = model.token_blocks(q, k[:, : config.num_compressed(300)], lse, blocks_of(config), 0.5, tokens=16, entries=32)
+    assert torch.equal(got[0, 0], chosen_among_equals(300, config))
+
+
+def test_model_of_later_queries() -> None:
+    inputs, start = NSAInputs(*make_qkv(200, 2, 1, 8)), 77
+    _, aux = reference.nsa(inputs, SMALL)
+    arguments = aux.k_cmp, aux.lse_cmp[:, :, start:], blocks_of(SMALL), SMALL.scale(8)
+    got = model.token_blocks(inputs.q[:, start:], *arguments, tokens=16, entries=32, start=start)
+    assert torch.equal(got.int(), aux.indices[:, :, start:])
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_overlap_weights_are_those_of_every_block(name: str) -> None:
+    blocks = blocks_of(SIZES[name])
+    for block in (0, 1, 7):
+        expected = {}
+        for entry in range(200):
+            tokens = range(entry * blocks.stride, entry * blocks.stride + blocks.length)
+            overlap = sum(block * blocks.size <= t < (block + 1) * blocks.size for t in tokens)
+            if overlap:
+                expected[entry] = overlap / blocks.length
+        first = block * blocks.size // blocks.stride - blocks.length // blocks.stride + 1
+        got = {first + i: weight for i, weight in enumerate(overlap_weights(blocks)) if first + i >= 0}
+        assert got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_scores_have_no_bank_conflicts(name: str) -> None:
+    """Places of a row do not overlap; a warp writes 8 entries of 4 pairs of tokens, lanes read consecutive blocks."""
+    blocks = blocks_of(SIZES[name])
+    ratio = blocks.size // blocks.stride
+    columns, stride = score_layout(blocks)
+
+    def place(row: int, entry: int) -> int:
+        return row * stride + entry % ratio * columns + entry // ratio
+
+    places = {place(row, entry) for row in range(16) for entry in range(ENTRIES)}
+    assert len(places) == 16 * ENTRIES
+    for first in range(0, ENTRIES, 8):
+        banks = {place(2 * pair, first + i) % 32 for pair in range(4) for i in range(8)}
+        assert len(banks) == 32 or 8 % ratio != 0
+
+
+def test_tilings() -> None:
+    paper = Blocks(32, 16, 64, 16, init=1, local=2)
+    chosen = {(dim, group): choose_tiling(dim, group, paper) for dim in (64, 128) for group in range(1, 65)}
+    assert None not in chosen.values()
+    assert chosen[128, 16] == TILINGS[1]
+    assert chosen[128, 64] == TILINGS[3]
+    assert choose_tiling(128, 64, replace(paper, count=2048)) is None
+
+
+def test_bad_arguments_are_named() -> None:
+    q, k, _ = make_qkv(100, 4, 2, 64, dtype=torch.bfloat16)
+    k_cmp, lse = k[:, :5], torch.zeros(1, 4, 100)
+    cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+        (TypeError, "q must be bfloat16 or float16", (q.float(), k_cmp, lse, PAPER)),
+        (TypeError, "k_cmp must be torch.bfloat16", (q, k_cmp.half(), lse, PAPER)),
+        (TypeError, "lse_cmp must be torch.float32", (q, k_cmp, lse.double(), PAPER)),
+        (ValueError, r"q must be \[B, N, H, D\]", (q[..., :32], k_cmp, lse, PAPER)),
+        (ValueError, "k_cmp must be", (q, k_cmp[..., :32], lse, PAPER)),
+        (ValueError, "heads for each", (q[:, :, :3], k_cmp, lse, PAPER)),
+        (ValueError, r"lse_cmp must be \[1, 4, 100\]", (q, k_cmp, lse[:, :, 1:], PAPER)),
+        (ValueError, "causal=True", (q, k_cmp, lse, replace(PAPER, causal=False))),
+        (ValueError, "compress_stride that divides", (q, k_cmp, lse, replace(PAPER, compress_stride=12))),
+        (ValueError, r"l'/d \+ l/d - 1", (q, k_cmp, lse, replace(PAPER, select_block_size=4096))),
+        (ValueError, "shared memory", (q, k_cmp, lse, replace(PAPER, num_selected_blocks=4096))),
+    ]
+    for error, message, arguments in cases:
+        with pytest.raises(error, match=message):
+            token_blocks(*arguments)
+    documents: Any = SimpleNamespace(tile=48)
+    with pytest.raises(ValueError, match="documents need"):
+        token_blocks(q, k_cmp, lse, PAPER, documents=documents)
+
+
+# The kernel, on a GPU
+
+GPU_CASES: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "nothing forced": {"num_init_blocks": 0, "num_local_blocks": 0},
+    "only forced": {"num_selected_blocks": 3},
+    "48 blocks": {"num_selected_blocks": 48},
+    "more blocks than there are": {"num_selected_blocks": 100},
+    "plain": {"compress_block_size": 64, "compress_stride": None},
+    "blocks of one entry, many": {"compress_block_size": 16, "compress_stride": None, "select_block_size": 16},
+    "l > l'": {"compress_block_size": 96, "compress_stride": 32, "select_block_size": 32},
+    "odd ratio": {"compress_block_size": 48, "compress_stride": 16, "select_block_size": 80},
+    "scale": {"softmax_scale": 0.5},
+}
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def on_gpu(tokens: int, heads: int = 16, kv_heads: int = 1, dim: int = 128, **keywords: Any) -> NSAInputs:
+    return NSAInputs(*make_qkv(tokens, heads, kv_heads, dim, **{"dtype": BF16, "device": "cuda", **keywords}))
+
+
+def compressed(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounded compressed keys, fp64 lse of attention to them, and the oracle's selection by them."""
+    k_cmp = reference.pooled(inputs, config)[0].k_cmp
+    assert k_cmp is not None
+    exact = replace(inputs.map(Tensor.double), k_cmp=k_cmp.double(), v_cmp=k_cmp.double())
+    _, aux = reference.nsa(exact, config)
+    return k_cmp, aux.lse_cmp, aux.indices
+
+
+def probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, token: int) -> tuple[Tensor, Tensor]:
+    """fp64 scores `[blocks]` of a token (q `[G,D]`, k_cmp `[entries,D]`, lse `[G]`), and the bound of their errors."""
+    visible, size = config.num_compressed(token + 1), config.select_size
+    keys, scale = k_cmp[:visible].double(), config.scale(q.shape[-1])
+    p = torch.exp(scale * q.double() @ keys.T - lse[:, None]).sum(0)
+    starts = torch.arange(visible, device=q.device) * config.stride
+    begins = torch.arange(token // size + 1, device=q.device)[:, None] * size
+    overlap = (starts + config.compress_block_size).minimum(begins + size) - starts.maximum(begins)
+    scores = (overlap.clamp(min=0).double() / config.compress_block_size) @ p
+    largest = scale * q.double().norm(dim=-1).max() * keys.norm(dim=-1).max()
+    ulps = (q.shape[1] / 8 + 4) * largest + 4 * lse.abs().max() + q.shape[0] + 8
+    return scores, 2**-23 * ulps
+
+
+def check_chosen(
+    got: Tensor, expected: Tensor, inputs: NSAInputs, config: NSAConfig, k_cmp: Tensor, lse: Tensor
+) -> int:
+    """Sets equal the oracle's but for near ties, as select/token.py says. Returns how many differ."""
+    assert got.shape == expected.shape
+    assert torch.equal((got >= 0).sum(-1), (expected >= 0).sum(-1)), "another number of blocks"
+    assert bool(((got[..., 1:] > got[..., :-1]) | (got[..., 1:] == -1)).all()), "not ascending"
+    different = (got != expected).any(-1).nonzero().tolist()
+    for b, h, i in different:
+        group = slice(h * inputs.group_size, (h + 1) * inputs.group_size)
+        scores, bound = probabilities(inputs.q[b, i, group], k_cmp[b, :, h], lse[b, group, i], config, i)
+        ours, theirs = (set(x[b, h, i].tolist()) for x in (got, expected))
+        taken, left = scores[[*(ours - theirs)]].min(), scores[[*(theirs - ours)]].max()
+        assert left - taken <= 2 * bound * left, f"token {i}: took {ours - theirs} for {theirs - ours}"
+    return len(different)
+
+
+def choose(inputs: NSAInputs, config: NSAConfig, k_cmp: Tensor, lse: Tensor, **keywords: Any) -> Tensor:
+    return token_blocks(inputs.q, k_cmp, lse.float(), config, **keywords)
+
+
+def check_kernel(inputs: NSAInputs, config: NSAConfig = PAPER, *, most: float = 0.01) -> None:
+    """Args: `most`, share of rows that may have near ties; random scores hardly ever do."""
+    k_cmp, lse, expected = compressed(inputs, config)
+    got = choose(inputs, config, k_cmp, lse)
+    assert check_chosen(got, expected, inputs, config, k_cmp, lse) <= most * expected[..., 0].numel()
+
+
+def on_cuda(test: Any) -> Any:
+    return pytest.mark.cuda(pytest.mark.filterwarnings("default")(test))
+
+
+@on_cuda
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 500, 1023, 4096, 4097])
+def test_sizes(tokens: int) -> None:
+    check_kernel(on_gpu(tokens))
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16, 17, 48, 64])
+def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
+    check_kernel(on_gpu(1500, 2 * group, 2, dim, dtype=dtype, batch=2))
+
+
+@on_cuda
+@pytest.mark.parametrize("group", [1, 3, 16, 64])
+def test_groups_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cute_kernels.select.token.has_warpgroups", lambda _: False)
+    check_kernel(on_gpu(1500, 2 * group, 2, batch=2))
+    check_kernel(on_gpu(9000, 2 * group, 2, 64))
+
+
+@on_cuda
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_options(name: str) -> None:
+    check_kernel(on_gpu(4500, 8, 2), replace(PAPER, **GPU_CASES[name]))
+
+
+@on_cuda
+def test_many_steps() -> None:
+    """Entries of several steps, with large logits."""
+    inputs = on_gpu(12000, 4, 1, 64)
+    check_kernel(replace(inputs, q=inputs.q * 4))
+
+
+@on_cuda
+@pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
+def test_every_order_of_scores(sign: int) -> None:
+    """Steps that replace the whole list, and steps that replace nothing; rounded keys tie often."""
+    inputs = on_gpu(9000, 4, 1)
+    slope = (1 + sign * torch.arange(9000, device="cuda") / 9000)[:, None, None]
+    k = (torch.ones_like(inputs.k) * slope).to(BF16)
+    check_kernel(replace(inputs, q=inputs.q.abs(), k=k), replace(PAPER, num_init_blocks=0, num_local_blocks=0), most=1)
+
+
+@on_cuda
+@pytest.mark.parametrize("group", [1, 16, 64])
+def test_ties_go_to_the_lower_block(group: int) -> None:
+    config = replace(PAPER, num_init_blocks=0, num_local_blocks=0)
+    inputs = on_gpu(2000, group, 1)
+    k_cmp = inputs.k[:, : config.num_compressed(2000)]
+    got = token_blocks(torch.zeros_like(inputs.q), k_cmp, torch.zeros(1, group, 2000, device="cuda"), config)
+    assert torch.equal(got[0, 0].cpu().long(), chosen_among_equals(2000, config))
+
+
+@on_cuda
+def test_nothing_depends_on_later_tokens() -> None:
+    """Bitwise, whatever later queries, entries and lse hold, NaN included."""
+    inputs = on_gpu(5000, 16, 2)
+    k_cmp, lse, _ = compressed(inputs, PAPER)
+    expected = choose(inputs, PAPER, k_cmp, lse)
+    for at in (0, 30, 31, 32, 1000, 1023, 1024, 4095, 4998):
+        later = slice(at + 1, None)
+        q, keys, other = inputs.q.clone(), k_cmp.clone(), lse.clone()
+        q[:, later] = torch.nan
+        keys[:, PAPER.num_compressed(at + 1) :] = torch.nan
+        other[:, :, later] = torch.nan
+        got = choose(replace(inputs, q=q), PAPER, keys, other)
+        assert torch.equal(got[:, :, : at + 1], expected[:, :, : at + 1]), f"perturbed after {at}"
+
+
+@on_cuda
+def test_repeats_and_pieces_are_bitwise_equal() -> None:
+    inputs = on_gpu(5000, 16, 2, batch=2)
+    k_cmp, lse, _ = compressed(inputs, PAPER)
+    expected = choose(inputs, PAPER, k_cmp, lse)
+    for _ in range(10):
+        assert torch.equal(choose(inputs, PAPER, k_cmp, lse), expected)
+    for start, stop in ((0, 1), (1, 700), (700, 701), (704, 5000)):
+        piece = replace(inputs, q=inputs.q[:, start:stop])
+        got = choose(piece, PAPER, k_cmp, lse[:, :, start:stop], start=start)
+        assert torch.equal(got, expected[:, :, start:stop])
+
+
+@on_cuda
+def test_any_strides() -> None:
+    inputs = on_gpu(700, 8, 2, 64, batch=2)
+    k_cmp, lse, _ = compressed(inputs, PAPER)
+    expected = choose(inputs, PAPER, k_cmp, lse)
+    q = inputs.q.transpose(1, 2).contiguous().transpose(1, 2)
+    fused = torch.cat([k_cmp, k_cmp], dim=2)[:, :, 2:]
+    other = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(choose(replace(inputs, q=q), PAPER, fused, other), expected)
+    shifted = torch.empty(k_cmp.numel() + 1, dtype=BF16, device="cuda")
+    shifted[1:] = k_cmp.flatten()
+    assert torch.equal(choose(inputs, PAPER, shifted[1:].view(k_cmp.shape), lse), expected)
+
+
+@on_cuda
+def test_no_entries_and_no_tokens() -> None:
+    config = replace(PAPER, num_init_blocks=1, num_local_blocks=2)
+    q = on_gpu(20, 4, 1).q
+    got = token_blocks(q, q[:, :0, :1], torch.full((1, 4, 20), -torch.inf, device="cuda"), config)
+    expected = torch.full((1, 1, 20, 6), -1, device="cuda")
+    expected[..., 0] = 0  # the block of the token itself
+    assert torch.equal(got.long(), expected)
+    assert token_blocks(q[:, :0], q[:, :5, :1], q.new_empty(1, 4, 0, dtype=torch.float32), config).shape == (1, 1, 0, 6)
+
+
+@on_cuda
+@pytest.mark.parametrize("group", [1, 4, 16, 64])
+def test_documents_are_what_they_are_alone(group: int) -> None:
+    from cute_kernels.pool.compress import block_means
+    from cute_kernels.pool.documents import lay_out
+
+    lengths, behind = (0, 1, 127, 128, 0, 129, 3000, 31, 32, 256, 4113, 0), 41
+    heads, tile = 2 * group, 128
+    q, k, v = make_qkv(sum(lengths) + behind, heads, 2, 128, dtype=BF16, device="cuda")
+    for x in (q, k, v):
+        x[:, sum(lengths) :] = torch.nan
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    length, stride = PAPER.compress_block_size, PAPER.stride
+    documents, (aligned_q, _, _) = lay_out(q, k, v, cu_seqlens, tile=tile, length=length, stride=stride)
+    k_cmp, _ = block_means(k, v, length, stride, BF16, documents)
+    lse = torch.randn(1, heads, aligned_q.shape[1], device="cuda") + 8  # any will do
+    expected = torch.full((1, 2, aligned_q.shape[1], 6), -1, dtype=torch.int32, device="cuda")
+    row = 0
+    for first, tokens in zip(cu_seqlens.tolist(), lengths, strict=False):
+        own = [x[:, first : first + tokens] for x in (q, k, v)]
+        keys, _ = block_means(own[1], own[2], length, stride, BF16)
+        rows = slice(row, row + tokens)
+        expected[:, :, rows] = token_blocks(own[0], keys, lse[:, :, rows], PAPER)
+        row += -(-tokens // tile) * tile
+    got = token_blocks(aligned_q, k_cmp, lse, PAPER, documents=documents)
+    assert torch.equal(got, expected)
+
+
+@on_cuda
+def test_memory_is_that_of_the_indices() -> None:
+    inputs = on_gpu(1 << 15, 16, 1)
+    entries = PAPER.num_compressed(1 << 15)
+    k_cmp = inputs.k[:, :entries].contiguous()
+    lse = torch.full((1, 16, 1 << 15), 8.0, device="cuda")
+    token_blocks(inputs.q, k_cmp, lse, PAPER)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    got = token_blocks(inputs.q, k_cmp, lse, PAPER)
+    assert torch.cuda.max_memory_allocated() - before <= 4 * got.numel() + 4096

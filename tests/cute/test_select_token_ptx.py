@@ -1,0 +1,141 @@
+"""The kernel of token.py, as the compiler's PTX, interpreted on a CPU (tests/support/ptx.py), against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, ROW, TILE, UNIT
+from cute_kernels.select.token import HALF, THREADS, choose_tiling
+from nsa import NSAConfig
+from nsa.inputs import NSAInputs
+from tests.cute.test_kv_outer_ptx import argument, program
+from tests.cute.test_select_token import blocks_of, check_chosen, compressed
+from tests.support.helpers import make_qkv
+from tests.support.kv_outer_twins import Twin, add_up
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+CONFIG = NSAConfig.paper(
+    compress_block_size=2, compress_stride=1, select_block_size=4, num_selected_blocks=5, window_size=0
+)
+"""A step covers 252 tokens."""
+
+
+@pytest.fixture(params=["mma.sync, early", "wgmma, late", "wgmma, early"])
+def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tensor]:
+    """token_blocks interpreted, by at most `ctas` CTAs. Parameter: what multiplies, and when copies arrive."""
+    instruction, _, copies = request.param.partition(", ")
+    from cute_kernels.runtime import jit
+    from cute_kernels.select import token
+
+    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
+    real = token._compiled
+
+    def compiled(*how: Any) -> Twin:
+        def run(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, *others: Any) -> None:
+            *x, ctas = others
+            statics = (3,), (3,), (), (3,)
+            given = [argument(y, static) for y, static in zip((q, k, lse, indices), statics, strict=True)]
+            given += [argument(y, (0,)) if isinstance(y, Tensor) else argument(y) for y in x if y is not None]
+            tiling = token.choose_tiling(how[1], how[2], how[3])
+            assert tiling is not None
+            items = -(-q.shape[1] // tiling.tokens) * k.shape[2] * q.shape[0]
+            tensors = [y for y in (q, k, lse, indices, *x) if isinstance(y, Tensor)]
+            grid = min(items, ctas), 1, 1
+            # Who loads goes ahead and overwrites as early as it can, or comes as late as it can for who multiplies
+            ahead = slice(HALF) if copies == "late" else slice(HALF, THREADS)
+            program(real, *how[:-1], instruction == "wgmma").run(given, grid, tensors, copies == "late", ahead)
+
+        return Twin(run)
+
+    def by_ctas(*arguments: Any, ctas: int, **keywords: Any) -> Tensor:
+        monkeypatch.setattr(token, "multiprocessors", lambda _: ctas)
+        return token.token_blocks(*arguments, **keywords)
+
+    monkeypatch.setattr(token, "_compiled", compiled)
+    return by_ctas
+
+
+class Case(NamedTuple):
+    group: int
+    dim: int
+    tokens: int
+    start: int
+    batch: int = 1
+    kv_heads: int = 1
+    ctas: int = 1
+    dtype: torch.dtype = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Tiles of 64 tokens in 4 parts: turns of two steps, then of one, with other heads and sequences; many steps
+        Case(1, 64, 100, 186, batch=2, kv_heads=2, ctas=3),
+        Case(2, 64, 60, 700),
+        Case(3, 128, 40, 300, dtype=torch.float16),
+        # Of 32 in 2 parts, of 16 and of 8 in one: turns of two steps
+        Case(16, 128, 40, 280),
+        Case(32, 128, 20, 300),
+        Case(64, 128, 17, 300),
+    ],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_interpreted(choose: Callable[..., Tensor], case: Case) -> None:
+    """Few and many steps, parts, turns and CTAs, an odd and an even number of heads, every tiling."""
+    group, dim, tokens, start, batch, kv_heads, ctas, dtype = case
+    qkv = make_qkv(start + tokens, group * kv_heads, kv_heads, dim, batch=batch, dtype=dtype)
+    inputs = NSAInputs(*qkv)
+    k_cmp, lse, expected = compressed(inputs, CONFIG)
+    rows = slice(start, None)
+    got = choose(inputs.q[:, rows], k_cmp, lse[:, :, rows].float(), CONFIG, start=start, ctas=ctas)
+    full = torch.cat([expected[:, :, :start].int(), got], 2)
+    assert check_chosen(full, expected, inputs, CONFIG, k_cmp, lse) <= 0.05 * got[..., 0].numel()
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "lengths", "ctas"),
+    [
+        (1, 64, (266, 20, 20), 3),  # turns are skipped before others and between them
+        (32, 128, (42, 5, 5), 6),  # and behind others; two CTAs have no others
+    ],
+)
+def test_interpreted_documents(
+    choose: Callable[..., Tensor], group: int, dim: int, lengths: tuple[int, ...], ctas: int
+) -> None:
+    """Each as if it were alone. The second half of its last tile is no token's; nor is the last tile of all.
+
+    Turns go backwards, so those of a short document, whose tokens see less, come before those of the long one.
+    """
+    tiling = choose_tiling(dim, group, blocks_of(CONFIG))
+    assert tiling is not None
+    tile = 2 * tiling.tokens
+    bounds = torch.empty((6, len(lengths) + 1), dtype=torch.int32)
+    add_up(tile, torch.tensor([0, *lengths]).cumsum(0), bounds)
+    bounds[ENTRY] = torch.tensor([0, *(-(-CONFIG.num_compressed(n) // UNIT) * UNIT for n in lengths)]).cumsum(0)
+    tiles = torch.full((2, int(bounds[TILE, -1]) + 1), -1, dtype=torch.int32)
+    q = torch.empty((1, tiles.shape[1] * tile, group, dim), dtype=torch.bfloat16)
+    k_cmp, lse = q.new_empty((1, int(bounds[ENTRY, -1]), 1, dim)), torch.empty((1, group, q.shape[1]))
+    alone = []
+    for i, n in enumerate(lengths):
+        inputs = NSAInputs(*make_qkv(n, group, 1, dim, dtype=torch.bfloat16, seed=i))
+        own_k_cmp, own_lse, expected = compressed(inputs, CONFIG)
+        tiles[DOCUMENT, bounds[TILE, i] : bounds[TILE, i + 1]] = i
+        row, entry = (int(bounds[name, i]) for name in (ROW, ENTRY))
+        q[:, row : row + n], lse[:, :, row : row + n] = inputs.q, own_lse
+        k_cmp[:, entry : entry + own_k_cmp.shape[1]] = own_k_cmp
+        alone.append((slice(row, row + n), expected, inputs, own_k_cmp, own_lse))
+    documents = SimpleNamespace(bounds=bounds, tiles=tiles, tile=tile)
+    got = choose(q, k_cmp, lse, CONFIG, documents=documents, ctas=ctas)
+    for rows, expected, inputs, own_k_cmp, own_lse in alone:
+        different = check_chosen(got[:, :, rows], expected, inputs, CONFIG, own_k_cmp, own_lse)
+        assert different <= 0.05 * expected[..., 0].numel()
+        got[:, :, rows] = -1
+    assert bool((got == -1).all())

@@ -1,0 +1,432 @@
+"""The split backward of the selected branch (attend/selected_backward.py) against fp64, and its lists of visits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.helpers import assert_within_budget
+
+CUDA = pytest.mark.cuda
+NOISY = pytest.mark.filterwarnings("default")
+"""CuTe DSL warns while it is imported and while it compiles."""
+BF16, FP16 = torch.bfloat16, torch.float16
+CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096)
+
+
+def random_indices(
+    shape: tuple[int, int], tiles: int, blocks: int, count: int, *, tile: int, size: int, causal: bool, seed: int = 0
+) -> Tensor:
+    """Some of the blocks that begin before a tile's end, often the newest; ascending, padded with -1."""
+    generator = torch.Generator().manual_seed(seed)
+    begun = torch.full((tiles,), blocks)
+    if causal:
+        begun = ((torch.arange(1, tiles + 1) * tile - 1) // size + 1).clamp(max=blocks)
+    place = torch.arange(blocks)
+    scores = torch.rand((*shape, tiles, blocks), generator=generator) + 0.5 * (place == begun[:, None] - 1)
+    chosen = torch.full((*shape, tiles, count), blocks)
+    order = scores.masked_fill(place >= begun[:, None], -1).argsort(-1, descending=True)[..., :count]
+    chosen[..., : order.shape[-1]] = order.where(order < begun[:, None], blocks)
+    chosen = chosen.sort(-1).values
+    return torch.where(chosen < blocks, chosen, -1).int()
+
+
+def tiles_of_blocks(indices: Tensor, blocks: int) -> Tensor:
+    """Whether tile t chose block b: bool `[B,S,tiles,blocks]`."""
+    chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool, device=indices.device)
+    return chosen.scatter_(3, indices.long().where(indices >= 0, blocks), True)[..., :blocks]
+
+
+def model_bits(indices: Tensor, blocks: int) -> Tensor:
+    """What transposed_lists.tile_bits returns."""
+    chosen = tiles_of_blocks(indices, blocks).transpose(2, 3)
+    words = max(2, -(-chosen.shape[3] // 32))
+    chosen = torch.nn.functional.pad(chosen, [0, words * 32 - chosen.shape[3]]).unflatten(3, (words, 32))
+    numbers = (chosen.long() << torch.arange(32, device=indices.device)).sum(-1)
+    return torch.where(numbers < 1 << 31, numbers, numbers - (1 << 32)).int()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What attention's backward takes; `visible` is bool `[B,H,N,N_k]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    lse: Tensor
+    delta: Tensor
+    indices: Tensor
+    visible: Tensor
+    scale: float
+    tile: int
+    size: int
+    causal: bool
+
+    def gradients(self, *, low: bool) -> list[Tensor]:
+        """dq, dk and dv in fp64; with `low` in fp32 with P, dS and the results rounded as the kernels round them."""
+        dtype, group = torch.float32 if low else torch.float64, self.q.shape[2] // self.k.shape[2]
+
+        def rounded(x: Tensor) -> Tensor:
+            return x.to(self.q.dtype).to(dtype) if low else x
+
+        q, k, v, do, lse, delta = (x.to(dtype) for x in (self.q, self.k, self.v, self.do, self.lse, self.delta))
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+        seen = self.visible & lse.isfinite()[..., None]
+        logits = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale - lse[..., None]
+        p = logits.masked_fill(~seen, -math.inf).exp()
+        dp = torch.einsum("bihd,bjhd->bhij", do, v)
+        ds = rounded((p * (dp - delta[..., None])).masked_fill(~seen, 0))
+        dq = torch.einsum("bhij,bjhd->bihd", ds, k) * self.scale
+        dk = torch.einsum("bhij,bihd->bjhd", ds, q) * self.scale
+        dv = torch.einsum("bhij,bihd->bjhd", rounded(p), do)
+        return [rounded(x) for x in (dq, *(x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv)))]
+
+    def run(self, **out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from cute_kernels.attend.selected_backward import selected_backward
+        from cute_kernels.lists.query_to_kv import Keys, chosen_lists
+        from cute_kernels.mma.wgmma import UNIT
+
+        rows, num_keys = self.q.shape[1], self.k.shape[1]
+        lists = chosen_lists(
+            self.indices,
+            self.q.shape[2],
+            Keys(causal=self.causal),
+            size=self.size,
+            width=UNIT,
+            rows=self.tile,
+            num_keys=num_keys,
+            rows_from=0,
+            rows_to=rows,
+            entries=False,
+        )
+        bits = model_bits(self.indices, -(-num_keys // self.size))
+        tensors = self.q, self.k, self.v, self.do, self.lse, self.delta
+        return selected_backward(*tensors, lists, bits, size=self.size, causal=self.causal, scale=self.scale, **out)
+
+    def check(self) -> tuple[Tensor, Tensor, Tensor]:
+        got = self.run()
+        named = zip(("dq", "dk", "dv"), got, self.gradients(low=False), self.gradients(low=True), strict=True)
+        for name, mine, oracle, naive in named:
+            # dS of a row with one key is nothing but the difference of two sums in fp32
+            assert_within_budget(mine, oracle, naive, name, slack=1e-4)
+        return got
+
+
+def make(
+    tokens: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 128,
+    *,
+    keys: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = BF16,
+    count: int = 4,
+    tile: int = 256,
+    size: int = 64,
+    causal: bool = True,
+    shared: bool = False,
+    indices: Tensor | None = None,
+) -> Inputs:
+    """Normal inputs; lse shifted as by the logarithm of a gate, delta as of an unshifted one."""
+    keys = tokens if keys is None else keys
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    q, do = (normal(batch, tokens, heads, dim).to(dtype) for _ in range(2))
+    k, v = (normal(batch, keys, kv_heads, dim).to(dtype) for _ in range(2))
+    tiles, blocks, scale = -(-tokens // tile), -(-keys // size), dim**-0.5
+    if indices is None:
+        shape = batch, kv_heads if shared else heads
+        indices = random_indices(shape, tiles, blocks, count, tile=tile, size=size, causal=causal)
+    indices = indices.cuda()
+    visible = tiles_of_blocks(indices, blocks).repeat_interleave(heads // indices.shape[1], 1)
+    visible = visible.repeat_interleave(tile, 2)[:, :, :tokens].repeat_interleave(size, 3)[..., :keys]
+    if causal:
+        visible &= torch.arange(keys, device="cuda") <= torch.arange(tokens, device="cuda")[:, None]
+    k_all, v_all = (x.float().repeat_interleave(heads // kv_heads, 2) for x in (k, v))
+    logits = (torch.einsum("bihd,bjhd->bhij", q.float(), k_all) * scale).masked_fill(~visible, -math.inf)
+    lse = logits.logsumexp(-1)
+    dp = torch.einsum("bihd,bjhd->bhij", do.float(), v_all)
+    delta = (logits.sub(lse[..., None]).exp().masked_fill(~visible, 0) * dp).sum(-1)
+    lse = lse - 2 * torch.rand(lse.shape, generator=generator, device="cuda")
+    return Inputs(q, k, v, do, lse, delta, indices, visible, scale, tile, size, causal)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@CUDA
+@NOISY
+@CAUSAL
+@pytest.mark.parametrize("tokens", SIZES)
+def test_sizes(tokens: int, causal: bool) -> None:
+    make(tokens, causal=causal).check()
+
+
+@CUDA
+@NOISY
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
+    heads = max(group, 2)
+    make(1000, heads, heads // group, dim, dtype=dtype, batch=2).check()
+
+
+@CUDA
+@NOISY
+@CAUSAL
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+@pytest.mark.parametrize("size", [64, 128, 192])
+def test_blocks(size: int, shared: bool, causal: bool) -> None:
+    make(1100, 8, 2, 64, size=size, shared=shared, causal=causal).check()
+
+
+@CUDA
+@NOISY
+@pytest.mark.parametrize("tile", [128, 256, 384, 1024])
+def test_tiles(tile: int) -> None:
+    make(1500, tile=tile).check()
+
+
+@CUDA
+@NOISY
+@pytest.mark.parametrize("keys", [65, 777, 3000])
+def test_other_number_of_keys(keys: int) -> None:
+    make(500, keys=keys, causal=False, count=8).check()
+
+
+@CUDA
+@NOISY
+def test_rows_without_keys_and_keys_without_rows() -> None:
+    chosen = torch.full((1, 4, 6, 2), -1, dtype=torch.int32)
+    chosen[:, :, 1, 0] = 5  # rows 256 ... 319 of the tile see none of it
+    chosen[:, 1, 2, 0] = 3
+    chosen[:, :, 5] = torch.tensor([0, 22])
+    inputs = make(1480, indices=chosen)
+    empty = ~inputs.visible.any(-1)
+    assert torch.equal(empty, inputs.lse == -math.inf)
+    dq, dk, dv = inputs.check()
+    assert not dq.transpose(1, 2)[empty].any()
+    for x in (dk, dv):
+        assert not x[:, 64 * 8 : 64 * 22].any()
+    # What a row without keys has in place of lse and delta does not matter
+    lse, delta = inputs.lse.masked_fill(empty, math.inf), inputs.delta.masked_fill(empty, math.nan)
+    for got, expected in zip(replace(inputs, lse=lse, delta=delta).run(), (dq, dk, dv), strict=True):
+        assert torch.equal(got, expected)
+
+
+@CUDA
+@NOISY
+def test_nothing_chosen() -> None:
+    for x in make(300, indices=torch.full((1, 4, 2, 3), -1, dtype=torch.int32)).check():
+        assert not x.any()
+
+
+@CUDA
+@NOISY
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+def test_sink_is_cut_into_segments(size: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_kernels.attend import selected_backward as module
+
+    tiles = -(-3000 // 256)
+    indices = random_indices((2, 2 if shared else 8), tiles, -(-3000 // size), 4, tile=256, size=size, causal=True)
+    indices[..., 0] = 0
+    inputs = make(3000, 8, 2, batch=2, size=size, indices=indices)
+    whole = inputs.check()
+    for length in (1, 3, 8):
+        monkeypatch.setattr(module, "SEGMENT", length)
+        cut = inputs.check()
+        assert torch.equal(cut[0], whole[0])
+        for x, again in zip(cut, inputs.run(), strict=True):
+            assert torch.equal(x, again)
+
+
+@CUDA
+@NOISY
+def test_bitwise_repeatable() -> None:
+    inputs = make(2000, 8, 2, batch=2)
+    first = inputs.run()
+    for _ in range(3):
+        for x, again in zip(first, inputs.run(), strict=True):
+            assert torch.equal(x, again)
+
+
+@CUDA
+@NOISY
+def test_slices_of_heads_amid_nan() -> None:
+    """Inputs and outputs are parts of larger tensors whose other elements are NaN, and stay untouched."""
+    inputs = make(777, 8, 2, batch=2)
+    expected = inputs.run()
+
+    def amid_nan(x: Tensor, dims: tuple[int, int]) -> Tensor:
+        shape = [size + 3 * (dim in dims) for dim, size in enumerate(x.shape)]
+        around = torch.full(shape, math.nan, dtype=x.dtype, device=x.device)
+        places = tuple(slice(1 if dim in dims else 0, size + (dim in dims)) for dim, size in enumerate(x.shape))
+        around[places] = x
+        return around[places]
+
+    moved: dict[str, Any] = {name: amid_nan(getattr(inputs, name), (1, 2)) for name in ("q", "k", "v", "do")}
+    moved |= {name: amid_nan(getattr(inputs, name), (1, 2)) for name in ("lse", "delta")}
+    out = {f"d{name}": amid_nan(torch.zeros_like(getattr(inputs, name)), (1, 2)) for name in ("q", "k", "v")}
+    got = replace(inputs, **moved).run(**out)
+    for mine, theirs, into in zip(got, expected, out.values(), strict=True):
+        assert mine is into
+        assert torch.equal(mine, theirs)
+        around = mine._base
+        assert around is not None
+        assert int(around.isnan().sum()) == around.numel() - mine.numel()
+
+
+@CUDA
+@NOISY
+def test_graph() -> None:
+    inputs = make(1000)
+    inputs.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = inputs.run()
+    other = make(1000, indices=inputs.indices.flip(1).cpu())
+    inputs.indices.copy_(other.indices)
+    inputs.lse.copy_(other.lse)
+    inputs.delta.copy_(other.delta)
+    graph.replay()
+    for x, expected in zip(got, other.run(), strict=True):
+        assert torch.equal(x, expected)
+
+
+# ---------------------------------------------------------------- visits
+
+
+@dataclass(frozen=True)
+class Visits:
+    """What CountVisits, the cumulative sum and ListVisits make, without what lies behind the ends."""
+
+    counts: Tensor
+    sums: Tensor
+    visits: list[int]
+    segments: list[tuple[int, int, int]]
+
+
+def model_visits(bits: Tensor, heads: int, kv_heads: int, tiles: int, length: int) -> Visits:
+    """The same, a loop for each block."""
+    batch, select_heads, blocks, _ = bits.shape
+    chosen = ((bits.long()[..., None] >> torch.arange(32)) & 1).flatten(3)
+    group, shared = heads // kv_heads, heads // select_heads
+    counts: list[tuple[int, int, int]] = []
+    visits: list[int] = []
+    cut: list[tuple[int, int, int]] = []
+    whole: list[tuple[int, int, int]] = []
+    for item in range(blocks * batch * kv_heads):
+        block, b, h = item // kv_heads // batch, item // kv_heads % batch, item % kv_heads
+        mine = [
+            (i * shared + j) * tiles + tile
+            for i in range(group // shared)
+            for tile in chosen[b, h * (group // shared) + i, block].nonzero().flatten().tolist()
+            for j in range(shared)
+        ]
+        parts = len(mine) // length
+        counts.append((len(mine), parts if parts > 1 else 0, int(parts < 2)))
+        lengths = [len(mine) // max(parts, 1) + (i < len(mine) % max(parts, 1)) for i in range(max(parts, 1))]
+        for i, n in enumerate(lengths):
+            (cut if parts > 1 else whole).append((item, len(visits) + sum(lengths[:i]), n))
+        visits += mine
+    table = torch.tensor(counts, dtype=torch.int32).T.contiguous()
+    return Visits(table, table.cumsum(1, dtype=torch.int32), visits, cut + whole)
+
+
+@given(
+    tokens=st.integers(1, 5000),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 4),
+    shared=st.booleans(),
+    length=st.integers(1, 9),
+    count=st.integers(1, 6),
+)
+def test_model_of_visits(tokens: int, kv_heads: int, group: int, shared: bool, length: int, count: int) -> None:
+    """Each choice is one visit; segments follow one another; those of cut blocks are of `length` and more."""
+    tiles, blocks, heads = -(-tokens // 256), -(-tokens // 64), group * kv_heads
+    select_heads = kv_heads if shared else heads
+    indices = random_indices((2, select_heads), tiles, blocks, count, tile=256, size=64, causal=True)
+    indices[..., 0] = 0
+    chosen = tiles_of_blocks(indices, blocks).repeat_interleave(heads // select_heads, 1)
+    made = model_visits(model_bits(indices, blocks), heads, kv_heads, tiles, length)
+    assert len(made.visits) == int(chosen.sum())
+    covered = 0
+    for item, first, n in sorted(made.segments, key=lambda segment: segment[1:]):
+        assert first == covered or n == 0
+        covered += n
+        block, b, h = item // kv_heads // 2, item // kv_heads % 2, item % kv_heads
+        for visit in made.visits[first : first + n]:
+            head, tile = h * group + visit // tiles, visit % tiles
+            assert chosen[b, head, tile, block]
+            chosen[b, head, tile, block] = False
+    assert not chosen.any(), "a choice without a visit"
+    cut = int(made.sums[1, -1])
+    assert cut + int(made.sums[2, -1]) == len(made.segments)
+    assert all(length <= n < 2 * length for _, _, n in made.segments[:cut])
+    assert all(n < 2 * length for _, _, n in made.segments)
+    assert cut <= len(made.visits) // length
+
+
+@pytest.mark.cuda_extra
+@NOISY
+@pytest.mark.parametrize("tokens", [1 << 12, 1 << 17, 1 << 20, 1 << 22, 1 << 24])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_memory_is_bounded(tokens: int, dim: int) -> None:
+    from cute_kernels.attend.selected_backward import SEGMENT, sizes_of
+
+    heads, kv_heads, count, tile, size = 8, 2, 16, 256, 64
+    tiles, blocks = tokens // tile, kv_heads * tokens // size
+    part = 2 * 64 * dim * 4
+    sizes = sizes_of(heads * tiles * count, heads // kv_heads * tiles, blocks, part)
+    assert sizes.length >= SEGMENT
+    assert sizes.segments == blocks + sizes.cut
+    lists = 4 * (6 * blocks + sizes.visits + 3 * sizes.segments)
+    assert sizes.cut * part + lists <= (600 << 20 if tokens <= 1 << 22 else 1 << 30)
+
+
+@CUDA
+@NOISY
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+@pytest.mark.parametrize(("tokens", "length"), [(100, 1), (5000, 2), (20000, 3), (20000, 32)])
+def test_visits(tokens: int, length: int, shared: bool) -> None:
+    from cute_kernels.attend.selected_backward import _count, _list
+    from cute_kernels.lists.kv_to_query import tile_bits
+
+    heads, kv_heads, tiles, blocks = 6, 2, -(-tokens // 256), -(-tokens // 64)
+    indices = random_indices((2, kv_heads if shared else heads), tiles, blocks, 5, tile=256, size=64, causal=True)
+    indices[..., 0] = 0
+    bits = tile_bits(indices.cuda(), size=64, num_keys=tokens, entries=False)
+    assert torch.equal(bits.cpu(), model_bits(indices, blocks))
+    expected = model_visits(bits.cpu(), heads, kv_heads, tiles, length)
+
+    def table(*shape: int) -> Tensor:
+        return torch.full(shape, -7, dtype=torch.int32, device="cuda")
+
+    counts, visits = table(3, blocks * 2 * kv_heads), table(2 * heads * tiles * 5)
+    segments = table(3, counts.shape[1] + visits.shape[0] // length)
+    _count().run(bits, counts, kv_heads, heads // kv_heads, length)
+    sums = counts.cumsum(1, dtype=torch.int32)
+    _list().run(bits, counts, sums, visits, segments, kv_heads, heads // kv_heads, tiles)
+    assert torch.equal(counts.cpu(), expected.counts)
+    assert torch.equal(sums.cpu(), expected.sums)
+    assert visits.tolist()[: len(expected.visits)] == expected.visits
+    assert bool((visits[len(expected.visits) :] == -7).all())
+    used = len(expected.segments)
+    assert [tuple(segment) for segment in segments[:, :used].T.tolist()] == expected.segments
+    assert bool((segments[:, used:] == -7).all())

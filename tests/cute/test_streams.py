@@ -1,0 +1,247 @@
+"""Who waits for whom on side streams, with stand-ins for CUDA's streams and events."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from cute_kernels.runtime import streams as side_streams
+from cute_kernels.runtime.streams import STREAMS, SideStreams
+
+DEVICE = torch.device("cuda:1")
+
+
+class Streams:
+    """What was launched and waited for, what is captured, and the current stream of each thread and the device."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.local = threading.local()
+        self.main = Stream(self, "main")
+        self.device = 0
+        self.made = itertools.count()
+        patch.setattr(torch.cuda, "device", self.guard)
+        patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        patch.setattr(torch.cuda, "set_stream", self.set_stream)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current.capture is not None)
+        patch.setattr(side_streams, "_new_streams", lambda device: [self.new() for _ in range(STREAMS)])
+        patch.setattr(side_streams, "_is_captured", lambda stream: stream.capture is not None)
+        patch.setattr(side_streams, "_SHARED", {})
+        patch.setattr(side_streams, "_LENT", {})
+
+    @property
+    def current(self) -> Stream:
+        return getattr(self.local, "current", self.main)
+
+    def new(self) -> Stream:
+        return Stream(self, f"side {next(self.made)}")
+
+    @contextmanager
+    def guard(self, device: torch.device) -> Iterator[None]:
+        before, self.device = self.device, device.index
+        try:
+            yield
+        finally:
+            self.device = before
+
+    def set_stream(self, stream: Stream) -> None:
+        self.local.current = stream
+
+    def launch(self, name: str) -> None:
+        self.log.append(f"{self.current.name}: {name}")
+
+    @contextmanager
+    def capture(self, stream: Stream) -> Iterator[None]:
+        """On a stream that is current meanwhile; ends for all streams that have become part of it."""
+        before = self.current
+        stream.capture = Capture([stream])
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+            for part in stream.capture.streams:
+                part.capture = None
+
+
+class Capture:
+    def __init__(self, streams: list[Stream]) -> None:
+        self.streams = streams
+
+
+class Event(NamedTuple):
+    after: str
+    capture: Capture | None
+
+
+class Stream:
+    """As CUDA has it: who waits for a captured event becomes part of the capture, unless that cannot be."""
+
+    def __init__(self, streams: Streams, name: str) -> None:
+        self.streams, self.name = streams, name
+        self.capture: Capture | None = None
+
+    def record_event(self) -> Event:
+        return Event((self.streams.log or [""])[-1].partition(": ")[2], self.capture)
+
+    def wait_event(self, event: Event) -> None:
+        if event.capture is not self.capture:
+            assert self.capture is None, "cudaErrorStreamCaptureIsolation"
+            assert event.capture is not None
+            self.capture = event.capture
+            event.capture.streams.append(self)
+        self.streams.log.append(f"{self.name} waits for {event.after}")
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return Streams(monkeypatch)
+
+
+def three_passes(streams: Streams, fails: bool = False) -> None:
+    with SideStreams(DEVICE) as side:
+        assert streams.device == 1
+        for number in range(3):
+            side.begin()
+            streams.launch(f"lists {number}")
+            with side.run(object()):
+                streams.launch(f"pass {number}")
+                if fails and number == 1:
+                    raise ValueError("in a pass")
+            assert streams.current is streams.main
+
+
+def test_each_waits_for_what_it_reads(streams: Streams) -> None:
+    three_passes(streams)
+    assert streams.log == [
+        "main: lists 0",
+        "side 0 waits for lists 0",
+        "side 0: pass 0",
+        "main: lists 1",
+        "side 1 waits for lists 1",
+        "side 1: pass 1",
+        "main waits for pass 0",  # whose memory the third pass may take
+        "main: lists 2",
+        "side 0 waits for lists 2",
+        "side 0: pass 2",
+        "main waits for pass 1",
+        "main waits for pass 2",
+    ]
+    assert streams.current is streams.main
+    assert streams.device == 0
+
+
+def test_an_exception_leaves_the_current_stream_waiting(streams: Streams) -> None:
+    with pytest.raises(ValueError, match="in a pass"):
+        three_passes(streams, fails=True)
+    assert streams.log[-2:] == ["main waits for pass 0", "main waits for pass 1"]
+    assert streams.current is streams.main
+    assert streams.device == 0
+
+
+def test_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("asked for CUDA")
+
+    for name in ("device", "current_stream", "set_stream", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    monkeypatch.setattr(side_streams, "_new_streams", refuse)
+    ran = []
+    with SideStreams(torch.device("cpu")) as side:
+        side.begin()
+        with side.run():
+            ran.append(1)
+    assert ran == [1]
+
+
+# Which streams
+
+
+def used(streams: Streams) -> set[str]:
+    """Names of those that a call of two passes runs on."""
+    names = set()
+    with SideStreams(DEVICE) as side:
+        for _ in range(STREAMS):
+            side.begin()
+            with side.run():
+                names.add(streams.current.name)
+    return names
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_calls_of_all_threads_and_streams_share_them(streams: Streams) -> None:
+    expected = {"side 0", "side 1"}
+    assert used(streams) == expected
+    for _ in range(100):
+        assert in_thread(lambda: used(streams)) == expected
+    streams.set_stream(Stream(streams, "another"))
+    assert used(streams) == expected
+
+
+def test_threads_begin_at_once(streams: Streams) -> None:
+    start = threading.Barrier(8)
+
+    def work(_: int) -> set[str]:
+        start.wait()
+        return used(streams)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(8))) == [{"side 0", "side 1"}] * 8
+
+
+def test_a_capture_has_its_own_until_it_ends(streams: Streams) -> None:
+    capturing = Stream(streams, "capturing")
+    with streams.capture(capturing):
+        assert used(streams) == {"side 0", "side 1"}
+        assert in_thread(lambda: used(streams)) == {"side 2", "side 3"}  # not captured
+        assert used(streams) == {"side 0", "side 1"}  # of the same graph
+
+        def capture_too() -> set[str]:
+            with streams.capture(Stream(streams, "another")):
+                return used(streams)
+
+        assert in_thread(capture_too) == {"side 4", "side 5"}
+    assert used(streams) == {"side 2", "side 3"}
+    with streams.capture(capturing):
+        assert used(streams) == {"side 0", "side 1"}
+
+
+def test_captures_one_after_the_other_take_the_same(streams: Streams) -> None:
+    for number in range(100):
+        with streams.capture(Stream(streams, f"capturing {number}")):
+            assert used(streams) == {"side 0", "side 1"}
+
+
+def test_a_capture_s_are_taken_before_its_first_pass(streams: Streams) -> None:
+    """Also while its thread has not yet come to launch anything on them."""
+    with streams.capture(Stream(streams, "capturing")), SideStreams(DEVICE):
+
+        def capture_too() -> set[str]:
+            with streams.capture(Stream(streams, "another")):
+                return used(streams)
+
+        assert in_thread(capture_too) == {"side 2", "side 3"}
+
+
+def test_the_device_is_restored_where_there_are_none(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("no more streams")
+
+    monkeypatch.setattr(side_streams, "_new_streams", refuse)
+    with pytest.raises(RuntimeError, match="no more streams"), SideStreams(DEVICE):
+        pass
+    assert streams.device == 0

@@ -1,0 +1,214 @@
+"""Which calls the CUDA kernels take, asked on a machine without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dispatch
+from cute_kernels import support
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.runtime import device
+from nsa import NSAConfig
+from nsa.inputs import NSAInputs
+from tests.support.helpers import make_qkv
+from tools import compile_all
+
+BOUNDS = torch.tensor([0, 100, 300], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fa4.STRATEGY_VARIABLE, raising=False)
+
+
+def ask(
+    inputs: NSAInputs | None = None, *, backward: bool = False, deterministic: bool = False, **options: Any
+) -> str | None:
+    inputs = inputs or NSAInputs(*make_qkv(300, 4, 2, 64, dtype=torch.bfloat16))
+    facts = {"inputs": inputs, "config": NSAConfig(**options), "deterministic": deterministic}
+    return support.check(dispatch.Call("nsa", "cuda:0", inputs.q.dtype, backward=backward, options=facts))
+
+
+def packed(**changes: Any) -> NSAInputs:
+    q, k, v = make_qkv(300, 4, 2, 64, dtype=torch.bfloat16, batch=None)
+    return NSAInputs(q, k, v, **{"cu_seqlens": BOUNDS, **changes})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"q_tile_size": 128, "select_block_size": 128},
+        {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64},
+        {"num_cmp_selected_blocks": 9, "n_block_size": 64},
+        {"num_selected_blocks": 1024},
+        {"q_tile_size": 1},
+        {"q_tile_size": 1, "compress_block_size": 32, "compress_stride": 16, "select_block_size": 256},
+    ],
+    ids=str,
+)
+def test_takes(options: dict[str, Any]) -> None:
+    assert ask(**options) is None
+
+
+def test_takes_packed_documents() -> None:
+    assert ask(packed()) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"q_tile_size": 1, "causal": False}, "with causal=True only, got causal=False"),
+        ({"q_tile_size": 1, "select_block_size": 320}, "with select_block_size 64, 128, 192, 256, got 320"),
+        ({"q_tile_size": 1, "compress_stride": 24}, "with a compress_stride that divides compress_block_size and"),
+        ({"q_tile_size": 1, "num_selected_blocks": 257}, "chooses at most 256 blocks per token, got 257"),
+        (
+            {"q_tile_size": 1, "compress_block_size": 256, "compress_stride": 1},
+            "takes at most 256 compressed blocks over one select block",
+        ),
+        ({"q_tile_size": 192}, "takes q_tile_size in multiples of 128 on this device, got 192"),
+        ({"select_block_size": 96}, "takes select_block_size in multiples of 64, got 96"),
+        ({"num_cmp_selected_blocks": 9, "n_block_size": 96}, "takes n_block_size 64 or 128 on this device, got 96"),
+        ({"q_tile_size": 2**31 - 256}, "takes q_tile_size up to 2^30, got 2147483392"),
+        ({"compress_block_size": 2**30 + 64}, "takes compress_block_size up to 2^30, got 1073741888"),
+        ({"select_block_size": 2**30 + 64}, "takes select_block_size up to 2^30, got 1073741888"),
+        ({"num_selected_blocks": 1025}, "chooses at most 1024 blocks per tile, got 1025"),
+        ({"compress_stride": 1, "select_block_size": 128}, "takes at most 128 compressed blocks over one select block"),
+    ],
+    ids=str,
+)
+def test_refuses(options: dict[str, Any], reason: str) -> None:
+    assert reason in (ask(**options) or "")
+
+
+def test_takes_backward() -> None:
+    assert ask(backward=True) is None
+    assert ask(packed(), backward=True) is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "got"),
+    [
+        (None, {}, None),
+        (None, {"compress_block_size": 32, "compress_stride": 16, "select_block_size": 64}, None),
+        (None, {"compress_block_size": 32, "compress_stride": 12, "select_block_size": 64}, "stride=12"),
+        (None, {"num_cmp_selected_blocks": 9}, "num_cmp_selected_blocks=9"),
+        (packed(), {}, "cu_seqlens"),
+        (None, {"q_tile_size": 1}, None),
+        (NSAInputs(*make_qkv(300, 4, 2, 64, 128, dtype=torch.bfloat16)), {"q_tile_size": 1}, None),
+        (NSAInputs(*make_qkv(300, 4, 2, 64, 128, dtype=torch.bfloat16)), {}, "D=64, D_v=128"),
+    ],
+)
+def test_determinism(inputs: NSAInputs | None, options: dict[str, Any], got: str | None) -> None:
+    """FlashAttention-4 adds what block lists name with atomics."""
+    reason = ask(inputs, backward=True, deterministic=True, **options)
+    assert reason is None if got is None else (reason or "").endswith(got)
+    assert ask(inputs, deterministic=True, **options) is None
+
+
+def test_largest_group_per_token() -> None:
+    assert ask(NSAInputs(*make_qkv(70, 64, 1, 64, dtype=torch.bfloat16)), q_tile_size=1) is None
+    reason = ask(NSAInputs(*make_qkv(70, 65, 1, 64, dtype=torch.bfloat16)), q_tile_size=1)
+    assert reason == "selects per token for at most 64 heads a group, got 65"
+
+
+def test_longest_backward() -> None:
+    for tokens, reason in ((1 << 24, None), (1 << 25, "takes fewer than 2^31 elements of one head in backward")):
+        q, k, v = (torch.empty(1, tokens, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+        got = ask(NSAInputs(q, k, v), backward=True)
+        assert got is None if reason is None else (got or "").startswith(reason)
+
+
+@pytest.mark.parametrize("preset", ["seed", "paper"])
+def test_nothing_is_deterministic_with_blackwells_tiles(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(device.TARGET_VARIABLE, "sm_100a")
+    device.compute_capability.cache_clear()
+    options = vars(getattr(NSAConfig, preset)())
+    assert (ask(backward=True, deterministic=True, **options) or "").endswith("got Blackwell's tiles")
+    assert ask(backward=True, **options) is None
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_deterministic_neighborhoods(target: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4's deterministic backward is compiled for tensors with data only, so for Blackwell nowhere."""
+    monkeypatch.setenv(device.TARGET_VARIABLE, target)
+    device.compute_capability.cache_clear()
+    call = dispatch.Call("neighborhood_attention", "cuda", torch.bfloat16, backward=backward)
+    assert support.check_neighborhood_attention(call) is None  # tests ask for warnings alone
+    torch.use_deterministic_algorithms(True)
+    reason = support.check_neighborhood_attention(call) or ""
+    refused = "takes torch.use_deterministic_algorithms(True) in backward only on Hopper"
+    assert reason.startswith(refused) == (backward and target == "sm_100a")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "reason"),
+    [
+        ((4, 2, 96), torch.bfloat16, "takes head dims 64 and 128, got D=96"),
+        ((4, 2, 64, 32), torch.bfloat16, "takes head dims 64 and 128, got D_v=32"),
+        ((4, 2, 64), torch.float32, "takes bfloat16 and float16, got float32"),
+    ],
+)
+def test_refuses_inputs(sizes: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
+    assert ask(NSAInputs(*make_qkv(300, *sizes, dtype=dtype))) == reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({}, {"causal": False}, "causal"),
+        ({}, {"select_block_size": 192}, "select_block_size"),
+    ],
+    ids=["not causal", "tiles"],
+)
+def test_refuses_packed(changes: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+    answer = ask(packed(**changes), **options)
+    assert answer is not None
+    assert reason in answer
+    assert "cu_seqlens" in answer or "packed" in answer
+
+
+def test_blackwell_wants_larger_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask(q_tile_size=128) is None
+    for name, value in ((fa4.STRATEGY_VARIABLE, "sm_100"), (device.TARGET_VARIABLE, "sm_100a")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            device.compute_capability.cache_clear()
+            assert ask() is None
+            assert "in multiples of 256 on this device, got 128" in (ask(q_tile_size=128) or "")
+        device.compute_capability.cache_clear()
+
+
+def refusal_of(capability: str) -> str:
+    return (
+        f"needs compute capability 9.0 or 10.0, this device has {capability}, which the kernels were never compiled for"
+    )
+
+
+@pytest.mark.parametrize("ask", [support.check, support.check_neighborhood_attention])
+@pytest.mark.parametrize("capability", ["9.0", "10.0", "10.1", "10.3", "11.0", "12.0", "12.1"])
+def test_devices_that_kernels_are_compiled_for(
+    capability: str, ask: Callable[[dispatch.Call], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sm_100a's machine code runs on 10.0 alone; B300 has 10.3."""
+    monkeypatch.setenv(device.TARGET_VARIABLE, f"sm_{capability.replace('.', '')}a")
+    device.compute_capability.cache_clear()
+    compiled = f"sm_{capability.replace('.', '')}a" in compile_all.TARGETS
+    assert ask(dispatch.Call("any", "cuda", torch.bfloat16)) == (None if compiled else refusal_of(capability))
+
+
+def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = dispatch.Call("nsa", "cuda", torch.bfloat16)
+    assert support.check(call) is None
+    monkeypatch.setenv(device.TARGET_VARIABLE, "sm_80")
+    device.compute_capability.cache_clear()
+    assert support.check(call) == refusal_of("8.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert support.check(call) == "no NVIDIA GPU is visible"
+    assert support.check(dispatch.Call("nsa", "cpu", torch.bfloat16)) == "runs on CUDA devices, got cpu"

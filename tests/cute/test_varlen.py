@@ -1,0 +1,371 @@
+"""Packed documents on CUDA: each is bitwise what it is alone, and inside the error budget of the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import oracles
+from cute_kernels.fa4.interface import STRATEGY_VARIABLE
+from dispatch import BackendError
+from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
+from nsa.inputs import NSAInputs
+from tests.support.helpers import assert_within_budget, make_qkv
+
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+
+T = 256
+LENGTHS = (0, 1, T - 1, T, 0, 0, T + 1, 3000, 37, 2 * T, 2113, 0)
+TAIL = 41
+"""Rows behind the last document, which hold NaN."""
+
+
+@dataclass(frozen=True)
+class Case:
+    config: NSAConfig
+    heads: int = 4
+    kv_heads: int = 1
+    dim: int = 128
+    v_dim: int | None = None
+    tensors: tuple[str, ...] = ()
+    """Optional tensors to give."""
+
+
+OVERLAPPING = NSAConfig.seed(
+    compress_block_size=32,
+    compress_stride=16,
+    select_block_size=64,
+    num_selected_blocks=6,
+    num_init_blocks=1,
+    num_local_blocks=2,
+    window_size=200,
+)
+CASES = {
+    "seed": Case(NSAConfig.seed(num_selected_blocks=4), tensors=("gate_proj_weight",)),
+    "one head a group, D=64": Case(NSAConfig.seed(num_selected_blocks=4), heads=2, kv_heads=2, dim=64),
+    "D_v=64": Case(NSAConfig.seed(num_selected_blocks=4), heads=2, kv_heads=2, v_dim=64),
+    "overlapping, forced": Case(OVERLAPPING, heads=8, kv_heads=2, tensors=("gates",)),
+    "shared": Case(replace(OVERLAPPING, share_heads_in_group=True), heads=8, kv_heads=2, dim=64),
+    "wide blocks": Case(replace(OVERLAPPING, select_block_size=256, q_tile_size=512, num_selected_blocks=3)),
+    "sparse compressed": Case(
+        replace(OVERLAPPING, compress_block_size=16, compress_stride=8, num_cmp_selected_blocks=2), heads=8, kv_heads=2
+    ),
+    "own keys": Case(
+        NSAConfig.seed(num_selected_blocks=4, window_size=100), tensors=("k_slc", "v_slc", "k_win", "v_win")
+    ),
+    "own window": Case(NSAConfig.seed(num_selected_blocks=4), dim=64, tensors=("k_win", "v_win")),
+    "nothing selected": Case(NSAConfig.seed(num_selected_blocks=0, window_size=0)),
+    "per token": Case(NSAConfig.paper(num_selected_blocks=6, window_size=200), heads=8, kv_heads=2, tensors=("gates",)),
+    "long blocks": Case(NSAConfig.seed(compress_block_size=256, num_selected_blocks=2)),
+}
+
+
+@pytest.fixture(params=["own strategy", "sm_100 strategy"], autouse=True)
+def _strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "sm_100 strategy":
+        monkeypatch.setenv(STRATEGY_VARIABLE, "sm_100")
+    else:
+        monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
+
+
+def pack(case: Case, lengths: tuple[int, ...] = LENGTHS, tail: int = TAIL, *, seed: int = 0) -> NSAInputs:
+    tokens = sum(lengths) + tail
+    sizes = {"batch": None, "dtype": torch.bfloat16, "device": "cuda"}
+    shape = (tokens, case.heads, case.kv_heads, case.dim, case.v_dim)
+    q, k, v = make_qkv(*shape, **sizes, seed=seed)  # type: ignore[arg-type]
+    given: dict[str, Tensor] = {}
+    for offset, branch in enumerate(("slc", "win"), 1):
+        _, own_k, own_v = make_qkv(*shape, **sizes, seed=seed + offset)  # type: ignore[arg-type]
+        given |= {f"k_{branch}": own_k, f"v_{branch}": own_v}
+    generator = torch.Generator().manual_seed(seed)
+    given["gates"] = torch.randn((tokens, case.heads, 3), generator=generator).cuda()
+    for tensor in (q, k, v, *given.values()):
+        tensor[tokens - tail :] = torch.nan
+    given["gate_proj_weight"] = torch.randn((case.heads, 3, case.dim), generator=generator).cuda().bfloat16() / 8
+    for name, dim in (("w_k_compress", case.dim), ("w_v_compress", case.v_dim or case.dim)):
+        given[name] = (torch.randn((case.kv_heads, dim, dim), generator=generator) / dim**0.5).cuda().bfloat16()
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    return NSAInputs(q, k, v, cu_seqlens=bounds, **{name: given[name] for name in case.tensors})
+
+
+def run(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, NSAAux]:
+    return nsa_forward_aux(**inputs.tensors(), config=config, backend="cute")  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A document without the others, and where it and what belongs to it lie in the pack."""
+
+    inputs: NSAInputs
+    tokens: slice
+    tiles: slice
+    entries: slice
+
+
+def documents(inputs: NSAInputs, config: NSAConfig, lengths: tuple[int, ...]) -> Iterator[Alone]:
+    tile, entry = 0, 0
+    for start, stop in pairwise([0, *accumulate(lengths)]):
+        tokens = slice(start, stop)
+        tiles = slice(tile, tile := tile - (start - stop) // config.q_tile_size)
+        entries = slice(entry, entry := entry + config.num_compressed(stop - start))
+        if start < stop:
+            yield Alone(reference._slice_document(inputs, tokens, entries), tokens, tiles, entries)
+
+
+def without_batch(aux: NSAAux) -> dict[str, Tensor]:
+    return {name: tensor[0] for name, tensor in aux._asdict().items() if tensor is not None}
+
+
+def part_of(aux: NSAAux, document: Alone) -> dict[str, Tensor]:
+    """What of a pack's NSAAux belongs to a document."""
+    part: dict[str, Tensor] = {}
+    for name, tensor in aux._asdict().items():
+        if tensor is None:
+            continue
+        if name in ("k_cmp", "v_cmp"):
+            part[name] = tensor[document.entries]
+        elif name.endswith("indices"):
+            part[name] = tensor[:, document.tiles]
+        elif name.startswith("lse"):
+            part[name] = tensor[:, document.tokens]
+        else:
+            part[name] = tensor[document.tokens]
+    return part
+
+
+def assert_equals_each_document_alone(case: Case, lengths: tuple[int, ...] = LENGTHS) -> None:
+    inputs = pack(case, lengths)
+    out, aux = run(inputs, case.config)
+    assert torch.equal(nsa_forward(**inputs.tensors(), config=case.config, backend="cute"), out)  # type: ignore[arg-type]
+    last = None
+    for document in documents(inputs, case.config, lengths):
+        where = f"document {document.tokens}"
+        alone_out, alone_aux = run(document.inputs, case.config)
+        assert torch.equal(out[document.tokens], alone_out[0]), where
+        expected = without_batch(alone_aux)
+        got = part_of(aux, document)
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(got[name], tensor), f"{name} of {where}"
+        last = document
+    assert last is not None
+    assert not out[last.tokens.stop :].any()
+    rest = replace(last, tokens=slice(last.tokens.stop, None), tiles=slice(last.tiles.stop, None))
+    for name, tensor in part_of(aux, replace(rest, entries=slice(last.entries.stop, None))).items():
+        fill = -torch.inf if name.startswith("lse") else -1 if name.endswith("indices") else 0
+        assert (tensor == fill).all(), f"{name} behind the last document"
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_each_document_alone(case: Case) -> None:
+    assert_equals_each_document_alone(case)
+
+
+def test_lists_all_blocks_of_entries_where_they_fit() -> None:
+    """Two blocks, and a first tile that sees one of them."""
+    case = CASES["sparse compressed"]
+    assert -(-case.config.num_compressed(1500) // case.config.n_block_size) == case.config.num_cmp_selected_blocks
+    assert case.config.num_compressed(T) < case.config.n_block_size
+    assert_equals_each_document_alone(case, (1500, 300, 2113))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("tile", [128, 384])
+def test_tiles_of_sm_90(tile: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STRATEGY_VARIABLE, raising=False)
+    assert_equals_each_document_alone(Case(replace(OVERLAPPING, q_tile_size=tile), dim=dim))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_has_the_shapes_of_the_reference(case: Case) -> None:
+    lengths = (300, 0, 20)
+    inputs = pack(case, lengths)
+    out, aux = run(inputs, case.config)
+    expected_out, expected = reference.nsa(inputs, case.config)
+    assert out.shape == expected_out.shape
+    for name, tensor in expected._asdict().items():
+        got = getattr(aux, name)
+        if tensor is None:
+            assert got is None, name
+        else:
+            assert (got.shape, got.dtype) == (tensor.shape, tensor.dtype), name
+
+
+@pytest.mark.parametrize("weights", [(), ("w_k_compress", "w_v_compress")], ids=["means", "projected"])
+@pytest.mark.parametrize("name", ["seed", "overlapping, forced", "sparse compressed", "own keys"])
+def test_agrees_with_the_oracle(name: str, weights: tuple[str, ...]) -> None:
+    case = replace(CASES[name], tensors=CASES[name].tensors + weights)
+    inputs = pack(case)
+    out, aux = run(inputs, case.config)
+    for document in documents(inputs, case.config, LENGTHS):
+        part = part_of(aux, document)
+        chosen = {key: part[key][None] for key in ("indices", "cmp_indices") if key in part}
+        exact, exact_aux = reference.nsa(document.inputs.map(Tensor.double), case.config, **chosen)
+        low, low_aux = oracles.nsa(document.inputs, case.config, **chosen)
+        assert_within_budget(out[document.tokens], exact[0], low[0])
+        for field in ("o_cmp", "o_slc", "o_win", "k_cmp", "v_cmp"):
+            assert_within_budget(part[field], getattr(exact_aux, field)[0], low_aux[field][0], field)
+
+
+@pytest.mark.parametrize("name", ["overlapping, forced", "sparse compressed"])
+@pytest.mark.parametrize("spare", [-1, 0, 500], ids=["no spare rows", "as computed", "more rows"])
+def test_given_entries(name: str, spare: int) -> None:
+    """As they were computed, they change no bit; rows behind them are not read."""
+    case = CASES[name]
+    inputs = pack(case)
+    out, aux = run(inputs, case.config)
+    used = sum(map(case.config.num_compressed, LENGTHS))
+    given = {}
+    for field in ("k_cmp", "v_cmp"):
+        entries = getattr(aux, field)
+        rows = used if spare < 0 else len(entries) + spare
+        given[field] = entries.new_full((rows, *entries.shape[1:]), torch.nan)
+        given[field][:used] = entries[:used]
+    got, got_aux = run(replace(inputs, **given), case.config)
+    assert torch.equal(got, out)
+    assert torch.equal(got_aux.k_cmp[:used], aux.k_cmp[:used])
+
+
+REACHED = ("seed", "one head a group, D=64", "overlapping, forced", "sparse compressed", "own keys", "per token")
+
+
+def spoilt(inputs: NSAInputs, document: Alone, value: float) -> NSAInputs:
+    """With a value in place of all queries, keys and values of a document."""
+    changed = {}
+    for name, tensor in inputs.tensors().items():
+        if name[:2] in ("q", "k", "v", "k_", "v_"):
+            changed[name] = tensor.clone()
+            changed[name][document.tokens] = value
+    return replace(inputs, **changed)
+
+
+@pytest.mark.parametrize("name", REACHED)
+@pytest.mark.parametrize("value", [3.0, torch.nan, torch.inf])
+def test_no_document_reaches_another(name: str, value: float) -> None:
+    """Neither the one before it, whose last tiles of keys may go on behind its end, nor the one behind it."""
+    case = CASES[name]
+    inputs = pack(case)
+    before, before_aux = run(inputs, case.config)
+    whole = list(documents(inputs, case.config, LENGTHS))
+    for changed in whole:
+        after, after_aux = run(spoilt(inputs, changed, value), case.config)
+        for document in whole:
+            if document is not changed:
+                where = f"{document.tokens} from {changed.tokens}"
+                assert torch.equal(before[document.tokens], after[document.tokens]), where
+                old, new = part_of(before_aux, document), part_of(after_aux, document)
+                assert all(torch.equal(old[key], new[key]) for key in old), where
+        assert not torch.equal(before[changed.tokens], after[changed.tokens])
+        assert not after[sum(LENGTHS) :].any()
+
+
+@pytest.mark.parametrize("name", REACHED)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_no_gradient_reaches_another_document(name: str, value: float) -> None:
+    """FlashAttention-4 adds up in any order, and P and dS are rounded to bf16: 2^-7 of the largest gradient."""
+    case = CASES[name]
+    inputs = pack(case)
+    do = torch.randn(*inputs.q.shape[:-1], inputs.v.shape[-1], device="cuda", dtype=torch.bfloat16)
+    names = [name for name in inputs.tensors() if name[:2] in ("q", "k", "v", "k_", "v_")]
+
+    def gradients(given: NSAInputs, do: Tensor) -> tuple[Tensor, ...]:
+        leaves = {name: given.tensors()[name].detach().requires_grad_() for name in names}
+        out = nsa(**{**given.tensors(), **leaves}, config=case.config, backend="cute")  # type: ignore[arg-type]
+        return torch.autograd.grad(out, list(leaves.values()), do)
+
+    before = gradients(inputs, do)
+    whole = list(documents(inputs, case.config, LENGTHS))
+    for changed in whole:
+        other_do = do.clone()
+        other_do[changed.tokens] = value
+        after = gradients(spoilt(inputs, changed, value), other_do)
+        rest = torch.ones(sum(LENGTHS), dtype=torch.bool, device="cuda")
+        rest[changed.tokens] = False
+        for of, old, new in zip(names, before, after, strict=True):
+            old, new = old[: sum(LENGTHS)][rest], new[: sum(LENGTHS)][rest]
+            allowed = 2**-7 * float(old.float().abs().max())
+            torch.testing.assert_close(new, old, rtol=0, atol=allowed, msg=lambda m, of=of: f"d{of}: {m}")
+
+
+@pytest.mark.parametrize("docs", [300, 2500], ids=["FA4's own tables", "several rounds of adding up"])
+def test_many_documents(docs: int) -> None:
+    case = CASES["shared"]
+    generator = torch.Generator().manual_seed(docs)
+    lengths = tuple(torch.randint(0, 90, (docs,), generator=generator).tolist())
+    inputs = pack(case, lengths)
+    out, aux = run(inputs, case.config)
+    for document in list(documents(inputs, case.config, lengths))[:: docs // 20]:
+        alone_out, alone_aux = run(document.inputs, case.config)
+        assert torch.equal(out[document.tokens], alone_out[0])
+        expected = without_batch(alone_aux)
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in part_of(aux, document).items())
+
+
+@pytest.mark.parametrize("lengths", [(0,), (0, 0, 0), (1,), (5000,)], ids=str)
+@pytest.mark.parametrize("tail", [0, 3, 300])
+@pytest.mark.parametrize("name", ["seed", "sparse compressed"])
+def test_few_tokens(name: str, lengths: tuple[int, ...], tail: int) -> None:
+    case = CASES[name]
+    inputs = pack(case, lengths, tail)
+    out, aux = run(inputs, case.config)
+    assert out.shape[0] == sum(lengths) + tail
+    assert not out[sum(lengths) :].any()
+    for document in documents(inputs, case.config, lengths):
+        alone_out, _ = run(document.inputs, case.config)
+        assert torch.equal(out[document.tokens], alone_out[0])
+    assert aux.indices.shape[1] == (out.shape[0] + len(lengths) * (T - 1)) // T
+
+
+@pytest.mark.parametrize("name", ["seed", "sparse compressed", "own keys"])
+def test_a_graph_follows_the_bounds(name: str) -> None:
+    case = CASES[name]
+    inputs = pack(case)
+
+    def call() -> Tensor:
+        return nsa_forward(**inputs.tensors(), config=case.config, backend="cute")  # type: ignore[arg-type]
+
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    total, docs = sum(LENGTHS), len(LENGTHS)
+    other = torch.linspace(0, total, docs + 1).round().int()
+    for bounds in (other, torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)):
+        assert inputs.cu_seqlens is not None
+        inputs.cu_seqlens.copy_(bounds)
+        graph.replay()
+        assert torch.equal(out, call())
+
+
+def test_max_seqlen_changes_nothing() -> None:
+    case = CASES["seed"]
+    inputs = pack(case)
+    plain = nsa_forward(**inputs.tensors(), config=case.config, backend="cute")  # type: ignore[arg-type]
+    hinted = nsa_forward(**inputs.tensors(), max_seqlen=4000, config=case.config, backend="cute")  # type: ignore[arg-type]
+    assert torch.equal(plain, hinted)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"causal": False}, "causal"),
+        ({"select_block_size": 192}, "select_block_size"),
+    ],
+    ids=["not causal", "blocks across tiles"],
+)
+def test_refuses(options: dict[str, Any], words: str) -> None:
+    case = CASES["seed"]
+    with pytest.raises(BackendError, match=words):
+        run(pack(case, (300,), 0), replace(case.config, **options))

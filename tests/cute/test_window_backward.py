@@ -1,0 +1,232 @@
+"""The window's backward in two kernels (window_backward.py), alone and with selected blocks inside, against fp64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.helpers import assert_within_budget
+
+pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
+CUDA = pytest.mark.cuda
+BF16, FP16 = torch.bfloat16, torch.float16
+NEAR = pytest.mark.parametrize("near", [None, (64, 2)], ids=["window", "near"])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a branch sees, bool `[N,N]`, and its statistics, fp32 `[B,H,N]`."""
+
+    pairs: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the backward takes; `near` is of the second branch: l' and local."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    branches: list[Seen]
+    left: int
+    near: tuple[int, int] | None
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    def gradients(self, *, low: bool) -> list[Tensor]:
+        """dq, dk and dv in fp64; with `low` in fp32 with P, dS and the results rounded as the kernels round them."""
+        dtype, group = torch.float32 if low else torch.float64, self.q.shape[2] // self.k.shape[2]
+
+        def rounded(x: Tensor) -> Tensor:
+            return x.to(self.q.dtype).to(dtype) if low else x
+
+        q, k, v, do = (x.to(dtype) for x in (self.q, self.k, self.v, self.do))
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+        logits = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale
+        dp = torch.einsum("bihd,bjhd->bhij", do, v)
+        p, ds = torch.zeros_like(logits), torch.zeros_like(logits)
+        for branch in self.branches:
+            seen = branch.pairs & branch.lse.isfinite()[..., None]
+            lse, delta = (x.to(dtype)[..., None] for x in (branch.lse, branch.delta))
+            mine = (logits - lse).masked_fill(~seen, -math.inf).exp()
+            p += mine
+            ds += (mine * (dp - delta)).masked_fill(~seen, 0)
+        dq = torch.einsum("bhij,bjhd->bihd", rounded(ds), k) * self.scale
+        dk = torch.einsum("bhij,bihd->bjhd", rounded(ds), q) * self.scale
+        dv = torch.einsum("bhij,bihd->bjhd", rounded(p), do)
+        return [rounded(x) for x in (dq, *(x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv)))]
+
+    def run(self) -> list[Tensor]:
+        """Into memory that holds NaN."""
+        from cute_kernels.attend.window_backward import Near, window_backward
+
+        window, *others = self.branches
+        near = None
+        if self.near is not None:
+            near = Near(others[0].lse, others[0].delta, *self.near)
+        into = [torch.full_like(x, math.nan) for x in (self.q, self.k, self.v)]
+        window_backward(
+            self.q,
+            self.k,
+            self.v,
+            self.do,
+            window.lse,
+            window.delta,
+            left=self.left,
+            scale=self.scale,
+            into=(into[0], into[1], into[2]),
+            near=near,
+        )
+        return into
+
+    def check(self) -> list[Tensor]:
+        got = self.run()
+        named = zip(("dq", "dk", "dv"), got, self.gradients(low=False), self.gradients(low=True), strict=True)
+        for name, mine, oracle, naive in named:
+            # dS of a row with one key is nothing but the difference of two sums in fp32
+            assert_within_budget(mine, oracle, naive, name, slack=1e-4)
+        return got
+
+
+def make(
+    tokens: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 128,
+    *,
+    left: int = 511,
+    near: tuple[int, int] | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = BF16,
+    device: str = "cuda",
+) -> Inputs:
+    """Normal inputs. The second branch also sees the first key; lse is shifted as by the logarithm of a gate."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    q, do = (normal(batch, tokens, heads, dim).to(dtype) for _ in range(2))
+    k, v = (normal(batch, tokens, kv_heads, dim).to(dtype) for _ in range(2))
+    logits, dp = (
+        torch.einsum("bihd,bjhd->bhij", x.float(), y.float().repeat_interleave(heads // kv_heads, 2))
+        for x, y in ((q * dim**-0.5, k), (do, v))
+    )
+    row = torch.arange(tokens, device=device)[:, None]
+    key = row.T
+    window = (key <= row) & (key >= row - left)
+
+    def of(pairs: Tensor, all_pairs: Tensor) -> Seen:
+        masked = logits.masked_fill(~all_pairs, -math.inf)
+        lse = masked.logsumexp(-1)
+        delta = ((masked - lse[..., None]).exp() * dp).sum(-1)
+        return Seen(pairs, lse - 2 * torch.rand(lse.shape, generator=generator, device=device), delta)
+
+    branches = [of(window, window)]
+    if near is not None:
+        size, local = near
+        pairs = (key <= row) & (key >= (row // size - local + 1) * size)
+        branches.append(of(pairs, pairs | (key == 0)))
+    return Inputs(q, k, v, do, branches, left, near)
+
+
+@CUDA
+@NEAR
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 2049])
+def test_sizes(tokens: int, near: tuple[int, int] | None) -> None:
+    make(tokens, near=near).check()
+
+
+@CUDA
+@NEAR
+@pytest.mark.parametrize("left", [127, 128, 190, 191, 192, 4000])
+def test_windows(left: int, near: tuple[int, int] | None) -> None:
+    make(1100, left=left, near=near).check()
+
+
+@CUDA
+@pytest.mark.parametrize("left", [0, 1, 62, 63, 64, 65])
+def test_narrow_windows(left: int) -> None:
+    make(700, left=left).check()
+
+
+@CUDA
+@pytest.mark.parametrize("near", [(64, 1), (64, 8), (128, 1), (128, 3), (192, 2), (256, 2)], ids=str)
+def test_near_blocks(near: tuple[int, int]) -> None:
+    make(1500, near=near).check()
+
+
+@CUDA
+@pytest.mark.parametrize("tokens", [1, 100, 128])
+def test_windows_as_long_as_the_sequence(tokens: int) -> None:
+    """Callers pass no wider ones, near blocks may be."""
+    make(tokens, left=tokens - 1, near=(64, 2)).check()
+
+
+@CUDA
+@NEAR
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 16])
+def test_groups(group: int, dim: int, dtype: torch.dtype, near: tuple[int, int] | None) -> None:
+    heads = max(group, 2)
+    make(900, heads, heads // group, dim, left=255, near=near, dtype=dtype, batch=2).check()
+
+
+@CUDA
+@NEAR
+def test_rows_without_statistics(near: tuple[int, int] | None) -> None:
+    inputs = make(600, near=near)
+    branches = []
+    for i, branch in enumerate(inputs.branches):
+        lse, delta = branch.lse.clone(), branch.delta.clone()
+        rows = slice(100 + 50 * i, 300)
+        lse[..., rows], delta[..., rows] = math.inf if i else -math.inf, math.nan
+        branches.append(replace(branch, lse=lse, delta=delta))
+    dq, *_ = replace(inputs, branches=branches).check()
+    assert not dq[:, 150:300].any()
+
+
+@CUDA
+@NEAR
+def test_bits_are_the_same_each_time(near: tuple[int, int] | None) -> None:
+    inputs = make(3000, 16, 1, near=near)
+    first = inputs.run()
+    for _ in range(3):
+        for one, other in zip(first, inputs.run(), strict=True):
+            assert torch.equal(one, other)
+
+
+@CUDA
+def test_strides() -> None:
+    """Heads and tokens need not follow each other."""
+    inputs = make(300, near=(64, 2))
+    apart = {
+        name: torch.cat([x, x.new_full(x.shape, math.nan)], 2)[:, :, : x.shape[2]]
+        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("do", inputs.do))
+    }
+    for one, other in zip(inputs.run(), replace(inputs, **apart).run(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.cuda_extra
+@pytest.mark.parametrize("near", [(32, 2), (64, 0), (64, 9), (256, 3)], ids=str)
+def test_near_blocks_must_lie_in_the_window(near: tuple[int, int]) -> None:
+    inputs = make(600, 1, 1, 64, near=(64, 2), device="cpu")
+    with pytest.raises(ValueError, match="near blocks must be multiples of 64 keys and lie in the window, got"):
+        replace(inputs, near=near).run()
+
+
+@pytest.mark.cuda_extra
+def test_nothing_to_do() -> None:
+    dq, dk, dv = make(0, 1, 1, 64, device="cpu").run()
+    assert dq.numel() == dk.numel() == dv.numel() == 0

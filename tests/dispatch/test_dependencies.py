@@ -1,0 +1,289 @@
+"""Optional packages that are absent, too old, too new, or broken: the message says what to install, the rest works."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import extras
+from dispatch import Call, Impl, explain
+from dispatch.device import (
+    PACKAGES,
+    TRITON_ASCEND,
+    TRITON_TESTED,
+    Package,
+    fits,
+    package_advice,
+    package_problem,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+KNOWN = (*PACKAGES, TRITON_ASCEND)
+CUDA_FIX, NPU_FIX = 'pip install "nsa-kernels[cuda]"', 'pip install "nsa-kernels[npu]"'
+TRITON_FIX = f'pip install "triton=={TRITON_TESTED}"'
+DSL_PIN, FA4_PIN = 'pip install "nvidia-cutlass-dsl[cu13]==4.8.1"', 'pip install "flash-attn-4==4.0.0b36"'
+TORCH_NPU_PIN, TRITON_ASCEND_PIN = 'pip install "torch-npu==2.7.1"', 'pip install "triton-ascend==3.2.0"'
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("dispatch.device.NPU_PYTHON_BEFORE", (4, 0))
+    monkeypatch.setattr(metadata, "requires", lambda _: ["sympy>=1.13.3"])  # a build of torch for CPUs
+    package_problem.cache_clear()
+    yield
+    package_problem.cache_clear()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], error: BaseException | None = None) -> None:
+    """These distributions alone are installed; importing any package raises the error, if one is given."""
+
+    def version(distribution: str) -> str:
+        if distribution not in versions:
+            raise metadata.PackageNotFoundError(distribution)
+        return versions[distribution]
+
+    def import_module(name: str) -> None:
+        if error is not None:
+            raise error
+        if not versions:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(importlib, "import_module", import_module)
+
+
+@pytest.mark.parametrize(
+    ("module", "versions", "problem"),
+    [
+        ("cutlass.cute", {}, f"needs nvidia-cutlass-dsl, not installed: {CUDA_FIX}"),
+        ("flash_attn.cute", {}, f"needs flash-attn-4, not installed: {CUDA_FIX}"),
+        ("triton", {}, f"needs triton, not installed: {TRITON_FIX}"),
+        ("torch_npu", {}, f"needs torch-npu, not installed: {NPU_FIX}"),
+        (
+            "cutlass.cute",
+            {"nvidia-cutlass-dsl": "4.7.0"},
+            f"needs nvidia-cutlass-dsl, 4.7.0 is installed, not ==4.8.1: {DSL_PIN}",
+        ),
+        (
+            "cutlass.cute",
+            {"nvidia-cutlass-dsl": "5.0.0"},
+            f"needs nvidia-cutlass-dsl, 5.0.0 is installed, not ==4.8.1: {DSL_PIN}",
+        ),
+        (
+            "flash_attn.cute",
+            {"flash-attn-4": "4.0.0b35"},
+            f"needs flash-attn-4, 4.0.0b35 is installed, not ==4.0.0b36: {FA4_PIN}",
+        ),
+        (
+            "flash_attn.cute",
+            {"flash-attn-4": "4.0.0"},
+            f"needs flash-attn-4, 4.0.0 is installed, not ==4.0.0b36: {FA4_PIN}",
+        ),
+        ("triton", {"triton": "3.1.0"}, f"needs triton, 3.1.0 is installed, not >=3.2: {TRITON_FIX}"),
+        ("torch_npu", {"torch-npu": "2.6.0"}, f"needs torch-npu, 2.6.0 is installed, not ==2.7.1: {TORCH_NPU_PIN}"),
+        ("torch_npu", {"torch-npu": "2.8.0"}, f"needs torch-npu, 2.8.0 is installed, not ==2.7.1: {TORCH_NPU_PIN}"),
+        ("cutlass.cute", {"nvidia-cutlass-dsl": "4.8.1"}, None),
+        ("triton", {"triton": "99.0"}, None),
+        ("torch_npu", {"torch-npu": "2.7.1.post2"}, None),
+    ],
+)
+def test_absent_old_and_new(
+    module: str, versions: dict[str, str], problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, versions)
+    assert package_problem(module, "cuda") == problem
+
+
+@pytest.mark.parametrize(
+    ("versions", "problem"),
+    [
+        ({"triton": "3.9.0"}, f"needs triton-ascend, not installed: {NPU_FIX}"),
+        ({"triton-ascend": "3.1.0"}, f"needs triton-ascend, 3.1.0 is installed, not ==3.2.0: {TRITON_ASCEND_PIN}"),
+        ({"triton-ascend": "3.3.0"}, f"needs triton-ascend, 3.3.0 is installed, not ==3.2.0: {TRITON_ASCEND_PIN}"),
+        ({"triton-ascend": "3.2.0"}, None),
+    ],
+)
+def test_an_npu_needs_its_own_triton(
+    versions: dict[str, str], problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, versions)
+    assert package_problem("triton", "npu") == problem
+
+
+REINSTALLS = {
+    "nvidia-cutlass-dsl": '--force-reinstall "nvidia-cutlass-dsl[cu13]==4.8.1"',
+    "flash-attn-4": '--force-reinstall --no-deps "flash-attn-4==4.0.0b36"',
+    "triton": f'--force-reinstall "triton=={TRITON_TESTED}"',
+    "torch-npu": '--force-reinstall "torch-npu==2.7.1"',
+    "triton-ascend": '--force-reinstall "triton-ascend==3.2.0"',
+}
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda package: package.distribution)
+@pytest.mark.parametrize("error", [OSError("no libcuda\nat all"), SystemExit("no libcuda"), TypeError("no libcuda")])
+def test_raising_at_import(known: Package, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {known.distribution: known.needs[2:]}, error)
+    fix = f"pip install {REINSTALLS[known.distribution]}"
+    assert package_problem(known.module, "npu" if known is TRITON_ASCEND else "cuda") == (
+        f"needs {known.distribution}, broken: {type(error).__name__}: no libcuda: {fix}"
+    )
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda package: package.distribution)
+def test_one_that_does_not_fit_runs_no_code(known: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version can take the process down at import."""
+    pretend(monkeypatch, {known.distribution: "0.1"}, AssertionError("was imported"))
+    problem = package_problem(known.module, "npu" if known is TRITON_ASCEND else "cuda")
+    assert f"needs {known.distribution}, 0.1 is installed, not {known.needs}: pip install" in str(problem)
+
+
+def test_each_package_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call comes by here."""
+    pretend(monkeypatch, {"nvidia-cutlass-dsl": "4.7.0"})
+    first = package_problem("cutlass.cute", "cuda")
+    monkeypatch.setattr(metadata, "version", None)
+    assert package_problem("cutlass.cute", "cuda") is first
+
+
+def test_a_build_of_torch_names_its_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda _: ['triton==3.7.1; platform_system == "Linux"'])
+    pretend(monkeypatch, {})
+    assert package_problem("triton", "cuda") == 'needs triton, not installed: pip install "triton==3.7.1"'
+
+
+def test_what_a_new_package_no_longer_has_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too new for us, though it can be imported: one of our own modules cannot."""
+    row = Impl("op", "fast", "no_such_module_here:run", "nsa.reference:check", packages=("triton",))
+    with monkeypatch.context() as patch:
+        pretend(patch, {"triton": "99.0"})
+        assert package_problem("triton", "cpu") is None  # and is remembered
+        advice = f'; triton is 99.0: pip install --force-reinstall "triton=={TRITON_TESTED}"'
+        assert package_advice(row.packages) == advice
+    monkeypatch.setattr("dispatch.registry.package_advice", lambda _: advice)
+    (verdict,) = explain(Call("op", "cpu", torch.float32), rows=(row,))
+    assert verdict.reason == (
+        f"importing no_such_module_here failed: ModuleNotFoundError: No module named 'no_such_module_here'{advice}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "needs", "fit"),
+    [
+        ("4.8.1", "==4.8.1", True),
+        ("4.8.1+cu13", "==4.8.1", True),
+        ("2.7.1.post2", "==2.7.1", True),
+        ("4.8.10", "==4.8.1", False),
+        ("4.0.0b36", "==4.0.0b36", True),
+        ("4.0.0", "==4.0.0b36", False),
+        ("3.10.0", ">=3.2", True),
+        ("3.2", ">=3.2", True),
+        ("3.1.9", ">=3.2", False),
+        ("12.6.0", ">=13", False),
+    ],
+)
+def test_versions(version: str, needs: str, fit: bool) -> None:
+    assert fits(version, needs) is fit
+
+
+def test_versions_are_those_of_pyproject() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    written = [line.partition(";")[0] for line in re.findall(r'"([^"]+)"', text)]
+    for package in KNOWN:
+        if package.distribution != "triton":  # the dev extra asks for one that Python 3.14 has wheels of
+            assert package.requirement in written
+    for distribution, needs in extras.NEEDS.items():
+        assert f"{distribution}{needs}" in written
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert all(f"{distribution}=={version}" in pinned for distribution, version in extras.TESTED.items())
+    # The oldest is what triton-ascend is made from
+    assert fits(TRITON_ASCEND.needs[2:], next(each.needs for each in PACKAGES if each.module == "triton"))
+
+
+# All of them at once, as Python finds them
+
+
+STATES = {
+    "too-old": ("0.1", ""),
+    "too-new": ("99.0", ""),
+    "raising": (None, "raise RuntimeError('driver too old\\nand more')"),
+    "leaving": (None, "raise SystemExit('driver too old')"),
+}
+STUBS = {
+    "nvidia-cutlass-dsl": ("cutlass", "cute"),
+    "flash-attn-4": ("flash_attn", "cute"),
+    "triton": ("triton",),
+    "torch-npu": ("torch_npu",),
+    "matplotlib": ("matplotlib",),
+    "rich": ("rich",),
+}
+JOBS = """
+import sys
+sys.path.insert(0, sys.argv[1])  # not by PYTHONPATH: CuTe DSL puts itself before that
+import torch
+import dispatch
+from nsa import nsa_forward
+q, k = torch.randn(1, 100, 4, 16), torch.randn(1, 100, 2, 16)
+assert nsa_forward(q, k, k).shape == q.shape
+assert dispatch.neighborhood_attention(q, k, k, kernel_size=9).shape == q.shape
+assert dispatch.attention_residual([q[0], q[0]], torch.randn(16)).shape == q[0].shape
+torch.cuda.is_available = lambda: True
+for op in ("nsa", "neighborhood_attention", "attention_residual"):
+    for verdict in dispatch.explain(dispatch.Call(op, "cuda", torch.bfloat16)):
+        print(op, verdict.impl.backend, verdict.reason)
+from dispatch.__main__ import main
+torch.cuda.is_available = lambda: False
+main([])
+from bench import extras
+for name in extras.NEEDS:
+    try:
+        with extras.needed(name):
+            __import__(name).rc
+    except SystemExit as error:
+        print("bench", error)
+"""
+
+
+def with_stubs(folder: Path, state: str) -> subprocess.CompletedProcess[str]:
+    version, body = STATES[state]
+    fitting = {package.distribution: package.needs[2:] for package in PACKAGES} | extras.TESTED
+    for distribution, (top, *inner) in STUBS.items():
+        place = folder / top
+        for name in ("", *inner):
+            place = place / name
+            place.mkdir(exist_ok=True)
+            (place / "__init__.py").write_text(body + "\n")
+        info = folder / f"{distribution.replace('-', '_')}-1.dist-info"
+        info.mkdir()
+        shown = version or fitting[distribution]
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {shown}\n")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUTE_DSL_ARCH": "sm_90a"}
+    return subprocess.run(
+        [sys.executable, "-c", JOBS, str(folder)], env=environ, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_every_op_works_beside_packages_that_do_not(state: str, tmp_path: Path) -> None:
+    done = with_stubs(tmp_path, state)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(line.endswith("runs") for line in lines) == 4, done.stdout  # the references on the CPU
+    refusals = {op: [line for line in lines if line.startswith(f"{op} ")] for op in ("nsa", "attention_residual")}
+    (nsa,) = (line for line in refusals["nsa"] if "cute" in line)
+    (residual,) = (line for line in refusals["attention_residual"] if "triton" in line)
+    bench = [line for line in lines if line.startswith("bench ")]
+    assert len(bench) == len(extras.NEEDS)
+    for line in (nsa, residual, *bench):
+        assert "pip install" in line
+    for line, distribution in ((nsa, "nvidia-cutlass-dsl"), (residual, "triton")):
+        assert distribution in line
+        assert {"too-old": "0.1", "too-new": "99.0"}.get(state, "driver too old") in line

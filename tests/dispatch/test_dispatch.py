@@ -1,0 +1,314 @@
+"""Routing: the rule, its reasons, and importing with packages absent or broken."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import subprocess
+import sys
+import textwrap
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dispatch
+import nsa
+from dispatch import BackendError, Call, Impl, explain, resolve
+from dispatch.__main__ import main
+from dispatch.device import PACKAGES, absence, describe_device, device_types, package_states, triton_clash
+from dispatch.table import ROWS
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+# Rows of a made-up op; each names functions of this module.
+def fast(*_: Any) -> str:
+    return "fast"
+
+
+def slow(*_: Any) -> str:
+    return "slow"
+
+
+def needs_cuda(call: Call) -> str | None:
+    return None if call.device_type == "cuda" else f"needs a CUDA tensor, got one on {call.device}"
+
+
+def takes_named(call: Call) -> str | None:
+    return None if call.device_type == "cpu" or call.named else "runs only when named"
+
+
+HERE = __name__
+MADE_UP = (
+    Impl("op", "fast", f"{HERE}:fast", f"{HERE}:needs_cuda"),
+    Impl("op", "broken", "no_such_module_here:run", f"{HERE}:takes_named"),
+    Impl("op", "slow", f"{HERE}:slow", f"{HERE}:takes_named"),
+)
+
+
+def call(device: torch.device = CPU) -> Call:
+    return Call("op", device, torch.float32)
+
+
+def test_first_row_that_can_run_wins() -> None:
+    assert resolve(call(CUDA), rows=MADE_UP).load()() == "fast"
+    assert resolve(call(CPU), rows=MADE_UP).backend == "slow"  # past one refused and one that cannot be imported
+
+
+def test_every_refusal_has_a_reason() -> None:
+    reasons = {verdict.impl.backend: verdict.reason for verdict in explain(call(), rows=MADE_UP)}
+    assert reasons == {
+        "fast": "needs a CUDA tensor, got one on cpu",
+        "broken": "importing no_such_module_here failed: ModuleNotFoundError: No module named 'no_such_module_here'",
+        "slow": None,
+    }
+
+
+@pytest.mark.parametrize("by_environment", [False, True], ids=["argument", "environment"])
+def test_a_named_backend_never_falls_back(by_environment: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_environment:
+        monkeypatch.setenv("NSA_KERNELS_BACKEND", "fast")
+    source = "NSA_KERNELS_BACKEND" if by_environment else "backend"
+    name = None if by_environment else "fast"
+    with pytest.raises(BackendError) as caught:
+        resolve(call(CPU), name, MADE_UP)
+    assert str(caught.value).splitlines() == [
+        "no backend can run op on cpu in float32:",
+        "  fast: needs a CUDA tensor, got one on cpu",
+        f"  broken: not asked for: {source} names 'fast'",
+        f"  slow: not asked for: {source} names 'fast'",
+    ]
+
+
+def test_argument_goes_before_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_KERNELS_BACKEND", "fast")
+    assert resolve(call(CPU), "slow", MADE_UP).backend == "slow"
+    monkeypatch.setenv("NSA_KERNELS_BACKEND", "")
+    assert resolve(call(CPU), None, MADE_UP).backend == "slow"
+
+
+def test_naming_is_what_lets_the_reference_run_on_a_device() -> None:
+    assert resolve(call(CUDA), "slow", MADE_UP).backend == "slow"
+    rows = MADE_UP[1:]
+    with pytest.raises(BackendError, match="slow: runs only when named"):
+        resolve(call(CUDA), rows=rows)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ValueError, match="op must be one of op, got 'nothing'"):
+        resolve(Call("nothing", CPU, torch.float32), rows=MADE_UP)
+    with pytest.raises(ValueError, match="backend must be one of fast, broken, slow for op, got 'quick'"):
+        explain(call(), "quick", MADE_UP)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = dispatch.nothing
+
+
+@pytest.mark.parametrize("impl", ROWS, ids=lambda impl: f"{impl.op}-{impl.backend}")
+def test_rows_name_things_that_exist(impl: Impl) -> None:
+    module, _, name = impl.check.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    if impl.backend == "reference":
+        assert callable(impl.load())
+
+
+def test_every_op_is_reached_through_dispatch_and_has_a_cpu_row() -> None:
+    assert set(dispatch.OPS) == {impl.op for impl in ROWS}
+    for op in dispatch.OPS:
+        assert callable(getattr(dispatch, op))
+        assert op in dir(dispatch)
+        assert resolve(Call(op, CPU, torch.float32)).backend == "reference"
+
+
+@pytest.mark.parametrize("name", ["nsa_forward", "nsa_forward_aux", "neighborhood_attention_forward"])
+def test_functions_without_a_graph_are_reached_through_dispatch_too(name: str) -> None:
+    assert name in dispatch.__all__
+    assert name in dir(dispatch)
+    module = importlib.import_module("nsa.api" if name.startswith("nsa") else "nsa.neighborhood.api")
+    assert getattr(dispatch, name) is getattr(module, name)
+
+
+def test_deterministic_backward_on_a_device_is_refused_with_the_reason() -> None:
+    asked = Call("nsa", CUDA, torch.float32, backward=True, options={"deterministic": True})
+    with pytest.raises(BackendError, match="sums with atomics"):
+        resolve(asked, "reference")
+
+
+# Packages absent, broken, or in each other's way
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+BLOCK = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Block(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Block())
+"""
+MAIN_JOB = """
+import torch
+from nsa import nsa_forward
+q = torch.randn(1, 100, 4, 16)
+k = torch.randn(1, 100, 2, 16)
+print(nsa_forward(q, k, k).shape)
+"""
+
+
+def test_works_with_torch_alone() -> None:
+    """Every optional package absent: importing, the main job, and the diagnosis."""
+    done = run_python(
+        BLOCK + MAIN_JOB + "from dispatch.__main__ import main; main([])",
+        "cutlass,flash_attn,triton,torch_npu,numpy,rich,matplotlib,hypothesis",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([1, 100, 4, 16])" in done.stdout
+    for module, extra in (("cutlass", "cuda"), ("flash_attn.cute", "cuda"), ("torch_npu", "npu")):
+        line = next(line for line in done.stdout.splitlines() if line.strip().startswith(module))
+        assert f'not installed: pip install "nsa-kernels[{extra}]"' in line
+    assert "nsa                              cpu   reference  runs" in done.stdout
+
+
+def test_importing_imports_no_kernel_language() -> None:
+    done = run_python(
+        "import sys, nsa, dispatch, cute_kernels, ascend_kernels\n"
+        "print(sorted({m.partition('.')[0] for m in sys.modules} & {'cutlass', 'flash_attn', 'torch_npu', 'numpy'}))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "flash_attn" not in done.stdout
+    assert "cutlass" not in done.stdout
+    assert "torch_npu" not in done.stdout
+
+
+def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cute_kernels").mkdir()
+    (tmp_path / "cute_kernels" / "__init__.py").write_text("")
+    done = run_python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import nsa")
+    assert done.returncode != 0
+    assert "nsa-kernels needs its own package 'cute_kernels'" in done.stderr
+    assert str(tmp_path / "cute_kernels" / "__init__.py") in done.stderr
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nsa, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="incomplete: its package 'dispatch' is missing"):
+        nsa._check_siblings()
+
+
+def versions_of(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
+    def version(distribution: str) -> str:
+        if distribution in installed:
+            return "1.0"
+        raise metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def test_the_two_tritons_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions_of(monkeypatch, "triton")
+    assert triton_clash() is None
+    versions_of(monkeypatch, "triton-ascend", "triton")
+    clash = triton_clash()
+    assert clash is not None
+    assert "pip install triton (without triton-ascend)" in clash
+    monkeypatch.setattr("dispatch.device.device_types", lambda: ["npu", "cpu"])
+    clash = triton_clash()
+    assert clash is not None
+    assert "pip install triton-ascend (without triton)" in clash
+
+
+def test_package_states_report_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions_of(monkeypatch, "triton-ascend")
+    monkeypatch.setattr("dispatch.device.NPU_PYTHON_BEFORE", (4, 0))
+
+    def import_module(name: str) -> object:
+        if name == "cutlass.cute":
+            raise ModuleNotFoundError("No module named 'cutlass'", name="cutlass")
+        if name == "flash_attn.cute":
+            raise ModuleNotFoundError("No module named 'quack'", name="quack")
+        return object()
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    states = {package.module: package for package in package_states()}
+    assert len(states) == len(PACKAGES)
+    assert (states["triton"].distribution, states["triton"].version) == ("triton-ascend", "1.0")
+    assert states["triton"].problem == '1.0 is installed, not ==3.2.0: pip install "triton-ascend==3.2.0"'
+    assert states["cutlass.cute"].problem == 'not installed: pip install "nsa-kernels[cuda]"'
+    assert (
+        states["flash_attn.cute"].problem == "broken: No module named 'quack': pip install \"flash-attn-4==4.0.0b36\""
+    )
+
+
+def test_npu_install_line_names_the_python_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dispatch.device.NPU_PYTHON_BEFORE", (3, 0))
+    state = next(package for package in package_states() if package.module == "torch_npu")
+    assert state.problem is not None
+    assert "on Python 3.9 to 3.11 (this is 3." in state.problem
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Npu:
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def get_device_name() -> str:
+            return "Ascend910B"
+
+    assert device_types()[-1] == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert absence("cuda") == "this torch is built without CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert absence("cuda") == "no NVIDIA GPU is visible"
+    assert absence("npu") == "torch_npu is not imported"
+    assert device_types() == ["cpu"]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "npu", Npu, raising=False)
+    assert device_types() == ["cuda", "npu", "cpu"]
+    monkeypatch.setattr(Npu, "is_available", lambda: False)
+    assert absence("npu") == "no Ascend NPU is visible"
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch, "get_device_module", lambda name: Npu)
+    assert describe_device("cuda") == "NVIDIA H200 (sm_90)"
+    assert describe_device("npu") == "Ascend910B"
+    for threads, words in ((1, "1 thread"), (3, "3 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert describe_device("cpu").endswith(f", {words}")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags: fpu")
+    assert describe_device("cpu").startswith(f"{platform.machine()}, ")
+
+
+def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert "  nsa                              cpu   reference  runs" in lines
+    refused = "runs on npu only when named: backend='reference' (correct everywhere, fast nowhere)"
+    assert f"  nsa                              npu   reference  no: {refused}" in lines
+
+
+@pytest.mark.parametrize(
+    "op", ["nsa", "nsa_forward", "nsa_forward_aux", "neighborhood_attention", "attention_residual"]
+)
+def test_an_op_is_the_same_function_wherever_it_is_imported_from(op: str) -> None:
+    """A module of the same name in `nsa` would stand in its place."""
+    script = (
+        f"import dispatch, nsa.neighborhood.api, nsa.residual.api; from nsa import {op}; print({op} is dispatch.{op})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -1,0 +1,253 @@
+"""The needle example: only far tokens hold an answer, a closed branch is silent, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa.module
+from examples import needle as example
+from examples.shared.byte_models import Row
+from examples.shared.nsa_variants import BRANCHES, VARIANTS, ablated
+from nsa import nsa_forward_aux
+
+ARCHITECTURE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+SIZES = {
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "kv-heads": 1,
+    "context": 160,
+    "block-size": 8,
+    "k": 4,
+    "w": 8,
+    "steps": 6,
+    "batch": 4,
+    "eval-every": 3,
+    "eval-windows": 6,
+    "needles": 8,
+    "questions": 4,
+    "lr": 0.01,
+}
+TINY = ["--device=cpu", *(f"--{name}={value}" for name, value in SIZES.items())]
+
+
+def trainer(variant: str, *options: str) -> example.Trainer:
+    args = example.parse([*TINY, "--variants", variant, *options])
+    assert example.resolve(args) == []
+    return example.Trainer(variant, args)
+
+
+# The task
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        example.Task(160, 8, 8, 4),
+        example.Task(256, 8, 12, 8).shorter(2),
+        example.Task(4096, 64, 256, 32),
+        example.Task(4096, 64, 256, 32).shorter(8),
+    ],
+    ids=str,
+)
+def test_a_needle_lies_once_and_far(task: example.Task) -> None:
+    windows, distances = task.draw(5, torch.Generator().manual_seed(3))
+    assert windows.shape == (5, task.context + 1)
+    assert distances.shape == (5, task.questions)
+    gap = task.quiz - example.FAR * task.window
+    digits = set(b"0123456789")
+    for window, behind in zip(windows.tolist(), distances.tolist(), strict=True):
+        text = bytes(window)
+        assert set(text[gap : task.quiz]) <= digits, "nothing but filler for four windows"
+        assert len(re.findall(rb"[a-p]{4}[A-P]{4}", text[: task.quiz])) == task.needles
+        assert len(re.findall(rb"[a-p]{4}[A-P]{4}", text[task.quiz :])) == task.questions
+        for question, distance in enumerate(behind):
+            answer = task.quiz + question * example.NEEDLE + example.CODE
+            assert task.answers[question].tolist() == list(range(answer, answer + example.CODE))
+            key, value = text[answer - example.CODE : answer], text[answer : answer + example.CODE]
+            assert text[answer - distance - example.CODE : answer - distance + example.CODE] == key + value
+            assert distance >= example.FAR * task.window
+            assert text[:answer].count(key) == 2, "once as a needle, once as the question"
+            assert text[:answer].count(value) == 1
+            assert text[:answer].count(key[1:] + value[:1]) == 1, "the last letters of a key tell it"
+
+
+def test_windows_differ_and_a_seed_fixes_them() -> None:
+    task = example.Task(160, 8, 8, 4)
+    first, again, other = (task.draw(3, torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert len({bytes(window) for window in [*first.tolist(), *other.tolist()]}) == 6
+
+
+def test_variants_see_the_same_and_are_judged_by_other_windows() -> None:
+    dense, sparse = trainer("dense"), trainer("nsa")
+    assert torch.equal(dense.validation, sparse.validation)
+    batches = [dense.batch(step) for step in range(2)]
+    assert all(torch.equal(batch, sparse.batch(step)) for step, batch in enumerate(batches))
+    seen = {bytes(window) for batch in batches for window in batch.tolist()}
+    assert not seen & {bytes(window) for window in dense.validation.tolist()}
+
+
+def test_contexts_grow_to_the_whole() -> None:
+    """A quarter of 160 bytes has no place for needles."""
+    made = trainer("dense")
+    batches = [made.batch(step) for step in range(6)]
+    assert [list(batch.shape) for batch in batches] == [[8, 81]] * 3 + [[4, 161]] * 3
+    assert [made.losses(batch).shape[1] for batch in batches] == [2 * example.CODE] * 3 + [4 * example.CODE] * 3
+    for batch in batches:
+        assert all(ord("A") <= letter <= ord("P") for letter in batch[:, made.answers(batch)].flatten())
+    task = example.Task(4096, 64, 256, 32)
+    assert [task.shorter(factor).context for factor in example.SHORTER] == [512, 1024, 2048, 4096]
+    assert all(task.shorter(factor).problem() is None for factor in example.SHORTER)
+
+
+def test_only_answers_count() -> None:
+    made = trainer("dense")
+    losses = made.losses(made.validation)
+    assert losses.shape == (6, 4 * example.CODE)
+    changed = made.validation.clone()
+    changed[:, -1] = ord("z")
+    assert (made.losses(changed) != losses).any(0).tolist() == [False] * 15 + [True]
+
+
+def test_an_answer_is_right_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer("dense")
+
+    def logits(windows: Tensor) -> Tensor:
+        """The next byte, but for the second question's third letter."""
+        told = windows[:, 1:].clone()
+        told[:, made.task.answers[1, 2] - 1] += 1
+        return torch.nn.functional.one_hot(told, 256).float()
+
+    monkeypatch.setattr(made, "logits", logits)
+    assert made.right().tolist() == [[True, False, True, True]] * 6
+    accuracy, ranges = made.judge("name")
+    assert accuracy == 0.75
+    assert sum(each.questions for each in ranges) == 24
+    assert sum(each.questions * each.accuracy for each in ranges) == pytest.approx(18)
+    for each in ranges:
+        inside = (made.distances >= 8 * each.nearest) & (made.distances < 8 * each.farthest)
+        assert each.questions == inside.sum()
+
+
+# What the variants reach
+
+
+@pytest.mark.parametrize("variant", ["dense", "nsa", "window"])
+def test_the_window_never_sees_a_needle(variant: str) -> None:
+    made = trainer(variant, "--layers=3")
+    changed = made.validation.clone()
+    changed[:, : made.task.slots * example.NEEDLE] ^= 1
+    with torch.no_grad():
+        differs = (made.losses(changed) != made.losses(made.validation)).any()
+    assert differs == (variant != "window")
+
+
+def test_a_closed_branch_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer("nsa")
+    made.step(0)
+    sizes: dict[str, float] = {}
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+        out, aux = nsa_forward_aux(q, k, v, **keywords)
+        outputs = dict(zip(BRANCHES, (aux.o_cmp, aux.o_slc, aux.o_win), strict=True))
+        for index, (branch, output) in enumerate(outputs.items()):
+            size = (aux.gates[..., index, None] * output).abs().sum().item()
+            sizes[branch] = sizes.get(branch, 0.0) + size
+        return out
+
+    monkeypatch.setattr(nsa.module, "nsa", record)
+    weights = {name: value.clone() for name, value in made.model.state_dict().items()}
+    open_loss = made.evaluate()
+    assert all(sizes[branch] > 0 for branch in BRANCHES)
+    for branch in BRANCHES:
+        sizes.clear()
+        with ablated(made.model, branch):
+            closed_loss = made.evaluate()
+        assert {name for name, size in sizes.items() if size == 0} == {branch}
+        assert closed_loss != open_loss
+    assert made.evaluate() == open_loss
+    assert all(torch.equal(value, weights[name]) for name, value in made.model.state_dict().items())
+
+
+# A run
+
+
+def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
+    content = json.loads((tmp_path / "run.json").read_text())
+    documented = re.search(r"`examples/needle.py` writes\s+`{(.*?)}`", ARCHITECTURE.read_text(), re.DOTALL)
+    assert documented is not None
+    assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*?\]", "", documented[1], flags=re.DOTALL)))
+    for name, row in (("rows", Row), ("summary", example.Summary), ("accuracy", example.Accuracy)):
+        listed = re.search(rf"\b{name}: \[(.*?)\]", documented[1], re.DOTALL)
+        assert listed is not None
+        assert re.findall(r"\w+", listed[1]) == [field.name for field in fields(row)] == list(content[name][0])
+
+    names = ["dense", "nsa", "nsa-closed", "no-selected", "window"]
+    assert [summary["variant"] for summary in content["summary"]] == names
+    assert list(content["variants"]) == example.CHOSEN
+    assert content["preset"] == content["variants"]["nsa"]["preset"] == "paper"
+    assert content["variants"]["nsa"]["config"]["q_tile_size"] == 1
+    assert content["data"]["needles"] == 8
+    for summary in content["summary"]:
+        own = [each for each in content["accuracy"] if each["variant"] == summary["variant"]]
+        assert sum(each["questions"] for each in own) == 6 * 4
+        assert all(each["nearest"] >= example.FAR for each in own)
+        assert summary["steps"] == 6
+    for variant in example.CHOSEN:
+        own = [row for row in content["rows"] if row["variant"] == variant]
+        assert [row["step"] for row in own] == [0, 3, 6]
+        assert own[-1]["val_loss"] < own[0]["val_loss"]
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert " ".join(content["verdict"].split()) in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("shares", "sentences"),
+    [
+        (
+            {"dense": 0.99, "nsa": 0.97, "nsa-closed": 0.01},
+            ["NSA answers 97.0%", "attention 99.0%", "fails without it"],
+        ),
+        ({"nsa": 0.97, "nsa-closed": 0.5}, ["the same model answers 50.0%: it does not fail without it"]),
+        ({"nsa": 0.2, "nsa-closed": 0.0}, ["less than 50%: it has not learnt to look up"]),
+        ({"nsa": 0.95, "nsa-closed": 0.0, "window": 0.0}, ["Trained with the window alone, 0.0%."]),
+        ({"dense": 0.9}, ["NSA itself was not trained"]),
+    ],
+)
+def test_the_verdict(shares: dict[str, float], sentences: list[str]) -> None:
+    text = example.verdict([example.Summary(name, 1, 1.0, share, None, None) for name, share in shares.items()])
+    for sentence in sentences:
+        assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--questions", "9"], "--questions must be at most --needles, got 9 and 8"),
+        (["--needles", "13"], "--context 160 has 12 places for --needles before 4 windows of --w 8 and 4 --questions"),
+        (["--w", "64"], "--context 160 has 0 places"),
+        (["--layers", "4"], "--layers must be below 4, or windows upon windows reach the needles, got 4"),
+        (["--block-size", "6"], "--block-size must be a multiple of 4 with --preset paper, got 6"),
+        (["--variants", "sparse"], "must be among dense, nsa, window"),
+    ],
+)
+def test_bad_command_lines(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        example.main([*TINY, *options])
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_all_variants_can_be_named() -> None:
+    args = example.parse([*TINY, "--variants", ",".join(VARIANTS)])
+    assert args.variants == list(VARIANTS)

@@ -1,0 +1,135 @@
+"""The example that trains with attention over layers: what its variants are, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import sysconfig
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples import train_residual as example
+from examples.shared import byte_models
+
+ARCHITECTURE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+SIZES = {
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "kv-heads": 1,
+    "context": 32,
+    "steps": 8,
+    "batch": 4,
+    "eval-every": 4,
+    "eval-windows": 6,
+    "lr": 0.01,
+}
+TINY = ["--device=cpu", *(f"--{name}={value}" for name, value in SIZES.items())]
+
+
+@pytest.fixture(scope="module")
+def corpus() -> byte_models.Corpus:
+    return byte_models.load_corpus(Path(sysconfig.get_path("stdlib")))
+
+
+def trainer(variant: str, corpus: byte_models.Corpus, *options: str) -> byte_models.TextTrainer:
+    args = example.parse([*TINY, *options])
+    args.mixing_backend, note = example.resolve(args)
+    assert (args.mixing_backend, note) == ("reference", "")
+    return byte_models.TextTrainer(variant, example.make_model(variant, args), args, corpus)
+
+
+def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
+    content = json.loads((tmp_path / "run.json").read_text())
+    documented = re.search(r"`examples/train_residual.py` writes\s+`{(.*?)}`", ARCHITECTURE.read_text(), re.DOTALL)
+    assert documented is not None
+    assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*?\]", "", documented[1], flags=re.DOTALL)))
+    for name, row in (("rows", byte_models.Row), ("summary", example.Summary)):
+        listed = re.search(rf"{name}: \[(.*?)\]", documented[1], re.DOTALL)
+        assert listed is not None
+        assert re.findall(r"\w+", listed[1]) == [field.name for field in fields(row)] == list(content[name][0])
+    assert (content["backend"], [row["variant"] for row in content["summary"]]) == ("reference", ["sum", "attention"])
+    for summary in content["summary"]:
+        own = [row for row in content["rows"] if row["variant"] == summary["variant"]]
+        assert [row["step"] for row in own] == [0, 4, 8]
+        assert own[-1]["val_loss"] == summary["final_val_loss"] < own[0]["val_loss"]
+    parameters = content["model"]["parameters"]
+    assert parameters["attention"] - parameters["sum"] == (2 * 2 + 1) * 2 * 32
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "With attention residual the final validation loss is" in content["verdict"]
+    assert content["verdict"] in shown
+
+
+def test_variants_start_as_one_model(corpus: byte_models.Corpus) -> None:
+    """Queries of zeros give means, which layers normalise to what they make of sums; then the two part."""
+    plain, attending = (trainer(variant, corpus) for variant in example.VARIANTS)
+    assert torch.equal(plain.starts, attending.starts)
+    own = {name for name, _ in attending.model.named_parameters() if name.startswith("mixtures.")}
+    shared = plain.model.state_dict()
+    assert attending.model.state_dict().keys() - own == shared.keys()
+    for name, value in shared.items():
+        assert torch.equal(attending.model.state_dict()[name], value), name
+    tokens = plain.validation[:2, :-1]
+    with torch.no_grad():
+        torch.testing.assert_close(attending.model(tokens), plain.model(tokens), rtol=1e-3, atol=1e-3)
+    before = attending.evaluate()
+    assert plain.evaluate() == pytest.approx(before, rel=1e-4)
+    for each in (plain, attending):
+        for step in range(4):
+            each.step(step)
+    assert plain.evaluate() != pytest.approx(attending.evaluate(), rel=1e-4)
+
+
+def test_every_layer_attends_to_all_before_it(corpus: byte_models.Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, seen = trainer("attention", corpus), []
+    right = example.AttentionResidual.forward
+
+    def forward(self: Any, blocks: list[torch.Tensor]) -> torch.Tensor:
+        seen.append(len(blocks))
+        return right(self, blocks)
+
+    monkeypatch.setattr(example.AttentionResidual, "forward", forward)
+    made.step(0)
+    assert seen == [1, 2, 3, 4, 5]
+    gradients = {name: p.grad for name, p in made.model.named_parameters() if name.startswith("mixtures.")}
+    queries = {name: gradient for name, gradient in gradients.items() if name.endswith("w_query")}
+    assert len(queries) == 5
+    for name, gradient in queries.items():
+        # The first one has nothing to choose from.
+        assert bool(gradient.any()) == (name != "mixtures.0.w_query"), name
+
+
+def test_trains_in_mixed_precision(corpus: byte_models.Corpus) -> None:
+    """Outputs of 16 bits join an embedding of 32."""
+    full, mixed = (trainer("attention", corpus, "--dtype", dtype) for dtype in ("fp32", "bf16"))
+    losses = [[each.step(i) for i in range(4)] for each in (full, mixed)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[0] != losses[1]
+
+
+def test_the_verdict() -> None:
+    plain = example.Summary("sum", 10, 2.0, 2.9, 100.0, None)
+    attending = replace(plain, variant="attention", final_val_loss=1.9)
+    text = example.verdict([plain, attending])
+    assert "is 5.0% below that with sums. One seed each" in text
+    assert "5.0% above" in example.verdict([plain, replace(attending, final_val_loss=2.1)])
+    assert "10 and 9 steps, so they are not compared" in example.verdict([plain, replace(attending, steps=9)])
+    assert "alone says nothing" in example.verdict([attending])
+
+
+def test_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, message in (
+        (["--variants", "sum,product"], "must be among sum, attention, got 'product'"),
+        (["--width", "33"], "--width must be a multiple of 2 * --heads, got 33 and 2"),
+    ):
+        with pytest.raises(SystemExit):
+            example.main([*TINY, *options])
+        assert message in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit, match="backend must be one of"):
+        example.main([*TINY, "--backend", "abacus"])

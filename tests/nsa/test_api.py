@@ -1,0 +1,187 @@
+"""The public functions and NSAConfig: presets, equivalent ways to call, signatures, graphs."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from dataclasses import FrozenInstanceError, fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+import dispatch
+import nsa as package
+from dispatch.table import ROWS
+from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
+from nsa.api import NSAKeywords, _run
+from nsa.config import NSAOptions
+from nsa.inputs import NSAInputs
+from tests.support.helpers import SMALL, make_qkv
+
+
+def test_presets() -> None:
+    seed, paper = NSAConfig.seed(), NSAConfig.paper()
+    assert seed == NSAConfig()
+    assert (seed.compress_block_size, seed.stride, seed.select_size) == (64, 64, 64)
+    assert (seed.q_tile_size, seed.shares_heads, seed.num_selected_blocks, seed.window_size) == (256, False, 16, 512)
+    assert (paper.compress_block_size, paper.stride, paper.select_size) == (32, 16, 64)
+    assert (paper.q_tile_size, paper.shares_heads, paper.num_selected_blocks, paper.window_size) == (1, True, 16, 512)
+    assert (paper.num_init_blocks, paper.num_local_blocks) == (1, 2)
+    assert NSAConfig.paper(window_size=64) == replace(paper, window_size=64)
+
+
+def test_config_is_a_value() -> None:
+    config = NSAConfig(compress_block_size=np.int64(32))  # any integer type, kept as int
+    assert type(config.compress_block_size) is int
+    assert hash(config) == hash(NSAConfig(compress_block_size=32))
+    with pytest.raises(FrozenInstanceError):
+        config.window_size = 1  # type: ignore[misc]
+    assert NSAConfig(q_tile_size=1).shares_heads
+    assert NSAConfig(softmax_scale=2).scale(64) == 2
+    assert type(NSAConfig(softmax_scale=2**70).scale(64)) is float, "PyTorch takes no such integer"
+    assert NSAConfig().scale(64) == 0.125
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (31, 0), (32, 1), (47, 1), (48, 2), (64, 3)])
+def test_number_of_compressed_entries(tokens: int, expected: int) -> None:
+    assert NSAConfig.paper().num_compressed(tokens) == expected
+
+
+def test_keywords_and_config_are_the_same_call() -> None:
+    q, k, v = make_qkv(70)
+    config = SMALL["seed"]
+    changed = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
+    out = nsa(q, k, v, config=config)
+    assert torch.equal(nsa(q, k, v, **changed), out)
+    assert torch.equal(nsa_forward(q, k, v, config=config, deterministic=True, recompute=True), out)
+    assert torch.equal(dispatch.nsa(q, k, v, config=config, backend="reference"), out)
+
+
+def test_forward_builds_no_graph_and_nsa_does() -> None:
+    q, k, v = make_qkv(40, requires_grad=True)
+    assert nsa(q, k, v, config=SMALL["seed"]).requires_grad
+    assert not nsa_forward(q, k, v, config=SMALL["seed"]).requires_grad
+    out, aux = nsa_forward_aux(q, k, v, config=SMALL["seed"])
+    assert isinstance(aux, NSAAux)
+    assert not any(t.requires_grad for t in (out, *aux) if t is not None)
+
+
+def test_parameters_of_compress_learn() -> None:
+    """Also when nothing else does; and the dispatcher knows that backward may follow."""
+    pool = torch.nn.Sequential(torch.nn.Flatten(-2), torch.nn.Linear(8 * 16, 16))
+    q, k, v = make_qkv(40, dtype=torch.float32)
+    config = replace(SMALL["seed"], compress=pool)
+    assert NSAInputs(q, k, v).needs_grad(config)
+    nsa(q, k, v, config=config).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in pool.parameters())
+    pool.requires_grad_(False)
+    assert not NSAInputs(q, k, v).needs_grad(config)
+    assert NSAInputs(q, k, v).needs_grad(replace(config, compress=(pool, lambda blocks: blocks[..., 0, :])))
+
+
+@pytest.mark.parametrize("name", ["q", "v_slc", "gates", "w_k_compress", None])
+def test_the_dispatcher_learns_what_the_call_needs(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(40)
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "k_slc": k.clone(),
+        "v_slc": v.clone(),
+        "gates": torch.rand(1, 40, 4, 3).double(),
+    }
+    tensors |= {"w_k_compress": torch.eye(16).double().repeat(2, 1, 1)}
+    calls = []
+
+    def resolve(call: dispatch.Call, backend: str | None) -> dispatch.Impl:
+        calls.append(call)
+        return next(row for row in ROWS if row.backend == "reference")
+
+    monkeypatch.setattr(dispatch, "resolve", resolve)
+    if name is not None:
+        tensors[name].requires_grad_()
+    nsa(**tensors, config=SMALL["seed"], deterministic=True)
+    nsa_forward(**tensors, config=SMALL["seed"], recompute=True)
+    assert [call.backward for call in calls] == [name is not None, False]
+    assert [call.options["deterministic"] for call in calls] == [True, False]
+    assert [call.options["recompute"] for call in calls] == [False, True]
+    assert calls[0].options["config"] == SMALL["seed"]
+    assert calls[0].options["inputs"].q is q
+
+
+def test_auxiliary_results_compose_the_output() -> None:
+    q, k, v = make_qkv(70, dtype=torch.float32)
+    gates = torch.randn(1, 70, 4, 3)
+    out, aux = nsa_forward_aux(q, k, v, gates=gates, config=SMALL["seed"])
+    combined = sum(gates[..., b, None] * o for b, o in enumerate((aux.o_cmp, aux.o_slc, aux.o_win)))
+    torch.testing.assert_close(out, combined, rtol=1e-6, atol=1e-6)
+    again = nsa_forward(q, k, v, gates=gates, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp, config=SMALL["seed"])
+    assert torch.equal(again, out)
+
+
+def test_packed_compressed_entries_can_be_given_back() -> None:
+    q, k, v = make_qkv(70, batch=None)
+    bounds = torch.tensor([0, 45, 70], dtype=torch.int32)
+    out, aux = nsa_forward_aux(q, k, v, cu_seqlens=bounds, max_seqlen=100, config=SMALL["paper"])
+    again = nsa_forward(q, k, v, cu_seqlens=bounds, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp, config=SMALL["paper"])
+    assert torch.equal(again, out)
+
+
+def test_strides_do_not_matter() -> None:
+    q, k, v = make_qkv(70)
+    expected = nsa(q, k, v, config=SMALL["seed"])
+    scattered = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    assert not scattered[0].is_contiguous()
+    assert torch.equal(nsa(*scattered, config=SMALL["seed"]), expected)
+
+
+@pytest.mark.parametrize("function", [nsa, nsa_forward, nsa_forward_aux])
+def test_signature_shows_every_keyword_with_its_default(function: typing.Any) -> None:
+    parameters = inspect.signature(function).parameters
+    assert list(parameters)[:3] == ["q", "k", "v"]
+    for field in fields(NSAConfig):
+        assert parameters[field.name].default == field.default
+    assert parameters["backend"].default is None
+    assert set(parameters) == {"q", "k", "v", *typing.get_type_hints(NSAKeywords)}
+
+
+def test_typed_dictionaries_match() -> None:
+    assert set(typing.get_type_hints(NSAOptions)) == {field.name for field in fields(NSAConfig)}
+    own = [p.name for p in inspect.signature(_run).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert set(typing.get_type_hints(NSAKeywords)) == {*own, *typing.get_type_hints(NSAOptions)}
+
+
+def test_public_names() -> None:
+    modules = {"AttentionResidual", "LinearCompression", "NSAttention"}
+    modules |= {"NeighborhoodAttention", "NeighborhoodAttentionLayer"}
+    functions = {"nsa", "nsa_forward", "nsa_forward_aux", "neighborhood_attention", "attention_residual"}
+    assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions
+    for name in package.__all__:
+        assert getattr(package, name).__doc__
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", SMALL)
+def test_reference_on_a_gpu_equals_the_cpu(name: str) -> None:
+    q, k, v = make_qkv(200)
+    bounds = torch.tensor([0, 60, 61, 200], dtype=torch.int32)
+    config = SMALL[name]
+    packed = [t[0] for t in (q, k, v)]
+    for tensors, keywords in (((q, k, v), {}), (packed, {"cu_seqlens": bounds})):
+        on_gpu = [t.cuda().requires_grad_() for t in tensors]
+        on_cpu = [t.clone().requires_grad_() for t in tensors]
+        out = nsa(*on_gpu, **{n: t.cuda() for n, t in keywords.items()}, config=config, backend="reference")
+        expected = nsa(*on_cpu, **keywords, config=config)
+        torch.testing.assert_close(out.cpu(), expected, rtol=1e-11, atol=1e-11)
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        for got, want in zip(on_gpu, on_cpu, strict=True):
+            torch.testing.assert_close(got.grad.cpu(), want.grad, rtol=1e-10, atol=1e-10)  # type: ignore[union-attr]
+
+
+@pytest.mark.cuda
+def test_reference_on_a_gpu_runs_only_when_named() -> None:
+    q, k, v = (t.cuda() for t in make_qkv(64))
+    with pytest.raises(dispatch.BackendError, match="deterministic=True cannot be kept"):
+        nsa(q.requires_grad_(), k, v, backend="reference", deterministic=True)

@@ -1,0 +1,594 @@
+"""Attention residual: two oracles that agree, arguments, the layer, operators; the kernels in the interpreter."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import dispatch
+from ascend_kernels import support
+from ascend_kernels.device import DEVICES
+from ascend_kernels.launch import recording
+from ascend_kernels.residual import reference, tiling
+from ascend_kernels.residual import whole_rows as kernels
+from dispatch import attention_residual
+from nsa import AttentionResidual
+from nsa.residual.validate import Blocks
+from tests.support.helpers import assert_passes_interpreted, assert_rounded_once
+from tests.support.residual_cases import EPS, check, differentiated, make, oracle, through_the_public_op
+from tests.support.residual_loops import mix
+
+INTERPRETED = "tests/ascend/interpreted_residual.py"
+
+# The oracle
+
+
+@settings(max_examples=60)
+@given(
+    blocks=st.integers(1, 7),
+    batch=st.integers(1, 2),
+    tokens=st.integers(0, 3),
+    dim=st.integers(1, 9),
+    norm=st.booleans(),
+)
+def test_oracles_agree(blocks: int, batch: int, tokens: int, dim: int, norm: bool) -> None:
+    case = make(tokens, dim, blocks, batch=batch, norm=norm, dtype=torch.float64)
+    assert isinstance(case.blocks, Tensor)
+    out, alpha, rstd = reference.attention_residual(case.blocks, case.w_query, case.w_norm, eps=EPS)
+    w_norm = [1.0] * dim if case.w_norm is None else case.w_norm.tolist()
+    expected = torch.tensor(mix(case.blocks.tolist(), case.w_query.tolist(), w_norm, EPS), dtype=torch.float64)
+    torch.testing.assert_close(out, expected.view(out.shape), rtol=0, atol=1e-12)
+    assert alpha.shape == rstd.shape == (blocks, batch, tokens)
+    torch.testing.assert_close(alpha.sum(0), torch.ones_like(alpha[0]))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+def test_gradients_of_the_oracle(layout: str, norm: bool) -> None:
+    case = make(2, 5, 3, batch=2, layout=layout, norm=norm, dtype=torch.float64)
+
+    def run(*leaves: Tensor) -> Tensor:
+        return reference.attention_residual(*case.inputs(leaves), eps=EPS)[0]
+
+    assert torch.autograd.gradcheck(run, case.leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+def test_the_reference_rounds_gradients_once(layout: str, dtype: torch.dtype) -> None:
+    case = make(200, 20, 6, batch=2, layout=layout, dtype=dtype)
+    double = make(200, 20, 6, batch=2, layout=layout, dtype=torch.float64)
+    for leaf, exact in zip(case.leaves, double.leaves, strict=True):
+        exact.data.copy_(leaf)
+    exact = differentiated(oracle, replace(double, do=case.do.double()))
+    got = through_the_public_op(case, "reference")
+    for i in range(1 + len(case.leaves)):
+        assert_rounded_once(got[i], exact[i], f"result {i}")
+
+
+@pytest.mark.parametrize("which", [0, 2, -2, -1], ids=["first block", "third block", "w_query", "w_norm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_inputs_changed_before_backward_are_refused(which: int, dtype: torch.dtype) -> None:
+    case = make(6, 20, 4, layout="list", dtype=dtype)
+    out = attention_residual(case.blocks, case.w_query, case.w_norm, EPS)
+    with torch.no_grad():
+        case.leaves[which].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# The public function
+
+
+@pytest.mark.parametrize("layout", ["stacked", "list", "token-major", "slices", "strided"])
+def test_cpu_tensors_run_the_reference(layout: str) -> None:
+    case = make(6, 20, 4, batch=2, layout=layout, dtype=torch.bfloat16, weight_dtype=torch.float32)
+    got, expected = through_the_public_op(case, "reference"), differentiated(oracle, case)
+    for name, mine, rounded in zip(("out", *("gradient",) * len(case.leaves)), got, expected, strict=True):
+        # Both round once, after sums in other orders: one unit in the last place apart, or a few hundred of fp32
+        rtol = max(torch.finfo(rounded.dtype).eps, 2**-15)
+        torch.testing.assert_close(mine, rounded, rtol=rtol, atol=2**-15, msg=lambda m, n=name: f"{n}: {m}")
+    assert torch.equal(attention_residual(case.blocks, case.w_query, case.w_norm, EPS), got[0])
+
+
+BLOCKS = torch.zeros(3, 2, 5, 8)
+BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (TypeError, "blocks must be a torch.Tensor or a list of them, got int", {"blocks": 3}),
+    (ValueError, r"blocks must have the layout \[L,B,N,D\] or be a list, got shape \[2, 5, 8\]", {"blocks": BLOCKS[0]}),
+    (ValueError, "blocks must have at least one member, got an empty list", {"blocks": []}),
+    (TypeError, r"blocks\[1\] must be a torch.Tensor, got NoneType", {"blocks": [BLOCKS[0], None]}),
+    (ValueError, r"blocks\[0\] must have the layout \[B,N,D\], got shape \[5, 8\]", {"blocks": [BLOCKS[0, 0]]}),
+    (
+        ValueError,
+        r"blocks\[1\] must have blocks\[0\]'s shape \[2, 5, 8\], got \[2, 4, 8\]",
+        {"blocks": [BLOCKS[0], BLOCKS[0, :, :4]]},
+    ),
+    (
+        ValueError,
+        r"blocks\[2\] must be float32 as blocks\[0\], got float16",
+        {"blocks": [BLOCKS[0], BLOCKS[1], BLOCKS[2].half()]},
+    ),
+    (
+        ValueError,
+        r"blocks\[1\] must have blocks\[0\]'s strides \(40, 8, 1\), got \(8, 16, 1\)",
+        {"blocks": [BLOCKS[0], torch.zeros(5, 2, 8).transpose(0, 1)]},
+    ),
+    (
+        ValueError,
+        r"blocks\[1\] must be on blocks\[0\]'s device cpu, got meta",
+        {"blocks": [BLOCKS[0], BLOCKS[0].to("meta")]},
+    ),
+    (TypeError, "blocks must be bfloat16, float16, float32 or float64, got int64", {"blocks": BLOCKS.long()}),
+    (ValueError, r"blocks must have at least one block and D >= 1, got shape \[0, 2, 5, 8\]", {"blocks": BLOCKS[:0]}),
+    (TypeError, "w_query must be a torch.Tensor, got NoneType", {"w_query": None}),
+    (TypeError, "w_query must be float32 .blocks are float32., got float16", {"w_query": torch.zeros(8).half()}),
+    (ValueError, r"w_query must have the shape \[8\], got \[7\]", {"w_query": torch.zeros(7)}),
+    (TypeError, "w_norm must be a torch.Tensor or None, got float", {"w_norm": 1.0}),
+    (
+        TypeError,
+        "w_norm must be float16 or float32 .blocks are float16., got float64",
+        {"blocks": BLOCKS.half(), "w_norm": torch.zeros(8).double()},
+    ),
+    (ValueError, r"w_norm must have the shape \[8\], got \[8, 1\]", {"w_norm": torch.zeros(8, 1)}),
+    (ValueError, "w_norm must be on the blocks' device cpu, got meta", {"w_norm": torch.zeros(8, device="meta")}),
+    (TypeError, "eps must be a number, got None", {"eps": None}),
+    (ValueError, "eps must be finite and at least 0, got -1.0", {"eps": -1.0}),
+    (ValueError, "eps must be finite and at least 0, got nan", {"eps": math.nan}),
+    (ValueError, "eps must be finite and at least 0, got 1000", {"eps": 10**400}),
+    (TypeError, "blocks must be a dense tensor, got the layout sparse_coo", {"blocks": BLOCKS.to_sparse()}),
+    (TypeError, r"blocks\[0\] must be a dense tensor, got the layout", {"blocks": [BLOCKS[0].to_sparse()] * 2}),
+    (TypeError, r"blocks\[1\] must be a dense tensor, got the layout", {"blocks": [BLOCKS[0], BLOCKS[0].to_sparse()]}),
+    (TypeError, "w_norm must be a dense tensor, got the layout sparse_coo", {"w_norm": torch.ones(8).to_sparse()}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "changes"), BAD, ids=str)
+def test_bad_arguments_are_named(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    given = {"blocks": BLOCKS, "w_query": torch.zeros(8), "w_norm": torch.ones(8), **changes}
+    with pytest.raises(error, match=message):
+        attention_residual(**given)
+
+
+# The layer
+
+
+@pytest.mark.parametrize("norm_weight", [True, False])
+def test_the_layer_starts_with_the_mean(norm_weight: bool) -> None:
+    layer = AttentionResidual(16, norm_weight=norm_weight)
+    blocks = [torch.randn(2, 5, 16, requires_grad=True) for _ in range(4)]
+    out = layer(blocks)
+    torch.testing.assert_close(out, sum(blocks) / 4)
+    out.square().sum().backward()
+    assert all(block.grad is not None for block in blocks)
+    assert sorted(layer.state_dict()) == ["w_norm", "w_query"][0 if norm_weight else 1 :]
+    assert layer.w_query.grad is not None
+    assert layer.w_query.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "dtype", "given"),
+    [
+        (TypeError, "blocks must be a torch.Tensor or a list of them, got NoneType", None, None),
+        (TypeError, r"blocks\[0\] must be a torch.Tensor, got NoneType", None, [None]),
+        (ValueError, "blocks must have at least one member", None, []),
+        (ValueError, r"blocks must have the layout \[L,B,N,D\]", None, torch.zeros(2, 5, 8)),
+        (
+            ValueError,
+            r"blocks must have hidden_size=8, as this layer has, got shape \[3, 2, 5, 7\]",
+            None,
+            BLOCKS[..., :7],
+        ),
+        (ValueError, r"blocks\[0\] must have hidden_size=8, .* got shape \[2, 5, 7\]", None, [BLOCKS[0, ..., :7]]),
+        (ValueError, "blocks must be on cpu, as the weights are, got meta", None, BLOCKS.to("meta")),
+        (TypeError, "blocks must be bfloat16, as the weights are, got float32", torch.bfloat16, BLOCKS),
+        (TypeError, r"blocks\[0\] must be float64, as the weights are, got float32", torch.float64, [BLOCKS[0]]),
+    ],
+    ids=str,
+)
+def test_the_layer_blames_its_input(
+    error: type[Exception], message: str, dtype: torch.dtype | None, given: Any
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        AttentionResidual(8, dtype=dtype)(given)
+
+
+def test_the_layer_is_the_function() -> None:
+    layer = AttentionResidual(16, eps=1e-3)
+    torch.nn.init.normal_(layer.w_query)
+    blocks = torch.randn(4, 2, 5, 16)
+    assert torch.equal(layer(blocks), attention_residual(blocks, layer.w_query, layer.w_norm, 1e-3))
+    assert "16, eps=0.001, norm_weight=True" in repr(layer)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (TypeError, "hidden_size must be an integer, got 8.0", {"hidden_size": 8.0}),
+        (ValueError, "hidden_size must be at least 1, got 0", {"hidden_size": 0}),
+        (ValueError, "eps must be finite and at least 0, got -1", {"eps": -1}),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_the_layer(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        AttentionResidual(**{"hidden_size": 8, **changes})
+
+
+# The operators
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+def test_compiles(layout: str, norm: bool) -> None:
+    check_compiled("reference", layout=layout, norm=norm)
+
+
+def check_compiled(backend: str, blocks: int = 3, **options: Any) -> None:
+    """Results and gradients of the eager call, in one graph."""
+    torch._dynamo.reset()
+    case = make(6, 20, blocks, **options)
+
+    def run(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None) -> Tensor:
+        return attention_residual(blocks, w_query * 2, w_norm, EPS, backend=backend) + 1
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(differentiated(compiled, case), differentiated(run, case))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+def test_operators_keep_pytorchs_rules(layout: str, norm: bool) -> None:
+    case = make(3, 6, 2, layout=layout, norm=norm, dtype=torch.float64)
+    operator = torch.ops.nsa_kernels.attention_residual.default
+    stacked = isinstance(case.blocks, Tensor)
+    blocks = [case.blocks] if stacked else case.blocks
+    torch.library.opcheck(operator, (blocks, case.w_query, case.w_norm, stacked, EPS, None))
+
+
+# Dispatch
+
+
+def refusal(backend: str, device: str, dtype: torch.dtype = torch.float16, **options: Any) -> str | None:
+    call = dispatch.Call("attention_residual", device, dtype, options=options)
+    return {verdict.impl.backend: verdict.reason for verdict in dispatch.explain(call)}[backend]
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert refusal("triton", "cuda") is None
+    assert refusal("triton", "cuda", blocks=64, shape=(1, 70000, 8192)) is None
+    assert refusal("triton", "cuda", torch.float64) == "takes float16, bfloat16 and float32, got float64"
+    assert refusal("triton", "cuda", blocks=65) == "takes up to 64 blocks, got 65"
+    assert refusal("triton", "cuda", shape=(1, 1, 1 << 21)) == "takes D up to 1048576, got 2097152"
+    many = {"blocks": 16, "shape": (2, (1 << 25) + 1, 8)}
+    assert (
+        refusal("triton", "cuda", **many) == "takes up to 1073741824 rows of all blocks and sequences, got 1073741856"
+    )
+    assert refusal("triton", "npu") == "runs on CUDA devices, got npu"
+    assert refusal("ascend", "cuda") == "runs on Ascend NPUs, got cuda"
+    assert "no Ascend NPU is visible" in str(refusal("ascend", "npu"))
+    assert "only when named" in str(refusal("reference", "cuda"))
+    assert refusal("reference", "cpu", torch.float64, blocks=100) is None
+
+
+# Tiles and launches
+
+
+def test_the_rule_of_tiles() -> None:
+    """As the seed measured for 192 KiB; what of it changes with the UB."""
+    a2, large = 192 << 10, 256 << 10
+    for backward in (False, True):
+        assert [tiling.get_optimal_block_d(dim, backward, a2) for dim in (1, 15, 123, 1024)] == [1, 16, 128, 1024]
+        assert [tiling.get_optimal_block_d(dim, backward, a2) for dim in (1025, 2048, 4096, 8192)] == [2048] * 4
+    assert [tiling.get_optimal_block_d(8192, backward, large) for backward in (False, True)] == [4096, 2048]
+
+
+def test_planner_on_random_shapes() -> None:
+    """10,000 shapes: tiles are among the specialisations and fit the UB, grids are small, every row is taken."""
+    known = set(tiling.specialisations())
+    assert len(known) <= 80
+    draw = random.Random(0)
+    for _ in range(10_000):
+        backward, listed = draw.random() < 0.5, draw.random() < 0.5
+        dtype, device = draw.choice(tiling.DTYPES), draw.choice(list(DEVICES.values()))
+        dim, blocks = 16 * max(1, int(2 ** draw.uniform(0, 16))), draw.randint(1, 64)
+        shape = {"dim": dim, "blocks": blocks, "tokens": int(2 ** draw.uniform(0, 24))}
+        plan = tiling.ascend_plan(backward=backward, dtype=dtype, listed=listed, device=device, **shape)
+        kernels = (("products", "gradients") if backward else ("scores", "mix")) if plan.tiled else ()
+        for kernel in kernels or ("backward" if backward else "forward",):
+            assert (kernel, dtype, plan.block_d, plan.rows) in known
+        assert plan.tiled == (plan.block_d < dim)
+        assert plan.one_tile == (blocks <= plan.rows)
+        assert plan.live_bytes["UB"] <= 0.85 * device.ub
+        assert 1 <= plan.programs <= min(65535, 2 * device.cores, shape["tokens"])
+        parts, weights = tiling.weights_plan(dim, device)
+        assert ("weights", torch.float32, weights.block_d, 1) in known
+        assert parts == tiling.WEIGHTS_PARTS
+        assert weights.live_bytes["UB"] <= 0.85 * device.ub
+        gpu = tiling.gpu_plan(backward=backward, dtype=dtype, cores=132, **shape)
+        assert gpu.tiled == (gpu.block_d < dim)
+        assert gpu.tiled or gpu.rows * gpu.block_d // (32 * gpu.options["num_warps"]) <= (128 if backward else 64)
+        assert gpu.tiled or 32 * gpu.options["num_warps"] * gpu.options["maxnreg"] <= 1 << 16
+        assert gpu.one_tile == (blocks <= gpu.rows)
+        if backward:
+            shares, values = 4 * gpu.programs, shape["tokens"] * blocks * dtype.itemsize
+            assert gpu.programs <= 132 or 32 * shares <= values
+
+
+def test_overrides_of_the_gpus_plan() -> None:
+    shape = {"backward": False, "dtype": torch.bfloat16, "dim": 4096, "blocks": 8, "tokens": 4096, "cores": 132}
+    plan = tiling.gpu_plan(**shape, rows=4, num_warps=16, stages=2, programs_per_core=1, maxnreg=96)
+    assert (plan.rows, plan.stages, plan.programs) == (4, 2, 132)
+    assert (plan.options["num_warps"], plan.options["maxnreg"]) == (16, 96)
+
+
+NAMES = ["forward_kernel", "backward_kernel", "weights_kernel"]
+TILED = ["scores_kernel", "mix_kernel", "products_kernel", "gradients_kernel", "weights_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "blocks", "layout", "names"),
+    [
+        (2048, 8, "stacked", NAMES),
+        (2048, 16, "list", NAMES),
+        (2048, 20, "list", ["table_kernel", "table_kernel", *NAMES[:1], "table_kernel", "table_kernel", *NAMES[1:]]),
+        (4096, 8, "stacked", TILED),
+    ],
+)
+def test_launches_that_an_npu_would_be_given(dim: int, blocks: int, layout: str, names: list[str]) -> None:
+    case = make(70000 // dim, dim, blocks, layout=layout, dtype=torch.bfloat16)
+    with recording(run=False) as launches:
+        through_the_public_op(case, "ascend")
+    assert [one.kernel.__name__ for one in launches] == names
+    for one in launches:
+        assert set(one.arguments) | set(one.constants) == set(one.kernel.arg_names)
+        assert math.prod(one.grid) <= 40
+
+
+def test_one_launch_takes_any_number_of_tokens() -> None:
+    case = make(70000, 16, 2)
+    with recording(run=False) as launches:
+        through_the_public_op(case, "ascend")
+    assert [(one.kernel.__name__, one.grid) for one in launches] == list(zip(NAMES, [(40,), (40,), (1,)], strict=True))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("layout", ["stacked", "list", "token-major"])
+def test_repeated_launches_are_given_the_same(layout: str, norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a call like one before hands addresses to what Triton compiled: those of its own tensors, in order."""
+    launched: list[tuple[Any, dict[str, Any]]] = []
+    repeated: list[tuple[Any, ...]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            assert len(grid) == 3, "Triton takes no fewer from those who have a compiled kernel"
+            return lambda *given: repeated.append(given)
+
+    def first(kernel: Any, _: Any, arguments: dict[str, Any], constants: dict[str, Any], **__: Any) -> Compiled:
+        launched.append((kernel, {**arguments, **constants}))
+        return Compiled()
+
+    monkeypatch.setattr(kernels, "launch", first)
+    monkeypatch.setattr(kernels.Repeat, "possible", staticmethod(lambda _: True))
+    monkeypatch.setattr(kernels._Known, "calls", {})
+    monkeypatch.setattr(support, "_takes_cpu_tensors", lambda: True)
+    case = make(3, 64, 4, batch=2, layout=layout, norm=norm, dtype=torch.bfloat16)
+    shapes = [[result.shape for result in through_the_public_op(case, "triton")] for _ in range(2)]
+    assert shapes[0] == shapes[1]
+    assert [kernel.__name__ for kernel, _ in launched] == NAMES
+    assert len(repeated) == len(launched)
+    inputs = {"p_w_query", "p_w_norm", "p_table", *(f"p_{i}" for i in range(16))}
+    for (kernel, before), now in zip(launched, repeated, strict=True):
+        assert len(now) == len(kernel.arg_names) == len(before)
+        for name, value in zip(kernel.arg_names, now, strict=True):
+            was = before[name]
+            if name in inputs and was is not None:
+                assert value == was.data_ptr(), name
+            elif isinstance(was, Tensor):
+                assert value % 16 == 0, name
+            else:
+                assert value == was, name
+    names = [dict(zip(kernel.arg_names, now, strict=True)) for (kernel, _), now in zip(launched, repeated, strict=True)]
+    forward, backward, weights = names
+    for kept in ("p_scores", "p_rstd"):
+        assert forward[kept] == backward[kept]
+    assert forward["p_scores"] < forward["p_rstd"]
+    assert backward["p_partials"] == weights["p_partials"]
+    assert (weights["p_dw_query"] == weights["p_dw_norm"]) == (not norm)
+
+
+def test_what_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses off the alignment, features with gaps, longer lists; and eps is part of what a call is."""
+    monkeypatch.setattr(kernels.Repeat, "possible", staticmethod(lambda _: True))
+    case = make(3, 64, 17, layout="list", dtype=torch.bfloat16, requires_grad=False)
+    w_query, w_norm, of = case.w_query, case.w_norm, kernels._Known.of
+    few = list(case.blocks[:16])
+    known = of(few, w_query, w_norm, 1e-6)
+    assert known is not None
+    assert known.key != of(few, w_query, w_norm, 1e-5).key  # type: ignore[union-attr]
+    assert known.key != of(few[:15], w_query, w_norm, 1e-6).key  # type: ignore[union-attr]
+    assert known.key != of(few, w_query, None, 1e-6).key  # type: ignore[union-attr]
+    assert of(list(case.blocks), w_query, w_norm, 1e-6) is None
+    shifted = torch.zeros(1 + few[0].numel(), dtype=torch.bfloat16)[1:].view(few[0].shape)
+    assert of([*few[:3], shifted], w_query, w_norm, 1e-6) is None
+    assert of(few, torch.zeros(65, dtype=torch.bfloat16)[1:], w_norm, 1e-6) is None
+    assert of(few, w_query, torch.zeros(128, dtype=torch.bfloat16)[::2], 1e-6) is None
+    assert of(torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16)[..., ::2], w_query, w_norm, 1e-6) is None
+
+
+@pytest.mark.parametrize(
+    "part", ["test_blocks", "test_features", "test_layouts", "not (blocks or features or layouts)"]
+)
+def test_interpreted(part: str) -> None:
+    """In a process where Triton interprets: interpreted_residual.py."""
+    assert_passes_interpreted(INTERPRETED, part)
+
+
+# On a GPU
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+
+
+@pytest.mark.cuda
+@DTYPES
+@pytest.mark.parametrize("dim", [1, 15, 16, 17, 123, 1025, 4096, 8192, 9000])
+@pytest.mark.parametrize("blocks", [1, 3, 8, 33, 64])
+def test_shapes_on_a_gpu(blocks: int, dim: int, dtype: torch.dtype) -> None:
+    check("triton", 37, dim, blocks, through_the_public_op, dtype=dtype, batch=3, device="cuda")
+
+
+@pytest.mark.cuda
+@DTYPES
+@pytest.mark.parametrize("shape", [(4, 2, 64, 4096), (8, 2, 64, 4096), (4, 2, 64, 8192), (3, 5, 37, 123)], ids=str)
+def test_the_seeds_shapes_on_a_gpu(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    blocks, batch, tokens, dim = shape
+    check("triton", tokens, dim, blocks, through_the_public_op, dtype=dtype, batch=batch, device="cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["list", "slices", "token-major", "strided"])
+@pytest.mark.parametrize("dim", [123, 1024, 4096])
+@pytest.mark.parametrize("blocks", [1, 5, 16, 17, 64])
+def test_layouts_on_a_gpu(blocks: int, dim: int, layout: str) -> None:
+    options: dict[str, Any] = {"layout": layout, "dtype": torch.bfloat16, "weight_dtype": torch.float32}
+    check("triton", 200, dim, blocks, through_the_public_op, batch=2, norm=dim != 123, device="cuda", **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+def test_many_tokens_on_a_gpu(layout: str) -> None:
+    """More tokens than a grid on an NPU may have programs, and strides over them forward and backward."""
+    with recording(run=True) as launches:
+        check(
+            "triton", 35000, 64, 4, through_the_public_op, dtype=torch.bfloat16, batch=2, layout=layout, device="cuda"
+        )
+    assert [one.kernel.fn.__name__ for one in launches] == NAMES
+    assert all(one.grid[0] < 65535 for one in launches)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("layout", ["stacked", "list", "token-major", "slices"])
+def test_repeated_launches_on_a_gpu(layout: str, norm: bool) -> None:
+    """Other tensors of the same kind: bit by bit what launches give that Triton looks at, as it does when recorded."""
+    options: dict[str, Any] = {"layout": layout, "norm": norm, "dtype": torch.bfloat16, "device": "cuda", "batch": 2}
+    case, other = make(100, 512, 6, **options), make(100, 512, 6, **options)
+    through_the_public_op(case, "triton")
+    with torch.no_grad():
+        for leaf in other.leaves:
+            leaf.mul_(0.5)
+    repeated = through_the_public_op(other, "triton")
+    with recording(run=True) as launches:
+        looked_at = through_the_public_op(other, "triton")
+    assert len(launches) == 3
+    assert all(torch.equal(a, b) for a, b in zip(repeated, looked_at, strict=True))
+    with torch.no_grad():
+        assert torch.equal(attention_residual(*other.inputs(other.leaves), EPS, backend="triton"), repeated[0])
+
+
+@pytest.mark.cuda
+def test_misaligned_tensors_on_a_gpu() -> None:
+    """After calls on aligned ones of the same shapes and strides."""
+    case = make(50, 256, 4, dtype=torch.bfloat16, device="cuda")
+    expected = through_the_public_op(case, "triton")
+    assert isinstance(case.blocks, Tensor)
+
+    def shifted(tensor: Tensor) -> Tensor:
+        moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:].view(tensor.shape)
+        return moved.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    moved = replace(
+        case, blocks=shifted(case.blocks), w_query=shifted(case.w_query), do=shifted(case.do), w_norm=case.w_norm
+    )
+    for got, wanted in zip(through_the_public_op(moved, "triton"), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("tokens", "dim"), [(70000, 4096), (17000, 16384)], ids=["one tile", "tiled"])
+def test_offsets_beyond_32_bits_on_a_gpu(tokens: int, dim: int) -> None:
+    """The last block starts after 2^31 elements: it must be what the others are, and its gradient too."""
+    blocks = torch.empty(9, 1, tokens, dim, dtype=torch.bfloat16, device="cuda").normal_()
+    blocks[8] = blocks[0]
+    assert blocks[8].storage_offset() > 1 << 31
+    w = torch.full((dim,), 1e-2, device="cuda", requires_grad=True)
+    blocks.requires_grad_()
+    out = attention_residual(blocks, w, backend="triton")
+    gradient, _ = torch.autograd.grad(out, (blocks, w), torch.ones_like(out))
+    assert torch.equal(gradient[8], gradient[0])
+    some = [0, 1, tokens // 2 - 1, tokens - 1]
+    part = blocks[:, :, some].detach().double().requires_grad_()
+    expected = oracle(part, w.double(), None)
+    torch.testing.assert_close(out[:, some].double(), expected, atol=2e-2, rtol=1e-2)
+    (exact,) = torch.autograd.grad(expected, part, torch.ones_like(expected))
+    torch.testing.assert_close(gradient[:, :, some].double(), exact, atol=1e-2, rtol=2e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("layout", "blocks"), [("stacked", 8), ("list", 8), ("list", 20)])
+def test_memory_on_a_gpu(layout: str, blocks: int) -> None:
+    """Nothing of V's size but V and its gradient: lists are not stacked, shares of t are few."""
+    case = make(1024, 4096, blocks, layout=layout, dtype=torch.bfloat16, device="cuda")
+    size = 1024 * 4096 * 2
+    through_the_public_op(case, "triton")
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = through_the_public_op(case, "triton")
+    peak = torch.cuda.max_memory_allocated() - held
+    assert len(results) == 1 + len(case.leaves)
+    shares = max(132 * 4096 * 4, blocks * size // 32)
+    assert peak <= (blocks + 1) * size + shares + (1 << 20)  # dV, out, and what is small
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+@pytest.mark.parametrize("blocks", [8, 20])
+def test_bitwise_and_in_a_graph_on_a_gpu(blocks: int, layout: str) -> None:
+    """Every run gives the same bits, a replayed CUDA graph too, which reads what the tensors hold by then."""
+    case = make(1000, 1024, blocks, layout=layout, dtype=torch.bfloat16, device="cuda")
+    first = through_the_public_op(case, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, through_the_public_op(case, "triton"), strict=True))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        through_the_public_op(case, "triton")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = through_the_public_op(case, "triton")
+    with torch.no_grad():
+        for leaf in case.leaves:
+            leaf.mul_(0.5)
+    graph.replay()
+    expected = through_the_public_op(case, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    assert not torch.equal(captured[0], first[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("layout", "blocks"), [("stacked", 5), ("list", 5), ("list", 20)])
+def test_compiles_on_a_gpu(layout: str, blocks: int) -> None:
+    check_compiled("triton", layout=layout, blocks=blocks, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.cuda
+def test_autocast_on_a_gpu() -> None:
+    """Blocks in 16 bits and a layer in fp32, as autocast leaves them; nothing of the op is cast."""
+    layer = AttentionResidual(256).cuda()
+    torch.nn.init.normal_(layer.w_query)
+    blocks = [torch.randn(2, 50, 256, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = layer(blocks)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, layer(blocks))

@@ -1,0 +1,273 @@
+"""The cache of gradients gives what a computation would give, whatever happens to memory and tensors in between."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dispatch import neighborhood_attention_backward
+from nsa.neighborhood import cache as backward_cache
+from nsa.neighborhood.api import BackwardCache
+from tests.support import backward_cases
+
+
+class Computation:
+    """Doubles each tensor, and counts."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, *inputs: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        def compute() -> tuple[Tensor, ...]:
+            self.runs += 1
+            return tuple(tensor.detach() * 2 for tensor in inputs)
+
+        return compute
+
+
+def ask(cache: BackwardCache, computation: Computation, *inputs: Tensor, options: object = None) -> Tensor:
+    return cache.gradients(inputs, options, computation(*inputs))[0]
+
+
+def test_an_unchanged_call_is_not_computed_again() -> None:
+    cache, computation, x, y = BackwardCache(), Computation(), torch.ones(3), torch.ones(3)
+    first = ask(cache, computation, x, y)
+    assert ask(cache, computation, x, y) is first
+    assert computation.runs == 1
+    ask(cache, computation, y, x)
+    ask(cache, computation, x, y, options="others")
+    ask(cache, computation, x.view(3), y)  # another object: it may not stay what it is
+    assert computation.runs == 4
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the tensor", "a view of it"])
+def test_changes_in_place_are_seen(own: bool) -> None:
+    cache, computation, x = BackwardCache(), Computation(), torch.ones(4)
+    for expected in (2, 4, 6):
+        assert ask(cache, computation, x).eq(expected).all()
+        (x if own else x.detach()[:]).add_(1)
+    assert len(cache) == 1
+
+
+def test_memory_that_is_exchanged_is_seen() -> None:
+    cache, computation, x = BackwardCache(), Computation(), torch.ones(4)
+    ask(cache, computation, x)
+    for value in range(20):  # memory given up for the one before may come back
+        x.data = torch.full((4,), float(value))
+        assert ask(cache, computation, x).eq(2 * value).all()
+    x.resize_(2)
+    assert ask(cache, computation, x).shape == (2,)
+
+
+def test_changed_gradients_are_computed_again() -> None:
+    cache, computation, x = BackwardCache(), Computation(), torch.ones(4)
+    ask(cache, computation, x).zero_()
+    assert ask(cache, computation, x).eq(2).all()
+
+
+def test_reused_allocations() -> None:
+    """Tensors that come and go in the same memory, with the same version: the stale gradients of a key of addresses."""
+    cache, computation = BackwardCache(capacity=2), Computation()
+    addresses = set()
+    for value in range(50):
+        x = torch.full((1024,), float(value))
+        addresses.add(x.data_ptr())
+        assert ask(cache, computation, x).eq(2 * value).all()
+        del x
+    assert len(addresses) < 50, "memory was never reused, so this test shows nothing"
+    assert computation.runs == 50
+
+
+def test_inputs_are_held_while_they_are_compared_with() -> None:
+    cache, x = BackwardCache(capacity=1), torch.ones(4)
+    held = weakref.ref(x)
+    ask(cache, Computation(), x)
+    del x
+    gc.collect()
+    assert held() is not None
+    ask(cache, Computation(), torch.ones(4))
+    assert held() is None
+    cache.clear()
+    assert len(cache) == 0
+
+
+def test_the_least_recently_used_goes() -> None:
+    cache, computation = BackwardCache(capacity=2), Computation()
+    a, b, c = (torch.full((1,), float(value)) for value in range(3))
+    for x in (a, b, a, c):  # b goes, though a came first
+        ask(cache, computation, x)
+    assert computation.runs == 3
+    ask(cache, computation, a)
+    assert computation.runs == 3
+    ask(cache, computation, b)
+    assert computation.runs == 4
+
+
+def test_a_captured_call_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that holds no backward would replay gradients of old values, and what it computes is not there yet."""
+    cache, computation, x = BackwardCache(), Computation(), torch.ones(3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    ask(cache, computation, x)
+    assert len(cache) == 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ask(cache, computation, x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    ask(cache, computation, x)
+    assert computation.runs == 3
+
+
+def test_inference_tensors_are_not_kept() -> None:
+    cache, computation = BackwardCache(), Computation()
+    with torch.inference_mode():
+        x = torch.ones(2)
+        ask(cache, computation, x)
+        x.add_(1)
+        assert ask(cache, computation, x).eq(4).all()
+    y = torch.ones(2)
+    with torch.inference_mode():
+        ask(cache, computation, y)
+    assert len(cache) == 0
+
+
+# Streams
+
+
+class Stream:
+    """Stands in for one of a device's: what it was told."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record_event(self) -> str:
+        self.log.append(f"event on {self.name}")
+        return f"{self.name}'s"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+def test_other_streams_wait_and_keep_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    a, b = Stream("a", log), Stream("b", log)
+    current = a
+    monkeypatch.setattr(backward_cache, "WITH_STREAMS", ("cpu",))
+    monkeypatch.setattr(backward_cache, "_current_stream", lambda device: current)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: log.append(f"{stream.name} holds {len(self)}"))
+    cache, x = BackwardCache(), torch.ones(3)
+
+    def compute() -> tuple[Tensor, ...]:
+        log.append("compute")
+        return x * 2, torch.ones(5)
+
+    def call() -> list[str]:
+        log.clear()
+        cache.gradients((x,), None, compute)
+        return list(log)
+
+    assert call() == ["compute", "event on a"]
+    assert call() == []  # streams keep their order
+    current = b
+    assert call() == call() == ["b waits for a's", "b holds 3", "b holds 5"]
+    x.add_(1)
+    assert call() == ["compute", "event on b"]
+    assert call() == []
+    current = a
+    assert call() == ["a waits for b's", "a holds 3", "a holds 5"]
+
+
+CYCLES = 100_000_000
+"""50 ms of an H200, in which a host launches everything that a test does."""
+
+
+@pytest.fixture
+def two_streams() -> list[torch.cuda.Stream]:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1000)  # loaded, for loading waits for the device
+    torch.cuda.synchronize()
+    return streams
+
+
+@pytest.mark.cuda
+def test_gradients_are_not_read_before_they_are_written(two_streams: list[torch.cuda.Stream]) -> None:
+    writer, reader = two_streams
+    cache = BackwardCache()
+    for i in range(5):  # other gradients each time, so that none are in memory already
+        inputs, window = backward_cases.make(300 + i, dim=64, device="cuda")
+        expected = neighborhood_attention_backward(*inputs, **window)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(writer):
+            torch.cuda._sleep(CYCLES)
+            neighborhood_attention_backward(*inputs, **window, cache=cache)
+        with torch.cuda.stream(reader):
+            read = [x.clone() for x in neighborhood_attention_backward(*inputs, **window, cache=cache)]
+        torch.cuda.synchronize()
+        assert len(cache) == 1
+        assert all(torch.equal(x, y) for x, y in zip(read, expected, strict=True))
+        cache.clear()
+
+
+@pytest.mark.cuda
+def test_evicted_gradients_are_not_overwritten_while_they_are_read(two_streams: list[torch.cuda.Stream]) -> None:
+    writer, reader = two_streams
+    cache, x = BackwardCache(capacity=1), torch.arange(1 << 20, dtype=torch.float32, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(5):
+        with torch.cuda.stream(writer):
+            cache.gradients((x,), None, lambda: (x * 2,))
+        with torch.cuda.stream(reader):
+            (again,) = cache.gradients((x,), None, lambda: (x * 2,))
+            torch.cuda._sleep(CYCLES)
+            read = again.clone()
+        del again
+        with torch.cuda.stream(writer):
+            cache.gradients((x,), "others", lambda: (torch.full_like(x, -1.0),))  # takes what is free
+            torch.full_like(x, -1.0)
+        torch.cuda.synchronize()
+        assert torch.equal(read, x * 2)
+        cache.clear()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "error", "message"),
+    [
+        (0, ValueError, "capacity must be at least 1, got 0"),
+        (2.0, TypeError, "capacity must be an integer, got 2.0"),
+        (True, TypeError, "capacity must be an integer, got True"),
+    ],
+)
+def test_bad_capacities(capacity: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        BackwardCache(capacity)
+
+
+def test_the_public_function() -> None:
+    """As a training loop has it: the same tensors twice, changed ones after an optimizer's step."""
+    (do, q, k, v, attn), window = backward_cases.make(20)
+    cache = BackwardCache()
+
+    def both() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return (
+            neighborhood_attention_backward(do, q, k, v, attn, **window, cache=cache),
+            neighborhood_attention_backward(do, q, k, v, attn, **window),
+        )
+
+    first, expected = both()
+    again, _ = both()
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=True))
+    for tensor in (do, q, k, v, attn):
+        tensor.mul_(1.5)
+        cached, expected = both()
+        assert all(torch.equal(a, b) for a, b in zip(cached, expected, strict=True))
+    window["softmax_scale"] = 0.1
+    cached, expected = both()
+    assert all(torch.equal(a, b) for a, b in zip(cached, expected, strict=True))

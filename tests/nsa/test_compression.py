@@ -1,0 +1,210 @@
+"""LinearCompression and pooling of packed documents, against sums written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import LinearCompression, NSAConfig, NSAttention, nsa
+from nsa.config import BlockPooling
+from nsa.inputs import NSAInputs
+from nsa.reference import pooled
+from tests.support.helpers import make_qkv
+
+HEADS, LENGTH, DIM = 2, 4, 6
+CONFIG = NSAConfig.paper(
+    compress_block_size=LENGTH, compress_stride=2, select_block_size=4, num_selected_blocks=4, window_size=3
+)
+
+
+def pool(dim: int = DIM, dtype: torch.dtype = torch.float64) -> LinearCompression:
+    """One that is not the mean."""
+    module = LinearCompression(HEADS, LENGTH, dim, dtype=dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += torch.randn_like(parameter) / 8
+    return module
+
+
+def test_begins_as_the_mean() -> None:
+    blocks = torch.randn(3, 5, HEADS, LENGTH, DIM, dtype=torch.float64)
+    torch.testing.assert_close(LinearCompression(HEADS, LENGTH, DIM, dtype=torch.float64)(blocks), blocks.mean(-2))
+
+
+def test_is_the_sum_over_tokens() -> None:
+    module, blocks = pool(), torch.randn(2, 3, HEADS, LENGTH, DIM, dtype=torch.float64)
+    expected = torch.zeros(2, 3, HEADS, DIM, dtype=torch.float64)
+    for head in range(HEADS):
+        for token in range(LENGTH):
+            rows = blocks[:, :, head, token] + module.position[head, token]
+            expected[:, :, head] += rows @ module.weight[head, token]
+    torch.testing.assert_close(module(blocks), expected)
+
+
+def test_gradcheck() -> None:
+    module = pool(3)
+    blocks = torch.randn(2, HEADS, LENGTH, 3, dtype=torch.float64, requires_grad=True)
+    names, values = zip(*module.named_parameters(), strict=True)
+
+    def run(blocks: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(module, dict(zip(names, values, strict=True)), (blocks,))
+
+    assert torch.autograd.gradcheck(run, (blocks, *values))
+
+
+def test_rounds_once() -> None:
+    module, blocks = pool(dtype=torch.float32), torch.randn(7, HEADS, LENGTH, DIM, dtype=torch.bfloat16)
+    exact = pool_in_fp64(module, blocks)
+    error = (module(blocks).double() - exact).abs().max()
+    assert error <= 2 * 2**-8 * exact.abs().max()  # the entry's own rounding, and that of the places' share
+
+
+def pool_in_fp64(module: LinearCompression, blocks: Tensor) -> Tensor:
+    weight = module.weight.to(blocks.dtype).double()
+    offset = torch.einsum("htd,htde->he", module.position.double(), module.weight.double())
+    return torch.einsum("...htd,htde->...he", blocks.double(), weight) + offset
+
+
+@pytest.mark.parametrize("bounds", [(0, 25, 25, 28, 60), (0, 64), (0, 3), (0, 0), (0,)], ids=str)
+def test_documents_are_pooled_apart(bounds: tuple[int, ...]) -> None:
+    k, v = torch.randn(64, HEADS, DIM, dtype=torch.float64), torch.randn(64, HEADS, 5, dtype=torch.float64)
+    k[bounds[-1] :] = torch.nan  # belongs to no document
+    pools = pool(), pool(5)
+    config = NSAConfig.paper(compress_block_size=LENGTH, compress_stride=2, compress=pools)
+    inputs = NSAInputs(k, k, v, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    given, plain = pooled(inputs, config)
+    assert plain.compress == "mean"
+    for x, module, entries in ((k, pools[0], given.k_cmp), (v, pools[1], given.v_cmp)):
+        parts = [module(x[i : i + LENGTH].transpose(0, 1)) for a, b in pairwise(bounds) for i in range(a, b - 3, 2)]
+        assert entries is not None
+        assert len(entries) == 32
+        behind = [torch.zeros_like(entries[:1])] * (32 - len(parts))
+        torch.testing.assert_close(entries, torch.cat([*(part[None] for part in parts), *behind]))
+
+
+def test_layer_learns_to_compress_and_keeps_documents_apart() -> None:
+    layer = NSAttention(32, 4, HEADS, v_head_dim=6, config=CONFIG, compress="linear").double()
+    with torch.no_grad():
+        for parameter in layer.compress.parameters():
+            parameter += torch.randn_like(parameter) / 8
+    x = torch.randn(60, 32, dtype=torch.float64)
+    bounds = (0, 25, 25, 28, 60)
+    out = layer(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    alone = [layer(x[None, a:b])[0] for a, b in pairwise(bounds) if a < b]
+    torch.testing.assert_close(out, torch.cat(alone))
+    out.square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"compress": "mlp"}, "compress must be 'linear' or None, got 'mlp'"),
+        ({"compress_proj": True}, "leaves nothing to compress_proj"),
+        ({"config": NSAConfig(compress=torch.nn.Identity())}, "leaves nothing to a config that compresses"),
+    ],
+    ids=["unknown", "projection", "config"],
+)
+def test_layer_refuses(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        NSAttention(32, 4, HEADS, **{"compress": "linear", **keywords})
+
+
+def test_wrong_sizes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"block_size must be at least 1, got 0"):
+        LinearCompression(2, 0, 8)
+    with pytest.raises(TypeError, match=r"head_dim must be an integer, got 8.0"):
+        LinearCompression(2, 4, 8.0)  # type: ignore[arg-type]
+    q, k, v = make_qkv(40, 4, HEADS, 16)
+    with pytest.raises(
+        ValueError,
+        match=r"blocks must be \[...,H_kv,l,D\] = \[...,2,4,6\], as this layer was made for, "
+        r"got shape \[1, 19, 2, 4, 16\]",
+    ):
+        nsa(q, k, v, compress=pool(), compress_block_size=4, compress_stride=2)
+
+
+# Callables that work in place
+
+
+def relu_in_place(blocks: Tensor) -> Tensor:
+    return torch.nn.functional.relu(blocks.mul_(2), inplace=True).mean(-2)
+
+
+def relu(blocks: Tensor) -> Tensor:
+    return torch.nn.functional.relu(blocks * 2).mean(-2)
+
+
+def assert_leaves_its_inputs(run: Callable[..., Tensor], dtype: torch.dtype, packed: bool, device: str = "cpu") -> None:
+    """`run(q, k, v, compress)` gives what a callable of new tensors gives, and changes neither k nor v."""
+    lead, dim = None if packed else 1, 16 if device == "cpu" else 64
+    tensors = make_qkv(150, 4, HEADS, dim, batch=lead, dtype=dtype, device=device)
+    kept = [tensor.clone() for tensor in tensors]
+    with torch.no_grad():
+        out, expected = (run(*tensors, how) for how in (relu_in_place, relu))
+    assert torch.equal(out, expected)
+    gradients = []
+    for how in (relu_in_place, relu):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        gradients.append(torch.autograd.grad(run(*leaves, how).float().square().sum(), leaves))
+    assert all(torch.equal(mine, right) for mine, right in zip(*gradients, strict=True))
+    assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, kept, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("stride", [2, 4], ids=["overlapping", "apart"])
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+def test_compress_in_place_leaves_keys_and_values(packed: bool, stride: int, dtype: torch.dtype) -> None:
+    bounds = {"cu_seqlens": torch.tensor([0, 70, 150], dtype=torch.int32)} if packed else {}
+    config = replace(CONFIG, compress_stride=stride)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, how: BlockPooling) -> Tensor:
+        return nsa(q, k, v, **bounds, config=replace(config, compress=how))
+
+    assert_leaves_its_inputs(run, dtype, packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("stride", [2, 4], ids=["overlapping", "apart"])
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+def test_entries_for_kernels_leave_keys_and_values(packed: bool, stride: int, dtype: torch.dtype) -> None:
+    """What backends with a pooling of their own are given in place of a callable."""
+    bounds = torch.tensor([0, 70, 150], dtype=torch.int32) if packed else None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, how: BlockPooling) -> Tensor:
+        config = replace(CONFIG, compress_stride=stride, compress=how)
+        given, _ = pooled(NSAInputs(q, k, v, cu_seqlens=bounds), config)
+        assert given.k_cmp is not None
+        assert given.v_cmp is not None
+        return torch.cat([given.k_cmp, given.v_cmp]) + 0 * q.sum()
+
+    assert_leaves_its_inputs(run, dtype, packed)
+
+
+def test_compiled_compress_in_place_leaves_keys_and_values() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, how: BlockPooling) -> Tensor:
+        config = replace(CONFIG, compress=how)
+        return torch.compile(lambda *qkv: nsa(*qkv, config=config), backend="aot_eager", fullgraph=True)(q, k, v)
+
+    assert_leaves_its_inputs(run, torch.float64, packed=False)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+@pytest.mark.parametrize("stride", [32, 64], ids=["overlapping", "apart"])
+def test_compress_in_place_leaves_keys_and_values_on_a_gpu(stride: int, packed: bool) -> None:
+    bounds = {"cu_seqlens": torch.tensor([0, 70, 150], dtype=torch.int32, device="cuda")} if packed else {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, how: BlockPooling) -> Tensor:
+        config = NSAConfig(compress_block_size=64, compress_stride=stride, compress=how)
+        return nsa(q, k, v, **bounds, config=config, deterministic=not packed, backend="cute")
+
+    assert_leaves_its_inputs(run, torch.bfloat16, packed, device="cuda")

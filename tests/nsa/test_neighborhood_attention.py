@@ -1,0 +1,469 @@
+"""Neighborhood attention: two oracles that agree, the kernels in the interpreter and on a GPU, arguments, tiles."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import dispatch
+from ascend_kernels.device import DEVICES, UB_VARIABLE, npu_of
+from ascend_kernels.launch import Launch, recording
+from ascend_kernels.neighborhood import reference, tiling
+from bench import oracles
+from dispatch import neighborhood_attention
+from nsa.neighborhood.api import neighborhood_attention_forward
+from tests.support.helpers import assert_passes_interpreted, assert_rounded_once, make_qkv
+from tests.support.live_memory import PeakBytes
+from tests.support.neighborhood_cases import check
+from tests.support.neighborhood_loops import attend, keys_of
+
+# The oracle
+
+windows = st.fixed_dictionaries(
+    {
+        "kernel_size": st.integers(1, 12),
+        "dilation": st.integers(1, 5),
+        "boundary": st.sampled_from(["truncate", "shift"]),
+        "causal": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=60)
+@given(tokens=st.integers(1, 24), kv_heads=st.integers(1, 2), group=st.integers(1, 2), window=windows)
+def test_oracles_agree(tokens: int, kv_heads: int, group: int, window: dict[str, Any]) -> None:
+    q, k, v = make_qkv(tokens, kv_heads * group, kv_heads, dim=3, seed=tokens)
+    out, band, lse = reference.neighborhood_attention(q, k, v, **window)
+    expected = attend(q.tolist(), k.tolist(), v.tolist(), scale=1 / math.sqrt(3), **window)
+    for mine, theirs in zip((out, band, lse), expected, strict=True):
+        torch.testing.assert_close(mine, torch.tensor(theirs, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=300)
+@given(tokens=st.integers(1, 40), window=windows)
+def test_windows(tokens: int, window: dict[str, Any]) -> None:
+    """Every row sees itself, in order; moved windows have every key that a class can give."""
+    starts = reference.window_starts(tokens, **window).tolist()
+    for i in range(tokens):
+        keys = keys_of(i, tokens, **window)
+        assert i in keys
+        present = [key for key in keys if key is not None]
+        assert present == sorted(set(present))
+        first = next(slot for slot, key in enumerate(keys) if key is not None)
+        assert starts[i] == present[0] - first * window["dilation"]
+        if window["boundary"] == "shift" and not window["causal"]:
+            members = len(range(i % window["dilation"], tokens, window["dilation"]))
+            assert len(present) == min(window["kernel_size"], members)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        {"kernel_size": 4, "dilation": 2, "boundary": "shift"},
+        {"kernel_size": 3, "causal": True},
+        {"kernel_size": 5, "softmax_scale": 0.3},
+    ],
+    ids=str,
+)
+def test_gradients_of_the_oracle(window: dict[str, Any]) -> None:
+    inputs = make_qkv(6, 2, 1, dim=2, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *qkv: reference.neighborhood_attention(*qkv, **window), inputs)
+
+
+def test_chunks_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(50, requires_grad=True)
+    whole = reference.neighborhood_attention(q, k, v)
+    gradients = torch.autograd.grad(whole[0].sum(), (q, k, v))
+    monkeypatch.setattr(reference, "CHUNK_BYTES", 30_000)
+    parts = reference.neighborhood_attention(q, k, v)
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(torch.autograd.grad(parts[0].sum(), (q, k, v)), gradients)
+
+
+def test_the_band_is_not_kept_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public op takes out alone: a band of 64 slots would be four times as large as all of q, k, v and out."""
+    q, k, v = make_qkv(4096, 1, 1, dim=4, dtype=torch.float32)
+    size = 4096 * 64 * 4
+    monkeypatch.setattr(reference, "CHUNK_BYTES", size // 4)
+    with PeakBytes() as with_band:
+        expected, band = neighborhood_attention_forward(q, k, v, kernel_size=64)
+    assert band.nbytes == size
+    assert with_band.peak > 2 * size  # chunks of it, and their concatenation
+    with PeakBytes() as out_alone:
+        out = neighborhood_attention(q, k, v, kernel_size=64)
+    assert out_alone.peak < size
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("return_band", [True, False])
+def test_gradients_with_and_without_the_band(return_band: bool) -> None:
+    q, k, v = make_qkv(20, requires_grad=True)
+    out, band, lse = reference.neighborhood_attention(q, k, v, return_band=return_band)
+    assert (band is not None) == return_band
+    got = torch.autograd.grad((out.sum() + lse.sum()), (q, k, v))
+    whole, _, sums = reference.neighborhood_attention(q, k, v)
+    assert torch.equal(out, whole)
+    torch.testing.assert_close(got, torch.autograd.grad(whole.sum() + sums.sum(), (q, k, v)))
+
+
+# The public functions
+
+
+def test_cpu_tensors_run_the_reference() -> None:
+    q, k, v = make_qkv(30, dtype=torch.float32, requires_grad=True)
+    out, band = neighborhood_attention_forward(q, k, v, kernel_size=4)
+    assert (out.shape, band.shape, band.dtype) == (q.shape, (1, 4, 30, 4), torch.float32)
+    assert not out.requires_grad
+    again = neighborhood_attention(q, k, v, kernel_size=4)
+    torch.testing.assert_close(again, out)
+    again.sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (TypeError, "q must be a torch.Tensor, got list", {"q": []}),
+        (ValueError, r"k must have the layout \[B,N,heads,D\], got shape \[3\]", {"k": torch.zeros(3)}),
+        (
+            TypeError,
+            "q must be bfloat16, float16, float32 or float64, got int64",
+            {"q": torch.zeros(1, 8, 4, 16).long()},
+        ),
+        (TypeError, r"v must be float32 \(q is float32\), got float16", {"v": torch.zeros(1, 8, 2, 16).half()}),
+        (ValueError, r"v must have the shape \[1, 8, 2, 16\], got \[1, 9, 2, 16\]", {"v": torch.zeros(1, 9, 2, 16)}),
+        (ValueError, "q must have a multiple of k's H_kv=3 heads", {"k": torch.zeros(1, 8, 3, 16)}),
+        (ValueError, "q must have at least one head and D >= 1", {"q": torch.zeros(1, 8, 4, 0)}),
+        (TypeError, "kernel_size must be an integer, got 3.0", {"kernel_size": 3.0}),
+        (TypeError, "dilation must be an integer, got True", {"dilation": True}),
+        (ValueError, "dilation must be at most 9223372036854775807, got 9223372036854775808", {"dilation": 2**63}),
+        (TypeError, "v must be a dense tensor, got the layout sparse_coo", {"v": torch.zeros(1, 8, 2, 16).to_sparse()}),
+        (ValueError, "kernel_size must be at least 1, got 0", {"kernel_size": 0}),
+        (ValueError, "dilation must be at least 1, got -1", {"dilation": -1}),
+        (TypeError, "softmax_scale must be a number or None, got 'x'", {"softmax_scale": "x"}),
+        (ValueError, "softmax_scale must be finite, got inf", {"softmax_scale": math.inf}),
+        (ValueError, "boundary must be one of truncate, shift, got 'wrap'", {"boundary": "wrap"}),
+        (TypeError, "boundary must be a string, got None", {"boundary": None}),
+        (TypeError, "causal must be True or False, got 1", {"causal": 1}),
+        (ValueError, "algorithm must be one of auto, flash, band, dense, got 'fast'", {"algorithm": "fast"}),
+        (
+            ValueError,
+            "backend must be one of triton, cute, ascend, reference for neighborhood_attention",
+            {"backend": "cudnn"},
+        ),
+        (dispatch.BackendError, "with TRITON_INTERPRET=1, got cpu", {"backend": "ascend"}),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    q, k, v = make_qkv(8, dtype=torch.float32)
+    with pytest.raises(error, match=message):
+        neighborhood_attention(**{"q": q, "k": k, "v": v, **changes})
+
+
+def refusal(backend: str, device: str, dtype: torch.dtype = torch.float16, **options: Any) -> str | None:
+    call = dispatch.Call("neighborhood_attention", device, dtype, options=options)
+    return {verdict.impl.backend: verdict.reason for verdict in dispatch.explain(call)}[backend]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_wide_windows_are_left_to_flash_attention_4() -> None:
+    first, *_, again, _, _ = dispatch.explain(
+        dispatch.Call("neighborhood_attention", "cuda", torch.float16, options={"kernel_size": 97})
+    )
+    assert (first.impl.backend, first.reason) == ("triton", "first choice up to kernel_size 96, got 97")
+    assert (again.impl.backend, again.reason) == ("triton", None)
+    for named, kernel_size in ((None, 96), ("triton", 97)):
+        call = dispatch.Call("neighborhood_attention", "cuda", torch.float16, options={"kernel_size": kernel_size})
+        assert dispatch.explain(call, named)[0].reason is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_refusals() -> None:
+    assert refusal("triton", "cuda") is None
+    assert refusal("triton", "cuda", torch.float64) == "takes float16, bfloat16 and float32, got float64"
+    assert refusal("triton", "cuda", shape=(1, 9, 1, 257)) == "takes D up to 256, got 257"
+    assert refusal("triton", "cuda", shape=(1, 1 << 30, 1, 16)) == "takes N up to 536870912, got 1073741824"
+    of_all = "takes up to 536870912 tokens of all heads and sequences, got 536870944"
+    assert refusal("triton", "cuda", shape=(1, (1 << 24) + 1, 32, 16)) == of_all
+    assert refusal("triton", "cuda", band=True, kernel_size=9) is None
+    assert refusal("triton", "cuda", algorithm="flash", kernel_size=1 << 40) is None
+    assert refusal("triton", "cuda", algorithm="band", kernel_size=1 << 30) == (
+        "has bands of up to 536870912 slots, got kernel_size 1073741824"
+    )
+    too_wide = {"kernel_size": 1 << 30}
+    assert refusal("triton", "cuda", algorithm="flash", **too_wide) is None
+    for options in ({"algorithm": "band"}, {"algorithm": "dense"}, {"band": True}):
+        assert refusal("triton", "cuda", **options, **too_wide) == (
+            "has bands of up to 536870912 slots, got kernel_size 1073741824"
+        )
+    assert refusal("ascend", "cuda") == "runs on Ascend NPUs, got cuda"
+    assert "no Ascend NPU is visible" in str(refusal("ascend", "npu"))
+
+
+# Launches
+
+
+def test_recording_takes_cpu_tensors_through_the_public_op() -> None:
+    """As the tests of other compilers do: what an NPU would be given, from a process without one."""
+    q, k, v = make_qkv(5000, heads=8, dtype=torch.bfloat16, requires_grad=True)
+    with recording(run=False) as launches:
+        out = neighborhood_attention(q, k, v, kernel_size=600, dilation=2, backend="ascend")
+        torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert [launch.kernel.__name__ for launch in launches] == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
+    for one in launches:
+        assert set(one.arguments) | set(one.constants) == set(one.kernel.arg_names)
+        assert one.grid == (20,)
+        assert one.constants["UPCAST"] is False
+
+
+ROWS = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_dv", "p_x", "p_y")
+"""Tensors `[B,N,heads,D]` of all kernels; the others are probabilities and numbers of rows."""
+
+
+def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[list[Launch], tuple[Any, ...]]:
+    """Launches of the public op and its gradients, and these."""
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+    with recording(run=False) as launches:
+        out = neighborhood_attention(q, k, v, **options)
+        gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    return launches, (out, *gradients)
+
+
+@pytest.mark.parametrize("algorithm", ["flash", "band", "dense"])
+@pytest.mark.parametrize("dim", [1, 17, 123])
+def test_npus_get_rows_of_whole_blocks(dim: int, algorithm: str) -> None:
+    """Of 32 bytes: features are padded in what kernels see, and in nothing else. GPUs take what comes."""
+    q, k, v = make_qkv(70, dim=dim, dtype=torch.bfloat16)
+    launches, results = recorded(q, k, v, algorithm=algorithm, backend="ascend")
+    assert all(tensor.shape[-1] == dim and tensor.is_contiguous() for tensor in results)
+    seen = set()
+    for one in launches:
+        for name in set(ROWS) & set(one.arguments):
+            rows = one.arguments[name]
+            assert rows.data_ptr() % 32 == 0
+            assert all(size * 2 % 32 == 0 for size in (rows.shape[-1], *rows.stride()[:-1])), name
+            strides = [one.arguments[f"{name[2:]}_{axis}_stride"] for axis in ("batch", "token", "head")]
+            assert strides == [*rows.stride()[:-1]]
+            assert one.arguments.get("dim", rows.shape[-1]) == rows.shape[-1] == -(-dim // 16) * 16
+            seen.add(name)
+    assert {"p_q", "p_k"} < seen
+
+    on_gpu, _ = recorded(q, k, v, algorithm=algorithm, backend="triton")
+    assert on_gpu[0].arguments["p_q"].data_ptr() == q.data_ptr()
+
+
+def test_npus_get_views_only_where_their_rows_are_whole_blocks() -> None:
+    storage = torch.randn(1, 50, 3, 2, 40).bfloat16()
+    for features, taken in ((slice(0, 16), False), (slice(0, 40), False), (slice(16, 32), False)):
+        q = storage[:, :, 0, :, features]
+        (one, *_), _ = recorded(q, q, q, backend="ascend")
+        assert (one.arguments["p_q"].data_ptr() == q.data_ptr()) == taken, features
+    storage = torch.randn(1, 50, 3, 2, 48).bfloat16()
+    for features, taken in ((slice(0, 16), True), (slice(8, 24), False), (slice(16, 32), True), (slice(0, 40), False)):
+        q = storage[:, :, 1, :, features]
+        (one, *_), _ = recorded(q, q, q, backend="ascend")
+        assert (one.arguments["p_q"].data_ptr() == q.data_ptr()) == taken, features
+
+
+# Tiles
+
+
+def test_specialisations_are_few_and_fit_every_device() -> None:
+    found = list(tiling.specialisations())
+    assert len(found) == len(set(found)) <= 80
+    for kernel, dtype, tiles in found:
+        for device in DEVICES.values():
+            assert tiling.fits(tiling.live_bytes(kernel, tiles, dtype.itemsize), device), (kernel, tiles, device)
+
+
+def test_planner_on_random_shapes() -> None:
+    """10,000 shapes: tiles are among the specialisations, grids are small, and all row numbers are int32."""
+    known = set(tiling.specialisations())
+    draw = random.Random(0)
+    for _ in range(10_000):
+        kernel, dtype = draw.choice(tiling.KERNELS), draw.choice(tiling.DTYPES)
+        tokens = int(2 ** draw.uniform(0, 29))
+        kernel_size = int(2 ** draw.uniform(0, 29))
+        dim = draw.randint(1, tiling.MAX_DIM)
+        device = draw.choice(list(DEVICES.values()))
+        heads = draw.randint(1, 256)
+        plan = tiling.ascend_plan(kernel, dtype, dim, kernel_size, sequences=heads, rows=tokens, device=device)
+        tiles, live = plan.tiles, plan.live_bytes
+        assert (kernel, dtype, tiles) in known
+        assert tiles.block_d >= dim
+        capacity = {"UB": 0.75 * device.ub, "L1": device.l1, "L0A": device.l0a, "L0B": device.l0b, "L0C": device.l0c}
+        assert all(live[memory] <= capacity[memory] for memory in capacity)
+        assert 1 <= math.prod(plan.grid) <= min(device.cores, 65535)
+        reach = min(kernel_size, 2 * tokens)
+        assert tokens + reach + tiles.block_m + tiles.block_n < 2**31
+
+
+@given(
+    kernel=st.sampled_from(tiling.KERNELS),
+    dtype=st.sampled_from(tiling.DTYPES),
+    dim=st.integers(1, tiling.MAX_DIM),
+    window=st.integers(1, 1 << 29) | st.integers(1, 70),
+    rows=st.integers(1, 1 << 29),
+    bounded=st.booleans(),
+)
+def test_plans_for_gpus(kernel: str, dtype: torch.dtype, dim: int, window: int, rows: int, bounded: bool) -> None:
+    """One pass is taken only where a tile holds all that its rows see, and keeps half of the tile's rows at least."""
+    plan = tiling.gpu_plan(kernel, dtype, dim, window, sequences=3, rows=rows, cores=132, bounded=bounded)
+    tiles = plan.tiles
+    kept = tiles.rows_of(window)
+    assert tiles.block_d >= dim
+    assert tiles.block_m // 2 <= kept <= tiles.block_m
+    if tiles.one_pass:
+        assert bounded
+        assert kept + window - 1 <= tiles.block_n
+    work = tiling.work_of(tiles, window, sequences=3, rows=rows)
+    assert 3 * rows <= work * kept < 3 * (rows + kept)
+    assert 1 <= plan.grid[0] <= min(work, 2**31 - 1)
+
+
+def test_an_oversize_tile_does_not_fit() -> None:
+    tiles = tiling.Tiles(128, 128, 256)
+    assert not tiling.fits(tiling.live_bytes("forward", tiles, 4), DEVICES["950"])
+
+
+class FakeDriver:
+    """What of Triton-Ascend's driver is asked: an NPU is not here."""
+
+    def __init__(self, arch: str) -> None:
+        self.active = self.utils = self
+        self.arch = arch
+
+    def get_current_target(self) -> FakeDriver:
+        return self
+
+    def get_device_properties(self, index: int) -> dict[str, int]:
+        return {"num_aicore": 25, "num_vectorcore": 50}
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    npu, cpu = SimpleNamespace(type="npu", index=None), torch.device("cpu")
+    for arch, name in (("Ascend910B4", "A2"), ("Ascend910_9392", "A3"), ("Ascend950PR", "950")):
+        monkeypatch.setattr("triton.runtime.driver", FakeDriver(arch))
+        assert npu_of(npu) == replace(DEVICES[name], cores=25)
+    monkeypatch.setattr("triton.runtime.driver", FakeDriver("Ascend310P3"))
+    with pytest.raises(ValueError, match="Ascend310P3 is none of the NPUs listed"):
+        npu_of(npu)
+    assert npu_of(cpu) == DEVICES["A2"]
+    monkeypatch.setenv(UB_VARIABLE, str(256 * 1024))
+    assert npu_of(npu).ub == npu_of(cpu).ub == 256 * 1024
+    monkeypatch.setenv(UB_VARIABLE, "1024")
+    with pytest.raises(ValueError, match="must have at least 196608 bytes, got 1024"):
+        npu_of(cpu)
+
+
+# The kernels
+
+
+@pytest.mark.parametrize("part", ["short_lengths", "not short_lengths"])
+def test_interpreted(part: str) -> None:
+    assert_passes_interpreted("tests/ascend/interpreted_flash.py", part)
+
+
+GPU_CASES: dict[str, dict[str, Any]] = {
+    "short": {"tokens": 33, "kernel_size": 7, "kv_heads": 2},
+    "plain": {"tokens": 2304, "dim": 64, "kernel_size": 7, "heads": 4, "kv_heads": 4},
+    "even, moved, dilated, grouped": {
+        "tokens": 4099,
+        "dim": 128,
+        "kernel_size": 64,
+        "dilation": 3,
+        "boundary": "shift",
+        "heads": 8,
+        "kv_heads": 2,
+    },
+    "causal": {"tokens": 3001, "dim": 80, "kernel_size": 300, "causal": True, "batch": 2},
+    "widest features": {"tokens": 1500, "dim": 256, "kernel_size": 129, "boundary": "shift"},
+    "head-major": {"tokens": 2049, "dim": 128, "kernel_size": 9, "head_major": True, "heads": 4, "kv_heads": 4},
+    "one pass": {"tokens": 5000, "dim": 128, "kernel_size": 9, "heads": 4, "kv_heads": 4},
+    "one pass, dilated": {"tokens": 4097, "dim": 128, "kernel_size": 15, "dilation": 8, "kv_heads": 2},
+    "one pass, causal, narrow": {"tokens": 3000, "dim": 64, "kernel_size": 17, "causal": True, "kv_heads": 2},
+    "one pass, moved, grouped": {"tokens": 3000, "dim": 64, "kernel_size": 12, "boundary": "shift"},
+    "one pass of dkdv": {"tokens": 2500, "dim": 128, "kernel_size": 33, "kv_heads": 2},
+    "packed": {"tokens": 2500, "dim": 128, "kernel_size": 9, "packed": True, "heads": 4, "kv_heads": 4},
+    "long": {"tokens": 65536, "dim": 128, "kernel_size": 63, "dilation": 8},
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_on_a_gpu(case: str, dtype: torch.dtype) -> None:
+    check("triton", device="cuda", dtype=dtype, **GPU_CASES[case])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("boundary", ["truncate", "shift"])
+def test_every_short_length_on_a_gpu(boundary: str) -> None:
+    for tokens in range(1, 71):
+        check(
+            "triton",
+            tokens,
+            device="cuda",
+            kernel_size=1 + tokens % 8,
+            dilation=1 + tokens % 3,
+            boundary=boundary,
+        )
+
+
+# The reference's precision and memory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["centred", "causal"])
+def test_the_reference_rounds_gradients_once(dtype: torch.dtype, causal: bool) -> None:
+    """A key's gradient is a sum of 255 terms, in fp32."""
+    inputs, do = make_qkv(600, 2, 1, 16, dtype=dtype), make_qkv(600, 2, 1, 16, dtype=dtype, seed=1)[0]
+    options = {"kernel_size": 255, "causal": causal}
+
+    def gradients(run: Any, tensors: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        return torch.autograd.grad(run(*leaves), leaves, do)
+
+    got = gradients(partial(neighborhood_attention, **options, backend="reference"), inputs, do)
+    exact = gradients(
+        lambda *qkv: oracles.neighborhood_attention(*qkv, **options)[0], tuple(x.double() for x in inputs), do.double()
+    )
+    for name, mine, truth in zip(("dq", "dk", "dv"), got, exact, strict=True):
+        assert_rounded_once(mine, truth, name)
+
+
+@pytest.mark.parametrize("boundary", ["truncate", "shift"])
+@pytest.mark.parametrize("causal", [False, True], ids=["centred", "causal"])
+def test_the_reference_gathers_no_more_keys_than_a_class_has(boundary: str, causal: bool) -> None:
+    q, k, v = make_qkv(120, 2, 1, 8, requires_grad=True)
+    results, peaks = [], []
+    for size in (12, 2**40):  # 120 tokens are 24 classes of 5, whom a window of 12 holds wherever it lies
+        with PeakBytes() as memory:
+            out = neighborhood_attention(q, k, v, kernel_size=size, dilation=24, boundary=boundary, causal=causal)
+            results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+        peaks.append(memory.peak)
+    assert peaks[1] <= 1.01 * peaks[0]
+    for few, many in zip(*results, strict=True):
+        torch.testing.assert_close(few, many, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_inputs_changed_before_backward_are_refused(name: str, dtype: torch.dtype) -> None:
+    tensors = dict(zip("qkv", make_qkv(30, 2, 1, 8, dtype=dtype, requires_grad=True), strict=True))
+    out = neighborhood_attention(**tensors, kernel_size=5)
+    with torch.no_grad():
+        tensors[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

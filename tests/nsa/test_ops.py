@@ -1,0 +1,230 @@
+"""nsa and nsa_forward as operators: torch.compile records them whole, for every length, and with every argument."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from nsa import LinearCompression, NSAConfig, autograd, nsa, nsa_forward, ops
+from nsa.config import OPTION_NAMES
+from nsa.inputs import TENSOR_NAMES, NSAInputs
+from tests.support.helpers import SMALL, make_qkv
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+
+
+def compiled(**keywords: Any) -> Any:
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nsa_forward(q * 2, k, v, **keywords) + 1
+
+    torch._dynamo.reset()
+    return layer, torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("preset", SMALL)
+def test_compiles_whole_and_once_for_all_lengths(preset: str) -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nsa_forward(q * 2, k, v, config=SMALL[preset]) + 1
+
+    torch._dynamo.reset()
+    once = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
+    for tokens in (75, 90, 64, 200):
+        qkv = make_qkv(tokens)
+        assert torch.equal(once(*qkv), layer(*qkv))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("preset", SMALL)
+def test_gradients_compile_once_for_all_lengths(preset: str) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nsa(q * 2, k, v, config=SMALL[preset]) + 1
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (75, 90, 64, 200):
+        qkv = [x.requires_grad_() for x in make_qkv(tokens)]
+        do = torch.randn_like(qkv[0])
+        got, expected = (torch.autograd.grad(function(*qkv), qkv, do) for function in (once, layer))
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, y)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("operator", ["forward", "saving"])
+def test_operator_keeps_pytorchs_rules(operator: str) -> None:
+    bounds = torch.tensor([0, 30, 75], dtype=torch.int32)
+    for batch, extra in (
+        (1, {}),
+        (1, {"gates": torch.rand(1, 75, 4, 3).double()}),
+        (2, {"gate_proj_weight": torch.randn(4, 3, 16).double()}),
+        (None, {"cu_seqlens": bounds}),
+    ):
+        qkv = [x.requires_grad_(operator == "saving") for x in make_qkv(75, batch=batch)]
+        arguments = tuple(ops._arguments(*qkv, extra))
+        torch.library.opcheck(
+            getattr(torch.ops.nsa_kernels, operator).default, arguments, ops._options({"config": SMALL["seed"]})
+        )
+
+
+def test_operator_gives_every_gradient() -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(75))
+    extra = {"gate_proj_weight": torch.randn(4, 3, q.shape[-1]).double().requires_grad_()}
+    wanted, do = (q, k, v, *extra.values()), torch.randn_like(q)
+    got = torch.autograd.grad(ops.call_saving(q, k, v, **extra, config=SMALL["seed"]), wanted, do)
+    expected = torch.autograd.grad(nsa(q, k, v, **extra, config=SMALL["seed"]), wanted, do)
+    for x, y in zip(got, expected, strict=True):
+        assert torch.equal(x, y)
+    (only,) = torch.autograd.grad(ops.call_saving(q.detach(), k, v, config=SMALL["seed"]).sum(), v)
+    assert only.shape == v.shape
+
+
+@pytest.mark.parametrize("extra", [{}, {"cu_seqlens": torch.tensor([0, 30, 75], dtype=torch.int32), "max_seqlen": 45}])
+def test_eager_training_is_what_the_operators_do(extra: dict[str, Any]) -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(75, batch=None if extra else 1))
+    weight = torch.randn(4, 3, q.shape[-1]).double().requires_grad_()
+    config, flags = SMALL["seed"], {"deterministic": False, "recompute": True, "backend": None}
+    inputs = NSAInputs(q, k, v, gate_proj_weight=weight, **extra)
+    out = autograd.train(ops.resolve(inputs, config, **flags, needs_grad=True))
+    expected = ops.call_saving(q, k, v, gate_proj_weight=weight, config=config, **extra)
+    assert torch.equal(out, expected)
+    do, wanted = torch.randn_like(q), (q, v, weight)  # not k's
+    got = torch.autograd.grad(out, wanted, do, retain_graph=True)
+    for x, y in zip(got, torch.autograd.grad(expected, wanted, do), strict=True):
+        assert torch.equal(x, y)
+    for need in (True, False):
+        (first,) = torch.autograd.grad(out, q, do.requires_grad_(need), create_graph=True)
+        with pytest.raises(RuntimeError, match="nsa has no second derivative"):
+            first.sum().backward()
+
+
+def test_second_derivative_is_refused() -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(20))
+    out = ops.call_saving(q, k, v, config=SMALL["seed"])
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="nsa has no second derivative"):
+        first.sum().backward()
+
+
+def test_options_and_tensors_reach_the_call() -> None:
+    gates = torch.rand(1, 75, 4, 3, dtype=torch.float64)
+    keywords: dict[str, Any] = {"num_selected_blocks": 2, "compress_block_size": 8, "causal": False, "gates": gates}
+    eager, whole = compiled(**keywords)
+    qkv = make_qkv(75)
+    assert torch.equal(whole(*qkv), eager(*qkv))
+    assert not torch.equal(whole(*qkv), compiled(**keywords | {"causal": True})[1](*qkv))
+
+
+def test_packed_documents() -> None:
+    bounds = torch.tensor([0, 30, 75], dtype=torch.int32)
+    eager, whole = compiled(cu_seqlens=bounds, config=SMALL["seed"])
+    q, k, v = make_qkv(75, batch=None)
+    assert torch.equal(whole(q, k, v), eager(q, k, v))
+
+
+def test_schema_names_every_tensor_and_option() -> None:
+    for name, schema in ops.SCHEMAS.items():
+        names = {argument.name for argument in torch._C.parse_schema(name + schema).arguments}
+        assert names - {"do", "saved"} == {*TENSOR_NAMES, *OPTION_NAMES, *ops.REST}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"config": NSAConfig(), "causal": True}, "config stands for all options, got causal beside it"),
+        ({"window": 3}, "unknown keyword argument window"),
+    ],
+)
+def test_refuses_what_it_cannot_pass_on(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ops.call_forward(*make_qkv(10), **keywords)
+
+
+ENTRY = torch.ones(1, dtype=torch.float64)
+
+
+def largest(blocks: Tensor) -> Tensor:
+    return blocks.amax(-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("preset", ["seed", "paper"])
+def test_a_callable_compress_compiles_once_for_all_lengths(preset: str, packed: bool) -> None:
+    """Outside the operator, so with gradients of what it holds."""
+    length = SMALL[preset].compress_block_size
+    layers = [LinearCompression(2, length, 16, dtype=torch.float64) for _ in range(2)]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    for weight in weights:
+        torch.nn.init.normal_(weight)
+    config = replace(SMALL[preset], compress=tuple(layers))
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None) -> Tensor:
+        return nsa(q * 2, k, v, config=config, cu_seqlens=bounds) + 1
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (75, 90, 64, 200):
+        qkv = [x.requires_grad_() for x in make_qkv(tokens, batch=None if packed else 1)]
+        bounds = torch.tensor([0, 30, tokens], dtype=torch.int32) if packed else None
+        out, expected = (function(*qkv, bounds) for function in (once, layer))
+        torch.testing.assert_close(out, expected)
+        do = torch.randn_like(out)
+        for x, y in zip(*(torch.autograd.grad(some, [*qkv, *weights], do) for some in (out, expected)), strict=True):
+            torch.testing.assert_close(x, y)
+    assert counter.frame_count == 1
+
+
+def test_a_function_that_compresses_compiles() -> None:
+    eager_layer, whole = compiled(compress=largest, compress_block_size=8, window_size=5)
+    qkv = make_qkv(75)
+    assert torch.equal(whole(*qkv), eager_layer(*qkv))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        (
+            {"config": NSAConfig(compress=largest), "causal": True},
+            "config stands for all options, got causal beside it",
+        ),
+        ({"compress": largest, "k_cmp": ENTRY, "v_cmp": ENTRY}, "compress would be ignored"),
+        ({"compress": "max"}, "compress must be 'mean' or a callable"),
+    ],
+)
+def test_what_a_callable_compress_excludes_is_refused(keywords: dict[str, Any], message: str) -> None:
+    """By the error of a call that is not compiled: Dynamo leaves the graph where one is raised."""
+    torch._dynamo.reset()
+    with pytest.raises((TypeError, ValueError), match=message):
+        torch.compile(partial(nsa_forward, **keywords), backend="aot_eager")(*make_qkv(75))
+
+
+@pytest.mark.parametrize("compress", ["mean", largest])
+@pytest.mark.parametrize("function", [nsa, nsa_forward])
+def test_debug_reads_what_the_graph_is_given(function: Any, compress: Any) -> None:
+    torch._dynamo.reset()
+    whole = torch.compile(partial(function, debug=True, compress=compress), fullgraph=True, backend="aot_eager")
+    q, k, v = (torch.nn.Parameter(x) for x in make_qkv(75))
+    whole(q, k, v)
+    with torch.no_grad():
+        q[0, 3, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="q must be finite"):
+        whole(q, k, v)
+
+
+def test_bad_input_is_refused_in_the_graph_too() -> None:
+    _, whole = compiled(gates=torch.ones(3))
+    with pytest.raises(ValueError, match="gates must have the shape"):
+        whole(*make_qkv(75))

@@ -1,0 +1,545 @@
+"""nsa.reference against the loop oracle, and the properties that agreement alone does not show."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import nsa.reference as reference
+from bench import oracles
+from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
+from nsa.inputs import NSAInputs
+from tests.support.helpers import SMALL, assert_rounded_once, assert_within_budget, make_inputs, make_qkv
+from tests.support.live_memory import PeakBytes
+from tests.support.loop_oracle import nsa_document, nsa_packed
+from tests.support.reference_cases import assert_agrees, assert_same_blocks, cases, documents
+
+# Agreement of two independent implementations
+
+
+@settings(max_examples=150)
+@given(cases(packed=False))
+def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None:
+    inputs, config = case
+    out, aux = reference.nsa(inputs, config)
+    (document,) = documents(inputs, config, out, aux)
+    assert_agrees(document.out, document.aux, nsa_document(config=config, **document.tensors), config)
+
+
+@settings(max_examples=100)
+@given(cases(packed=True))
+def test_packed_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig]) -> None:
+    inputs, config = case
+    inputs.check(config)
+    out, aux = reference.nsa(inputs, config)
+    loops = nsa_packed(config=config, **inputs.tensors())
+    token = entry = tile = 0
+    for loop, document in zip(loops, documents(inputs, config, out, aux), strict=True):
+        assert_agrees(document.out, document.aux, loop, config)
+        length = len(document.out)
+        token, entry = token + length, entry + config.num_compressed(length)
+        tile += -(-length // config.q_tile_size)
+    total, docs = inputs.q.shape[0], len(loops)
+    assert out.shape[0] == total
+    assert aux.indices.shape[1] == (total + docs * (config.q_tile_size - 1)) // config.q_tile_size
+    assert not out[token:].any(), "rows past the last document"
+    assert (aux.lse_cmp[:, token:] == -math.inf).all()
+    assert (aux.indices[:, tile:] == -1).all()
+    assert not aux.k_cmp[entry:].any()
+
+
+# Rules that random inputs rarely reach
+
+
+def test_ties_go_to_the_lower_block() -> None:
+    q, k, v = make_qkv(64, heads=2, kv_heads=1)
+    k = k[:, :1].expand_as(k).contiguous()  # every block scores the same
+    for config in (SMALL["seed"], SMALL["paper"]):
+        config = replace(config, num_init_blocks=0, num_local_blocks=0)
+        _, aux = nsa_forward_aux(q, k, v, config=config)
+        assert aux.indices[0, 0, -1].tolist() == list(range(config.num_selected_blocks))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_of_the_same_entries_tie_exactly(seed: int) -> None:
+    """Select blocks that only the same scored entries cover have equal scores, whatever the order of summation."""
+    config = NSAConfig(
+        compress_block_size=5,
+        compress_stride=1,
+        select_block_size=1,
+        num_selected_blocks=5,
+        num_local_blocks=1,
+        window_size=0,
+        q_tile_size=8,
+    )
+    q, k, v = make_qkv(9, 1, 1, 3, seed=seed)
+    _, aux = nsa_forward_aux(q, k, v, config=config)
+    assert_same_blocks(aux.indices[0], nsa_document(q[0], k[0], v[0], config).indices, 5)
+
+
+def test_forced_blocks_count_inside_the_selected_ones() -> None:
+    q, k, v = make_qkv(160, heads=2, kv_heads=1)
+    config = NSAConfig.paper(
+        compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=3, window_size=4
+    )
+    _, aux = nsa_forward_aux(q, k, v, config=config)
+    for token in range(160):
+        block = token // 16
+        assert set(aux.indices[0, 0, token].tolist()) >= {0, block, max(block - 1, 0)} - {-1}
+        assert (aux.indices[0, 0, token] >= 0).sum() == min(3, block + 1)
+
+
+def test_block_still_incomplete_at_the_tile_end_is_never_chosen() -> None:
+    q, k, v = make_qkv(50, heads=1, kv_heads=1)
+    _, aux = nsa_forward_aux(q, k, v, config=NSAConfig(compress_block_size=16, q_tile_size=10, num_selected_blocks=9))
+    assert [row[row >= 0].tolist() for row in aux.indices[0, 0]] == [[], [0], [0], [0, 1], [0, 1, 2]]
+
+
+def test_rows_without_keys_give_zero_and_no_nan_in_backward() -> None:
+    q, k, v = make_qkv(40, requires_grad=True)
+    config = NSAConfig(compress_block_size=16, q_tile_size=8, num_selected_blocks=2, window_size=0)
+    _, aux = nsa_forward_aux(q, k, v, config=config)
+    assert not aux.o_cmp[:, :15].any()
+    assert (aux.lse_cmp[..., :15] == -math.inf).all()
+    assert (aux.lse_win == -math.inf).all()
+    nsa(q, k, v, config=config).sum().backward()
+    for tensor in (q, k, v):
+        assert tensor.grad is not None
+        assert torch.isfinite(tensor.grad).all()
+    assert not q.grad[:, :8].any()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_chunks_do_not_change_the_result(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(SMALL[name], causal=causal)
+    inputs = make_inputs(130, requires_grad=True)
+    out, aux = reference.nsa(inputs, config)
+    grads = torch.autograd.grad(out.square().sum(), (inputs.q, inputs.k, inputs.v))
+    monkeypatch.setitem(reference.CHUNK_BYTES, "cpu", 0)  # one tile at a time
+    chunked, chunked_aux = reference.nsa(inputs, config)
+    chunked_grads = torch.autograd.grad(chunked.square().sum(), (inputs.q, inputs.k, inputs.v))
+    torch.testing.assert_close(chunked, out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(chunked_grads, grads, rtol=1e-12, atol=1e-12)
+    assert torch.equal(chunked_aux.indices, aux.indices)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_given_selection_is_used(name: str) -> None:
+    config = SMALL[name]
+    inputs = make_inputs(100)
+    out, aux = reference.nsa(inputs, config)
+    again, aux_again = reference.nsa(inputs, config, indices=aux.indices, cmp_indices=aux.cmp_indices)
+    assert torch.equal(again, out)
+    assert torch.equal(aux_again.indices, aux.indices)
+    other = torch.where(aux.indices > 0, aux.indices - 1, aux.indices)  # one block to the left: another result
+    assert not torch.equal(reference.nsa(inputs, config, indices=other)[1].o_slc, aux.o_slc)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_of_entries_that_all_fit_are_all_listed(causal: bool) -> None:
+    """For every tile, whether or not it sees them; of packed documents by each one's own number."""
+    config = NSAConfig(
+        compress_block_size=4, q_tile_size=16, n_block_size=3, num_cmp_selected_blocks=9, window_size=4, causal=causal
+    )  # one block for 12 tokens
+    _, aux = reference.nsa(make_inputs(98), config)
+    assert aux.cmp_indices is not None
+    assert (aux.cmp_indices == torch.tensor([*range(8), -1])).all()
+    _, aux = reference.nsa(make_inputs(107), config)
+    assert aux.cmp_indices is not None
+    assert (aux.cmp_indices == torch.tensor([*range(9)])).all()
+    bounds = torch.tensor([0, 30, 33, 70], dtype=torch.int32)
+    _, aux = reference.nsa(replace(make_inputs(70, batch=None), cu_seqlens=bounds), config)
+    assert aux.cmp_indices is not None
+    rows = [[0, 1, 2]] * 2 + [[]] + [[0, 1, 2]] * 3
+    wanted = torch.tensor([row + [-1] * (9 - len(row)) for row in rows])
+    assert (aux.cmp_indices[:, : len(rows)] == wanted).all()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_sampled_tiles_equal_the_whole(name: str) -> None:
+    config = SMALL[name]
+    inputs = make_inputs(100)
+    out, aux = reference.nsa(inputs, config)
+    last = -(-100 // config.q_tile_size) - 1
+    tiles = torch.tensor([0, 2, last])
+    chosen = {"indices": aux.indices[:, :, tiles]}
+    if aux.cmp_indices is not None:
+        chosen["cmp_indices"] = aux.cmp_indices[:, :, tiles]
+    for fixed in ({}, chosen):
+        sample, rows = reference.nsa_tiles(inputs, config, tiles, **fixed)
+        assert len(rows) < 100
+        torch.testing.assert_close(sample, out[:, rows], rtol=1e-13, atol=1e-13)
+
+
+def test_selection_and_samples_are_for_fixed_length_inputs() -> None:
+    inputs = replace(make_inputs(20, batch=None), cu_seqlens=torch.tensor([0, 20], dtype=torch.int32))
+    with pytest.raises(ValueError, match="fixed-length"):
+        reference.nsa(inputs, SMALL["seed"], indices=torch.zeros(1, 4, 2, 3))
+    with pytest.raises(ValueError, match="fixed-length"):
+        reference.nsa_tiles(inputs, SMALL["seed"], torch.tensor([0]))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_sizes_far_beyond_the_document_are_its_own(causal: bool) -> None:
+    """They take no memory, and change nothing: one select block, one block of entries, a window that sees all."""
+    inputs = make_inputs(20)
+    small = {"compress_block_size": 4, "num_selected_blocks": 2, "q_tile_size": 8, "causal": causal}
+    far = dict.fromkeys(("window_size", "select_block_size", "n_block_size"), 2**31 - 1)
+    near = {"window_size": 40, "select_block_size": 20, "n_block_size": 5}
+    config = NSAConfig(**small, num_cmp_selected_blocks=2, **far)
+    out, aux = reference.nsa(inputs, config)
+    expected, aux_expected = reference.nsa(inputs, replace(config, **near))
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+    assert torch.equal(aux.indices, aux_expected.indices)
+    none = replace(config, compress_block_size=2**31 - 1, num_cmp_selected_blocks=None, num_local_blocks=1)
+    _, aux = reference.nsa(inputs, none)
+    assert not aux.o_cmp.any()
+    torch.testing.assert_close(aux.o_slc, aux_expected.o_win if causal else aux.o_win, rtol=1e-13, atol=1e-13)
+
+
+def test_fewest_blocks_of_entries_that_a_tile_needs() -> None:
+    """The rule in closed form, against counting over all tiles of a period."""
+    for length, tile, width in product(range(1, 7), range(2, 12), range(1, 5)):
+        for stride in range(1, length + 1):
+            counts = []
+            for t in range(length // tile + 1, length // tile + 1 + stride * width):
+                first = -((length - 1 - t * tile) // stride)
+                last = (t * tile + tile - length) // stride
+                counts.append(last // width - first // width + 1 if last >= first else 0)
+            config = NSAConfig(compress_block_size=length, compress_stride=stride, q_tile_size=tile, n_block_size=width)
+            assert config._forced_cmp_blocks() == max(counts)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("gate", ["given", "projected"])
+def test_gradcheck(name: str, gate: str) -> None:
+    """Everything differentiable, with the selection fixed (it is not differentiated, and must not jump under eps)."""
+    cmp_blocks = None if SMALL[name].num_cmp_selected_blocks is None else 5
+    small = {"compress_block_size": 4, "compress_stride": 2, "select_block_size": 4}
+    config = replace(SMALL[name], **small, num_cmp_selected_blocks=cmp_blocks)
+    tokens, heads, kv_heads, dim, v_dim = 21, 2, 1, 3, 2
+    q, k, v = make_qkv(tokens, heads, kv_heads, dim, v_dim)
+    shapes = {
+        "w_k_compress": (kv_heads, dim, dim),
+        "w_v_compress": (kv_heads, v_dim, v_dim),
+        "k_slc": k.shape,
+        "v_slc": v.shape,
+        "k_win": k.shape,
+        "v_win": v.shape,
+    }
+    shapes["gates" if gate == "given" else "gate_proj_weight"] = (
+        (1, tokens, heads, 3) if gate == "given" else (heads, 3, dim)
+    )
+    tensors = {"q": q, "k": k, "v": v} | {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    _, aux = reference.nsa(NSAInputs(**tensors), config)
+
+    def run(*values: Tensor) -> Tensor:
+        inputs = NSAInputs(**dict(zip(tensors, values, strict=True)))
+        return reference.nsa(inputs, config, indices=aux.indices, cmp_indices=aux.cmp_indices)[0]
+
+    assert torch.autograd.gradcheck(run, tuple(tensors.values()))
+
+
+def test_gradcheck_of_given_compressed_entries() -> None:
+    config = SMALL["seed"]
+    q, k, v = make_qkv(20, 2, 1, 3)
+    k_cmp, v_cmp = (torch.randn(1, 2, 1, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def run(k_cmp: Tensor, v_cmp: Tensor) -> Tensor:
+        return nsa(q, k, v, k_cmp=k_cmp, v_cmp=v_cmp, config=config)
+
+    assert torch.autograd.gradcheck(run, (k_cmp, v_cmp))
+
+
+def test_packed_gradients_equal_each_document_alone() -> None:
+    lengths = [0, 37, 1, 20]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    q, k, v = make_qkv(sum(lengths) + 3, batch=None, requires_grad=True)
+    nsa(q, k, v, cu_seqlens=bounds, config=SMALL["seed"]).square().sum().backward()
+    packed = [t.grad.clone() for t in (q, k, v)]  # type: ignore[union-attr]
+    for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        alone = [t.detach()[None, start:stop].requires_grad_() for t in (q, k, v)]
+        nsa(*alone, config=SMALL["seed"]).square().sum().backward()
+        for whole, part in zip(packed, alone, strict=True):
+            assert torch.equal(whole[start:stop], part.grad[0])  # type: ignore[index]
+    assert not any(grad[-3:].any() for grad in packed)
+
+
+def test_backward_without_any_key() -> None:
+    q, k, v = make_qkv(7, requires_grad=True)
+    out = nsa(q, k, v, num_selected_blocks=0, window_size=0)  # shorter than a compressed block
+    out.sum().backward()
+    assert not out.any()
+    assert all(t.grad is None or not t.grad.any() for t in (q, k, v))
+
+
+def test_backward_recomputes_chunks_instead_of_keeping_them() -> None:
+    """What is kept for backward grows with N, not with the keys that each query sees."""
+    kept = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    inputs = make_inputs(1024, dtype=torch.float32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        reference.nsa(inputs, NSAConfig.paper(window_size=256))
+    assert kept < 30 * inputs.q.numel()  # one branch's probabilities alone are 64 times q here
+
+
+# Precision, isolation, memory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_low_precision_is_within_the_budget(name: str, dtype: torch.dtype) -> None:
+    config = SMALL[name]
+    inputs = make_inputs(200, dtype=dtype)
+    out, aux = reference.nsa(inputs, config)
+    fixed = {"indices": aux.indices, "cmp_indices": aux.cmp_indices}
+    oracle, oracle_aux = reference.nsa(inputs.map(Tensor.double), config, **fixed)
+    naive, naive_aux = oracles.nsa(inputs, config, **fixed)
+    assert out.dtype == dtype
+    assert aux.lse_cmp.dtype == torch.float32
+    assert_within_budget(out, oracle, naive)
+    for branch in ("o_cmp", "o_slc", "o_win", "lse_cmp", "lse_slc", "lse_win"):
+        got, want, low = getattr(aux, branch), getattr(oracle_aux, branch), naive_aux[branch]
+        keyless = want == -math.inf
+        assert torch.equal(got == -math.inf, keyless)
+        assert_within_budget(*(t.masked_fill(keyless, 0) for t in (got.to(dtype), want, low)), name=branch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_low_precision_inputs_are_rounded_only_where_the_definition_says(name: str, dtype: torch.dtype) -> None:
+    """fp32 between the inputs, the compressed entries and the output: one rounding each, whose error is known."""
+    config = SMALL[name]
+    weights = {n: torch.randn(2, 16, 16, dtype=dtype) / 4 for n in ("w_k_compress", "w_v_compress")}
+    gate = torch.randn(4, 3, 16, dtype=dtype) / 4
+    inputs = replace(make_inputs(200, dtype=dtype), **weights, gate_proj_weight=gate)
+    half_ulp, fp32 = torch.finfo(dtype).eps / 2, 1e-5
+
+    out, aux = reference.nsa(inputs, config)
+    _, compressed = reference.nsa(inputs.map(Tensor.double), config)
+    for name_ in ("k_cmp", "v_cmp"):
+        got, exact = getattr(aux, name_), getattr(compressed, name_)
+        assert got.dtype == dtype
+        assert ((got.double() - exact).abs() <= half_ulp * exact.abs() + fp32).all()
+
+    rounded = replace(inputs, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp, w_k_compress=None, w_v_compress=None)
+    oracle, oracle_aux = reference.nsa(rounded.map(Tensor.double), config)
+    assert torch.equal(aux.indices, oracle_aux.indices), "scored in fp32 with the rounded entries"
+    assert aux.cmp_indices is None or torch.equal(aux.cmp_indices, oracle_aux.cmp_indices)
+    assert ((out.double() - oracle).abs() <= half_ulp * oracle.abs() + fp32).all()
+    for branch in ("lse_cmp", "lse_slc", "lse_win", "gates"):
+        torch.testing.assert_close(getattr(aux, branch).double(), getattr(oracle_aux, branch), rtol=fp32, atol=fp32)
+
+
+def test_batch_elements_do_not_meet() -> None:
+    q, k, v = make_qkv(70, batch=3)
+    whole = nsa_forward(q, k, v, config=SMALL["seed"])
+    for b in range(3):
+        one = nsa_forward(*(t[b : b + 1] for t in (q, k, v)), config=SMALL["seed"])
+        torch.testing.assert_close(whole[b : b + 1], one, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+def test_a_nan_reaches_no_earlier_tile_head_group_or_document(name: str, bad: float, which: int) -> None:
+    config = SMALL[name]
+    q, k, v = make_qkv(120, batch=None, requires_grad=True)
+    bounds = torch.tensor([0, 96, 120], dtype=torch.int32)
+    clean = nsa_forward(q, k, v, cu_seqlens=bounds, config=config)
+    tensors = [t.detach().clone() for t in (q, k, v)]
+    at, head = 70, 0
+    tensors[which][at, head] = bad
+    for tensor in tensors:
+        tensor.requires_grad_()
+    out = nsa(*tensors, cu_seqlens=bounds, config=config)
+    first_tile = at // 16 * 16  # tiles and blocks of these configs divide 16
+    touched = torch.zeros_like(out, dtype=torch.bool)
+    heads = slice(0, 1) if which == 0 and not config.shares_heads else slice(0, 2)
+    touched[first_tile:96, heads] = True
+    assert torch.isnan(out[at, 0]).any()
+    assert torch.equal(out.detach()[~touched], clean[~touched])
+    # Backward: the bad row writes into the keys and values it saw, all of its document and head group, nothing else.
+    out.sum().backward()
+    for i, tensor in enumerate(tensors):
+        grad = tensor.grad.clone()  # type: ignore[union-attr]
+        group_heads, first = (slice(0, 2), first_tile) if i == 0 else (slice(0, 1), 0)
+        grad[first:96, group_heads] = 0
+        assert torch.isfinite(grad).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["seed", "paper"])
+def test_16k_tokens_run_in_under_4_gib(preset: str) -> None:
+    """In a process of its own, whose peak resident memory counts the interpreter and torch as well."""
+    script = f"""
+import json, resource, torch
+from nsa import NSAConfig, nsa_forward
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 16384, 4, 64) for _ in range(3))
+out = nsa_forward(q, k, v, config=NSAConfig.{preset}())
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print(json.dumps([peak, bool(torch.isfinite(out).all())]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    peak_gib, finite = json.loads(done.stdout)
+    assert finite
+    assert peak_gib < 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("compress", ["mean", "callable"])
+def test_gradients_of_overlapping_blocks_are_rounded_once(compress: str, dtype: torch.dtype) -> None:
+    """The compressed branch alone: a key's gradient is a sum of 64 entries' in fp32."""
+    config = NSAConfig(
+        compress_block_size=64, compress_stride=1, num_selected_blocks=0, window_size=0, compress=BLOCKS_MEAN[compress]
+    )
+    inputs = make_inputs(200, dtype=dtype)
+    inputs = replace(inputs, gates=torch.ones(1, 200, 4, 3, dtype=dtype))
+    do = make_qkv(200, dtype=dtype, seed=1)[0]
+    leaves = inputs.map(lambda tensor: tensor.requires_grad_())
+    got = torch.autograd.grad(nsa(**leaves.tensors(), config=config), (leaves.q, leaves.k, leaves.v), do)
+
+    # Entries are rounded, their gradients are not: those in fp64 of the rounded ones, and what pooling makes of them
+    _, aux = reference.nsa(inputs.map(Tensor.detach), config)
+    exact = replace(
+        inputs.map(lambda tensor: tensor.detach().double()), k_cmp=aux.k_cmp.double(), v_cmp=aux.v_cmp.double()
+    )
+    exact = exact.map(lambda tensor: tensor.requires_grad_())
+    out, _ = oracles.nsa(exact, replace(config, compress="mean"), indices=aux.indices)
+    dq, *of_entries = torch.autograd.grad(out, (exact.q, exact.k_cmp, exact.v_cmp), do.double())
+    assert_rounded_once(got[0], dq, "dq")
+    for name, mine, of_entry in zip(("dk", "dv"), got[1:], of_entries, strict=True):
+        truth = torch.zeros(mine.shape, dtype=torch.float64)
+        for entry in range(of_entry.shape[1]):
+            truth[:, entry : entry + 64] += of_entry[:, entry, None] / 64
+        if compress == "mean":
+            assert_rounded_once(mine, truth, name)
+        else:  # a callable in 16 bits gets and gives gradients of 16 bits: two roundings more, of each entry
+            once = (truth.to(dtype).double() - truth).square().mean().sqrt()
+            assert (mine.double() - truth).square().mean().sqrt() <= 1.5 * once
+
+
+BLOCKS_MEAN = {"mean": "mean", "callable": lambda blocks: blocks.mean(-2)}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_rounded_once(packed: bool, dtype: torch.dtype) -> None:
+    """Of keys that three branches read, and of weights that all documents share."""
+    config = SMALL["paper"]
+    weights = {n: torch.randn(2, 16, 16, dtype=dtype) / 4 for n in ("w_k_compress", "w_v_compress")}
+    inputs = replace(make_inputs(200, dtype=dtype), **weights, gate_proj_weight=torch.randn(4, 3, 16, dtype=dtype) / 4)
+    do = make_qkv(200, dtype=dtype, seed=1)[0]
+    bounds = [0, 70, 71, 200] if packed else [0, 200]
+    leaves = inputs.map(lambda tensor: tensor.requires_grad_())
+    given = leaves.tensors()
+    if packed:
+        given |= {name: given[name][0] for name in "qkv"} | {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+    wanted = list(leaves.tensors().values())
+    got = torch.autograd.grad(nsa(**given, config=config), wanted, do[0] if packed else do)
+
+    exact = inputs.map(lambda tensor: tensor.detach().double().requires_grad_())
+    # fp64 with entries rounded as the definition says
+    totals = [torch.zeros_like(tensor) for tensor in exact.tensors().values()]
+    for start, stop in pairwise(bounds):
+        one = replace(exact, **{name: getattr(exact, name)[:, start:stop] for name in "qkv"})
+        rounded = replace(inputs, **{name: getattr(inputs, name)[:, start:stop] for name in "qkv"}).map(Tensor.detach)
+        _, aux = reference.nsa(rounded, config)
+        entries = {}
+        for name in "kv":
+            own = oracles._entries(one, config, name, torch.float64)
+            entries[f"{name}_cmp"] = own + (getattr(aux, f"{name}_cmp").double() - own).detach()
+        out, _ = oracles.nsa(replace(one, **entries, w_k_compress=None, w_v_compress=None), config, indices=aux.indices)
+        parts = torch.autograd.grad(out, list(exact.tensors().values()), do[:, start:stop].double())
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+    for name, mine, truth in zip(exact.tensors(), got, totals, strict=True):
+        assert_rounded_once(mine, truth, name)
+
+
+HUGE = 2**31 - 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [
+        ({"num_selected_blocks": 5}, {"num_selected_blocks": 3000}),
+        ({"num_selected_blocks": 5}, {"num_selected_blocks": HUGE}),
+        ({"window_size": 600}, {"window_size": HUGE}),
+        ({"num_cmp_selected_blocks": 3}, {"num_cmp_selected_blocks": HUGE}),
+        ({"num_cmp_selected_blocks": 1, "n_block_size": 5}, {"num_cmp_selected_blocks": 40, "n_block_size": HUGE}),
+        ({"select_block_size": 300}, {"select_block_size": HUGE}),
+    ],
+    ids=["blocks", "most blocks", "window", "compressed", "compressed blocks", "block size"],
+)
+def test_options_beyond_the_document_take_no_memory(near: dict[str, int], far: dict[str, int], causal: bool) -> None:
+    q, k, v = make_qkv(300, requires_grad=True)
+    results, peaks = [], []
+    for options in (near, far):
+        config = NSAConfig(**{"q_tile_size": 64, "n_block_size": 2, "causal": causal, **options})
+        with PeakBytes() as memory:
+            out = nsa(q, k, v, config=config)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        peaks.append(memory.peak)
+    assert peaks[1] <= 1.01 * peaks[0]  # but for small indices
+    for few, many in zip(*results, strict=True):
+        torch.testing.assert_close(few, many, rtol=1e-12, atol=1e-12)
+
+
+def test_selections_are_as_wide_as_asked_for() -> None:
+    q, k, v = make_qkv(300)
+    options = {"q_tile_size": 64, "n_block_size": 2, "num_selected_blocks": 30, "num_cmp_selected_blocks": 20}
+    _, aux = nsa_forward_aux(q, k, v, **options)
+    assert (aux.indices.shape, aux.cmp_indices.shape) == ((1, 4, 5, 30), (1, 4, 5, 20))
+    assert (aux.indices[..., 5:] == -1).all()
+    assert aux.indices[0, 0, -1, :5].tolist() == [0, 1, 2, 3, -1]  # of 300 tokens 4 whole blocks are compressed
+    again, _ = reference.nsa(NSAInputs(q, k, v), NSAConfig(**options), indices=aux.indices, cmp_indices=aux.cmp_indices)
+    torch.testing.assert_close(again, nsa_forward(q, k, v, **options), rtol=0, atol=0)
+
+
+CHANGED = ("q", "k", "v", "k_slc", "v_win", "k_cmp", "gates", "gate_proj_weight", "w_k_compress")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CHANGED)
+def test_inputs_changed_before_backward_are_refused(name: str, dtype: torch.dtype, packed: bool) -> None:
+    config = SMALL["seed"]
+    q, k, v = make_qkv(40, batch=None if packed else 1, dtype=dtype)
+    given = {"q": q, "k": k, "v": v, "k_slc": k + 1, "v_slc": v + 1, "k_win": k + 2, "v_win": v + 2}
+    if name == "k_cmp":
+        given |= {"k_cmp": k[..., :5, :, :] + 1, "v_cmp": v[..., :5, :, :] + 1}
+    elif name == "w_k_compress":
+        given[name] = torch.randn(2, 16, 16, dtype=dtype)
+    if name == "gates":
+        given[name] = torch.rand(*q.shape[:-1], 3, dtype=dtype)
+    elif name == "gate_proj_weight":
+        given[name] = torch.randn(4, 3, 16, dtype=dtype)
+    leaves = {key: tensor.detach().clone().requires_grad_() for key, tensor in given.items()}
+    bounds = {"cu_seqlens": torch.tensor([0, 40], dtype=torch.int32)} if packed else {}
+    out = nsa(**leaves, **bounds, config=config)
+    with torch.no_grad():
+        leaves[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

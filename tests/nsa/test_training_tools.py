@@ -1,0 +1,162 @@
+"""NSAttention among what training programs are made of: workers that load data, checkpointing, autocast, compiling."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from nsa import NSAttention, nsa_forward
+from tests.support.helpers import LARGE, SMALL
+
+# FlashAttention-4, CuTe DSL and torch.compile warn about themselves; Python does about fork in programs with threads.
+pytestmark = pytest.mark.filterwarnings("default")
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+PRESETS = pytest.mark.parametrize("preset", LARGE)
+
+
+def make_layer(device: str, preset: str, **options: Any) -> NSAttention:
+    width, configs = (256, LARGE) if device == "cuda" else (32, SMALL)
+    torch.manual_seed(1)
+    return NSAttention(width, 4, 2, config=configs[preset], **options).to(device)
+
+
+def make_hidden(device: str, tokens: int, *, batch: int = 1, seed: int = 0) -> Tensor:
+    """fp32 `[B,N,width]`; on a GPU tokens are ten times as many."""
+    width, times = (256, 10) if device == "cuda" else (32, 1)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, times * tokens, width, generator=generator).to(device)
+
+
+def step(function: Callable[[Tensor], Tensor], layer: NSAttention, x: Tensor) -> list[Tensor]:
+    """out and the gradients of x and of all parameters, under autocast."""
+    leaf = x.detach().requires_grad_()
+    layer.zero_grad()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        out = function(leaf)
+    out.float().square().mean().backward()
+    assert out.dtype == torch.bfloat16
+    return [out.detach(), *(tensor.grad for tensor in (leaf, *layer.parameters()))]
+
+
+def assert_same_step(got: list[Tensor], expected: list[Tensor], device: str) -> None:
+    """Equal bits on a CPU; a GPU's backward adds up in any order, in fp32, so gradients there may round otherwise."""
+    assert torch.equal(got[0], expected[0])
+    for x, y in zip(got[1:], expected[1:], strict=True):
+        allowed = float(y.abs().max()) * 2**-6 if device == "cuda" else 0.0
+        torch.testing.assert_close(x, y, rtol=0, atol=allowed)
+
+
+# Checkpointing, autocast, compiling
+
+
+@DEVICES
+@PRESETS
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_under_autocast_changes_nothing(device: str, preset: str, reentrant: bool) -> None:
+    layer, x = make_layer(device, preset), make_hidden(device, 50, batch=2)
+
+    def kept(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(layer, x, use_reentrant=reentrant)
+        return out
+
+    expected, got = step(layer, layer, x), step(kept, layer, x)
+    assert_same_step(got, expected, device)
+
+
+@DEVICES
+@PRESETS
+@pytest.mark.parametrize("compress", [None, "linear"])
+def test_compiles_once_for_all_lengths(device: str, preset: str, compress: str | None) -> None:
+    """Forward and backward, under autocast: no graph is recorded for a second length."""
+    layer = make_layer(device, preset, compress=compress)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (75, 90, 64, 200, 33):
+        x = make_hidden(device, tokens)
+        got, expected = (step(function, layer, x) for function in (compiled, layer))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=float(b.abs().max()) * 2**-6)
+    assert counter.frame_count == 1
+
+
+# Workers that load data
+
+
+@dataclass(frozen=True)
+class Batch:
+    hidden: Tensor
+    bounds: Tensor
+    entries: int
+    """Of all documents, as the config counts them."""
+    mixed: Tensor
+    """What the worker's own layer and config made of some tokens."""
+
+
+class Documents(Dataset[Batch]):
+    """Packs of documents, made in a worker with what it was given: an NSAConfig and an NSAttention."""
+
+    def __init__(self, layer: NSAttention, times: int) -> None:
+        self.layer, self.times = layer, times
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Batch:
+        lengths = [self.times * length for length in (17, 0, 30 + index, 1)]
+        generator = torch.Generator().manual_seed(index)
+        hidden = torch.randn(sum(lengths), self.layer.q_proj.in_features, generator=generator)
+        q = torch.randn(1, 40, 2, 16, generator=generator)
+        with torch.no_grad():
+            mixed = self.layer(hidden[None, :40]) + nsa_forward(q, q, q, config=SMALL["seed"]).sum()
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return Batch(hidden, bounds, sum(map(self.layer.config.num_compressed, lengths)), mixed)
+
+
+class Loaded(Documents):
+    """What only a worker may make."""
+
+    def __getitem__(self, index: int) -> Batch:
+        assert get_worker_info() is not None
+        return super().__getitem__(index)
+
+
+@DEVICES
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_load_data(device: str, method: str) -> None:
+    """While the program trains, which it did before they were started too: on a GPU, CUDA is up when they fork."""
+    layer = make_layer(device, "paper")
+    times = 10 if device == "cuda" else 1
+    step(layer, layer, make_hidden(device, 50))
+    on_cpu = copy.deepcopy(layer).cpu()
+    on_cpu.zero_grad()
+    expected = [Documents(on_cpu, times)[index] for index in range(4)]
+    loader: DataLoader[Batch] = DataLoader(
+        Loaded(on_cpu, times),
+        batch_size=None,
+        num_workers=2,
+        multiprocessing_context=multiprocessing.get_context(method),
+        timeout=120,
+    )
+    seen = 0
+    for got, wanted in zip(loader, expected, strict=True):
+        assert (got.entries, got.bounds.tolist()) == (wanted.entries, wanted.bounds.tolist())
+        assert torch.equal(got.hidden, wanted.hidden)
+        torch.testing.assert_close(got.mixed, wanted.mixed)  # a worker has one thread
+        results = step(partial(layer, cu_seqlens=got.bounds.to(device)), layer, got.hidden.to(device))
+        assert all(torch.isfinite(result).all() for result in results)
+        seen += 1
+    assert seen == 4

@@ -1,0 +1,382 @@
+"""The three ops where PyTorch's transforms of functions, its meta device and its autocast are around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import (
+    AttentionResidual,
+    LinearCompression,
+    NeighborhoodAttention,
+    NSAttention,
+    attention_residual,
+    neighborhood_attention,
+    nsa,
+    nsa_forward,
+    nsa_forward_aux,
+)
+from nsa.neighborhood.api import neighborhood_attention_backward, neighborhood_attention_forward
+from tests.support.helpers import SMALL, make_qkv
+
+Op = Callable[[Tensor], Tensor]
+
+OPS: dict[str, Op] = {
+    "nsa": lambda x: nsa(x, x, x),
+    "neighborhood_attention": lambda x: neighborhood_attention(x, x, x),
+    "attention_residual": lambda x: attention_residual(x, x[0, 0, 0]),
+}
+WITHOUT_GRAPH: dict[str, Op] = {
+    "nsa": lambda x: nsa_forward(x, x, x),
+    "nsa ": lambda x: nsa_forward_aux(x, x, x)[0],
+    "neighborhood_attention": lambda x: neighborhood_attention_forward(x, x, x)[0],
+    "neighborhood_attention_backward": lambda x: neighborhood_attention_backward(x, x, x, x, torch.zeros(1, 2, 20, 7))[
+        0
+    ],
+}
+ALL = [*OPS.items(), *WITHOUT_GRAPH.items()]
+
+
+@pytest.mark.parametrize(("op", "run"), ALL, ids=[name for name, _ in ALL])
+def test_refuses_vmap_by_name(op: str, run: Op) -> None:
+    with pytest.raises(RuntimeError, match=f"^{op.strip()} does not support torch.vmap: .* batch dimension B"):
+        torch.vmap(run)(torch.randn(3, 1, 20, 2, 8))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.func.jvp, of torch.jit
+@pytest.mark.parametrize(("op", "run"), ALL, ids=[name for name, _ in ALL])
+def test_refuses_derivatives_of_functions_by_name(op: str, run: Op) -> None:
+    x = torch.randn(1, 20, 2, 8)
+
+    def loss(x: Tensor) -> Tensor:
+        return run(x).square().sum()
+
+    by_backward = f"^{op.strip()} does not support torch.func.grad, vjp or jacrev: call backward"
+    for transform in (torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)):
+        with pytest.raises(RuntimeError, match=by_backward):
+            transform(loss)(x)
+    for transform in (torch.func.jacfwd, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
+        with pytest.raises(RuntimeError, match=f"^{op.strip()} does not support torch.(vmap|func.jvp or jacfwd): "):
+            transform(loss)(x)
+    with pytest.raises(RuntimeError, match=f"^{op.strip()} does not support torch.func.grad"):
+        torch.vmap(torch.func.grad(loss))(x[None])
+
+
+@pytest.mark.parametrize(("op", "run"), OPS.items(), ids=OPS)
+def test_functional_call_is_no_transform(op: str, run: Any) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return run(x * self.scale)  # type: ignore[no-any-return]
+
+    x, scale = torch.randn(1, 20, 2, 8), torch.tensor(2.0, requires_grad=True)
+    out = torch.func.functional_call(Layer(), {"scale": scale}, (x,))
+    torch.testing.assert_close(out, run(x * 2))
+    assert torch.autograd.grad(out.sum(), scale)[0].isfinite()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+@pytest.mark.parametrize(("op", "run"), OPS.items(), ids=OPS)
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad], ids=["vmap", "grad"])
+def test_refuses_in_a_compiled_function_too(transform: Any, op: str, run: Op) -> None:
+    torch._dynamo.reset()
+    whole = torch.compile(lambda x: transform(lambda x: run(x).sum())(x), backend="aot_eager")
+    with pytest.raises(Exception, match=f"{op} does not support torch"):
+        whole(torch.randn(3, 1, 20, 2, 8) if transform is torch.vmap else torch.randn(1, 20, 2, 8))
+
+
+# The meta device
+
+
+def on_meta(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().to("meta").requires_grad_(x.requires_grad) for name, x in tensors.items()}
+
+
+def assert_alike(got: Tensor, expected: Tensor) -> None:
+    assert got.device.type == "meta"
+    assert (got.shape, got.dtype, got.requires_grad) == (expected.shape, expected.dtype, expected.requires_grad)
+
+
+def assert_same_shapes(run: Callable[..., Tensor], tensors: dict[str, Tensor]) -> None:
+    """Of the result and of the gradients of all that requires one."""
+    empty = on_meta(tensors)
+    got, expected = run(**empty), run(**tensors)
+    assert_alike(got, expected)
+    wanted = [name for name, x in tensors.items() if x.requires_grad]
+    for create_graph in (False, True):
+        gradients = (
+            torch.autograd.grad(out.square().sum(), [given[name] for name in wanted], create_graph=create_graph)
+            for out, given in ((run(**empty), empty), (run(**tensors), tensors))
+        )
+        for name, got, expected in zip(wanted, *gradients, strict=True):
+            assert (got.shape, got.dtype, got.device.type) == (expected.shape, expected.dtype, "meta"), name
+    with torch.no_grad():
+        assert_alike(run(**empty), run(**tensors))
+
+
+BOUNDS = torch.tensor([0, 25, 25, 60], dtype=torch.int32)
+EXTRAS: dict[str, Callable[[tuple[int, ...]], dict[str, Tensor]]] = {
+    "nothing": lambda _: {},
+    "gates": lambda lead: {"gates": torch.rand(*lead, 4, 3, requires_grad=True)},
+    "fp32 weight": lambda _: {"gate_proj_weight": torch.rand(4, 3, 16, dtype=torch.float32, requires_grad=True)},
+    "keys of their own": lambda lead: {
+        name: torch.randn(*lead, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+        for name in ("k_slc", "v_slc", "k_win", "v_win")
+    },
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+@pytest.mark.parametrize("preset", SMALL)
+def test_nsa_has_shapes_on_the_meta_device(preset: str, packed: bool, extra: str) -> None:
+    qkv = make_qkv(60, batch=None if packed else 2, dtype=torch.bfloat16, requires_grad=True)
+    tensors = dict(zip("qkv", qkv, strict=True)) | EXTRAS[extra](qkv[0].shape[:-2])
+    tensors |= {"cu_seqlens": BOUNDS} if packed else {}
+    assert_same_shapes(partial(nsa, config=SMALL[preset]), tensors)
+    (out, aux), (expected, expected_aux) = (
+        nsa_forward_aux(**given, config=SMALL[preset], backend="reference") for given in (on_meta(tensors), tensors)
+    )
+    assert_alike(out, expected)
+    for name, tensor in expected_aux._asdict().items():
+        got = getattr(aux, name)
+        assert (got is None) == (tensor is None), name
+        if tensor is not None:
+            assert (got.shape, got.dtype, got.device.type) == (tensor.shape, tensor.dtype, "meta"), name
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+def test_compression_learns_on_the_meta_device(packed: bool) -> None:
+    length = SMALL["seed"].compress_block_size
+    layers = [LinearCompression(2, length, 16, device="meta") for _ in range(2)]
+    q, k, v = (x.to("meta") for x in make_qkv(60, batch=None if packed else 2, dtype=torch.float32))
+    bounds = BOUNDS.to("meta") if packed else None
+    out = nsa(q, k, v, cu_seqlens=bounds, config=replace(SMALL["seed"], compress=tuple(layers)))
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    for weight, gradient in zip(weights, torch.autograd.grad(out.sum(), weights), strict=True):
+        assert gradient.shape == weight.shape
+
+
+@pytest.mark.parametrize("backend", [None, "cute", "reference"])
+def test_a_named_backend_has_the_same_shapes_on_the_meta_device(backend: str | None) -> None:
+    q = torch.empty(1, 20, 2, 64, device="meta")
+    for op in (nsa, neighborhood_attention):
+        assert op(q, q, q, backend=backend).shape == q.shape
+
+
+def test_neighborhood_attention_has_shapes_on_the_meta_device() -> None:
+    tensors = dict(zip("qkv", make_qkv(30, dtype=torch.float16, requires_grad=True), strict=True))
+    for algorithm in ("auto", "band"):
+        assert_same_shapes(partial(neighborhood_attention, algorithm=algorithm), tensors)
+    got, expected = (neighborhood_attention_forward(**given, kernel_size=5) for given in (on_meta(tensors), tensors))
+    for x, y in zip(got, expected, strict=True):
+        assert_alike(x, y)
+    tensors |= {"do": expected[0], "attn": expected[1]}
+    for x, y in zip(
+        *(neighborhood_attention_backward(**given, kernel_size=5) for given in (on_meta(tensors), tensors)), strict=True
+    ):
+        assert_alike(x, y)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_attention_residual_has_shapes_on_the_meta_device(stacked: bool, norm: bool) -> None:
+    size = (3, 2, 5, 8) if stacked else (2, 5, 8)
+    tensors = {
+        f"block {i}": torch.randn(size, dtype=torch.bfloat16, requires_grad=True) for i in range(3 - 2 * stacked)
+    }
+    tensors |= {name: torch.randn(8, requires_grad=True) for name in (("w_query", "w_norm") if norm else ("w_query",))}
+
+    def run(**given: Tensor) -> Tensor:
+        blocks = [x for name, x in given.items() if name.startswith("block")]
+        return attention_residual(blocks[0] if stacked else blocks, given["w_query"], given.get("w_norm"))
+
+    assert_same_shapes(run, tensors)
+
+
+@pytest.mark.parametrize("layer", [NSAttention, NeighborhoodAttention])
+def test_layers_have_shapes_on_the_meta_device(layer: Any) -> None:
+    made = layer(32, 4, device="meta")
+    x = torch.empty(2, 50, 32, device="meta", requires_grad=True)
+    out = made(x)
+    assert (out.shape, out.device.type) == (x.shape, "meta")
+    out.sum().backward()
+    assert all(weight.grad is not None and weight.grad.shape == weight.shape for weight in made.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+@pytest.mark.parametrize(("op", "run"), OPS.items(), ids=OPS)
+def test_compiles_on_the_meta_device(op: str, run: Op) -> None:
+    torch._dynamo.reset()
+    x = torch.empty(1, 20, 2, 8, device="meta", requires_grad=True)
+    out = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    assert_alike(out, run(x))
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert gradient.shape == x.shape
+
+
+# Autocast
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+MIXES = [
+    (FP32, FP32, FP32),
+    (FP32, BF16, BF16),
+    (BF16, FP32, FP16),
+    (FP16, FP16, FP16),
+    (FP64, FP64, FP64),
+]
+ATTENTION: dict[str, Callable[..., Tensor]] = {
+    "nsa": partial(nsa, config=SMALL["seed"]),
+    "nsa_forward": partial(nsa_forward, config=SMALL["paper"]),
+    "nsa_forward_aux": lambda *qkv: nsa_forward_aux(*qkv, config=SMALL["seed"])[0],
+    "neighborhood_attention": neighborhood_attention,
+    "neighborhood_attention_forward": lambda *qkv: neighborhood_attention_forward(*qkv)[0],
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_autocast_casts_as_scaled_dot_product_attention(
+    name: str, mix: tuple[torch.dtype, ...], dtype: torch.dtype
+) -> None:
+    qkv = [x.to(own).requires_grad_() for x, own in zip(make_qkv(40), mix, strict=True)]
+    with torch.autocast("cpu", dtype):
+        like_theirs = torch.nn.functional.scaled_dot_product_attention(*(x[:, :, :2].transpose(1, 2) for x in qkv))
+        out = ATTENTION[name](*qkv)
+    assert out.dtype == like_theirs.dtype
+    cast = [x.detach().to(out.dtype).requires_grad_() for x in qkv]
+    expected = ATTENTION[name](*cast)
+    assert torch.equal(out, expected)
+    if out.requires_grad:
+        do = torch.randn_like(out)
+        got, wanted = torch.autograd.grad(out, qkv, do), torch.autograd.grad(expected, cast, do)
+        for x, y, leaf in zip(got, wanted, qkv, strict=True):
+            assert x.dtype == leaf.dtype
+            assert torch.equal(x, y.to(leaf.dtype))
+
+
+def test_autocast_casts_what_lies_beside_q() -> None:
+    """Gates and their weight stay fp32, which they may be beside any dtype."""
+    q, k, v = make_qkv(40, dtype=FP32)
+    own = {name: x.to(FP16) for name, x in zip(("k_slc", "v_slc"), make_qkv(40, seed=1)[1:], strict=True)}
+    own |= {"w_k_compress": torch.eye(16).repeat(2, 1, 1), "w_v_compress": torch.eye(16).repeat(2, 1, 1)}
+    for gates in ({"gates": torch.rand(1, 40, 4, 3)}, {"gate_proj_weight": torch.randn(4, 3, 16)}):
+        for half, given in ((False, gates), (True, {n: x.to(FP16) for n, x in gates.items()})):
+            with torch.autocast("cpu", BF16):
+                got = nsa(q, k, v, **own, **given, config=SMALL["seed"])
+            cast = {n: x.to(BF16) for n, x in own.items()} | {n: x.to(BF16) if half else x for n, x in given.items()}
+            assert torch.equal(got, nsa(q.to(BF16), k.to(BF16), v.to(BF16), **cast, config=SMALL["seed"]))
+
+
+@pytest.mark.parametrize("op", [nsa, neighborhood_attention])
+def test_autocast_leaves_fp64_alone(op: Any) -> None:
+    q, k, v = make_qkv(40)
+    with torch.autocast("cpu", BF16):
+        with pytest.raises(TypeError, match=r"k must be float64 \(q is float64\), got float32"):
+            op(q, k.float(), v)
+        with pytest.raises(TypeError, match=r"q must be bfloat16, .* got int64"):
+            op(q.long(), k.float(), v.float())
+    with pytest.raises(TypeError, match=r"k must be float32 \(q is float32\), got bfloat16"):
+        op(q.float(), k.bfloat16(), v.float())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+@pytest.mark.parametrize("name", ["nsa", "nsa_forward", "neighborhood_attention", "compress", "residual"])
+def test_autocast_casts_in_compiled_functions_too(name: str) -> None:
+    pool = LinearCompression(2, SMALL["seed"].compress_block_size, 16)
+    functions = {
+        **ATTENTION,
+        "compress": partial(nsa, config=replace(SMALL["seed"], compress=pool)),
+        "residual": lambda q, k, v: attention_residual([q[:, :, 0], k[:, :, 0], v[:, :, 0]], q[0, 0, 0]),
+    }
+    qkv = [x.to(own) for x, own in zip(make_qkv(40), (FP32, BF16, FP32), strict=True)]
+    torch._dynamo.reset()
+    whole = torch.compile(functions[name], fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", BF16):
+        got, expected = whole(*qkv), functions[name](*qkv)
+    assert got.dtype == expected.dtype == (FP32 if name == "residual" else BF16)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("weight", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("mix", [(BF16, FP32, FP16), (FP16, BF16, BF16), (FP32,) * 3, (BF16,) * 3], ids=str)
+def test_autocast_promotes_blocks_as_stack(mix: tuple[torch.dtype, ...], weight: torch.dtype, stacked: bool) -> None:
+    """As sums of layers' outputs are promoted; nothing that is fp32 is rounded."""
+    blocks = [torch.randn(2, 5, 8).to(own).requires_grad_() for own in mix]
+    w_query, w_norm = torch.randn(8).to(weight), torch.rand(8)
+    dtype = mix[0] if len(set(mix)) == 1 else FP32
+    if stacked:
+        if dtype != mix[0]:
+            return
+        blocks = [torch.stack(blocks).detach().requires_grad_()]
+    else:
+        with torch.autocast("cpu", BF16):
+            if FP16 not in mix:  # which torch.stack refuses under an autocast to bfloat16
+                assert torch.stack(blocks).dtype == dtype
+    with torch.autocast("cpu", BF16):
+        out = attention_residual(blocks[0] if stacked else blocks, w_query, w_norm)
+    cast = [x.detach().to(dtype) for x in blocks]
+    of_weight = w_query if weight == dtype else w_query.float()
+    assert out.dtype == dtype
+    assert torch.equal(out, attention_residual(cast[0] if stacked else cast, of_weight, w_norm))
+    for x, block in zip(torch.autograd.grad(out.sum(), blocks), blocks, strict=True):
+        assert x.dtype == block.dtype
+
+
+def test_a_residual_layer_of_16_bits_takes_blocks_of_32_under_autocast() -> None:
+    layer, blocks = AttentionResidual(8, dtype=BF16), torch.randn(3, 2, 5, 8)
+    with torch.autocast("cpu", BF16):
+        torch.testing.assert_close(layer(blocks), blocks.mean(0))
+
+
+@pytest.mark.parametrize("blocks", [None, [], [None], [torch.ones(2, 5, 8), None], [torch.ones(2, 5, 8), 3.0]], ids=str)
+def test_wrong_blocks_are_named_under_autocast_too(blocks: Any) -> None:
+    with torch.autocast("cpu", BF16), pytest.raises((TypeError, ValueError), match=r"^blocks"):
+        attention_residual(blocks, torch.ones(8))
+
+
+# On a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["nsa", "nsa, fp32", "neighborhood_attention", "residual"])
+def test_autocast_casts_on_a_gpu(name: str) -> None:
+    mix = (FP32, FP32, FP32) if name == "nsa, fp32" else (FP32, BF16, FP32)
+    shape = (600, 4, 2, 64)
+    qkv = [x.cuda().to(own).requires_grad_() for x, own in zip(make_qkv(*shape, dtype=torch.float32), mix, strict=True)]
+    weight = torch.ones(64, device="cuda")
+    functions: dict[str, Callable[..., Tensor]] = {
+        "neighborhood_attention": neighborhood_attention,
+        "residual": lambda q, k, v: attention_residual([x[:, :, 0].contiguous() for x in (q, k, v)], weight),
+    }
+    run = functions.get(name, nsa)
+    with torch.autocast("cuda", BF16):
+        out = run(*qkv)
+    dtype = FP32 if name == "residual" else BF16
+    assert out.dtype == dtype
+    assert torch.equal(out, run(*(x.detach().to(dtype).contiguous() for x in qkv)))
+    for leaf, gradient in zip(qkv, torch.autograd.grad(out.float().square().sum(), qkv), strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert gradient.abs().sum() > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("op", "run"), OPS.items(), ids=OPS)
+def test_refuses_transforms_by_name_on_a_gpu(op: str, run: Op) -> None:
+    x = torch.randn(1, 300, 2, 64, device="cuda", dtype=BF16)
+    with pytest.raises(RuntimeError, match=f"^{op} does not support torch.vmap"):
+        torch.vmap(run)(x[None])
+    with pytest.raises(RuntimeError, match=f"^{op} does not support torch.func.grad"):
+        torch.func.grad(lambda x: run(x).sum())(x)

@@ -1,0 +1,423 @@
+"""PyTorch twins of the kernels that NSA's backward is made of, so that its steps can be run and checked on a CPU.
+
+`install` puts them where cute_kernels.backward and documents.py call kernels; everything between the calls is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels import backward, forward
+from cute_kernels.attend import window_backward as window_backward_kernels
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.gate.backward import GateResults
+from cute_kernels.lists.query_to_kv import Keys
+from cute_kernels.pool import documents
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, PUBLIC_ENTRY, ROW, SHIFT, TILE, TOKEN, UNIT, Documents
+from nsa import NSAConfig
+from nsa.inputs import NSAAux, NSAInputs
+from tests.support import fa4_model as model
+
+
+def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
+    """Twins in place of what needs a GPU; attention over lists is that of `arch`, with lists by `rules`."""
+    patch.setattr(fa4, "rules", lambda _: rules)
+    for name in ("compressed_backward", "selected_backward"):
+        patch.setattr(fa4, name, partial(getattr(model, name), arch))
+    for name in ("dense_backward", "window_backward"):
+        patch.setattr(fa4, name, globals()[name])
+    for name in (
+        "gate_gradients",
+        "query_gradients",
+        "key_gradients",
+        "tile_bits",
+        "transposed_lists",
+        "transposed_prefix_lists",
+    ):
+        patch.setattr(backward, name, globals()[name])
+    patch.setattr(backward, "token_selected_backward", token_selected_backward)
+    patch.setattr(backward.split_window, "window_backward", split_window)
+    patch.setattr(backward, "block_means", block_means)
+    patch.setattr(forward, "lay_out", lay_out)
+    patch.setattr(documents, "_align_rows", align_rows)
+    patch.setattr(documents, "bounds_of", bounds_of)
+
+
+# Attention
+
+
+def differentiate(gradients: fa4.Gradients, visible: Tensor, scale: float) -> None:
+    """For pairs visible `[rows,keys]` to every batch and head."""
+    pairs = visible.int()
+    model.attend_backward(gradients, lambda *_: (pairs, 0 * pairs), scale)
+
+
+def dense_backward(gradients: fa4.Gradients, *, causal: bool, scale: float, deterministic: bool = False) -> None:
+    row, key = (torch.arange(x.shape[1]) for x in (gradients.q, gradients.k))
+    behind = len(key) - len(row) if causal else len(key)
+    differentiate(gradients, key <= row[:, None] + behind, scale)
+
+
+def window_backward(
+    gradients: fa4.Gradients,
+    *,
+    left: int,
+    right: int,
+    scale: float,
+    documents: fa4.Packed | None = None,
+    deterministic: bool = False,
+) -> None:
+    if documents is not None:
+        # Other rows are neither read nor written
+        assert torch.equal(documents.first_row, documents.first_key)
+        for first, used in zip(documents.first_row.tolist(), documents.used.tolist(), strict=False):
+            there = slice(first, first + used)
+            rows = {name: x[..., there] if name == "lse" else x[:, there] for name, x in vars(gradients).items()}
+            window_backward(fa4.Gradients(**rows), left=left, right=right, scale=scale)
+        return
+    row = torch.arange(gradients.q.shape[1])[:, None]
+    key = torch.arange(gradients.k.shape[1])
+    assert max(left, right) + max(len(row), len(key)) < 2**31, "FlashAttention-4 adds them in int32"
+    differentiate(gradients, (key >= row - left) & (key <= row + right), scale)
+
+
+# Token mode, where tokens number the keys and rows alike
+
+
+def token_selected_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    size: int,
+    scale: float,
+    local: int,
+    into: tuple[Tensor, Tensor, Tensor],
+    bounds: None = None,
+) -> None:
+    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
+    row, blocks = torch.arange(tokens)[:, None], -(-tokens // size)
+    kept = indices.long().where((indices >= 0) & (indices <= row // size - local), blocks)
+    chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool).scatter_(3, kept, True)[..., :blocks]
+    pairs = chosen.repeat_interleave(size, 3)[..., :tokens] & (torch.arange(tokens) <= row)
+    add_pairs(q, k, v, do, [(pairs.repeat_interleave(group, 1), lse, delta)], scale, into)
+
+
+def split_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    left: int,
+    scale: float,
+    into: tuple[Tensor, Tensor, Tensor],
+    near: window_backward_kernels.Near | None = None,
+) -> None:
+    row, key = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
+    branches = [((key <= row) & (key >= row - left), lse, delta)]
+    if near is not None:
+        pairs = (key <= row) & (key >= (row // near.size - near.local + 1) * near.size)
+        branches.append((pairs, near.lse, near.delta))
+    add_pairs(q, k, v, do, branches, scale, into)
+
+
+def add_pairs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    branches: Sequence[tuple[Tensor, Tensor, Tensor]],
+    scale: float,
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Gradients of branches with the same keys: for each its pairs, lse and delta."""
+    group = q.shape[2] // k.shape[2]
+    k_all, v_all = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) * scale
+    dp = torch.einsum("bihd,bjhd->bhij", do, v_all)
+    p, ds = torch.zeros_like(scores), torch.zeros_like(scores)
+    for pairs, lse, delta in branches:
+        mine = (scores - lse[..., None]).exp().masked_fill(~(pairs & lse.isfinite()[..., None]), 0.0)
+        p += mine
+        ds += mine * (dp - delta[..., None])
+    dq, dk, dv = into
+    dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, k_all) * scale)
+    dk.copy_(torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (-1, group)).sum(3) * scale)
+    dv.copy_(torch.einsum("bhij,bihd->bjhd", p, do).unflatten(2, (-1, group)).sum(3))
+
+
+# Lists. What is of documents counts from the beginning of aligned buffers.
+
+
+def tile_bits(
+    indices: Tensor, *, size: int, num_keys: int, entries: bool, documents: Documents | None = None
+) -> Tensor:
+    if documents is not None:
+        first = documents.bounds[ENTRY if entries else ROW, documents.tiles[DOCUMENT]] // size
+        indices = torch.where(indices < 0, indices, indices + first[:, None])
+    return model.tile_bits(indices, size=size, num_keys=num_keys)
+
+
+def transposed_lists(
+    bits: Tensor, heads: int, keys: Keys, *, rows: int, documents: Documents | None = None, **sizes: Any
+) -> model.Lists:
+    positions = None
+    if documents is not None:
+        positions = torch.arange(sizes["num_rows"]) + documents.shifts.repeat_interleave(rows)
+    return model.transposed_lists(bits, heads, keys_of_model(keys), rows=rows, positions=positions, **sizes)
+
+
+def transposed_prefix_lists(
+    batch: int,
+    heads: int,
+    keys: Keys,
+    *,
+    width: int,
+    rows: int,
+    num_keys: int,
+    num_rows: int,
+    device: torch.device,
+    documents: Documents | None = None,
+) -> model.Lists:
+    sizes = {"width": width, "rows": rows, "num_keys": num_keys, "num_rows": num_rows}
+    if documents is None:
+        return model.transposed_prefix_lists(batch, heads, keys_of_model(keys), **sizes)
+    # Every tile chooses the blocks of its document
+    blocks = torch.arange(-(-num_keys // width))
+    of_block = torch.searchsorted(documents.bounds[ENTRY, :-1].contiguous(), blocks * width, right=True) - 1
+    of_tile = documents.tiles[DOCUMENT].repeat_interleave(documents.tile // rows)
+    chosen = torch.where(of_tile[:, None] == of_block, blocks, -1).expand(batch, 1, -1, -1)
+    bits = model.tile_bits(chosen, size=width, num_keys=num_keys)
+    # Rows behind a document stand where its last one stands, tiles of such rows before everything
+    end = (documents.bounds[ROW] + documents.bounds[LENGTH])[of_tile].repeat_interleave(rows)
+    row = torch.arange(num_rows)
+    last = torch.minimum(row, end - 1)
+    positions = last + documents.shifts.repeat_interleave(documents.tile)
+    unused = row // rows * rows >= end
+    positions = positions.masked_fill(unused, -1)
+    lists = range(len(blocks))
+    return model.transposed_lists(
+        bits, heads, keys_of_model(keys), size=width, blocks=lists, positions=positions, **sizes
+    )
+
+
+def keys_of_model(keys: Keys) -> model.Keys:
+    return model.Keys(keys.length, keys.stride, keys.causal)
+
+
+# Gates, sums, pooling
+
+
+def gate_gradients(
+    do: Tensor,
+    outputs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    *,
+    q: Tensor,
+    gates: Tensor | None,
+    projected: bool,
+    rows: Tensor | None = None,
+) -> GateResults:
+    given = gates is not None and not projected
+    g = torch.full((*do.shape[:3], 3), 1 / 3, dtype=do.dtype) if gates is None else gates.to(do.dtype)
+    aligned = outputs[0].shape[1]
+    lse = torch.full((3, *lses[0].shape), torch.inf, dtype=do.dtype)
+    delta = torch.zeros_like(lse)
+    dots, weighted = [], [torch.zeros_like(o) for o in outputs]
+    to = torch.arange(do.shape[1]) if rows is None else rows
+    used = to >= 0
+    assert bool((to < aligned).all())
+    for b, (o, old) in enumerate(zip(outputs, lses, strict=True)):
+        of_tokens = o[:, to.clamp(min=0)].masked_fill(~used[None, :, None, None], 0.0)
+        dots.append((do * of_tokens).sum(-1))
+        shifted = old[..., to[used]] - (0 if given else torch.log(g[..., b]).transpose(1, 2)[..., used])
+        lse[b][..., to[used]] = shifted
+        of_do = dots[-1] * g[..., b] if given else dots[-1]
+        delta[b][..., to[used]] = of_do.transpose(1, 2)[..., used]
+        weighted[b][:, to[used]] = (do * g[..., b : b + 1])[:, used]
+    d_gates = torch.stack(dots, -1)
+    logits = d_gates * g * (1 - g) if projected else None
+    weight = None if logits is None else torch.einsum("bnhg,bnhd->hgd", logits, q)
+    return GateResults(lse, delta, weighted if given else None, logits, d_gates if given else None, weight)
+
+
+def by_token(x: Tensor, documents: Documents | None) -> Tensor:
+    return x if documents is None else documents.by_token(x, 1, 0.0)
+
+
+def query_gradients(
+    dq: Tensor,
+    parts: Sequence[Tensor],
+    *,
+    logits: Tensor | None = None,
+    gate_proj_weight: Tensor | None = None,
+    documents: Documents | None = None,
+) -> None:
+    total = sum((by_token(part, documents) for part in parts), torch.zeros_like(dq))
+    if logits is not None and gate_proj_weight is not None:
+        total = total + torch.einsum("bnhg,hgd->bnhd", logits, gate_proj_weight)
+    dq.copy_(total)
+
+
+def key_gradients(
+    dk: Tensor,
+    dv: Tensor,
+    k_parts: Sequence[Tensor],
+    v_parts: Sequence[Tensor],
+    *,
+    entries: tuple[Tensor, Tensor] | None,
+    keys: Keys,
+    documents: Documents | None = None,
+) -> None:
+    for i, (target, parts) in enumerate(((dk, k_parts), (dv, v_parts))):
+        total = sum((by_token(part, documents) for part in parts), torch.zeros_like(target))
+        if entries is not None:
+            start, exists = places_of_entries(entries[i].shape[1], target.shape[1], keys, documents)
+            tokens = (start[exists, None] + torch.arange(keys.length)).flatten()
+            total.index_add_(
+                1, tokens, (entries[i][:, exists] / keys.length).repeat_interleave(keys.length, 1).to(total)
+            )
+        target.copy_(total)
+
+
+def places_of_entries(entries: int, tokens: int, keys: Keys, documents: Documents | None) -> tuple[Tensor, Tensor]:
+    """The first token of each entry, and whether there is such an entry."""
+    entry = torch.arange(entries)
+    if documents is None:
+        return entry * keys.stride, entry * keys.stride + keys.length <= tokens
+    first, token = documents.bounds[ENTRY, :-1].contiguous(), documents.bounds[TOKEN]
+    document = torch.searchsorted(first, entry, right=True) - 1
+    start = token[document] + (entry - first[document]) * keys.stride
+    return start, start + keys.length <= token[document + 1]
+
+
+def block_means(
+    k: Tensor, v: Tensor, length: int, stride: int, dtype: torch.dtype, documents: Documents | None = None
+) -> tuple[Tensor, Tensor]:
+    if documents is None:
+        k_mean, v_mean = (x.unfold(1, length, stride).mean(-1).to(dtype) for x in (k, v))
+        return k_mean, v_mean
+    pooled = [x.new_zeros((1, documents.num_entries, *x.shape[2:]), dtype=dtype) for x in (k, v)]
+    for i in range(documents.bounds.shape[1] - 1):
+        first, count = int(documents.bounds[TOKEN, i]), int(documents.bounds[LENGTH, i])
+        if count >= length:
+            for target, x in zip(pooled, (k, v), strict=True):
+                means = x[:, first : first + count].unfold(1, length, stride).mean(-1)
+                start = int(documents.bounds[ENTRY, i])
+                target[:, start : start + means.shape[1]] = means
+    return pooled[0], pooled[1]
+
+
+# Packed documents
+
+
+def lay_out(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, tile: int, length: int, stride: int
+) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
+    tokens, docs = q.shape[1], len(cu_seqlens) - 1
+    num_tiles, num_entries = documents.sizes(tokens, docs, tile, stride)
+    bounds = bounds_of(cu_seqlens, tile=tile, length=length, stride=stride)
+    tiles = torch.zeros((2, num_tiles), dtype=torch.int32)
+    tiles[DOCUMENT] = -1
+    rows = torch.full((tokens,), -1, dtype=torch.int32)
+    for i in range(docs):
+        count, mine = int(bounds[LENGTH, i]), slice(int(bounds[TILE, i]), int(bounds[TILE, i + 1]))
+        tiles[DOCUMENT, mine] = i
+        tiles[SHIFT, mine] = bounds[ENTRY, i] * stride - bounds[ROW, i]
+        rows[cu_seqlens[i] : cu_seqlens[i + 1]] = torch.arange(count, dtype=torch.int32) + bounds[ROW, i]
+    made = Documents(tile, stride, bounds, tiles, rows, num_entries, tokens // stride, cu_seqlens)
+    aligned = align_rows(made, k, v, q)
+    return made, (aligned[2], aligned[0], aligned[1])
+
+
+def bounds_of(cu_seqlens: Tensor, *, tile: int, length: int, stride: int) -> Tensor:
+    docs = len(cu_seqlens) - 1
+    bounds = torch.zeros((6, docs + 1), dtype=torch.int32)
+    bounds[TOKEN] = cu_seqlens
+    for i in range(docs):
+        count = int(cu_seqlens[i + 1] - cu_seqlens[i])
+        entries = 0 if count < length else (count - length) // stride + 1
+        used = -(-count // tile)
+        bounds[LENGTH, i] = count
+        for name, more in (
+            (TILE, used),
+            (ROW, used * tile),
+            (ENTRY, -(-entries // UNIT) * UNIT),
+            (PUBLIC_ENTRY, entries),
+        ):
+            bounds[name, i + 1] = bounds[name, i] + more
+    return bounds
+
+
+def align_rows(made: Documents, k: Tensor, v: Tensor | None = None, q: Tensor | None = None) -> list[Tensor]:
+    aligned = []
+    for x in (k, v, q):
+        if x is not None:
+            target = x.new_zeros((1, made.num_tiles * made.tile, *x.shape[2:]))
+            for first, row, count in made.bounds[[TOKEN, ROW, LENGTH], :-1].T.tolist():
+                target[:, row : row + count] = x[:, first : first + count]
+            aligned.append(target)
+    return aligned
+
+
+# What the forward keeps
+
+
+def saved(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> backward.Saved:
+    """What the forward keeps, from what the reference returns."""
+    outputs, lses = (aux.o_cmp, aux.o_slc, aux.o_win), (aux.lse_cmp, aux.lse_slc, aux.lse_win)
+    k_cmp, v_cmp, gates, indices, cmp_indices = aux.k_cmp, aux.v_cmp, aux.gates, aux.indices, aux.cmp_indices
+    if inputs.cu_seqlens is None:
+        if cmp_indices is not None and cmp_indices.shape[-1] * config.n_block_size >= k_cmp.shape[1]:
+            cmp_indices = None  # all blocks
+    else:
+        length, stride = config.compress_block_size, config.stride
+        rows = (x[None] for x in (inputs.q, inputs.k, inputs.v))
+        made, _ = lay_out(*rows, inputs.cu_seqlens, tile=config.q_tile_size, length=length, stride=stride)
+        # Only attention to the window leaves out rows that are not used
+        unused = (3.0, 3.0, torch.nan)
+        outputs = tuple(spread(x, made, 0, fill) for x, fill in zip(outputs, unused, strict=True))
+        lses = tuple(spread(x, made, 1, fill) for x, fill in zip(lses, unused, strict=True))
+        _, exists = places_of_entries(made.num_entries, len(inputs.q), Keys(length, stride), made)
+        k_cmp, v_cmp = (align_entries(x, exists) for x in (k_cmp, v_cmp))
+        gates, indices = gates[None], indices[None]
+        cmp_indices = None if cmp_indices is None else cmp_indices[None]
+    given = inputs.k_cmp is not None
+    return backward.Saved(
+        None if given else k_cmp,
+        None if given else v_cmp,
+        indices,
+        cmp_indices,
+        gates if inputs.gate_proj_weight is not None else None,
+        *outputs,
+        *lses,
+    )
+
+
+def spread(packed: Tensor, made: Documents, dim: int, fill: float) -> Tensor:
+    """Rows along `dim` as aligned ones `[1,...]`."""
+    shape = list(packed.shape)
+    shape[dim] = made.num_tiles * made.tile
+    used = made.rows >= 0
+    places, values = made.rows[used].long(), packed.index_select(dim, used.nonzero()[:, 0])
+    return packed.new_full(shape, fill).index_copy(dim, places, values)[None]
+
+
+def align_entries(packed: Tensor, exists: Tensor) -> Tensor:
+    """Entries without gaps as aligned ones `[1,...]`."""
+    aligned = packed.new_zeros((len(exists), *packed.shape[1:]))
+    aligned[exists] = packed[: int(exists.sum())]
+    return aligned[None]

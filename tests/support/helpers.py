@@ -1,0 +1,126 @@
+"""Inputs and error budgets that all tests share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nsa import NSAConfig
+from nsa.inputs import NSAInputs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_qkv(
+    tokens: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    v_dim: int | None = None,
+    *,
+    batch: int | None = 1,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    seed: int = 0,
+    requires_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal q, k, v `[B,N,heads,D]`, or packed `[T,heads,D]` with `batch=None`; made on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    lead = (tokens,) if batch is None else (batch, tokens)
+    shapes = ((*lead, heads, dim), (*lead, kv_heads, dim), (*lead, kv_heads, v_dim or dim))
+    q, k, v = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_(requires_grad)
+        for shape in shapes
+    )
+    return q, k, v
+
+
+def make_inputs(tokens: int, **keywords: object) -> NSAInputs:
+    return NSAInputs(*make_qkv(tokens, **keywords))  # type: ignore[arg-type]
+
+
+LARGE = {
+    "seed": NSAConfig.seed(num_selected_blocks=4, window_size=128),
+    "paper": NSAConfig.paper(num_selected_blocks=4, window_size=128),
+}
+"""Configs that the kernels for GPUs take."""
+
+SMALL = {
+    "seed": NSAConfig.seed(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16),
+    "paper": NSAConfig.paper(
+        compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=12
+    ),
+    "seed, sparse compressed": NSAConfig.seed(
+        compress_block_size=8,
+        num_selected_blocks=3,
+        window_size=12,
+        q_tile_size=16,
+        num_cmp_selected_blocks=3,
+        n_block_size=2,
+    ),
+}
+"""Both presets at sizes where a hundred tokens already make the selection select."""
+
+
+def assert_within_budget(
+    got: Tensor, oracle: Tensor, low_precision: Tensor, name: str = "output", *, slack: float = 0.0
+) -> None:
+    """err <= 2 * (error of bench/oracles.py in that dtype) + eps * max|oracle|, by the largest deviation.
+
+    Args:
+        got: the tensor under test. oracle: fp64.
+        low_precision: of the same inputs, by math that shares no code with what is tested and rounds only what tensor
+            cores multiply and results, each sum once.
+        slack: added to the budget, for results that are exactly 0 but differences of fp32 sums.
+    """
+    assert not torch.isnan(got).any(), f"{name} holds NaN"
+    error = (got.double() - oracle).abs().max().item() if got.numel() else 0.0
+    allowed = error_budget(oracle, low_precision, got.dtype) + slack
+    assert error <= allowed, f"{name}: error {error:.3e} is above the budget {allowed:.3e}"
+
+
+def assert_as_alone(whole: Tensor, part: Tensor, what: str, *, roundings: int = 1) -> None:
+    """A document's gradient in a pack is what it is alone.
+
+    dq of a document of one token is nothing but the difference of two sums in fp32.
+
+    Args:
+        roundings: to bf16 that a number went through, each of which may fall one way here and the other way there.
+    """
+    allowed = roundings * float(part.float().abs().max()) * 2**-7 + 1e-4
+    torch.testing.assert_close(whole, part, rtol=0, atol=allowed, msg=lambda found: f"{what}: {found}")
+
+
+def assert_rounded_once(got: Tensor, exact: Tensor, name: str) -> None:
+    """The RMS error is that of rounding exact results to 16 bits, but for the sums in fp32 before, 2^-10 of it."""
+    once, error = ((x.double() - exact).square().mean().sqrt().item() for x in (exact.to(got.dtype), got))
+    assert error <= 1.01 * once, f"{name}: RMS error {error:.3e}, and {once:.3e} when it is rounded once"
+
+
+def error_budget(oracle: Tensor, low_precision: Tensor, dtype: torch.dtype) -> float:
+    if oracle.numel() == 0:
+        return 0.0
+    theirs = (low_precision.double() - oracle).abs().max().item()
+    return 2 * theirs + torch.finfo(dtype).eps * oracle.abs().max().item()
+
+
+def run_child(code: str, environment: Mapping[str, str]) -> str:
+    """What Python code prints in a process of its own, which must succeed."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout
+
+
+def assert_passes_interpreted(file: str, part: str = "") -> None:
+    """Runs a file of tests, those whose names fit `part`, in a process where Triton interprets."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part, file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

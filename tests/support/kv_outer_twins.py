@@ -1,0 +1,403 @@
+"""PyTorch twins of the kernels of attention per token, with their arguments, so that what calls them runs on a CPU.
+
+`install` puts them in place of the compiled kernels; lists, passes, slices and buffers between the calls are real. They
+round where the kernels round: P and dS, o and dQ of slots, results. Else they compute in fp64: the order in which BLAS
+sums depends on the CPU and on where a row lies, and may change the last bit of an fp32 sum; of fp64 sums rounded to
+fp32 it changes about one in 2^28.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
+from cute_kernels.gate import forward as gate
+from cute_kernels.lists import worklist
+from cute_kernels.lists.worklist import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE
+from cute_kernels.pool import documents
+from cute_kernels.pool.documents import LENGTH, ROW, TILE, TOKEN
+
+
+class Twin(NamedTuple):
+    """In place of jit.Kernel."""
+
+    run: Any
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(documents, "_add_up", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
+    patch.setattr(worklist, "_mark", lambda size, _, *forced: Twin(lambda *x: mark(size, *x, *forced)))
+    patch.setattr(worklist, "_count", lambda: Twin(count))
+    patch.setattr(worklist, "_list", lambda: Twin(list_places))
+    patch.setattr(worklist, "_cut", lambda: Twin(cut))
+    for module, twin in ((kv_outer, visit_blocks), (kv_outer_backward, visit_gradients)):
+        patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
+    patch.setattr(query_outer, "_attend", lambda *how: Twin(lambda *x: attend_tiles(how, *x)))
+    patch.setattr(forced, "_attend", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
+    patch.setattr(
+        kv_outer,
+        "_add",
+        lambda *_, weighted, units, carry: Twin(lambda *x: (carry_slots if carry else add_slots)(units, *x)),
+    )
+    patch.setattr(kv_outer, "_add_gated", lambda *_: Twin(partial(add_gated, add_slots)))
+    patch.setattr(forced, "_attend_gated", lambda *how: Twin(lambda *x: attend_forced_gated(how, *x)))
+    patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
+    patch.setattr(kv_outer_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
+
+
+def add_up(tile: int, cu_seqlens: Tensor, bounds: Tensor) -> None:
+    """The rows of Documents.bounds that are read here."""
+    lengths = cu_seqlens.diff()
+    tiles = torch.nn.functional.pad((-(-lengths // tile)).cumsum(0), [1, 0])
+    bounds[TOKEN], bounds[TILE], bounds[ROW] = cu_seqlens, tiles, tiles * tile
+    bounds[LENGTH] = torch.nn.functional.pad(lengths, [0, 1])
+
+
+# Lists
+
+
+def mark(
+    size: int,
+    indices: Tensor,
+    blocks: Tensor,
+    bits: Tensor,
+    bounds: Tensor | None,
+    first_token: int,
+    init: int = 0,
+    local: int = 0,
+) -> None:
+    tokens = indices.shape[2]
+    position = torch.arange(first_token, first_token + tokens)
+    before, length = torch.zeros_like(position), torch.full_like(position, first_token + tokens)
+    if bounds is not None:
+        document = torch.searchsorted(bounds[TOKEN, :-1].long().contiguous(), position, right=True) - 1
+        position = position - bounds[TOKEN, document]
+        before, length = bounds[TILE, document], bounds[LENGTH, document]
+    position, before, length = (x[:, None] for x in (position, before, length))
+    visits = (indices >= init) & (indices <= position // size - local) & (position < length)
+    blocks.copy_(torch.where(visits, before + indices, -1))
+    for b, h, token, slot in visits.nonzero().tolist():
+        word = bits[b, h, blocks[b, h, token, slot], token // 32 : token // 32 + 1]
+        word |= (1 << token % 32) - (1 << 32 if token % 32 == 31 else 0)
+
+
+def popcount(x: Tensor) -> Tensor:
+    return ((x.long()[..., None] >> torch.arange(32)) & 1).sum(-1)
+
+
+def count(bits: Tensor, before: Tensor, counts: Tensor, length: int) -> None:
+    ones = popcount(bits)
+    before.copy_(ones.cumsum(-1) - ones)
+    visits = ones.sum(-1)
+    counts[:, :, VISITS] = visits
+    counts[:, :, CUT] = torch.where(visits // length > 1, visits // length, 0)
+    counts[:, :, WHOLE] = visits // length <= 1
+
+
+def list_places(blocks: Tensor, bits: Tensor, before: Tensor, counts: Tensor, sums: Tensor, places: Tensor) -> None:
+    slots = blocks.shape[3]
+    for b, h, token, slot in (blocks >= 0).nonzero().tolist():
+        at = b, h, blocks[b, h, token, slot]
+        lower = popcount(bits[at][token // 32] & ((1 << token % 32) - 1))
+        first = sums[b, h, VISITS, at[2]] - counts[b, h, VISITS, at[2]]
+        places[b, h, first + before[at][token // 32] + lower] = token * slots + slot
+
+
+def cut(counts: Tensor, sums: Tensor, segments: Tensor) -> None:
+    for b, h, block in torch.ones(*counts.shape[:2], counts.shape[3]).nonzero().tolist():
+        visits, parts, _ = counts[b, h, :, block].tolist()
+        first, place = int(sums[b, h, VISITS, block]) - visits, int(sums[b, h, CUT, block]) - parts
+        if parts == 0:
+            parts, place = 1, int(sums[b, h, CUT, -1] + sums[b, h, WHOLE, block]) - 1
+        for i in range(parts):
+            n = visits // parts + (i < visits % parts)
+            segments[b, h, :, place + i] = torch.tensor([block, first, n])
+            first += n
+
+
+# Attention
+
+
+class Segment(NamedTuple):
+    """What one CTA has."""
+
+    b: int
+    h: int
+    index: int
+    cut: bool
+    places: Tensor
+    tokens: Tensor
+    """Rows of q."""
+    positions: Tensor
+    """Of these tokens."""
+    first_key: int
+    end: int
+    """Of the block, or of its document."""
+
+
+def block_bounds(block: int, size: int, keys: int, bounds: Tensor | None) -> tuple[int, int]:
+    first, end = block * size, keys
+    if bounds is not None:
+        document = int(torch.searchsorted(bounds[TILE, :-1].contiguous(), block, right=True)) - 1
+        start = int(bounds[TOKEN, document])
+        first, end = start + (block - int(bounds[TILE, document])) * size, start + int(bounds[LENGTH, document])
+    return first, max(first, min(end, first + size))
+
+
+def of_ctas(
+    how: tuple[Any, ...], keys: int, places: Tensor, table: Tensor, sums: Tensor, bounds: Tensor | None, first: int
+) -> list[Segment]:
+    slots, size = how[3:5]
+    made = []
+    for b in range(table.shape[0]):
+        for h in range(table.shape[1]):
+            cuts = int(sums[b, h, CUT, -1])
+            for index in range(cuts + int(sums[b, h, WHOLE, -1])):
+                start, n = int(table[b, h, FIRST, index]), int(table[b, h, COUNT, index])
+                mine = places[b, h, start : start + n].long()
+                span = block_bounds(int(table[b, h, BLOCK, index]), size, keys, bounds)
+                made.append(Segment(b, h, index, index < cuts, mine, mine // slots, first + mine // slots, *span))
+    return made
+
+
+def visit_blocks(
+    how: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor,
+    table: Tensor,
+    sums: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    first_token: int,
+    scale: float,
+) -> None:
+    group = how[2]
+    for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
+        keys = torch.arange(x.first_key, x.end)
+        rows = q[x.b, x.tokens, x.h * group : (x.h + 1) * group].double()
+        logits = rows @ k[x.b, keys, x.h].double().T * scale
+        logits = logits.masked_fill((keys > x.positions[:, None])[:, None], -math.inf)
+        lse[x.b, x.h, x.places] = logits.logsumexp(-1).float()
+        p = logits.softmax(-1).to(q.dtype).double()
+        o[x.b, x.h, x.places] = (p @ v[x.b, keys, x.h].double()).to(q.dtype)
+
+
+def attend_tiles(
+    how: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    first_token: int,
+    scale: float,
+) -> None:
+    group, size = how[2], how[4]
+    batch, kv_heads, tokens, _ = indices.shape
+    blocks = torch.empty_like(indices)
+    most = -(-k.shape[1] // size) + (0 if bounds is None else bounds.shape[1])
+    bits = torch.zeros((batch, kv_heads, most, -(-tokens // 32)), dtype=torch.int32)
+    mark(size, indices, blocks, bits, bounds, first_token)
+    visible = torch.zeros((batch, kv_heads, tokens, k.shape[1]), dtype=torch.bool)
+    for b, h, token, slot in (blocks >= 0).nonzero().tolist():
+        first, end = block_bounds(int(blocks[b, h, token, slot]), size, k.shape[1], bounds)
+        visible[b, h, token, first : min(first + size, end, first_token + token + 1)] = True
+    keys, values = (x.double().repeat_interleave(group, 2) for x in (k, v))
+    logits = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * scale
+    logits = logits.masked_fill(~visible.repeat_interleave(group, 1), -math.inf)
+    lse.copy_(logits.logsumexp(-1))
+    p = (logits - lse[..., None].nan_to_num(0, 0, 0)).exp().to(q.dtype).double()
+    o.copy_(torch.einsum("bhij,bjhd->bihd", p, values))
+
+
+def attend_forced(
+    how: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    first_token: int,
+    scale: float,
+) -> None:
+    """Row by row; tokens of no document are left as they are."""
+    _, _, group, size, init, local = how[:6]
+    for token in range(q.shape[1]):
+        position, start = first_token + token, 0
+        if bounds is not None:
+            document = int(torch.searchsorted(bounds[TOKEN, :-1].contiguous(), token, right=True)) - 1
+            start = int(bounds[TOKEN, document])
+            position -= start
+            if position >= bounds[LENGTH, document]:
+                continue
+        own = position // size
+        forced = sorted({*range(min(init, own + 1)), *range(max(own - local + 1, 0), own + 1)})
+        keys = torch.cat([torch.arange(block * size, (block + 1) * size) for block in forced])
+        keys = start + keys[keys <= position]
+        for b, h in itertools.product(range(k.shape[0]), range(k.shape[2])):
+            heads = slice(h * group, (h + 1) * group)
+            logits = q[b, token, heads].double() @ k[b, keys, h].double().T * scale
+            lse[b, heads, token] = logits.logsumexp(-1)
+            p = logits.softmax(-1).to(q.dtype).double()
+            o[b, token, heads] = (p @ v[b, keys, h].double()).to(o.dtype)
+
+
+def carry_slots(units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor, x: Tensor, lse: Tensor) -> None:
+    """What x and lse hold as one slot more, of a block that is not read."""
+    _, heads, tokens, slots = blocks.shape
+    group = parts.shape[3]
+
+    def with_slot(of_slots: Tensor, of_rows: Tensor) -> Tensor:
+        rows = of_rows.unflatten(2, (heads, group)).transpose(1, 2).unsqueeze(3)
+        return torch.cat([rows, of_slots.unflatten(2, (tokens, slots))], 3).flatten(2, 3)
+
+    holds = (lse[:, ::group] > -math.inf)[..., None]
+    there = torch.cat([holds.int() - 1, blocks], 3)
+    values = with_slot(parts, x.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0))
+    add_slots(units, there, values, with_slot(part_lse, lse.transpose(1, 2)), x, lse)
+
+
+def add_slots(
+    units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor | None, x: Tensor, lse: Tensor | None
+) -> None:
+    batch, heads, tokens, slots = blocks.shape
+    group = parts.shape[3]
+    there = (blocks >= 0)[..., None]
+    values = parts.unflatten(2, (tokens, slots, units)).float().masked_fill(~there[..., None, None], 0).sum(4)
+    if part_lse is None or lse is None:
+        total = values.sum(3)
+    else:
+        lses = part_lse.unflatten(2, (tokens, slots)).masked_fill(~there, -math.inf)
+        sums = lses.logsumexp(3)
+        lse.copy_(sums.transpose(2, 3).reshape(batch, heads * group, tokens))
+        weights = (lses - sums[:, :, :, None]).exp().masked_fill(~there, 0)
+        total = (weights[..., None] * values).sum(3)
+    x.copy_(total.transpose(1, 2).reshape(batch, tokens, heads * group, -1).to(x.dtype))
+
+
+def attend_forced_gated(
+    how: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    parts: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    weight: Tensor | None,
+    *rest: Any,
+) -> None:
+    *rest, first_token, scale = rest
+    dim, _, *of_blocks = how[:6]
+    attend_forced((dim, dim, *of_blocks), q, k, v, out, lse, None, first_token, scale)
+    add_gated(carry_slots, blocks, parts, part_lse, out, lse, q, weight, *rest)
+
+
+def add_gated(
+    add: Callable[..., None],
+    blocks: Tensor,
+    parts: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor | None,
+    weight: Tensor | None,
+    gates: Tensor | None,
+    o_cmp: Tensor,
+    o_win: Tensor,
+    o_slc: Tensor | None,
+) -> None:
+    add(1, blocks, parts, part_lse, out, lse)
+    if o_slc is not None:
+        o_slc.copy_(out)
+    if weight is not None and gates is None:
+        gates = torch.empty((*out.shape[:3], 3))
+    gated_sum(q, weight, gates, None, o_cmp, out, o_win, out)
+
+
+def gated_sum(
+    q: Tensor | None,
+    weight: Tensor | None,
+    gates: Tensor | None,
+    rows: Tensor | None,
+    o_cmp: Tensor,
+    o_slc: Tensor,
+    o_win: Tensor,
+    out: Tensor,
+) -> None:
+    """Of sequences; packs are not gated here."""
+    assert rows is None
+    if q is not None and weight is not None and gates is not None:
+        gates.copy_(torch.einsum("bthd,hcd->bthc", q.double(), weight.double()).sigmoid())
+    of = torch.full((1, 1, 1, 3), 1 / 3) if gates is None else gates.float()
+    out.copy_(sum(o.float() * g[..., None] for o, g in zip((o_cmp, o_slc, o_win), of.unbind(-1), strict=True)))
+
+
+def visit_gradients(
+    how: tuple[Any, ...],
+    q: Tensor,
+    do: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    places: Tensor,
+    table: Tensor,
+    sums: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dk_parts: Tensor,
+    dv_parts: Tensor,
+    bounds: Tensor | None,
+    first_token: int,
+    scale: float,
+) -> None:
+    group, size = how[2], how[4]
+    units = size // 64
+    for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
+        heads = slice(x.h * group, (x.h + 1) * group)
+        sees, gives = (y[x.b, x.tokens, heads].double() for y in (q, do))
+        row_lse, row_delta = (y[x.b, heads, x.tokens].T[..., None] for y in (lse, delta))
+        for unit in range(units):
+            first = x.first_key + unit * 64
+            keys = torch.arange(first, max(first, min(first + 64, x.end)))
+            some_k, some_v = (y[x.b, keys, x.h].double() for y in (k, v))
+            seen = (keys <= x.positions[:, None])[:, None] & row_lse.isfinite()
+            p = (sees @ some_k.T * scale - row_lse).masked_fill(~seen, -math.inf).exp()
+            ds = (p * (gives @ some_v.T - row_delta)).masked_fill(~seen, 0).to(q.dtype).double()
+            p = p.to(q.dtype).double()
+            dq[x.b, x.h, x.places * units + unit] = (ds @ some_k * scale).to(q.dtype)
+            for y, y_parts, part in (
+                (dk, dk_parts, (torch.einsum("tgk,tgd->kd", ds, sees) * scale).float()),
+                (dv, dv_parts, torch.einsum("tgk,tgd->kd", p, gives).float()),
+            ):
+                if x.cut:
+                    y_parts[x.b, x.h, x.index, unit * 64 : unit * 64 + len(keys)] = part
+                else:
+                    y[x.b, keys, x.h] += part
+
+
+def add_parts(
+    size: int, counts: Tensor, sums: Tensor, table: Tensor, parts: Tensor, y: Tensor, bounds: Tensor | None
+) -> None:
+    for b in range(parts.shape[0]):
+        for h in range(parts.shape[1]):
+            for index in range(int(sums[b, h, CUT, -1])):
+                first, end = block_bounds(int(table[b, h, BLOCK, index]), size, y.shape[1], bounds)
+                y[b, first:end, h] += parts[b, h, index, : end - first]

@@ -1,0 +1,103 @@
+"""tools/check_licences.py: what it lets pass, what it names, and what it says it did not check."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from email.message import Message
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.installed import required_distributions
+from tools import check_licences as check
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def package(name: str, **facts: str) -> Any:
+    message = Message()
+    for key, value in facts.items():
+        message[key.replace("_", "-")] = value
+    return SimpleNamespace(name=name, version="1.0", metadata=message)
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        ({"License_Expression": "Apache-2.0 OR BSD-2-Clause"}, None),
+        ({"License_Expression": "MIT AND (GPL-3.0-only OR MIT)"}, "GPL-3.0-only"),
+        ({"License_Expression": "AGPL-3.0-or-later"}, "AGPL-3.0-or-later"),
+        ({"Classifier": "License :: OSI Approved :: MIT License", "License": "see the file"}, None),
+        ({"Classifier": "License :: OSI Approved :: GNU General Public License v3 (GPLv3)"}, "GNU General Public"),
+        ({"License": "BSD\nand the whole text of it"}, None),
+        ({"License": "ask us"}, "ask us"),
+        ({}, "no licence in its metadata"),
+    ],
+)
+def test_statements(facts: dict[str, str], problem: str | None) -> None:
+    problems = check.licence_problems([package("some", **facts)])
+    assert len(problems) == (problem is not None)
+    assert problem is None or f"some 1.0: {problem}" in problems[0]
+
+
+def test_exceptions_go_by_name() -> None:
+    proprietary = {"Classifier": "License :: Other/Proprietary License"}
+    assert check.licence_problems([package("nvidia-cutlass-dsl", **proprietary)]) == []
+    assert check.licence_problems([package("nvidia_cublas", **proprietary)]) == []
+    for name in ("not-nvidia-dsl", "cuda-toolkit-of-others", "quack"):
+        assert check.licence_problems([package(name, **proprietary)]) != []
+
+
+def test_all_that_the_extras_bring_is_allowed() -> None:
+    """`make lint` looks at .venv before the `cuda` extra is in it; here it is, where it can be installed."""
+    found = required_distributions()
+    assert {"numpy", "torch"} <= found.keys()
+    assert check.licence_problems(found.values()) == []
+
+
+def audit(monkeypatch: pytest.MonkeyPatch, answer: str | Exception, stderr: str = "") -> tuple[bool, str]:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if isinstance(answer, Exception):
+            raise answer
+        return subprocess.CompletedProcess(command, 1, stdout=answer, stderr=stderr)
+
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(check.subprocess, "run", run)
+    verdict: tuple[bool, str] = check.advisories()
+    return verdict
+
+
+def test_advisories(monkeypatch: pytest.MonkeyPatch) -> None:
+    clean = {"name": "rich", "version": "15.0.0", "vulns": []}
+    skipped = {"name": "torch", "skip_reason": "not on PyPI"}
+    bad = {"name": "pillow", "version": "1.0", "vulns": [{"id": "PYSEC-1"}]}
+    said = "1 packages checked, 0 known vulnerabilities; not checked: torch"
+    assert audit(monkeypatch, json.dumps({"dependencies": [clean, skipped]})) == (True, said)
+    safe, shown = audit(monkeypatch, json.dumps({"dependencies": [clean, bad]}))
+    assert not safe
+    assert "pillow 1.0: PYSEC-1" in shown
+
+
+def test_what_was_not_checked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    offline = audit(monkeypatch, "", "Traceback\nConnectionError: no network")
+    assert offline == (True, "not checked: pip-audit failed: ConnectionError: no network")
+    skipped = audit(monkeypatch, json.dumps({"dependencies": [{"name": "rich", "skip_reason": "no index"}]}))
+    assert skipped == (True, "not checked: pip-audit skipped all packages: no index")
+    late = audit(monkeypatch, subprocess.TimeoutExpired("pip-audit", 120))
+    assert late == (True, "not checked: pip-audit had no answer after 120 s")
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda _: None)
+    assert check.advisories() == (True, "not checked: pip-audit is not installed (pip install pip-audit)")
+
+
+def test_a_licence_that_is_not_allowed_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "advisories", lambda: (True, "not checked: offline"))
+    for terms, status in (("MIT", 0), ("SSPL-1.0", 1)):
+        found = [package("some", License_Expression=terms)]
+        monkeypatch.setattr(check.metadata, "distributions", lambda found=found: found)
+        assert check.main([]) == status
+    assert "some 1.0: SSPL-1.0" in capsys.readouterr().out

@@ -1,0 +1,71 @@
+"""What the tests do without the packages of the `cuda` extra: skip, and say why; where it is required, fail."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HIDING = """
+import sys
+from importlib import metadata
+
+real = metadata.version
+
+def version(name):
+    if name in ("nvidia-cutlass-dsl", "flash-attn-4"):
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+
+metadata.version = version
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("cutlass", "flash_attn"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+NEED_IT = {
+    "at import": "tests/cute/test_forward_steps.py",
+    "in a test": "tests/cute/test_window_backward.py::test_nothing_to_do",
+}
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Pytest in a process that has not these packages, on tests that need them and on one that does not."""
+    (folder / "hiding.py").write_text(HIDING, encoding="utf-8")
+    others = "tests/docs/test_pages.py::test_set_up_commands_exist"
+    options = ["-p", "no:cacheprovider", "-p", "hiding", "-q", "--continue-on-collection-errors", *arguments]
+    code = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]; import pytest; sys.exit(pytest.main())"
+    command = [sys.executable, "-c", code, *options, *NEED_IT.values(), others]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_without_the_cuda_extra_what_needs_it_skips_and_says_so(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed, 2 skipped" in done.stdout
+    reason = 'needs nvidia-cutlass-dsl, flash-attn-4, not installed here: pip install -e ".[cuda]"'
+    assert done.stdout.count(reason) == len(NEED_IT)
+
+
+def test_required_it_fails(tmp_path: Path) -> None:
+    done = run(tmp_path, "--require-cuda-extra")
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 1 passed, 1 error" in done.stdout
+
+
+def test_make_requires_it_where_it_exists() -> None:
+    """And on a GPU, where tests that skip would look as if they had run."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    on_linux, elsewhere = makefile.partition("Linux x86_64)")[2].partition("endif")[0].split("\nelse\n")
+    required = "--require-cuda-extra"
+    assert "TEST_EXTRAS := dev,bench,cuda\n" in on_linux
+    assert f"TEST_SCOPE := {required}" in on_linux
+    assert required not in elsewhere
+    of_gpus = re.findall(r"^\t.*-m pytest .*-m cuda(?:.*\\\n)?.*$", makefile, re.MULTILINE)
+    assert len(of_gpus) == 3
+    assert all(required in command for command in of_gpus)
