@@ -228,7 +228,7 @@ class Pass(NamedTuple):
     """What the stages read and write for some key/value heads, made as cute_kernels.backward makes it."""
 
     call: forward.Call
-    part: forward.Part
+    part: forward.BranchOutputs
     do: Tensor
     gates: Tensor
     gated: GateResults
@@ -263,7 +263,7 @@ def make_pass(
     return Pass(some, part, do, gates, gated, cmp, slc, win, dk[:, :, kv_heads], dv[:, :, kv_heads], entries)
 
 
-def differentiate_gates(call: forward.Call, part: forward.Part, do: Tensor, gates: Tensor) -> GateResults:
+def differentiate_gates(call: forward.Call, part: forward.BranchOutputs, do: Tensor, gates: Tensor) -> GateResults:
     from cute_kernels.gate.backward import gate_gradients
 
     return gate_gradients(do, part.outputs, part.lses, q=call.inputs.q, gates=gates, projected=True)

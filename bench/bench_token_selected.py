@@ -96,19 +96,19 @@ class Problem:
     # Kernels are imported where they are called: the command line needs no CuTe DSL.
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        from cute_kernels.attend.kv_outer import token_selected_forward
+        from cute_kernels.attend.kv_outer import kv_outer_forward
 
-        return token_selected_forward(self.q, self.k, self.v, self.indices, **self.how)
+        return kv_outer_forward(self.q, self.k, self.v, self.indices, **self.how)
 
     def tiles(self) -> tuple[Tensor, Tensor]:
-        from cute_kernels.attend.query_outer import token_tiles_forward
+        from cute_kernels.attend.query_outer import query_outer_forward
 
-        return token_tiles_forward(self.q, self.k, self.v, self.indices, **self.how)
+        return query_outer_forward(self.q, self.k, self.v, self.indices, **self.how)
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        from cute_kernels.attend.kv_outer_backward import token_selected_backward
+        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 
-        return token_selected_backward(self.q, self.k, self.v, self.indices, self.do, self.lse, self.delta, **self.how)
+        return kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, self.lse, self.delta, **self.how)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -166,7 +166,7 @@ def make_problem(n: int, heads: int, kv_heads: int, choice: str, given: Tensor |
     Args:
         given: what was chosen, if `choice` is "file".
     """
-    from cute_kernels.attend.kv_outer import token_selected_forward
+    from cute_kernels.attend.kv_outer import kv_outer_forward
 
     generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -180,7 +180,7 @@ def make_problem(n: int, heads: int, kv_heads: int, choice: str, given: Tensor |
         indices = choose_by_text(n, heads, kv_heads)
     else:
         indices = choose(n, kv_heads, choice, generator)
-    o, lse = token_selected_forward(q, k, v, indices, size=SIZE, scale=DIM**-0.5)
+    o, lse = kv_outer_forward(q, k, v, indices, size=SIZE, scale=DIM**-0.5)
     delta = (o.float() * do.float()).sum(-1).transpose(1, 2).contiguous()
     return Problem(q, k, v, do, indices, o, lse, delta)
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from cute_kernels.attend import selected_backward as split
 from cute_kernels.attend import window_backward as split_window
-from cute_kernels.attend.kv_outer_backward import token_selected_backward
+from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.forward import (
     Branch,
+    BranchOutputs,
     Call,
-    Part,
     Plan,
     attend,
     chunks,
@@ -98,14 +98,14 @@ class Saved(NamedTuple):
     def of_list(cls, tensors: Sequence[Tensor]) -> Saved:
         return cls(*(None if tensor.dim() == 1 and tensor.numel() == 0 else tensor for tensor in tensors))  # type: ignore[arg-type]
 
-    def part(self, heads: slice, select_heads: slice) -> Part | None:
+    def part(self, heads: slice, select_heads: slice) -> BranchOutputs | None:
         """Of some query heads; None where it must be computed again."""
         pairs = (self.o_cmp, self.lse_cmp), (self.o_slc, self.lse_slc), (self.o_win, self.lse_win)
         branches = [Branch(o[:, :, heads], lse[:, heads]) for o, lse in pairs if o is not None and lse is not None]
         if len(branches) < len(pairs):
             return None
         cmp, slc, win = branches
-        return Part(cmp, slc, win, *self.selections(heads, select_heads))
+        return BranchOutputs(cmp, slc, win, *self.selections(heads, select_heads))
 
     def selections(self, heads: slice, select_heads: slice) -> tuple[Tensor, Tensor | None]:
         chosen = None if self.cmp_indices is None else self.cmp_indices[:, heads]
@@ -326,7 +326,7 @@ def _differentiate(
     _add_keys(some, whole, kv_heads, results)
 
 
-def near_of(some: Call, gated: GateResults) -> split_window.Near | None:
+def near_of(some: Call, gated: GateResults) -> split_window.LocalSelected | None:
     """What the window's backward is to do of the selected branch; None: nothing.
 
     That needs the same keys, and the same do: given gates weigh it for each branch.
@@ -337,7 +337,7 @@ def near_of(some: Call, gated: GateResults) -> split_window.Near | None:
     inside = config.token_mode and 0 < local * size <= config.window_size
     if not (inside and _splits_window(some.plan, inputs.q, inputs.v) and k is k_win and gated.do is None):
         return None
-    return split_window.Near(gated.lse[1], gated.delta[1], size, local)
+    return split_window.LocalSelected(gated.lse[1], gated.delta[1], size, local)
 
 
 def _splits_window(plan: Plan, q: Tensor, v: Tensor) -> bool:
@@ -485,14 +485,14 @@ def selected_backward(
     delta: Tensor,
     deterministic: bool,
     *,
-    near: split_window.Near | None = None,
+    near: split_window.LocalSelected | None = None,
 ) -> None:
     """Args: `delta`, do . o, fp32 `[B,H,N]`; `near`, what the window's backward does instead, in token mode."""
     if plan.config.token_mode:
         inputs = gradients.q, gradients.k, gradients.v, indices, gradients.do, gradients.lse, delta
         into = gradients.dq, gradients.dk, gradients.dv
         local = 0 if near is None else near.local
-        token_selected_backward(*inputs, local=local, into=into, **token_blocks_of(plan))
+        kv_outer_backward(*inputs, local=local, into=into, **token_blocks_of(plan))
         return
     size, causal, k = plan.config.select_size, plan.config.causal, gradients.k
     bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=False, documents=plan.documents)
@@ -605,7 +605,7 @@ def window_backward(
     delta: Tensor,
     deterministic: bool,
     *,
-    near: split_window.Near | None = None,
+    near: split_window.LocalSelected | None = None,
 ) -> None:
     """Args: `delta`, do . o, fp32 `[B,H,N]`; `near`, what of the selected branch is done here."""
     given = gradients

@@ -6,7 +6,7 @@ returns what the reference returns. Everything is asynchronous; no device value 
 Long sequences are processed in chunks of queries (`chunk_rows`), so that what a call needs beyond inputs, compressed
 keys and output stays bounded.
 
-In token mode the selected branch gates while it adds up wherever it can (`Part.gating`).
+In token mode the selected branch gates while it adds up wherever it can (`BranchOutputs.gating`).
 
 Packed documents take the same steps, all at once: attention reads copies of q, k and v in which each document begins
 with a new tile (pool/documents.py), and the gate puts the rows back.
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cute_kernels.attend.kv_outer import takes_gating, token_selected_forward
-from cute_kernels.attend.query_outer import takes_tiles, token_tiles_forward
+from cute_kernels.attend.kv_outer import kv_outer_forward, takes_gating
+from cute_kernels.attend.query_outer import query_outer_forward, takes_tiles
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.gate.forward import Gating, gated_sum
 from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists, prefix_lists
@@ -53,7 +53,7 @@ class Branch(NamedTuple):
     lse: Tensor | None
 
 
-class Part(NamedTuple):
+class BranchOutputs(NamedTuple):
     """What belongs to some of the query rows."""
 
     cmp: Branch
@@ -282,7 +282,7 @@ def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:
 
 
 def _packed_aux(
-    documents: Documents, part: Part, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor, config: Any
+    documents: Documents, part: BranchOutputs, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor, config: Any
 ) -> tuple[Tensor | None, ...]:
     """The fields of NSAAux without B, rows and entries lying as the documents are packed."""
     branches = part.cmp, part.slc, part.win
@@ -342,12 +342,12 @@ def attend(
     forced: bool = True,
     gating: bool = False,
     gates: bool = False,
-) -> Part:
+) -> BranchOutputs:
     """Selections and branches of query rows start ... stop-1.
 
     Args:
         given: selections to use. forced: they hold the forced blocks, as all that are made here do.
-        gating: where the selected branch can, it weighs and adds all of them into `call.out` (`Part.gating`); its own o
+        gating: where the selected branch can, it weighs and adds all of them into `call.out` (`BranchOutputs.gating`); its own o
             is kept with `lse` only, and projected gates with `lse` or `gates`.
     """
     inputs, plan = call.attended, call.plan
@@ -371,7 +371,7 @@ def attend(
         o = torch.empty_like(out) if lse else None
         branches = Gating(cmp.o, win.o, out, inputs.gate_proj_weight, used, o)
     slc = attend_selected(plan, q, k, v, indices, start, lse, forced=forced, gating=branches)
-    return Part(cmp, slc, win, indices, cmp_indices, branches)
+    return BranchOutputs(cmp, slc, win, indices, cmp_indices, branches)
 
 
 def keys_of(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
@@ -473,10 +473,10 @@ def attend_selected(
     if plan.config.token_mode:
         how = token_blocks_of(plan)
         if takes_tiles(q.shape[2] // k.shape[2], indices.shape[3]):
-            return Branch(*token_tiles_forward(q, k, v, indices, first_token=start, **how))
+            return Branch(*query_outer_forward(q, k, v, indices, first_token=start, **how))
         if forced:
             how |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
-        return Branch(*token_selected_forward(q, k, v, indices, first_token=start, gating=gating, **how))
+        return Branch(*kv_outer_forward(q, k, v, indices, first_token=start, gating=gating, **how))
     lists = token_lists(plan, q, k, indices, start)
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 
@@ -540,8 +540,8 @@ def _nothing(q: Tensor, v: Tensor) -> Branch:
     return Branch(o, torch.full((batch, heads, rows), -math.inf, dtype=torch.float32, device=q.device))
 
 
-def gate(call: Call, part: Part, start: int, stop: int) -> Tensor | None:
-    """Weigh and add the branches of some rows, into `call.out`, unless `attend` did; the gates, as of `Part.gating`."""
+def gate(call: Call, part: BranchOutputs, start: int, stop: int) -> Tensor | None:
+    """Weigh and add the branches of some rows, into `call.out`, unless `attend` did; the gates, as of `BranchOutputs.gating`."""
     if part.gating is not None:
         return part.gating.gates
     (q, gates, out), documents = rows_to_gate(call, start, stop), call.plan.documents

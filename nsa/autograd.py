@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.common.autocast import autocast_off
-from nsa.common.derivatives import without_second
+from nsa.common.derivatives import forbid_double_backward
 from nsa.inputs import TENSOR_NAMES, NSAInputs
 from nsa.ops import Resolved
 
@@ -45,4 +45,4 @@ class _Training(torch.autograd.Function):
         _, *needed = ctx.needs_input_grad
         wanted = zip(TENSOR_NAMES, needed, strict=True)
         gradients = [by_name.get(name) if needs else None for name, needs in wanted]
-        return (None, *without_second("nsa", gradients, do, *inputs.tensors().values()))
+        return (None, *forbid_double_backward("nsa", gradients, do, *inputs.tensors().values()))

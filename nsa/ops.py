@@ -22,7 +22,7 @@ from torch import Tensor
 import dispatch
 from nsa import meta, rerun
 from nsa.common.autocast import autocast_off
-from nsa.common.derivatives import refuse_second
+from nsa.common.derivatives import refuse_double_backward
 from nsa.config import OPTION_NAMES, NSAConfig, check_options
 from nsa.inputs import TENSOR_NAMES, NSAInputs
 
@@ -162,8 +162,8 @@ def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None,
     return tuple(by_name[name] if needs and tensor is not None else None for name, tensor, needs in needed)
 
 
-def _refuse_second(*_: Any, **__: Any) -> None:
-    refuse_second("nsa")
+def _refuse_double_backward(*_: Any, **__: Any) -> None:
+    refuse_double_backward("nsa")
 
 
 for _name, _implementation, _like in (
@@ -175,7 +175,7 @@ for _name, _implementation, _like in (
     torch.library.impl(_name, "default", _implementation)
     torch.library.register_fake(_name, _like)
 torch.library.register_autograd(SAVING, _differentiate, setup_context=_setup)
-torch.library.register_autograd(BACKWARD, _refuse_second)
+torch.library.register_autograd(BACKWARD, _refuse_double_backward)
 
 
 # How the public functions call them

@@ -305,10 +305,10 @@ def token_selected_cases() -> Iterator[Case]:
             variants |= {f"{size}": (size, dim, 16, False) for size in kv_outer.SIZES[1:]}
         for variant, (size, v_dim, slots, packed) in variants.items():
             how = (dim, v_dim), dtype, group, slots, size, packed, hopper
-            yield Case("VisitBlocks", variant, dim, group, dtype, ours(kv_outer._visit, *how))
+            yield Case("KVOuterForward", variant, dim, group, dtype, ours(kv_outer._visit, *how))
             run = ours(kv_outer_backward._visit, *how)
-            yield Case("VisitGradients", variant, dim, group, dtype, run)
-            yield Case("TileBlocks", variant, dim, group, dtype, ours(query_outer._attend, *how))
+            yield Case("KVOuterBackward", variant, dim, group, dtype, run)
+            yield Case("QueryOuterForward", variant, dim, group, dtype, ours(query_outer._attend, *how))
         adds = {
             "weighted": (True, 1, False),
             "weighted,carry": (True, 1, True),
@@ -317,7 +317,7 @@ def token_selected_cases() -> Iterator[Case]:
         }
         for variant, (weighted, units, carry) in adds.items():
             run = ours(kv_outer._add, dim, dtype, group, weighted=weighted, units=units, carry=carry)
-            yield Case("AddSlots", variant, dim, group, dtype, run)
+            yield Case("CombinePartials", variant, dim, group, dtype, run)
         fp32 = torch.float32
         gated: dict[str, tuple[Any, Any, bool]] = {
             "projected": (dtype, None, False),
@@ -333,16 +333,16 @@ def token_selected_cases() -> Iterator[Case]:
             }
         for variant, how in gated.items():
             run = ours(kv_outer._add_gated, dim, dtype, group, *how)
-            yield Case("GatedSlots", variant, dim, group, dtype, run)
+            yield Case("CombineAndGate", variant, dim, group, dtype, run)
             run = ours(forced._attend_gated, dim, dtype, group, 64, 1, 2, *how, hopper)
-            yield Case("GatedForced", variant, dim, group, dtype, run)
+            yield Case("ForcedCombineAndGate", variant, dim, group, dtype, run)
         blocks = {"64,1+2": (64, 1, 2, False)}
         if group == GROUPS[1]:
             blocks |= {"64,1+2,packed": (64, 1, 2, True), "64,2+2": (64, 2, 2, False), "64,1": (64, 1, 0, False)}
             blocks |= {"128,1+1": (128, 1, 1, False), "256,0+1": (256, 0, 1, False)}
         for variant, (size, init, local, packed) in blocks.items():
             run = ours(forced._attend, (dim, dim), dtype, group, size, init, local, packed, hopper)
-            yield Case("ForcedBlocks", variant, dim, group, dtype, run)
+            yield Case("ForcedForward", variant, dim, group, dtype, run)
     for dim, size, packed in itertools.product(DIMS, kv_outer.SIZES, (False, True)):
         run = ours(kv_outer_backward._add_parts, dim, size, packed)
         yield Case("AddParts", f"{size},packed" if packed else f"{size}", dim, None, None, run)

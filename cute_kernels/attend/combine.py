@@ -6,7 +6,7 @@
 A quad has a row, and each of its lanes the 16-byte pieces of it whose numbers it has in the accumulator. So neither the
 warp's own o nor o goes to memory, and q is read once: gates come of the rows in shared memory.
 
-Bit for bit what AddSlots (kv_outer.py) and GatedSum (forward.py) make of o in memory: o is rounded as if it had been
+Bit for bit what CombinePartials (kv_outer.py) and GatedSum (forward.py) make of o in memory: o is rounded as if it had been
 written, BATCH slots at a time share one base of an online softmax, and lanes add up a logit in the same order.
 LOADS pieces of a lane are under way together.
 """
@@ -31,7 +31,7 @@ LOADS = 16
 """Of 16 bytes, of a lane at a time."""
 
 
-class Rest(NamedTuple):
+class CombineInputs(NamedTuple):
     """What is added to rows of the tokens of a CTA, of one batch and key/value head."""
 
     gBlocks: cute.Tensor
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 @cute.jit
-def load_blocks(rest: Rest, row: Row, start: Int32) -> cute.Tensor:
+def load_blocks(rest: CombineInputs, row: Row, start: Int32) -> cute.Tensor:
     """int32 [BATCH / QUAD]: in lane j of a quad the blocks of slots start + j, start + QUAD + j ...; -1 behind them."""
     rBlocks = cute.make_rmem_tensor(BATCH // QUAD, Int32)
     rBlocks.fill(-1)
@@ -113,7 +113,7 @@ def store_pieces(rPieces: cute.Tensor, gRow: cute.Tensor, first_vector: Int32):
 def add_slots_of_row(
     rHeld: cute.Tensor,  # 16 bits [VECTOR, pieces]: a lane's pieces of what the warp has, rounded
     lse: Float32,  # of that
-    rest: Rest,
+    rest: CombineInputs,
     row: Row,
     first_vector: Int32,  # of the row's vectors, the first one in the accumulator
     rBlocks: cute.Tensor,  # of `load_blocks`, of the first slots
@@ -170,7 +170,7 @@ def add_slots_of_row(
 
 
 @cute.jit
-def gates_of_quads(rest: Rest, row: Row, sRow: cute.Tensor) -> cute.Tensor:
+def gates_of_quads(rest: CombineInputs, row: Row, sRow: cute.Tensor) -> cute.Tensor:
     """The three gates of a row, in all lanes of its quad; projected ones are written where `rest` wants them.
 
     All lanes of a warp take part. Args: `sRow`: its query.
@@ -207,7 +207,7 @@ def finish_row(
     rRow: cute.Tensor,  # 16 bits (c, n): a row of an accumulator (warp_tiles.numbers), columns as of load_for_quads
     lse: Float32,
     rGates: cute.Tensor,
-    rest: Rest,
+    rest: CombineInputs,
     row: Row,
     first_vector: Int32,
     rBlocks: cute.Tensor,

@@ -3,11 +3,11 @@
     S_ij = scale q_i . k_j        j <= i in blocks 0 ... init-1 and b-local+1 ... b, b = i // l' (of its document)
     o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
 
-ForcedBlocks  one CTA: the tokens of one block x the G query heads of a key/value head, and keys and values of their
+ForcedForward  one CTA: the tokens of one block x the G query heads of a key/value head, and keys and values of their
               init + local blocks, which are the same for all of them and known without looking at what they chose.
               All keys of a row are there at once: one softmax (warp_rows.py), then o and lse to where they belong.
               attend/kv_outer.py would write and read o for each of these blocks.
-GatedForced   the same behind visits of other blocks: a warp adds what the slots have, and the other branches, to the
+ForcedCombineAndGate   the same behind visits of other blocks: a warp adds what the slots have, and the other branches, to the
               rows that it has in registers (attend/combine.py), and writes NSA's out; o and gates too where a backward
               will read them. The rows of a block are shared by CTAs of about SHARE_ROWS, so that a pass over some
               tokens has enough.
@@ -22,7 +22,7 @@ of them for nothing; q and o once, 2.1 GB, 0.51 ms at 4.2 TB/s, at the same time
 Four warps and two CTAs of a multiprocessor where shared memory has room for them (three blocks of 64 for D = D_v = 128:
 96 KiB and 16 KiB for rows, twice), else eight warps.
 
-GatedForced for n = 16 reads o of 13 slots, 14.0 GB, o_cmp and o_win beside q, and writes out: 18.3 GB, 4.4 ms; with o
+ForcedCombineAndGate for n = 16 reads o of 13 slots, 14.0 GB, o_cmp and o_win beside q, and writes out: 18.3 GB, 4.4 ms; with o
 and gates 19.5 GB.
 
 Limits: those of warp_rows.py: (init + local) l' <= MOST_KEYS, for S is in registers; rows start at multiples of 16
@@ -39,8 +39,8 @@ import torch
 from cutlass import Float32, Int32, const_expr
 from torch import Tensor
 
-from cute_kernels.attend.combine import Rest
-from cute_kernels.attend.warp_rows import SHARED_PERCENT, Mine, WarpRows, block_bounds, heads_of
+from cute_kernels.attend.combine import CombineInputs
+from cute_kernels.attend.warp_rows import SHARED_PERCENT, CtaContext, WarpRows, block_bounds, heads_of
 from cute_kernels.gate.forward import Gating, fake_rest
 from cute_kernels.lists.worklist import Visits, fake_bounds, fake_table
 from cute_kernels.mma.warp import LANES
@@ -52,7 +52,7 @@ MOST_KEYS = 256
 """Of a CTA."""
 
 SHARE_ROWS = 512
-"""Of a CTA of GatedForced, about, at the fewest."""
+"""Of a CTA of ForcedCombineAndGate, about, at the fewest."""
 
 SMEM_BYTES = 228 << 10
 """Of a multiprocessor."""
@@ -84,7 +84,7 @@ def statistics_of_tokens(mLse: cute.Tensor, group: int) -> cute.Tensor:
     return cute.make_tensor(mLse.iterator, layout)
 
 
-def of_cta(mX: cute.Tensor | None, mine: Mine, first: Int32) -> cute.Tensor | None:
+def of_cta(mX: cute.Tensor | None, mine: CtaContext, first: Int32) -> cute.Tensor | None:
     """Of [B, H_kv, places, G, D], if there is such a tensor, what is the CTA's, from a place on."""
     return None if mX is None else cute.domain_offset((first, 0, 0), mX[mine.batch, mine.kv_head, None, None, None])
 
@@ -101,7 +101,7 @@ class Tokens(NamedTuple):
     num_rows: Int32
 
 
-class ForcedBlocks(WarpRows):
+class ForcedForward(WarpRows):
     """Args: dims of k and v; 16-bit type; G; l', tokens of a block; first and local blocks; whether to use WGMMA."""
 
     shares = 1
@@ -176,7 +176,7 @@ class ForcedBlocks(WarpRows):
     @cute.jit
     def _attend_tokens(
         self,
-        mine: Mine,
+        mine: CtaContext,
         at: Tokens,
         mQ: cute.Tensor,
         mK: cute.Tensor,
@@ -185,7 +185,7 @@ class ForcedBlocks(WarpRows):
         mLse: cute.Tensor,
         first_token: Int32,
         scale: Float32,
-        rest: Rest | None = None,
+        rest: CombineInputs | None = None,
     ):
         """Args: as of `kernel`; `rest`: as of `_attend`."""
         self._attend(
@@ -205,7 +205,7 @@ class ForcedBlocks(WarpRows):
         )
 
     @cute.jit
-    def _tokens(self, mine: Mine, mQ: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32) -> Tokens:
+    def _tokens(self, mine: CtaContext, mQ: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32) -> Tokens:
         """Args: `mQ`: as of `kernel`."""
         item, share = mine.item // self.shares, mine.item % self.shares
         block, number = item, item  # in the sequence or pack; in its document
@@ -228,8 +228,8 @@ class ForcedBlocks(WarpRows):
         return (*first, *(local + i * self.size for i in range(self.local)))
 
 
-class GatedForced(ForcedBlocks):
-    """ForcedBlocks of sequences, which writes out in place of o. Args: as of ForcedBlocks, with one dim."""
+class ForcedCombineAndGate(ForcedForward):
+    """ForcedForward of sequences, which writes out in place of o. Args: as of ForcedForward, with one dim."""
 
     def __init__(self, dim: int, dtype: Any, group: int, size: int, init: int, local: int, warpgroups: bool) -> None:
         super().__init__(dim, dim, dtype, group, size, init, local, warpgroups)
@@ -305,7 +305,7 @@ class GatedForced(ForcedBlocks):
             gWeight = cute.domain_offset((mine.kv_head * self.group, 0, 0), mW)
         gGates, gSlc = of_cta(mG, mine, at.before), of_cta(mSlc, mine, at.before)
         places = at.before * mBlocks.shape[3]
-        rest = Rest(
+        rest = CombineInputs(
             cute.domain_offset((at.before, 0), mBlocks[mine.batch, mine.kv_head, None, None]),
             of_cta(mParts, mine, places),
             cute.domain_offset((places, 0), mPartLse[mine.batch, mine.kv_head, None, None]),
@@ -331,7 +331,7 @@ def _attend(
 ) -> Kernel:
     dim, v_dim = dims
     return compile_kernel(
-        ForcedBlocks(dim, v_dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
+        ForcedForward(dim, v_dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
         *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim, v_dim)],
         fake(torch.float32, None, None, None, aligned=False),
         fake_bounds() if packed else None,
@@ -355,7 +355,7 @@ def _attend_gated(
 ) -> Kernel:
     q, k, v, out = (fake(dtype, None, None, None, dim) for _ in range(4))
     return compile_kernel(
-        GatedForced(dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
+        ForcedCombineAndGate(dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
         q,
         k,
         v,
@@ -387,7 +387,7 @@ def forced_blocks_forward(
     """Attend to the first `init` blocks of a document and to `local` blocks that end with the token's own.
 
     Args:
-        q, k, v, size, scale, first_token, bounds: as of `token_selected.token_selected_forward`, checked.
+        q, k, v, size, scale, first_token, bounds: as of `token_selected.kv_outer_forward`, checked.
         o: `[B,T,H,D_v]` in q's dtype, where to write; rows aligned.
         lse: fp32 `[B,H,T]`, likewise, natural log. Rows of no document are left as they are, as in o.
         init, local: for which `takes_forced`.

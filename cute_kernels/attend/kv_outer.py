@@ -3,18 +3,18 @@
     S_ij = scale q_i . k_j        j <= i in the blocks that token i chose
     o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
 
-VisitBlocks   one CTA: keys and values of one block, and a segment of the tokens that chose it (worklist.py). The G
+KVOuterForward   one CTA: keys and values of one block, and a segment of the tokens that chose it (worklist.py). The G
               query heads of a key/value head chose together, so a block has visits x G rows. All keys of a row are
               there at once: one softmax (warp_rows.py), then o in 16 bits and lse to the place of the token's slot.
-AddSlots      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them loaded at a
+CombinePartials      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them loaded at a
               time, in an online softmax.
-GatedSlots    AddSlots for NSA: weighs o in registers and adds the other branches to it (forward.py), so that o is not
+CombineAndGate    CombinePartials for NSA: weighs o in registers and adds the other branches to it (forward.py), so that o is not
               read again, nor written unless a backward will read it: bit for bit what gate/forward.py makes of it.
 
 Forced blocks, which every token attends to at places known beforehand, need no slots and are not visited:
-attend/forced.py attends to all of them first and leaves o and lse where the result goes, and AddSlots adds the other
+attend/forced.py attends to all of them first and leaves o and lse where the result goes, and CombinePartials adds the other
 slots to what is there (`carry`). For NSA it does so behind the visits and adds the slots, and the other branches,
-itself (GatedForced, in place of GatedSlots): bit for bit the same.
+itself (ForcedCombineAndGate, in place of CombineAndGate): bit for bit the same.
 
 What moves does not depend on whether neighbours agree: q is read n times, o is written and read n times. The slots' o
 of a pass stays below PART_BYTES by taking some tokens and key/value heads at a time, of which q is small enough for L2.
@@ -22,9 +22,9 @@ Passes run on two streams in turn (streams.py): one visits and adds up where ano
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the slots'
 o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more. To write out
-instead of o GatedSlots reads 3.2 GB more, where a gate behind AddSlots moves 5.4 GB, 0.5 ms more; GatedForced moves
-3.2 GB less than ForcedBlocks and GatedSlots behind it would. Seen once on an H200, random blocks: VisitBlocks 8.1 ms,
-AddSlots 5.0, one after the other 13.4, on two streams 12.2.
+instead of o CombineAndGate reads 3.2 GB more, where a gate behind CombinePartials moves 5.4 GB, 0.5 ms more; ForcedCombineAndGate moves
+3.2 GB less than ForcedForward and CombineAndGate behind it would. Seen once on an H200, random blocks: KVOuterForward 8.1 ms,
+CombinePartials 5.0, one after the other 13.4, on two streams 12.2.
 
 Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
 
@@ -82,7 +82,7 @@ DIMS = (64, 128)
 SIZES = TOKEN_SELECT_SIZES
 
 
-class VisitBlocks(WarpRows):
+class KVOuterForward(WarpRows):
     """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block; whether to use WGMMA."""
 
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
@@ -189,7 +189,7 @@ class Place(NamedTuple):
         return cute.local_tile(mX[self.batch, self.token, self.head, None], (VECTOR,), (self.vector,))
 
 
-class AddSlots:
+class CombinePartials:
     """Adds up what the slots of each row have; slots that visit nothing, of which nothing is read, count nothing.
 
     Args:
@@ -324,10 +324,10 @@ class AddSlots:
         return rX
 
 
-class GatedSlots(AddSlots):
-    """AddSlots to one softmax, whose sums stay in registers: writes out, of them and the other branches, o if asked.
+class CombineAndGate(CombinePartials):
+    """CombinePartials to one softmax, whose sums stay in registers: writes out, of them and the other branches, o if asked.
 
-    Args: as of AddSlots.
+    Args: as of CombinePartials.
     """
 
     def __init__(self, dim: int, group: int) -> None:
@@ -404,7 +404,7 @@ def _visit(
 ) -> Kernel:
     dim, v_dim = dims
     return compile_kernel(
-        VisitBlocks(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
+        KVOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
         *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
         fake_places(),
         fake_segments(),
@@ -420,7 +420,7 @@ def _visit(
 @compiled_once
 def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, carry: bool) -> Kernel:
     return compile_kernel(
-        AddSlots(dim, group, weighted=weighted, units=units, carry=carry),
+        CombinePartials(dim, group, weighted=weighted, units=units, carry=carry),
         fake_table(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
@@ -435,7 +435,7 @@ def _add_gated(
 ) -> Kernel:
     q, out = (fake(dtype, None, None, None, dim) for _ in range(2))
     return compile_kernel(
-        GatedSlots(dim, group),
+        CombineAndGate(dim, group),
         fake_table(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False),
@@ -483,7 +483,7 @@ def add_gated_slots(visits: Visits, parts: Tensor, q: Tensor, gating: Gating, *,
 
 
 def takes_gating(dims: tuple[int, int], slots: int, packed: bool) -> bool:
-    """Whether `token_selected_forward` takes a `gating`. Args: D and D_v; n; whether documents are packed."""
+    """Whether `kv_outer_forward` takes a `gating`. Args: D and D_v; n; whether documents are packed."""
     return dims[0] == dims[1] and slots > 0 and not packed
 
 
@@ -529,7 +529,7 @@ def check_token_selected(
             raise ValueError(f"rows of {name} must start at multiples of 16 bytes, got strides {x.stride()}")
 
 
-def token_selected_forward(
+def kv_outer_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,

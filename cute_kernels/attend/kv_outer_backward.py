@@ -6,13 +6,13 @@
 lse may be shifted (by the logarithm of a gate): P is what it makes it. Where lse is not finite, P = 0. Sums in fp32; P
 and dS are rounded to 16 bits before they are multiplied, a slot's dQ before slots are added up.
 
-VisitGradients      one CTA: 64 keys of a block, and a segment of the tokens that chose it (worklist.py), 64 gathered
+KVOuterBackward      one CTA: 64 keys of a block, and a segment of the tokens that chose it (worklist.py), 64 gathered
                     rows of q and dO at a time; dK and dV stay in registers. dQ goes, in 16 bits, to the place of the
                     token's slot. Of four warps each two share the rows, and the pairs share the columns of all five
                     products (mma.sync): keys of S and dP, head dim of dQ, dK and dV. P and dS pass through shared
                     memory.
-WarpgroupGradients  the same by WGMMA, on Hopper: transposed, so that P and dS are left operands in registers.
-AddSlots            the slots' dQ added up in their order.
+KVOuterBackwardWGMMA  the same by WGMMA, on Hopper: transposed, so that P and dS are left operands in registers.
+CombinePartials            the slots' dQ added up in their order.
 AddParts            the segments' dK and dV of blocks that were cut, in order.
 
 dK and dV of all tokens are fp32 sums, one for each stream, to which its passes over tokens add one after the other;
@@ -25,7 +25,7 @@ in registers.
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms at 600 TFLOP/s (mma.sync), 6.1 ms at 900
 (WGMMA), and 34 GB for the slots' dQ, 8.2 ms at 4.2 TB/s, at the same time; 34 GB of q and dO come from L2 where they
 are there, else 8.2 ms more. For 64 rows, 1,280 cycles of WGMMA, mma.sync moves 330 KB of shared memory, 2,560 cycles or
-11.6 ms in all; WGMMA 160 KB, 1,280 cycles. Seen once on an H200: VisitGradients 25.3 ms, WarpgroupGradients 18.2, for
+11.6 ms in all; WGMMA 160 KB, 1,280 cycles. Seen once on an H200: KVOuterBackward 25.3 ms, KVOuterBackwardWGMMA 18.2, for
 which 10 to 13 were predicted: memory traffic and L2 bound it, not products.
 
 Limits: sm_90a and sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of a pass
@@ -103,7 +103,7 @@ SEGMENT_ROWS = 4096
 """The fewest rows of a segment of a cut block."""
 
 
-class VisitGradients:
+class KVOuterBackward:
     """By warps (mma.sync). Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block."""
 
     row_warps = PAIR
@@ -423,7 +423,7 @@ class VisitGradients:
                         cute.autovec_copy(rX, gX)
 
 
-class WarpgroupGradients(VisitGradients):
+class KVOuterBackwardWGMMA(KVOuterBackward):
     """By a warpgroup (WGMMA, sm_90a), transposed: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands
     of dV and dK in registers. dS passes through shared memory for dQ only.
     """
@@ -583,7 +583,7 @@ def _visit(
     dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
 ) -> Kernel:
     dim, v_dim = dims
-    kernel = WarpgroupGradients if warpgroups else VisitGradients
+    kernel = KVOuterBackwardWGMMA if warpgroups else KVOuterBackward
     return compile_kernel(
         kernel(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
         *[fake(dtype, None, None, None, columns) for columns in (dim, v_dim, dim, v_dim)],
@@ -610,7 +610,7 @@ def _add_parts(dim: int, size: int, packed: bool) -> Kernel:
     )
 
 
-def token_selected_backward(
+def kv_outer_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -625,7 +625,7 @@ def token_selected_backward(
     local: int = 0,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `token_selected.token_selected_forward`.
+    """Gradients of `token_selected.kv_outer_forward`.
 
     Args:
         q, k, v, indices, size, scale, bounds: as there, all from the first token on.

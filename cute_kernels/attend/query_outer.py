@@ -106,7 +106,7 @@ def takes_tiles(group: int, slots: int) -> bool:
     return fits and (group >= TILES_GROUP if ALWAYS_TILES is None else ALWAYS_TILES)
 
 
-class TileBlocks:
+class QueryOuterForward:
     """Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block; whether to use WGMMA."""
 
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int, warpgroups: bool) -> None:
@@ -348,7 +348,7 @@ def _attend(
 ) -> Kernel:
     dim, v_dim = dims
     return compile_kernel(
-        TileBlocks(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
+        QueryOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
         *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
         fake_table(),
         fake(dtype, None, None, None, v_dim),
@@ -359,7 +359,7 @@ def _attend(
     )
 
 
-def token_tiles_forward(
+def query_outer_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -370,7 +370,7 @@ def token_tiles_forward(
     first_token: int = 0,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `token_selected.token_selected_forward`, arguments, results and refusals; besides:
+    """As `token_selected.kv_outer_forward`, arguments, results and refusals; besides:
 
     Raises:
         ValueError: more than ROWS heads a group, or more slots than a tile's lists hold.

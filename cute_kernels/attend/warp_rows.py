@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.attend.combine import BATCH, Rest, Row, finish_row, gates_of_quads, load_blocks
+from cute_kernels.attend.combine import BATCH, CombineInputs, Row, finish_row, gates_of_quads, load_blocks
 from cute_kernels.mma.mma_sync import (
     CHUNK,
     QUAD,
@@ -94,7 +94,7 @@ def heads_of(mX: cute.Tensor, group: int) -> cute.Tensor:
     return cute.make_tensor(mX.iterator, layout)
 
 
-class Mine(NamedTuple):
+class CtaContext(NamedTuple):
     """What a thread has of its CTA."""
 
     thread: Int32
@@ -160,7 +160,7 @@ class WarpRows:
         return warps_mma(self.dtype, 1)
 
     @cute.jit
-    def _begin(self, mma_s: cute.TiledMma, mma_o: cute.TiledMma, *layouts: cute.ComposedLayout) -> Mine:
+    def _begin(self, mma_s: cute.TiledMma, mma_o: cute.TiledMma, *layouts: cute.ComposedLayout) -> CtaContext:
         """Args: of `_operands`."""
         row_layout, key_layout, value_layout = layouts
         thread, _, _ = cute.arch.thread_idx()
@@ -174,12 +174,12 @@ class WarpRows:
         sQ = allocate_tiles(smem, self.dtype, row_layout)
         sRows = sQ[None, None, my_group]
         sMine = cute.local_tile(sRows, (self.rows, self.dim), (warp_index % self.together, 0))
-        return Mine(thread, item, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine, mma_s, mma_o)
+        return CtaContext(thread, item, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine, mma_s, mma_o)
 
     @cute.jit
     def _attend(
         self,
-        mine: Mine,
+        mine: CtaContext,
         mQ: cute.Tensor,  # [B, T, H_kv, G, D]
         mK: cute.Tensor,  # [B, N, H_kv, D]
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
@@ -191,7 +191,7 @@ class WarpRows:
         num_rows: Int32,  # tokens x G
         first_token: Int32,  # the number of T's first token, counted as keys are
         scale: Float32,
-        rest: Rest | None = None,  # with gPlaces None: what makes out of o, which is written in its place
+        rest: CombineInputs | None = None,  # with gPlaces None: what makes out of o, which is written in its place
     ):
         """o and lse of all rows.
 
@@ -367,7 +367,7 @@ class WarpRows:
         return Row(cute.arch.shuffle_sync(place, number), head, first_row + number < num_rows)
 
     @cute.jit
-    def _start_rest(self, rest: Rest, sMine: cute.Tensor, place: Int32, first_row: Int32, num_rows: Int32):
+    def _start_rest(self, rest: CombineInputs, sMine: cute.Tensor, place: Int32, first_row: Int32, num_rows: Int32):
         """(., r, m): gates, while the rows are in shared memory, and the blocks of the first slots."""
         gates = cute.make_rmem_tensor((3, 2, self.rows // CHUNK), Float32)
         blocks = cute.make_rmem_tensor((BATCH // QUAD, 2, self.rows // CHUNK), Int32)
@@ -386,7 +386,7 @@ class WarpRows:
         lse: Float32,
         gates: cute.Tensor,  # of `_start_rest`
         blocks: cute.Tensor,
-        rest: Rest,
+        rest: CombineInputs,
         place: Int32,
         first_row: Int32,
         num_rows: Int32,

@@ -459,7 +459,7 @@ class WindowDKV:
                 tma_store((place, kv_head, batch), my_group, (tma_dk, sK, mdK), (tma_dv, sV, mdV))
 
 
-class Near(NamedTuple):
+class LocalSelected(NamedTuple):
     """Another branch, with the same keys, that sees a token's own block and those before it, `local` in all."""
 
     lse: Tensor
@@ -513,7 +513,7 @@ def window_backward(
     left: int,
     scale: float,
     into: tuple[Tensor, Tensor, Tensor],
-    near: Near | None = None,
+    near: LocalSelected | None = None,
 ) -> None:
     """Gradients of attention of each token to itself and the `left` tokens before it. Bitwise the same each time.
 

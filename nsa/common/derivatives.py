@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def without_second(op: str, gradients: list[Tensor | None], *sources: Tensor) -> list[Tensor | None]:
+def forbid_double_backward(op: str, gradients: list[Tensor | None], *sources: Tensor) -> list[Tensor | None]:
     """What a backward returns: under create_graph=True, gradients that refuse to be differentiated.
 
     PyTorch's once_differentiable does so only where `do` requires a gradient; otherwise it lets them pass as constants.
@@ -56,7 +56,7 @@ def refuse_changes(out: Tensor, *inputs: Tensor) -> Tensor:
     return result
 
 
-def refuse_second(op: str) -> None:
+def refuse_double_backward(op: str) -> None:
     """Raise what a second derivative gets."""
     raise RuntimeError(f"{op} has no second derivative on this backend: call backward() without create_graph")
 
@@ -89,7 +89,7 @@ class _Constant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        refuse_second(ctx.op)
+        refuse_double_backward(ctx.op)
 
 
 class _Rounded(torch.autograd.Function):

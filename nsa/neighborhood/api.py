@@ -11,7 +11,7 @@ from torch import Tensor
 import dispatch
 from nsa import meta
 from nsa.common.autocast import autocast_off, cast_inputs
-from nsa.common.derivatives import refuse_changes, refuse_transforms, without_second
+from nsa.common.derivatives import forbid_double_backward, refuse_changes, refuse_transforms
 from nsa.neighborhood.cache import BackwardCache
 from nsa.neighborhood.ops import call_forward
 from nsa.neighborhood.validate import (
@@ -199,4 +199,4 @@ class _Trained(torch.autograd.Function):
         inputs = ctx.saved_tensors[:3]
         with torch.no_grad(), autocast_off(do.device.type):
             gradients = list(ctx.impl.load_training().backward(do, *ctx.saved_tensors, **ctx.options))
-        return (*without_second("neighborhood_attention", gradients, do, *inputs), None, None)
+        return (*forbid_double_backward("neighborhood_attention", gradients, do, *inputs), None, None)

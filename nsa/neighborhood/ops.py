@@ -18,7 +18,7 @@ from torch import Tensor
 
 import dispatch
 from nsa.common.autocast import autocast_off
-from nsa.common.derivatives import differentiate, refuse_second
+from nsa.common.derivatives import differentiate, refuse_double_backward
 from nsa.neighborhood.validate import Window, resolve
 
 FORWARD, BACKWARD = "nsa_kernels::neighborhood_attention", "nsa_kernels::neighborhood_attention_backward"
@@ -100,8 +100,8 @@ def _differentiate(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None,
     return (*gradients, *[None] * len(ctx.options))
 
 
-def _refuse_second(*_: Any) -> None:
-    refuse_second("neighborhood_attention")
+def _refuse_double_backward(*_: Any) -> None:
+    refuse_double_backward("neighborhood_attention")
 
 
 for _name, _implementation, _like in ((FORWARD, _forward, _forward_like), (BACKWARD, _backward, _backward_like)):
@@ -109,4 +109,4 @@ for _name, _implementation, _like in ((FORWARD, _forward, _forward_like), (BACKW
     torch.library.impl(_name, "default", _implementation)
     torch.library.register_fake(_name, _like)
 torch.library.register_autograd(FORWARD, _differentiate, setup_context=_setup)
-torch.library.register_autograd(BACKWARD, _refuse_second)
+torch.library.register_autograd(BACKWARD, _refuse_double_backward)

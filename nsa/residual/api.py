@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dispatch
 from nsa.common.autocast import autocast_off, promote_blocks
-from nsa.common.derivatives import refuse_changes, refuse_transforms, without_second
+from nsa.common.derivatives import forbid_double_backward, refuse_changes, refuse_transforms
 from nsa.residual.ops import call_forward
 from nsa.residual.validate import members, needs_grad, resolve
 
@@ -94,4 +94,4 @@ class _Trained(torch.autograd.Function):
                 do, given, w_query, w_norm, kept, backend=ctx.impl.backend
             )
             gradients = [*dweights, *([dblocks] if ctx.stacked else dblocks.unbind(0))]
-        return (None, None, None, *without_second("attention_residual", gradients, *sources))
+        return (None, None, None, *forbid_double_backward("attention_residual", gradients, *sources))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa.common.autocast import autocast_off
-from nsa.common.derivatives import differentiate, refuse_second
+from nsa.common.derivatives import differentiate, refuse_double_backward
 from nsa.residual.validate import Blocks, members, resolve
 
 FORWARD, BACKWARD = "nsa_kernels::attention_residual", "nsa_kernels::attention_residual_backward"
@@ -122,8 +122,8 @@ def _differentiate(ctx: Any, do: Tensor | None, _: None) -> tuple[Any, ...]:
     return (of_blocks, dw_query, None if w_norm is None else dw_norm, *[None] * len(ctx.options))
 
 
-def _refuse_second(*_: Any) -> None:
-    refuse_second("attention_residual")
+def _refuse_double_backward(*_: Any) -> None:
+    refuse_double_backward("attention_residual")
 
 
 for _name, _implementation, _like in ((FORWARD, _forward, _forward_like), (BACKWARD, _backward, _backward_like)):
@@ -131,4 +131,4 @@ for _name, _implementation, _like in ((FORWARD, _forward, _forward_like), (BACKW
     torch.library.impl(_name, "default", _implementation)
     torch.library.register_fake(_name, _like)
 torch.library.register_autograd(FORWARD, _differentiate, setup_context=_setup)
-torch.library.register_autograd(BACKWARD, _refuse_second)
+torch.library.register_autograd(BACKWARD, _refuse_double_backward)

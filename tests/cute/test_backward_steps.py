@@ -314,8 +314,8 @@ def test_local_blocks_inside_the_window(changes: dict[str, Any], local: int, mon
 
     def selected(*inputs: Any, local: int, **how: Any) -> None:
         left_out.append(local)
-        twins.token_selected_backward(*inputs, local=local, **how)
+        twins.kv_outer_backward(*inputs, local=local, **how)
 
-    monkeypatch.setattr(backward, "token_selected_backward", selected)
+    monkeypatch.setattr(backward, "kv_outer_backward", selected)
     check(make_inputs(400, heads=4, kv_heads=2, dim=4, batch=1, seed=1), replace(PAPER, **changes))
     assert left_out == [local]

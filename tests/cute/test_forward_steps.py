@@ -51,7 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     step(fa4, "window", "window", attend)
     step(fa4, "compressed", "compressed", attend)
     step(forward, "token_blocks", "choose", choose)
-    step(forward, "token_selected_forward", "selected", attend)
+    step(forward, "kv_outer_forward", "selected", attend)
     step(forward, "gated_sum", "gate", lambda *_, **__: None)
     return log
 
@@ -83,7 +83,7 @@ def test_chunks_gate_their_own_rows(launched: list[str], monkeypatch: pytest.Mon
         gating.out.copy_(q * gating.gates[..., :1])
         return gating.out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
-    monkeypatch.setattr(forward, "token_selected_forward", select)
+    monkeypatch.setattr(forward, "kv_outer_forward", select)
     monkeypatch.setattr(forward, "CHUNK_BYTES", 1)
     out, _ = forward.nsa(inputs, PAPER, aux=False)
     assert torch.equal(out, inputs.q * inputs.gates[..., :1])

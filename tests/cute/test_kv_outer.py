@@ -121,22 +121,22 @@ class Inputs:
         return x.to(self.q.dtype).to(x.dtype) if low else x
 
     def forward(self, *, tiles: bool = False, gating: Any = None) -> tuple[Tensor, Tensor]:
-        from cute_kernels.attend.kv_outer import token_selected_forward
-        from cute_kernels.attend.query_outer import token_tiles_forward
+        from cute_kernels.attend.kv_outer import kv_outer_forward
+        from cute_kernels.attend.query_outer import query_outer_forward
 
         how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
         if tiles:
-            return token_tiles_forward(self.q, self.k, self.v, self.indices, **how)
+            return query_outer_forward(self.q, self.k, self.v, self.indices, **how)
         how |= dict(zip(("init", "local"), self.forced, strict=True))
-        return token_selected_forward(self.q, self.k, self.v, self.indices, gating=gating, **how)
+        return kv_outer_forward(self.q, self.k, self.v, self.indices, gating=gating, **how)
 
     def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        from cute_kernels.attend.kv_outer_backward import token_selected_backward
+        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 
         how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
         if lse is None or delta is None:
             lse, delta = self.statistics()
-        return token_selected_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
+        return kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
 
     def check_forward(self, *, tiles: bool = False) -> None:
         o, lse = self.forward(tiles=tiles)
@@ -399,7 +399,7 @@ def test_indices_of_callers_need_not_hold_forced_blocks(
         passed.append({name: value for name, value in how.items() if name in ("init", "local")})
         return q, inputs.shift
 
-    monkeypatch.setattr(forward, "token_selected_forward", attend)
+    monkeypatch.setattr(forward, "kv_outer_forward", attend)
     config = NSAConfig(
         causal=True,
         q_tile_size=1,
@@ -730,11 +730,11 @@ def test_forced_blocks_of_later_queries(first: int) -> None:
 
 
 def forward_from(inputs: Inputs, first: int) -> tuple[Tensor, Tensor]:
-    from cute_kernels.attend.kv_outer import token_selected_forward
+    from cute_kernels.attend.kv_outer import kv_outer_forward
 
     q, indices = inputs.q[:, first:], inputs.indices[:, :, first:]
     how = dict(zip(("init", "local"), inputs.forced, strict=True))
-    return token_selected_forward(
+    return kv_outer_forward(
         q, inputs.k, inputs.v, indices, size=inputs.size, scale=inputs.scale, first_token=first, **how
     )
 
@@ -831,7 +831,7 @@ def test_lists() -> None:
 @pytest.mark.parametrize("group", [1, 3, 16, 64])
 def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs other than Hopper's."""
-    for module in ("token_selected", "token_selected_backward", "forced_blocks"):
+    for module in ("token_selected", "kv_outer_backward", "forced_blocks"):
         monkeypatch.setattr(f"cute_kernels.{module}.has_warpgroups", lambda _: False)
     make(517, group, 2, 128, count=5).check()
     make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check()

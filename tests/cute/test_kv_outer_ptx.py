@@ -126,7 +126,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         grid = (-(-q.shape[1] // query_outer.tile_tokens(how[2])), k.shape[2], k.shape[0])
         return [of_groups(q, how[2]), *some, *map(argument, x[2:])], grid
 
-    def visit_gradients(how: Any, q: Tensor, do: Tensor, *x: Any) -> Any:
+    def kv_outer_backward_twin(how: Any, q: Tensor, do: Tensor, *x: Any) -> Any:
         statics = (3,), (3,), (), (), (), (2,), (2,), (3, 4), (3,), (3,), (3, 4), (3, 4), (0,)
         some = [argument(y, static) for y, static in zip(x[:13], statics, strict=True) if y is not None]
         grid = (x[5].shape[3] * how[4] // 64, x[0].shape[2], x[0].shape[0])
@@ -165,7 +165,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     patch("forward", "_add", add_slots)
     patch("forward", "_add_gated", add_gated)
     patch("gate", "_compiled", gated_sum)
-    patch("backward", "_visit", visit_gradients)
+    patch("backward", "_visit", kv_outer_backward_twin)
     patch("backward", "_add_parts", add_parts)
 
 

@@ -93,9 +93,9 @@ def test_a_call_for_some_tokens_repeats_the_whole() -> None:
 
 
 def forward(q: Any, k: Any, v: Any, indices: Any, inputs: Any, **how: Any) -> Any:
-    from cute_kernels.attend.query_outer import token_tiles_forward
+    from cute_kernels.attend.query_outer import query_outer_forward
 
-    return token_tiles_forward(q, k, v, indices, size=inputs.size, scale=inputs.scale, **how)
+    return query_outer_forward(q, k, v, indices, size=inputs.size, scale=inputs.scale, **how)
 
 
 def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:

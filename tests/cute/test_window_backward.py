@@ -67,12 +67,12 @@ class Inputs:
 
     def run(self) -> list[Tensor]:
         """Into memory that holds NaN."""
-        from cute_kernels.attend.window_backward import Near, window_backward
+        from cute_kernels.attend.window_backward import LocalSelected, window_backward
 
         window, *others = self.branches
         near = None
         if self.near is not None:
-            near = Near(others[0].lse, others[0].delta, *self.near)
+            near = LocalSelected(others[0].lse, others[0].delta, *self.near)
         into = [torch.full_like(x, math.nan) for x in (self.q, self.k, self.v)]
         window_backward(
             self.q,

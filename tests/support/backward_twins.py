@@ -41,7 +41,7 @@ def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
         "transposed_prefix_lists",
     ):
         patch.setattr(backward, name, globals()[name])
-    patch.setattr(backward, "token_selected_backward", token_selected_backward)
+    patch.setattr(backward, "kv_outer_backward", kv_outer_backward)
     patch.setattr(backward.split_window, "window_backward", split_window)
     patch.setattr(backward, "block_means", block_means)
     patch.setattr(forward, "lay_out", lay_out)
@@ -90,7 +90,7 @@ def window_backward(
 # Token mode, where tokens number the keys and rows alike
 
 
-def token_selected_backward(
+def kv_outer_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -124,7 +124,7 @@ def split_window(
     left: int,
     scale: float,
     into: tuple[Tensor, Tensor, Tensor],
-    near: window_backward_kernels.Near | None = None,
+    near: window_backward_kernels.LocalSelected | None = None,
 ) -> None:
     row, key = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
     branches = [((key <= row) & (key >= row - left), lse, delta)]

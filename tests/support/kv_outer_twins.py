@@ -38,7 +38,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worklist, "_count", lambda: Twin(count))
     patch.setattr(worklist, "_list", lambda: Twin(list_places))
     patch.setattr(worklist, "_cut", lambda: Twin(cut))
-    for module, twin in ((kv_outer, visit_blocks), (kv_outer_backward, visit_gradients)):
+    for module, twin in ((kv_outer, kv_outer_forward_twin), (kv_outer_backward, kv_outer_backward_twin)):
         patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
     patch.setattr(query_outer, "_attend", lambda *how: Twin(lambda *x: attend_tiles(how, *x)))
     patch.setattr(forced, "_attend", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
@@ -168,7 +168,7 @@ def of_ctas(
     return made
 
 
-def visit_blocks(
+def kv_outer_forward_twin(
     how: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
@@ -348,7 +348,7 @@ def gated_sum(
     out.copy_(sum(o.float() * g[..., None] for o, g in zip((o_cmp, o_slc, o_win), of.unbind(-1), strict=True)))
 
 
-def visit_gradients(
+def kv_outer_backward_twin(
     how: tuple[Any, ...],
     q: Tensor,
     do: Tensor,
