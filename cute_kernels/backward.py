@@ -41,7 +41,7 @@ from cute_kernels.gate.backward import GateResults, gate_gradients
 from cute_kernels.gate.sums import key_gradients, query_gradients
 from cute_kernels.lists.kv_to_query import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
 from cute_kernels.lists.query_to_kv import BlockLists
-from cute_kernels.mma.wgmma import UNIT
+from cute_kernels.mma.wgmma import TILE
 from cute_kernels.pool.compress import block_means
 from cute_kernels.pool.documents import sizes
 from cute_kernels.runtime.device import vectorizable
@@ -504,7 +504,7 @@ def selected_backward(
             gradients.do,
             gradients.lse,
             delta,
-            token_lists(plan, gradients.q, k, indices, 0, width=UNIT),
+            token_lists(plan, gradients.q, k, indices, 0, width=TILE),
             bits,
             size=size,
             causal=causal,

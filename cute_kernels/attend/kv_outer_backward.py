@@ -59,28 +59,28 @@ from cute_kernels.lists.worklist import (
 )
 from cute_kernels.mma import wgmma as hopper
 from cute_kernels.mma.mma_sync import (
-    ALIGNMENT,
-    CHUNK,
+    MMA_K,
     QUAD,
+    SMEM_ALIGNMENT,
+    acc_mn_view,
     accumulator,
     as_vectors,
     gather_tile,
+    gemm_smem,
     lane_row,
     load_block,
-    multiply,
-    numbers,
-    store,
-    tiles,
-    transposed,
-    warps_mma,
-    write_whole_rows,
+    make_warp_mma,
+    smem_tiles,
+    store_acc,
+    store_rows,
+    transpose_view,
 )
 from cute_kernels.mma.warp import LANES, LOG2_E, probability
 from cute_kernels.runtime.device import has_warpgroups, vectorized
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.runtime.streams import STREAMS, SideStreams
 
-UNIT = 64
+TILE = 64
 """Keys, and gathered rows, that are multiplied at a time."""
 
 PAIR = 2
@@ -111,7 +111,7 @@ class KVOuterBackward:
 
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int) -> None:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
-        self.units = size // UNIT
+        self.units = size // TILE
 
     @cute.jit
     def __call__(
@@ -186,21 +186,21 @@ class KVOuterBackward:
         item, kv_head, batch = cute.arch.block_idx()
         segment, unit = item // self.units, item % self.units
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        mine, half = thread % UNIT, warp_index // (UNIT // LANES)
+        mine, half = thread % TILE, warp_index // (TILE // LANES)
 
         smem = cutlass.memory.SmemAllocator()
         sKQ, sVdO, sScores = self._allocate(smem)
-        sLse = smem.allocate_tensor(Float32, cute.make_layout(UNIT), 16)
-        sDelta = smem.allocate_tensor(Float32, cute.make_layout(UNIT), 16)
-        sSeen = smem.allocate_tensor(Int32, cute.make_layout(UNIT), 16)
-        sTo = smem.allocate_tensor(Int32, cute.make_layout(UNIT), 16)
-        sPlace = smem.allocate_tensor(Int32, cute.make_layout(UNIT), 16)
+        sLse = smem.allocate_tensor(Float32, cute.make_layout(TILE), 16)
+        sDelta = smem.allocate_tensor(Float32, cute.make_layout(TILE), 16)
+        sSeen = smem.allocate_tensor(Int32, cute.make_layout(TILE), 16)
+        sTo = smem.allocate_tensor(Int32, cute.make_layout(TILE), 16)
+        sPlace = smem.allocate_tensor(Int32, cute.make_layout(TILE), 16)
 
         cut, used = used_segments(mSums[batch, kv_head, None, None])
         if segment < used:
             gSegment = mSegments[batch, kv_head, None, segment]
             first_key, end = block_bounds(gSegment[BLOCK], self.size, mK.shape[1], mBounds)
-            first_key += unit * UNIT
+            first_key += unit * TILE
             num_rows = gSegment[COUNT] * self.group
             gPlaces = cute.domain_offset((gSegment[FIRST],), mPlaces[batch, kv_head, None])
             gQ, gdO = mQ[batch, None, kv_head, None, None], mdO[batch, None, kv_head, None, None]
@@ -222,9 +222,9 @@ class KVOuterBackward:
                 self._gather(gdO, sVdO[None, None, 0], sPlace, Int32(0), num_rows)
                 cute.arch.cp_async_commit_group()
                 lse, delta = self._statistics(gLse, gDelta, place, mine, num_rows)
-                next_place = self._place(gPlaces, UNIT + mine, num_rows)
+                next_place = self._place(gPlaces, TILE + mine, num_rows)
                 cute.arch.sync_threads()
-                for row in cutlass.range(0, num_rows, UNIT, unroll=1):
+                for row in cutlass.range(0, num_rows, TILE, unroll=1):
                     present = (row + mine < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
                     if half == 0:
                         sLse[mine] = lse * LOG2_E if present else Float32.inf
@@ -239,25 +239,25 @@ class KVOuterBackward:
                     cute.arch.cp_async_wait_group(0)
                     self._publish()
                     cute.arch.sync_threads()
-                    stage, next_stage = (Int32(Uint32(row) // UNIT + i) % STAGES for i in range(2))
+                    stage, next_stage = (Int32(Uint32(row) // TILE + i) % STAGES for i in range(2))
                     S, dP = self._start(sKQ, sVdO, stage)
-                    if row + UNIT < num_rows:
-                        self._gather(gQ, sKQ[None, None, next_stage], sPlace, row + UNIT, num_rows)
-                        self._gather(gdO, sVdO[None, None, next_stage], sPlace, row + UNIT, num_rows)
+                    if row + TILE < num_rows:
+                        self._gather(gQ, sKQ[None, None, next_stage], sPlace, row + TILE, num_rows)
+                        self._gather(gdO, sVdO[None, None, next_stage], sPlace, row + TILE, num_rows)
                         place = next_place
-                        lse, delta = self._statistics(gLse, gDelta, place, row + UNIT + mine, num_rows)
-                        next_place = self._place(gPlaces, row + 2 * UNIT + mine, num_rows)
+                        lse, delta = self._statistics(gLse, gDelta, place, row + TILE + mine, num_rows)
+                        next_place = self._place(gPlaces, row + 2 * TILE + mine, num_rows)
                     cute.arch.cp_async_commit_group()
                     self._multiply(
                         S, dP, dK, dV, sKQ, sVdO, sScores, stage, sLse, sDelta, sSeen, sTo, as_vectors(gdQ), scale
                     )
 
-            keys = cutlass.min(end - first_key, UNIT)
+            keys = cutlass.min(end - first_key, TILE)
             dK.store(dK.load() * scale)
             if segment < cut:
-                of_unit = (unit * UNIT, 0)
-                self._write(dK, cute.domain_offset(of_unit, mdKParts[batch, kv_head, segment, None, None]), UNIT, False)
-                self._write(dV, cute.domain_offset(of_unit, mdVParts[batch, kv_head, segment, None, None]), UNIT, False)
+                of_unit = (unit * TILE, 0)
+                self._write(dK, cute.domain_offset(of_unit, mdKParts[batch, kv_head, segment, None, None]), TILE, False)
+                self._write(dV, cute.domain_offset(of_unit, mdVParts[batch, kv_head, segment, None, None]), TILE, False)
             elif num_rows > 0:
                 self._write(dK, cute.domain_offset((first_key, 0), mdK[batch, None, kv_head, None]), keys, True)
                 self._write(dV, cute.domain_offset((first_key, 0), mdV[batch, None, kv_head, None]), keys, True)
@@ -266,24 +266,26 @@ class KVOuterBackward:
 
     def _allocate(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Stages of rows and behind them keys; the same of dO and values; P and dS."""
-        layouts = [tiles(self.dtype, UNIT, *of) for of in ((self.dim, 1 + STAGES), (self.v_dim, 1 + STAGES), (UNIT, 2))]
-        sKQ, sVdO, sScores = (smem.allocate_tensor(self.dtype, layout, ALIGNMENT) for layout in layouts)
+        layouts = [
+            smem_tiles(self.dtype, TILE, *of) for of in ((self.dim, 1 + STAGES), (self.v_dim, 1 + STAGES), (TILE, 2))
+        ]
+        sKQ, sVdO, sScores = (smem.allocate_tensor(self.dtype, layout, SMEM_ALIGNMENT) for layout in layouts)
         return sKQ, sVdO, sScores
 
     def _sums(self, columns: int) -> cute.Tensor:
-        return accumulator(warps_mma(self.dtype, PAIR), (UNIT, columns // PAIR))
+        return accumulator(make_warp_mma(self.dtype, PAIR), (TILE, columns // PAIR))
 
     def _numbers(self, acc: cute.Tensor) -> cute.Tensor:
         """As of `warp_tiles.numbers`."""
-        return numbers(acc)
+        return acc_mn_view(acc)
 
     def _publish(self) -> None:
         """Before a barrier: what this thread wrote to shared memory is for products."""
 
     def _start(self, sKQ: cute.Tensor, sVdO: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Registers for S and dP; their products may start."""
-        mma = warps_mma(self.dtype, PAIR)
-        return accumulator(mma, (UNIT, UNIT // PAIR)), accumulator(mma, (UNIT, UNIT // PAIR))
+        mma = make_warp_mma(self.dtype, PAIR)
+        return accumulator(mma, (TILE, TILE // PAIR)), accumulator(mma, (TILE, TILE // PAIR))
 
     @cute.jit
     def _multiply(
@@ -308,24 +310,24 @@ class KVOuterBackward:
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         mine, pair, rows_of_pair = thread % (PAIR * LANES), warp_index // PAIR, warp_index % PAIR
-        mma = warps_mma(self.dtype, PAIR)
+        mma = make_warp_mma(self.dtype, PAIR)
         sQ, sdO = sKQ[None, None, stage], sVdO[None, None, stage]
         sK, sV = sKQ[None, None, STAGES], sVdO[None, None, STAGES]
         sP, sdS = sScores[None, None, 0], sScores[None, None, 1]
         to = self._rows_to(sTo)
 
-        columns = UNIT // PAIR
+        columns = TILE // PAIR
         acc.fill(0.0)
         acc_dp.fill(0.0)
-        first = pair * (columns // CHUNK)
-        multiply(mma, mine, acc, sQ, sK, first)
-        multiply(mma, mine, acc_dp, sdO, sV, first)
-        S, dP = numbers(acc), numbers(acc_dp)
+        first = pair * (columns // MMA_K)
+        gemm_smem(mma, mine, acc, sQ, sK, first)
+        gemm_smem(mma, mine, acc_dp, sdO, sV, first)
+        S, dP = acc_mn_view(acc), acc_mn_view(acc_dp)
         # Tokens ascend: if the first one sees all keys, all see them
-        masked = sSeen[0] < UNIT - 1
+        masked = sSeen[0] < TILE - 1
         for m in range_constexpr(cute.size(S, mode=[2])):
             for r in range_constexpr(2):
-                place = (m * PAIR + rows_of_pair) * CHUNK + r * 8 + lane // QUAD
+                place = (m * PAIR + rows_of_pair) * MMA_K + r * 8 + lane // QUAD
                 lse, delta = sLse[place], sDelta[place]
                 for n in range_constexpr(cute.size(S, mode=[3])):
                     for c in range_constexpr(2):
@@ -339,17 +341,17 @@ class KVOuterBackward:
                 for n in range_constexpr(cute.size(S, mode=[3])):
                     for c in range_constexpr(2):
                         dP[c, r, m, n] = S[c, r, m, n] * (dP[c, r, m, n] - delta)
-        store(mma, mine, acc, sP, first)
-        store(mma, mine, acc_dp, sdS, first)
+        store_acc(mma, mine, acc, sP, first)
+        store_acc(mma, mine, acc_dp, sdS, first)
         cute.arch.sync_threads()
 
-        first = pair * (self.v_dim // PAIR // CHUNK)
-        multiply(mma, mine, dV, transposed(sP), transposed(sdO), first, True, True)
-        first = pair * (self.dim // PAIR // CHUNK)
-        multiply(mma, mine, dK, transposed(sdS), transposed(sQ), first, True, True)
-        dQ = accumulator(mma, (UNIT, self.dim // PAIR))
+        first = pair * (self.v_dim // PAIR // MMA_K)
+        gemm_smem(mma, mine, dV, transpose_view(sP), transpose_view(sdO), first, True, True)
+        first = pair * (self.dim // PAIR // MMA_K)
+        gemm_smem(mma, mine, dK, transpose_view(sdS), transpose_view(sQ), first, True, True)
+        dQ = accumulator(mma, (TILE, self.dim // PAIR))
         dQ.fill(0.0)
-        multiply(mma, mine, dQ, sdS, transposed(sK), first, False, True)
+        gemm_smem(mma, mine, dQ, sdS, transpose_view(sK), first, False, True)
         self._write_rows(dQ, cute.domain_offset((0, pair * (self.dim // PAIR // VECTOR)), gdQ), to, scale)
 
     # Rows
@@ -391,14 +393,14 @@ class KVOuterBackward:
         """In lane i, where row i of a warp's rows of an accumulator goes."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return sTo[((lane // CHUNK * self.row_warps + warp_index % self.row_warps) * CHUNK + lane % CHUNK) % UNIT]
+        return sTo[((lane // MMA_K * self.row_warps + warp_index % self.row_warps) * MMA_K + lane % MMA_K) % TILE]
 
     @cute.jit
     def _write_rows(self, acc: cute.Tensor, mX: cute.Tensor, to: Int32, scale: Float32):
         """Rows of dQ, scaled and rounded."""
         rounded = cute.make_rmem_tensor_like(acc, self.dtype)
         rounded.store((acc.load() * scale).to(self.dtype))
-        write_whole_rows(self._numbers(rounded), mX, to)
+        store_rows(self._numbers(rounded), mX, to)
 
     @cute.jit
     def _write(self, acc: cute.Tensor, mX: cute.Tensor, keys: Int32, add: cutlass.Constexpr[bool]):
@@ -410,7 +412,7 @@ class KVOuterBackward:
         rX, rBefore = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for m in range_constexpr(rows):
             for r in range_constexpr(2):
-                key = (m * self.row_warps + warp_index % self.row_warps) * CHUNK + r * 8 + lane // QUAD
+                key = (m * self.row_warps + warp_index % self.row_warps) * MMA_K + r * 8 + lane // QUAD
                 if key < keys:
                     for n in range_constexpr(pieces):
                         place = (warp_index // self.row_warps * pieces + n) * QUAD + lane % QUAD
@@ -431,12 +433,12 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
     row_warps = THREADS // LANES
 
     def _allocate(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        layouts = [hopper.swizzled_tiles(self.dtype, *of) for of in ((self.dim, 3), (self.v_dim, 3), (UNIT, 1))]
+        layouts = [hopper.swizzled_tiles(self.dtype, *of) for of in ((self.dim, 3), (self.v_dim, 3), (TILE, 1))]
         sKQ, sVdO, sScores = (hopper.allocate_tiles(smem, self.dtype, layout) for layout in layouts)
         return sKQ, sVdO, sScores
 
     def _sums(self, columns: int) -> cute.Tensor:
-        return accumulator(self._mma(columns, hopper.REGISTERS, hopper.K, hopper.MN), (UNIT, columns))
+        return accumulator(self._mma(columns, hopper.REGISTERS, hopper.K, hopper.MN), (TILE, columns))
 
     def _numbers(self, acc: cute.Tensor) -> cute.Tensor:
         return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, 1, cute.size(acc) // 4)))
@@ -449,12 +451,12 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
 
     @cute.jit
     def _start(self, sKQ: cute.Tensor, sVdO: cute.Tensor, stage: Int32):
-        mma = self._mma(UNIT, hopper.SHARED, hopper.K, hopper.K)
-        S, dP = accumulator(mma, (UNIT, UNIT)), accumulator(mma, (UNIT, UNIT))
+        mma = self._mma(TILE, hopper.SHARED, hopper.K, hopper.K)
+        S, dP = accumulator(mma, (TILE, TILE)), accumulator(mma, (TILE, TILE))
         for acc, sX in ((S, sKQ), (dP, sVdO)):
-            left = hopper.left_tiles(mma, sX)[None, None, None, STAGES]
-            right = hopper.right_tiles(mma, sX)[None, None, None, stage]
-            hopper.start_product(mma, acc, left, right, False)
+            left = hopper.smem_operand_a(mma, sX)[None, None, None, STAGES]
+            right = hopper.smem_operand_b(mma, sX)[None, None, None, stage]
+            hopper.issue_mma(mma, acc, left, right, False)
         return S, dP
 
     @cute.jit
@@ -476,40 +478,40 @@ class KVOuterBackwardWGMMA(KVOuterBackward):
         scale: Float32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        mma_s = self._mma(UNIT, hopper.SHARED, hopper.K, hopper.K)
+        mma_s = self._mma(TILE, hopper.SHARED, hopper.K, hopper.K)
         mma_dk = self._mma(self.dim, hopper.REGISTERS, hopper.K, hopper.MN)
         mma_dv = self._mma(self.v_dim, hopper.REGISTERS, hopper.K, hopper.MN)
         mma_dq = self._mma(self.dim, hopper.SHARED, hopper.MN, hopper.MN)
         thr_s = mma_s.get_slice(thread)
-        dKrQ = hopper.right_tiles(mma_dk, hopper.transposed(sKQ))[None, None, None, stage]
-        dVrdO = hopper.right_tiles(mma_dv, hopper.transposed(sVdO))[None, None, None, stage]
-        dQrdS = hopper.left_tiles(mma_dq, hopper.transposed(sScores))[None, None, None, 0]
-        dQrK = hopper.right_tiles(mma_dq, hopper.transposed(sKQ))[None, None, None, STAGES]
-        every_key = cute.make_layout((UNIT, UNIT), stride=(0, 1))
+        dKrQ = hopper.smem_operand_b(mma_dk, hopper.transpose_view(sKQ))[None, None, None, stage]
+        dVrdO = hopper.smem_operand_b(mma_dv, hopper.transpose_view(sVdO))[None, None, None, stage]
+        dQrdS = hopper.smem_operand_a(mma_dq, hopper.transpose_view(sScores))[None, None, None, 0]
+        dQrK = hopper.smem_operand_b(mma_dq, hopper.transpose_view(sKQ))[None, None, None, STAGES]
+        every_key = cute.make_layout((TILE, TILE), stride=(0, 1))
         of_rows = [thr_s.partition_C(cute.make_tensor(x.iterator, every_key)) for x in (sLse, sDelta, sSeen)]
         tSsLse, tSsDelta, tSsSeen = (x[(None, 0, None), 0, 0] for x in of_rows)
-        tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))  # (key, row)
+        tScS = thr_s.partition_C(cute.make_identity_tensor((TILE, TILE)))  # (key, row)
         to = self._rows_to(sTo)
-        masked = sSeen[0] < UNIT - 1  # tokens ascend
+        masked = sSeen[0] < TILE - 1  # tokens ascend
 
-        rLse = hopper.of_columns(tSsLse)
+        rLse = hopper.broadcast_over_rows(tSsLse)
         warpgroup.wait_group(1)
-        hopper.to_probabilities(S, scale, rLse)
+        hopper.scores_to_probabilities(S, scale, rLse)
         if masked:
-            for n, r, c in hopper.accumulated(S):
+            for n, r, c in hopper.acc_coordinates(S):
                 key, _ = tScS[(c, r, n), 0, 0]
                 S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if key <= tSsSeen[c, n] else Float32(0.0)
-        hopper.start_product(mma_dv, dV, hopper.rounded_left(mma_dv, S), dVrdO, True)
-        rDelta = hopper.of_columns(tSsDelta)
+        hopper.issue_mma(mma_dv, dV, hopper.acc_as_operand_a(mma_dv, S), dVrdO, True)
+        rDelta = hopper.broadcast_over_rows(tSsDelta)
         warpgroup.wait_group(1)
         hopper.score_gradients(S, S, dP, rDelta)
-        rdS = hopper.rounded_left(mma_dk, S)
-        hopper.store_numbers(mma_s, cute.make_tensor(rdS.iterator, S.layout), sScores[None, None, 0], thread)
+        rdS = hopper.acc_as_operand_a(mma_dk, S)
+        hopper.stmatrix_tile(mma_s, cute.make_tensor(rdS.iterator, S.layout), sScores[None, None, 0], thread)
         self._publish()
         cute.arch.sync_threads()
-        dQ = accumulator(mma_dq, (UNIT, self.dim))
-        hopper.start_product(mma_dq, dQ, dQrdS, dQrK, False)
-        hopper.start_product(mma_dk, dK, rdS, dKrQ, True)
+        dQ = accumulator(mma_dq, (TILE, self.dim))
+        hopper.issue_mma(mma_dq, dQ, dQrdS, dQrK, False)
+        hopper.issue_mma(mma_dk, dK, rdS, dKrQ, True)
         warpgroup.wait_group(1)
         self._write_rows(dQ, gdQ, to, scale)
         warpgroup.wait_group(0)
@@ -652,7 +654,7 @@ def kv_outer_backward(
         if x.shape != (batch, heads, tokens) or x.dtype != torch.float32 or (x.numel() > 0 and x.stride(2) != 1):
             expected = f"fp32 {[batch, heads, tokens]}, its last dimension contiguous"
             raise ValueError(f"{name} must be {expected}, got {x.dtype} {[*x.shape]}, strides {x.stride()}")
-    group, slots, units = heads // kv_heads, indices.shape[3], size // UNIT
+    group, slots, units = heads // kv_heads, indices.shape[3], size // TILE
     results = into or (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
     dq = results[0]
     sums: list[list[Tensor]] = []

@@ -37,34 +37,34 @@ from cute_kernels.attend.warp_rows import LOG_2, block_bounds, heads_of
 from cute_kernels.lists.worklist import fake_bounds, fake_table, visited_block
 from cute_kernels.mma.mma_sync import (
     QUAD,
+    acc_as_operand_a,
+    acc_mn_view,
     accumulator,
     as_vectors,
-    exponentiate,
+    exp2_and_sum,
     gather_rows,
-    hide_behind,
-    highest,
-    left_operand,
+    gemm_registers,
+    gemm_smem,
     load_block,
-    multiply,
-    multiply_registers,
-    numbers,
+    make_warp_mma,
+    mask_after,
+    row_max,
     scale_row,
-    warps_mma,
-    write_whole_rows,
+    store_rows,
 )
 from cute_kernels.mma.warp import LANES, LOG2_E
 from cute_kernels.mma.wgmma import (
     MN,
     REGISTERS,
-    UNIT,
+    TILE,
     K,
     allocate_tiles,
-    of_warpgroup,
-    read_left,
-    right_tiles,
-    start_product,
+    as_warpgroup_acc,
+    issue_mma,
+    load_operand_a,
+    smem_operand_b,
     swizzled_tiles,
-    transposed,
+    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.runtime.device import has_warpgroups
@@ -89,7 +89,7 @@ MOST_ENTRIES = 4096
 """Slots of a tile's tokens: what shared memory has room for."""
 
 STAGES = 3
-"""Of UNIT keys and values that arrive, or are multiplied."""
+"""Of TILE keys and values that arrive, or are multiplied."""
 
 
 def tile_tokens(group: int) -> int:
@@ -113,7 +113,7 @@ class QueryOuterForward:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
         self.warpgroups = warpgroups
         self.tokens = tile_tokens(group)
-        self.units = size // UNIT
+        self.units = size // TILE
 
     @cute.jit
     def __call__(
@@ -139,7 +139,7 @@ class QueryOuterForward:
             mBounds,
             first_token,
             scale,
-            swizzled_tiles(self.dtype, self.dim, ROWS // UNIT),
+            swizzled_tiles(self.dtype, self.dim, ROWS // TILE),
             swizzled_tiles(self.dtype, self.dim, STAGES),
             swizzled_tiles(self.dtype, self.v_dim, STAGES),
         ).launch(
@@ -185,8 +185,8 @@ class QueryOuterForward:
         gQ = cute.domain_offset((first, 0, 0), mQ[batch, None, kv_head, None, None])
         gO = cute.domain_offset((first, 0, 0), mO[batch, None, kv_head, None, None])
         first_token += first
-        sRows = sQ[None, None, warp_index * WARP_ROWS // UNIT]
-        sMine = cute.local_tile(sRows, (WARP_ROWS, self.dim), (warp_index % (UNIT // WARP_ROWS), 0))
+        sRows = sQ[None, None, warp_index * WARP_ROWS // TILE]
+        sMine = cute.local_tile(sRows, (WARP_ROWS, self.dim), (warp_index % (TILE // WARP_ROWS), 0))
         my_row = warp_index * WARP_ROWS + lane % WARP_ROWS
         last_row = num_tokens * self.group - 1
         row = cutlass.min(my_row, last_row)
@@ -217,16 +217,16 @@ class QueryOuterForward:
         cute.arch.sync_warp()
         rQ = None
         if const_expr(self.warpgroups):
-            rQ = read_left(warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K), sRows)
+            rQ = load_operand_a(warpgroup_mma(self.dtype, TILE, REGISTERS, K, K), sRows)
 
         rToken = cute.make_rmem_tensor(2, Int32)
         rTop, rTotal = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # top in units of log 2
         for r in range_constexpr(2):
             rToken[r] = (warp_index * WARP_ROWS + r * 8 + lane // QUAD) // self.group
             rTop[r], rTotal[r] = -Float32.inf, Float32(0.0)
-        acc_o = accumulator(warps_mma(self.dtype, 1), (WARP_ROWS, self.v_dim))
+        acc_o = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, self.v_dim))
         acc_o.fill(0.0)
-        sums = numbers(acc_o)
+        sums = acc_mn_view(acc_o)
         for step in cutlass.range(steps, unroll=1):
             cute.arch.cp_async_wait_group(STAGES - 2)
             if const_expr(self.warpgroups):
@@ -235,29 +235,29 @@ class QueryOuterForward:
             if step + STAGES - 1 < steps:
                 self._load(gK, gV, sK, sV, sFound, step + STAGES - 1, mBounds)
             cute.arch.cp_async_commit_group()
-            acc = accumulator(warps_mma(self.dtype, 1), (WARP_ROWS, UNIT))
+            acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, TILE))
             self._scores(acc, rQ, sMine, sK, step % STAGES)
 
             place = step // self.units
             first_key, _ = block_bounds(sFound[place], self.size, mK.shape[1], mBounds)
-            first_key += step % self.units * UNIT
+            first_key += step % self.units * TILE
             bits = sFoundBits[place]
-            S = numbers(acc)
+            S = acc_mn_view(acc)
             rSeen = cute.make_rmem_tensor(2, Int32)  # the last key that a row sees
             for r in range_constexpr(2):
                 chosen = (bits >> rToken[r] & 1) != 0
                 rSeen[r] = first_token + rToken[r] - first_key if chosen else Int32(-1)
-            if cute.arch.vote_any_sync(cutlass.min(rSeen[0], rSeen[1]) < UNIT - 1):
+            if cute.arch.vote_any_sync(cutlass.min(rSeen[0], rSeen[1]) < TILE - 1):
                 for r in range_constexpr(2):
-                    hide_behind(S[None, r, 0, None], rSeen[r])
+                    mask_after(S[None, r, 0, None], rSeen[r])
             for r in range_constexpr(2):
-                top = cute.arch.fmax(rTop[r], highest(S[None, r, 0, None]) * (scale * LOG2_E))
+                top = cute.arch.fmax(rTop[r], row_max(S[None, r, 0, None]) * (scale * LOG2_E))
                 base = Float32(0.0) if top == -Float32.inf else top
                 shrunk = cute.math.exp2(rTop[r] - base, fastmath=True)
-                total = exponentiate(S[None, r, 0, None], scale * LOG2_E, base, rTotal[r] * shrunk)
+                total = exp2_and_sum(S[None, r, 0, None], scale * LOG2_E, base, rTotal[r] * shrunk)
                 rTop[r], rTotal[r] = top, total
                 scale_row(sums[None, r, 0, None], shrunk)
-            self._add_values(acc_o, left_operand(acc, self.dtype), sV, step % STAGES)
+            self._add_values(acc_o, acc_as_operand_a(acc, self.dtype), sV, step % STAGES)
 
         for r in range_constexpr(2):
             total = cute.arch.warp_reduction_sum(rTotal[r], threads_in_group=QUAD)
@@ -271,7 +271,7 @@ class QueryOuterForward:
         rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
         rO.store(acc_o.load().to(self.dtype))
         to = cute.crd2idx((my_row // self.group, my_row % self.group, 0), gO.layout) // VECTOR
-        write_whole_rows(numbers(rO), as_vectors(gO), Int32(to) if my_row <= last_row else Int32(-1))
+        store_rows(acc_mn_view(rO), as_vectors(gO), Int32(to) if my_row <= last_row else Int32(-1))
 
     @cute.jit
     def _list(
@@ -316,30 +316,30 @@ class QueryOuterForward:
     ):
         thread, _, _ = cute.arch.thread_idx()
         first, end = block_bounds(sFound[step // self.units], self.size, gK.shape[0], mBounds)
-        first += step % self.units * UNIT
+        first += step % self.units * TILE
         load_block(gK, sK[None, None, step % STAGES], first, end, thread, THREADS)
         load_block(gV, sV[None, None, step % STAGES], first, end, thread, THREADS)
 
     @cute.jit
     def _scores(self, acc: cute.Tensor, rQ: cute.Tensor | None, sMine: cute.Tensor, sK: cute.Tensor, stage: Int32):
         if const_expr(self.warpgroups):
-            mma = warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K)
-            start_product(mma, of_warpgroup(acc), rQ, right_tiles(mma, sK)[None, None, None, stage], False)
+            mma = warpgroup_mma(self.dtype, TILE, REGISTERS, K, K)
+            issue_mma(mma, as_warpgroup_acc(acc), rQ, smem_operand_b(mma, sK)[None, None, None, stage], False)
             warpgroup.wait_group(0)
         else:
             acc.fill(0.0)
-            multiply(warps_mma(self.dtype, 1), cute.arch.lane_idx(), acc, sMine, sK[None, None, stage], 0)
+            gemm_smem(make_warp_mma(self.dtype, 1), cute.arch.lane_idx(), acc, sMine, sK[None, None, stage], 0)
 
     @cute.jit
     def _add_values(self, acc: cute.Tensor, rP: cute.Tensor, sV: cute.Tensor, stage: Int32):
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, self.v_dim, REGISTERS, K, MN)
-            rV = right_tiles(mma, transposed(sV))[None, None, None, stage]
-            start_product(mma, of_warpgroup(acc), rP, rV, True)
+            rV = smem_operand_b(mma, transpose_view(sV))[None, None, None, stage]
+            issue_mma(mma, as_warpgroup_acc(acc), rP, rV, True)
             warpgroup.wait_group(0)
         else:
-            sColumns = transposed(sV)[None, None, stage]
-            multiply_registers(warps_mma(self.dtype, 1), cute.arch.lane_idx(), acc, rP, sColumns, 0, True)
+            sColumns = transpose_view(sV)[None, None, stage]
+            gemm_registers(make_warp_mma(self.dtype, 1), cute.arch.lane_idx(), acc, rP, sColumns, 0, True)
 
 
 @compiled_once

@@ -59,32 +59,32 @@ from cute_kernels.lists.worklist import (
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import LANES, lowest_bit, prefix_sum
 from cute_kernels.mma.wgmma import (
-    GROUP,
     MN,
     REGISTERS,
     SHARED,
-    UNIT,
+    TILE,
+    WARPGROUP_THREADS,
     K,
-    accumulated,
-    acquire,
+    acc_as_operand_a,
+    acc_coordinates,
     allocate_tiles,
-    left_tiles,
-    of_columns,
-    of_rows,
-    read_left,
-    right_tiles,
-    rounded_left,
-    row_statistics,
+    broadcast_over_columns,
+    broadcast_over_rows,
+    issue_mma,
+    load_operand_a,
+    load_row_stats,
+    make_tma_copies,
+    producer_acquire,
     score_gradients,
-    start_product,
-    store_rounded,
+    scores_to_probabilities,
+    smem_operand_a,
+    smem_operand_b,
+    store_acc_for_tma,
     swizzled_tiles,
-    tma_copies,
     tma_loads,
     tma_pipeline,
     tma_store,
-    to_probabilities,
-    transposed,
+    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
@@ -92,7 +92,7 @@ from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compil
 CONSUMERS = 2
 """Warpgroups that multiply; one more loads."""
 
-THREADS = (CONSUMERS + 1) * GROUP
+THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS
 LOAD_REGISTERS, MATH_REGISTERS = 24, 240
 STAGES = 4
 WARPS = 4
@@ -217,7 +217,7 @@ class SelectedDQ:
 
     def __init__(self, dim: int, dtype: Any, causal: bool, tile: int) -> None:
         self.dim, self.dtype, self.causal, self.tile = dim, dtype, causal, tile
-        self.tile_bytes = UNIT * dim * dtype.width // 8
+        self.tile_bytes = TILE * dim * dtype.width // 8
 
     @cute.jit
     def __call__(
@@ -238,8 +238,8 @@ class SelectedDQ:
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         self.kernel(
-            *tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
-            *tma_copies(store, self.dtype, self.dim, mdQ),
+            *make_tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
+            *make_tma_copies(store, self.dtype, self.dim, mdQ),
             mLse,
             mDelta,
             mMaskCount,
@@ -250,12 +250,12 @@ class SelectedDQ:
             mK.shape[1],
             mQ.shape[2] // mK.shape[2],
             scale,
-            warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K),
+            warpgroup_mma(self.dtype, TILE, REGISTERS, K, K),
             warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
             swizzled_tiles(self.dtype, self.dim, CONSUMERS),
             swizzled_tiles(self.dtype, self.dim, STAGES),
         ).launch(
-            grid=[cute.ceil_div(mQ.shape[1], CONSUMERS * UNIT), mQ.shape[2], mQ.shape[0]],
+            grid=[cute.ceil_div(mQ.shape[1], CONSUMERS * TILE), mQ.shape[2], mQ.shape[0]],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -292,25 +292,27 @@ class SelectedDQ:
         thread, _, _ = cute.arch.thread_idx()
         rows, head, batch = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tile = rows * (CONSUMERS * UNIT) // self.tile
+        tile = rows * (CONSUMERS * TILE) // self.tile
 
         smem = cutlass.memory.SmemAllocator()
         sQ = allocate_tiles(smem, self.dtype, row_layout)
         sdO = allocate_tiles(smem, self.dtype, row_layout)
         sK = allocate_tiles(smem, self.dtype, key_layout)
         sV = allocate_tiles(smem, self.dtype, key_layout)
-        consumer_warps = CONSUMERS * GROUP // LANES
+        consumer_warps = CONSUMERS * WARPGROUP_THREADS // LANES
         rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
         keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
         masks, fulls = mMaskCount[batch, head, tile], mFullCount[batch, head, tile]
         gMask, gFull = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
 
-        if warp_index < GROUP // LANES:
+        if warp_index < WARPGROUP_THREADS // LANES:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp_index == 0:
                 load_rows = tma_loads((tma_q, sQ, mQ), (tma_do, sdO, mdO))
                 load_keys = tma_loads((tma_k, sK, mK), (tma_v, sV, mV))
-                barrier = acquire(rows_ready, pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1))
+                barrier = producer_acquire(
+                    rows_ready, pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+                )
                 for i in range_constexpr(CONSUMERS):
                     load_rows((rows * CONSUMERS + i, head, batch), i, barrier)
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
@@ -321,60 +323,64 @@ class SelectedDQ:
                         block = gMask[i]
                     else:
                         block = gFull[i - masks]
-                    load_keys((block, kv_head, batch), state.index, acquire(keys_ready, state))
+                    load_keys((block, kv_head, batch), state.index, producer_acquire(keys_ready, state))
                     state.advance()
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            my_group = warp_index // (GROUP // LANES) - 1
-            my_thread = thread % GROUP
-            first_row = (rows * CONSUMERS + my_group) * UNIT
-            tScS = mma_s.get_slice(my_thread).partition_C(cute.make_identity_tensor((UNIT, UNIT)))
-            tSrK, tdPrV, tdQrK = right_tiles(mma_s, sK), right_tiles(mma_s, sV), right_tiles(mma_dq, transposed(sK))
-            dQ = accumulator(mma_dq, (UNIT, self.dim))
+            my_group = warp_index // (WARPGROUP_THREADS // LANES) - 1
+            my_thread = thread % WARPGROUP_THREADS
+            first_row = (rows * CONSUMERS + my_group) * TILE
+            tScS = mma_s.get_slice(my_thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
+            tSrK, tdPrV, tdQrK = (
+                smem_operand_b(mma_s, sK),
+                smem_operand_b(mma_s, sV),
+                smem_operand_b(mma_dq, transpose_view(sK)),
+            )
+            dQ = accumulator(mma_dq, (TILE, self.dim))
             dQ.fill(0.0)
 
             # Of the two rows of this thread; P = exp2(-inf) = 0 where there is no lse
             rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
             for r in range_constexpr(2):
-                rLse[r], rDelta[r] = row_statistics(
+                rLse[r], rDelta[r] = load_row_stats(
                     mLse[batch, head, None], mDelta[batch, head, None], first_row + tScS[(0, r, 0), 0, 0][0], num_rows
                 )
 
             ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             rows_ready.consumer_wait(ready)
-            tSrQ, tdPrdO = (read_left(mma_s, rows[None, None, my_group]) for rows in (sQ, sdO))
+            tSrQ, tdPrdO = (load_operand_a(mma_s, rows[None, None, my_group]) for rows in (sQ, sdO))
 
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
             for i in cutlass.range(masks + fulls, unroll=1):
-                S, dP = accumulator(mma_s, (UNIT, UNIT)), accumulator(mma_s, (UNIT, UNIT))
+                S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
                 masked = i < masks
                 first_key = Int32(0)
                 if masked:
-                    first_key = gMask[i] * UNIT
+                    first_key = gMask[i] * TILE
                 keys_ready.consumer_wait(state)
                 stage = state.index
-                start_product(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
-                start_product(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
+                issue_mma(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
+                issue_mma(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
                 warpgroup.wait_group(1)
-                to_probabilities(S, scale, of_rows(rLse))
+                scores_to_probabilities(S, scale, broadcast_over_columns(rLse))
                 if masked:
-                    for n, r, c in accumulated(S):
+                    for n, r, c in acc_coordinates(S):
                         row, key = tScS[(c, r, n), 0, 0]
                         seen = first_key + key < num_keys
                         if const_expr(self.causal):
                             seen = seen & (first_key + key <= first_row + row)
                         S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
                 warpgroup.wait_group(0)
-                score_gradients(S, S, dP, of_rows(rDelta))
-                start_product(mma_dq, dQ, rounded_left(mma_dq, S), tdQrK[None, None, None, stage], True)
+                score_gradients(S, S, dP, broadcast_over_columns(rDelta))
+                issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), tdQrK[None, None, None, stage], True)
                 warpgroup.wait_group(0)
                 keys_ready.consumer_release(state)
                 state.advance()
 
             # dQ takes Q's place
             dQ.store(dQ.load() * scale)
-            store_rounded(mma_dq, dQ, sQ[None, None, my_group], my_thread, 1 + my_group)
-            if warp_index % (GROUP // LANES) == 0:
+            store_acc_for_tma(mma_dq, dQ, sQ[None, None, my_group], my_thread, 1 + my_group)
+            if warp_index % (WARPGROUP_THREADS // LANES) == 0:
                 tma_store((rows * CONSUMERS + my_group, head, batch), my_group, (tma_dq, sQ, mdQ))
 
 
@@ -383,9 +389,9 @@ class SelectedDKV:
 
     def __init__(self, dim: int, dtype: Any, causal: bool, size: int, tile: int) -> None:
         self.dim, self.dtype, self.causal, self.size, self.tile = dim, dtype, causal, size, tile
-        self.units = size // UNIT
-        self.tile_bytes = UNIT * dim * dtype.width // 8
-        self.steps = tile // UNIT  # of a visit
+        self.units = size // TILE
+        self.tile_bytes = TILE * dim * dtype.width // 8
+        self.steps = tile // TILE  # of a visit
 
     @cute.jit
     def __call__(
@@ -401,14 +407,14 @@ class SelectedDKV:
         mSegments: cute.Tensor,  # int32 [3, segments], likewise
         mdK: cute.Tensor,  # [B, N_k, H_kv, D]
         mdV: cute.Tensor,
-        mParts: cute.Tensor,  # fp32 [segments of cut blocks, units of a block, 2, UNIT, D]
+        mParts: cute.Tensor,  # fp32 [segments of cut blocks, units of a block, 2, TILE, D]
         scale: Float32,
         stream: Any,
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         self.kernel(
-            *tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
-            *tma_copies(store, self.dtype, self.dim, mdK, mdV),
+            *make_tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
+            *make_tma_copies(store, self.dtype, self.dim, mdK, mdV),
             mLse,
             mDelta,
             mSums,
@@ -420,7 +426,7 @@ class SelectedDKV:
             mK.shape[2],
             mQ.shape[2] // mK.shape[2],
             scale,
-            warpgroup_mma(self.dtype, UNIT, SHARED, K, K),
+            warpgroup_mma(self.dtype, TILE, SHARED, K, K),
             warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
             swizzled_tiles(self.dtype, self.dim, 1),
             swizzled_tiles(self.dtype, self.dim, STAGES),
@@ -478,15 +484,15 @@ class SelectedDKV:
         sV = allocate_tiles(smem, self.dtype, key_layout)
         sQ = allocate_tiles(smem, self.dtype, row_layout)
         sdO = allocate_tiles(smem, self.dtype, row_layout)
-        sLse = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
-        sDelta = smem.allocate_tensor(Float32, cute.make_layout((UNIT, STAGES)), 16)
+        sLse = smem.allocate_tensor(Float32, cute.make_layout((TILE, STAGES)), 16)
+        sDelta = smem.allocate_tensor(Float32, cute.make_layout((TILE, STAGES)), 16)
         sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
 
-        if (segment < segments) & (place * UNIT < num_keys):
-            keys_ready = tma_pipeline(1, CONSUMERS * GROUP // LANES, 2 * self.tile_bytes, defer_sync=True)
-            # A stage is full when TMA and UNIT threads have written, and empty when one warpgroup has read it
-            rows_ready = tma_pipeline(STAGES, GROUP // LANES, 2 * self.tile_bytes, writers=UNIT)
-            if warp_index < GROUP // LANES:
+        if (segment < segments) & (place * TILE < num_keys):
+            keys_ready = tma_pipeline(1, CONSUMERS * WARPGROUP_THREADS // LANES, 2 * self.tile_bytes, defer_sync=True)
+            # A stage is full when TMA and TILE threads have written, and empty when one warpgroup has read it
+            rows_ready = tma_pipeline(STAGES, WARPGROUP_THREADS // LANES, 2 * self.tile_bytes, writers=TILE)
+            if warp_index < WARPGROUP_THREADS // LANES:
                 cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
                 gVisits = cute.domain_offset((first,), mVisits)
                 tiles = cute.ceil_div(num_rows, self.tile)
@@ -495,27 +501,27 @@ class SelectedDKV:
                     load_rows = tma_loads((tma_q, sQ, mQ), (tma_do, sdO, mdO))
                     load_keys = tma_loads((tma_k, sK, mK), (tma_v, sV, mV))
                     start = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-                    load_keys((place, kv_head, batch), 0, acquire(keys_ready, start))
+                    load_keys((place, kv_head, batch), 0, producer_acquire(keys_ready, start))
                     for i in cutlass.range(visits, unroll=1):
                         visit = gVisits[i]
                         head, tile = kv_head * group + visit // tiles, visit % tiles
                         for step in cutlass.range(self.steps, unroll=1):
                             rows = tile * self.steps + step
-                            load_rows((rows, head, batch), state.index, acquire(rows_ready, state))
+                            load_rows((rows, head, batch), state.index, producer_acquire(rows_ready, state))
                             state.advance()
-                elif warp_index <= UNIT // LANES:
+                elif warp_index <= TILE // LANES:
                     row = thread - LANES  # of a tile in shared memory
                     rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
                     for i in cutlass.range(visits, unroll=1):
                         visit = gVisits[i]
                         head, tile = kv_head * group + visit // tiles, visit % tiles
                         for step in cutlass.range(0, self.steps, 2, unroll=1):
-                            first_row = tile * self.tile + step * UNIT
+                            first_row = tile * self.tile + step * TILE
                             for j in range_constexpr(2):
-                                rLse[j], rDelta[j] = row_statistics(
+                                rLse[j], rDelta[j] = load_row_stats(
                                     mLse[batch, head, None],
                                     mDelta[batch, head, None],
-                                    first_row + j * UNIT + row,
+                                    first_row + j * TILE + row,
                                     num_rows,
                                 )
                             for j in range_constexpr(2):
@@ -524,70 +530,76 @@ class SelectedDKV:
                                 sLse[row, stage] = rLse[j]
                                 sDelta[row, stage] = rDelta[j]
                                 if row == 0:
-                                    sRow[stage] = first_row + j * UNIT
+                                    sRow[stage] = first_row + j * TILE
                                 cute.arch.mbarrier_arrive(rows_ready.producer_get_barrier(state))
                                 state.advance()
             else:
                 cute.arch.setmaxregister_increase(MATH_REGISTERS)
-                my_group = warp_index // (GROUP // LANES) - 1
-                my_thread = thread % GROUP
-                first_key = place * UNIT
+                my_group = warp_index // (WARPGROUP_THREADS // LANES) - 1
+                my_thread = thread % WARPGROUP_THREADS
+                first_key = place * TILE
                 thr_s, thr_dkv = mma_s.get_slice(my_thread), mma_dkv.get_slice(my_thread)
-                tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))  # (key, row)
-                tSrK, tdPrV = (left_tiles(mma_s, tiles)[None, None, None, 0] for tiles in (sK, sV))
-                tSrQ, tdPrdO = right_tiles(mma_s, sQ), right_tiles(mma_s, sdO)
-                tdKrQ, tdVrdO = right_tiles(mma_dkv, transposed(sQ)), right_tiles(mma_dkv, transposed(sdO))
-                dK, dV = accumulator(mma_dkv, (UNIT, self.dim)), accumulator(mma_dkv, (UNIT, self.dim))
+                tScS = thr_s.partition_C(cute.make_identity_tensor((TILE, TILE)))  # (key, row)
+                tSrK, tdPrV = (smem_operand_a(mma_s, tiles)[None, None, None, 0] for tiles in (sK, sV))
+                tSrQ, tdPrdO = smem_operand_b(mma_s, sQ), smem_operand_b(mma_s, sdO)
+                tdKrQ, tdVrdO = (
+                    smem_operand_b(mma_dkv, transpose_view(sQ)),
+                    smem_operand_b(mma_dkv, transpose_view(sdO)),
+                )
+                dK, dV = accumulator(mma_dkv, (TILE, self.dim)), accumulator(mma_dkv, (TILE, self.dim))
                 dK.fill(0.0)
                 dV.fill(0.0)
                 # ((c, r, n), 0, 0, stage): every key has the rows' numbers
-                every_key = cute.make_layout((UNIT, UNIT, STAGES), stride=(0, 1, UNIT))
+                every_key = cute.make_layout((TILE, TILE, STAGES), stride=(0, 1, TILE))
                 tSsLse = thr_s.partition_C(cute.make_tensor(sLse.iterator, every_key))
                 tSsDelta = thr_s.partition_C(cute.make_tensor(sDelta.iterator, every_key))
 
                 keys_ready.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
                 state = pipeline.PipelineState(STAGES, Int32(0), my_group, Int32(0))
                 for _ in cutlass.range(visits * (self.steps // CONSUMERS), unroll=1):
-                    S, dP = accumulator(mma_s, (UNIT, UNIT)), accumulator(mma_s, (UNIT, UNIT))
+                    S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
                     rows_ready.consumer_wait(state)
                     stage = state.index
-                    start_product(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
-                    start_product(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
+                    issue_mma(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
+                    issue_mma(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
                     first_row = sRow[stage]
-                    rLse = of_columns(tSsLse[(None, 0, None), 0, 0, stage])
+                    rLse = broadcast_over_rows(tSsLse[(None, 0, None), 0, 0, stage])
                     warpgroup.wait_group(1)
-                    to_probabilities(S, scale, rLse)
-                    masked = (first_row + UNIT > num_rows) | (first_key + UNIT > num_keys)
+                    scores_to_probabilities(S, scale, rLse)
+                    masked = (first_row + TILE > num_rows) | (first_key + TILE > num_keys)
                     if const_expr(self.causal):
-                        masked = masked | (first_key + UNIT - 1 > first_row)
+                        masked = masked | (first_key + TILE - 1 > first_row)
                     if masked:
-                        for n, r, c in accumulated(S):
+                        for n, r, c in acc_coordinates(S):
                             key, row = tScS[(c, r, n), 0, 0]
                             seen = (first_row + row < num_rows) & (first_key + key < num_keys)
                             if const_expr(self.causal):
                                 seen = seen & (first_key + key <= first_row + row)
                             S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
-                    start_product(mma_dkv, dV, rounded_left(mma_dkv, S), tdVrdO[None, None, None, stage], True)
-                    rDelta = of_columns(tSsDelta[(None, 0, None), 0, 0, stage])
+                    issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), tdVrdO[None, None, None, stage], True)
+                    rDelta = broadcast_over_rows(tSsDelta[(None, 0, None), 0, 0, stage])
                     warpgroup.wait_group(1)
                     score_gradients(S, S, dP, rDelta)
-                    start_product(mma_dkv, dK, rounded_left(mma_dkv, S), tdKrQ[None, None, None, stage], True)
+                    issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, S), tdKrQ[None, None, None, stage], True)
                     warpgroup.wait_group(0)
                     rows_ready.consumer_release(state)
                     for _ in range_constexpr(CONSUMERS):
                         state.advance()
 
                 # Stages are free: the first warpgroup takes all of dV, the second one all of dK
-                cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * GROUP)
-                values = const_expr(UNIT * self.dim // GROUP)
-                exchanged = cute.make_layout((4, values // 4, GROUP, 2), stride=(1, 4 * GROUP, 4, values * GROUP))
+                cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
+                values = const_expr(TILE * self.dim // WARPGROUP_THREADS)
+                exchanged = cute.make_layout(
+                    (4, values // 4, WARPGROUP_THREADS, 2),
+                    stride=(1, 4 * WARPGROUP_THREADS, 4, values * WARPGROUP_THREADS),
+                )
                 sSum = cute.make_tensor(cute.recast_ptr(sQ.iterator, dtype=Float32), exchanged)
                 other = cute.make_rmem_tensor((4, values // 4), Float32)
                 if my_group == 0:
                     cute.autovec_copy(cute.make_tensor(dK.iterator, other.layout), sSum[None, None, my_thread, 0])
                 else:
                     cute.autovec_copy(cute.make_tensor(dV.iterator, other.layout), sSum[None, None, my_thread, 1])
-                cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * GROUP)
+                cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
                 if my_group == 0:
                     cute.autovec_copy(sSum[None, None, my_thread, 1], other)
                     dV.store(dV.load() + cute.make_tensor(other.iterator, dV.layout).load())
@@ -601,13 +613,13 @@ class SelectedDKV:
                     else:
                         cute.autovec_copy(dK, thr_dkv.partition_C(mParts[segment, unit, 0, None, None]))
                 elif my_group == 0:
-                    store_rounded(mma_dkv, dV, sV[None, None, 0], my_thread, 2)
-                    if warp_index % (GROUP // LANES) == 0:
+                    store_acc_for_tma(mma_dkv, dV, sV[None, None, 0], my_thread, 2)
+                    if warp_index % (WARPGROUP_THREADS // LANES) == 0:
                         tma_store((place, kv_head, batch), 0, (tma_dv, sV, mdV))
                 else:
                     dK.store(dK.load() * scale)
-                    store_rounded(mma_dkv, dK, sK[None, None, 0], my_thread, 3)
-                    if warp_index % (GROUP // LANES) == 0:
+                    store_acc_for_tma(mma_dkv, dK, sK[None, None, 0], my_thread, 3)
+                    if warp_index % (WARPGROUP_THREADS // LANES) == 0:
                         tma_store((place, kv_head, batch), 0, (tma_dk, sK, mdK))
 
 
@@ -618,7 +630,7 @@ class AddSegments:
     """
 
     def __init__(self, dim: int, size: int) -> None:
-        self.dim, self.units = dim, size // UNIT
+        self.dim, self.units = dim, size // TILE
 
     @cute.jit
     def __call__(
@@ -626,7 +638,7 @@ class AddSegments:
         mCounts: cute.Tensor,  # int32 [3, blocks]
         mSums: cute.Tensor,
         mSegments: cute.Tensor,  # int32 [3, segments]
-        mParts: cute.Tensor,  # fp32 [segments of cut blocks, units of a block, 2, UNIT, D]
+        mParts: cute.Tensor,  # fp32 [segments of cut blocks, units of a block, 2, TILE, D]
         mdK: cute.Tensor,  # [B, N_k, H_kv, D]
         mdV: cute.Tensor,
         scale: Float32,
@@ -656,7 +668,7 @@ class AddSegments:
             first = mSums[CUT, item] - segments
             num_keys, kv_heads = mdK.shape[1], mdK.shape[2]
             batch, kv_head, block = _of_item(item, kv_heads, mdK)
-            vectors = const_expr(self.units * 2 * UNIT * self.dim // SUMMED)
+            vectors = const_expr(self.units * 2 * TILE * self.dim // SUMMED)
             rSum = cute.make_rmem_tensor(SUMMED, Float32)
             rPart = cute.make_rmem_tensor((SUMMED, BATCH), Float32)
             rOut = cute.make_rmem_tensor(SUMMED, mdK.element_type)
@@ -664,8 +676,8 @@ class AddSegments:
             end = (share + 1) * vectors // segments
             for vector in cutlass.range(share * vectors // segments + thread, end, ADD_THREADS, unroll=1):
                 column, row = vector % (self.dim // SUMMED), vector // (self.dim // SUMMED)
-                unit, which, key = row // (2 * UNIT), row // UNIT % 2, row % UNIT
-                token = block * (self.units * UNIT) + unit * UNIT + key
+                unit, which, key = row // (2 * TILE), row // TILE % 2, row % TILE
+                token = block * (self.units * TILE) + unit * TILE + key
                 if token < num_keys:  # units behind the last key have no sums
                     rSum.fill(0.0)
                     for start in cutlass.range(0, segments, BATCH, unroll=1):
@@ -745,7 +757,7 @@ def _fake_table() -> Any:
 
 
 def _fake_parts(dim: int, size: int) -> Any:
-    return fake(torch.float32, None, size // UNIT, 2, UNIT, dim)
+    return fake(torch.float32, None, size // TILE, 2, TILE, dim)
 
 
 def sizes_of(visits: int, most: int, blocks: int, part_bytes: int) -> Sizes:
@@ -778,10 +790,10 @@ def selected_backward(
         lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Not finite: the row has no keys.
         delta: fp32 `[B,H,N]`, likewise: what dP is reduced by, sum(do * o) without a gate. Ignored where lse is not
             finite.
-        lists: from block_lists.chosen_lists, with `width` UNIT and entries False: tiles of T = `lists.rows` rows.
+        lists: from block_lists.chosen_lists, with `width` TILE and entries False: tiles of T = `lists.rows` rows.
         bits: int32 `[B,S,ceil(N_k/size),words]`: bit t % 32 of word t // 32 says whether tile t chose the block. S is
             H_kv or H. Words behind the last tile are 0.
-        size: l', keys of a chosen block, a multiple of UNIT.
+        size: l', keys of a chosen block, a multiple of TILE.
         causal: row i sees keys j <= i only (documents: of the aligned buffers).
         scale: what q . k is multiplied by.
         dq, dk, dv: where to write, like q, k and v, rows aligned; None: new tensors.
@@ -793,8 +805,8 @@ def selected_backward(
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         for x, out in ((q, dq), (k, dk), (v, dv))
     )
-    if lists.width != UNIT or size % UNIT:
-        raise ValueError(f"needs lists of {UNIT} keys and whole units, got {lists.width} and {size}")
+    if lists.width != TILE or size % TILE:
+        raise ValueError(f"needs lists of {TILE} keys and whole units, got {lists.width} and {size}")
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     given = q, k, v, do, lse, delta, lists
@@ -840,8 +852,8 @@ def selected_dkv(
     """The keys' half of `selected_backward`, for at least one row and one key."""
     batch, rows, heads, dim = q.shape
     num_keys, kv_heads = k.shape[1:3]
-    tile, group, units = lists.rows, heads // kv_heads, size // UNIT
-    tiles, blocks, part = -(-rows // tile), batch * kv_heads * -(-num_keys // size), (units, 2, UNIT, dim)
+    tile, group, units = lists.rows, heads // kv_heads, size // TILE
+    tiles, blocks, part = -(-rows // tile), batch * kv_heads * -(-num_keys // size), (units, 2, TILE, dim)
     chosen = -(-lists.mask_index.shape[3] // units)  # lists have room for every block that a tile chose
     sizes = sizes_of(batch * heads * tiles * chosen, group * tiles, blocks, 4 * math.prod(part))
 

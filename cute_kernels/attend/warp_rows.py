@@ -25,38 +25,38 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.attend.combine import BATCH, CombineInputs, Row, finish_row, gates_of_quads, load_blocks
 from cute_kernels.mma.mma_sync import (
-    CHUNK,
+    MMA_K,
     QUAD,
+    acc_as_operand_a,
+    acc_mn_view,
     accumulator,
     as_vectors,
-    exponentiate,
+    exp2_and_sum,
     gather_rows,
-    hide_behind,
-    highest,
-    left_operand,
+    gemm_registers,
+    gemm_smem,
     load_block,
-    load_for_quads,
-    multiply,
-    multiply_registers,
-    numbers,
+    load_permuted,
+    make_warp_mma,
+    mask_after,
+    row_max,
     scale_row,
+    store_permuted_rows,
     vector_strides,
-    warps_mma,
-    write_quads,
 )
 from cute_kernels.mma.warp import LANES, LOG2_E, divide
 from cute_kernels.mma.wgmma import (
-    GROUP,
     MN,
     REGISTERS,
+    WARPGROUP_THREADS,
     K,
     allocate_tiles,
-    of_warpgroup,
-    read_left,
-    right_tiles,
-    start_product,
+    as_warpgroup_acc,
+    issue_mma,
+    load_operand_a,
+    smem_operand_b,
     swizzled_tiles,
-    transposed,
+    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.pool.documents import LENGTH, TILE, TOKEN, document_at
@@ -141,7 +141,7 @@ class WarpRows:
         self.blocks, self.warps, self.warpgroups = blocks, warps, warpgroups
         self.keys = blocks * size
         self.rows = 32 if self.keys == 64 and not warpgroups else 16
-        self.together = GROUP // LANES if warpgroups else 1  # warps that multiply together
+        self.together = WARPGROUP_THREADS // LANES if warpgroups else 1  # warps that multiply together
         self.columns = v_dim if warpgroups else COLUMNS
 
     def _operands(self) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ class WarpRows:
     def _mma(self, columns: int, right: Any) -> cute.TiledMma:
         if self.warpgroups:
             return warpgroup_mma(self.dtype, columns, REGISTERS, K, right)
-        return warps_mma(self.dtype, 1)
+        return make_warp_mma(self.dtype, 1)
 
     @cute.jit
     def _begin(self, mma_s: cute.TiledMma, mma_o: cute.TiledMma, *layouts: cute.ComposedLayout) -> CtaContext:
@@ -211,7 +211,7 @@ class WarpRows:
             if row < num_rows:
                 gather_rows(as_vectors(gQ), sMine, self._query(q_strides, place, row, num_rows))
             cute.arch.cp_async_commit_group()
-            self._load(load_for_quads, mV[batch, None, kv_head, None], sV, first_keys, end, thread)
+            self._load(load_permuted, mV[batch, None, kv_head, None], sV, first_keys, end, thread)
             cute.arch.cp_async_wait_group(0)
             if const_expr(self.warpgroups):
                 cute.arch.fence_view_async_shared()
@@ -221,14 +221,14 @@ class WarpRows:
             cute.arch.sync_warp()
             next_row = row + step
             later_place = self._place(gPlaces, next_row + step, num_rows)
-            acc = accumulator(warps_mma(self.dtype, 1), (self.rows, self.keys))
+            acc = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.keys))
             if const_expr(self.warpgroups):
-                rK = right_tiles(mma_s, sK)[None, None, None, 0]
+                rK = smem_operand_b(mma_s, sK)[None, None, None, 0]
                 # The warp has read its rows then
-                start_product(mma_s, of_warpgroup(acc), read_left(mma_s, sRows), rK, False)
+                issue_mma(mma_s, as_warpgroup_acc(acc), load_operand_a(mma_s, sRows), rK, False)
             else:
                 acc.fill(0.0)
-                multiply(mma_s, lane, acc, sMine, sK[None, None, 0], 0)
+                gemm_smem(mma_s, lane, acc, sMine, sK[None, None, 0], 0)
             gates, blocks = None, None
             if const_expr(rest is not None):
                 gates, blocks = self._start_rest(rest, sMine, place, row, num_rows)
@@ -241,7 +241,7 @@ class WarpRows:
 
             token, _ = divide(place, self.slots)
             seen = first_token + token - first_key  # the last key that a row sees
-            S = numbers(acc)
+            S = acc_mn_view(acc)
             self._hide(S, seen)
             lse = self._softmax(S, scale)
             if const_expr(rest is None):
@@ -250,26 +250,26 @@ class WarpRows:
             my_row = row + lane % self.rows
             _, head = divide(my_row, self.group)
             to = place * o_strides[0] + head * o_strides[1] if my_row < num_rows else Int32(-1)
-            rP = left_operand(acc, self.dtype)
+            rP = acc_as_operand_a(acc, self.dtype)
             for part in range_constexpr(self.v_dim // self.columns):
-                acc_o = accumulator(warps_mma(self.dtype, 1), (self.rows, self.columns))
+                acc_o = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.columns))
                 if const_expr(self.warpgroups):
-                    rV = right_tiles(mma_o, transposed(sV))[None, None, None, 0]
-                    start_product(mma_o, of_warpgroup(acc_o), rP, rV, False)
+                    rV = smem_operand_b(mma_o, transpose_view(sV))[None, None, None, 0]
+                    issue_mma(mma_o, as_warpgroup_acc(acc_o), rP, rV, False)
                     warpgroup.wait_group(0)
                 else:
                     acc_o.fill(0.0)
-                    sColumns = transposed(sV)[None, None, 0]
-                    multiply_registers(mma_o, lane, acc_o, rP, sColumns, part * (COLUMNS // CHUNK), True)
+                    sColumns = transpose_view(sV)[None, None, 0]
+                    gemm_registers(mma_o, lane, acc_o, rP, sColumns, part * (COLUMNS // MMA_K), True)
                 rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
                 rO.store(acc_o.load().to(self.dtype))
                 if const_expr(rest is not None):
                     vector = const_expr(part * (self.columns // VECTOR))
-                    of_all = self._finish(numbers(rO), lse, gates, blocks, rest, place, row, num_rows, vector)
+                    of_all = self._finish(acc_mn_view(rO), lse, gates, blocks, rest, place, row, num_rows, vector)
                     if const_expr(part == 0):
                         self._write_lse(gLse, of_all, place, row, num_rows)
                 piece = cute.domain_offset((0, part * (self.columns // VECTOR)), as_vectors(gO))
-                write_quads(numbers(rO), piece, to)
+                store_permuted_rows(acc_mn_view(rO), piece, to)
             row, place, next_place = next_row, next_place, later_place
 
     @cute.jit
@@ -335,22 +335,22 @@ class WarpRows:
     def _mask(self, S: cute.Tensor, seen: Int32, first: cutlass.Constexpr[int]):
         """Args: `first`: keys before it are seen by all rows."""
         lane = cute.arch.lane_idx()
-        for m in range_constexpr(self.rows // CHUNK):
+        for m in range_constexpr(self.rows // MMA_K):
             for r in range_constexpr(2):
-                last = cute.arch.shuffle_sync(seen, m * CHUNK + r * 8 + lane // QUAD)
-                hide_behind(S[None, r, m, None], last, first)
+                last = cute.arch.shuffle_sync(seen, m * MMA_K + r * 8 + lane // QUAD)
+                mask_after(S[None, r, m, None], last, first)
 
     @cute.jit
     def _softmax(self, S: cute.Tensor, scale: Float32) -> Float32:
         """S becomes P. Returns lse of row 16 m + 8 r + i in lane 4 i + 2 m + r."""
         lane = cute.arch.lane_idx()
         my_top, my_total = Float32(0.0), Float32(0.0)
-        for m in range_constexpr(self.rows // CHUNK):
+        for m in range_constexpr(self.rows // MMA_K):
             for r in range_constexpr(2):
                 rRow = S[None, r, m, None]
-                top = highest(rRow)
+                top = row_max(rRow)
                 top = Float32(0.0) if top == -Float32.inf else top * (scale * LOG2_E)
-                total = exponentiate(rRow, scale * LOG2_E, top, Float32(0.0))
+                total = exp2_and_sum(rRow, scale * LOG2_E, top, Float32(0.0))
                 total = cute.arch.warp_reduction_sum(total, threads_in_group=QUAD)
                 share = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
                 scale_row(rRow, share)
@@ -369,11 +369,11 @@ class WarpRows:
     @cute.jit
     def _start_rest(self, rest: CombineInputs, sMine: cute.Tensor, place: Int32, first_row: Int32, num_rows: Int32):
         """(., r, m): gates, while the rows are in shared memory, and the blocks of the first slots."""
-        gates = cute.make_rmem_tensor((3, 2, self.rows // CHUNK), Float32)
-        blocks = cute.make_rmem_tensor((BATCH // QUAD, 2, self.rows // CHUNK), Int32)
-        for m in range_constexpr(self.rows // CHUNK):
+        gates = cute.make_rmem_tensor((3, 2, self.rows // MMA_K), Float32)
+        blocks = cute.make_rmem_tensor((BATCH // QUAD, 2, self.rows // MMA_K), Int32)
+        for m in range_constexpr(self.rows // MMA_K):
             for r in range_constexpr(2):
-                number = m * CHUNK + r * 8 + cute.arch.lane_idx() // QUAD
+                number = m * MMA_K + r * 8 + cute.arch.lane_idx() // QUAD
                 row = self._row(place, first_row, num_rows, number)
                 blocks[None, r, m].store(load_blocks(rest, row, Int32(0)).load())
                 gates[None, r, m].store(gates_of_quads(rest, row, sMine[number, None]).load())
@@ -382,7 +382,7 @@ class WarpRows:
     @cute.jit
     def _finish(
         self,
-        rO: cute.Tensor,  # rounded, as of `numbers`
+        rO: cute.Tensor,  # rounded, as of `acc_mn_view`
         lse: Float32,
         gates: cute.Tensor,  # of `_start_rest`
         blocks: cute.Tensor,
@@ -394,9 +394,9 @@ class WarpRows:
     ) -> Float32:
         """rO becomes out. Returns the lse of o, in the same lane."""
         lane, of_all = cute.arch.lane_idx(), lse
-        for m in range_constexpr(self.rows // CHUNK):
+        for m in range_constexpr(self.rows // MMA_K):
             for r in range_constexpr(2):
-                row = self._row(place, first_row, num_rows, m * CHUNK + r * 8 + lane // QUAD)
+                row = self._row(place, first_row, num_rows, m * MMA_K + r * 8 + lane // QUAD)
                 held = cute.arch.shuffle_sync(lse, lane - lane % QUAD + 2 * m + r)
                 total = finish_row(
                     rO[None, r, m, None], held, gates[None, r, m], rest, row, first_vector, blocks[None, r, m]

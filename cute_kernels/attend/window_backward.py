@@ -39,37 +39,37 @@ from cute_kernels.attend.selected_backward import CONSUMERS, LOAD_REGISTERS, MAT
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import LANES, probability
 from cute_kernels.mma.wgmma import (
-    GROUP,
     MN,
     REGISTERS,
     SHARED,
-    UNIT,
+    TILE,
+    WARPGROUP_THREADS,
     K,
-    accumulated,
-    acquire,
+    acc_as_operand_a,
+    acc_coordinates,
     allocate_tiles,
-    left_tiles,
-    of_columns,
-    of_rows,
-    read_left,
-    right_tiles,
-    rounded_left,
-    row_statistics,
+    broadcast_over_columns,
+    broadcast_over_rows,
+    issue_mma,
+    load_operand_a,
+    load_row_stats,
+    make_tma_copies,
+    producer_acquire,
     score_gradients,
-    start_product,
-    store_rounded,
+    scores_to_probabilities,
+    smem_operand_a,
+    smem_operand_b,
+    store_acc_for_tma,
     swizzled_tiles,
-    tma_copies,
     tma_loads,
     tma_pipeline,
     tma_store,
-    to_probabilities,
-    transposed,
+    transpose_view,
     warpgroup_mma,
 )
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
-ROWS = CONSUMERS * UNIT
+ROWS = CONSUMERS * TILE
 """Rows, or keys, of a CTA."""
 
 
@@ -91,7 +91,7 @@ class WindowDQ:
 
     def __init__(self, dim: int, dtype: Any, near: bool) -> None:
         self.dim, self.dtype, self.near = dim, dtype, near
-        self.tile_bytes = UNIT * dim * dtype.width // 8
+        self.tile_bytes = TILE * dim * dtype.width // 8
 
     @cute.jit
     def __call__(
@@ -113,8 +113,8 @@ class WindowDQ:
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         self.kernel(
-            *tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
-            *tma_copies(store, self.dtype, self.dim, mdQ),
+            *make_tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
+            *make_tma_copies(store, self.dtype, self.dim, mdQ),
             mLse,
             mDelta,
             mNearLse,
@@ -125,7 +125,7 @@ class WindowDQ:
             size,
             local,
             scale,
-            warpgroup_mma(self.dtype, UNIT, REGISTERS, K, K),
+            warpgroup_mma(self.dtype, TILE, REGISTERS, K, K),
             warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
             swizzled_tiles(self.dtype, self.dim, CONSUMERS),
             swizzled_tiles(self.dtype, self.dim, STAGES),
@@ -167,40 +167,46 @@ class WindowDQ:
         thread, _, _ = cute.arch.thread_idx()
         rows, head, batch = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_block = cutlass.max(rows * ROWS - left, 0) // UNIT
-        blocks = cutlass.min(rows * ROWS + ROWS, num_rows + UNIT - 1) // UNIT - first_block
+        first_block = cutlass.max(rows * ROWS - left, 0) // TILE
+        blocks = cutlass.min(rows * ROWS + ROWS, num_rows + TILE - 1) // TILE - first_block
 
         smem = cutlass.memory.SmemAllocator()
         sQ = allocate_tiles(smem, self.dtype, row_layout)
         sdO = allocate_tiles(smem, self.dtype, row_layout)
         sK = allocate_tiles(smem, self.dtype, key_layout)
         sV = allocate_tiles(smem, self.dtype, key_layout)
-        consumer_warps = CONSUMERS * GROUP // LANES
+        consumer_warps = CONSUMERS * WARPGROUP_THREADS // LANES
         rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
         keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
 
-        if warp_index < GROUP // LANES:
+        if warp_index < WARPGROUP_THREADS // LANES:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp_index == 0:
                 load_rows = tma_loads((tma_q, sQ, mQ), (tma_do, sdO, mdO))
                 load_keys = tma_loads((tma_k, sK, mK), (tma_v, sV, mV))
-                barrier = acquire(rows_ready, pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1))
+                barrier = producer_acquire(
+                    rows_ready, pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+                )
                 for i in range_constexpr(CONSUMERS):
                     load_rows((rows * CONSUMERS + i, head, batch), i, barrier)
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
                 kv_head = head // group
                 for i in cutlass.range(blocks, unroll=1):
-                    load_keys((first_block + i, kv_head, batch), state.index, acquire(keys_ready, state))
+                    load_keys((first_block + i, kv_head, batch), state.index, producer_acquire(keys_ready, state))
                     state.advance()
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            my_group = warp_index // (GROUP // LANES) - 1
-            my_thread = thread % GROUP
-            first_row = (rows * CONSUMERS + my_group) * UNIT
+            my_group = warp_index // (WARPGROUP_THREADS // LANES) - 1
+            my_thread = thread % WARPGROUP_THREADS
+            first_row = (rows * CONSUMERS + my_group) * TILE
             first_near = (first_row // size - local + 1) * size  # may be below 0
-            tScS = mma_s.get_slice(my_thread).partition_C(cute.make_identity_tensor((UNIT, UNIT)))
-            tSrK, tdPrV, tdQrK = right_tiles(mma_s, sK), right_tiles(mma_s, sV), right_tiles(mma_dq, transposed(sK))
-            dQ = accumulator(mma_dq, (UNIT, self.dim))
+            tScS = mma_s.get_slice(my_thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
+            tSrK, tdPrV, tdQrK = (
+                smem_operand_b(mma_s, sK),
+                smem_operand_b(mma_s, sV),
+                smem_operand_b(mma_dq, transpose_view(sK)),
+            )
+            dQ = accumulator(mma_dq, (TILE, self.dim))
             dQ.fill(0.0)
 
             # Of the two rows of this thread, and of two branches; P = exp2(-inf) = 0 where there is no lse
@@ -210,49 +216,49 @@ class WindowDQ:
                 row = first_row + tScS[(0, r, 0), 0, 0][0]
                 for b in range_constexpr(1 + self.near):
                     lse, delta = branches[b]
-                    rLse[r, b], rDelta[r, b] = row_statistics(
+                    rLse[r, b], rDelta[r, b] = load_row_stats(
                         lse[batch, head, None], delta[batch, head, None], row, num_rows
                     )
 
             ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             rows_ready.consumer_wait(ready)
-            tSrQ, tdPrdO = (read_left(mma_s, rows[None, None, my_group]) for rows in (sQ, sdO))
+            tSrQ, tdPrdO = (load_operand_a(mma_s, rows[None, None, my_group]) for rows in (sQ, sdO))
 
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
             for i in cutlass.range(blocks, unroll=1):
-                S, dP = accumulator(mma_s, (UNIT, UNIT)), accumulator(mma_s, (UNIT, UNIT))
-                first_key, stage = (first_block + i) * UNIT, state.index
+                S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
+                first_key, stage = (first_block + i) * TILE, state.index
                 keys_ready.consumer_wait(state)
-                if (first_key <= first_row) & (first_key + UNIT > first_row - left):
-                    start_product(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
-                    start_product(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
+                if (first_key <= first_row) & (first_key + TILE > first_row - left):
+                    issue_mma(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
+                    issue_mma(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
                     warpgroup.wait_group(1)
-                    if (first_key == first_row) | (first_key < first_row + UNIT - 1 - left):
-                        for n, r, c in accumulated(S):
+                    if (first_key == first_row) | (first_key < first_row + TILE - 1 - left):
+                        for n, r, c in acc_coordinates(S):
                             row, key = tScS[(c, r, n), 0, 0]
                             S[(c, r, n), 0, 0] = _seen(S[(c, r, n), 0, 0], first_row + row - (first_key + key), left)
                     near = Int32(0)
                     if const_expr(self.near):
                         near = Int32(1) if first_key >= first_near else Int32(0)
                     if near == 0:
-                        to_probabilities(S, scale, of_rows(rLse[None, 0]))
+                        scores_to_probabilities(S, scale, broadcast_over_columns(rLse[None, 0]))
                         warpgroup.wait_group(0)
-                        score_gradients(S, S, dP, of_rows(rDelta[None, 0]))
+                        score_gradients(S, S, dP, broadcast_over_columns(rDelta[None, 0]))
                     else:
                         warpgroup.wait_group(0)
-                        for n, r, c in accumulated(S):
+                        for n, r, c in acc_coordinates(S):
                             _, S[(c, r, n), 0, 0] = _both(
                                 S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0], scale, rLse[r, None], rDelta[r, None]
                             )
-                    start_product(mma_dq, dQ, rounded_left(mma_dq, S), tdQrK[None, None, None, stage], True)
+                    issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), tdQrK[None, None, None, stage], True)
                     warpgroup.wait_group(0)
                 keys_ready.consumer_release(state)
                 state.advance()
 
             # dQ takes Q's place
             dQ.store(dQ.load() * scale)
-            store_rounded(mma_dq, dQ, sQ[None, None, my_group], my_thread, 1 + my_group)
-            if warp_index % (GROUP // LANES) == 0:
+            store_acc_for_tma(mma_dq, dQ, sQ[None, None, my_group], my_thread, 1 + my_group)
+            if warp_index % (WARPGROUP_THREADS // LANES) == 0:
                 tma_store((rows * CONSUMERS + my_group, head, batch), my_group, (tma_dq, sQ, mdQ))
 
 
@@ -261,7 +267,7 @@ class WindowDKV:
 
     def __init__(self, dim: int, dtype: Any, near: bool) -> None:
         self.dim, self.dtype, self.near = dim, dtype, near
-        self.tile_bytes = UNIT * dim * dtype.width // 8
+        self.tile_bytes = TILE * dim * dtype.width // 8
 
     @cute.jit
     def __call__(
@@ -284,8 +290,8 @@ class WindowDKV:
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         self.kernel(
-            *tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
-            *tma_copies(store, self.dtype, self.dim, mdK, mdV),
+            *make_tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
+            *make_tma_copies(store, self.dtype, self.dim, mdK, mdV),
             mLse,
             mDelta,
             mNearLse,
@@ -296,7 +302,7 @@ class WindowDKV:
             size,
             local,
             scale,
-            warpgroup_mma(self.dtype, UNIT, SHARED, K, K),
+            warpgroup_mma(self.dtype, TILE, SHARED, K, K),
             warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
             swizzled_tiles(self.dtype, self.dim, CONSUMERS),
             swizzled_tiles(self.dtype, self.dim, STAGES),
@@ -343,7 +349,7 @@ class WindowDKV:
         branches = ((mLse, mDelta), (mNearLse, mNearDelta))
         # Tiles of rows that see the keys, the same of each head
         first_tile = keys * CONSUMERS
-        last_tile = cutlass.min(keys * ROWS + ROWS - 1 + left, num_rows - 1) // UNIT + 1
+        last_tile = cutlass.min(keys * ROWS + ROWS - 1 + left, num_rows - 1) // TILE + 1
 
         smem = cutlass.memory.SmemAllocator()
         sK = allocate_tiles(smem, self.dtype, key_layout)
@@ -351,34 +357,36 @@ class WindowDKV:
         sQ = allocate_tiles(smem, self.dtype, row_layout)
         sdO = allocate_tiles(smem, self.dtype, row_layout)
         # Of each row, for both branches
-        statistics = cute.make_layout((UNIT, 2, STAGES))
+        statistics = cute.make_layout((TILE, 2, STAGES))
         sLse, sDelta = (smem.allocate_tensor(Float32, statistics, 16) for _ in range(2))
-        consumer_warps = CONSUMERS * GROUP // LANES
+        consumer_warps = CONSUMERS * WARPGROUP_THREADS // LANES
         keys_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
-        # A stage is full when TMA and UNIT threads have written
-        rows_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes, writers=UNIT)
-        if warp_index < GROUP // LANES:
+        # A stage is full when TMA and TILE threads have written
+        rows_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes, writers=TILE)
+        if warp_index < WARPGROUP_THREADS // LANES:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
             if warp_index == 0:
                 load_rows = tma_loads((tma_q, sQ, mQ), (tma_do, sdO, mdO))
                 load_keys = tma_loads((tma_k, sK, mK), (tma_v, sV, mV))
-                barrier = acquire(keys_ready, pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1))
+                barrier = producer_acquire(
+                    keys_ready, pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+                )
                 for i in range_constexpr(CONSUMERS):
                     load_keys((keys * CONSUMERS + i, kv_head, batch), i, barrier)
                 for head in cutlass.range(kv_head * group, (kv_head + 1) * group, unroll=1):
                     for tile in cutlass.range(first_tile, last_tile, unroll=1):
-                        load_rows((tile, head, batch), state.index, acquire(rows_ready, state))
+                        load_rows((tile, head, batch), state.index, producer_acquire(rows_ready, state))
                         state.advance()
-            elif warp_index <= UNIT // LANES:
+            elif warp_index <= TILE // LANES:
                 row = thread - LANES  # of a tile
                 rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
                 for head in cutlass.range(kv_head * group, (kv_head + 1) * group, unroll=1):
                     for tile in cutlass.range(first_tile, last_tile, unroll=1):
                         for b in range_constexpr(1 + self.near):
                             lse, delta = branches[b]
-                            rLse[b], rDelta[b] = row_statistics(
-                                lse[batch, head, None], delta[batch, head, None], tile * UNIT + row, num_rows
+                            rLse[b], rDelta[b] = load_row_stats(
+                                lse[batch, head, None], delta[batch, head, None], tile * TILE + row, num_rows
                             )
                         stage = state.index
                         rows_ready.sync_object_empty.wait(stage, state.phase)
@@ -388,23 +396,23 @@ class WindowDKV:
                         state.advance()
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            my_group = warp_index // (GROUP // LANES) - 1
-            my_thread = thread % GROUP
+            my_group = warp_index // (WARPGROUP_THREADS // LANES) - 1
+            my_thread = thread % WARPGROUP_THREADS
             place = keys * CONSUMERS + my_group
-            first_key = place * UNIT
+            first_key = place * TILE
             thr_s = mma_s.get_slice(my_thread)
-            tScS = thr_s.partition_C(cute.make_identity_tensor((UNIT, UNIT)))  # (key, row)
-            tSrK, tdPrV = (left_tiles(mma_s, tiles)[None, None, None, my_group] for tiles in (sK, sV))
-            tSrQ, tdPrdO = right_tiles(mma_s, sQ), right_tiles(mma_s, sdO)
-            tdKrQ, tdVrdO = right_tiles(mma_dkv, transposed(sQ)), right_tiles(mma_dkv, transposed(sdO))
-            dK, dV = accumulator(mma_dkv, (UNIT, self.dim)), accumulator(mma_dkv, (UNIT, self.dim))
+            tScS = thr_s.partition_C(cute.make_identity_tensor((TILE, TILE)))  # (key, row)
+            tSrK, tdPrV = (smem_operand_a(mma_s, tiles)[None, None, None, my_group] for tiles in (sK, sV))
+            tSrQ, tdPrdO = smem_operand_b(mma_s, sQ), smem_operand_b(mma_s, sdO)
+            tdKrQ, tdVrdO = smem_operand_b(mma_dkv, transpose_view(sQ)), smem_operand_b(mma_dkv, transpose_view(sdO))
+            dK, dV = accumulator(mma_dkv, (TILE, self.dim)), accumulator(mma_dkv, (TILE, self.dim))
             dK.fill(0.0)
             dV.fill(0.0)
 
             # ((c, r, n), 0, 0, stage) of each branch: every key has the rows' numbers
-            every_key = cute.make_layout((UNIT, UNIT, STAGES), stride=(0, 1, 2 * UNIT))
+            every_key = cute.make_layout((TILE, TILE, STAGES), stride=(0, 1, 2 * TILE))
             tSsLse, tSsDelta = (
-                [thr_s.partition_C(cute.make_tensor(x.iterator + b * UNIT, every_key)) for b in range(2)]
+                [thr_s.partition_C(cute.make_tensor(x.iterator + b * TILE, every_key)) for b in range(2)]
                 for x in (sLse, sDelta)
             )
 
@@ -413,15 +421,15 @@ class WindowDKV:
             end_near = (first_key // size + local) * size  # of the rows to which the keys are near
             for _ in cutlass.range(group, unroll=1):
                 for tile in cutlass.range(first_tile, last_tile, unroll=1):
-                    S, dP = accumulator(mma_s, (UNIT, UNIT)), accumulator(mma_s, (UNIT, UNIT))
-                    first_row, stage = tile * UNIT, state.index
+                    S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
+                    first_row, stage = tile * TILE, state.index
                     rows_ready.consumer_wait(state)
-                    if (first_row >= first_key) & (first_row - left < first_key + UNIT):
-                        start_product(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
-                        start_product(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
+                    if (first_row >= first_key) & (first_row - left < first_key + TILE):
+                        issue_mma(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
+                        issue_mma(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
                         warpgroup.wait_group(1)
-                        if (first_key == first_row) | (first_key < first_row + UNIT - 1 - left):
-                            for n, r, c in accumulated(S):
+                        if (first_key == first_row) | (first_key < first_row + TILE - 1 - left):
+                            for n, r, c in acc_coordinates(S):
                                 key, row = tScS[(c, r, n), 0, 0]
                                 S[(c, r, n), 0, 0] = _seen(
                                     S[(c, r, n), 0, 0], first_row + row - (first_key + key), left
@@ -431,31 +439,31 @@ class WindowDKV:
                             near = Int32(1) if first_row < end_near else Int32(0)
                         # S becomes P, dP becomes dS
                         if near == 0:
-                            rLse = of_columns(tSsLse[0][(None, 0, None), 0, 0, stage])
-                            to_probabilities(S, scale, rLse)
-                            rDelta = of_columns(tSsDelta[0][(None, 0, None), 0, 0, stage])
+                            rLse = broadcast_over_rows(tSsLse[0][(None, 0, None), 0, 0, stage])
+                            scores_to_probabilities(S, scale, rLse)
+                            rDelta = broadcast_over_rows(tSsDelta[0][(None, 0, None), 0, 0, stage])
                             warpgroup.wait_group(0)
                             score_gradients(dP, S, dP, rDelta)
                         else:
                             warpgroup.wait_group(0)
-                            for n, r, c in accumulated(S):
+                            for n, r, c in acc_coordinates(S):
                                 lse, delta = (
                                     [x[b][(c, 0, n), 0, 0, stage] for b in range(2)] for x in (tSsLse, tSsDelta)
                                 )
                                 S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0] = _both(
                                     S[(c, r, n), 0, 0], dP[(c, r, n), 0, 0], scale, lse, delta
                                 )
-                        start_product(mma_dkv, dV, rounded_left(mma_dkv, S), tdVrdO[None, None, None, stage], True)
-                        start_product(mma_dkv, dK, rounded_left(mma_dkv, dP), tdKrQ[None, None, None, stage], True)
+                        issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), tdVrdO[None, None, None, stage], True)
+                        issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, dP), tdKrQ[None, None, None, stage], True)
                         warpgroup.wait_group(0)
                     rows_ready.consumer_release(state)
                     state.advance()
 
             # Each takes the place of its own keys and values, which no one reads any more
             dK.store(dK.load() * scale)
-            store_rounded(mma_dkv, dK, sK[None, None, my_group], my_thread, 1 + my_group)
-            store_rounded(mma_dkv, dV, sV[None, None, my_group], my_thread, 1 + my_group)
-            if warp_index % (GROUP // LANES) == 0:
+            store_acc_for_tma(mma_dkv, dK, sK[None, None, my_group], my_thread, 1 + my_group)
+            store_acc_for_tma(mma_dkv, dV, sV[None, None, my_group], my_thread, 1 + my_group)
+            if warp_index % (WARPGROUP_THREADS // LANES) == 0:
                 tma_store((place, kv_head, batch), my_group, (tma_dk, sK, mdK), (tma_dv, sV, mdV))
 
 
@@ -467,7 +475,7 @@ class LocalSelected(NamedTuple):
     delta: Tensor
     """Likewise."""
     size: int
-    """l', a multiple of UNIT."""
+    """l', a multiple of TILE."""
     local: int
 
 
@@ -526,13 +534,13 @@ def window_backward(
         into: dq, dk and dv, like q, k and v, to write.
         near: add the gradients of this branch's attention to keys inside the window.
     """
-    if near is not None and (near.size % UNIT or not 0 < min(near.local * near.size, q.shape[1]) <= left + 1):
-        raise ValueError(f"near blocks must be multiples of {UNIT} keys and lie in the window, got {near[2:]}, {left=}")
+    if near is not None and (near.size % TILE or not 0 < min(near.local * near.size, q.shape[1]) <= left + 1):
+        raise ValueError(f"near blocks must be multiples of {TILE} keys and lie in the window, got {near[2:]}, {left=}")
     dq, dk, dv = into
     if q.numel() == 0:
         return
     statistics = lse, delta, *((None, None) if near is None else near[:2])
-    sizes = left, *((UNIT, 0) if near is None else near[2:]), scale
+    sizes = left, *((TILE, 0) if near is None else near[2:]), scale
     how = q.shape[-1], q.dtype, near is not None
     _dq(*how).run(q, do, k, v, *statistics, dq, *sizes)
     _dkv(*how).run(q, do, k, v, *statistics, dk, dv, *sizes)

@@ -21,33 +21,33 @@ from cute_kernels.runtime.jit import VECTOR
 QUAD = 4
 """Lanes that hold a row of an accumulator."""
 
-ALIGNMENT = 128
+SMEM_ALIGNMENT = 128
 """Of tiles in shared memory, in bytes."""
 
-CHUNK = 16
+MMA_K = 16
 """Columns that one mma.sync multiplies, and its rows."""
 
 
-def tiles(dtype: Any, rows: int, dim: int, count: int) -> Any:
+def smem_tiles(dtype: Any, rows: int, dim: int, count: int) -> Any:
     """Layout of `count` tiles of rows x dim in 16 bits, for cp.async and ldmatrix without bank conflicts."""
     atom = cute.make_composed_layout(cute.make_swizzle(3, 3, 3), 0, cute.make_ordered_layout((8, 64), order=(1, 0)))
     return cute.tile_to_shape(atom, (rows, dim, count), (0, 1, 2))
 
 
-def transposed(tile: cute.Tensor) -> cute.Tensor:
+def transpose_view(tile: cute.Tensor) -> cute.Tensor:
     """A tile of rows x columns as columns x rows."""
     rows, columns = (cute.size(tile, mode=[i]) for i in range(2))
     return cute.composition(tile, cute.make_ordered_layout((columns, rows), order=(1, 0)))
 
 
-def warps_mma(dtype: Any, warps: int) -> cute.TiledMma:
+def make_warp_mma(dtype: Any, warps: int) -> cute.TiledMma:
     """Products of 16-bit operands in fp32, each warp 16 rows of 16 * warps."""
-    op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, CHUNK))
-    return cute.make_tiled_mma(op, (warps, 1, 1), permutation_mnk=(CHUNK * warps, CHUNK, CHUNK))
+    op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, MMA_K))
+    return cute.make_tiled_mma(op, (warps, 1, 1), permutation_mnk=(MMA_K * warps, MMA_K, MMA_K))
 
 
 @cute.jit
-def multiply(
+def gemm_smem(
     mma: cute.TiledMma,
     thread: Int32,
     acc: cute.Tensor,
@@ -59,10 +59,10 @@ def multiply(
 ):
     """acc += left right^T, both from shared memory."""
     one = mma.get_slice(thread)
-    copy_left = _copy(mma, left.element_type, thread, "A", left_transposed)
+    copy_left = _ldmatrix_copy(mma, left.element_type, thread, "A", left_transposed)
     rLeft = one.make_fragment_A(one.partition_A(left))
     from_left, to_left = copy_left.partition_S(left), copy_left.retile(rLeft)
-    from_right, rRight, to_right, copy_right = _right(mma, thread, acc, right, right_transposed)
+    from_right, rRight, to_right, copy_right = _operand_b(mma, thread, acc, right, right_transposed)
     for k in range_constexpr(cute.size(rLeft, mode=[2])):
         cute.copy(copy_left, from_left[None, None, k], to_left[None, None, k])
         for i in range_constexpr(cute.size(to_right, mode=[1])):
@@ -71,35 +71,35 @@ def multiply(
 
 
 @cute.jit
-def multiply_registers(
+def gemm_registers(
     mma: cute.TiledMma,
     thread: Int32,
     acc: cute.Tensor,
-    rLeft: cute.Tensor,  # as of `left_operand`
+    rLeft: cute.Tensor,  # as of `acc_as_operand_a`
     right: cute.Tensor,  # columns x k
     first: Int32,
     right_transposed: cutlass.Constexpr[bool] = False,
 ):
     """acc += left right^T, the right one from shared memory."""
-    from_right, rRight, to_right, copy_right = _right(mma, thread, acc, right, right_transposed)
+    from_right, rRight, to_right, copy_right = _operand_b(mma, thread, acc, right, right_transposed)
     for k in range_constexpr(cute.size(rLeft, mode=[2])):
         for i in range_constexpr(cute.size(to_right, mode=[1])):
             cute.copy(copy_right, from_right[None, first + i, k], to_right[None, i, k])
         cute.gemm(mma, acc, rLeft[None, None, k], rRight[None, None, k], acc)
 
 
-def _right(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, right: cute.Tensor, is_transposed: bool) -> Any:
+def _operand_b(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, right: cute.Tensor, is_transposed: bool) -> Any:
     """Where a right operand comes from, for all of its columns, and goes to, for those of acc; and how.
 
     The whole operand is partitioned: for a part that begins inside of a swizzled row, addresses come out wrong.
     """
-    copy = _copy(mma, right.element_type, thread, "B", is_transposed)
+    copy = _ldmatrix_copy(mma, right.element_type, thread, "B", is_transposed)
     columns = cute.size(acc, mode=[2]) * 8
     fragment = mma.make_fragment_B(mma.partition_shape_B((columns, cute.size(right, mode=[1]))))
     return copy.partition_S(right), fragment, copy.retile(fragment), copy
 
 
-def _copy(mma: cute.TiledMma, dtype: Any, thread: Int32, operand: str, is_transposed: bool) -> Any:
+def _ldmatrix_copy(mma: cute.TiledMma, dtype: Any, thread: Int32, operand: str, is_transposed: bool) -> Any:
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=is_transposed, num_matrices=4), dtype)
     make = cute.make_tiled_copy_A if operand == "A" else cute.make_tiled_copy_B
     return make(atom, mma).get_slice(thread)
@@ -110,13 +110,13 @@ def accumulator(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
     return cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(shape), Float32)
 
 
-def numbers(acc: cute.Tensor) -> cute.Tensor:
+def acc_mn_view(acc: cute.Tensor) -> cute.Tensor:
     """A thread's numbers as (c, r, m, n): columns 2 j + c of the n-th 8, rows i + 8 r of the m-th 16 of its warp."""
     rows, columns = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
     return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, rows, columns)))
 
 
-def left_operand(acc: cute.Tensor, dtype: Any) -> cute.Tensor:
+def acc_as_operand_a(acc: cute.Tensor, dtype: Any) -> cute.Tensor:
     """An accumulator, rounded, as the left operand of the next product: its columns are k there."""
     rounded = cute.make_rmem_tensor_like(acc, dtype)
     rounded.store(acc.load().to(dtype))
@@ -125,11 +125,11 @@ def left_operand(acc: cute.Tensor, dtype: Any) -> cute.Tensor:
     return cute.make_tensor(rounded.iterator, layout)
 
 
-# Rows of an accumulator, (c, n) of `numbers`: what a row's quad does with it
+# Rows of an accumulator, (c, n) of `acc_mn_view`: what a row's quad does with it
 
 
 @cute.jit
-def hide_behind(rRow: cute.Tensor, last: Int32, first: cutlass.Constexpr[int] = 0):
+def mask_after(rRow: cute.Tensor, last: Int32, first: cutlass.Constexpr[int] = 0):
     """Columns behind `last` become -inf. Args: `first`: columns before it are left as they are."""
     lane = cute.arch.lane_idx()
     for n in range_constexpr(first // 8, cute.size(rRow, mode=[1])):
@@ -138,7 +138,7 @@ def hide_behind(rRow: cute.Tensor, last: Int32, first: cutlass.Constexpr[int] = 
 
 
 @cute.jit
-def highest(rRow: cute.Tensor) -> Float32:
+def row_max(rRow: cute.Tensor) -> Float32:
     """Of the whole row, in all lanes of its quad."""
     top = -Float32.inf
     for n in range_constexpr(cute.size(rRow, mode=[1])):
@@ -148,7 +148,7 @@ def highest(rRow: cute.Tensor) -> Float32:
 
 
 @cute.jit
-def exponentiate(rRow: cute.Tensor, scale: Float32, base: Float32, total: Float32) -> Float32:
+def exp2_and_sum(rRow: cute.Tensor, scale: Float32, base: Float32, total: Float32) -> Float32:
     """x becomes 2^(scale x - base). Returns `total` plus the lane's new numbers, in their order."""
     for n in range_constexpr(cute.size(rRow, mode=[1])):
         for c in range_constexpr(2):
@@ -165,8 +165,8 @@ def scale_row(rRow: cute.Tensor, factor: Float32):
 
 
 @cute.jit
-def store(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, tile: cute.Tensor, first: Int32):
-    """An accumulator, rounded, into shared memory, from CHUNK `first` of the tile's columns on."""
+def store_acc(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, tile: cute.Tensor, first: Int32):
+    """An accumulator, rounded, into shared memory, from MMA_K `first` of the tile's columns on."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
     rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
@@ -177,7 +177,7 @@ def store(mma: cute.TiledMma, thread: Int32, acc: cute.Tensor, tile: cute.Tensor
 
 
 @cute.jit
-def quad_vectors(rPieces: cute.Tensor, lane: Int32):
+def transpose_quad(rPieces: cute.Tensor, lane: Int32):
     """Transpose four pieces of a row among the four lanes of a quad, in place.
 
     Args:
@@ -280,7 +280,7 @@ def gather_tile(
 
 
 @cute.jit
-def load_for_quads(
+def load_permuted(
     mX: cute.Tensor,  # [N, dim]
     sX: cute.Tensor,  # [rows, dim]
     first: Int32,
@@ -288,7 +288,7 @@ def load_for_quads(
     thread: Int32,
     threads: cutlass.Constexpr[int],
 ):
-    """As `load_block`, but waiting for the rows, and with columns in another order, for `write_quads`.
+    """As `load_block`, but waiting for the rows, and with columns in another order, for `store_permuted_rows`.
 
     Of 32 columns, pair i of the j-th 8 goes to place 4 i + j of the pairs. What lane j of a quad then has of four
     pieces of a product, a pair of each, are the j-th 8 columns.
@@ -308,12 +308,12 @@ def load_for_quads(
 
 
 @cute.jit
-def write_quads(
-    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
+def store_permuted_rows(
+    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `acc_mn_view`
     mX: cute.Tensor,  # as of `as_vectors`
     start: Int32,  # in lane i, the first vector of row i; negative: it is not written
 ):
-    """Rows of an accumulator whose columns are in the order of `load_for_quads`, each by its quad.
+    """Rows of an accumulator whose columns are in the order of `load_permuted`, each by its quad.
 
     They leave L2 first.
     """
@@ -323,7 +323,7 @@ def write_quads(
     rPieces = cute.make_rmem_tensor(QUAD, Int32)
     for m in range_constexpr(rows):
         for r in range_constexpr(2):
-            place = cute.arch.shuffle_sync(start, m * CHUNK + r * 8 + lane // QUAD)
+            place = cute.arch.shuffle_sync(start, m * MMA_K + r * 8 + lane // QUAD)
             if place >= 0:
                 row = cute.domain_offset((0, Int64(place + lane % QUAD)), mX)
                 for first in range_constexpr(0, pieces, QUAD):
@@ -333,8 +333,8 @@ def write_quads(
 
 
 @cute.jit
-def write_whole_rows(
-    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `numbers`
+def store_rows(
+    rRounded: cute.Tensor,  # (c, r, m, n) in 16 bits, as of `acc_mn_view`
     mX: cute.Tensor,  # as of `as_vectors`
     start: Int32,  # in lane i, the first vector of row i; negative: it is not written
 ):
@@ -348,11 +348,11 @@ def write_whole_rows(
     rPieces = cute.make_rmem_tensor((QUAD, pieces // QUAD), Int32)
     for m in range_constexpr(rows):
         for r in range_constexpr(2):
-            place = cute.arch.shuffle_sync(start, m * CHUNK + r * 8 + lane // QUAD)
+            place = cute.arch.shuffle_sync(start, m * MMA_K + r * 8 + lane // QUAD)
             for first in range_constexpr(0, pieces, QUAD):
                 for i in range_constexpr(QUAD):
                     rPieces[i, first // QUAD] = pairs[0, r, m, first + i]
-                quad_vectors(rPieces[None, first // QUAD], lane)
+                transpose_quad(rPieces[None, first // QUAD], lane)
             row = cute.domain_offset((0, Int64(place + lane % QUAD)), mX)
             if place >= 0:
                 for i in range_constexpr(pieces // QUAD):

@@ -17,20 +17,20 @@ from cutlass.utils import hopper_helpers
 
 from cute_kernels.mma.warp import LOG2_E, probability
 
-UNIT = 64
+TILE = 64
 """Rows that a warpgroup multiplies, and of a tile."""
 
-GROUP = 128
+WARPGROUP_THREADS = 128
 """Threads of a warpgroup."""
 
-ALIGNMENT = 1024
+SMEM_ALIGNMENT = 1024
 """Of tiles in shared memory, in bytes."""
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 REGISTERS, SHARED = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
 
 
-def swizzled_tiles(dtype: Any, dim: int, count: int, rows: int = UNIT) -> Any:
+def swizzled_tiles(dtype: Any, dim: int, count: int, rows: int = TILE) -> Any:
     """Layout of `count` tiles of rows x dim, as TMA writes and WGMMA reads them (also transposed)."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     return cute.tile_to_shape(atom, (rows, dim, count), (0, 1, 2))
@@ -38,59 +38,59 @@ def swizzled_tiles(dtype: Any, dim: int, count: int, rows: int = UNIT) -> Any:
 
 def allocate_tiles(smem: Any, dtype: Any, layout: Any) -> cute.Tensor:
     """Shared memory for tiles laid out by `swizzled_tiles`."""
-    return smem.allocate_tensor(dtype, layout.outer, ALIGNMENT, swizzle=layout.inner)
+    return smem.allocate_tensor(dtype, layout.outer, SMEM_ALIGNMENT, swizzle=layout.inner)
 
 
-def transposed(tiles: cute.Tensor) -> cute.Tensor:
+def transpose_view(tiles: cute.Tensor) -> cute.Tensor:
     """Tiles of rows x columns as columns x rows."""
     rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
     return cute.composition(tiles, cute.make_ordered_layout((columns, rows, count), order=(1, 0, 2)))
 
 
 def warpgroup_mma(dtype: Any, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
-    """UNIT x `columns` by one warpgroup. Args: where the left operand lies; major modes of both."""
-    return hopper_helpers.make_trivial_tiled_mma(dtype, dtype, left, right, Float32, (1, 1, 1), (UNIT, columns), source)
+    """TILE x `columns` by one warpgroup. Args: where the left operand lies; major modes of both."""
+    return hopper_helpers.make_trivial_tiled_mma(dtype, dtype, left, right, Float32, (1, 1, 1), (TILE, columns), source)
 
 
-def of_warpgroup(acc: cute.Tensor) -> cute.Tensor:
-    """A warp's accumulator of 16 rows (warp_tiles.accumulator) as a part of a warpgroup's of UNIT rows."""
+def as_warpgroup_acc(acc: cute.Tensor) -> cute.Tensor:
+    """A warp's accumulator of 16 rows (warp_tiles.accumulator) as a part of a warpgroup's of TILE rows."""
     return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, cute.size(acc, mode=[2])), 1, 1)))
 
 
-def left_tiles(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
-    """Tiles of UNIT rows as left operands from SHARED, the last mode the tile."""
+def smem_operand_a(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
+    """Tiles of TILE rows as left operands from SHARED, the last mode the tile."""
     one = mma.get_slice(0)
     return one.make_fragment_A(one.partition_A(tiles))
 
 
-def right_tiles(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
+def smem_operand_b(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
     """Tiles of columns x k in shared memory as right operands, likewise."""
     one = mma.get_slice(0)
     return one.make_fragment_B(one.partition_B(tiles))
 
 
 @cute.jit
-def read_left(mma: cute.TiledMma, rows: cute.Tensor) -> cute.Tensor:
-    """UNIT rows of shared memory in registers, as a left operand from REGISTERS; a warp reads its own 16 alone."""
+def load_operand_a(mma: cute.TiledMma, rows: cute.Tensor) -> cute.Tensor:
+    """TILE rows of shared memory in registers, as a left operand from REGISTERS; a warp reads its own 16 alone."""
     thread, _, _ = cute.arch.thread_idx()
-    one = mma.get_slice(thread % GROUP)
+    one = mma.get_slice(thread % WARPGROUP_THREADS)
     load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), rows.element_type)
-    copy = cute.make_tiled_copy_A(load, mma).get_slice(thread % GROUP)
-    left = one.make_fragment_A(one.partition_shape_A((UNIT, cute.size(rows, mode=[1]))))
+    copy = cute.make_tiled_copy_A(load, mma).get_slice(thread % WARPGROUP_THREADS)
+    left = one.make_fragment_A(one.partition_shape_A((TILE, cute.size(rows, mode=[1]))))
     cute.copy(copy, copy.partition_S(rows), copy.retile(left))
     return left
 
 
-def rounded_left(mma: cute.TiledMma, acc: cute.Tensor) -> cute.Tensor:
-    """An accumulator of UNIT columns, rounded, as a left operand from REGISTERS: its columns are k there."""
+def acc_as_operand_a(mma: cute.TiledMma, acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator of TILE columns, rounded, as a left operand from REGISTERS: its columns are k there."""
     one = mma.get_slice(0)
-    left = one.make_fragment_A(one.partition_shape_A((UNIT, UNIT)))
+    left = one.make_fragment_A(one.partition_shape_A((TILE, TILE)))
     left.store(cute.make_tensor(acc.iterator, left.layout).load().to(left.element_type))
     return left
 
 
 @cute.jit
-def start_product(
+def issue_mma(
     mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, add: cutlass.Constexpr[bool]
 ):
     """Start acc = left right, or acc += left right, as one group."""
@@ -103,36 +103,36 @@ def start_product(
     warpgroup.commit_group()
 
 
-def accumulated(acc: cute.Tensor) -> list[tuple[int, int, int]]:
+def acc_coordinates(acc: cute.Tensor) -> list[tuple[int, int, int]]:
     """Where a thread's values lie, ((c, r, n), 0, 0): n-th 8 columns, r-th of its 2 rows, c-th of its 2 columns."""
     columns, rows, eighths = acc.shape[0]
     return [(n, r, c) for n in range(eighths) for r in range(rows) for c in range(columns)]
 
 
-def of_rows(values: cute.Tensor) -> cute.Tensor:
-    """Values of a thread's rows, (r), as (c, r, n) of `accumulated`."""
-    return cute.make_tensor(values.iterator, cute.make_layout((2, 2, UNIT // 8), stride=(0, 1, 0)))
+def broadcast_over_columns(values: cute.Tensor) -> cute.Tensor:
+    """Values of a thread's rows, (r), as (c, r, n) of `acc_coordinates`."""
+    return cute.make_tensor(values.iterator, cute.make_layout((2, 2, TILE // 8), stride=(0, 1, 0)))
 
 
 @cute.jit
-def of_columns(shared: cute.Tensor) -> cute.Tensor:
+def broadcast_over_rows(shared: cute.Tensor) -> cute.Tensor:
     """Values of a thread's columns, (c, n), likewise, in registers."""
     values = cute.make_rmem_tensor_like(shared)
     cute.autovec_copy(shared, values)
-    return cute.make_tensor(values.iterator, cute.make_layout((2, 2, UNIT // 8), stride=(1, 0, 2)))
+    return cute.make_tensor(values.iterator, cute.make_layout((2, 2, TILE // 8), stride=(1, 0, 2)))
 
 
 @cute.jit
-def to_probabilities(S: cute.Tensor, scale: Float32, lse: cute.Tensor):
-    """S becomes P. Args: lse: in base 2, as of `of_rows` or `of_columns`."""
-    for n, r, c in accumulated(S):
+def scores_to_probabilities(S: cute.Tensor, scale: Float32, lse: cute.Tensor):
+    """S becomes P. Args: lse: in base 2, as of `broadcast_over_columns` or `broadcast_over_rows`."""
+    for n, r, c in acc_coordinates(S):
         S[(c, r, n), 0, 0] = probability(S[(c, r, n), 0, 0], scale, lse[c, r, n])
 
 
 @cute.jit
 def score_gradients(dS: cute.Tensor, P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor):
     """dS = P (dP - delta), which may take the place of P or of dP. Args: delta: likewise."""
-    for n, r, c in accumulated(P):
+    for n, r, c in acc_coordinates(P):
         dS[(c, r, n), 0, 0] = P[(c, r, n), 0, 0] * (dP[(c, r, n), 0, 0] - delta[c, r, n])
 
 
@@ -141,16 +141,16 @@ def _rows_first(x: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
 
 
-def tma_copies(op: Any, dtype: Any, dim: int, *tensors: cute.Tensor) -> list[Any]:
+def make_tma_copies(op: Any, dtype: Any, dim: int, *tensors: cute.Tensor) -> list[Any]:
     """How to copy tiles between shared memory and each [B, N, H, D]: its atom and coordinates, then the next one's."""
     layout = cute.select(swizzled_tiles(dtype, dim, 1), mode=[0, 1])
-    copies = [cpasync.make_tiled_tma_atom(op, _rows_first(x), layout, (UNIT, dim)) for x in tensors]
+    copies = [cpasync.make_tiled_tma_atom(op, _rows_first(x), layout, (TILE, dim)) for x in tensors]
     return [part for copy in copies for part in copy]
 
 
 def _tma_tiles(atom: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
     """(., tile in shared memory) and (., (tile of rows, head, batch)) for cute.copy."""
-    gX = cute.flat_divide(x, (UNIT, cute.size(tiles, mode=[1])))[None, None, None, 0, None, None]
+    gX = cute.flat_divide(x, (TILE, cute.size(tiles, mode=[1])))[None, None, None, 0, None, None]
     sX, tiled = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(gX, 0, 2)
     )
@@ -161,7 +161,7 @@ def tma_loads(*sources: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]) -> Calla
     """How a thread starts to fill tiles that come together: load(place, index, barrier).
 
     Args:
-        sources: of each, its atom, tiles in shared memory and coordinates (`tma_copies`).
+        sources: of each, its atom, tiles in shared memory and coordinates (`make_tma_copies`).
         place: (tile of rows, head, batch).
         index: of the tiles in shared memory.
     """
@@ -201,14 +201,14 @@ def tma_pipeline(stages: int, warps: int, tx_bytes: int, *, writers: int = 0, de
     )
 
 
-def acquire(ready: Any, state: Any) -> Any:
+def producer_acquire(ready: Any, state: Any) -> Any:
     """Wait until a stage is empty. Returns the barrier of what fills it."""
     ready.producer_acquire(state)
     return ready.producer_get_barrier(state)
 
 
 @cute.jit
-def store_numbers(mma: cute.TiledMma, rounded: cute.Tensor, tile: cute.Tensor, thread: Int32):
+def stmatrix_tile(mma: cute.TiledMma, rounded: cute.Tensor, tile: cute.Tensor, thread: Int32):
     """A warpgroup's accumulator, in 16 bits, into a tile."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
@@ -216,17 +216,17 @@ def store_numbers(mma: cute.TiledMma, rounded: cute.Tensor, tile: cute.Tensor, t
 
 
 @cute.jit
-def store_rounded(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: Int32, barrier: Int32):
+def store_acc_for_tma(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: Int32, barrier: Int32):
     """Round a warpgroup's sums into a tile, for TMA to read it."""
     rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
     rounded.store(acc.load().to(tile.element_type))
-    store_numbers(mma, rounded, tile, thread)
+    stmatrix_tile(mma, rounded, tile, thread)
     cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
 
 
 @cute.jit
-def row_statistics(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows: Int32) -> tuple[Float32, Float32]:
+def load_row_stats(mLse: cute.Tensor, mDelta: cute.Tensor, row: Int32, num_rows: Int32) -> tuple[Float32, Float32]:
     """(lse in base 2, delta) of a row, (inf, 0) where there is no finite lse. Without branches: loads go together."""
     place = cutlass.min(row, num_rows - 1)
     lse, delta = mLse[place], mDelta[place]

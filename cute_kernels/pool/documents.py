@@ -3,7 +3,7 @@
     document i      tokens cu_seqlens[i] ... cu_seqlens[i+1]-1, n of them
     tiles           ceil(n / T), numbered document after document
     aligned rows    tile t holds rows t*T ... t*T+T-1; rows behind a document's last token are zero
-    entries         max(0, (n-l)//d + 1), starting at a multiple of UNIT; absent ones are zero
+    entries         max(0, (n-l)//d + 1), starting at a multiple of ENTRY_ALIGNMENT; absent ones are zero
 
 All sizes follow from T, the number of tokens and the number of documents, so nothing waits for the device: there may
 be unused tiles and entries at the end. One CTA adds up the lengths, then q, k and v are copied. The zeros keep NaN and
@@ -32,7 +32,7 @@ from cute_kernels.fa4.interface import WIDEST, Packed
 from cute_kernels.mma.warp import LANES, prefix_sum
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
-UNIT = WIDEST
+ENTRY_ALIGNMENT = WIDEST
 """So that no block of entries in a list holds entries of two documents."""
 
 TOKEN, TILE, ROW, ENTRY, PUBLIC_ENTRY, LENGTH = range(6)
@@ -191,7 +191,7 @@ class AddUp:
                 tokens = mCuSeqlens[document + 1] - mCuSeqlens[document]
             entries = Int32(0) if tokens < self.length else (tokens - self.length) // self.stride + 1
             rCount[0] = cute.ceil_div(tokens, self.tile)
-            rCount[1] = cute.ceil_div(entries, UNIT) * UNIT
+            rCount[1] = cute.ceil_div(entries, ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
             rCount[2] = entries
             for i in range_constexpr(len(counted)):
                 rSum[i] = prefix_sum(rCount[i])
@@ -339,8 +339,8 @@ def _align(tile: int, stride: int, dtype: torch.dtype, dim: int, v_dim: int | No
 
 def sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
     """The most tiles and aligned entries."""
-    entries = tokens // stride + docs * (UNIT - 1)
-    return (tokens + docs * (tile - 1)) // tile, -(-entries // UNIT) * UNIT
+    entries = tokens // stride + docs * (ENTRY_ALIGNMENT - 1)
+    return (tokens + docs * (tile - 1)) // tile, -(-entries // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
 
 def _align_rows(documents: Documents, k: Tensor, v: Tensor | None = None, q: Tensor | None = None) -> list[Tensor]:

@@ -53,9 +53,9 @@ from cutlass.utils import hopper_helpers
 from torch import Tensor
 
 from cute_kernels.lists.query_to_kv import Keys
-from cute_kernels.mma.mma_sync import tiles
+from cute_kernels.mma.mma_sync import smem_tiles
 from cute_kernels.mma.warp import LANES, LOG2_E
-from cute_kernels.mma.wgmma import allocate_tiles, start_product, swizzled_tiles
+from cute_kernels.mma.wgmma import allocate_tiles, issue_mma, swizzled_tiles
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
@@ -212,8 +212,8 @@ class TokenBlocks:
             tiled_mma,
             swizzled_tiles(self.dtype, self.dim, count, self.columns)
             if const_expr(self.warpgroups)
-            else tiles(self.dtype, self.columns, self.dim, count),
-            cute.select(tiles(self.dtype, ENTRIES, self.dim, 1), mode=[0, 1]),
+            else smem_tiles(self.dtype, self.columns, self.dim, count),
+            cute.select(smem_tiles(self.dtype, ENTRIES, self.dim, 1), mode=[0, 1]),
             cute.make_layout((self.tiling.rows, self.ratio, columns), stride=(stride, columns, 1)),
         ).launch(
             grid=[cutlass.min(self._items(mQ, mK), ctas), 1, 1],
@@ -652,21 +652,21 @@ class TokenBlocks:
                 for half in range_constexpr(2):
                     cute.copy(copy_k, tSsK[None, half, None], copy_k.retile(tSrK[half])[None, 0, None])
                 cute.arch.barrier_arrive(barrier_id=KEYS_READ, number_of_threads=THREADS)
-                start_product(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0], False)
+                issue_mma(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, 0], False)
                 for part in range_constexpr(parts):
                     for half in range_constexpr(2):
                         total[half].fill(0.0)
                     for i in range_constexpr(sets):
                         set_lse = cute.domain_offset((part * rows, i * self.heads), sLse)
                         at = part * sets + i
-                        start_product(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at], False)
+                        issue_mma(tiled_mma, acc[1], tSrK[1], tSrQ[None, None, None, at], False)
                         lse = [self._lse(coordinates[0], set_lse[None, head]) for head in range(self.heads)]
                         warpgroup.wait_group(1)
                         self._add_heads(acc[0], total[0], lse, scale)
                         if const_expr(at + 1 < parts * sets):
                             if const_expr(at + 1 == sets):
                                 self._wait_for(QUERIES_READY)
-                            start_product(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1], False)
+                            issue_mma(tiled_mma, acc[0], tSrK[0], tSrQ[None, None, None, at + 1], False)
                             warpgroup.wait_group(1)
                         else:
                             warpgroup.wait_group(0)

@@ -258,7 +258,7 @@ def test_optional_tensors_of_documents(names: tuple[str, ...], changes: dict[str
 @pytest.mark.parametrize("size", [64, 128, 192, 256])
 def test_split_backward_gets_lists_of_its_unit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4's lists are 128 keys wide where that divides l'."""
-    from cute_kernels.mma.wgmma import UNIT
+    from cute_kernels.mma.wgmma import TILE
 
     twins.install(monkeypatch, "sm_90", RULES["sm_90"])
     monkeypatch.setattr(forward, "chosen_lists", lambda *_, width, **__: width)
@@ -274,7 +274,7 @@ def test_split_backward_gets_lists_of_its_unit(size: int, monkeypatch: pytest.Mo
     out, aux = reference.nsa(inputs, config)
     saved = twins.saved(inputs, config, aux).to_list()
     backward.nsa_backward(inputs, config, saved, torch.randn_like(out), deterministic=True)
-    assert widths == [UNIT]
+    assert widths == [TILE]
 
 
 # Token mode

@@ -586,7 +586,7 @@ def test_quad_transposes_four_pieces() -> None:
     class Cute:
         arch = Arch
 
-    source = mma_sync.quad_vectors.__wrapped__
+    source = mma_sync.transpose_quad.__wrapped__
     code = getattr(source, "_original_code", source.__code__)  # the DSL replaces it when it compiles
     namespace = {**vars(mma_sync), "cute": Cute, "range_constexpr": range, "const_expr": lambda x: x}
     plain = type(source)(code, namespace)
@@ -609,15 +609,15 @@ def test_where_numbers_of_accumulators_lie(warps: int) -> None:
     import cutlass
     import cutlass.cute as cute
 
-    from cute_kernels.mma.mma_sync import accumulator, left_operand, numbers, warps_mma
+    from cute_kernels.mma.mma_sync import acc_as_operand_a, acc_mn_view, accumulator, make_warp_mma
 
     rows, columns = 32 * warps, 64
     seen: list[tuple[int, ...]] = []
 
     def record(thread: int) -> None:
-        mma = warps_mma(cutlass.BFloat16, warps)
+        mma = make_warp_mma(cutlass.BFloat16, warps)
         acc = accumulator(mma, (rows, columns))
-        of_numbers, of_left = numbers(acc).layout, left_operand(acc, cutlass.BFloat16).layout
+        of_numbers, of_left = acc_mn_view(acc).layout, acc_as_operand_a(acc, cutlass.BFloat16).layout
         one, every = mma.get_slice(thread), cute.make_identity_tensor((rows, columns))
         product, left = one.partition_C(every), one.partition_A(every)
         for i in range(cute.size(product)):

@@ -93,7 +93,7 @@ class Inputs:
     def run(self, **out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.attend.selected_backward import selected_backward
         from cute_kernels.lists.query_to_kv import Keys, chosen_lists
-        from cute_kernels.mma.wgmma import UNIT
+        from cute_kernels.mma.wgmma import TILE
 
         rows, num_keys = self.q.shape[1], self.k.shape[1]
         lists = chosen_lists(
@@ -101,7 +101,7 @@ class Inputs:
             self.q.shape[2],
             Keys(causal=self.causal),
             size=self.size,
-            width=UNIT,
+            width=TILE,
             rows=self.tile,
             num_keys=num_keys,
             rows_from=0,
