@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Compiles every CuTe kernel of ours and every FlashAttention-4 kernel that we call, without a GPU.
 
-    one process per architecture -> its cases, one after the other -> a line each: size and hash of the cubin, seconds
+    one process per architecture -> its cases, one after the other -> a line each: size of the cubin, hash of its machine
+    code, seconds
 
 A case fails unless its cubin exists and was assembled for the architecture. Failures are repeated at the end; the exit
-status is 1 then. `--against LOG` compares hashes with those of an earlier log: the same machine code after a change of
+status is 1 then. Hashes are of instructions and constants alone: kernels' symbols, which hold names of modules and
+classes, are left out. `--against LOG` compares hashes with those of an earlier log: the same machine code after a change of
 the sources has nothing new to show on a GPU. Needs the packages of the `cuda` extra.
 """
 
@@ -16,6 +18,7 @@ import itertools
 import json
 import os
 import platform
+import struct
 import subprocess
 import sys
 import tempfile
@@ -81,7 +84,7 @@ class Result(NamedTuple):
     cubin: int
     """Bytes."""
     sha256: str
-    """Of the cubin, the first digits."""
+    """Of the cubin's machine code (`code_of`), the first digits."""
     seconds: float
     error: str = ""
 
@@ -588,9 +591,25 @@ def try_case(arch: str, case: Case) -> Result:
         error = f"{type(exception).__name__}: {exception}"
     dtype = "-" if case.dtype is None else short_name(case.dtype)
     dim, group = ("-" if size is None else str(size) for size in (case.dim, case.group))
-    sha256 = hashlib.sha256(cubin).hexdigest()[:12]
+    sha256 = hashlib.sha256(code_of(cubin)).hexdigest()[:12]
     seconds = time.monotonic() - start
     return Result(arch, case.kernel, case.variant, dim, group, dtype, len(cubin), sha256, seconds, error)
+
+
+def code_of(cubin: bytes) -> bytes:
+    """Instructions and constants of a cubin, a 64-bit ELF file: its sections .text.KERNEL and .nv.constant*, in order."""
+    if not cubin.startswith(b"\x7fELF\x02"):
+        return cubin
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_at = struct.unpack_from("<3H", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    names = headers[names_at][4]
+    found = []
+    for name_at, _, _, _, offset, length in headers:
+        name = cubin[names + name_at : cubin.index(b"\0", names + name_at)]
+        if name.startswith((b".text.", b".nv.constant")):
+            found.append(name[: name.index(b".", 1)] + cubin[offset : offset + length])
+    return b"".join(found)
 
 
 def cubin_problem(arch: str, cubin: bytes) -> str:
