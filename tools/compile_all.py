@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Compiles every CuTe kernel of ours and every FlashAttention-4 kernel that we call, without a GPU.
 
-    one process per architecture -> its cases, one after the other -> a line each: size of the cubin, hash of its machine
-    code, seconds
+    one process per architecture -> its cases, one after the other -> a line each: size of the cubin, hash of its
+    machine code, seconds
 
 A case fails unless its cubin exists and was assembled for the architecture. Failures are repeated at the end; the exit
 status is 1 then. Hashes are of instructions and constants alone: kernels' symbols, which hold names of modules and
-classes, are left out. `--against LOG` compares hashes with those of an earlier log: the same machine code after a change of
-the sources has nothing new to show on a GPU. Needs the packages of the `cuda` extra.
+classes, are left out. `--against LOG` compares hashes with those of an earlier log: the same machine code after a
+change of the sources has nothing new to show on a GPU. Needs the packages of the `cuda` extra.
 """
 
 from __future__ import annotations
@@ -597,7 +597,7 @@ def try_case(arch: str, case: Case) -> Result:
 
 
 def code_of(cubin: bytes) -> bytes:
-    """Instructions and constants of a cubin, a 64-bit ELF file: its sections .text.KERNEL and .nv.constant*, in order."""
+    """Instructions and constants of a cubin, a 64-bit ELF file: sections .text.KERNEL and .nv.constant*, in order."""
     if not cubin.startswith(b"\x7fELF\x02"):
         return cubin
     (table,) = struct.unpack_from("<Q", cubin, 40)
