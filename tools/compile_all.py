@@ -380,6 +380,7 @@ def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Calla
 def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
     from cute_kernels.fa4 import interface as fa4
     from cute_kernels.lists.query_to_kv import BlockLists
+    from cute_kernels.pool.documents import Varlen
 
     rules = fa4.rules(torch.device("cuda"))
     if rules is None:
@@ -423,7 +424,7 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         return lambda: call(fa4.selected, rows, chosen(rows, width, bits), lse=lse, **options)
 
     def window(lse: bool = False, packed: bool = False) -> Callable[[], None]:
-        documents = (lambda: fa4.Packed(empty(9), empty(9), empty(8))) if packed else lambda: None
+        documents = (lambda: Varlen(empty(9), empty(9), empty(8))) if packed else lambda: None
         return lambda: call(fa4.window, rows, lse=lse, left=511, right=0, documents=documents())
 
     narrow, wide = rules.widths[-1], rules.widths[0]
@@ -470,6 +471,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
     """All but deterministic ones, which FlashAttention-4 compiles for tensors with data only."""
     from cute_kernels.fa4 import interface as fa4
     from cute_kernels.lists.query_to_kv import BlockLists
+    from cute_kernels.pool.documents import Varlen
 
     rules = fa4.rules(torch.device("cuda"))
     if rules is None:
@@ -515,7 +517,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
             left=511,
             right=0,
             scale=scale,
-            documents=fa4.Packed(empty(9), empty(9), empty(8)) if packed else None,
+            documents=Varlen(empty(9), empty(9), empty(8)) if packed else None,
         )
 
     variants: dict[tuple[str, str], Callable[[], None]] = {

@@ -52,6 +52,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 from torch import Tensor
 
+from cute_kernels.limits import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.mma_sync import smem_tiles
 from cute_kernels.mma.warp import LANES, LOG2_E
@@ -60,7 +61,6 @@ from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents,
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import LIMIT, BestBlocks, Blocks
-from cute_kernels.support import MAX_TOKEN_ENTRIES, MAX_TOKEN_GROUP
 
 WARPS = 8
 """That multiply; as many more load, and keep the lists."""

@@ -302,7 +302,7 @@ def test_no_size_asks_for_a_kernel_of_its_own(mode: str) -> None:
 
 def train_step(sizes: soak.Sizes, config: NSAConfig, work: soak.Work) -> None:
     """What the kernels are given in a layer's forward and backward; nothing is computed."""
-    from cute_kernels import backward
+    from cute_kernels import backward, forward
 
     dim = sizes.width // sizes.heads
     rows = (work.tokens,) if work.batch is None else (work.batch, work.tokens // work.batch)
@@ -314,7 +314,7 @@ def train_step(sizes: soak.Sizes, config: NSAConfig, work: soak.Work) -> None:
     k, v = empty(sizes.kv_heads, dim), empty(sizes.kv_heads, dim)
     bounds = torch.empty(len(work.lengths) + 1, dtype=torch.int32, device="meta")
     inputs = NSAInputs(q, k, v, gates=gates, cu_seqlens=None if work.batch is not None else bounds)
-    out, saved = backward.nsa_saving(inputs, config, recompute=False)
+    out, saved = forward.nsa_saving(inputs, config, recompute=False)
     backward.nsa_backward(inputs, config, saved, torch.empty_like(out))
 
 

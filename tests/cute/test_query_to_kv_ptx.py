@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, UNIT
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, LENGTH, ROW
 from tests.cute.test_kv_outer_ptx import argument, program
 from tests.support.kv_outer_twins import Twin
 
@@ -194,7 +194,7 @@ class Pack(NamedTuple):
     def documents(self) -> Any:
         bounds = torch.full((6, len(self.lengths) + 1), UNWRITTEN, dtype=torch.int32)
         bounds[LENGTH] = torch.tensor([*self.lengths, 0])
-        entries = [-(-self.sees.entries(n) // UNIT) * UNIT for n in self.lengths]
+        entries = [-(-self.sees.entries(n) // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT for n in self.lengths]
         bounds[ENTRY] = torch.tensor([0, *entries]).cumsum(0)
         tiles = [-(-n // self.tile) for n in self.lengths]
         bounds[ROW] = torch.tensor([0, *tiles]).cumsum(0) * self.tile
