@@ -31,8 +31,8 @@ from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists, prefi
 from cute_kernels.pool.compress import block_means, tile_means
 from cute_kernels.pool.documents import DOCUMENT, PUBLIC_ENTRY, Documents, lay_out
 from cute_kernels.runtime.device import vectorizable
-from cute_kernels.select.tile import top_blocks
-from cute_kernels.select.token import token_blocks
+from cute_kernels.select.tile import tile_topk
+from cute_kernels.select.token import token_topk
 from cute_kernels.select.topk import Blocks
 from cute_kernels.support import tile_rows
 
@@ -361,7 +361,7 @@ def attend(
         indices, cmp_indices = select(plan, q, k_cmp, start, tokens)
     cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or indices is None)
     if indices is None:  # from its probabilities, which lse brings back
-        indices = token_blocks(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
+        indices = token_topk(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
     k, v = keys_of(inputs, "slc")
     branches = None
     if gating and can_gate(plan, q, k, v, indices):
@@ -385,7 +385,7 @@ def select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tup
     means = tile_means(q, plan.tile, plan.documents)
 
     def choose(mean_q: Tensor, blocks: Blocks) -> Tensor:
-        return top_blocks(
+        return tile_topk(
             mean_q, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=tokens, start=start, documents=plan.documents
         )
 
