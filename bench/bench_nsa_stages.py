@@ -146,8 +146,8 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
     from cute_kernels import forward
     from cute_kernels.plan import prepare, selected_lists
     from cute_kernels.pool.compress import compress_kv, tile_means
-    from cute_kernels.select.tile import top_blocks
-    from cute_kernels.select.token import token_blocks
+    from cute_kernels.select.tile import tile_topk
+    from cute_kernels.select.token import token_topk
 
     inputs, n = random_inputs(sizes), sizes.tokens
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -171,12 +171,12 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
         lse = attend_compressed().lse
         if lse is None:
             raise ValueError("needs the compressed branch's lse")
-        per_token = [Stage("choose", lambda: token_blocks(q, k_cmp, lse, config), Work(row_bytes, scoring))]
+        per_token = [Stage("choose", lambda: token_topk(q, k_cmp, lse, config), Work(row_bytes, scoring))]
     else:
         means = tile_means(q, plan.tile)
 
         def choose(blocks: Any) -> Callable[[], Tensor]:
-            return lambda: top_blocks(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
+            return lambda: tile_topk(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
 
         def lists() -> Any:
             return selected_lists(plan, q, k, indices, 0), forward.entry_lists(plan, q, k_cmp, cmp_indices, 0)

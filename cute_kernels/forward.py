@@ -41,8 +41,8 @@ from cute_kernels.plan import (
 )
 from cute_kernels.pool.compress import tile_means
 from cute_kernels.pool.documents import DOCUMENT, PUBLIC_ENTRY, Documents, sizes
-from cute_kernels.select.tile import top_blocks
-from cute_kernels.select.token import token_blocks
+from cute_kernels.select.tile import tile_topk
+from cute_kernels.select.token import token_topk
 from cute_kernels.select.topk import Blocks
 from cute_kernels.support import tile_rows
 
@@ -272,7 +272,7 @@ def attend(
         indices, cmp_indices = select(plan, q, k_cmp, start, tokens)
     cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or indices is None)
     if indices is None:  # token mode selects by the compressed branch's probabilities, for which it needs its lse
-        indices = token_blocks(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
+        indices = token_topk(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
     k, v = branch_kv(inputs, "slc")
     gating = None
     if fuse_gate:
@@ -286,7 +286,7 @@ def select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tup
     means = tile_means(q, plan.tile, plan.documents)
 
     def top(mean_q: Tensor, blocks: Blocks) -> Tensor:
-        return top_blocks(
+        return tile_topk(
             mean_q, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=tokens, start=start, documents=plan.documents
         )
 

@@ -154,7 +154,7 @@ def score_cases() -> Iterator[Case]:
     for dim, dtype in itertools.product(DIMS, DTYPES):
         for variant, (blocks, keys, packed) in variants.items():
             run = ours(_compiled, dtype, dim, blocks, keys, 256, packed)
-            yield Case("TopBlocks", variant, dim, None, dtype, run)
+            yield Case("TileTopK", variant, dim, None, dtype, run)
 
 
 def token_cases() -> Iterator[Case]:
@@ -173,7 +173,7 @@ def token_cases() -> Iterator[Case]:
             "plain": (group, plain, False),
         }
         for variant, arguments in variants.items():
-            yield Case("TokenBlocks", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments, hopper))
+            yield Case("TokenTopK", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments, hopper))
 
 
 def list_cases() -> Iterator[Case]:

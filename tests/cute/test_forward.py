@@ -13,9 +13,9 @@ import dispatch
 from bench import oracles
 from nsa import NSAAux, NSAConfig, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs
-from tests.cute.test_select_token import check_chosen
 from tests.support.causality import BRANCHES, LSES, assert_causal
 from tests.support.helpers import assert_within_budget, make_qkv
+from tests.support.select_cases import check_chosen
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 

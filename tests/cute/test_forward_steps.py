@@ -51,7 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     step(compress, "block_means", "compress", means)
     step(fa4, "window", "window", attend)
     step(fa4, "compressed", "compressed", attend)
-    step(forward, "token_blocks", "choose", choose)
+    step(forward, "token_topk", "choose", choose)
     step(forward, "kv_outer_forward", "selected", attend)
     step(forward, "gated_sum", "gate", lambda *_, **__: None)
     return log

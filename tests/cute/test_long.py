@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nsa import NSAConfig, nsa, nsa_forward
 from nsa.inputs import NSAInputs
-from tests.cute.test_select_token import probabilities
 from tests.support.long_sequences import BLOCK, DIM, HEADS, KV_HEADS, TILE, normal, tile_in_fp64
+from tests.support.select_cases import probabilities
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
