@@ -196,9 +196,9 @@ def list_cases() -> Iterator[Case]:
 
 
 def document_cases() -> Iterator[Case]:
-    from cute_kernels.pool.documents import _add_up, _align
+    from cute_kernels.pool.documents import _align, _bounds
 
-    yield Case("AddUp", "bounds", None, None, None, ours(_add_up, 256, 32, 16))
+    yield Case("DocumentBounds", "bounds", None, None, None, ours(_bounds, 256, 32, 16))
     for dim, dtype in itertools.product(DIMS, DTYPES):
         variants = {
             "one": (256, None, False),
@@ -208,7 +208,7 @@ def document_cases() -> Iterator[Case]:
         }
         for variant, (tile, v_dim, with_q) in variants.items():
             run = ours(_align, tile, 16, dtype, dim, v_dim, with_q)
-            yield Case("Align", variant, dim, None, dtype, run)
+            yield Case("AlignRows", variant, dim, None, dtype, run)
 
 
 def gate_cases() -> Iterator[Case]:
@@ -396,13 +396,13 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         function(q, k, v, *arguments, scale=scale, lse=lse, **options)
 
     def chosen(keys: int, width: int, bits: bool = False) -> BlockLists:
-        """As of block_lists.chosen_lists."""
+        """As of lists.query_to_kv.chosen_lists."""
         counts, indices = (batch, heads, rows // tile), (batch, heads, rows // tile, keys // width)
         lists = BlockLists(empty(*counts), empty(*indices), empty(*counts), empty(*indices), tile, width)
-        return replace(lists, bits=empty(batch, heads, rows // tile, 2), unit=64) if bits else lists
+        return replace(lists, bits=empty(batch, heads, rows // tile, 2), bit_keys=64) if bits else lists
 
     def prefix(keys: int, width: int, packed: bool = False) -> BlockLists:
-        """As of block_lists.prefix_lists: stored once for all heads, `full` blocks also for all tiles unless packed."""
+        """As of lists.query_to_kv.prefix_lists: stored once for all heads, `full` blocks also for all tiles unless packed."""
         counts, indices = (batch, heads, rows // rules.rows), (batch, heads, rows // rules.rows, keys // width)
         count, index, every = (
             empty(1, 1, counts[2]),
@@ -495,7 +495,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
         if not every_head:
             tensors = [x.expand(1, heads, *x.shape[2:]) for x in tensors]
         made = BlockLists(*tensors, tile, width)
-        return replace(made, bits=empty(1, heads, keys // 64, 2), unit=64) if bits else made
+        return replace(made, bits=empty(1, heads, keys // 64, 2), bit_keys=64) if bits else made
 
     def compressed(every_head: bool = False, packed: bool = False) -> Callable[[], None]:
         return lambda: fa4.compressed_backward(

@@ -129,7 +129,7 @@ def selected(
     if lists.bits is None:
         mask = Mask(causal=causal, lists=lists)
     else:
-        mask_mod = _chosen(lists.unit, lists.rows, q.shape[2] // lists.bits.shape[1], causal)
+        mask_mod = _chosen(lists.bit_keys, lists.rows, q.shape[2] // lists.bits.shape[1], causal)
         mask = Mask(lists=lists, mask_mod=mask_mod, scalars=(first_row,), tensors=[lists.bits])
     return attend(q, k, v, mask, scale=scale, lse=lse)
 
@@ -203,7 +203,7 @@ def selected_backward(
     """
     if lists.bits is not None:
         group = gradients.q.shape[2] // lists.bits.shape[1]
-        mask_mod = _chosen_by_tile(lists.unit, lists.rows, group, causal)
+        mask_mod = _chosen_by_tile(lists.bit_keys, lists.rows, group, causal)
         scalars: tuple[int, ...] = first_row // lists.rows, first_key, first_row - first_key
         mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=[lists.bits])
     else:
@@ -295,10 +295,10 @@ def _ended_in_tile(length: int, stride: int, rows: int) -> Any:
 
 
 @once
-def _chosen_by_tile(unit: int, rows: int, group: int, causal: bool) -> Any:
-    """Token j is visible iff the row's tile chose its unit and, with causality, j is not behind row i.
+def _chosen_by_tile(bit_keys: int, rows: int, group: int, causal: bool) -> Any:
+    """Token j is visible iff the bit of its block is set for the row's tile and, with causality, j <= i.
 
-    Scalars: number of the first tile and of the first key, and the first row minus the first key.
+    Scalars: the first tile, the first key, and the first row minus the first key.
     """
     import cutlass
     from cutlass import cute
@@ -307,7 +307,7 @@ def _chosen_by_tile(unit: int, rows: int, group: int, causal: bool) -> Any:
     @cute.jit
     def chosen(batch, head, row, token, seqlen_info, tensors, scalars):  # type: ignore[no-untyped-def]
         tile = row[0] // rows + scalars[0]
-        word = tensors[0][batch[0], head[0] // group, (token[0] + scalars[1]) // unit, tile // 32]
+        word = tensors[0][batch[0], head[0] // group, (token[0] + scalars[1]) // bit_keys, tile // 32]
         inside = utils.scalar_to_ssa((word >> (tile % 32)) & 1, cutlass.Int32) == 1
         if cutlass.const_expr(causal):
             inside = inside & (token <= row + scalars[2])
@@ -317,15 +317,15 @@ def _chosen_by_tile(unit: int, rows: int, group: int, causal: bool) -> Any:
 
 
 @once
-def _chosen(unit: int, rows: int, group: int, causal: bool) -> Any:
-    """Token j is visible iff its unit was chosen for the tile and, with causality, j is not behind row i."""
+def _chosen(bit_keys: int, rows: int, group: int, causal: bool) -> Any:
+    """Token j is visible iff its bit is set for the row's tile and, with causality, j <= i."""
     import cutlass
     from cutlass import cute
     from flash_attn.cute import utils
 
     @cute.jit
     def chosen(batch, head, row, token, seqlen_info, tensors, scalars):  # type: ignore[no-untyped-def]
-        bit = token[0] // unit
+        bit = token[0] // bit_keys
         word = tensors[0][batch[0], head[0] // group, row[0] // rows, bit // 32]
         inside = utils.scalar_to_ssa((word >> (bit % 32)) & 1, cutlass.Int32) == 1
         if cutlass.const_expr(causal):

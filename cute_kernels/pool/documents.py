@@ -65,7 +65,7 @@ class Varlen(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in buffers of static size."""
+    """Where documents lie in aligned rows and entries, whose numbers do not depend on cu_seqlens' values."""
 
     tile: int
     """T, rows of a tile."""
@@ -131,7 +131,7 @@ class Documents:
         return _align_rows(self, x)[0]
 
     def to_tokens(self, aligned: Tensor, dim: int, fill: float) -> Tensor:
-        """Aligned rows, along `dim`, as the tokens lie; `fill` behind the last document."""
+        """Aligned rows, along `dim`, in the tokens' order; `fill` behind the last document."""
         return self.fill_tail(aligned.index_select(dim, self.rows.clamp(min=0)), dim, fill)
 
     def fill_tail(self, packed: Tensor, dim: int, fill: float) -> Tensor:
@@ -177,8 +177,8 @@ def document_at(mFirst: cute.Tensor, index: Int32, scale: Int32, size: Int32, ga
     return low
 
 
-class AddUp:
-    """Documents.bounds, by one CTA."""
+class DocumentBounds:
+    """Documents.bounds: prefix sums of tiles and entries over documents, by one CTA."""
 
     def __init__(self, tile: int, length: int, stride: int) -> None:
         self.tile, self.length, self.stride = tile, length, stride
@@ -227,8 +227,11 @@ class AddUp:
             cute.arch.sync_threads()
 
 
-class Align:
-    """Copies rows into tiles; with q also says where everything went. One CTA: COPIED_ROWS rows of one tensor."""
+class AlignRows:
+    """Copies rows to where their document begins with a tile; with q it also fills in Documents.tiles and .rows.
+
+    A CTA copies COPIED_ROWS rows of one tensor.
+    """
 
     def __init__(self, tile: int, stride: int) -> None:
         self.tile, self.stride = tile, stride
@@ -339,8 +342,10 @@ def fake_tables() -> tuple[Any, Any]:
 
 
 @compiled_once
-def _add_up(tile: int, length: int, stride: int) -> Kernel:
-    return compile_kernel(AddUp(tile, length, stride), fake(torch.int32, None, aligned=False), fake_tables()[0])
+def _bounds(tile: int, length: int, stride: int) -> Kernel:
+    return compile_kernel(
+        DocumentBounds(tile, length, stride), fake(torch.int32, None, aligned=False), fake_tables()[0]
+    )
 
 
 @compiled_once
@@ -348,11 +353,11 @@ def _align(tile: int, stride: int, dtype: torch.dtype, dim: int, v_dim: int | No
     rows = fake(torch.int32, None, aligned=False)
     pairs = [None if size is None else fake(dtype, None, None, None, size) for size in (dim, dim, v_dim, v_dim)]
     queries = [fake(dtype, None, None, None, dim) if with_q else None for _ in range(2)]
-    return compile_kernel(Align(tile, stride), *fake_tables(), rows, *pairs, *queries)
+    return compile_kernel(AlignRows(tile, stride), *fake_tables(), rows, *pairs, *queries)
 
 
 def sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
-    """The most tiles and aligned entries."""
+    """Tiles and aligned entries, enough for any lengths of the documents."""
     entries = tokens // stride + docs * (ENTRY_ALIGNMENT - 1)
     return (tokens + docs * (tile - 1)) // tile, -(-entries // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
@@ -373,14 +378,14 @@ def _align_rows(documents: Documents, k: Tensor, v: Tensor | None = None, q: Ten
 def bounds_of(cu_seqlens: Tensor, *, tile: int, length: int, stride: int) -> Tensor:
     """Documents.bounds alone, for kernels that read tokens where they lie. Args: as of `lay_out`."""
     bounds = torch.empty((6, cu_seqlens.shape[0]), dtype=torch.int32, device=cu_seqlens.device)
-    _add_up(tile, length, stride).run(cu_seqlens.contiguous(), bounds)
+    _bounds(tile, length, stride).run(cu_seqlens.contiguous(), bounds)
     return bounds
 
 
 def lay_out(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, tile: int, length: int, stride: int
 ) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
-    """Where documents go, and aligned rows `[1,tiles*T,heads,D]` of q, k and v.
+    """The layout of documents, and aligned rows `[1,tiles*T,heads,D]` of q, k and v.
 
     Args:
         q, k, v: `[1,T,heads,D]`, bf16 or fp16, rows aligned (device.vectorizable).
