@@ -402,7 +402,7 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         return replace(lists, bits=empty(batch, heads, rows // tile, 2), bit_keys=64) if bits else lists
 
     def prefix(keys: int, width: int, packed: bool = False) -> BlockLists:
-        """As of lists.query_to_kv.prefix_lists: stored once for all heads, `full` blocks also for all tiles unless packed."""
+        """As of prefix_lists, stored once for all heads, `full` blocks also for all tiles unless packed."""
         counts, indices = (batch, heads, rows // rules.rows), (batch, heads, rows // rules.rows, keys // width)
         count, index, every = (
             empty(1, 1, counts[2]),

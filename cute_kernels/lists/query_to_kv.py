@@ -50,8 +50,8 @@ class BlockLists:
     width: int
     """Keys of a block."""
     bits: Tensor | None = None
-    """int32 `[B,S,M,words]` for S select heads, where listed blocks hold keys that were not chosen: bit b of word w tells
-    of keys (32 w + b) * bit_keys ... whether they were. A mask_mod must apply it to `mask` blocks."""
+    """Where listed blocks hold keys that were not chosen, int32 `[B,S,M,words]` for S select heads. Bit b of word w
+    tells whether the `bit_keys` keys from (32 w + b) * bit_keys on were; a mask_mod must apply it to `mask` blocks."""
     bit_keys: int = 0
     """Keys of one bit."""
 

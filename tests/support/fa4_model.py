@@ -500,7 +500,7 @@ def selected_backward(
 
 
 def _chosen(lists: Lists, batch: int, head: int, heads: int, *, causal: bool, first_row: int) -> MaskMod:
-    """Whether the keys of a token's bit were chosen for the row's tile and, with causality, the token is not behind the row."""
+    """Whether the token's bit is set for the row's tile and, with causality, the token is not behind the row."""
     assert lists.bits is not None
     words = lists.bits[batch, head // (heads // lists.bits.shape[1])]  # [tiles, words]
 
