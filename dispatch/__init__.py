@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from dispatch.impl import Call, Impl
-from dispatch.registry import BackendError, Verdict, explain, resolve
+from dispatch.registry import BackendError, Call, Impl, Verdict, explain, resolve
 
 OPS = {
     "nsa": "nsa.api:nsa",

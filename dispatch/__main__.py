@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from dispatch.device import DEVICE_TYPES, absence, describe_device, package_states
-from dispatch.impl import Call
-from dispatch.registry import explain
+from dispatch.registry import Call, explain
 from dispatch.table import ROWS
 
 

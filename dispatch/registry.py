@@ -1,4 +1,4 @@
-"""How a call finds its implementation: the rule (resolve, explain) over the rows of table.py.
+"""How a call finds its implementation: rows (Impl), the facts of a call (Call), and the rule (resolve, explain).
 
 `backend=` goes before the environment variable NSA_KERNELS_BACKEND, which goes before the first row that can run.
 A named backend never falls back to another; when nothing can run, BackendError says why for every row.
@@ -6,20 +6,84 @@ A named backend never falls back to another; when nothing can run, BackendError 
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 
-from dispatch.impl import Call, Impl
-from dispatch.table import ROWS
+from dispatch.device import package_advice, package_problem
 
 ENVIRONMENT_VARIABLE = "NSA_KERNELS_BACKEND"
 
 
 class BackendError(RuntimeError):
     """No implementation can run a call. The message lists every row with its reason."""
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One row of the table: an implementation of an op. Strings are "module:attribute", imported on first use."""
+
+    op: str
+    backend: str
+    """Its name for users. Rows may share one, as one backend may be best at some calls and still run others."""
+    target: str
+    check: str
+    """Predicate on a Call, in a module that needs torch alone: the reason why the row cannot run it, or None."""
+    packages: tuple[str, ...] = ()
+    """Modules of dispatch.device.PACKAGES that it needs."""
+    training: str | None = None
+    """A module with what the op's autograd needs of this implementation; None: it is differentiable itself."""
+
+    def load_training(self) -> Any:
+        """The module named by `training`, or None."""
+        return None if self.training is None else importlib.import_module(self.training)
+
+    def load(self) -> Callable[..., Any]:
+        """The implementation. Raises whatever importing it raises."""
+        implementation: Callable[..., Any] = _attribute(self.target)
+        return implementation
+
+    def refusal(self, call: Call) -> str | None:
+        """Why this row cannot run the call, or None."""
+        reason: str | None = _attribute(self.check)(call)
+        if reason is not None:
+            return reason
+        for module in self.packages:
+            reason = package_problem(module, call.device_type)
+            if reason is not None:
+                return reason
+        try:
+            self.load()
+        except (Exception, SystemExit) as error:  # whatever a broken dependency raises at import is the reason
+            module = self.target.partition(":")[0]
+            return f"importing {module} failed: {type(error).__name__}: {error}{package_advice(self.packages)}"
+        return None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a row may look at: facts that need no tensor values.
+
+    `options` holds what the op adds, such as sizes and flags; a check reads what it knows and ignores the rest.
+    """
+
+    op: str
+    device: torch.device | str
+    """As a string where torch may not know the type, as "npu" without torch_npu."""
+    dtype: torch.dtype
+    backward: bool = False
+    named: bool = False
+    """The user asked for this backend by name."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def device_type(self) -> str:
+        return str(self.device).partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -69,7 +133,10 @@ def resolve(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
 
 
 def _rows_of(op: str, rows: Sequence[Impl] | None) -> list[Impl]:
-    rows = ROWS if rows is None else rows
+    if rows is None:
+        from dispatch.table import ROWS  # the table names Impl, so it imports this module first
+
+        rows = ROWS
     found = [impl for impl in rows if impl.op == op]
     if not found:
         raise ValueError(f"op must be one of {', '.join(sorted({impl.op for impl in rows}))}, got {op!r}")
@@ -89,6 +156,12 @@ def _requested(backend: str | None, candidates: Sequence[Impl]) -> tuple[str | N
     if backend not in known:
         raise ValueError(f"{source} must be one of {', '.join(known)} for {candidates[0].op}, got {backend!r}")
     return backend, source
+
+
+@cache
+def _attribute(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def short_name(of_torch: torch.dtype | torch.layout) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dispatch.impl import Impl
+from dispatch.registry import Impl
 
 CUTE = ("cutlass.cute", "flash_attn.cute")
 TRITON = ("triton",)
