@@ -273,11 +273,12 @@ def attend(
     cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or indices is None)
     if indices is None:  # token mode selects by the compressed branch's probabilities, for which it needs its lse
         indices = token_topk(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
-    k, v = branch_kv(inputs, "slc")
     gating = None
     if fuse_gate:
-        gating = fused_gating(call, q, k, v, indices, cmp, win, start, keep_slc=lse, keep_gates=lse or keep_gates)
-    slc = attend_selected(plan, q, k, v, indices, start, lse, holds_forced=holds_forced, gating=gating)
+        gating = fused_gating(call, start, stop, indices, cmp, win, keep_slc=lse, keep_gates=lse or keep_gates)
+    slc = attend_selected(
+        plan, q, *branch_kv(inputs, "slc"), indices, start, lse, holds_forced=holds_forced, gating=gating
+    )
     return BranchOutputs(cmp, slc, win, indices, cmp_indices, gating)
 
 
@@ -404,13 +405,11 @@ def _no_keys(q: Tensor, v: Tensor) -> Branch:
 
 def fused_gating(
     call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    start: int,
+    stop: int,
     indices: Tensor,
     cmp: Branch,
     win: Branch,
-    start: int,
     *,
     keep_slc: bool,
     keep_gates: bool,
@@ -420,15 +419,14 @@ def fused_gating(
     It can in token mode with the KV-outer kernels, where D = D_v and nothing is packed (`takes_gating`).
 
     Args:
-        q, k, v: of the selected branch; q begins with row `start`.
         keep_slc: write the selected branch's own o too. keep_gates: write projected gates too.
     """
-    plan, slots = call.plan, indices.shape[3]
+    q, k, v, plan, slots = call.inputs.q, call.inputs.k, call.inputs.v, call.plan, indices.shape[3]
     if not plan.config.token_mode or takes_tiles(q.shape[2] // k.shape[2], slots):
         return None
     if not takes_gating((q.shape[3], v.shape[3]), slots, plan.documents is not None):
         return None
-    _, gates, out = _rows_to_gate(call, start, start + q.shape[1])
+    q, gates, out = _rows_to_gate(call, start, stop)
     weight = call.inputs.gate_proj_weight
     if weight is not None and keep_gates:
         gates = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)
