@@ -114,8 +114,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{where}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}", flush=True)
         alone: dict[str, Any] = {}
         if args.backward and not args.token:
-            rules = fa4.rules(DEVICE)
-            alone = {"split": rules is not None and has_atomic_free_backward(rules, DIM, DIM)}
+            alone = {"split": takes_atomic_free()}
         elif not args.token:
             alone = {
                 "gating": gating(copy_tbs),
@@ -386,6 +385,12 @@ def atomic_free_halves(
             selected_backward.selected_dkv(*given, size=size, dk=x.dk, dv=x.dv, **options)
 
     return [("split, dq", dq), ("split, dk dv", dkv)]
+
+
+def takes_atomic_free() -> bool:
+    """Whether the backward of tile mode takes the kernels without atomics on this device."""
+    rules = fa4.rules(DEVICE)
+    return rules is not None and has_atomic_free_backward(rules, DIM, DIM)
 
 
 def graph_or_eager(call: Callable[[], Any]) -> tuple[float, bool]:
