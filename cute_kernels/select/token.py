@@ -6,9 +6,9 @@
 
 (equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). Scores and probabilities stay on chip.
 
-Work tiles: a work tile is some consecutive tokens (`Tiling.tokens`) with the G query heads of one key/value head. Its
-mainloop walks over the compressed keys, KEY_TILE per step. CTAs are persistent: each takes one work tile after another.
-In a step, tokens are processed in subtiles of 8 or 16.
+Work tiles: a work tile is `Tiling.tokens` consecutive tokens with the G query heads of one key/value head. Its mainloop
+walks over the compressed keys, KEY_TILE per step; in a step, its tokens are processed in subtiles of 8 or 16. CTAs are
+persistent: each takes one work tile after another.
 
 Warps: half of them multiply (MMA warps), half load and select (select warps).
 - The MMA warps compute S^T = K Q^T. Keys are operand A: a warp keeps those of a step in registers while the queries of
@@ -170,9 +170,9 @@ class Problem(NamedTuple):
     mBounds: cute.Tensor | None
     mTiles: cute.Tensor | None
     num_tokens: Int32
-    """Of the sequence."""
+    """Tokens of the sequence; not read with documents."""
     first_token: Int32
-    """Position of mQ's first row."""
+    """Position of mQ's first row, likewise."""
     document_tile: Int32
     """T of the documents."""
 
@@ -189,13 +189,13 @@ class WorkTile(NamedTuple):
     num_rows: Int32
     """Rows that are tokens; not positive if there are none."""
     num_tokens: Int32
-    """Of the sequence or document."""
+    """Tokens of the sequence or document."""
     num_entries: Int32
-    """Likewise."""
+    """Its compressed entries."""
     first_entry: Int32
-    """The document's first entry in mK."""
+    """Its first entry in mK."""
     num_steps: Int32
-    """Of the mainloop; at least one."""
+    """Steps of the mainloop; at least one."""
 
 
 class TokenTopK:
@@ -443,18 +443,18 @@ class TokenTopK:
                 cute.arch.cp_async_commit_group()
 
                 for subtile in cutlass.range(num_subtiles, unroll=1):
-                    # Pool the scores of this step to those of blocks, in registers
+                    # Pool the scores of entries to scores of blocks, in registers
                     cute.arch.barrier(barrier_id=NamedBarrier.ScoresFull, number_of_threads=THREADS)
                     for i in range_constexpr(rows_per_warp):
                         self.pool(sScore[i * SELECT_WARPS + select_warp, None, None], rScore[i])
 
-                    # Load the next work tile's queries in place of those of this subtile, which are not read any more
+                    # Load the next work tile's queries in place of this subtile's, which are no longer read
                     if load_next_tile:
                         self.load_queries(mQ, mLse, sQ, sLse, subtile, next_tile)
                         cute.arch.cp_async_commit_group()
 
-                    # Release what can be released before merging. The next scores are masked by sRow: where they are
-                    # the next work tile's and there is one subtile, it is written below
+                    # Release what can be released before merging. sRow masks the next scores; if they belong to the
+                    # next work tile and there is one subtile, it is written only below
                     release_scores = (not last_step) | (subtile + 1 < num_subtiles)
                     if const_expr(num_subtiles > 1):
                         release_scores = release_scores | load_next_tile
@@ -491,7 +491,7 @@ class TokenTopK:
 
     @cute.jit
     def release(self, barrier: cutlass.Constexpr[int]):
-        """Arrive at both warpgroups' barriers, by the select warps."""
+        """Arrive at the barrier of each MMA warpgroup, by the select warps."""
         for i in range_constexpr(MMA_WARPGROUPS):
             cute.arch.barrier_arrive(barrier_id=barrier + i, number_of_threads=SELECT_THREADS + WARPGROUP_THREADS)
 
