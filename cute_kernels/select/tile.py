@@ -59,7 +59,7 @@ STAGES = 2
 
 
 class TileTopK:
-    """The kernel.
+    """One CTA per TILE_M rows: scores, pooling and top-k selection.
 
     Args:
         dim: D.

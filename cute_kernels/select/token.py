@@ -6,9 +6,9 @@
 
 (equations 8 to 12 of arXiv 2502.11089, eq. 9 read as overlap in tokens). Scores and probabilities stay on chip.
 
-Work tiles: a work tile is some consecutive tokens (`Tiling.tokens`) with the G query heads of one key/value head. Its
-mainloop walks over the compressed keys, KEY_TILE per step. CTAs are persistent: each takes one work tile after another.
-In a step, tokens are processed in subtiles of 8 or 16.
+Work tiles: a work tile is `Tiling.tokens` consecutive tokens with the G query heads of one key/value head. Its mainloop
+walks over the compressed keys, KEY_TILE per step; in a step, its tokens are processed in subtiles of 8 or 16. CTAs are
+persistent: each takes one work tile after another.
 
 Warps: half of them multiply (MMA warps), half load and select (select warps).
 - The MMA warps compute S^T = K Q^T. Keys are operand A: a warp keeps those of a step in registers while the queries of
@@ -83,7 +83,7 @@ WGMMA_M = 64
 """Entries that a warpgroup multiplies with one instruction."""
 
 MAX_WGMMA_N = 64
-"""The most queries of one instruction: two accumulators, their sums and the keys have to fit in registers."""
+"""The most queries that it multiplies them with."""
 
 MAX_GROUP = MAX_TOKEN_GROUP
 DIMS = (64, 128)
@@ -92,9 +92,9 @@ SMEM_BYTES = 227 << 10
 
 
 class NamedBarrier(enum.IntEnum):
-    """Hardware barriers; the table in TokenTopK tells who arrives and who waits.
+    """Hardware barriers; the table in TokenTopK says who arrives and who waits.
 
-    Those that MMA warps wait for are one per warpgroup, so that the warpgroups do not wait for each other.
+    There is one per MMA warpgroup of those that MMA warps wait for: warpgroups do not wait for each other.
     """
 
     KeysEmpty = 1  # 0 is reserved for sync_threads
@@ -105,12 +105,12 @@ class NamedBarrier(enum.IntEnum):
 
 
 class Tiling(NamedTuple):
-    """How work is cut."""
+    """Sizes of a work tile."""
 
     tokens: int
-    """Of a work tile."""
+    """Tokens of a work tile."""
     token_warps: int
-    """MMA warps along the tokens, 8 tokens each; the rest of the MMA warps lies along the entries."""
+    """MMA warps along the tokens of a subtile, 8 tokens each; they repeat along the entries."""
 
     @property
     def entry_warps(self) -> int:
@@ -163,22 +163,22 @@ def overlap_weights(blocks: Blocks) -> list[float]:
 
 
 class Problem(NamedTuple):
-    """What work tiles are made from: all arguments of the kernel that their coordinates depend on."""
+    """Arguments of the kernel that determine the coordinates of work tiles."""
 
     mQ: cute.Tensor
     mK: cute.Tensor
     mBounds: cute.Tensor | None
     mTiles: cute.Tensor | None
     num_tokens: Int32
-    """Of the sequence."""
+    """Tokens of the sequence; not read with documents."""
     first_token: Int32
-    """Position of mQ's first row."""
+    """Position of mQ's first row, likewise."""
     document_tile: Int32
     """T of the documents."""
 
 
 class WorkTile(NamedTuple):
-    """Some consecutive tokens of a sequence or document, and the query heads of one key/value head."""
+    """Consecutive tokens of a sequence or document, with the query heads of one key/value head."""
 
     batch: Int32
     kv_head: Int32
@@ -189,17 +189,17 @@ class WorkTile(NamedTuple):
     num_rows: Int32
     """Rows that are tokens; not positive if there are none."""
     num_tokens: Int32
-    """Of the sequence or document."""
+    """Tokens of the sequence or document."""
     num_entries: Int32
-    """Likewise."""
+    """Its compressed entries."""
     first_entry: Int32
-    """The document's first entry in mK."""
+    """Its first entry in mK."""
     num_steps: Int32
-    """Of the mainloop; at least one."""
+    """Steps of the mainloop; at least one."""
 
 
 class TokenTopK:
-    """The kernel.
+    """Persistent kernel: scores, pooling and top-k selection.
 
     Args:
         dim: D.
@@ -210,7 +210,7 @@ class TokenTopK:
         use_wgmma: multiply with WGMMA (sm_90a only) instead of mma.sync.
 
     Named barriers, and how often each completes in a work tile. "MMA" are the MMA warps, "MMA WG" one of their two
-    warpgroups, which each have a barrier of their own, "select" the select warps.
+    warpgroups, each with its own barrier, "select" the select warps.
 
         barrier      arrive  wait    times                  means
         KeysFull     select  MMA WG  steps                  sK has the step's keys, sQ the first subtile's queries
@@ -348,7 +348,7 @@ class TokenTopK:
 
     @cute.jit
     def tile_idx(self, work_idx: Int32) -> Int32:
-        """The work tile, counted from the last one back, that is the CTA's `work_idx`-th.
+        """Index of the CTA's `work_idx`-th work tile, counted from the last work tile back.
 
         Later tokens see more entries, so the longest work tiles come first. The order of the CTAs alternates, so that
         none of them always gets the longer tile.
@@ -407,7 +407,7 @@ class TokenTopK:
         sRow: cute.Tensor,
         problem: Problem,
     ):
-        """All work tiles of the CTA. Each warp selects for every eighth token."""
+        """All work tiles of the CTA, by the select warps. Each warp selects for every eighth token."""
         mQ, mK, mBounds = problem[:3]
         select_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - MMA_WARPS
         num_subtiles = const_expr(self.tiling.num_subtiles)
@@ -443,18 +443,18 @@ class TokenTopK:
                 cute.arch.cp_async_commit_group()
 
                 for subtile in cutlass.range(num_subtiles, unroll=1):
-                    # Pool the scores of this step to those of blocks, in registers
+                    # Pool the scores of entries to scores of blocks, in registers
                     cute.arch.barrier(barrier_id=NamedBarrier.ScoresFull, number_of_threads=THREADS)
                     for i in range_constexpr(rows_per_warp):
                         self.pool(sScore[i * SELECT_WARPS + select_warp, None, None], rScore[i])
 
-                    # Load the next work tile's queries in place of those of this subtile, which are not read any more
+                    # Load the next work tile's queries in place of this subtile's, which are no longer read
                     if load_next_tile:
                         self.load_queries(mQ, mLse, sQ, sLse, subtile, next_tile)
                         cute.arch.cp_async_commit_group()
 
-                    # Release what can be released before merging. The next scores are masked by sRow: where they are
-                    # the next work tile's and there is one subtile, it is written below
+                    # Release what can be released before merging. sRow masks the next scores; if they belong to the
+                    # next work tile and there is one subtile, it is written only below
                     release_scores = (not last_step) | (subtile + 1 < num_subtiles)
                     if const_expr(num_subtiles > 1):
                         release_scores = release_scores | load_next_tile
@@ -491,13 +491,13 @@ class TokenTopK:
 
     @cute.jit
     def release(self, barrier: cutlass.Constexpr[int]):
-        """Arrive at both warpgroups' barriers, by the select warps."""
+        """Arrive at the barrier of each MMA warpgroup, by the select warps."""
         for i in range_constexpr(MMA_WARPGROUPS):
             cute.arch.barrier_arrive(barrier_id=barrier + i, number_of_threads=SELECT_THREADS + WARPGROUP_THREADS)
 
     @cute.jit
     def release_step(self):
-        """Keys, and queries of all subtiles, as soon as they have arrived."""
+        """Wait for the loads, then release the keys and the queries of all subtiles."""
         self.wait_for_loads()
         self.release(NamedBarrier.KeysFull)
         if const_expr(self.tiling.num_subtiles > 1):
@@ -515,7 +515,7 @@ class TokenTopK:
         subtile: Int32,
         work_tile: WorkTile,
     ):
-        """Those of one subtile, and -lse / ln 2."""
+        """Load the queries of one subtile, and -lse in base 2."""
         thread, _, _ = cute.arch.thread_idx()
         thread -= MMA_THREADS
         vectors, rows = const_expr(self.dim // VECTOR), const_expr(self.tiling.subtile)
@@ -527,7 +527,7 @@ class TokenTopK:
             gQ = cute.domain_offset((0, 0, work_tile.kv_head * self.group, 0), mQ)
             gQ = gQ[work_tile.batch, work_tile.first_row + row, None, None]
             for i in range_constexpr(-(-self.group // heads_at_once)):
-                # One head at once is a Python int, and addresses differ by constants
+                # With one head at once `head` is a Python int, so that addresses differ by constants
                 head = i if const_expr(heads_at_once == 1) else i * heads_at_once + row_and_head // rows
                 if head < self.group:
                     sHead = cute.domain_offset((head % self.heads_per_mma * rows, 0, head // self.heads_per_mma), sQ)
@@ -543,7 +543,7 @@ class TokenTopK:
 
     @cute.jit
     def load_keys(self, mK: cute.Tensor, sK: cute.Tensor, step: Int32, work_tile: WorkTile):
-        """Those of one step. Rows without an entry get the nearest one; they are masked."""
+        """Load the keys of one step. Rows without an entry get the nearest entry; their scores are masked."""
         thread, _, _ = cute.arch.thread_idx()
         thread -= MMA_THREADS
         vectors = const_expr(self.dim // VECTOR)
@@ -568,7 +568,7 @@ class TokenTopK:
 
     @cute.jit
     def wait_for_loads(self):
-        """Until all loads of this thread have arrived, visible to WGMMA too."""
+        """Wait until all loads of this thread have arrived, and make them visible to WGMMA."""
         cute.arch.cp_async_wait_group(0)
         if const_expr(self.use_wgmma):
             cute.arch.fence_view_async_shared()
@@ -585,7 +585,7 @@ class TokenTopK:
         mBounds: cute.Tensor | None,
         work_tile: WorkTile,
     ):
-        """What this warp's tokens of a subtile see, and their lists with the forced blocks."""
+        """Write what this warp's tokens of a subtile see, and begin their lists with the forced blocks."""
         num_tokens, num_entries = work_tile.num_tokens, work_tile.num_entries
         select_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - MMA_WARPS
         cute.arch.sync_warp()
@@ -599,7 +599,7 @@ class TokenTopK:
 
     @cute.jit
     def pool(self, sScore: cute.Tensor, rScore: cute.Tensor):
-        """One token's scores of entries to those of blocks, LANES blocks at a time."""
+        """Pool one token's scores of entries to scores of blocks, LANES blocks at a time."""
         for chunk in range_constexpr(self.score_chunks):
             column = cutlass.min(chunk * LANES + cute.arch.lane_idx(), self.blocks_per_step - 1)
             score = Float32(0.0)
@@ -625,7 +625,7 @@ class TokenTopK:
 
     @cute.jit
     def store_indices(self, sIndices: cute.Tensor, gIndices: cute.Tensor, subtile: Int32, work_tile: WorkTile):
-        """Those of this warp's tokens of a subtile."""
+        """Write the selected blocks of this warp's tokens of a subtile."""
         select_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - MMA_WARPS
         for i in range_constexpr(self.tiling.subtile // SELECT_WARPS):
             row = subtile * self.tiling.subtile + i * SELECT_WARPS + select_warp
@@ -770,7 +770,7 @@ class TokenTopK:
 
     @cute.jit
     def acquire(self, barrier: cutlass.Constexpr[int]):
-        """Wait at the own warpgroup's barrier, by the MMA warps."""
+        """Wait at this warpgroup's barrier, by the MMA warps."""
         warpgroup_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         cute.arch.barrier(barrier_id=barrier + warpgroup_idx, number_of_threads=SELECT_THREADS + WARPGROUP_THREADS)
 
@@ -802,7 +802,7 @@ class TokenTopK:
 
     @cute.jit
     def softmax(self, acc: cute.Tensor, total: cute.Tensor, lse: cute.Tensor, scale: Float32):
-        """total += 2^(scale acc + lse), with lse as of `load_queries`: the lse is known, so there is no running max."""
+        """total += 2^(scale acc + lse), with -lse as stored by `load_queries`. The lse is known: no running max."""
         for i in range_constexpr(cute.size(total)):
             total[i] += cute.math.exp2(cute.math.fma(acc[i], scale, lse[i]), fastmath=True)
 
@@ -825,7 +825,7 @@ class TokenTopK:
         step: Int32,
         subtile: Int32,
     ):
-        """Hand over a subtile's sums over the heads, 0 where an entry is not visible, to the select warps."""
+        """Write a subtile's sums over the heads, 0 where an entry is not visible, for the select warps."""
         first_entry = step * self.blocks_per_step * self.ratio - self.entries_before
         first_row = subtile * self.tiling.subtile
         self.acquire(NamedBarrier.ScoresEmpty)
@@ -892,8 +892,8 @@ def token_topk(
         indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
         bounds, tiles, tile = documents.bounds, documents.tiles, documents.tile
     if indices.numel() > 0:
-        hopper = has_warpgroups(q.device)
-        run = _compiled(q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None, hopper).run
+        how = q.dtype, dim, heads // k_cmp.shape[2], blocks, documents is not None, has_warpgroups(q.device)
+        run = _compiled(*how).run
         lse_cmp = lse_cmp if lse_cmp.stride(-1) == 1 else lse_cmp.contiguous()
         scale = config.scale(dim) * LOG2_E
         max_ctas = multiprocessors(q.device)

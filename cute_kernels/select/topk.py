@@ -7,12 +7,12 @@ are those that beat the list's last slot. A candidate goes to
 
     slot = number of listed scores >= its own + number of candidates of the chunk that are better, or equal and earlier
 
-and a listed block moves back by the number of candidates that beat it. Nothing is sorted, and the result does not
+and a listed block moves back by the number of candidates that beat it. No sorting is needed, and the result does not
 depend on how the scores are cut into chunks. Of scores in random order, k + k ln(blocks / k) are expected to become
 candidates: nearly all scores of the first chunks, few of the later ones.
 
-With many candidates and at most one slot per lane a bitonic network is cheaper: it sorts the candidates, the better of
-the i-th best slot and the i-th worst candidate are the k best of both, in bitonic order, and they are sorted once more.
+With many candidates and at most one slot per lane, a bitonic network is cheaper. It sorts the candidates. The better of
+the i-th best slot and the i-th worst candidate, for all i, are the best of both in bitonic order, and are sorted again.
 """
 
 from __future__ import annotations

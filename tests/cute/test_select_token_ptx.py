@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, ROW, TILE, UNIT
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, ROW, TILE
 from cute_kernels.select.token import MMA_THREADS, THREADS, choose_tiling
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
@@ -119,7 +119,9 @@ def test_interpreted_documents(
     tile = 2 * tiling.tokens
     bounds = torch.empty((6, len(lengths) + 1), dtype=torch.int32)
     add_up(tile, torch.tensor([0, *lengths]).cumsum(0), bounds)
-    bounds[ENTRY] = torch.tensor([0, *(-(-CONFIG.num_compressed(n) // UNIT) * UNIT for n in lengths)]).cumsum(0)
+    bounds[ENTRY] = torch.tensor(
+        [0, *(-(-CONFIG.num_compressed(n) // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT for n in lengths)]
+    ).cumsum(0)
     tiles = torch.full((2, int(bounds[TILE, -1]) + 1), -1, dtype=torch.int32)
     q = torch.empty((1, tiles.shape[1] * tile, group, dim), dtype=torch.bfloat16)
     k_cmp, lse = q.new_empty((1, int(bounds[ENTRY, -1]), 1, dim)), torch.empty((1, group, q.shape[1]))

@@ -271,8 +271,8 @@ def test_the_whole_kernel_for_documents() -> None:
     # The third of ten CTAs: an unused work tile, and one behind a document
     run_cta(kernel, 2, 10, tensors, tables, -9, -9, tile)
     assert (indices == -1).all()
-    # The second of four: an unused work tile, the last document, a tile after the long document, its first tokens, a tile
-    # after a document again
+    # The second of four: an unused work tile, the last document, a tile after the long document, its first tokens, and
+    # again a tile after a document
     run_cta(kernel, 1, 4, tensors, tables, -9, -9, tile)
     expected = np.full_like(indices, -1)
     q, k, lse = map(torch.from_numpy, arrays)
