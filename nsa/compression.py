@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from nsa.config import BlockPooling, NSAConfig, check_sizes
+from nsa.common.checks import check_sizes
+from nsa.config import BlockPooling, NSAConfig
 
 
 def whole_blocks(x: Tensor, config: NSAConfig) -> Tensor:

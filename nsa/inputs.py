@@ -12,9 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dispatch.registry import short_name
+from nsa.common.checks import DTYPES, check_dense
 from nsa.config import NSAConfig
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class NSAAux(NamedTuple):
@@ -257,13 +256,6 @@ def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
 def _has_values(tensor: Tensor) -> bool:
     """Fake ones have none, nor has what is being traced."""
     return not torch.compiler.is_compiling() and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
-
-
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Sparse and nested tensors have no strides, and nested ones of the older kind no shape either."""
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        layout = "nested" if tensor.layout is torch.strided else short_name(tensor.layout)
-        raise TypeError(f"{name} must be a dense tensor, got the layout {layout}")
 
 
 def _shape(tensor: Tensor) -> list[int]:

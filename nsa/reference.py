@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from nsa.common.derivatives import rounded
+from nsa.common.derivatives import round_straight_through
 from nsa.compression import pool_documents, whole_blocks
 from nsa.config import BlockPooling, NSAConfig
 from nsa.inputs import NSAAux, NSAInputs
@@ -279,14 +279,14 @@ def _rows(tiles: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
 # Step 1: compression
 
 
-def pooled(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAInputs, NSAConfig]:
+def with_compressed_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAInputs, NSAConfig]:
     """The same call with k_cmp and v_cmp in place of what makes them, for backends that only pool by means."""
-    k_cmp, v_cmp = pooled_entries(inputs, config)
+    k_cmp, v_cmp = compressed_entries(inputs, config)
     given = replace(inputs, k_cmp=k_cmp, v_cmp=v_cmp, w_k_compress=None, w_v_compress=None)
     return given, replace(config, compress="mean")
 
 
-def pooled_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
+def compressed_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """What `config.compress` makes of k and v, as NSAInputs takes k_cmp and v_cmp."""
     dtype, cu_seqlens = inputs.q.dtype, inputs.cu_seqlens
     pools = _pools(_cast(inputs), config, dtype)
@@ -302,7 +302,7 @@ def _compress(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple
     if inputs.k_cmp is not None and inputs.v_cmp is not None:
         return inputs.k_cmp, inputs.v_cmp
     pools = _pools(inputs, config, dtype)
-    k_cmp, v_cmp = (rounded(pool(whole_blocks(tensor, config)), dtype) for tensor, pool in pools)
+    k_cmp, v_cmp = (round_straight_through(pool(whole_blocks(tensor, config)), dtype) for tensor, pool in pools)
     return k_cmp, v_cmp
 
 

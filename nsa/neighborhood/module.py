@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.config import check_eps
-from nsa.module import RotaryHook, check_hook, check_input, head_sizes, refuse_arguments, rotated
+from nsa.common.checks import check_choice, check_eps
+from nsa.common.layers import RotaryHook, apply_rope, check_input, check_rope, head_sizes, refuse_unsupported
 from nsa.neighborhood.api import neighborhood_attention
-from nsa.neighborhood.validate import ALGORITHMS, Window, check_choice
+from nsa.neighborhood.validate import ALGORITHMS, Window
 
 
 class NeighborhoodAttention(nn.Module):
@@ -59,7 +59,7 @@ class NeighborhoodAttention(nn.Module):
         self.num_kv_heads, self.head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
         self.window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
         check_choice("algorithm", algorithm, ALGORITHMS)
-        check_hook(rope)
+        check_rope(rope)
         if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
             raise TypeError(f"dropout must be a number, got {dropout!r}")
         if not 0 <= dropout <= 1:
@@ -90,7 +90,7 @@ class NeighborhoodAttention(nn.Module):
             TypeError, ValueError: a `rope` hook that changes dtype or shape.
         """
         instead_of_mask = "attend to each document in a call of its own instead of padding them"
-        refuse_arguments(others, causal=self.window.causal, instead_of_mask=instead_of_mask)
+        refuse_unsupported(others, causal=self.window.causal, instead_of_mask=instead_of_mask)
         check_input(hidden_states, self.hidden_size, self.q_proj, packed=None)
         q = self._rotate(self._heads(self.q_proj(hidden_states)), position_embeddings)
         k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
@@ -120,7 +120,7 @@ class NeighborhoodAttention(nn.Module):
         return split
 
     def _rotate(self, tensor: Tensor, position_embeddings: Any) -> Tensor:
-        return rotated(self.rope, tensor, position_embeddings)
+        return apply_rope(self.rope, tensor, position_embeddings)
 
 
 class NeighborhoodAttentionLayer(nn.Module):
@@ -170,12 +170,7 @@ class NeighborhoodAttentionLayer(nn.Module):
             ValueError: `hidden_states` of another layout.
             TypeError, ValueError: as NeighborhoodAttention.
         """
-        (hidden_size,) = self.layer_norm.normalized_shape
-        if hidden_states.dim() != 3 or hidden_states.shape[-1] != hidden_size:
-            raise ValueError(
-                f"hidden_states must have the layout [B,N,hidden_size={hidden_size}], "
-                f"got shape {list(hidden_states.shape)}"
-            )
+        check_input(hidden_states, self.attention.hidden_size, self.attention.q_proj, packed=None)
         added = self.attention(self.layer_norm(hidden_states), position_embeddings)
         result: Tensor = hidden_states + added.to(hidden_states.dtype)
         return result

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from nsa.config import check_eps, check_sizes
+from nsa.common.checks import check_eps, check_sizes
 from nsa.residual.api import attention_residual
 from nsa.residual.validate import check_layer_blocks
 
