@@ -1,4 +1,4 @@
-"""One way to every op on every device: `dispatch.nsa(...)`, routed by `resolve` and laid open by `explain`.
+"""Every op on every device: `dispatch.nsa(...)`, routed by `resolve`, whose choice `explain` explains.
 
 `python -m dispatch` prints what runs on this machine. Importing this package needs torch alone.
 """
@@ -16,7 +16,7 @@ OPS = {
     "neighborhood_attention_backward": "nsa.neighborhood.api:neighborhood_attention_backward",
     "attention_residual": "nsa.residual.api:attention_residual",
 }
-"""The op's public function."""
+"""The public function of each op in the table."""
 
 FUNCTIONS = {
     **OPS,

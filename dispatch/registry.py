@@ -1,7 +1,7 @@
 """How a call finds its implementation: rows (Impl), the facts of a call (Call), and the rule (resolve, explain).
 
-`backend=` goes before the environment variable NSA_KERNELS_BACKEND, which goes before the first row that can run.
-A named backend never falls back to another; when nothing can run, BackendError says why for every row.
+`backend=` takes precedence over the environment variable NSA_KERNELS_BACKEND, and both over the first row that can run.
+A named backend never falls back to another; when no row can run, BackendError gives the reason of every row.
 """
 
 from __future__ import annotations
@@ -21,35 +21,60 @@ ENVIRONMENT_VARIABLE = "NSA_KERNELS_BACKEND"
 
 
 class BackendError(RuntimeError):
-    """No implementation can run a call. The message lists every row with its reason."""
+    """No implementation can run a call. The message lists every row of the op with its reason.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> try:
+        ...     dispatch.resolve(dispatch.Call("nsa", "cpu", torch.float32), backend="cute")
+        ... except dispatch.BackendError as error:
+        ...     print(str(error).splitlines()[1])
+          cute: runs on CUDA devices, got cpu
+    """
 
 
 @dataclass(frozen=True)
 class Impl:
-    """One row of the table: an implementation of an op. Strings are "module:attribute", imported on first use."""
+    """One row of the table: an implementation of an op.
+
+    Args:
+        op: the op's name, a key of `dispatch.OPS`.
+        backend: its name for users. Several rows may have the same: a backend can come first for some calls and later
+            for others.
+        target: the function, as "module:attribute", imported on first use.
+        check: a predicate on a Call, as "module:attribute", in a module that needs torch alone. It returns the reason
+            why the row cannot run the call, or None.
+        packages: modules of dispatch.device.PACKAGES that it needs. Default: none.
+        training: module with the functions that the op's autograd calls (see the op's autograd.py). Default: None, for
+            an implementation that is differentiable itself.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> impl = dispatch.resolve(dispatch.Call("nsa", "cpu", torch.float32))
+        >>> impl.backend, impl.target
+        ('reference', 'nsa.reference:nsa')
+    """
 
     op: str
     backend: str
-    """Its name for users. Rows may share one, as one backend may be best at some calls and still run others."""
     target: str
     check: str
-    """Predicate on a Call, in a module that needs torch alone: the reason why the row cannot run it, or None."""
     packages: tuple[str, ...] = ()
-    """Modules of dispatch.device.PACKAGES that it needs."""
     training: str | None = None
-    """A module with what the op's autograd needs of this implementation; None: it is differentiable itself."""
 
     def load_training(self) -> Any:
         """The module named by `training`, or None."""
         return None if self.training is None else importlib.import_module(self.training)
 
     def load(self) -> Callable[..., Any]:
-        """The implementation. Raises whatever importing it raises."""
+        """The implementation. Raises whatever its import raises."""
         implementation: Callable[..., Any] = _attribute(self.target)
         return implementation
 
     def refusal(self, call: Call) -> str | None:
-        """Why this row cannot run the call, or None."""
+        """The reason why this row cannot run the call, or None."""
         reason: str | None = _attribute(self.check)(call)
         if reason is not None:
             return reason
@@ -67,18 +92,28 @@ class Impl:
 
 @dataclass(frozen=True)
 class Call:
-    """What a row may look at: facts that need no tensor values.
+    """The facts by which a backend is chosen; none of them needs tensor values.
 
-    `options` holds what the op adds, such as sizes and flags; a check reads what it knows and ignores the rest.
+    Args:
+        op: the op's name, a key of `dispatch.OPS`.
+        device: of the tensors; a string where torch may not know the type, such as "npu" without torch_npu.
+        dtype: of the tensors.
+        backward: whether gradients are needed. Default: False.
+        named: whether the user asked for this backend by name; set by `explain` and `resolve`. Default: False.
+        options: what the op adds, such as sizes and flags. A row's check ignores what it does not know. Default: none.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> dispatch.Call("nsa", torch.device("cuda", 0), torch.bfloat16).device_type
+        'cuda'
     """
 
     op: str
     device: torch.device | str
-    """As a string where torch may not know the type, as "npu" without torch_npu."""
     dtype: torch.dtype
     backward: bool = False
     named: bool = False
-    """The user asked for this backend by name."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -88,21 +123,46 @@ class Call:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A row and why it cannot run a call; `reason` None means that it can."""
+    """A row, and whether it can run a call.
+
+    Args:
+        impl: the row.
+        reason: why it cannot run the call; None: it can.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> [verdict.reason is None for verdict in dispatch.explain(dispatch.Call("nsa", "cpu", torch.float32))]
+        [False, True]
+    """
 
     impl: Impl
     reason: str | None
 
 
 def explain(call: Call, backend: str | None = None, rows: Sequence[Impl] | None = None) -> list[Verdict]:
-    """Every row of the op with its reason; rows other than a named backend's are refused as not asked for.
+    """Whether each row of an op can run a call, and the reason where it cannot.
 
     Args:
-        backend: as in a call; None reads NSA_KERNELS_BACKEND.
-        rows: None for the table of this package.
+        call: the op and the facts of the call.
+        backend: as users name it; rows of other backends are refused as not asked for. Default: None, which reads
+            NSA_KERNELS_BACKEND.
+        rows: rows to choose from, best first. Default: None, which means the table of this package.
+
+    Returns:
+        A Verdict for each row of the op, best first.
 
     Raises:
+        TypeError: for a backend that is no string.
         ValueError: for an unknown op or backend.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> for verdict in dispatch.explain(dispatch.Call("nsa", "cpu", torch.float32)):
+        ...     print(verdict.impl.backend, verdict.reason)
+        cute runs on CUDA devices, got cpu
+        reference None
     """
     candidates = _rows_of(call.op, rows)
     name, source = _requested(backend, candidates)
@@ -116,17 +176,32 @@ def explain(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
 
 
 def resolve(call: Call, backend: str | None = None, rows: Sequence[Impl] | None = None) -> Impl:
-    """The row that runs the call.
+    """The row that runs a call: the first that can, of the named backend if there is one.
+
+    Args:
+        call: the op and the facts of the call.
+        backend: as users name it. Default: None, which reads NSA_KERNELS_BACKEND.
+        rows: rows to choose from, best first. Default: None, which means the table of this package.
+
+    Returns:
+        The row; `load()` gives its function.
 
     Raises:
+        TypeError: for a backend that is no string.
         ValueError: for an unknown op or backend.
-        BackendError: when no row can run it.
+        BackendError: when no row can run the call, with the reason of each.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> dispatch.resolve(dispatch.Call("attention_residual", "cpu", torch.float32)).backend
+        'reference'
     """
     candidates = _rows_of(call.op, rows)
     name, _ = _requested(backend, candidates)
-    asked = replace(call, named=True) if name is not None else call
+    call = replace(call, named=True) if name is not None else call
     for impl in candidates:
-        if name in (None, impl.backend) and impl.refusal(asked) is None:
+        if name in (None, impl.backend) and impl.refusal(call) is None:
             return impl
     listing = "\n".join(f"  {v.impl.backend}: {v.reason}" for v in explain(call, backend, rows))
     raise BackendError(f"no backend can run {call.op} on {call.device} in {short_name(call.dtype)}:\n{listing}")
@@ -144,7 +219,7 @@ def _rows_of(op: str, rows: Sequence[Impl] | None) -> list[Impl]:
 
 
 def _requested(backend: str | None, candidates: Sequence[Impl]) -> tuple[str | None, str]:
-    """The backend asked for by name, if any, and where."""
+    """The backend asked for by name, or None, and which argument or variable names it."""
     source = "backend"
     if backend is None:
         backend, source = os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE
@@ -164,6 +239,6 @@ def _attribute(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def short_name(of_torch: torch.dtype | torch.layout) -> str:
-    """As messages write it: bfloat16 for torch.bfloat16."""
-    return str(of_torch).removeprefix("torch.")
+def short_name(dtype_or_layout: torch.dtype | torch.layout) -> str:
+    """Its name in messages: bfloat16 for torch.bfloat16."""
+    return str(dtype_or_layout).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The one list of implementations, best first for each op."""
+"""The table of implementations, best first for each op. Targets are strings, imported on first use."""
 
 from __future__ import annotations
 

@@ -36,6 +36,17 @@ class BackwardCache:
 
     Raises:
         TypeError, ValueError: naming a capacity that is no integer of at least 1.
+
+    Example:
+        >>> import torch
+        >>> from nsa.neighborhood import BackwardCache, neighborhood_attention_backward, neighborhood_attention_forward
+        >>> q, k, v, do = (torch.randn(1, 20, 4, 16) for _ in range(4))
+        >>> _, band = neighborhood_attention_forward(q, k, v)
+        >>> cache = BackwardCache()
+        >>> first = neighborhood_attention_backward(do, q, k, v, band, cache=cache)
+        >>> again = neighborhood_attention_backward(do, q, k, v, band, cache=cache)
+        >>> first[0] is again[0], len(cache)
+        (True, 1)
     """
 
     def __init__(self, capacity: int = 4) -> None:

@@ -34,7 +34,8 @@ from nsa.inputs import TENSOR_NAMES, NSAInputs
 from tests.cute.test_backward import SLACK, gradients
 from tests.cute.test_forward import assert_agrees_with_oracle, check_selection
 from tests.cute.test_varlen import documents, part_of
-from tests.nsa.test_fuzz import (
+from tests.support import neighborhood_cases, residual_cases
+from tests.support.fuzzing import (
     EXAMPLES,
     LAYOUTS,
     NEIGHBORHOOD_OPTIONS,
@@ -53,7 +54,6 @@ from tests.nsa.test_fuzz import (
     strided,
     wrong_shape,
 )
-from tests.support import neighborhood_cases, residual_cases
 from tests.support.helpers import assert_within_budget
 
 BF16, FP16 = torch.bfloat16, torch.float16

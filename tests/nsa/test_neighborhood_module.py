@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dispatch import neighborhood_attention
 from nsa import NeighborhoodAttention, NeighborhoodAttentionLayer
-from tests.support.rotary import rotary_table, rotate
 from tests.support.helpers import assert_passes_interpreted, assert_within_budget
 from tests.support.neighborhood_training import WINDOWS, assert_same_curve, eager
+from tests.support.rotary import rotary_table, rotate
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 OPTIONS: dict[str, dict[str, Any]] = {
