@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from dispatch.registry import BackendError, Call, Impl, Verdict, explain, resolve
+from dispatch.impl import Call, Impl
+from dispatch.registry import BackendError, Verdict, explain, resolve
 
 OPS = {
     "nsa": "nsa.api:nsa",

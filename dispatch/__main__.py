@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from dispatch.device import DEVICE_TYPES, absence, describe_device, package_states
-from dispatch.registry import Call, Verdict, explain
+from dispatch.impl import Call
+from dispatch.registry import Verdict, explain
 from dispatch.table import ROWS
 
 

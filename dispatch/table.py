@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dispatch.registry import Impl
+from dispatch.impl import Impl
 
 CUTE = ("cutlass.cute", "flash_attn.cute")
 TRITON = ("triton",)

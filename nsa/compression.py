@@ -35,7 +35,7 @@ def pool_documents(x: Tensor, cu_seqlens: Tensor, pool: BlockPooling, config: NS
     slots = torch.arange(x.shape[0] // stride, device=x.device)
     document = torch.searchsorted(ends, slots, right=True)
     used = document < len(counts)
-    # One more column, for slots behind the last document
+    # One more column, for slots after the last document
     first_slot = pad(ends - counts, [0, 1])[document]
     first_token = torch.where(used, cu_seqlens[document] + (slots - first_slot) * stride, 0)
     tokens = first_token[:, None] + torch.arange(length, device=x.device)

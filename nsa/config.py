@@ -71,7 +71,7 @@ class NSAConfig:
             `causal=False`: as many around the tile). Default: 0.
         num_cmp_selected_blocks: c, blocks of `n_block_size` compressed entries that each query tile and head attends to
             in the compressed branch. Needs `q_tile_size > 1`. Default: None, which means all visible entries.
-        n_block_size: compressed entries in one such block; changes nothing else. Default: 128.
+        n_block_size: compressed entries in one such block. Default: 128.
         compress: "mean", or a callable (or a pair of them, for keys and for values) from blocks `[...,l,D]` to entries
             `[...,D]`, such as LinearCompression. Default: "mean".
         causal: no output depends on later tokens (in tile mode: on tokens after its tile). Default: True.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dispatch
-from dispatch.registry import short_name
+from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
 from nsa.common.autocast import CASTABLE, autocast_dtype
 from nsa.common.checks import DTYPES, check_dense, check_eps
 from nsa.common.resolve import resolve as resolve_call
@@ -31,7 +31,7 @@ def resolve(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: float, 
     backward = needs_grad(*block_tensors(blocks), w_query, w_norm)
     facts = first.device, first.dtype, backward, num_blocks, isinstance(blocks, Tensor), first.shape[-3:], backend
     if first.device.type == "cuda" and (backend is None or isinstance(backend, str)):
-        return _resolve_cached(os.environ.get(dispatch.registry.ENVIRONMENT_VARIABLE), *facts)
+        return _resolve_cached(os.environ.get(ENVIRONMENT_VARIABLE), *facts)
     return _resolve(*facts)
 
 
