@@ -345,10 +345,10 @@ def test_gradients_do_not_leave_their_document(strategy: str) -> None:
 
 
 def test_operators() -> None:
-    keywords = ops._options({"config": SOME})
+    keywords = ops.operator_keywords({"config": SOME})
     for tokens, extra in ((300, {}), (300, {"gate_proj_weight": gate_weight().requires_grad_()})):
         qkv = [x.requires_grad_() for x in on_gpu(tokens)]
-        arguments = ops._arguments(*qkv, extra)
+        arguments = ops.operator_tensors(*qkv, extra)
         checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(
             torch.ops.nsa_kernels.saving.default, tuple(arguments), keywords, test_utils=checks, atol=0.1, rtol=0.1

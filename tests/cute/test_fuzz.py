@@ -31,7 +31,16 @@ import dispatch
 from bench import oracles
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import TENSOR_NAMES, NSAInputs
-from tests.nsa.test_fuzz import (
+from tests.support import neighborhood_cases, residual_cases
+from tests.support.cute_cases import (
+    SLACK,
+    alone_documents,
+    assert_agrees_with_oracle,
+    check_selection,
+    gradients,
+    part_of,
+)
+from tests.support.fuzzing import (
     EXAMPLES,
     LAYOUTS,
     NEIGHBORHOOD_OPTIONS,
@@ -49,15 +58,6 @@ from tests.nsa.test_fuzz import (
     spoiled,
     strided,
     wrong_shape,
-)
-from tests.support import neighborhood_cases, residual_cases
-from tests.support.cute_cases import (
-    SLACK,
-    alone_documents,
-    assert_agrees_with_oracle,
-    check_selection,
-    gradients,
-    part_of,
 )
 from tests.support.helpers import assert_within_budget
 
