@@ -15,7 +15,7 @@ branch (`no-selected`) and with the window alone (`window`): what the other bran
 Looking up begins all at once, and in a long context late: so the context grows while training, from an eighth on where
 that has room for needles.
 
-Writes OUT.json (schema: docs/architecture.md) and OUT.png, accuracy by distance, after each variant.
+Writes OUT.json (schema: docs/results_files.md) and OUT.png, accuracy by distance, after each variant.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 All else is one: weights, batches, causal softmax attention. Queries start at zero, so that all outputs weigh the same,
 and layers normalise what they are given; so both models compute the same before the first step.
 
-Writes OUT.json (schema: docs/architecture.md) and OUT.png after each variant.
+Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
 
 from __future__ import annotations
