@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+
+import dispatch
+import nsa
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -53,3 +57,20 @@ def test_commands_exist() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    shown = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    names = {name.rpartition(".")[2] for name in shown}
+    assert {*nsa.__all__, *dispatch.__all__} <= names
+    for name in shown:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__, f"{name} has no docstring"
+
+
+def test_the_site_leads_to_every_page() -> None:
+    places = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    own = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert places == own | {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"}
