@@ -71,7 +71,7 @@ BRANCHES = ("cmp", "slc", "win")
 SPLIT = True
 """Whether the selected branch and the window take selected_backward.py and window_backward.py wherever they can.
 
-They take less time than FlashAttention-4's (docs/experiments.md). False leaves those for comparisons."""
+They take less time than FlashAttention-4's (docs/performance.md). False leaves those for comparisons."""
 
 
 class Saved(NamedTuple):

@@ -30,7 +30,7 @@ from nsa.inputs import NSAAux, NSAInputs
 
 CHUNK_BYTES = {"cpu": 32 << 20}
 """Rough size of one chunk's temporaries by device; a chunk has at least one tile. On a CPU, larger
-allocations come from the system anew each time (docs/experiments.md has the measurement)."""
+allocations come from the system anew each time (docs/architecture.md has the measurement)."""
 CHUNK_BYTES_ELSEWHERE = 512 << 20
 
 
