@@ -2,7 +2,7 @@
 
 A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak; that
 of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth.
-Writes OUT.json (schema: docs/architecture.md) after every length, heads and option; the same command goes on where it
+Writes OUT.json (schema: docs/results_files.md) after every length, heads and option; the same command goes on where it
 was stopped or killed. Nothing is checked here: the gate of the file is "unchecked".
 
 With --backward the stages of the backward, over the same chunks of heads as there. The selected branch is timed both

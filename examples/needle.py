@@ -15,7 +15,7 @@ NSA is evaluated again with that branch closed and unchanged weights (`nsa-close
 Models learn to look up suddenly, and late when the context is long: so the context grows during training, from an
 eighth of its length on where that has room for needles.
 
-Writes OUT.json (schema: docs/architecture.md) and OUT.png, accuracy by distance, after each variant.
+Writes OUT.json (schema: docs/results_files.md) and OUT.png, accuracy by distance, after each variant.
 """
 
 from __future__ import annotations

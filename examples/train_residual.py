@@ -7,7 +7,7 @@
 Weights, batches and causal softmax attention are the same. Queries start at zero, so that all outputs weigh the same,
 and layers normalise their input; so both models compute the same before the first step.
 
-Writes OUT.json (schema: docs/architecture.md) and OUT.png after each variant.
+Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
 
 from __future__ import annotations

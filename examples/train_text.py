@@ -7,7 +7,7 @@ batches in the same order. With `--preset paper` NSA selects per token, else per
 Selection per tile looks at all queries of a tile, later ones too. What a model gains from that is measured: for sampled
 bytes the loss is computed again with the text cut off after them; `lookahead` is the loss that this adds.
 
-Writes OUT.json (schema: docs/architecture.md) and OUT.png after each variant.
+Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
 
 from __future__ import annotations

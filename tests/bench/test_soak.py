@@ -30,7 +30,7 @@ from tests.support.compile_keys import noted_keys
 from tests.support.fa4_cases import NOISY
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+SCHEMAS = ROOT / "docs" / "results_files.md"
 
 
 def run(out: Path, *options: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_leaves_what_it_promises(folder: Path) -> None:
     content = json.loads((folder / "whole.json").read_text())
-    documented = re.search(r"`bench/soak.py` writes\s+`{(.*?)}`", ARCHITECTURE.read_text(), re.DOTALL)
+    documented = re.search(r"`bench/soak.py` writes\s+`{(.*?)}`", SCHEMAS.read_text(), re.DOTALL)
     assert documented is not None
     assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*\]", "", documented[1], flags=re.DOTALL)))
     listed = re.findall(r"\w+", documented[1].partition("runs: [")[2])

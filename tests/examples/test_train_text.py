@@ -23,7 +23,7 @@ from examples.shared import byte_models
 from examples.shared.nsa_variants import BRANCHES, make_config
 from nsa import LinearCompression, NSAConfig, nsa_forward_aux
 
-ARCHITECTURE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "results_files.md"
 SIZES = {
     "layers": 1,
     "width": 32,
@@ -67,7 +67,7 @@ def run(trainer: example.Trainer) -> tuple[list[example.Row], example.Summary]:
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
-    documented = re.search(r"`examples/train_text.py` writes\s+`{(.*?)}`", ARCHITECTURE.read_text(), re.DOTALL)
+    documented = re.search(r"`examples/train_text.py` writes\s+`{(.*?)}`", SCHEMAS.read_text(), re.DOTALL)
     assert documented is not None
     assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*?\]", "", documented[1], flags=re.DOTALL)))
     for name, row in (("rows", example.Row), ("summary", example.Summary)):

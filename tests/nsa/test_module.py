@@ -178,9 +178,9 @@ def test_takes_arguments_that_ask_for_nothing(kind: str) -> None:
     torch.testing.assert_close(whole(x, **nothing | flags), layer(x))
 
 
-def test_the_readme_recommends_no_subclass_that_drops_arguments() -> None:
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    assert "**_" not in readme
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md"])
+def test_pages_recommend_no_subclass_that_drops_arguments(page: str) -> None:
+    assert "**_" not in (Path(__file__).resolve().parents[2] / page).read_text(encoding="utf-8")
 
 
 def test_learns_to_copy_over_a_distance() -> None:
