@@ -621,7 +621,7 @@ def window_backward(
             left=before,
             scale=plan.scale,
             into=(given.dq, given.dk, given.dv),
-            near=near,
+            local_selected=near,
         )
         return
     documents = None if plan.documents is None else plan.documents.packed
