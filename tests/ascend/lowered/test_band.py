@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ascend_kernels.launch import Launch, recording
-from ascend_kernels.neighborhood import band as band_kernels
+from ascend_kernels.neighborhood import band as band_attention
 from tests.ascend.lowered import proof
 from tests.ascend.lowered.neighborhood_gates import DTYPES, executed, executing
 from tests.support import band_cases, neighborhood_cases
@@ -68,10 +68,10 @@ def test_compiles_for_sm_90(dtype: torch.dtype, dim: int) -> None:
     q, k, v = make_qkv(1500, dim=dim, dtype=dtype)
     window = {"dilation": 1, "boundary": "shift", "causal": False, "backend": "triton"}
     with recording(run=False) as launches:
-        _, band = band_kernels.forward(q, k, v, kernel_size=9, softmax_scale=None, **window)
+        _, band = band_attention.forward(q, k, v, kernel_size=9, softmax_scale=None, **window)
         for fused in (True, False):
-            band_kernels.backward(q, q, k, v, band, kernel_size=9, softmax_scale=None, fused=fused, **window)
-        band_kernels.expand_band(band, **window)
-    assert {one.kernel for one in launches} == set(band_kernels.KERNELS.values())
+            band_attention.backward(q, q, k, v, band, kernel_size=9, softmax_scale=None, fused=fused, **window)
+        band_attention.expand_band(band, **window)
+    assert {one.kernel for one in launches} == set(band_attention.KERNELS.values())
     for one in launches:
         assert proof.compile_ptx(one).shared_bytes <= 227 << 10
