@@ -171,7 +171,7 @@ def test_one_launch_or_three(backend: str) -> None:
 
 
 def test_plain_or_persistent() -> None:
-    """A program per piece of work, or from 1024 tokens on one per core of an NPU."""
+    """A program per work tile, or from 1024 tokens on one per core of an NPU."""
     for backend, tokens, programs in (("ascend", 1023, 32), ("ascend", 1024, 20), ("triton", 1024, 32)):
         q, k, v = make_qkv(tokens, 2, 2, dtype=torch.float16)
         attn = torch.empty((1, 2, tokens, tokens), dtype=torch.float32)

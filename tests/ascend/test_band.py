@@ -38,7 +38,7 @@ def test_planner_on_random_shapes() -> None:
         assert (kernel, dtype, plan.tiles) in known
         assert tiling.fits(plan.live_bytes, device)
         assert len(plan.grid) == len(work) == (3 if kernel == "band_gradients" else 1)
-        assert all(1 <= programs <= pieces for programs, pieces in zip(plan.grid, work, strict=True))
+        assert all(1 <= programs <= tiles for programs, tiles in zip(plan.grid, work, strict=True))
         assert math.prod(plan.grid) <= min(65535, 2 * device.cores)
         assert math.prod(work) * plan.tiles.block_m * plan.tiles.block_d >= shape["batch"] * shape["sequences"] * rows
         assert rows + 2 * kernel_size + plan.tiles.block_m + plan.tiles.block_n < 2**31

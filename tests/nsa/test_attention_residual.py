@@ -283,7 +283,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_rule_of_tiles() -> None:
-    """As the seed measured for 192 KiB; what of it changes with the UB."""
+    """For a UB of 192 KiB; and what a larger UB changes."""
     a2, large = 192 << 10, 256 << 10
     for backward in (False, True):
         assert [tiling.get_optimal_block_d(dim, backward, a2) for dim in (1, 15, 123, 1024)] == [1, 16, 128, 1024]

@@ -16,7 +16,7 @@ from tests.support import band_cases, neighborhood_cases
 from tests.support.helpers import make_qkv
 
 CASES: dict[str, dict[str, Any]] = {
-    "the seed's failure": {"tokens": 2304, "kernel_size": 7, "dim": 64},
+    "2304 tokens": {"tokens": 2304, "kernel_size": 7, "dim": 64},
     "long": {"tokens": 4096, "kernel_size": 33, "dim": 128, "boundary": "shift", "heads": 1},
     "dilated, grouped, even": {"tokens": 150, "kernel_size": 6, "dilation": 3, "heads": 4, "kv_heads": 2, "dim": 40},
     "moved, dilated": {"tokens": 151, "kernel_size": 40, "dilation": 2, "boundary": "shift", "dim": 32},
@@ -38,7 +38,7 @@ def test_cases(case: str, dtype: torch.dtype) -> None:
 
 
 def launches() -> list[Launch]:
-    """Of all that is executed above, and nothing runs."""
+    """The launches that `test_cases` executes, only recorded."""
     with recording(run=False) as found:
         for dtype, case in product(DTYPES, CASES.values()):
             band_cases.results(lambda function: function(), "ascend", *band_cases.make(dtype=dtype, **case))
@@ -46,7 +46,7 @@ def launches() -> list[Launch]:
 
 
 ALGORITHM_CASES: dict[str, dict[str, Any]] = {
-    "the seed's failure": {"tokens": 2304, "kernel_size": 7, "dim": 64, "heads": 1},
+    "2304 tokens": {"tokens": 2304, "kernel_size": 7, "dim": 64, "heads": 1},
     "as pairs": {"tokens": 150, "kernel_size": 6, "dilation": 3, "boundary": "shift", "dim": 40},
 }
 
@@ -58,7 +58,7 @@ def test_differentiable_op(case: str, dtype: torch.dtype) -> None:
     """`algorithm="band"`: the backward takes the band beyond 2048 tokens, and pairs up to them."""
     with executing() as launches:
         neighborhood_cases.check("ascend", dtype=dtype, algorithm="band", **ALGORITHM_CASES[case])
-    backward = "ds_kernel" if case == "the seed's failure" else "dense_ds_kernel"
+    backward = "ds_kernel" if case == "2304 tokens" else "dense_ds_kernel"
     assert backward in [one.kernel.fn.__name__ for one in launches]
 
 
