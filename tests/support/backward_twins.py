@@ -19,7 +19,18 @@ from cute_kernels.fa4 import interface as fa4
 from cute_kernels.gate.backward import GateResults
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.pool import documents
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, PUBLIC_ENTRY, ROW, SHIFT, TILE, TOKEN, UNIT, Documents
+from cute_kernels.pool.documents import (
+    DOCUMENT,
+    ENTRY,
+    ENTRY_ALIGNMENT,
+    LENGTH,
+    PUBLIC_ENTRY,
+    ROW,
+    SHIFT,
+    TILE,
+    TOKEN,
+    Documents,
+)
 from nsa import NSAConfig
 from nsa.inputs import NSAAux, NSAInputs
 from tests.support import fa4_model as model
@@ -355,7 +366,7 @@ def bounds_of(cu_seqlens: Tensor, *, tile: int, length: int, stride: int) -> Ten
         for name, more in (
             (TILE, used),
             (ROW, used * tile),
-            (ENTRY, -(-entries // UNIT) * UNIT),
+            (ENTRY, -(-entries // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT),
             (PUBLIC_ENTRY, entries),
         ):
             bounds[name, i + 1] = bounds[name, i] + more
