@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, ROW, TILE, UNIT
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, ROW, TILE
 from cute_kernels.select.token import HALF, THREADS, choose_tiling
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
-from tests.cute.test_kv_outer_ptx import argument, program
 from tests.cute.test_select_token import blocks_of, check_chosen, compressed
 from tests.support.helpers import make_qkv
 from tests.support.kv_outer_twins import Twin, add_up
+from tests.support.ptx import argument, program
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -29,13 +28,11 @@ CONFIG = NSAConfig.paper(
 
 
 @pytest.fixture(params=["mma.sync, early", "wgmma, late", "wgmma, early"])
-def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tensor]:
+def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """token_blocks interpreted, by at most `ctas` CTAs. Parameter: what multiplies, and when copies arrive."""
     instruction, _, copies = request.param.partition(", ")
-    from cute_kernels.runtime import jit
     from cute_kernels.select import token
 
-    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
     real = token._compiled
 
     def compiled(*how: Any) -> Twin:
@@ -119,7 +116,9 @@ def test_interpreted_documents(
     tile = 2 * tiling.tokens
     bounds = torch.empty((6, len(lengths) + 1), dtype=torch.int32)
     add_up(tile, torch.tensor([0, *lengths]).cumsum(0), bounds)
-    bounds[ENTRY] = torch.tensor([0, *(-(-CONFIG.num_compressed(n) // UNIT) * UNIT for n in lengths)]).cumsum(0)
+    bounds[ENTRY] = torch.tensor(
+        [0, *(-(-CONFIG.num_compressed(n) // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT for n in lengths)]
+    ).cumsum(0)
     tiles = torch.full((2, int(bounds[TILE, -1]) + 1), -1, dtype=torch.int32)
     q = torch.empty((1, tiles.shape[1] * tile, group, dim), dtype=torch.bfloat16)
     k_cmp, lse = q.new_empty((1, int(bounds[ENTRY, -1]), 1, dim)), torch.empty((1, group, q.shape[1]))
