@@ -18,7 +18,7 @@ TEST_EXTRAS := dev,bench
 TEST_SCOPE := --ignore=tests/ascend/lowered
 endif
 
-.PHONY: help demo train-demo needle-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend lint format test-gpu compile-all stamp clean distclean
+.PHONY: help demo train-demo needle-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend lint format docs test-gpu compile-all stamp clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -112,6 +112,10 @@ format: ## rewrite the sources to the house format
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) -m ruff check --fix .
 	$(VENV_PYTHON) -m ruff format .
+
+docs: ## build the documentation site, strictly, into build/site
+	$(bootstrap) --extras docs
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet --site-dir build/site
 
 clean: ## remove caches and build outputs, but not .cache
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov .commit.json

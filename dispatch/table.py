@@ -1,8 +1,8 @@
-"""The one list of implementations, best first for each op."""
+"""The table of implementations, best first for each op. Targets are strings, imported on first use."""
 
 from __future__ import annotations
 
-from dispatch.registry import Impl
+from dispatch.impl import Impl
 
 CUTE = ("cutlass.cute", "flash_attn.cute")
 TRITON = ("triton",)

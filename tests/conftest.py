@@ -44,7 +44,7 @@ def _seeded_and_poisoned() -> Iterator[None]:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU with everything installed, as far as dispatch's checks can tell."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("dispatch.registry.package_problem", lambda module, device_type: None)
+    monkeypatch.setattr("dispatch.impl.package_problem", lambda module, device_type: None)
     monkeypatch.setenv(TARGET_VARIABLE, "sm_90a")
     compute_capability.cache_clear()
     yield

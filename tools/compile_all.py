@@ -154,7 +154,7 @@ def score_cases() -> Iterator[Case]:
     for dim, dtype in itertools.product(DIMS, DTYPES):
         for variant, (blocks, keys, packed) in variants.items():
             run = ours(_compiled, dtype, dim, blocks, keys, 256, packed)
-            yield Case("TopBlocks", variant, dim, None, dtype, run)
+            yield Case("TileTopK", variant, dim, None, dtype, run)
 
 
 def token_cases() -> Iterator[Case]:
@@ -173,7 +173,7 @@ def token_cases() -> Iterator[Case]:
             "plain": (group, plain, False),
         }
         for variant, arguments in variants.items():
-            yield Case("TokenBlocks", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments, hopper))
+            yield Case("TokenTopK", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments, hopper))
 
 
 def list_cases() -> Iterator[Case]:
@@ -196,9 +196,9 @@ def list_cases() -> Iterator[Case]:
 
 
 def document_cases() -> Iterator[Case]:
-    from cute_kernels.pool.documents import _add_up, _align
+    from cute_kernels.pool.documents import _align, _bounds
 
-    yield Case("AddUp", "bounds", None, None, None, ours(_add_up, 256, 32, 16))
+    yield Case("DocumentBounds", "bounds", None, None, None, ours(_bounds, 256, 32, 16))
     for dim, dtype in itertools.product(DIMS, DTYPES):
         variants = {
             "one": (256, None, False),
@@ -208,7 +208,7 @@ def document_cases() -> Iterator[Case]:
         }
         for variant, (tile, v_dim, with_q) in variants.items():
             run = ours(_align, tile, 16, dtype, dim, v_dim, with_q)
-            yield Case("Align", variant, dim, None, dtype, run)
+            yield Case("AlignRows", variant, dim, None, dtype, run)
 
 
 def gate_cases() -> Iterator[Case]:
@@ -380,6 +380,7 @@ def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Calla
 def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
     from cute_kernels.fa4 import interface as fa4
     from cute_kernels.lists.query_to_kv import BlockLists
+    from cute_kernels.pool.documents import Varlen
 
     rules = fa4.rules(torch.device("cuda"))
     if rules is None:
@@ -395,13 +396,13 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         function(q, k, v, *arguments, scale=scale, lse=lse, **options)
 
     def chosen(keys: int, width: int, bits: bool = False) -> BlockLists:
-        """As of block_lists.chosen_lists."""
+        """As of lists.query_to_kv.chosen_lists."""
         counts, indices = (batch, heads, rows // tile), (batch, heads, rows // tile, keys // width)
         lists = BlockLists(empty(*counts), empty(*indices), empty(*counts), empty(*indices), tile, width)
-        return replace(lists, bits=empty(batch, heads, rows // tile, 2), unit=64) if bits else lists
+        return replace(lists, bits=empty(batch, heads, rows // tile, 2), bit_keys=64) if bits else lists
 
     def prefix(keys: int, width: int, packed: bool = False) -> BlockLists:
-        """As of block_lists.prefix_lists: stored once for all heads, `full` blocks also for all tiles unless packed."""
+        """As of prefix_lists, stored once for all heads, `full` blocks also for all tiles unless packed."""
         counts, indices = (batch, heads, rows // rules.rows), (batch, heads, rows // rules.rows, keys // width)
         count, index, every = (
             empty(1, 1, counts[2]),
@@ -423,7 +424,7 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         return lambda: call(fa4.selected, rows, chosen(rows, width, bits), lse=lse, **options)
 
     def window(lse: bool = False, packed: bool = False) -> Callable[[], None]:
-        documents = (lambda: fa4.Packed(empty(9), empty(9), empty(8))) if packed else lambda: None
+        documents = (lambda: Varlen(empty(9), empty(9), empty(8))) if packed else lambda: None
         return lambda: call(fa4.window, rows, lse=lse, left=511, right=0, documents=documents())
 
     narrow, wide = rules.widths[-1], rules.widths[0]
@@ -470,6 +471,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
     """All but deterministic ones, which FlashAttention-4 compiles for tensors with data only."""
     from cute_kernels.fa4 import interface as fa4
     from cute_kernels.lists.query_to_kv import BlockLists
+    from cute_kernels.pool.documents import Varlen
 
     rules = fa4.rules(torch.device("cuda"))
     if rules is None:
@@ -493,7 +495,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
         if not every_head:
             tensors = [x.expand(1, heads, *x.shape[2:]) for x in tensors]
         made = BlockLists(*tensors, tile, width)
-        return replace(made, bits=empty(1, heads, keys // 64, 2), unit=64) if bits else made
+        return replace(made, bits=empty(1, heads, keys // 64, 2), bit_keys=64) if bits else made
 
     def compressed(every_head: bool = False, packed: bool = False) -> Callable[[], None]:
         return lambda: fa4.compressed_backward(
@@ -515,7 +517,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
             left=511,
             right=0,
             scale=scale,
-            documents=fa4.Packed(empty(9), empty(9), empty(8)) if packed else None,
+            documents=Varlen(empty(9), empty(9), empty(8)) if packed else None,
         )
 
     variants: dict[tuple[str, str], Callable[[], None]] = {

@@ -143,7 +143,7 @@ def gpu_plan(
     programs_per_core: int | None = None,
     **options: int,
 ) -> Plan:
-    """Tiles for an NVIDIA GPU, as measured on an H200 (docs/performance.md).
+    """Tiles for an NVIDIA GPU, as measured on an H200 (docs/experiments.md).
 
     Of rows that are one tile a multiprocessor has eight warps. A thread keeps 64 numbers of a tile, and backward up to
     twice that of a token that is one tile: the fewer the warps, the less is done once for each, of which there was more

@@ -49,6 +49,7 @@ from cute_kernels.attend.combine import BATCH
 from cute_kernels.attend.forced import forced_blocks_forward, gated_forced_blocks, takes_forced
 from cute_kernels.attend.warp_rows import SHARED_PERCENT, WarpRows, block_bounds, heads_of
 from cute_kernels.gate.forward import Gating, fake_rest, gates_of_row, weighted_sum
+from cute_kernels.limits import TOKEN_SELECT_SIZES
 from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
@@ -65,7 +66,6 @@ from cute_kernels.mma.warp import LANES, LOG2_E
 from cute_kernels.runtime.device import has_warpgroups, vectorized
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.runtime.streams import SideStreams
-from cute_kernels.support import TOKEN_SELECT_SIZES
 
 WARPS = 8
 CTAS = 2

@@ -59,7 +59,7 @@ def test_every_kernel_has_a_cubin(arch: str, matrix: str) -> None:
 
 
 def test_kernels_are_found_in_the_sources() -> None:
-    assert {"BlockMean", "TopBlocks", "TokenBlocks", "ChosenLists", "PrefixLists", "GatedSum"} <= our_kernels("sm_100a")
+    assert {"BlockMean", "TileTopK", "TokenTopK", "ChosenLists", "PrefixLists", "GatedSum"} <= our_kernels("sm_100a")
     assert our_kernels() - our_kernels("sm_100a") >= {"SelectedDQ", "SelectedDKV"}
     assert {"fa4.compressed", "fa4.selected", "fa4.window"} <= fa4_calls()
 

@@ -126,8 +126,8 @@ def check_chosen(
             continue
         for b, s, t in torch.ones(2, select_heads, tiles).nonzero().tolist():
             here = [n for n in range(32 * got.bits.shape[3]) if got.bits[b, s, t, n // 32] >> n % 32 & 1]
-            units = range(-(-num_keys // got.unit))
-            assert here == [n for n in units if n * got.unit // size in chosen[b][s][t]], (num_keys, rows_to)
+            units = range(-(-num_keys // got.bit_keys))
+            assert here == [n for n in units if n * got.bit_keys // size in chosen[b][s][t]], (num_keys, rows_to)
 
 
 def of_tokens(most: int, causal: bool) -> Iterator[tuple[int, int, int]]:
@@ -237,7 +237,9 @@ def test_chosen_blocks_of_documents(size: int) -> None:
             words = got.bits[0, 0, t]
             here = [n for n in range(32 * len(words)) if words[n // 32] >> n % 32 & 1]
             assert here == [
-                base // got.unit + n for n in range(tile * 2 // got.unit) if n * got.unit // size in chosen[t]
+                base // got.bit_keys + n
+                for n in range(tile * 2 // got.bit_keys)
+                if n * got.bit_keys // size in chosen[t]
             ]
 
 
