@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, LENGTH, ROW
-from tests.cute.test_kv_outer_ptx import argument, program
 from tests.support.kv_outer_twins import Twin
+from tests.support.ptx import argument, program
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -28,11 +27,8 @@ UNWRITTEN = torch.iinfo(torch.int32).max
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels.lists import query_to_kv
-    from cute_kernels.runtime import jit
-
-    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
 
     def patch(name: str, items: Callable[..., int]) -> None:
         real = getattr(query_to_kv, name)

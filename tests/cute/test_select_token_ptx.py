@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,9 +14,9 @@ from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, ROW, T
 from cute_kernels.select.token import MMA_THREADS, THREADS, choose_tiling
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
-from tests.cute.test_kv_outer_ptx import argument, program
 from tests.support.helpers import make_qkv
 from tests.support.kv_outer_twins import Twin, add_up
+from tests.support.ptx import argument, program
 from tests.support.select_cases import blocks_of, check_chosen, compressed
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -29,13 +28,11 @@ CONFIG = NSAConfig.paper(
 
 
 @pytest.fixture(params=["mma.sync, early", "wgmma, late", "wgmma, early"])
-def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tensor]:
+def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """token_topk interpreted, by at most `ctas` CTAs. Parameter: what multiplies, and when copies arrive."""
     instruction, _, copies = request.param.partition(", ")
-    from cute_kernels.runtime import jit
     from cute_kernels.select import token
 
-    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
     real = token._compiled
 
     def compiled(*how: Any) -> Twin:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.cute.test_kv_outer_ptx import argument, program
+from tests.support.ptx import argument, program
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def test_partials_are_added_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_partials_are_added_up() -> None:
     """Two blocks of 128 keys, of which the second one has ten: its second key tile has no partials, and none are read.
 
     There is memory for two segments more than there are.
     """
     from cute_kernels.attend import selected_backward
     from cute_kernels.lists.worklist import BLOCK
-    from cute_kernels.runtime import jit
 
-    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
     cut, num_keys, dim, scale = (3, 2), 138, 64, 0.5
     counts = torch.tensor([[9, 6], cut, [0, 0]], dtype=torch.int32)
     sums = counts.cumsum(1, dtype=torch.int32)
