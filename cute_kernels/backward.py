@@ -378,7 +378,7 @@ def backward_window(
             left=left,
             scale=plan.scale,
             into=(gradients.dq, gradients.dk, gradients.dv),
-            near=local,
+            local_selected=local,
         )
         return
     documents = None if plan.documents is None else plan.documents.varlen

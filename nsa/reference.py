@@ -30,7 +30,7 @@ from nsa.inputs import NSAAux, NSAInputs
 
 CHUNK_BYTES = {"cpu": 32 << 20}
 """Rough size of a chunk's temporaries by device type; a chunk has at least one tile. On a CPU, larger allocations are
-not reused but mapped anew each time (measured in docs/architecture.md)."""
+not reused but mapped anew each time (measured in docs/experiments.md)."""
 DEFAULT_CHUNK_BYTES = 512 << 20
 
 

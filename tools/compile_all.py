@@ -51,7 +51,7 @@ DIMS = (64, 128)
 GROUPS = (1, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
-HOPPER_MODULES = ("selected_backward", "window_backward")
+HOPPER_MODULES = ("selected_backward", "selected_worklist", "window_backward")
 """Of cute_kernels: what only sm_90a can run."""
 
 
@@ -353,10 +353,11 @@ def token_selected_cases() -> Iterator[Case]:
 
 def hopper_cases() -> Iterator[Case]:
     from cute_kernels.attend import window_backward
-    from cute_kernels.attend.selected_backward import _add, _count, _dkv, _dq, _list
+    from cute_kernels.attend.selected_backward import _combine, _dkv, _dq
+    from cute_kernels.lists.selected_worklist import _count, _list
 
-    yield Case("CountVisits", "bits", None, None, None, ours(_count))
-    yield Case("ListVisits", "bits", None, None, None, ours(_list))
+    yield Case("CountQueryTiles", "bits", None, None, None, ours(_count))
+    yield Case("ListQueryTiles", "bits", None, None, None, ours(_list))
     for dim, dtype in itertools.product(DIMS, DTYPES):
         for causal in (True, False):
             variant = "causal" if causal else "not-causal"
@@ -365,11 +366,11 @@ def hopper_cases() -> Iterator[Case]:
                 run = ours(_dkv, dim, dtype, causal, size, 256)
                 yield Case("SelectedDKV", f"{size}-in-64,{variant}", dim, None, dtype, run)
         for size in (64, 128):
-            yield Case("AddSegments", f"{size}-in-64", dim, None, dtype, ours(_add, dim, dtype, size))
-        for near in (False, True):
-            variant = "near" if near else "window"
-            yield Case("WindowDQ", variant, dim, None, dtype, ours(window_backward._dq, dim, dtype, near))
-            yield Case("WindowDKV", variant, dim, None, dtype, ours(window_backward._dkv, dim, dtype, near))
+            yield Case("CombineSelectedDKV", f"{size}-in-64", dim, None, dtype, ours(_combine, dim, dtype, size))
+        for has_local in (False, True):
+            variant = "local-selected" if has_local else "window"
+            yield Case("WindowDQ", variant, dim, None, dtype, ours(window_backward._dq, dim, dtype, has_local))
+            yield Case("WindowDKV", variant, dim, None, dtype, ours(window_backward._dkv, dim, dtype, has_local))
 
 
 def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], bytes]:

@@ -136,13 +136,14 @@ def atomic_free_window(
     left: int,
     scale: float,
     into: tuple[Tensor, Tensor, Tensor],
-    near: window_backward_kernels.LocalSelected | None = None,
+    local_selected: window_backward_kernels.LocalSelected | None = None,
 ) -> None:
     row, key = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
     branches = [((key <= row) & (key >= row - left), lse, delta)]
-    if near is not None:
-        pairs = (key <= row) & (key >= (row // near.size - near.local + 1) * near.size)
-        branches.append((pairs, near.lse, near.delta))
+    if local_selected is not None:
+        local_lse, local_delta, size, local = local_selected
+        pairs = (key <= row) & (key >= (row // size - local + 1) * size)
+        branches.append((pairs, local_lse, local_delta))
     add_pairs(q, k, v, do, branches, scale, into)
 
 

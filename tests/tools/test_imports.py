@@ -1,4 +1,4 @@
-"""Imports go one way: no circle among our modules, and those of cute_kernels follow the order of its layers."""
+"""Imports go one way: no circle among our modules; cute_kernels follows its layers, nsa.common knows no op."""
 
 from __future__ import annotations
 
@@ -92,6 +92,18 @@ def upward(imports: Graph) -> list[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_imports_in_a_circle(package: str) -> None:
     assert circle(graph(package)) == []
+
+
+def test_what_the_ops_of_nsa_share_knows_none_of_them() -> None:
+    for module, others in graph("nsa").items():
+        if module.startswith("nsa.common"):
+            assert all(other.startswith("nsa.common") for other in others), (module, others)
+
+
+@pytest.mark.parametrize("op", ["", "neighborhood", "residual"])
+def test_every_op_of_nsa_has_the_same_modules(op: str) -> None:
+    names = {path.stem for path in (ROOT / "nsa" / op).glob("*.py")}
+    assert {"api", "validate", "autograd", "ops", "meta", "module"} <= names
 
 
 def test_layers_of_cute_kernels() -> None:
