@@ -562,6 +562,7 @@ def assert_consistent(state: dict[str, Any], granularity: int) -> None:
     assert "you tried to allocate" in trials[fails]["reason"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_real_probe_forward(tmp_path: Path) -> None:
     out = tmp_path / "forward.json"
@@ -596,6 +597,7 @@ def test_a_real_probe_forward_and_backward(tmp_path: Path) -> None:
     assert_consistent(state, 8192)
 
 
+@pytest.mark.full
 def test_a_real_trial_of_dense_attention(tmp_path: Path) -> None:
     printed, state = run_probe(
         ["-m", "bench.probe_max_seqlen"],

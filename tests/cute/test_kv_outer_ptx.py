@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.cute.test_kv_outer import GATES, forward_from, make, small_passes
+from tests.support import cases
 from tests.support.kv_outer_twins import Twin, add_up
 from tests.support.ptx import argument, program, tensor_argument
 
@@ -162,12 +162,17 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 TILES = [case for case in CASES if case != "odd group"]
-LATE = ["warps, late", "warpgroups, late"]
-EARLY = [("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("warpgroups, early", "D_v, fp16")]
+LATE = ["warpgroups, late", "warps, late"]
+EARLY = [
+    ("warpgroups, early", "many rows"),
+    ("warps, early", "D_v, fp16"),
+    *cases.rest(("warps, early", "many rows"), ("warpgroups, early", "D_v, fp16")),
+]
+LATE_IF_FULL = [LATE[0], *cases.rest(LATE[1])]
 RACES = ["warps, late, races", "warpgroups, late, races"]
 
 
-@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, CASES), *EARLY], indirect=["interpreted"])
+@pytest.mark.parametrize(("interpreted", "case"), [*cases.product(LATE, CASES), *EARLY], indirect=["interpreted"])
 @pytest.mark.usefixtures("interpreted")
 def test_interpreted(case: str) -> None:
     tokens, options = CASES[case]
@@ -189,14 +194,14 @@ def test_barriers_put_shared_memory_in_order(what: str) -> None:
     ORDERED[what]()
 
 
-@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_interpreted_in_passes_and_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     small_passes(monkeypatch, 64, 1 << 17, 5)
     make([90, 66], 2, 2, count=3, device="cpu").check()
 
 
-@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, TILES)], indirect=["interpreted"])
+@pytest.mark.parametrize(("interpreted", "case"), cases.product(LATE, TILES), indirect=["interpreted"])
 @pytest.mark.usefixtures("interpreted")
 def test_tiles_interpreted(case: str) -> None:
     tokens, options = CASES[case]
@@ -219,43 +224,43 @@ FORCED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, FORCED)], indirect=["interpreted"])
+@pytest.mark.parametrize(("interpreted", "case"), cases.product(LATE, FORCED), indirect=["interpreted"])
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_interpreted(case: str) -> None:
     tokens, options, rows = FORCED[case]
     make(tokens, device="cpu", count=None, **options).check_forced(*rows)
 
 
-@pytest.mark.parametrize("interpreted", ["warps, early", "warpgroups, early"], indirect=True)
+@pytest.mark.parametrize("interpreted", ["warpgroups, early", *cases.rest("warps, early")], indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_interpreted_early() -> None:
     make(301, 4, 1, 128, count=None, forced=(1, 2), device="cpu").check_forced(190, 263)
 
 
-@pytest.mark.parametrize("interpreted", LATE, indirect=True)
 @pytest.mark.parametrize(
-    ("tokens", "size", "forced"), [(330, 64, (1, 2)), (330, 64, (0, 2)), (330, 64, (2, 3)), ([70, 0, 330], 64, (1, 2))]
+    ("interpreted", "beside"),
+    cases.product(LATE, [(330, (1, 2)), (330, (0, 2)), (330, (2, 3)), ([70, 0, 330], (1, 2))]),
+    indirect=["interpreted"],
 )
 @pytest.mark.usefixtures("interpreted")
-def test_forced_beside_visited(tokens: Any, size: int, forced: tuple[int, int]) -> None:
+def test_forced_beside_visited(beside: tuple[Any, tuple[int, int]]) -> None:
     """All of the forward: forced blocks, visits of the others and their sum; there is no room for (2, 3)."""
+    tokens, forced = beside
     behind = 0 if isinstance(tokens, int) else 5
-    inputs = make(tokens, 2, 1, count=sum(forced) + 2, size=size, forced=forced, behind=behind, device="cpu")
+    inputs = make(tokens, 2, 1, count=sum(forced) + 2, forced=forced, behind=behind, device="cpu")
     inputs.check_forward()
 
 
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("gates", "forced"), cases.product(GATES, [(1, 2), (0, 0)]))
 @pytest.mark.usefixtures("interpreted")
 def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
     """Some of a warp's rows are behind the last token."""
-    make(201, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check_gated(gates)
+    make(201, 3, 1, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check_gated(gates)
 
 
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
-@pytest.mark.parametrize("gates", ["projected", "given fp32"])
+@pytest.mark.parametrize(("gates", "forced"), cases.product(["projected", "given fp32"], [(1, 2), (0, 0)]))
 @pytest.mark.usefixtures("interpreted")
 def test_gated_in_passes(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes over heads and tokens, with gates that the kernels compute and with given ones."""
@@ -268,14 +273,14 @@ def test_gated_in_passes(gates: str, forced: tuple[int, int], monkeypatch: pytes
     make(110, 16, 1, count=sum(forced) + 10, forced=forced, device="cpu").check_gated(gates)
 
 
-@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_gated_late() -> None:
     make(140, 3, 2, 128, count=4, forced=(0, 2), device="cpu").check_gated("projected")
     make(140, 2, 1, count=2, size=64, forced=(0, 1), device="cpu").check_gated("given fp32")
 
 
-@pytest.mark.parametrize("interpreted", LATE, indirect=True)
+@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_of_later_queries() -> None:
     """Queries from any token on: bitwise those of all."""
@@ -287,8 +292,7 @@ def test_forced_blocks_of_later_queries() -> None:
         assert torch.equal(some_lse, lse[..., first:])
 
 
-@pytest.mark.parametrize("interpreted", LATE, indirect=True)
-@pytest.mark.parametrize("token", [5, 63, 64, 280])
+@pytest.mark.parametrize(("interpreted", "token"), cases.product(LATE, [5, 63, 64, 280]), indirect=["interpreted"])
 @pytest.mark.usefixtures("interpreted")
 def test_future_changes_nothing_of_forced_blocks(token: int) -> None:
     inputs = make(300, 2, 1, count=None, forced=(1, 2), device="cpu")

@@ -14,6 +14,7 @@ from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, ROW, T
 from cute_kernels.select.token import MMA_THREADS, THREADS, choose_tiling
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
+from tests.support import cases
 from tests.support.helpers import make_qkv
 from tests.support.kv_outer_twins import Twin, add_up
 from tests.support.ptx import argument, program
@@ -27,7 +28,10 @@ CONFIG = NSAConfig.paper(
 """A step covers 252 tokens."""
 
 
-@pytest.fixture(params=["mma.sync, early", "wgmma, late", "wgmma, early"])
+HOW = ["wgmma, late", "mma.sync, early", "wgmma, early"]
+
+
+@pytest.fixture
 def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """token_topk interpreted, by at most `ctas` CTAs. Parameter: what multiplies, and when copies arrive."""
     instruction, _, copies = request.param.partition(", ")
@@ -71,19 +75,23 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
+CASES = [
+    # Work tiles of 64 tokens in 4 subtiles: two steps, then one, with other heads and sequences; many steps
+    Case(1, 64, 100, 186, batch=2, kv_heads=2, ctas=3),
+    Case(2, 64, 60, 700),
+    Case(3, 128, 40, 300, dtype=torch.float16),
+    # Of 32 tokens in 2 subtiles, of 16 and of 8 in one: two steps
+    Case(16, 128, 40, 280),
+    Case(32, 128, 20, 300),
+    Case(64, 128, 17, 300),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        # Work tiles of 64 tokens in 4 subtiles: two steps, then one, with other heads and sequences; many steps
-        Case(1, 64, 100, 186, batch=2, kv_heads=2, ctas=3),
-        Case(2, 64, 60, 700),
-        Case(3, 128, 40, 300, dtype=torch.float16),
-        # Of 32 tokens in 2 subtiles, of 16 and of 8 in one: two steps
-        Case(16, 128, 40, 280),
-        Case(32, 128, 20, 300),
-        Case(64, 128, 17, 300),
-    ],
-    ids=lambda case: "-".join(map(str, case)),
+    ("choose", "case"),
+    cases.product(HOW, CASES),
+    ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)),
+    indirect=["choose"],
 )
 def test_interpreted(choose: Callable[..., Tensor], case: Case) -> None:
     """Few and many steps, subtiles, work tiles and CTAs, an odd and an even number of heads, every tiling."""
@@ -97,20 +105,20 @@ def test_interpreted(choose: Callable[..., Tensor], case: Case) -> None:
     assert check_chosen(full, expected, inputs, CONFIG, k_cmp, lse) <= 0.05 * got[..., 0].numel()
 
 
-@pytest.mark.parametrize(
-    ("group", "dim", "lengths", "ctas"),
-    [
-        (1, 64, (266, 20, 20), 3),  # work tiles are skipped before others and between them
-        (32, 128, (42, 5, 5), 6),  # and behind others; two CTAs have no others
-    ],
-)
-def test_interpreted_documents(
-    choose: Callable[..., Tensor], group: int, dim: int, lengths: tuple[int, ...], ctas: int
-) -> None:
+PACKS = [
+    (1, 64, (266, 20, 20), 3),  # work tiles are skipped before others and between them
+    (32, 128, (42, 5, 5), 6),  # and behind others; two CTAs have no others
+]
+"""G, D, lengths, CTAs."""
+
+
+@pytest.mark.parametrize(("choose", "pack"), cases.product(HOW, PACKS), indirect=["choose"])
+def test_interpreted_documents(choose: Callable[..., Tensor], pack: tuple[int, int, tuple[int, ...], int]) -> None:
     """Each as if it were alone. The second half of its last tile is no token's; nor is the last tile of all.
 
     Work tiles go backwards, so those of a short document, whose tokens see less, come before those of the long one.
     """
+    group, dim, lengths, ctas = pack
     tiling = choose_tiling(dim, group, blocks_of(CONFIG))
     assert tiling is not None
     tile = 2 * tiling.tokens

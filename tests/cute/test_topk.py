@@ -230,6 +230,7 @@ def normal_tensors(batch: int, group: int, rows: int, entries: int) -> list[np.n
     return [q, k, generator.normal(size=(batch, group * KV_HEADS, rows)) + 5]
 
 
+@pytest.mark.full  # as PTX, it is interpreted in test_select_token_ptx.py
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "tokens", "tiles"), [(3, 600, (0, 3)), (64, 260, (0,))])
 def test_the_whole_kernel(group: int, tokens: int, tiles: tuple[int, ...]) -> None:
@@ -248,6 +249,7 @@ def test_the_whole_kernel(group: int, tokens: int, tiles: tuple[int, ...]) -> No
     assert (indices[:, :, :first] == -9).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_whole_kernel_for_documents() -> None:
     """Four of them, one empty, and unused rows. Tiles of 128 rows, most of whose second halves have no tokens."""

@@ -338,19 +338,24 @@ class Cta:
         self.order = Order(self.count // LANES) if races else None
 
     def run(self, ahead: slice) -> None:
-        counter, waiting = np.zeros(self.count, np.int64), np.zeros(self.count, np.bool_)
+        with np.errstate(all="ignore"):
+            self._run(ahead)
+
+    def _run(self, ahead: slice) -> None:
+        counter = np.zeros(self.count, np.int64)  # of a thread that waits, DONE
+        waiting, resume = np.zeros(self.count, np.bool_), np.zeros(self.count, np.int64)
         barrier = np.zeros(self.count, np.int64)  # that a thread waits for
         arrived: dict[int, int] = {}
+        first = counter[ahead]
         while True:
-            ready = np.where(waiting, DONE, counter)
-            at = int(ready[ahead].min(initial=DONE))
+            at = int(first.min(initial=DONE)) if len(first) else DONE
             if at == DONE:
-                at = int(ready.min())
+                at = int(counter.min())
             if at == DONE:
                 if not waiting.any():
                     return
                 raise RuntimeError(f"threads wait for each other at barriers {sorted({*barrier[waiting].tolist()})}")
-            active = (counter == at) & ~waiting
+            active = counter == at
             counter[active] = at + 1
             predicate, name, operands = self.program.instructions[at]
             if predicate:
@@ -370,7 +375,7 @@ class Cta:
                 expected = int(operands[1]) if len(operands) > 1 else self.count
                 if name[1] == "sync":
                     waiting |= active
-                    barrier[active] = numbers
+                    barrier[active], resume[active], counter[active] = numbers, at + 1, DONE
                 for number in {*numbers.tolist()}:
                     arrived[number] = arrived.get(number, 0) + int((numbers == number).sum())
                     if self.order:
@@ -380,12 +385,12 @@ class Cta:
                     if arrived[number] == expected:
                         released = waiting & (barrier == number)
                         waiting[released] = False
+                        counter[released] = resume[released]
                         arrived[number] = 0
                         if self.order:
                             self.order.release(number, np.unique(self.thread[released] // LANES))
             else:
-                with np.errstate(all="ignore"):
-                    self.step(name, operands)
+                self.step(name, operands)
 
     # Registers: `get` and `put` are of the active threads
 

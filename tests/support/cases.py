@@ -1,0 +1,39 @@
+"""Parameters of tests: few that cover much for `make test`, the rest of their product for `make test-full`."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def product(*axes: Iterable[Any], cover: int = 1) -> list[Any]:
+    """Every combination of one value of each axis. All but a few of them are marked `full`.
+
+    Args:
+        cover: of the combinations that are not, one has each value (1), or each pair of values of two axes (2).
+    """
+    values = [list(axis) for axis in axes]
+    goals = {
+        places: set(itertools.combinations(enumerate(places), cover))
+        for places in itertools.product(*(range(len(axis)) for axis in values))
+    }
+    missing: set[Any] = set().union(*goals.values())
+    few: set[Any] = set()
+    used: Counter[tuple[int, int]] = Counter()
+    while missing:
+        # Of those that cover as much, the one whose values came least often
+        best = max(goals, key=lambda places: (len(goals[places] & missing), -sum(used[at] for at in enumerate(places))))
+        few.add(best)
+        missing -= goals[best]
+        used.update(enumerate(best))
+    every = {places: tuple(axis[i] for axis, i in zip(values, places, strict=True)) for places in goals}
+    return [every[places] if places in few else rest(every[places])[0] for places in goals]
+
+
+def rest(*cases: Any) -> list[Any]:
+    """Cases that are left to `make test-full`. Args: each a value, or a tuple of values."""
+    return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.full) for x in cases]
