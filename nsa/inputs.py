@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dispatch.registry import short_name
-from nsa.common.checks import DTYPES, check_dense
+from nsa.common.checks import check_dense, check_dtype
 from nsa.config import NSAConfig
 
 
@@ -129,8 +129,7 @@ class NSAInputs:
             if not isinstance(getattr(self, name), Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(getattr(self, name)).__name__}")
         dtype, device = self.q.dtype, self.q.device
-        if dtype not in DTYPES:
-            raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {short_name(dtype)}")
+        check_dtype("q", self.q)
         weights = (dtype, torch.float32)
         allowed = {"cu_seqlens": (torch.int32,), "gates": weights, "gate_proj_weight": weights}
         for name in TENSOR_NAMES:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from nsa.common.derivatives import round_straight_through
+from nsa.common.derivatives import needs_grad, round_straight_through
 from nsa.compression import pool_documents, whole_blocks
 from nsa.config import BlockPooling, NSAConfig
 from nsa.inputs import NSAAux, NSAInputs
@@ -228,10 +228,8 @@ def _documents(
         repeat(None) if cmp_indices is None else cmp_indices.long().split(size, 2),
         strict=False,
     )
-    needs_grad = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (q, *(t for b in branches for t in (b.k, b.v)))
-    )
-    run = partial(checkpoint, _tiles, use_reentrant=False, preserve_rng_state=False) if needs_grad else _tiles
+    recompute = needs_grad(q, *(tensor for branch in branches for tensor in (branch.k, branch.v)))
+    run = partial(checkpoint, _tiles, use_reentrant=False, preserve_rng_state=False) if recompute else _tiles
     by_chunk = [run(*chunk, *branches, config) for chunk in chunks]
     whole = [torch.cat(results, dim=2) for results in zip(*by_chunk, strict=True)]
     rows = rows.flatten()

@@ -13,6 +13,7 @@ from dispatch.registry import short_name
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Of the ops' inputs. Backends take fewer: dispatch names the reason."""
+_NAMES = tuple(map(short_name, DTYPES))
 
 
 def is_finite(number: SupportsFloat) -> bool:
@@ -59,6 +60,12 @@ def check_eps(eps: object, name: str = "eps") -> None:
         raise TypeError(f"{name} must be a number, got {eps!r}")
     if not is_finite(eps) or eps < 0:
         raise ValueError(f"{name} must be finite and at least 0, got {eps}")
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Raise unless a tensor has one of DTYPES."""
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name} must be {', '.join(_NAMES[:-1])} or {_NAMES[-1]}, got {short_name(tensor.dtype)}")
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

@@ -11,6 +11,15 @@ import torch
 from torch import Tensor
 
 
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd records a function of these tensors. A loop, not `any`: lists of blocks are long."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
 def forbid_double_backward(op: str, gradients: list[Tensor | None], *sources: Tensor) -> list[Tensor | None]:
     """The gradients that a backward returns; under create_graph=True, differentiating them raises RuntimeError.
 

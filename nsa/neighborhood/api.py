@@ -10,13 +10,13 @@ from torch import Tensor
 import dispatch
 from nsa.common.autocast import autocast_off, cast_inputs
 from nsa.common.checks import check_choice
-from nsa.common.derivatives import guard_inplace_changes, refuse_transforms
+from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
 from nsa.common.resolve import resolve as resolve_call
 from nsa.neighborhood import meta
 from nsa.neighborhood.autograd import run_with_backward
 from nsa.neighborhood.cache import BackwardCache
 from nsa.neighborhood.ops import call_forward
-from nsa.neighborhood.validate import PATHS, Window, check_backward_tensors, check_tensors, needs_grad, resolve
+from nsa.neighborhood.validate import PATHS, Window, check_backward_tensors, check_tensors, resolve
 
 
 def neighborhood_attention(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from numbers import Real
 
-import torch
 from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
-from nsa.common.checks import DTYPES, check_bool, check_choice, check_dense, check_integer, is_finite
+from nsa.common.checks import check_bool, check_choice, check_dense, check_dtype, check_integer, is_finite
+from nsa.common.derivatives import needs_grad
 from nsa.common.resolve import resolve as resolve_call
 from nsa.neighborhood import meta
 
@@ -53,8 +53,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_dense(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have the layout [B,N,heads,D], got shape {list(tensor.shape)}")
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q must be bfloat16, float16, float32 or float64, got {short_name(q.dtype)}")
+    check_dtype("q", q)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise TypeError(
@@ -85,8 +84,7 @@ def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, kernel_size: int
         raise TypeError(f"do must be {short_name(q.dtype)} (q is {short_name(q.dtype)}), got {short_name(do.dtype)}")
     if do.shape != q.shape:
         raise ValueError(f"do must have q's shape {list(q.shape)}, got {list(do.shape)}")
-    if attn.dtype not in DTYPES:
-        raise TypeError(f"attn must be bfloat16, float16, float32 or float64, got {short_name(attn.dtype)}")
+    check_dtype("attn", attn)
     batch, num_tokens, heads, _ = q.shape
     band, dense = [batch, heads, num_tokens, kernel_size], [batch, heads, num_tokens, num_tokens]
     if list(attn.shape) not in (band, dense):
@@ -106,7 +104,3 @@ def resolve(
     options = {**asdict(window), "algorithm": algorithm, "band": band, "shape": tuple(q.shape)}
     call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=needs_grad(q, k, v), options=options)
     return resolve_call(call, backend, meta=meta.FORWARD)
-
-
-def needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

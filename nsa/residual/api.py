@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from nsa.common.autocast import autocast_off, promote_blocks
-from nsa.common.derivatives import guard_inplace_changes, refuse_transforms
+from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
 from nsa.residual.autograd import run_with_backward
 from nsa.residual.ops import call_forward
-from nsa.residual.validate import block_tensors, needs_grad, resolve
+from nsa.residual.validate import block_tensors, resolve
 
 
 def attention_residual(

@@ -13,7 +13,8 @@ from torch import Tensor
 import dispatch
 from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
 from nsa.common.autocast import CASTABLE, autocast_dtype
-from nsa.common.checks import DTYPES, check_dense, check_eps
+from nsa.common.checks import check_dense, check_dtype, check_eps
+from nsa.common.derivatives import needs_grad
 from nsa.common.resolve import resolve as resolve_call
 from nsa.residual import meta
 
@@ -65,14 +66,6 @@ def as_blocks(tensors: Sequence[Tensor], stacked: bool) -> Blocks:
     return tensors[0] if stacked else tensors
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
-
-
 def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
     """Raise where blocks do not fit the weight `[D]` of a layer; `resolve` checks the rest.
 
@@ -115,8 +108,7 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
         _check_list(blocks, first)
     else:
         raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
-    if first.dtype not in DTYPES:
-        raise TypeError(f"blocks must be bfloat16, float16, float32 or float64, got {short_name(first.dtype)}")
+    check_dtype("blocks", first)
     if 0 in (size, first.shape[-1]):
         raise ValueError(f"blocks must have at least one block and D >= 1, got shape {list(first.shape)}")
     return first, size
