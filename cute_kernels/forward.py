@@ -36,6 +36,7 @@ from cute_kernels.plan import (
     chunks,
     prepare,
     selected_lists,
+    selects_entries,
     token_mode_options,
     window_reach,
 )
@@ -216,8 +217,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
         return empty
 
     select_heads = kv_heads if config.shares_heads else heads
-    count, width = config.num_cmp_selected_blocks, config.n_block_size
-    selects_entries = count is not None and (inputs.cu_seqlens is not None or count * width < entries)
+    count = config.num_cmp_selected_blocks
     gates = None
     if inputs.gate_proj_weight is not None:
         gates = like(batch, q.shape[-3], heads, 3, dtype=torch.float32)
@@ -231,7 +231,9 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
         None if given else like(batch, entries, kv_heads, q.shape[-1]),
         None if given else like(batch, entries, kv_heads, v_dim),
         like(batch, select_heads, rows if config.token_mode else tiles, config.num_selected_blocks, dtype=torch.int32),
-        like(batch, heads, tiles, count, dtype=torch.int32) if selects_entries else None,
+        like(batch, heads, tiles, count, dtype=torch.int32)
+        if selects_entries(config, entries if inputs.cu_seqlens is None else None)
+        else None,
         gates,
     )
     return saved._replace(**outputs).to_list()

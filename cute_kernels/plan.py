@@ -145,12 +145,20 @@ def prepare(
     return Call(inputs, attended, replace(plan, documents=documents), saved_cmp)
 
 
+def selects_entries(config: Any, entries: int | None) -> bool:
+    """Whether the compressed branch attends to selected blocks of entries: it has more of them than it may select.
+
+    Args:
+        entries: compressed entries, None: each document has its own number, so blocks are always selected.
+    """
+    count = config.num_cmp_selected_blocks
+    return count is not None and (entries is None or count * config.n_block_size < entries)
+
+
 @lru_cache(256)
 def _plan(config: Any, rules: fa4.Rules, dims: tuple[int, int], entries: int | None, atomic_free: bool) -> Plan:
     """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number."""
     length, stride = config.compress_block_size, config.stride
-    count, width = config.num_cmp_selected_blocks, config.n_block_size
-    selects_entries = count is not None and (entries is None or count * width < entries)
     return Plan(
         config=config,
         rules=rules,
@@ -164,7 +172,9 @@ def _plan(config: Any, rules: fa4.Rules, dims: tuple[int, int], entries: int | N
             init=config.num_init_blocks,
             local=config.num_local_blocks,
         ),
-        select_cmp=Blocks(1, 1, width, count, newest=config.causal) if selects_entries else None,
+        select_cmp=Blocks(1, 1, config.n_block_size, config.num_cmp_selected_blocks, newest=config.causal)
+        if selects_entries(config, entries)
+        else None,
         entry=Keys(length, stride, config.causal),
         token=Keys(causal=config.causal),
         atomic_free=atomic_free and has_atomic_free_backward(rules, *dims),
