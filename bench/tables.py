@@ -129,6 +129,13 @@ def source(page: Path, *names: str) -> list[str]:
     return lines
 
 
+def conclusion(page: Path, name: str) -> Lines:
+    """What a run says of itself, and where its figures come from."""
+    yield ""
+    yield load(name)["verdict"]
+    yield from source(page, name)
+
+
 def by_mode(rows: Iterable[Row]) -> dict[tuple[int, int | None], dict[str, Row]]:
     """Rows of an end-to-end file: by N and `num_cmp`, then by mode."""
     found: dict[tuple[int, int | None], dict[str, Row]] = {}
@@ -525,9 +532,7 @@ def demo(page: Path) -> Lines:
         for row in content["rows"]
     ]
     yield from table(["N", "dense, ms", "NSA, ms", "speed-up", "20th to 80th percentile"], cells)
-    yield ""
-    yield content["verdict"]
-    yield from source(page, "e2e-cpu")
+    yield from conclusion(page, "e2e-cpu")
 
 
 def training(name: str, *, speed: bool = True) -> Callable[[Path], Lines]:
@@ -551,9 +556,7 @@ def training(name: str, *, speed: bool = True) -> Callable[[Path], Lines]:
             )
         head = ["variant", "final validation loss", "against dense", "lowest", *(["bytes/s"] if speed else [])]
         yield from table(head, cells)
-        yield ""
-        yield content["verdict"]
-        yield from source(page, name)
+        yield from conclusion(page, name)
 
     return render
 
@@ -565,9 +568,7 @@ def needle(page: Path) -> Lines:
         for row in content["summary"]
     ]
     yield from table(["variant", "answers right", "loss of the answers"], cells)
-    yield ""
-    yield content["verdict"]
-    yield from source(page, "needle-h200")
+    yield from conclusion(page, "needle-h200")
 
 
 def residual_training(page: Path) -> Lines:
@@ -577,9 +578,7 @@ def residual_training(page: Path) -> Lines:
         for row in content["summary"]
     ]
     yield from table(["variant", "final validation loss", "bits per byte"], cells)
-    yield ""
-    yield content["verdict"]
-    yield from source(page, "train-residual-cpu")
+    yield from conclusion(page, "train-residual-cpu")
 
 
 def soak(page: Path) -> Lines:
