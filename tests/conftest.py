@@ -70,7 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--full"):
-        os.environ["PYTEST_ADDOPTS"] = "--full"  # of tests that run others in a child process
+        # Of tests that run others in a child process
+        os.environ["PYTEST_ADDOPTS"] = f"{os.environ.get('PYTEST_ADDOPTS', '')} --full".lstrip()
 
 
 def without_cuda_extra(config: pytest.Config) -> str | None:

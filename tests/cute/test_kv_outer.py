@@ -831,8 +831,8 @@ def test_lists() -> None:
 @pytest.mark.parametrize("group", [1, 3, 16, 64])
 def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs other than Hopper's."""
-    for module in ("token_selected", "kv_outer_backward", "forced_blocks"):
-        monkeypatch.setattr(f"cute_kernels.{module}.has_warpgroups", lambda _: False)
+    for module in ("kv_outer", "kv_outer_backward", "forced"):
+        monkeypatch.setattr(f"cute_kernels.attend.{module}.has_warpgroups", lambda _: False)
     make(517, group, 2, 128, count=5).check()
     make([300, 1, 216], group, 1, 64, 128, count=5, size=128).check()
     make([300, 1, 216], group, 1, 128, count=5, forced=(1, 2)).check()

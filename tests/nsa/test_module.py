@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nsa import AttentionResidual, NeighborhoodAttention, NSAConfig, NSAttention, nsa, nsa_forward_aux
 from tests.support.helpers import SMALL
+from tests.support.layer_cases import check_autocast
 from tests.support.rotary import rotary_table, rotate
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
@@ -212,27 +213,8 @@ def test_learns_to_copy_over_a_distance() -> None:
 @pytest.mark.parametrize("gate", ["x", "q", None])
 @pytest.mark.parametrize("name", SMALL)
 def test_under_autocast_only_the_projections_lose_precision(name: str, gate: Any) -> None:
-    """fp32 weights and 16-bit activations; the op itself gives what it gives outside, for the same q, k, v."""
     layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=SMALL[name], gate=gate, compress_proj=True, separate_kv=True)
-    received: dict[str, Any] = {}
-
-    def record(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-        received.update(keywords, q=q, k=k, v=v)
-        received["out"] = nsa(q, k, v, **keywords)
-        return received["out"]
-
-    x = torch.randn(2, 50, WIDTH, requires_grad=True)
-    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        patch.setattr("nsa.module.nsa", record)
-        out = layer(x)
-    assert out.dtype == received["q"].dtype == torch.bfloat16
-    expected = received.pop("out")
-    assert torch.equal(nsa(**received), expected)
-    out.float().square().sum().backward()
-    for parameter_name, parameter in [("x", x), *layer.named_parameters()]:
-        assert parameter.grad is not None, parameter_name
-        assert parameter.grad.dtype == torch.float32, parameter_name
-        assert parameter.grad.abs().sum() > 0, parameter_name
+    check_autocast(layer, WIDTH, "nsa.module.nsa", nsa)
 
 
 def test_dtype_and_representation() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dispatch import neighborhood_attention
 from nsa import NeighborhoodAttention, NeighborhoodAttentionLayer
 from tests.support.helpers import assert_passes_interpreted, assert_within_budget
+from tests.support.layer_cases import check_autocast
 from tests.support.neighborhood_training import WINDOWS, assert_same_curve, eager
 from tests.support.rotary import rotary_table, rotate
 
@@ -78,25 +79,7 @@ def test_dropout_zeroes_outputs_in_training_only() -> None:
 @pytest.mark.parametrize("boundary", ["truncate", "shift"])
 def test_under_autocast_only_the_projections_lose_precision(boundary: str) -> None:
     layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, boundary=boundary)
-    received: dict[str, Any] = {}
-
-    def record(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-        received.update(keywords, q=q, k=k, v=v)
-        received["out"] = neighborhood_attention(q, k, v, **keywords)
-        return received["out"]
-
-    x = torch.randn(2, 50, WIDTH, requires_grad=True)
-    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        patch.setattr("nsa.neighborhood.module.neighborhood_attention", record)
-        out = layer(x)
-    assert out.dtype == received["q"].dtype == torch.bfloat16
-    expected = received.pop("out")
-    assert torch.equal(neighborhood_attention(**received), expected)
-    out.float().square().sum().backward()
-    for name, parameter in [("x", x), *layer.named_parameters()]:
-        assert parameter.grad is not None, name
-        assert parameter.grad.dtype == torch.float32, name
-        assert parameter.grad.abs().sum() > 0, name
+    check_autocast(layer, WIDTH, "nsa.neighborhood.module.neighborhood_attention", neighborhood_attention)
 
 
 def test_dtype_and_representation() -> None:
