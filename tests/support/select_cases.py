@@ -25,7 +25,7 @@ def blocks_of(config: NSAConfig) -> Blocks:
 
 def compressed(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Rounded compressed keys, fp64 lse of attention to them, and the oracle's selection by them."""
-    k_cmp = reference.pooled(inputs, config)[0].k_cmp
+    k_cmp = reference.with_compressed_entries(inputs, config)[0].k_cmp
     assert k_cmp is not None
     exact = replace(inputs.map(Tensor.double), k_cmp=k_cmp.double(), v_cmp=k_cmp.double())
     _, aux = reference.nsa(exact, config)
