@@ -15,10 +15,10 @@ TEST_EXTRAS := dev,bench,cuda
 TEST_SCOPE := --require-cuda-extra
 else
 TEST_EXTRAS := dev,bench
-TEST_SCOPE := --ignore=tests/ascend
+TEST_SCOPE := --ignore=tests/ascend/lowered
 endif
 
-.PHONY: help demo train-demo needle-demo residual-demo test fuzz fuzz-gpu test-oldest test-blas test-ascend lint format test-gpu compile-all stamp clean distclean
+.PHONY: help demo train-demo needle-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend lint format docs test-gpu compile-all stamp clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -45,6 +45,10 @@ test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
 	$(bootstrap) --extras $(TEST_EXTRAS)
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda and not ascend" --cov=nsa --cov=dispatch --cov-fail-under=95 \
 		$(TEST_SCOPE) $(ARGS)
+
+test-full: ## the same with every case, where `make test` has one of a kind
+	$(bootstrap) --extras $(TEST_EXTRAS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda and not ascend" --full $(TEST_SCOPE) $(ARGS)
 
 FUZZ_EXAMPLES ?= 10000
 fuzz: ## run 10,000 drawn calls of the public functions on the CPU; FUZZ_OUT=file.json records the outcome
@@ -80,7 +84,7 @@ test-blas: ## run some tests of interpreted kernels with NumPy's BLAS as on anot
 test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) tools/ascend_toolchain.py
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m ascend tests/ascend $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m ascend tests/ascend/lowered $(ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
 ifeq ($(PYTHON_GIVEN),)
@@ -108,6 +112,10 @@ format: ## rewrite the sources to the house format
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) -m ruff check --fix .
 	$(VENV_PYTHON) -m ruff format .
+
+docs: ## build the documentation site, strictly, into build/site
+	$(bootstrap) --extras docs
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet --site-dir build/site
 
 clean: ## remove caches and build outputs, but not .cache
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov .commit.json

@@ -1,4 +1,4 @@
-"""What the planner must know of a device: on-chip memories of an NPU, and how many cores there are."""
+"""What planners must know of a device: an NPU's on-chip memories and limits, the number of cores, bytes of memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ KIB = 1024
 UB_VARIABLE = "NSA_KERNELS_UB_BYTES"
 MIN_UB = 192 * KIB
 """The smallest UB for which every specialisation exists."""
+MAX_GRID = 65535
+"""The product of a grid's dimensions, at most (an NPU's coreDim)."""
+VECTOR_CORES = 2
+"""Vector cores per AI core."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,17 @@ DEVICES = {
     "950": Device("950", 256 * KIB, 512 * KIB, 64 * KIB, 64 * KIB, 256 * KIB, 28),
 }
 ARCHITECTURES = {"Ascend910B": "A2", "Ascend910_93": "A3", "Ascend910_95": "950", "Ascend950": "950"}
-"""How the names of Triton-Ascend's targets begin."""
+"""The NPU by the beginning of Triton-Ascend's target name."""
 
 GPU_CORES = 132
-"""Multiprocessors of a GPU that is not there to be asked: an H200 has as many."""
+"""Multiprocessors assumed where no GPU is present: those of an H200."""
 
 
 def npu_of(device: torch.device) -> Device:
     """The NPU that holds tensors; for CPU tensors, which simulators take, an A2.
 
-    Memories are those listed for its architecture, with the UB that NSA_KERNELS_UB_BYTES gives; cores are the driver's.
+    Memories are those listed for its architecture, with the UB that NSA_KERNELS_UB_BYTES gives; the number of cores
+    comes from the driver.
 
     Raises:
         ValueError: the UB is smaller than MIN_UB, or the architecture is not listed and nothing gives its UB.
@@ -70,3 +75,11 @@ def gpu_cores(device: torch.device) -> int:
     if device.type != "cuda":
         return GPU_CORES
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a device's memory; 0 for CPU tensors, which simulators take: then the smallest limits hold."""
+    if device.type == "cpu":
+        return 0
+    memory: int = torch.get_device_module(device).get_device_properties(device).total_memory
+    return memory

@@ -1,7 +1,7 @@
-"""The one door through which these kernels are launched, so that what a public call launches can be recorded.
+"""Launching Triton kernels. Every launch goes through `launch`, so the launches of a public call can be recorded.
 
-Tests hand the recorded launches to other compilers, which then run the same kernel objects on the same arguments as
-the op itself does.
+Tests pass recorded launches to other compilers, which then run the same kernel objects on the same arguments as the op
+itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Launch:
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    """Tensors and numbers by parameter name."""
+    """Tensors and scalars by parameter name."""
     constants: dict[str, Any]
     """The `tl.constexpr` parameters."""
     options: dict[str, Any]
-    """What the compiler takes beside them, such as num_warps."""
+    """Compiler options, such as num_warps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +37,11 @@ class _Recorder:
 
 
 _recorders: list[_Recorder] = []
-"""Of the process, not of a thread: autograd runs backward on a device in a thread of its own."""
+"""Per process, not per thread: autograd runs backward on a device in a thread of its own."""
 
-
-_LAUNCHING = threading.RLock()
-"""Triton compiles and loads at a kernel's first launch: a second thread may start what is not loaded yet, and Triton's
-interpreter puts its own functions in place of the language's for all threads."""
+_LAUNCH_LOCK = threading.RLock()
+"""Triton compiles and loads a kernel at its first launch: a second thread could start one that is not loaded yet. And
+Triton's interpreter replaces the language's functions for all threads."""
 
 
 @contextmanager
@@ -50,8 +49,9 @@ def recording(*, run: bool | Callable[[Launch], None]) -> Iterator[list[Launch]]
     """Collect the launches of the block, in order.
 
     Args:
-        run: also run them. Without, outputs stay uninitialised, and CPU tensors are taken by kernels for a device: for
-            tests only, since launches of all threads are held back. A function runs each launch in the device's place.
+        run: True also runs them. With False outputs stay uninitialised and kernels for a device accept CPU tensors; for
+            tests only, since it holds back the launches of all threads. A function is called for each launch instead of
+            the device.
     """
     recorder = _Recorder([], run)
     _recorders.append(recorder)
@@ -69,14 +69,14 @@ def only_recording() -> bool:
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any], **options: Any
 ) -> Any:
-    """Record the launch for every `recording` around it, then run it on the device of its tensors, or as they ask.
+    """Record the launch for every enclosing `recording`, then run it on the device of its tensors, or as those ask.
 
-    One launch at a time: those of other threads wait.
+    One launch at a time: other threads wait.
 
     Returns:
-        What Triton ran, for `Repeat`; None where it did not.
+        The compiled kernel, for `RepeatedLaunch`; None where Triton did not run.
     """
-    with _LAUNCHING:
+    with _LAUNCH_LOCK:
         for recorder in _recorders:
             recorder.launches.append(Launch(kernel, grid, dict(arguments), dict(constants), options))
         if only_recording():
@@ -91,29 +91,35 @@ def launch(
             return kernel[grid](**arguments, **constants, **options)
 
 
-class Repeat:
-    """A launch on a GPU that is made again, with addresses in the place of tensors.
+def accepted_by(kernel: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values that the kernel has parameters for, in the order of these."""
+    return {name: values[name] for name in kernel.arg_names if name in values}
 
-    Looking at what it is given is most of the host's time of a Triton launch. Here nobody looks: dtypes, numbers and
-    constants are those of the first launch, and every address is a multiple of ALIGNMENT where the first one's was.
-    The kernel's parameters are, in this order: pointers, numbers, further pointers, constants. Pointers begin with p_.
+
+class RepeatedLaunch:
+    """A launch on a GPU that is repeated with other tensors, given by their addresses.
+
+    Most of the host time of a Triton launch goes into inspecting its arguments. Here nothing is inspected: dtypes,
+    scalars and constants are those of the first launch, and every address must be a multiple of ALIGNMENT where that of
+    the first launch was. The kernel's parameters are, in this order: pointers, scalars, more pointers, constants. Names
+    of pointers begin with p_.
     """
 
     ALIGNMENT = 16
-    """Bytes: what Triton makes builds of their own for."""
+    """Bytes: Triton specialises kernels for pointers that are multiples of it."""
 
     def __init__(
         self, compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any]
     ) -> None:
-        """Of what `launch` was given, and returned."""
+        """From the arguments of `launch` and its result."""
         self._run = compiled[(*grid, 1, 1)[:3]]
-        self._numbers = tuple(value for name, value in arguments.items() if not name.startswith("p_"))
+        self._scalars = tuple(value for name, value in arguments.items() if not name.startswith("p_"))
         self._constants = tuple(constants.values())
 
-    def __call__(self, addresses: Iterable[int], further: Iterable[int | None] = ()) -> None:
-        self._run(*addresses, *self._numbers, *further, *self._constants)
+    def __call__(self, addresses: Iterable[int], more_addresses: Iterable[int | None] = ()) -> None:
+        self._run(*addresses, *self._scalars, *more_addresses, *self._constants)
 
     @staticmethod
     def possible(device: torch.device) -> bool:
-        """Whether nobody records, and the device is the one that Triton launches on."""
+        """Whether nothing is recorded, and the device is the one that Triton launches on."""
         return not _recorders and device.type == "cuda" and device.index == torch.cuda.current_device()

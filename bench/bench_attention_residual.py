@@ -10,7 +10,7 @@ graph takes a seventh of the shortest of them. Beside it stands the wall time of
 GPU to its end. Elsewhere the two are one. Mode "memory" adds the peak of everything alive, inputs and outputs included;
 backward has that of both passes.
 
-With --bars the figures are held against what they have to reach. Writes OUT.json (schema: docs/architecture.md) after
+With --bars the figures are held against what they have to reach. Writes OUT.json (schema: docs/results_files.md) after
 every shape; at the end OUT.csv and OUT.png. The same command goes on where it was stopped or killed.
 """
 

@@ -8,7 +8,7 @@ null, and the reason is told. Windows are truncated at the borders, as all peers
 On CUDA, what is checked and timed is a CUDA graph, without the time to start it; elsewhere a call as Python makes it.
 Mode "memory" adds the peak of everything alive, inputs and outputs included; backward has that of both passes.
 
-Writes OUT.json (schema: docs/architecture.md) after every shape; at the end OUT.csv and OUT.png. The same command goes
+Writes OUT.json (schema: docs/results_files.md) after every shape; at the end OUT.csv and OUT.png. The same command goes
 on where it was stopped or killed.
 """
 

@@ -2,13 +2,14 @@
 
 A stage's floor is the larger of its bytes over the copy bandwidth measured here and its operations over the peak; that
 of a whole forward, backward or both is the end-to-end benchmark's (bench/roofline.py), with this bandwidth.
-Writes OUT.json (schema: docs/architecture.md) after every length, heads and option; the same command goes on where it
+Writes OUT.json (schema: docs/results_files.md) after every length, heads and option; the same command goes on where it
 was stopped or killed. Nothing is checked here: the gate of the file is "unchecked".
 
-With --backward the stages of the backward, over the same passes over heads as there. The selected branch is timed both
-through FlashAttention-4 and, on Hopper, through the split kernels, each with its lists; "selected, lists" are those of
-FlashAttention-4 alone, "split, ..." kernels without lists. "backward" and "all" take what `split` in the file tells. A
-stage that no CUDA graph can hold is timed eagerly, and so named.
+With --backward the stages of the backward, over the same chunks of heads as there. The selected branch is timed both
+through FlashAttention-4 and, on Hopper, through the kernels without atomics ("split"), each with its lists; "selected,
+lists" are those of FlashAttention-4 alone, "split, ..." kernels without lists. `split` in the file tells whether
+"backward" and "all" take the kernels without atomics. A stage that no CUDA graph can hold is timed eagerly, and so
+named.
 
 With --token the stages of the paper's token mode, of its forward or with --backward of its backward, for 64 heads over
 4 and 32 over 8. How the selected branch depends on what is chosen is told by bench_token_selected.py.
@@ -21,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,14 +49,15 @@ from bench.roofline import (
 )
 from bench.timing import capture, copy_bandwidth, measure, peak_memory
 from cute_kernels.fa4 import interface as fa4
-from cute_kernels.support import can_split
+from cute_kernels.support import has_atomic_free_backward
 from nsa import NSAConfig, nsa_forward
 from nsa.inputs import NSAInputs
 
 # Kernels are imported where they are called: the command line needs no CuTe DSL.
 if TYPE_CHECKING:
-    from cute_kernels import backward, forward
+    from cute_kernels import forward
     from cute_kernels.gate.backward import GateResults
+    from cute_kernels.plan import Call, Plan
 
 DIM = 128
 TILE_HEADS, TOKEN_HEADS = ((8, 2),), ((64, 4), (32, 8))
@@ -112,9 +114,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{where}{row.ms:9.4f} ms  floor {row.floor_ms:8.4f} {share}", flush=True)
         alone: dict[str, Any] = {}
         if args.backward and not args.token:
-            from cute_kernels import backward
-
-            alone = {"split": backward.SPLIT}
+            alone = {"split": takes_atomic_free()}
         elif not args.token:
             alone = {
                 "gating": gating(copy_tbs),
@@ -143,16 +143,17 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
     In token mode the forward that is timed as a whole gates while it adds the selected branch up; the stages do not.
     """
     from cute_kernels import forward
-    from cute_kernels.pool.compress import tile_means
-    from cute_kernels.select.tile import top_blocks
-    from cute_kernels.select.token import token_blocks
+    from cute_kernels.plan import prepare, selected_lists
+    from cute_kernels.pool.compress import compress_kv, tile_means
+    from cute_kernels.select.tile import tile_topk
+    from cute_kernels.select.token import token_topk
 
     inputs, n = random_inputs(sizes), sizes.tokens
     q, k, v = inputs.q, inputs.k, inputs.v
-    call = forward.prepare(inputs, config)
+    call = prepare(inputs, config)
     plan, k_cmp, v_cmp, entries = call.plan, call.k_cmp, call.v_cmp, call.k_cmp.shape[1]
-    part = forward.attend(call, 0, n, lse=False)
-    indices, cmp_indices, token_mode = part.indices, part.cmp_indices, config.token_mode
+    branches = forward.attend(call, 0, n, lse=False)
+    indices, cmp_indices, token_mode = branches.indices, branches.cmp_indices, config.token_mode
     compressed_keys, selected_keys, window_keys = branch_keys(n, config)
     row_bytes, key_bytes = 2 * n * sizes.heads * sizes.dim, 2 * n * sizes.kv_heads * sizes.dim
     scoring = score_flops(sizes, config)
@@ -161,7 +162,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
         return forward.attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, 0, token_mode)
 
     def attend_selected() -> forward.Branch:
-        return forward.attend_selected(plan, q, k, v, indices, 0, False, forced=True)
+        return forward.attend_selected(plan, q, k, v, indices, 0, False, holds_forced=True)
 
     per_tile: list[Stage] = []
     per_token: list[Stage] = []
@@ -169,20 +170,20 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
         lse = attend_compressed().lse
         if lse is None:
             raise ValueError("needs the compressed branch's lse")
-        per_token = [Stage("choose", lambda: token_blocks(q, k_cmp, lse, config), Work(row_bytes, scoring))]
+        per_token = [Stage("choose", lambda: token_topk(q, k_cmp, lse, config), Work(row_bytes, scoring))]
     else:
         means = tile_means(q, plan.tile)
 
         def choose(blocks: Any) -> Callable[[], Tensor]:
-            return lambda: top_blocks(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
+            return lambda: tile_topk(means, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=n)
 
         def lists() -> Any:
-            return forward.token_lists(plan, q, k, indices, 0), forward.entry_lists(plan, q, k_cmp, cmp_indices, 0)
+            return selected_lists(plan, q, k, indices, 0), forward.entry_lists(plan, q, k_cmp, cmp_indices, 0)
 
         per_tile = [
             Stage("tile means", lambda: tile_means(q, plan.tile), Work(row_bytes)),
             Stage("score", choose(plan.select), Work(0, scoring)),
-            *([] if plan.choose is None else [Stage("score, cmp", choose(plan.choose), Work(0, scoring))]),
+            *([] if plan.select_cmp is None else [Stage("score, cmp", choose(plan.select_cmp), Work(0, scoring))]),
             Stage("lists", lists, Work(0)),
         ]
 
@@ -192,7 +193,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
     run = [
         Stage(
             "compress",
-            lambda: forward.compress(inputs, config),
+            lambda: compress_kv(inputs, config),
             Work(2 * key_bytes + 2 * 2 * entries * sizes.kv_heads * sizes.dim),
         ),
         *per_tile,
@@ -200,7 +201,7 @@ def stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> l
         *per_token,
         Stage("selected", attend_selected, attention(selected_keys)),
         Stage("window", lambda: forward.attend_window(plan, q, k, v, 0, False), attention(window_keys)),
-        Stage("gate", lambda: forward.gate(call, part, 0, n), Work(5 * row_bytes)),
+        Stage("gate", lambda: forward.gate(call, branches, 0, n), Work(5 * row_bytes)),
     ]
     timed = [(stage.name, milliseconds(stage.call), stage.work.floor_ms(copy_tbs, tflops)) for stage in run]
 
@@ -224,11 +225,11 @@ def row_of(sizes: Sizes, config: NSAConfig, name: str, ms: float, floor_ms: floa
     return Row(sizes.tokens, sizes.heads, sizes.kv_heads, chosen, name, ms, floor_ms, floor_ms / ms)
 
 
-class Pass(NamedTuple):
-    """What the stages read and write for some key/value heads, made as cute_kernels.backward makes it."""
+class HeadChunk(NamedTuple):
+    """What the stages read and write for a range of key/value heads, made as cute_kernels.backward makes it."""
 
-    call: forward.Call
-    part: forward.BranchOutputs
+    call: Call
+    branches: forward.BranchOutputs
     do: Tensor
     gates: Tensor
     gated: GateResults
@@ -240,33 +241,35 @@ class Pass(NamedTuple):
     entries: tuple[Tensor, Tensor]
 
 
-def make_pass(
-    call: forward.Call, saved: backward.Saved, do: Tensor, results: tuple[Tensor, ...], kv_heads: slice
-) -> Pass:
+def make_head_chunk(
+    call: Call, saved: forward.Saved, do: Tensor, results: tuple[Tensor, ...], kv_heads: slice
+) -> HeadChunk:
     """Args: `results`, dq, dk and dv of all heads; the compressed branch writes into dq too."""
     heads = call.query_heads(kv_heads)
     select_heads = kv_heads if call.plan.config.shares_heads else heads
-    some, part = call.of_heads(kv_heads), saved.part(heads, select_heads)
-    if part is None or saved.gates is None:
+    chunk, branches = call.slice_heads(kv_heads), saved.branch_outputs(heads, select_heads)
+    if branches is None or saved.gates is None:
         raise ValueError("needs the branches' outputs and projected gates")
     do, gates = do[:, :, heads], saved.gates[:, :, heads]
-    gated = differentiate_gates(some, part, do, gates)
-    q, k, v = some.inputs.q, some.inputs.k, some.inputs.v
+    gated = differentiate_gates(chunk, branches, do, gates)
+    q, k, v = chunk.inputs.q, chunk.inputs.k, chunk.inputs.v
 
-    def of(branch: int, out: forward.Branch, k: Tensor, v: Tensor, into: Tensor) -> fa4.Gradients:
+    def gradients(branch: int, out: forward.Branch, k: Tensor, v: Tensor, into: Tensor) -> fa4.Gradients:
         return fa4.Gradients(q, k, v, out.o, do, gated.lse[branch], into, torch.empty_like(k), torch.empty_like(v))
 
     dq, dk, dv = results
-    cmp = of(0, part.cmp, some.k_cmp, some.v_cmp, dq[:, :, heads])
-    slc, win = of(1, part.slc, k, v, torch.empty_like(q)), of(2, part.win, k, v, torch.empty_like(q))
-    entries = some.k_cmp.float(), some.v_cmp.float()
-    return Pass(some, part, do, gates, gated, cmp, slc, win, dk[:, :, kv_heads], dv[:, :, kv_heads], entries)
+    cmp = gradients(0, branches.cmp, chunk.k_cmp, chunk.v_cmp, dq[:, :, heads])
+    slc, win = (
+        gradients(i, branch, k, v, torch.empty_like(q)) for i, branch in enumerate((branches.slc, branches.win), 1)
+    )
+    entries = chunk.k_cmp.float(), chunk.v_cmp.float()
+    return HeadChunk(chunk, branches, do, gates, gated, cmp, slc, win, dk[:, :, kv_heads], dv[:, :, kv_heads], entries)
 
 
-def differentiate_gates(call: forward.Call, part: forward.BranchOutputs, do: Tensor, gates: Tensor) -> GateResults:
+def differentiate_gates(call: Call, branches: forward.BranchOutputs, do: Tensor, gates: Tensor) -> GateResults:
     from cute_kernels.gate.backward import gate_gradients
 
-    return gate_gradients(do, part.outputs, part.lses, q=call.inputs.q, gates=gates, projected=True)
+    return gate_gradients(do, branches.outputs, branches.lses, q=call.inputs.q, gates=gates, projected=True)
 
 
 def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: float) -> list[Row]:
@@ -274,62 +277,62 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
     from cute_kernels import backward, forward
     from cute_kernels.gate.sums import key_gradients, query_gradients
     from cute_kernels.lists.kv_to_query import tile_bits
+    from cute_kernels.plan import prepare
 
     inputs, n = random_inputs(sizes), sizes.tokens
-    _, kept = backward.nsa_saving(inputs, config, recompute=False)
-    saved = backward.Saved.of_list(kept)
+    _, kept = forward.nsa_saving(inputs, config, recompute=False)
+    saved = forward.Saved.from_list(kept)
     if saved.k_cmp is None or saved.v_cmp is None:
         raise ValueError("needs compressed keys that were made from k and v")
-    call = forward.prepare(inputs, config, (saved.k_cmp, saved.v_cmp))
+    call = prepare(inputs, config, (saved.k_cmp, saved.v_cmp))
     plan, do = call.plan, torch.randn_like(inputs.q)
     results = tuple(torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v))
-    passes = [make_pass(call, saved, do, results, kv_heads) for kv_heads in backward.passes(call)]
+    chunks = [make_head_chunk(call, saved, do, results, kv_heads) for kv_heads in backward.head_chunks(call)]
 
-    def every(run: Callable[[Pass], Any]) -> Callable[[], list[Any]]:
-        return lambda: [run(one) for one in passes]
+    def every(run: Callable[[HeadChunk], Any]) -> Callable[[], list[Any]]:
+        return lambda: [run(chunk) for chunk in chunks]
 
-    def bits(one: Pass) -> Tensor:
-        return tile_bits(one.part.indices, size=config.select_size, num_keys=n, entries=False)
+    def bits(chunk: HeadChunk) -> Tensor:
+        return tile_bits(chunk.branches.indices, size=config.select_size, num_keys=n, entries=False)
 
-    def transposed(one: Pass) -> None:
+    def transposed(chunk: HeadChunk) -> None:
         size, width = config.select_size, plan.rules.width(config.select_size)
-        for _ in backward.pieces(plan, one.slc, bits(one), size=size, width=width, entries=False):
+        for _ in backward.list_chunks(plan, chunk.slc, bits(chunk), size=size, width=width, entries=False):
             pass
 
-    def selected(one: Pass) -> None:
-        near = backward.near_of(one.call, one.gated)
-        backward.selected_backward(plan, one.slc, one.part.indices, one.gated.delta[1], False, near=near)
+    def selected(chunk: HeadChunk, plan: Plan = plan) -> None:
+        local = backward.local_selected(chunk.call, chunk.gated)
+        backward.backward_selected(plan, chunk.slc, chunk.branches.indices, chunk.gated.delta[1], False, local=local)
 
-    def selected_through_fa4() -> None:
-        before, backward.SPLIT = backward.SPLIT, False
-        try:
-            every(selected)()
-        finally:
-            backward.SPLIT = before
+    def selected_through_fa4(chunk: HeadChunk) -> None:
+        selected(chunk, replace(plan, atomic_free=False))
 
-    def window(one: Pass) -> None:
-        near = backward.near_of(one.call, one.gated)
-        backward.window_backward(plan, one.win, one.gated.delta[2], False, near=near)
+    def window(chunk: HeadChunk) -> None:
+        local = backward.local_selected(chunk.call, chunk.gated)
+        backward.backward_window(plan, chunk.win, chunk.gated.delta[2], False, local=local)
 
-    def sum_queries(one: Pass) -> None:
-        weight, logits = one.call.inputs.gate_proj_weight, one.gated.logits
-        parts = [one.cmp.dq, one.slc.dq, one.win.dq]
-        query_gradients(one.cmp.dq, parts, logits=logits, gate_proj_weight=weight)
+    def sum_queries(chunk: HeadChunk) -> None:
+        weight, logits = chunk.call.inputs.gate_proj_weight, chunk.gated.logits
+        parts = [chunk.cmp.dq, chunk.slc.dq, chunk.win.dq]
+        query_gradients(chunk.cmp.dq, parts, logits=logits, gate_proj_weight=weight)
 
-    def sum_keys(one: Pass) -> None:
-        k_parts, v_parts = [one.slc.dk, one.win.dk], [one.slc.dv, one.win.dv]
-        key_gradients(one.dk, one.dv, k_parts, v_parts, entries=one.entries, keys=plan.entry)
+    def sum_keys(chunk: HeadChunk) -> None:
+        k_parts, v_parts = [chunk.slc.dk, chunk.win.dk], [chunk.slc.dv, chunk.win.dv]
+        key_gradients(chunk.dk, chunk.dv, k_parts, v_parts, entries=chunk.entries, keys=plan.entry)
 
     stages: list[tuple[str, Callable[[], Any]]] = [
-        ("gate gradients", every(lambda one: differentiate_gates(one.call, one.part, one.do, one.gates))),
-        ("compressed", every(lambda one: backward.compressed_backward(plan, one.cmp, one.part.cmp_indices, False))),
+        ("gate gradients", every(lambda chunk: differentiate_gates(chunk.call, chunk.branches, chunk.do, chunk.gates))),
+        (
+            "compressed",
+            every(lambda chunk: backward.backward_compressed(plan, chunk.cmp, chunk.branches.cmp_indices, False)),
+        ),
     ]
     if config.token_mode:
         stages += [("selected", every(selected))]
     else:
-        stages += [("selected, lists", every(transposed)), ("selected, FA4", selected_through_fa4)]
-        if can_split(plan.rules, sizes.dim, sizes.dim):
-            stages += [("selected, split", every(selected)), *split_halves(plan, passes, bits)]
+        stages += [("selected, lists", every(transposed)), ("selected, FA4", every(selected_through_fa4))]
+        if plan.atomic_free:
+            stages += [("selected, split", every(selected)), *atomic_free_halves(plan, chunks, bits)]
     stages += [
         ("window", every(window)),
         ("query sums", every(sum_queries)),
@@ -345,9 +348,9 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         return backward.nsa_backward(inputs, config, keep, do)
 
     stages += [
-        ("forward, saving", lambda: backward.nsa_saving(inputs, config, recompute=False)),
+        ("forward, saving", lambda: forward.nsa_saving(inputs, config, recompute=False)),
         ("backward", lambda: differentiate(kept)),
-        ("all", lambda: differentiate(backward.nsa_saving(inputs, config, recompute=False)[1])),
+        ("all", lambda: differentiate(forward.nsa_saving(inputs, config, recompute=False)[1])),
     ]
     rows = []
     for name, stage in stages:
@@ -357,28 +360,37 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
     return rows
 
 
-def split_halves(
-    plan: forward.Plan, passes: list[Pass], bits: Callable[[Pass], Tensor]
+def atomic_free_halves(
+    plan: Plan, chunks: list[HeadChunk], bits: Callable[[HeadChunk], Tensor]
 ) -> list[tuple[str, Callable[[], None]]]:
-    """The kernels of the split backward, without the making of lists from indices."""
-    from cute_kernels import forward
-    from cute_kernels.attend import selected_backward as split
+    """dq, and dk with dv, of the backward without atomics, from lists that exist."""
+    from cute_kernels.attend import selected_backward
+    from cute_kernels.plan import selected_lists
 
-    made = [(one, forward.token_lists(plan, one.slc.q, one.slc.k, one.part.indices, 0), bits(one)) for one in passes]
-    how: dict[str, Any] = {"causal": plan.config.causal, "scale": plan.scale}
+    made = [
+        (chunk, selected_lists(plan, chunk.slc.q, chunk.slc.k, chunk.branches.indices, 0), bits(chunk))
+        for chunk in chunks
+    ]
+    options: dict[str, Any] = {"causal": plan.config.causal, "scale": plan.scale}
 
     def dq() -> None:
-        for one, lists, _ in made:
-            x = one.slc
-            split.selected_dq(x.q, x.k, x.v, x.do, x.lse, one.gated.delta[1], lists, dq=x.dq, **how)
+        for chunk, lists, _ in made:
+            x = chunk.slc
+            selected_backward.selected_dq(x.q, x.k, x.v, x.do, x.lse, chunk.gated.delta[1], lists, dq=x.dq, **options)
 
     def dkv() -> None:
-        for one, lists, of in made:
-            x, size = one.slc, plan.config.select_size
-            given = x.q, x.k, x.v, x.do, x.lse, one.gated.delta[1], lists, of
-            split.selected_dkv(*given, size=size, dk=x.dk, dv=x.dv, **how)
+        for chunk, lists, tile_bits in made:
+            x, size = chunk.slc, plan.config.select_size
+            given = x.q, x.k, x.v, x.do, x.lse, chunk.gated.delta[1], lists, tile_bits
+            selected_backward.selected_dkv(*given, size=size, dk=x.dk, dv=x.dv, **options)
 
     return [("split, dq", dq), ("split, dk dv", dkv)]
+
+
+def takes_atomic_free() -> bool:
+    """Whether the backward of tile mode takes the kernels without atomics on this device."""
+    rules = fa4.rules(DEVICE)
+    return rules is not None and has_atomic_free_backward(rules, DIM, DIM)
 
 
 def graph_or_eager(call: Callable[[], Any]) -> tuple[float, bool]:
@@ -444,10 +456,11 @@ def host_time(n: int = 8 << 10, calls: int = 200) -> dict[str, float]:
 def score_memory(n: int) -> float:
     """MiB that means, scoring and both selections need beyond their inputs."""
     from cute_kernels import forward
+    from cute_kernels.plan import prepare
 
     inputs = random_inputs(Sizes(1, n, *TILE_HEADS[0], DIM))
     config = NSAConfig(num_cmp_selected_blocks=16)
-    call = forward.prepare(inputs, config)
+    call = prepare(inputs, config)
     gib = peak_memory(lambda: forward.select(call.plan, inputs.q, call.k_cmp, 0, n), DEVICE)
     return (gib or 0.0) * 1024
 

@@ -6,7 +6,7 @@ is 1. A peer (bench/nsa_peers.py) computes a little less than NSA here and need 
 not run it has null, and the reason is told. Dense attention and peers are timed once for each length and pass, as eager
 calls; on CUDA without what a host takes to start them on an idle GPU, which NSA's mode "eager" has, "queued" has not.
 
-Writes OUT.json after every length and pass (schema: docs/architecture.md); at the end OUT.csv and OUT.png. The same
+Writes OUT.json after every length and pass (schema: docs/results_files.md); at the end OUT.csv and OUT.png. The same
 command goes on where it was stopped or killed. With --bars also what the rows have to reach on one H200, and whether
 they do: that of mode "queued".
 """

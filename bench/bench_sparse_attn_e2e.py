@@ -10,9 +10,9 @@ Mode "graph" times replays of a CUDA graph of the whole call, "eager" the call a
 graph is that of its capture. Memory is counted beyond the inputs for the forward; with --backward it is everything
 alive: inputs, out, do, gradients and temporaries.
 
-Writes OUT.json (schema: docs/architecture.md) after every row; at the end OUT.csv and OUT.png. The same command goes on
-where it was stopped or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA then take turns
-on one thread (bench/turns.py).
+Writes OUT.json (schema: docs/results_files.md) after every row; at the end OUT.csv and OUT.png. The same command goes
+on where it was stopped or killed. `--demo` picks sizes for this machine; on a CPU dense attention and NSA then take
+turns on one thread (bench/turns.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ compute must move besides is in cute_kernels/token_selected*.py. Before anything
 must be within twice the error of the same math in PyTorch, plus one rounding, of fp64. Beside forward and both stands
 fla-core's selected branch for the same choices, as Python calls it, where it runs.
 
-Writes OUT.json (schema: docs/architecture.md) after every choice and number of heads; the same command goes on where it
-was stopped or killed. With --bars also what has to be reached on one H200: the best of the peers that were measured
+Writes OUT.json (schema: docs/results_files.md) after every choice and number of heads; the same command goes on where
+it was stopped or killed. With --bars also what has to be reached on one H200: the best of the peers that were measured
 there, random choices of 64K tokens.
 """
 

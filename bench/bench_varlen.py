@@ -2,7 +2,7 @@
 
 Lengths are drawn log-uniformly between 256 and 32K tokens from a fixed seed until TOKENS are reached. The packed output
 must equal each document's alone, bit for bit, and with --backward gradients but for rounding, or nothing is timed.
-Writes OUT.json (schema: docs/architecture.md) after every way to run them; the same command goes on where it was
+Writes OUT.json (schema: docs/results_files.md) after every way to run them; the same command goes on where it was
 stopped or killed. peak_gib is beyond the inputs; with --backward it is everything alive.
 """
 

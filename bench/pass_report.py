@@ -1,6 +1,6 @@
 """What a benchmark of passes (bench/passes.py) shows and leaves behind: rows, a table, bars, files.
 
-The schema of the files is in docs/architecture.md.
+The schema of the files is in docs/results_files.md.
 """
 
 from __future__ import annotations

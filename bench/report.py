@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: facts on the machine, and JSON and CSV files (schema: docs/architecture.md)."""
+"""What a benchmark leaves behind: facts on the machine, and JSON and CSV files (schema: docs/results_files.md)."""
 
 from __future__ import annotations
 

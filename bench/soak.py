@@ -12,7 +12,7 @@ other sizes, ever more pieces that fit none. Folders of compiled kernels (docs/r
 steps; a kernel that is found there later counts like one that is compiled.
 
 The state (weights, optimiser, number of steps, and the results up to there) goes to OUT.pt at every record, then the
-results to OUT.json (schema: docs/architecture.md); --resume goes on from the state alone and adds another run to the
+results to OUT.json (schema: docs/results_files.md); --resume goes on from the state alone and adds another run to the
 results. Each run has first steps and halves of its own.
 """
 

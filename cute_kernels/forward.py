@@ -1,23 +1,24 @@
-"""NSA's forward on NVIDIA GPUs: pool, score and choose, attend three times, gate.
+"""NSA's forward on NVIDIA GPUs: pool, select, attend three times, gate.
 
-`nsa(inputs, config)` reads the fields of nsa.inputs.NSAInputs and nsa.config.NSAConfig (nothing here imports them) and
-returns what the reference returns. Everything is asynchronous; no device value is read.
+    nsa          the forward, for inference and for tests
+    nsa_saving   the forward of training: out, and what backward.py needs
+    attend       one chunk of query rows: selections and the three branches
+    gate         the same chunk: weigh and add the branches into out
 
-Long sequences are processed in chunks of queries (`chunk_rows`), so that what a call needs beyond inputs, compressed
-keys and output stays bounded.
-
-In token mode the selected branch gates while it adds up wherever it can (`BranchOutputs.gating`).
+Long sequences are processed in chunks of query rows (plan.chunks), so that what a call needs beyond inputs, compressed
+keys and output stays bounded. In token mode the selected branch's epilogue can weigh and add all three branches, which
+saves the gate's launch and memory traffic (`fused_gating`).
 
 Packed documents take the same steps, all at once: attention reads copies of q, k and v in which each document begins
 with a new tile (pool/documents.py), and the gate puts the rows back.
+
+Everything is asynchronous; no device value is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,34 +28,36 @@ from cute_kernels.attend.kv_outer import kv_outer_forward, takes_gating
 from cute_kernels.attend.query_outer import query_outer_forward, takes_tiles
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.gate.forward import Gating, gated_sum
-from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists, prefix_lists
-from cute_kernels.pool.compress import block_means, tile_means
-from cute_kernels.pool.documents import DOCUMENT, PUBLIC_ENTRY, Documents, lay_out
-from cute_kernels.runtime.device import vectorizable
-from cute_kernels.select.tile import top_blocks
-from cute_kernels.select.token import token_blocks
+from cute_kernels.lists.query_to_kv import BlockLists, chosen_lists, prefix_lists
+from cute_kernels.plan import (
+    Call,
+    Plan,
+    branch_kv,
+    chunks,
+    prepare,
+    selected_lists,
+    token_mode_options,
+    window_reach,
+)
+from cute_kernels.pool.compress import tile_means
+from cute_kernels.pool.documents import DOCUMENT, PUBLIC_ENTRY, Documents, sizes
+from cute_kernels.select.tile import tile_topk
+from cute_kernels.select.token import token_topk
 from cute_kernels.select.topk import Blocks
 from cute_kernels.support import tile_rows
 
-CHUNK_BYTES = 8 << 30
-"""Outputs of the three branches that may exist at once."""
-
-ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight")
-"""Inputs whose rows kernels read as vectors."""
-
-PER_TOKEN = ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "gates")
-"""Inputs `[B,N,heads,...]`: packed with cu_seqlens, divided with the heads."""
+BRANCHES = ("cmp", "slc", "win")
 
 
 class Branch(NamedTuple):
-    """Output `[B,rows,H,D_v]` and log-sum-exp `[B,H,rows]` of a branch; lse is None unless asked for."""
+    """Output `[B,rows,H,D_v]` and log-sum-exp `[B,H,rows]` fp32 of a branch; lse is None unless asked for."""
 
     o: Tensor
     lse: Tensor | None
 
 
 class BranchOutputs(NamedTuple):
-    """What belongs to some of the query rows."""
+    """The branches of a chunk of query rows, and what was selected for them."""
 
     cmp: Branch
     slc: Branch
@@ -62,19 +65,22 @@ class BranchOutputs(NamedTuple):
     indices: Tensor
     cmp_indices: Tensor | None
     gating: Gating | None = None
-    """How the branches were weighed and added, if they were; slc.o is of `Call.out` then, where lse was not asked for.
+    """Given where the selected branch's epilogue has gated; without lse, slc.o is then those rows of `Call.out`.
 
-    Its gates are None where they are 1/3 each, or nobody asked for them."""
+    Its gates are None where they are 1/3 each, or where nobody asked for projected ones."""
 
     @property
     def outputs(self) -> list[Tensor]:
-        """Of the branches, in order."""
+        """o of each branch."""
         return [branch.o for branch in (self.cmp, self.slc, self.win)]
 
     @property
     def lses(self) -> list[Tensor]:
-        """Of the branches, in order; where they were asked for."""
+        """lse of each branch that has one."""
         return [branch.lse for branch in (self.cmp, self.slc, self.win) if branch.lse is not None]
+
+
+# Inference
 
 
 def nsa(
@@ -85,251 +91,153 @@ def nsa(
     cmp_indices: Tensor | None = None,
     aux: bool = True,
 ) -> tuple[Tensor, tuple[Tensor | None, ...] | None]:
-    """All of NSA's forward for checked inputs.
+    """The whole forward for checked inputs.
 
     Args:
+        inputs, config: nsa.inputs.NSAInputs and nsa.config.NSAConfig.
         indices, cmp_indices: use these selections, as in NSAAux, instead of computing them (with `aux` only).
-        aux: also return what NSAAux holds, in its order (then queries are not chunked; packed ones never are).
+        aux: also return the fields of NSAAux, in its order. Query rows are not chunked then.
 
     Returns:
         out `[B,N,H,D_v]`, packed `[T,H,D_v]`, and the fields of NSAAux or None.
     """
     call = prepare(inputs, config)
-    q, documents = call.inputs.q, call.plan.documents
     if aux:
-        given = indices, cmp_indices
-        part = attend(call, 0, call.num_rows, lse=True, given=given, forced=indices is None, gating=True)
-        gates = gate(call, part, 0, call.num_rows)
-        if gates is None:
-            gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
-        if documents is not None:
-            return call.result, _packed_aux(documents, part, call.k_cmp, call.v_cmp, gates, config)
-        outputs, lses = zip(part.cmp, part.slc, part.win, strict=True)
-        selected = part.indices, _all_if_none(part.cmp_indices, config, q, call.k_cmp)
-        return call.result, (*outputs, *lses, call.k_cmp, call.v_cmp, gates, *selected)
+        selections = indices, cmp_indices
+        branches = attend(
+            call, 0, call.num_rows, lse=True, selections=selections, holds_forced=indices is None, fuse_gate=True
+        )
+        gates = gate(call, branches, 0, call.num_rows)
+        return call.result, _aux(call, branches, gates)
     for start, stop in chunks(call):
-        part = attend(call, start, stop, lse=False, gating=True)
-        gate(call, part, start, stop)
-        del part  # before the next one is made
+        branches = attend(call, start, stop, lse=False, fuse_gate=True)
+        gate(call, branches, start, stop)
+        del branches  # frees its memory before the next chunk
     return call.result, None
 
 
-@dataclass(frozen=True)
-class Call:
-    """What every step of a call needs. What is made on first use leaves the window to be launched before it."""
-
-    inputs: Any
-    """Aligned; packed ones as one sequence `[1,T,...]`."""
-    attended: Any
-    """What attention reads: the inputs, or packed ones in aligned rows."""
-    plan: Plan
-    given: tuple[Tensor, Tensor] | None = None
-    """k_cmp and v_cmp that were computed before."""
-
-    @cached_property
-    def compressed(self) -> tuple[Tensor, Tensor]:
-        """k_cmp and v_cmp, for all chunks of queries."""
-        return self.given or compress(self.inputs, self.plan.config, self.plan.documents)
-
-    @property
-    def k_cmp(self) -> Tensor:
-        return self.compressed[0]
-
-    @property
-    def v_cmp(self) -> Tensor:
-        return self.compressed[1]
-
-    @cached_property
-    def out(self) -> Tensor:
-        """`[B,N,H,D_v]`, filled in by `gate`, or by `attend` with `gating`."""
-        q = self.inputs.q
-        return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
-
-    @property
-    def result(self) -> Tensor:
-        """`out` as a caller gets it, packed `[T,H,D_v]`."""
-        return self.out if self.plan.documents is None else self.out[0]
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.attended.q.shape[1])
-
-    def query_heads(self, heads: slice) -> slice:
-        """The query heads of some key/value heads."""
-        group = self.inputs.q.shape[2] // self.inputs.k.shape[2]
-        return slice(heads.start * group, heads.stop * group)
-
-    def of_heads(self, heads: slice) -> Call:
-        """For some key/value heads and their query heads."""
-        of_queries = self.query_heads(heads)
-
-        def narrow(inputs: Any) -> Any:
-            changed = {}
-            for name in PER_TOKEN:
-                if (tensor := getattr(inputs, name)) is not None:
-                    changed[name] = tensor[:, :, of_queries if name in ("q", "gates") else heads]
-            weight = inputs.gate_proj_weight
-            return replace(inputs, **changed, gate_proj_weight=None if weight is None else weight[of_queries])
-
-        inputs = narrow(self.inputs)
-        attended = inputs if self.attended is self.inputs else narrow(self.attended)
-        k_cmp, v_cmp = self.compressed
-        return Call(inputs, attended, self.plan, (k_cmp[:, :, heads], v_cmp[:, :, heads]))
+# Training
 
 
-def prepare(inputs: Any, config: Any, compressed: tuple[Tensor, Tensor] | None = None) -> Call:
-    """Align, lay packed documents out, plan. Args: `compressed`, k_cmp and v_cmp that were computed before."""
-    inputs, rules = _aligned(inputs), fa4.rules(inputs.q.device)
-    dim = inputs.q.shape[-1]
-    if inputs.cu_seqlens is None:
-        plan = _plan(config, rules, dim, config.num_compressed(inputs.q.shape[1]))
-        return Call(inputs, inputs, plan, compressed)
-    inputs, attended, documents = _unpack(inputs, config, rules)
-    plan = _plan(config, rules, dim, None)
-    return Call(inputs, attended, replace(plan, documents=documents), compressed)
+class Saved(NamedTuple):
+    """What backward needs beside inputs and options. For autograd a list, with empty tensors in place of None."""
+
+    k_cmp: Tensor | None
+    """None where the caller gave them."""
+    v_cmp: Tensor | None
+    indices: Tensor
+    cmp_indices: Tensor | None
+    gates: Tensor | None
+    """Only projected ones."""
+    o_cmp: Tensor | None = None
+    o_slc: Tensor | None = None
+    o_win: Tensor | None = None
+    lse_cmp: Tensor | None = None
+    lse_slc: Tensor | None = None
+    lse_win: Tensor | None = None
+
+    def to_list(self) -> list[Tensor]:
+        return [self.indices.new_empty(0) if tensor is None else tensor for tensor in self]
+
+    @classmethod
+    def from_list(cls, tensors: Sequence[Tensor]) -> Saved:
+        return cls(*(None if tensor.dim() == 1 and tensor.numel() == 0 else tensor for tensor in tensors))  # type: ignore[arg-type]
+
+    def branch_outputs(self, heads: slice, select_heads: slice) -> BranchOutputs | None:
+        """Of a range of query heads; None where the branches must be recomputed."""
+        pairs = (self.o_cmp, self.lse_cmp), (self.o_slc, self.lse_slc), (self.o_win, self.lse_win)
+        branches = [Branch(o[:, :, heads], lse[:, heads]) for o, lse in pairs if o is not None and lse is not None]
+        if len(branches) < len(pairs):
+            return None
+        cmp, slc, win = branches
+        return BranchOutputs(cmp, slc, win, *self.selections(heads, select_heads))
+
+    def selections(self, heads: slice, select_heads: slice) -> tuple[Tensor, Tensor | None]:
+        """indices and cmp_indices. Args: query heads, and those heads of `indices` that select for them."""
+        cmp_indices = None if self.cmp_indices is None else self.cmp_indices[:, heads]
+        return self.indices[:, select_heads], cmp_indices
 
 
-def chunks(call: Call) -> Iterator[tuple[int, int]]:
-    """Ranges of query rows to process at once."""
-    batch, tokens, heads, _ = call.inputs.q.shape
-    rows = max(call.num_rows, 1)
-    if call.plan.documents is None:
-        rows = chunk_rows(batch, tokens, heads, call.inputs.v.shape[-1], call.plan.tile)
-    for start in range(0, call.num_rows, rows):
-        yield start, min(start + rows, call.num_rows)
+def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, list[Tensor]]:
+    """The forward for checked inputs: out, and the list of tensors that `nsa_backward` takes.
 
-
-def chunk_rows(batch: int, tokens: int, heads: int, v_dim: int, tile: int) -> int:
-    """How many query rows to process at once: all, or a multiple of the tile so that three outputs fit CHUNK_BYTES."""
-    per_row = 3 * batch * heads * v_dim * 2
-    if tokens * per_row <= CHUNK_BYTES:
-        return max(tokens, 1)
-    unit = math.lcm(tile, 256)
-    return max(CHUNK_BYTES // per_row // unit, 1) * unit
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What follows from options, sizes and the device."""
-
-    config: Any
-    rules: fa4.Rules
-    scale: float
-    tile: int
-    """Rows that select together, or in token mode that are attended together."""
-    select: Blocks
-    choose: Blocks | None
-    """Blocks of compressed entries to choose; None: the compressed branch attends to all."""
-    entry: Keys
-    token: Keys
-    documents: Documents | None = None
-
-
-@lru_cache(256)
-def _plan(config: Any, rules: fa4.Rules, dim: int, entries: int | None) -> Plan:
-    """The plan for `entries` compressed entries, None: for each document its own number."""
-    length, stride = config.compress_block_size, config.stride
-    count, width = config.num_cmp_selected_blocks, config.n_block_size
-    some = count is not None and (entries is None or count * width < entries)
-    return Plan(
-        config=config,
-        rules=rules,
-        scale=config.scale(dim),
-        tile=tile_rows(config, rules),
-        select=Blocks(
-            length,
-            stride,
-            config.select_size,
-            config.num_selected_blocks,
-            init=config.num_init_blocks,
-            local=config.num_local_blocks,
-        ),
-        choose=Blocks(1, 1, width, count, newest=config.causal) if some else None,
-        entry=Keys(length, stride, config.causal),
-        token=Keys(causal=config.causal),
-    )
-
-
-def _aligned(inputs: Any) -> Any:
-    """The inputs with every row contiguous and aligned, copied where it was not."""
-    changed = {}
-    if inputs.gates is not None and inputs.gates.stride(-1) != 1:
-        changed["gates"] = inputs.gates.contiguous()
-    for name in ALIGNED:
-        tensor = getattr(inputs, name)
-        if tensor is not None and (aligned := vectorizable(tensor)) is not tensor:
-            changed[name] = aligned
-    return replace(inputs, **changed) if changed else inputs
-
-
-def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:
-    """Packed inputs as one sequence `[1,T,...]`; what attention reads, in aligned rows; where the documents are."""
-    cu_seqlens = inputs.cu_seqlens
-    changed = {name: tensor[None] for name in PER_TOKEN if (tensor := getattr(inputs, name)) is not None}
-    inputs = replace(inputs, **changed, cu_seqlens=None, max_seqlen=None)
-    slc, win = keys_of(inputs, "slc"), keys_of(inputs, "win")
-    documents, (q, *aligned) = lay_out(
-        inputs.q,
-        *slc,
-        cu_seqlens,
-        tile=tile_rows(config, rules),
-        length=config.compress_block_size,
-        stride=config.stride,
-    )
-    own = aligned if win[0] is slc[0] and win[1] is slc[1] else documents.align(*win)
-    attended = replace(inputs, q=q, k_slc=aligned[0], v_slc=aligned[1], k_win=own[0], v_win=own[1])
-    return inputs, attended, documents
-
-
-def _packed_aux(
-    documents: Documents, part: BranchOutputs, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor, config: Any
-) -> tuple[Tensor | None, ...]:
-    """The fields of NSAAux without B, rows and entries lying as the documents are packed."""
-    branches = part.cmp, part.slc, part.win
-    return (
-        *(documents.by_token(branch.o[0], 0, 0.0) for branch in branches),
-        *(None if branch.lse is None else documents.by_token(branch.lse[0], 1, -math.inf) for branch in branches),
-        documents.without_gaps(k_cmp[0]),
-        documents.without_gaps(v_cmp[0]),
-        documents.fill_rest(gates[0], 0, 0.0),
-        documents.by_token(part.indices[0], 1, -1) if config.token_mode else part.indices[0],
-        None if part.cmp_indices is None else _all_if_they_fit(documents, part.cmp_indices[0], config.n_block_size),
-    )
-
-
-def _all_if_they_fit(documents: Documents, indices: Tensor, width: int) -> Tensor:
-    """NSAAux.cmp_indices `[H,tiles,c]` of packed documents: all blocks of a document that has no more than c.
-
-    The kernel leaves out those that nothing was scored in; attention is the same, since no token sees their entries.
+    Args:
+        recompute: save the selections, but not the branches' outputs, which backward computes again.
     """
-    count, document = indices.shape[-1], documents.tiles[DOCUMENT]
-    entries = documents.bounds[PUBLIC_ENTRY].diff()[document.clamp(min=0)]
-    blocks = ((entries + width - 1) // width)[:, None]
-    places = torch.arange(count, dtype=torch.int32, device=indices.device)
-    fit = (document >= 0)[:, None] & (blocks <= count)
-    return torch.where(fit, torch.where(places < blocks, places, -1), indices)
+    call = prepare(inputs, config)
+    saved: dict[str, Tensor | None] = {}
+    if recompute and call.num_rows > 0:
+        saved["indices"], saved["cmp_indices"], gates = _forward_in_chunks(call)
+    else:
+        branches = attend(call, 0, call.num_rows, lse=True, fuse_gate=True)
+        gates = gate(call, branches, 0, call.num_rows)
+        saved["indices"], saved["cmp_indices"] = branches.indices, branches.cmp_indices
+        for name in () if recompute else BRANCHES:
+            saved[f"o_{name}"], saved[f"lse_{name}"] = getattr(branches, name)
+    saved["k_cmp"], saved["v_cmp"] = (None, None) if inputs.k_cmp is not None else call.compressed
+    saved["gates"] = None if inputs.gate_proj_weight is None else gates
+    return call.result, Saved(**saved).to_list()  # type: ignore[arg-type]
 
 
-# Steps, in the order of docs/semantics.md
+def _forward_in_chunks(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The forward, of which only selections and gates are kept: indices, cmp_indices, gates."""
+    kept = []
+    for start, stop in chunks(call):
+        branches = attend(call, start, stop, lse=False, fuse_gate=True, keep_gates=True)
+        kept.append((branches.indices, branches.cmp_indices, gate(call, branches, start, stop)))
+        del branches  # frees its memory before the next chunk
+    indices, cmp_indices, gates = zip(*kept, strict=True)
+    return torch.cat(indices, 2), _concatenate(cmp_indices, 2), _concatenate(gates, 1)
 
 
-def compress(inputs: Any, config: Any, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-    """Compressed keys and values `[B,entries,H_kv,D]`, of documents aligned ones."""
-    if inputs.k_cmp is not None:
-        if documents is None:
-            return inputs.k_cmp, inputs.v_cmp
-        return documents.with_gaps(inputs.k_cmp)[None], documents.with_gaps(inputs.v_cmp)[None]
-    length, stride, dtype = config.compress_block_size, config.stride, inputs.q.dtype
-    weights = (inputs.w_k_compress, inputs.w_v_compress)
-    if weights == (None, None):
-        return block_means(inputs.k, inputs.v, length, stride, dtype, documents)
-    # Rounded once, behind the projection
-    pooled = block_means(inputs.k, inputs.v, length, stride, torch.float32, documents)
-    k_cmp, v_cmp = (
-        (x if w is None else torch.einsum("bnhd,hde->bnhe", x, w.float())).to(dtype).contiguous()
-        for x, w in zip(pooled, weights, strict=True)
+def _concatenate(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    return torch.cat(present, dim)
+
+
+def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]:
+    """Empty tensors like those that `nsa_saving` saves, without running anything (sizes may be symbols)."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    heads, kv_heads, v_dim = q.shape[-2], k.shape[-2], v.shape[-1]
+    tile = tile_rows(config, fa4.rules(q.device))
+    if inputs.cu_seqlens is None:
+        batch, rows = q.shape[:2]
+        tiles, entries = -(-rows // tile), config.num_compressed(rows)
+    else:
+        tiles, entries = sizes(q.shape[0], inputs.cu_seqlens.shape[0] - 1, tile, config.stride)
+        batch, rows = 1, tiles * tile
+    if inputs.k_cmp is not None and inputs.cu_seqlens is None:
+        entries = inputs.k_cmp.shape[1]
+
+    def like(*shape: Any, dtype: torch.dtype = q.dtype) -> Tensor:
+        empty: Tensor = q.new_empty(shape, dtype=dtype)
+        return empty
+
+    select_heads = kv_heads if config.shares_heads else heads
+    count, width = config.num_cmp_selected_blocks, config.n_block_size
+    selects_entries = count is not None and (inputs.cu_seqlens is not None or count * width < entries)
+    gates = None
+    if inputs.gate_proj_weight is not None:
+        gates = like(batch, q.shape[-3], heads, 3, dtype=torch.float32)
+    outputs: dict[str, Tensor] = {}
+    if not recompute:
+        for name in BRANCHES:
+            outputs[f"o_{name}"] = like(batch, rows, heads, v_dim)
+            outputs[f"lse_{name}"] = like(batch, heads, rows, dtype=torch.float32)
+    given = inputs.k_cmp is not None
+    saved = Saved(
+        None if given else like(batch, entries, kv_heads, q.shape[-1]),
+        None if given else like(batch, entries, kv_heads, v_dim),
+        like(batch, select_heads, rows if config.token_mode else tiles, config.num_selected_blocks, dtype=torch.int32),
+        like(batch, heads, tiles, count, dtype=torch.int32) if selects_entries else None,
+        gates,
     )
-    return k_cmp, v_cmp
+    return saved._replace(**outputs).to_list()
+
+
+# A chunk of query rows: select, attend three times
 
 
 def attend(
@@ -338,72 +246,67 @@ def attend(
     stop: int,
     *,
     lse: bool,
-    given: tuple[Tensor | None, Tensor | None] = (None, None),
-    forced: bool = True,
-    gating: bool = False,
-    gates: bool = False,
+    selections: tuple[Tensor | None, Tensor | None] = (None, None),
+    holds_forced: bool = True,
+    fuse_gate: bool = False,
+    keep_gates: bool = False,
 ) -> BranchOutputs:
     """Selections and branches of query rows start ... stop-1.
 
     Args:
-        given: selections to use. forced: they hold the forced blocks, as all that are made here do.
-        gating: where the selected branch can, it weighs and adds all of them into `call.out` (`BranchOutputs.gating`); its own o
-            is kept with `lse` only, and projected gates with `lse` or `gates`.
+        lse: return each branch's log-sum-exp too.
+        selections: indices and cmp_indices to use; None: compute them.
+        holds_forced: `indices` hold the forced blocks, as all do that are computed here.
+        fuse_gate: where the selected branch can, it also weighs the branches and adds them into `call.out`
+            (`BranchOutputs.gating`).
+        keep_gates: a fused gate writes projected gates to memory; with `lse` it always does.
     """
     inputs, plan = call.attended, call.plan
     tokens = inputs.q.shape[1]
     q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
-    # First, for it needs nothing that is made here: the GPU has work while the host launches the rest
-    win = attend_window(plan, q, *keys_of(inputs, "win"), start, lse)
+    # First, because it needs nothing that is computed here: the GPU is busy while the host launches the rest
+    win = attend_window(plan, q, *branch_kv(inputs, "win"), start, lse)
     k_cmp, v_cmp = call.compressed
-    indices, cmp_indices = given
+    indices, cmp_indices = selections
     if indices is None and not plan.config.token_mode:
         indices, cmp_indices = select(plan, q, k_cmp, start, tokens)
     cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or indices is None)
-    if indices is None:  # from its probabilities, which lse brings back
-        indices = token_blocks(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
-    k, v = keys_of(inputs, "slc")
-    branches = None
-    if gating and can_gate(plan, q, k, v, indices):
-        _, used, out = rows_to_gate(call, start, stop)
-        if inputs.gate_proj_weight is not None and (lse or gates):
-            used = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)
-        o = torch.empty_like(out) if lse else None
-        branches = Gating(cmp.o, win.o, out, inputs.gate_proj_weight, used, o)
-    slc = attend_selected(plan, q, k, v, indices, start, lse, forced=forced, gating=branches)
-    return BranchOutputs(cmp, slc, win, indices, cmp_indices, branches)
-
-
-def keys_of(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
-    """Keys and values of a branch: its own, or the shared ones."""
-    own = getattr(inputs, f"k_{branch}"), getattr(inputs, f"v_{branch}")
-    return (inputs.k, inputs.v) if own[0] is None else own
+    if indices is None:  # token mode selects by the compressed branch's probabilities, for which it needs its lse
+        indices = token_topk(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
+    gating = None
+    if fuse_gate:
+        gating = fused_gating(call, start, stop, indices, cmp, win, keep_slc=lse, keep_gates=lse or keep_gates)
+    slc = attend_selected(
+        plan, q, *branch_kv(inputs, "slc"), indices, start, lse, holds_forced=holds_forced, gating=gating
+    )
+    return BranchOutputs(cmp, slc, win, indices, cmp_indices, gating)
 
 
 def select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tuple[Tensor, Tensor | None]:
-    """Selected blocks of each tile, and blocks of compressed entries."""
+    """Tile mode: indices of each tile of q, whose first row is row `start` of `tokens`; and cmp_indices or None."""
     means = tile_means(q, plan.tile, plan.documents)
 
-    def choose(mean_q: Tensor, blocks: Blocks) -> Tensor:
-        return top_blocks(
+    def top(mean_q: Tensor, blocks: Blocks) -> Tensor:
+        return tile_topk(
             mean_q, k_cmp, blocks, keys=plan.entry, tile=plan.tile, tokens=tokens, start=start, documents=plan.documents
         )
 
-    cmp_indices = None if plan.choose is None else choose(means, plan.choose)
+    cmp_indices = None if plan.select_cmp is None else top(means, plan.select_cmp)
     if plan.config.shares_heads:
         means = means.unflatten(2, (k_cmp.shape[2], -1)).sum(3)
-    return choose(means, plan.select), cmp_indices
+    return top(means, plan.select), cmp_indices
 
 
 def attend_compressed(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, start: int, lse: bool
 ) -> Branch:
+    """Attention to compressed entries: to those in blocks `indices`, or None: to all visible ones."""
     documents = plan.documents
     if plan.config.causal and indices is None and documents is None:
         entries = min(k.shape[1], plan.config.num_compressed(start + q.shape[1]))  # what the last row sees
         k, v = (k[:, :entries], v[:, :entries]) if entries < k.shape[1] else (k, v)
     if (k.shape[1] if documents is None else documents.most_entries) == 0:
-        return _nothing(q, v)
+        return _no_keys(q, v)
     lists = entry_lists(plan, q, k, indices, start)
     length, stride = (plan.entry.length, plan.entry.stride) if plan.config.causal else (1, 0)
     shifts = None if documents is None else documents.shifts
@@ -415,7 +318,7 @@ def attend_compressed(
 
 
 def entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start: int) -> BlockLists | None:
-    """Blocks of compressed entries for each query tile: the chosen ones, or all that are visible; None: all."""
+    """Blocks of compressed entries for each query tile: the selected ones, or all visible ones; None: all entries."""
     where: dict[str, Any] = {"rows_from": start, "rows_to": start + q.shape[1], "documents": plan.documents}
     if indices is not None:
         size, rows = plan.config.n_block_size, plan.tile
@@ -439,14 +342,6 @@ def entry_lists(plan: Plan, q: Tensor, k: Tensor, indices: Tensor | None, start:
     )
 
 
-def can_gate(plan: Plan, q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> bool:
-    """Whether `attend_selected` takes a `gating`."""
-    slots = indices.shape[3]
-    if not plan.config.token_mode or takes_tiles(q.shape[2] // k.shape[2], slots):
-        return False
-    return takes_gating((q.shape[3], v.shape[3]), slots, plan.documents is not None)
-
-
 def attend_selected(
     plan: Plan,
     q: Tensor,
@@ -456,99 +351,101 @@ def attend_selected(
     start: int,
     lse: bool,
     *,
-    forced: bool,
+    holds_forced: bool,
     gating: Gating | None = None,
 ) -> Branch:
-    """Attention to the chosen blocks.
+    """Attention to the selected blocks of tokens.
 
     Args:
-        forced: indices hold the forced blocks, which need not be true of a caller's.
-        gating: write its out too; None where one cannot (`can_gate`).
+        holds_forced: `indices` hold the forced blocks, which need not be true of a caller's.
+        gating: also weigh and add the branches into its out (`fused_gating`).
     """
     stop, causal = start + q.shape[1], plan.config.causal
     if causal and stop < k.shape[1]:
         k, v = k[:, :stop], v[:, :stop]
     if indices.numel() == 0:
-        return _nothing(q, v)
+        return _no_keys(q, v)
     if plan.config.token_mode:
-        how = token_blocks_of(plan)
+        options = token_mode_options(plan)
         if takes_tiles(q.shape[2] // k.shape[2], indices.shape[3]):
-            return Branch(*query_outer_forward(q, k, v, indices, first_token=start, **how))
-        if forced:
-            how |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
-        return Branch(*kv_outer_forward(q, k, v, indices, first_token=start, gating=gating, **how))
-    lists = token_lists(plan, q, k, indices, start)
+            return Branch(*query_outer_forward(q, k, v, indices, first_token=start, **options))
+        if holds_forced:
+            options |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
+        return Branch(*kv_outer_forward(q, k, v, indices, first_token=start, gating=gating, **options))
+    lists = selected_lists(plan, q, k, indices, start)
     return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
 
 
-def token_blocks_of(plan: Plan) -> dict[str, Any]:
-    """What attention per token is told of the blocks."""
-    size, documents = plan.config.select_size, plan.documents
-    bounds = None if documents is None else documents.bounds_of_blocks(size)
-    return {"size": size, "scale": plan.scale, "bounds": bounds}
-
-
-def token_lists(
-    plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int, *, width: int | None = None
-) -> BlockLists:
-    """Blocks of tokens that were chosen for each query tile, `width` wide or as wide as is exact."""
-    size = plan.config.select_size
-    return chosen_lists(
-        indices,
-        q.shape[2],
-        plan.token,
-        size=size,
-        width=width or plan.rules.width(size),
-        rows=plan.tile,
-        num_keys=k.shape[1],
-        rows_from=start,
-        rows_to=start + q.shape[1],
-        entries=False,
-        documents=plan.documents,
-    )
-
-
 def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:
+    """Attention to the sliding window."""
     stop, tokens, size = start + q.shape[1], k.shape[1], plan.config.window_size
     if size == 0:
-        return _nothing(q, v)
-    before, behind = window_reach(size, plan.config.causal, tokens)
+        return _no_keys(q, v)
+    left, right = window_reach(size, plan.config.causal, tokens)
     if plan.documents is not None:
-        packed, k, v = plan.documents.spread(fa4.keys_of_window_tile(q, k, v), k, v)
-        return Branch(*fa4.window(q, k, v, left=before, right=behind, scale=plan.scale, lse=lse, documents=packed))
-    # Whole blocks of keys, so that the same blocks meet the same rows however queries are chunked
-    first, last = max(0, start - before) // fa4.WINDOW_UNIT * fa4.WINDOW_UNIT, min(tokens, stop + behind)
+        varlen, k, v = plan.documents.realign_kv(fa4.window_tile_n(q, k, v), k, v)
+        return Branch(*fa4.window(q, k, v, left=left, right=right, scale=plan.scale, lse=lse, documents=varlen))
+    # Whole tiles of keys, so that the same tiles meet the same rows however queries are chunked
+    first, last = max(0, start - left) // fa4.WINDOW_ALIGNMENT * fa4.WINDOW_ALIGNMENT, min(tokens, stop + right)
     extra = last - stop  # keys behind the last query
     if last - first < tokens:
         k, v = k[:, first:last], v[:, first:last]
-    return Branch(*fa4.window(q, k, v, left=before + extra, right=behind - extra, scale=plan.scale, lse=lse))
+    return Branch(*fa4.window(q, k, v, left=left + extra, right=right - extra, scale=plan.scale, lse=lse))
 
 
-def window_reach(size: int, causal: bool, tokens: int) -> tuple[int, int]:
-    """How many keys before and behind a query are in its window of `size` >= 1, no more than there are tokens.
-
-    FlashAttention-4 adds both to rows in int32, where a window of 2^31 - 1 would wrap around.
-    """
-    before, behind = (size - 1, 0) if causal else (size // 2, size // 2)
-    return min(before, tokens), min(behind, tokens)
-
-
-def _nothing(q: Tensor, v: Tensor) -> Branch:
-    """A branch without keys."""
+def _no_keys(q: Tensor, v: Tensor) -> Branch:
+    """A branch that has no keys: zeros, and -inf."""
     batch, rows, heads, _ = q.shape
     o = q.new_zeros((batch, rows, heads, v.shape[-1]))
     return Branch(o, torch.full((batch, heads, rows), -math.inf, dtype=torch.float32, device=q.device))
 
 
-def gate(call: Call, part: BranchOutputs, start: int, stop: int) -> Tensor | None:
-    """Weigh and add the branches of some rows, into `call.out`, unless `attend` did; the gates, as of `BranchOutputs.gating`."""
-    if part.gating is not None:
-        return part.gating.gates
-    (q, gates, out), documents = rows_to_gate(call, start, stop), call.plan.documents
+# The same chunk: gate
+
+
+def fused_gating(
+    call: Call,
+    start: int,
+    stop: int,
+    indices: Tensor,
+    cmp: Branch,
+    win: Branch,
+    *,
+    keep_slc: bool,
+    keep_gates: bool,
+) -> Gating | None:
+    """What the selected branch needs to gate in its epilogue; None where it cannot, and `gate` is a launch of its own.
+
+    It can in token mode with the KV-outer kernels, where D = D_v and nothing is packed (`takes_gating`).
+
+    Args:
+        keep_slc: write the selected branch's own o too. keep_gates: write projected gates too.
+    """
+    q, k, v, plan, slots = call.inputs.q, call.inputs.k, call.inputs.v, call.plan, indices.shape[3]
+    if not plan.config.token_mode or takes_tiles(q.shape[2] // k.shape[2], slots):
+        return None
+    if not takes_gating((q.shape[3], v.shape[3]), slots, plan.documents is not None):
+        return None
+    q, gates, out = _rows_to_gate(call, start, stop)
+    weight = call.inputs.gate_proj_weight
+    if weight is not None and keep_gates:
+        gates = torch.empty((*q.shape[:-1], 3), dtype=torch.float32, device=q.device)
+    return Gating(cmp.o, win.o, out, weight, gates, torch.empty_like(out) if keep_slc else None)
+
+
+def gate(call: Call, branches: BranchOutputs, start: int, stop: int) -> Tensor | None:
+    """Weigh and add the branches of query rows start ... stop-1 into `call.out`, unless `attend` has done so.
+
+    Returns:
+        gates `[B,rows,H,3]`, or None where they are 1/3 each, or were not kept.
+    """
+    if branches.gating is not None:
+        return branches.gating.gates
+    (q, gates, out), documents = _rows_to_gate(call, start, stop), call.plan.documents
     return gated_sum(
-        part.cmp.o,
-        part.slc.o,
-        part.win.o,
+        branches.cmp.o,
+        branches.slc.o,
+        branches.win.o,
         out,
         q=q,
         gate_proj_weight=call.inputs.gate_proj_weight,
@@ -557,8 +454,8 @@ def gate(call: Call, part: BranchOutputs, start: int, stop: int) -> Tensor | Non
     )
 
 
-def rows_to_gate(call: Call, start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """q, given gates and out of some rows."""
+def _rows_to_gate(call: Call, start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """q, given gates and out of query rows start ... stop-1; of packed documents all tokens, as they were given."""
     q, gates, out = call.inputs.q, call.inputs.gates, call.out
     if stop - start < q.shape[1]:
         q, out = q[:, start:stop], out[:, start:stop]
@@ -566,12 +463,47 @@ def rows_to_gate(call: Call, start: int, stop: int) -> tuple[Tensor, Tensor | No
     return q, gates, out
 
 
-def _all_if_none(indices: Tensor | None, config: Any, q: Tensor, k_cmp: Tensor) -> Tensor | None:
-    """NSAAux.cmp_indices: where a choice was asked for but all blocks fit, all of them."""
+# The fields of NSAAux
+
+
+def _aux(call: Call, branches: BranchOutputs, gates: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The fields of NSAAux, in its order; of packed documents without B, rows and entries as the tokens lie."""
+    q, config, documents = call.inputs.q, call.plan.config, call.plan.documents
+    if gates is None:
+        gates = torch.full((1, 1, 1, 1), 1.0 / 3.0, device=q.device).expand(*q.shape[:3], 3)
+    indices, cmp_indices = branches.indices, branches.cmp_indices
+    if documents is None:
+        if cmp_indices is None and config.num_cmp_selected_blocks is not None:
+            cmp_indices = _all_entry_blocks(config, q, call.k_cmp)
+        return (*branches.outputs, *branches.lses, call.k_cmp, call.v_cmp, gates, indices, cmp_indices)
+    return (
+        *(documents.to_tokens(x[0], 0, 0.0) for x in branches.outputs),
+        *(documents.to_tokens(x[0], 1, -math.inf) for x in branches.lses),
+        documents.compact_entries(call.k_cmp[0]),
+        documents.compact_entries(call.v_cmp[0]),
+        documents.fill_tail(gates[0], 0, 0.0),
+        documents.to_tokens(indices[0], 1, -1) if config.token_mode else indices[0],
+        None if cmp_indices is None else _complete_entry_blocks(documents, cmp_indices[0], config.n_block_size),
+    )
+
+
+def _all_entry_blocks(config: Any, q: Tensor, k_cmp: Tensor) -> Tensor:
+    """cmp_indices where no more blocks exist than may be selected, so that no selection was made: all blocks."""
     count = config.num_cmp_selected_blocks
-    if indices is not None or count is None:
-        return indices
-    places = torch.arange(count, dtype=torch.int32, device=q.device)
+    slots = torch.arange(count, dtype=torch.int32, device=q.device)
     blocks = -(-k_cmp.shape[1] // config.n_block_size)
     tiles = -(-q.shape[1] // config.q_tile_size)
-    return torch.where(places < blocks, places, -1).expand(q.shape[0], q.shape[2], tiles, count)
+    return torch.where(slots < blocks, slots, -1).expand(q.shape[0], q.shape[2], tiles, count)
+
+
+def _complete_entry_blocks(documents: Documents, indices: Tensor, width: int) -> Tensor:
+    """cmp_indices `[H,tiles,c]` of packed documents, with all blocks of a document that has no more than c.
+
+    The kernel leaves out blocks in which it scored nothing. Attention is the same: no token sees their entries.
+    """
+    count, document = indices.shape[-1], documents.tiles[DOCUMENT]
+    entries = documents.bounds[PUBLIC_ENTRY].diff()[document.clamp(min=0)]
+    blocks = ((entries + width - 1) // width)[:, None]
+    slots = torch.arange(count, dtype=torch.int32, device=indices.device)
+    fit = (document >= 0)[:, None] & (blocks <= count)
+    return torch.where(fit, torch.where(slots < blocks, slots, -1), indices)

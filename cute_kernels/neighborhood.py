@@ -24,23 +24,23 @@ import torch
 from torch import Tensor
 
 from cute_kernels.fa4 import interface as fa4
+from cute_kernels.limits import MAX_GRID
 from cute_kernels.runtime.device import must_be_deterministic, vectorizable
-from cute_kernels.support import MAX_GRID
 
 SUMS_SHARE = 12
-"""The fp32 sums of a call of backward take at most this part of all inputs, outputs and gradients ..."""
+"""The fp32 sums of one call of backward take at most 1/SUMS_SHARE of all inputs, outputs and gradients ..."""
 
 SUMS_BYTES = 64 << 20
-"""... or this, where that is more: splitting small calls costs time and saves little."""
+"""... or this, where that is more: dividing small calls costs time and saves little."""
 
 TILE = 128
 """Rows are rounded up to this in fp32 sums."""
 
 LSE_ROWS = 4
-"""LSE's rows are padded to a multiple of this: FlashAttention-4 copies one whose strides are not aligned."""
+"""Rows of the LSE are padded to a multiple of this: FlashAttention-4 copies an LSE whose strides are not aligned."""
 
-OF_KEYS = frozenset(("k", "v", "dk", "dv"))
-"""What has H_kv heads."""
+KV_TENSORS = frozenset(("k", "v", "dk", "dv"))
+"""Tensors with H_kv heads."""
 
 
 def forward(
@@ -71,9 +71,9 @@ def forward(
     classes, lse = _num_classes(num_tokens, dilation), kept_like(q, k, v, dilation=dilation)
     left, right = _window(kernel_size, causal, num_tokens)
     tensors = (q, k, v, out)
-    for piece in _pieces(tensors, classes):
-        *qkv, o = (piece.of(tensor) for tensor in tensors)
-        fa4.window(*qkv, left=left, right=right, scale=_scale(q, softmax_scale), into=(o, piece.of_lse(lse)))
+    for chunk in _chunks(tensors, classes):
+        *qkv, o = (chunk.view(tensor) for tensor in tensors)
+        fa4.window(*qkv, left=left, right=right, scale=_scale(q, softmax_scale), into=(o, chunk.view_lse(lse)))
     return out, lse
 
 
@@ -112,11 +112,11 @@ def backward(
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": do, "dq": dq, "dk": dk, "dv": dv}
     most_bytes = max(SUMS_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // SUMS_SHARE)
     deterministic = must_be_deterministic()
-    for piece in _pieces(tuple(tensors.values()), _num_classes(num_tokens, dilation)):
-        views = {name: piece.of(tensor) for name, tensor in tensors.items()}
-        for some in _some_heads(fa4.Gradients(lse=piece.of_lse(lse), **views), most_bytes):
+    for chunk in _chunks(tuple(tensors.values()), _num_classes(num_tokens, dilation)):
+        views = {name: chunk.view(tensor) for name, tensor in tensors.items()}
+        for gradients in _head_chunks(fa4.Gradients(lse=chunk.view_lse(lse), **views), most_bytes):
             fa4.window_backward(
-                some, left=left, right=right, scale=_scale(q, softmax_scale), deterministic=deterministic
+                gradients, left=left, right=right, scale=_scale(q, softmax_scale), deterministic=deterministic
             )
     return dq, dk, dv
 
@@ -132,13 +132,13 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def _num_classes(num_tokens: int, dilation: int) -> int:
-    """From a dilation of N on, every token is a class of its own."""
+    """Residue classes. With a dilation of N or more, every token is a class of its own."""
     return max(1, min(dilation, num_tokens))
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """What one call attends over: all rows of some classes, which are equally many, of some sequences."""
+class _Chunk:
+    """What one call of FlashAttention-4 takes: all rows of some classes of one length, of some sequences."""
 
     sequences: range
     classes: range
@@ -148,8 +148,8 @@ class _Piece:
     as_batch: bool
     """Whether classes are the batch, not heads."""
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """`[B,N,heads,D]` as this piece of it, `[batch,rows,heads,D]`."""
+    def view(self, tensor: Tensor) -> Tensor:
+        """`[B,N,heads,D]` as this chunk of it, `[batch,rows,heads,D]`."""
         _, _, heads, dim = tensor.shape
         sequence_stride, token_stride, head_stride, dim_stride = tensor.stride()
         first = self.sequences.start * sequence_stride + self.classes.start * token_stride
@@ -157,7 +157,7 @@ class _Piece:
             batch, batch_stride = len(self.classes), token_stride
         else:
             batch, batch_stride = len(self.sequences), sequence_stride
-            # A class further is as many elements as `heads` heads further
+            # The next class lies as many elements ahead as `heads` heads do
             head_stride = token_stride if heads == 1 else head_stride
             heads *= len(self.classes)
         return tensor.as_strided(
@@ -166,8 +166,8 @@ class _Piece:
             tensor.storage_offset() + first,
         )
 
-    def of_lse(self, lse: Tensor) -> Tensor:
-        """`[B,C,H,rows]` as this piece of it, `[batch,heads,rows]`."""
+    def view_lse(self, lse: Tensor) -> Tensor:
+        """`[B,C,H,rows]` as this chunk of it, `[batch,heads,rows]`."""
         _, _, heads, _ = lse.shape
         sequence_stride, class_stride, head_stride, _ = lse.stride()
         first = self.sequences.start * sequence_stride + self.classes.start * class_stride
@@ -180,8 +180,8 @@ class _Piece:
         return lse.as_strided((batch, heads, self.rows), strides, lse.storage_offset() + first)
 
 
-def _pieces(tensors: Sequence[Tensor], num_classes: int) -> Iterator[_Piece]:
-    """As few pieces as the strides of all tensors allow; none where there is nothing to compute."""
+def _chunks(tensors: Sequence[Tensor], num_classes: int) -> Iterator[_Chunk]:
+    """As few chunks as the strides of all tensors allow; none where there is nothing to compute."""
     batch, num_tokens, heads, _ = tensors[0].shape
     if batch == 0 or num_tokens == 0:
         return
@@ -192,13 +192,13 @@ def _pieces(tensors: Sequence[Tensor], num_classes: int) -> Iterator[_Piece]:
         for first in range(start, stop, most_classes):
             classes = range(first, min(first + most_classes, stop))
             if side_by_side or len(classes) == 1:
-                yield _Piece(range(batch), classes, length, num_classes, as_batch=False)
+                yield _Chunk(range(batch), classes, length, num_classes, as_batch=False)
             elif len(classes) < batch:
                 for number in classes:
-                    yield _Piece(range(batch), range(number, number + 1), length, num_classes, as_batch=False)
+                    yield _Chunk(range(batch), range(number, number + 1), length, num_classes, as_batch=False)
             else:
                 for number in range(batch):
-                    yield _Piece(range(number, number + 1), classes, length, num_classes, as_batch=True)
+                    yield _Chunk(range(number, number + 1), classes, length, num_classes, as_batch=True)
 
 
 def _heads_lie_side_by_side(tensor: Tensor) -> bool:
@@ -206,18 +206,18 @@ def _heads_lie_side_by_side(tensor: Tensor) -> bool:
     return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
 
 
-def _some_heads(gradients: fa4.Gradients, most_bytes: int) -> Iterator[fa4.Gradients]:
-    """Key/value heads with their query heads, as many at a time as have fp32 sums of `most_bytes`, at least one."""
+def _head_chunks(gradients: fa4.Gradients, most_bytes: int) -> Iterator[fa4.Gradients]:
+    """Ranges of key/value heads with their query heads, whose fp32 sums take `most_bytes`, or of one head."""
     batch, rows, kv_heads, dim = gradients.k.shape
     group = gradients.q.shape[2] // kv_heads
     summed = group + 2 * (group > 1)  # dq of each, and dk and dv of a group
     per_head = batch * -(-rows // TILE) * TILE * dim * 4 * summed
-    parts = -(-kv_heads // max(1, most_bytes // per_head))
-    count = -(-kv_heads // parts)  # in equal parts
-    for first in range(0, kv_heads, count):
-        some = min(count, kv_heads - first)
+    num_chunks = -(-kv_heads // max(1, most_bytes // per_head))
+    per_chunk = -(-kv_heads // num_chunks)
+    for first in range(0, kv_heads, per_chunk):
+        count = min(per_chunk, kv_heads - first)
         views = {}
         for name, tensor in vars(gradients).items():
-            per = 1 if name in OF_KEYS else group
-            views[name] = tensor.narrow(1 if name == "lse" else 2, first * per, some * per)
+            heads = 1 if name in KV_TENSORS else group
+            views[name] = tensor.narrow(1 if name == "lse" else 2, first * heads, count * heads)
         yield fa4.Gradients(**views)

@@ -1,4 +1,10 @@
-"""Whether these kernels take a call, asked by the dispatcher before anything is launched. Needs torch alone."""
+"""Whether these kernels take a call: dispatch asks before anything is launched. Needs torch alone, not CuTe DSL.
+
+    check                           NSA
+    check_neighborhood_attention    neighborhood attention
+
+Both return None, or the reason for the refusal in words that follow the backend's name.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +13,23 @@ from typing import Any
 import torch
 
 from cute_kernels.fa4 import interface as fa4
+from cute_kernels.limits import (
+    MAX_BLOCKS,
+    MAX_ENTRIES,
+    MAX_GRID,
+    MAX_LIST_WIDTH,
+    MAX_SIZE,
+    MAX_TILE,
+    MAX_TOKEN_BLOCKS,
+    MAX_TOKEN_ENTRIES,
+    MAX_TOKEN_GROUP,
+    SELECT_UNIT,
+    TOKEN_SELECT_SIZES,
+)
 from cute_kernels.runtime.device import compute_capability, has_warpgroups, must_be_deterministic
 
 CAPABILITIES = ((9, 0), (10, 0))
-"""Devices that the kernels were compiled for, as sm_90a and sm_100a (tools/compile_all.py)."""
-SELECT_UNIT = 64
-MAX_SIZE = 1 << 30
-"""Of tiles and blocks, in tokens: the kernels' int32 holds sums of two."""
-MAX_BLOCKS = 1024
-MAX_ENTRIES = 128
-TOKEN_SELECT_SIZES = (64, 128, 192, 256)
-MAX_TOKEN_ENTRIES = 256
-"""Compressed blocks over one select block: a step of select/token.py covers them."""
-MAX_TOKEN_BLOCKS = 256
-MAX_TOKEN_GROUP = 64
-MAX_GRID = 65535
-"""Heads, and sequences or classes, of a call: dimensions of a grid."""
-LARGEST_TILE = 256
+"""Compute capabilities that the kernels were compiled for, as sm_90a and sm_100a (tools/compile_all.py)."""
 
 
 def check(call: Any) -> str | None:
@@ -44,7 +50,7 @@ def check(call: Any) -> str | None:
 
 
 def check_neighborhood_attention(call: Any) -> str | None:
-    """Why FlashAttention-4's sliding window cannot stand for neighborhood attention (dispatch.Call), or None."""
+    """Why FlashAttention-4's sliding window cannot compute this neighborhood attention (dispatch.Call), or None."""
     problem = _machine_problem(call)
     if problem:
         return problem
@@ -77,16 +83,16 @@ def _refusal_of_sizes(shape: tuple[int, ...], dilation: int, backward: bool) -> 
     if num_tokens >= 1 << 30:
         return f"takes N below {1 << 30}, got {num_tokens}"
     rows = -(-num_tokens // max(1, min(dilation, num_tokens)))
-    if backward and (rows + LARGEST_TILE) * dim >= 1 << 31:
+    if backward and (rows + MAX_TILE) * dim >= 1 << 31:
         return f"takes fewer than 2^31 elements of one head and residue class in backward, got {rows} rows of {dim}"
     return None
 
 
 def _machine_problem(call: Any, *, given: bool = False) -> str | None:
-    """Why nothing of ours runs where the call is to run, or None.
+    """Why none of these kernels runs on the call's device, or None.
 
     Args:
-        given: a CUDA tensor is there, and with it a GPU or what stands for one.
+        given: the call has a CUDA tensor, so there is a GPU, or a test's substitute for one.
     """
     if call.device_type != "cuda":
         return f"runs on CUDA devices, got {call.device_type}"
@@ -115,17 +121,17 @@ def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | No
 
 
 def tile_rows(config: Any, rules: Any) -> int:
-    """Rows that select together, or in token mode that are attended together; packed documents begin at multiples."""
+    """Query rows of a tile: those that select together, in token mode of attention. Documents begin at multiples."""
     return int(rules.rows if config.token_mode else config.q_tile_size)
 
 
-def can_split(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
-    """Whether the selected branch's backward has kernels without atomics (attend/selected_backward.py)."""
+def has_atomic_free_backward(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
+    """Whether kernels without atomics exist for backward: attend/selected_backward.py, attend/window_backward.py."""
     return SELECT_UNIT in rules.widths and dim == v_dim
 
 
 def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
-    """FlashAttention-4 adds up in a fixed order without block lists only; with them, only our split backward does.
+    """FlashAttention-4 adds up in a fixed order only without block lists; with them only our atomic-free backward does.
 
     Its deterministic backward was never compiled for Blackwell, where the compressed branch and the window need it.
     """
@@ -133,7 +139,7 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
     got = None
     if SELECT_UNIT not in rules.widths:
         got = "Blackwell's tiles"
-    elif not (config.token_mode or can_split(rules, *dims)):
+    elif not (config.token_mode or has_atomic_free_backward(rules, *dims)):
         got = f"D={dims[0]}, D_v={dims[1]}"
     elif inputs.cu_seqlens is not None:
         got = "cu_seqlens"
@@ -167,9 +173,9 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
     if config.num_cmp_selected_blocks is not None and config.n_block_size not in rules.widths:
         widths = " or ".join(map(str, sorted(rules.widths)))
         return f"takes n_block_size {widths} on this device, got {config.n_block_size}"
-    most = max(config.num_selected_blocks, config.num_cmp_selected_blocks or 0)
-    if most > MAX_BLOCKS:
-        return f"chooses at most {MAX_BLOCKS} blocks per tile, got {most}"
+    count = max(config.num_selected_blocks, config.num_cmp_selected_blocks or 0)
+    if count > MAX_BLOCKS:
+        return f"chooses at most {MAX_BLOCKS} blocks per tile, got {count}"
     # One step of the scoring kernel must cover one block's compressed entries
     entries = -(-(config.select_size + config.compress_block_size - 1) // config.stride) + 1
     if entries > MAX_ENTRIES:
@@ -190,7 +196,7 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
 
 
 def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
-    """What select/token.py and token_selected*.py cannot take."""
+    """What select/token.py and the kernels of attend/ cannot take. Args: `rows`, of an attention tile."""
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     if not config.causal:
         return "selects per token (q_tile_size=1) with causal=True only, got causal=False"
@@ -215,12 +221,12 @@ def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
 
 
 def _refusal_of_documents(inputs: Any, config: Any, tile: int) -> str | None:
-    """Args: rows at whose multiples documents begin."""
+    """Args: `tile`, documents begin at multiples of so many rows."""
     tokens, docs = inputs.q.shape[0], inputs.cu_seqlens.shape[0] - 1
     if docs == 0:
         return "takes at least one document, got cu_seqlens of shape [1]"
     rows = tokens + docs * tile
-    covered = tokens + (docs + 1) * fa4.WIDEST * config.stride
+    covered = tokens + (docs + 1) * MAX_LIST_WIDTH * config.stride
     if max(rows, covered) >= 1 << 31:
         return f"lays documents out in fewer than 2^31 rows, got {tokens} tokens in {docs} documents"
     return None

@@ -1,4 +1,4 @@
-"""One way to every op on every device: `dispatch.nsa(...)`, routed by `resolve` and laid open by `explain`.
+"""Every op on every device: `dispatch.nsa(...)`, routed by `resolve`, whose choice `explain` explains.
 
 `python -m dispatch` prints what runs on this machine. Importing this package needs torch alone.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from dispatch.registry import BackendError, Call, Impl, Verdict, explain, resolve
+from dispatch.impl import Call, Impl
+from dispatch.registry import BackendError, Verdict, explain, resolve
 
 OPS = {
     "nsa": "nsa.api:nsa",
@@ -16,7 +17,7 @@ OPS = {
     "neighborhood_attention_backward": "nsa.neighborhood.api:neighborhood_attention_backward",
     "attention_residual": "nsa.residual.api:attention_residual",
 }
-"""The op's public function."""
+"""The public function of each op in the table."""
 
 FUNCTIONS = {
     **OPS,

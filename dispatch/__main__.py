@@ -1,4 +1,4 @@
-"""`python -m dispatch`: what runs on this machine, what does not, and why."""
+"""`python -m dispatch`: the backend that runs each op on each device here; with --all, the reason for every refusal."""
 
 from __future__ import annotations
 
@@ -9,30 +9,53 @@ from collections.abc import Sequence
 import torch
 
 from dispatch.device import DEVICE_TYPES, absence, describe_device, package_states
-from dispatch.registry import Call, explain
+from dispatch.impl import Call
+from dispatch.registry import Verdict, explain
 from dispatch.table import ROWS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    argparse.ArgumentParser(prog="python -m dispatch", description=__doc__).parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m dispatch", description=__doc__)
+    parser.add_argument(
+        "--all", action="store_true", help="devices, packages, and every backend with the reason for every refusal"
+    )
+    show_all = parser.parse_args(argv).all
     print(f"nsa-kernels dispatch on Python {platform.python_version()}, torch {torch.__version__}\n")
     packages = package_states()  # first: importing torch_npu is what makes its devices known
-    print("devices")
-    for device_type in DEVICE_TYPES:
-        missing = absence(device_type)
-        print(f"  {device_type:<6}{describe_device(device_type) if missing is None else f'none: {missing}'}")
+    if show_all:
+        print("devices")
+        for device_type in DEVICE_TYPES:
+            missing = absence(device_type)
+            print(f"  {device_type:<6}{describe_device(device_type) if missing is None else f'none: {missing}'}")
 
-    print("\npackages")
-    for package in packages:
-        print(f"  {package.module:<17}{package.problem or package.version}  [{package.purpose}]")
+        print("\npackages")
+        for package in packages:
+            print(f"  {package.module:<17}{package.problem or package.version}  [{package.purpose}]")
+        print()
 
-    print("\nops on tensors of each device")
+    print("ops on tensors of each device")
     for op in dict.fromkeys(impl.op for impl in ROWS):
         for device_type in DEVICE_TYPES:
             dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
-            for verdict in explain(Call(op, device_type, dtype)):
+            verdicts = explain(Call(op, device_type, dtype))
+            if not show_all:
+                print(f"  {op:<33}{device_type:<6}{summary(device_type, verdicts)}")
+                continue
+            for verdict in verdicts:
                 state = "runs" if verdict.reason is None else f"no: {verdict.reason}"
                 print(f"  {op:<33}{device_type:<6}{verdict.impl.backend:<11}{state}")
+    if not show_all:
+        print("\n--all shows every backend with the reason for every refusal")
+
+
+def summary(device_type: str, verdicts: Sequence[Verdict]) -> str:
+    """The backend that would run, or why none can: the missing device, or else the reason of every row."""
+    missing = absence(device_type)
+    if missing is not None:
+        return f"none: {missing}"
+    backend = next((verdict.impl.backend for verdict in verdicts if verdict.reason is None), None)
+    reasons = dict.fromkeys(f"{verdict.impl.backend}: {verdict.reason}" for verdict in verdicts)
+    return backend or f"none: {'; '.join(reasons)}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Facts about this machine: devices, and the state of the packages that backends need.
 
-Nothing here imports a kernel language unless `package_states` is asked by a diagnosis, or `package_problem` for a call
-that could use it.
+Kernel languages are imported only by `package_states`, for a diagnosis, and by `package_problem`, for a call that could
+use them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ NPU_PYTHON_BEFORE = (3, 12)
 
 @dataclass(frozen=True)
 class Package:
-    """A package some backend needs, and why it is not usable here (None: it is)."""
+    """A package that some backend needs."""
 
     module: str
     requirement: str
-    """With versions as pyproject.toml gives them."""
+    """Distribution and version, as in pyproject.toml."""
     purpose: str
     extra: str | None
-    """Of nsa-kernels, which brings it."""
+    """Extra of nsa-kernels that installs it."""
     reinstall: str = "--force-reinstall"
-    """pip's options where it is broken."""
+    """Options of `pip install` that repair it."""
     version: str | None = None
+    """Installed here."""
     problem: str | None = None
+    """Why it is not usable here; None: it is."""
 
     @property
     def distribution(self) -> str:
@@ -50,9 +52,9 @@ class Package:
 
 
 TRITON_TESTED = "3.9.0"
-"""The newest that the kernels were tested with. The oldest is that of triton-ascend and of torch 2.6."""
+"""The newest version that the kernels were tested with; the oldest is that of triton-ascend and of torch 2.6."""
 
-# Kernels use what CuTe DSL and FlashAttention-4 have inside, and each of their versions changes it: one of each fits.
+# Kernels use internals of CuTe DSL and FlashAttention-4, which change with each version: exactly one of each fits.
 PACKAGES = (
     Package("cutlass.cute", "nvidia-cutlass-dsl[cu13]==4.8.1", "CuTe DSL kernels on NVIDIA", "cuda"),
     Package(
@@ -60,7 +62,7 @@ PACKAGES = (
         "flash-attn-4==4.0.0b36",
         "FlashAttention-4 on NVIDIA",
         "cuda",
-        reinstall="--force-reinstall --no-deps",  # or pip would put another torch in place of the one that is there
+        reinstall="--force-reinstall --no-deps",  # else pip would replace torch
     ),
     Package("triton", "triton>=3.2", "Triton kernels (on an NPU: triton-ascend)", None),
     Package("torch_npu", "torch-npu==2.7.1", "PyTorch on Ascend NPUs", "npu"),
@@ -75,9 +77,9 @@ def package_states() -> list[Package]:
 
 @cache
 def package_problem(module: str, device_type: str) -> str | None:
-    """Why a package of PACKAGES is of no use to calls on a type of device, with the way to mend it, or None.
+    """Why a package of PACKAGES cannot serve calls on a device type, with the command that repairs it, or None.
 
-    Asked once per process: a package that is mended meanwhile is seen by the next one.
+    Cached: a package that is repaired meanwhile is seen by the next process.
     """
     listed = next(package for package in PACKAGES if package.module == module)
     state = _state(TRITON_ASCEND if module == "triton" and device_type == "npu" else listed)
@@ -85,13 +87,13 @@ def package_problem(module: str, device_type: str) -> str | None:
 
 
 def package_advice(modules: Sequence[str]) -> str:
-    """What is installed of PACKAGES, and what would mend it, for a failure that says neither."""
+    """Installed versions of packages and the commands that repair them, for failures that name neither."""
     states = [_installed(package) for package in PACKAGES if package.module in modules]
     return "".join(f"; {state.distribution} is {state.version}: {_reinstall_line(state)}" for state in states)
 
 
 def _installed(package: Package) -> Package:
-    """The package with its version; triton-ascend in place of a triton that is not there."""
+    """The package with its installed version; triton-ascend in place of a missing triton."""
     version = version_of(package.distribution)
     if package.distribution == "triton" and version is None and version_of("triton-ascend") is not None:
         return _installed(TRITON_ASCEND)
@@ -104,7 +106,7 @@ def _state(package: Package) -> Package:
 
 
 def _misfit(state: Package) -> str | None:
-    """What its version tells before any of its code runs."""
+    """Why its version does not fit, found without importing it."""
     if state.version is None:  # upstream's triton has the module of triton-ascend
         return f"not installed: {_install_line(state)}" if state.distribution == "triton-ascend" else None
     if not fits(state.version, state.needs):
@@ -115,38 +117,38 @@ def _misfit(state: Package) -> str | None:
 def _import_problem(state: Package) -> str | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what packages deprecate in each other, an error under python -W error
+            warnings.simplefilter("ignore")  # deprecations between packages, which are errors under python -W error
             importlib.import_module(state.module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == state.module.partition(".")[0]:
             return f"not installed: {_install_line(state)}"
-        return f"broken: {error}: {_exact_line(state)}"  # which brings what it needs
-    except (Exception, SystemExit) as error:  # a broken package can raise anything; that is its state
+        return f"broken: {error}: {_exact_line(state)}"  # which installs its dependencies
+    except (Exception, SystemExit) as error:  # a broken package can raise anything
         return f"broken: {type(error).__name__}: {first_line(error)}: {_reinstall_line(state)}"
     return triton_clash() if state.module == "triton" else None
 
 
 def fits(version: str, needs: str) -> bool:
-    """Whether a version is "==" or ">=" another one; what builds add to it (+cpu, .post1) does not matter."""
-    wanted, plain = needs[2:], re.split(r"\+|\.post", version)[0]
+    """Whether a version meets "==..." or ">=..."; suffixes of builds (+cpu, .post1) do not matter."""
+    required, plain = needs[2:], re.split(r"\+|\.post", version)[0]
     if needs.startswith("=="):
-        return plain == wanted
-    return _numbers(plain) >= _numbers(wanted)
+        return plain == required
+    return _release(plain) >= _release(required)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def triton_clash() -> str | None:
-    """Upstream triton and triton-ascend install into one folder; whichever came last is broken by the other."""
+    """Upstream triton and triton-ascend install into one folder; each breaks the other."""
     if version_of("triton") is None or version_of("triton-ascend") is None:
         return None
     on_npu = device_types()[0] == "npu"
-    surplus, kept = ("triton", "triton-ascend") if on_npu else ("triton-ascend", "triton")
+    other, kept = ("triton", "triton-ascend") if on_npu else ("triton-ascend", "triton")
     return (
         "triton and triton-ascend are installed over each other: "
-        f"pip uninstall triton triton-ascend, then pip install {kept} (without {surplus}) for this machine"
+        f"pip uninstall triton triton-ascend, then pip install {kept} (without {other}) for this machine"
     )
 
 
@@ -160,11 +162,11 @@ def device_types() -> list[str]:
 
 
 def absence(device_type: str) -> str | None:
-    """Why this process cannot use a device type, or None when it can."""
+    """Why this process cannot use a device type; None: it can."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return "this torch is built without CUDA" if torch.version.cuda is None else "no NVIDIA GPU is visible"
     if device_type == "npu":
-        npu = getattr(torch, "npu", None)  # there once torch_npu is imported
+        npu = getattr(torch, "npu", None)  # set by importing torch_npu
         if npu is None:
             return "torch_npu is not imported"
         return None if npu.is_available() else "no Ascend NPU is visible"
@@ -172,7 +174,7 @@ def absence(device_type: str) -> str | None:
 
 
 def describe_device(device_type: str) -> str:
-    """One line on a device for people."""
+    """Name of a device, in a line for people."""
     if device_type == "cuda":
         major, minor = torch.cuda.get_device_capability()
         return f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
@@ -183,7 +185,7 @@ def describe_device(device_type: str) -> str:
 
 
 def _processor() -> str:
-    """The processor's name where Linux tells it, else its architecture."""
+    """The processor's name from /proc/cpuinfo, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -217,17 +219,17 @@ def _python_limit(package: Package) -> str:
 
 
 def _triton_of_torch() -> str:
-    """The triton that this torch names, as builds for CUDA do; else TRITON_TESTED."""
+    """The version of triton that torch requires, as its CUDA builds do; else TRITON_TESTED."""
     try:
         required = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
         required = []
-    named = (re.match(r"triton==([\w.]+)", line) for line in required)
-    return next((match[1] for match in named if match), TRITON_TESTED)
+    matches = (re.match(r"triton==([\w.]+)", line) for line in required)
+    return next((match[1] for match in matches if match), TRITON_TESTED)
 
 
 def version_of(distribution: str) -> str | None:
-    """The version that is installed, or None."""
+    """The installed version, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -235,5 +237,5 @@ def version_of(distribution: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message."""
+    """First line of its message."""
     return (str(error).splitlines() or [""])[0]

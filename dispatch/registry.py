@@ -1,108 +1,79 @@
-"""How a call finds its implementation: rows (Impl), the facts of a call (Call), and the rule (resolve, explain).
+"""How a call finds its implementation: `resolve` chooses a row of the table, `explain` tells why others are refused.
 
-`backend=` goes before the environment variable NSA_KERNELS_BACKEND, which goes before the first row that can run.
-A named backend never falls back to another; when nothing can run, BackendError says why for every row.
+`backend=` takes precedence over the environment variable NSA_KERNELS_BACKEND, and both over the first row that can run.
+A named backend never falls back to another; when no row can run, BackendError gives the reason of every row.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from dispatch.device import package_advice, package_problem
+from dispatch.impl import Call, Impl
+from dispatch.table import ROWS
 
 ENVIRONMENT_VARIABLE = "NSA_KERNELS_BACKEND"
 
 
 class BackendError(RuntimeError):
-    """No implementation can run a call. The message lists every row with its reason."""
+    """No implementation can run a call. The message lists every row of the op with its reason.
 
-
-@dataclass(frozen=True)
-class Impl:
-    """One row of the table: an implementation of an op. Strings are "module:attribute", imported on first use."""
-
-    op: str
-    backend: str
-    """Its name for users. Rows may share one, as one backend may be best at some calls and still run others."""
-    target: str
-    check: str
-    """Predicate on a Call, in a module that needs torch alone: the reason why the row cannot run it, or None."""
-    packages: tuple[str, ...] = ()
-    """Modules of dispatch.device.PACKAGES that it needs."""
-    training: str | None = None
-    """A module with what the op's autograd needs of this implementation; None: it is differentiable itself."""
-
-    def load_training(self) -> Any:
-        """The module named by `training`, or None."""
-        return None if self.training is None else importlib.import_module(self.training)
-
-    def load(self) -> Callable[..., Any]:
-        """The implementation. Raises whatever importing it raises."""
-        implementation: Callable[..., Any] = _attribute(self.target)
-        return implementation
-
-    def refusal(self, call: Call) -> str | None:
-        """Why this row cannot run the call, or None."""
-        reason: str | None = _attribute(self.check)(call)
-        if reason is not None:
-            return reason
-        for module in self.packages:
-            reason = package_problem(module, call.device_type)
-            if reason is not None:
-                return reason
-        try:
-            self.load()
-        except (Exception, SystemExit) as error:  # whatever a broken dependency raises at import is the reason
-            module = self.target.partition(":")[0]
-            return f"importing {module} failed: {type(error).__name__}: {error}{package_advice(self.packages)}"
-        return None
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a row may look at: facts that need no tensor values.
-
-    `options` holds what the op adds, such as sizes and flags; a check reads what it knows and ignores the rest.
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> try:
+        ...     dispatch.resolve(dispatch.Call("nsa", "cpu", torch.float32), backend="cute")
+        ... except dispatch.BackendError as error:
+        ...     print(str(error).splitlines()[1])
+          cute: runs on CUDA devices, got cpu
     """
-
-    op: str
-    device: torch.device | str
-    """As a string where torch may not know the type, as "npu" without torch_npu."""
-    dtype: torch.dtype
-    backward: bool = False
-    named: bool = False
-    """The user asked for this backend by name."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def device_type(self) -> str:
-        return str(self.device).partition(":")[0]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A row and why it cannot run a call; `reason` None means that it can."""
+    """A row, and whether it can run a call.
+
+    Args:
+        impl: the row.
+        reason: why it cannot run the call; None: it can.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> [verdict.reason is None for verdict in dispatch.explain(dispatch.Call("nsa", "cpu", torch.float32))]
+        [False, True]
+    """
 
     impl: Impl
     reason: str | None
 
 
 def explain(call: Call, backend: str | None = None, rows: Sequence[Impl] | None = None) -> list[Verdict]:
-    """Every row of the op with its reason; rows other than a named backend's are refused as not asked for.
+    """Whether each row of an op can run a call, and the reason where it cannot.
 
     Args:
-        backend: as in a call; None reads NSA_KERNELS_BACKEND.
-        rows: None for the table of this package.
+        call: the op and the facts of the call.
+        backend: as users name it; rows of other backends are refused as not asked for. Default: None, which reads
+            NSA_KERNELS_BACKEND.
+        rows: rows to choose from, best first. Default: None, which means the table of this package.
+
+    Returns:
+        A Verdict for each row of the op, best first.
 
     Raises:
+        TypeError: for a backend that is no string.
         ValueError: for an unknown op or backend.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> for verdict in dispatch.explain(dispatch.Call("nsa", "cpu", torch.float32)):
+        ...     print(verdict.impl.backend, verdict.reason)
+        cute runs on CUDA devices, got cpu
+        reference None
     """
     candidates = _rows_of(call.op, rows)
     name, source = _requested(backend, candidates)
@@ -116,27 +87,39 @@ def explain(call: Call, backend: str | None = None, rows: Sequence[Impl] | None 
 
 
 def resolve(call: Call, backend: str | None = None, rows: Sequence[Impl] | None = None) -> Impl:
-    """The row that runs the call.
+    """The row that runs a call: the first that can, of the named backend if there is one.
+
+    Args:
+        call: the op and the facts of the call.
+        backend: as users name it. Default: None, which reads NSA_KERNELS_BACKEND.
+        rows: rows to choose from, best first. Default: None, which means the table of this package.
+
+    Returns:
+        The row; `load()` gives its function.
 
     Raises:
+        TypeError: for a backend that is no string.
         ValueError: for an unknown op or backend.
-        BackendError: when no row can run it.
+        BackendError: when no row can run the call, with the reason of each.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> dispatch.resolve(dispatch.Call("attention_residual", "cpu", torch.float32)).backend
+        'reference'
     """
     candidates = _rows_of(call.op, rows)
     name, _ = _requested(backend, candidates)
-    asked = replace(call, named=True) if name is not None else call
+    call = replace(call, named=True) if name is not None else call
     for impl in candidates:
-        if name in (None, impl.backend) and impl.refusal(asked) is None:
+        if name in (None, impl.backend) and impl.refusal(call) is None:
             return impl
     listing = "\n".join(f"  {v.impl.backend}: {v.reason}" for v in explain(call, backend, rows))
     raise BackendError(f"no backend can run {call.op} on {call.device} in {short_name(call.dtype)}:\n{listing}")
 
 
 def _rows_of(op: str, rows: Sequence[Impl] | None) -> list[Impl]:
-    if rows is None:
-        from dispatch.table import ROWS  # the table names Impl, so it imports this module first
-
-        rows = ROWS
+    rows = ROWS if rows is None else rows
     found = [impl for impl in rows if impl.op == op]
     if not found:
         raise ValueError(f"op must be one of {', '.join(sorted({impl.op for impl in rows}))}, got {op!r}")
@@ -144,7 +127,7 @@ def _rows_of(op: str, rows: Sequence[Impl] | None) -> list[Impl]:
 
 
 def _requested(backend: str | None, candidates: Sequence[Impl]) -> tuple[str | None, str]:
-    """The backend asked for by name, if any, and where."""
+    """The backend asked for by name, or None, and which argument or variable names it."""
     source = "backend"
     if backend is None:
         backend, source = os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE
@@ -158,12 +141,6 @@ def _requested(backend: str | None, candidates: Sequence[Impl]) -> tuple[str | N
     return backend, source
 
 
-@cache
-def _attribute(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def short_name(of_torch: torch.dtype | torch.layout) -> str:
-    """As messages write it: bfloat16 for torch.bfloat16."""
-    return str(of_torch).removeprefix("torch.")
+def short_name(dtype_or_layout: torch.dtype | torch.layout) -> str:
+    """Its name in messages: bfloat16 for torch.bfloat16."""
+    return str(dtype_or_layout).removeprefix("torch.")

@@ -1,8 +1,8 @@
-"""The one list of implementations, best first for each op."""
+"""The table of implementations, best first for each op. Targets are strings, imported on first use."""
 
 from __future__ import annotations
 
-from dispatch.registry import Impl
+from dispatch.impl import Impl
 
 CUTE = ("cutlass.cute", "flash_attn.cute")
 TRITON = ("triton",)
@@ -21,7 +21,7 @@ ROWS: tuple[Impl, ...] = (
         "neighborhood_attention",
         "triton",
         target="ascend_kernels.neighborhood.algorithms:forward",
-        check="ascend_kernels.support:check_narrow_gpu",
+        check="ascend_kernels.neighborhood.support:check_narrow_gpu",
         packages=TRITON,
         training="ascend_kernels.neighborhood.algorithms",
     ),
@@ -37,7 +37,7 @@ ROWS: tuple[Impl, ...] = (
         "neighborhood_attention",
         "triton",
         target="ascend_kernels.neighborhood.algorithms:forward",
-        check="ascend_kernels.support:check_gpu",
+        check="ascend_kernels.neighborhood.support:check_gpu",
         packages=TRITON,
         training="ascend_kernels.neighborhood.algorithms",
     ),
@@ -45,7 +45,7 @@ ROWS: tuple[Impl, ...] = (
         "neighborhood_attention",
         "ascend",
         target="ascend_kernels.neighborhood.algorithms:forward",
-        check="ascend_kernels.support:check_npu",
+        check="ascend_kernels.neighborhood.support:check_npu",
         packages=TRITON,
         training="ascend_kernels.neighborhood.algorithms",
     ),
@@ -53,48 +53,48 @@ ROWS: tuple[Impl, ...] = (
         "neighborhood_attention",
         "reference",
         target="ascend_kernels.neighborhood.reference:neighborhood_attention",
-        check="ascend_kernels.neighborhood.reference:check",
+        check="ascend_kernels.support:check_reference",
     ),
     Impl(
         "neighborhood_attention_backward",
         "triton",
         target="ascend_kernels.neighborhood.backward:backward",
-        check="ascend_kernels.support:check_gpu",
+        check="ascend_kernels.neighborhood.support:check_gpu",
         packages=TRITON,
     ),
     Impl(
         "neighborhood_attention_backward",
         "ascend",
         target="ascend_kernels.neighborhood.backward:backward",
-        check="ascend_kernels.support:check_npu",
+        check="ascend_kernels.neighborhood.support:check_npu",
         packages=TRITON,
     ),
     Impl(
         "neighborhood_attention_backward",
         "reference",
         target="ascend_kernels.neighborhood.reference:neighborhood_attention_backward",
-        check="ascend_kernels.neighborhood.reference:check",
+        check="ascend_kernels.support:check_reference",
     ),
     Impl(
         "attention_residual",
         "triton",
-        target="ascend_kernels.residual.whole_rows:forward",
+        target="ascend_kernels.residual.launchers:forward",
         check="ascend_kernels.residual.support:check_gpu",
         packages=TRITON,
-        training="ascend_kernels.residual.whole_rows",
+        training="ascend_kernels.residual.launchers",
     ),
     Impl(
         "attention_residual",
         "ascend",
-        target="ascend_kernels.residual.whole_rows:forward",
+        target="ascend_kernels.residual.launchers:forward",
         check="ascend_kernels.residual.support:check_npu",
         packages=TRITON,
-        training="ascend_kernels.residual.whole_rows",
+        training="ascend_kernels.residual.launchers",
     ),
     Impl(
         "attention_residual",
         "reference",
         target="ascend_kernels.residual.reference:attention_residual",
-        check="ascend_kernels.neighborhood.reference:check",
+        check="ascend_kernels.support:check_reference",
     ),
 )

@@ -1,1 +1,1 @@
-"""Programs that use the package as its users do: `python examples/train_text.py`. What they share is in shared/."""
+"""Programs that use the package as its users do: `python examples/train_text.py`. Shared code is in shared/."""

@@ -1,4 +1,4 @@
-"""Trains byte-level models to look up values by keys that lie far outside the window, and closes NSA's selected branch.
+"""Trains byte-level models to look up values by keys far outside the window, and closes NSA's selected branch.
 
 A sequence is a haystack of needles, each a key and its value, between digits as filler; then filler alone, four windows
 long; then a quiz that repeats some of the keys, each with its value for an answer:
@@ -8,14 +8,14 @@ long; then a quiz that repeats some of the keys, each with its value for an answ
 
 Only the answers count for the loss, and an answer is right when all its bytes are the likeliest. Needle and question
 lie at least four windows apart, farther than two layers of windows reach; several needles lie in each compressed block.
-What answers is attention to single far tokens: dense, or of the selected branch. To show that it is, the trained NSA
-is judged again with that branch closed, its weights as they are (`nsa-closed`). Beside it, NSA trained without selected
-branch (`no-selected`) and with the window alone (`window`): what the other branches can learn.
+So an answer needs attention to single far tokens: dense attention, or the selected branch. To show that, the trained
+NSA is evaluated again with that branch closed and unchanged weights (`nsa-closed`). NSA trained without selected branch
+(`no-selected`) and with the window alone (`window`) show what the other branches can learn.
 
-Looking up begins all at once, and in a long context late: so the context grows while training, from an eighth on where
-that has room for needles.
+Models learn to look up suddenly, and late when the context is long: so the context grows during training, from an
+eighth of its length on where that has room for needles.
 
-Writes OUT.json (schema: docs/architecture.md) and OUT.png, accuracy by distance, after each variant.
+Writes OUT.json (schema: docs/results_files.md) and OUT.png, accuracy by distance, after each variant.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ CLOSED = "nsa-closed"
 
 LETTERS = 16
 KEYS, VALUES, FILLER = ord("a"), ord("A"), ord("0")
-"""First letters of what keys and values are made of, and of ten digits."""
+"""First letter of keys, of values, and the first of ten digits."""
 CODE = 4
 """Letters of a key, and of a value."""
 NEEDLE = 2 * CODE
 FAR = 4
 """Windows of filler between the last needle and the quiz."""
 SHORTER = (8, 4, 2, 1)
-"""How many times shorter contexts are that training goes through, for as many steps each."""
+"""Factors by which the context is shorter in the stages of training, which have equally many steps."""
 ROPE_BASE = 1e6
-"""Of rotary embeddings: with slow ones a key is the same from far as from near."""
+"""Base of rotary embeddings; a large one keeps far keys similar to near ones."""
 RIGHT, WRONG = 0.5, 0.1
-"""Shares of right answers from which a variant counts as able to look up, and up to which as unable; guesses among all
-values are right once in 65,536 times."""
+"""Share of right answers from which a variant is able to look up, and up to which it is unable. A guess is right once
+in 65,536 times."""
 
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {
@@ -119,10 +119,10 @@ SIZES: dict[str, dict[str, int]] = {
         "questions": 32,
     },
 }
-"""What depends on the device: on two CPU cores some minutes for NSA, less for the others; on an H200 four for each."""
+"""Defaults by device: some minutes for NSA on two CPU cores, less for the others; four minutes each on an H200."""
 DEFAULTS = {
     "paper": SIZES,
-    "seed": {"cpu": {**SIZES["cpu"], "q_tile": 16}, "cuda": {**SIZES["cuda"], "q_tile": 128}},
+    "per_tile": {"cpu": {**SIZES["cpu"], "q_tile": 16}, "cuda": {**SIZES["cuda"], "q_tile": 128}},
 }
 
 
@@ -131,7 +131,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Task:
-    """Where things lie in a window of context + 1 bytes: needles in slots from the start on, the quiz at the end."""
+    """The layout of a window of context + 1 bytes: slots for needles from the start on, the quiz at the end."""
 
     context: int
     window: int
@@ -140,21 +140,21 @@ class Task:
 
     @property
     def quiz(self) -> int:
-        """Where the quiz begins."""
+        """First byte of the quiz."""
         return self.context + 1 - self.questions * NEEDLE
 
     @property
     def slots(self) -> int:
-        """Places for needles, one after the other; those that hold none are filler."""
+        """Number of slots for needles; unused slots are filler."""
         return (self.quiz - FAR * self.window) // NEEDLE
 
     @cached_property
     def answers(self) -> Tensor:
-        """Places of the answers' bytes in the window, `[questions, CODE]`."""
+        """Positions of the answers' bytes in the window, `[questions, CODE]`."""
         return self.quiz + torch.arange(self.questions)[:, None] * NEEDLE + CODE + torch.arange(CODE)
 
     def problem(self) -> str | None:
-        """Why there is no such window, or None."""
+        """Why there is no such window; None: there is."""
         if self.questions > self.needles:
             return f"--questions must be at most --needles, got {self.questions} and {self.needles}"
         if self.needles > min(self.slots, LETTERS ** (CODE - 1)):
@@ -165,19 +165,19 @@ class Task:
         return None
 
     def shorter(self, factor: int) -> Task:
-        """The same in a context so many times shorter, with as many fewer needles and questions."""
+        """The same task with context, needles and questions divided by a factor."""
         task = replace(self, context=self.context // factor, questions=max(1, self.questions // factor))
         return replace(task, needles=min(self.needles // factor, task.slots))
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Windows `[count, context + 1]`, and how many bytes each answer lies behind its needle `[count, questions]`.
+        """Windows `[count, context + 1]`, and the distance from needle to question in bytes `[count, questions]`.
 
         Both are on the generator's device.
         """
         device = generator.device
         needles = torch.cat([_codes(count, self.needles, first, generator) for first in (KEYS, VALUES)], dim=-1)
         windows = FILLER + torch.randint(10, (count, self.context + 1), generator=generator, device=device)
-        slots = _orders(count, self.slots, generator)[:, : self.needles]
+        slots = _permutations(count, self.slots, generator)[:, : self.needles]
         haystack = windows[:, : self.slots * NEEDLE].view(count, self.slots, NEEDLE)
         haystack.scatter_(1, slots[..., None].expand(-1, -1, NEEDLE), needles)
         windows[:, self.quiz :] = needles[:, : self.questions].flatten(1)
@@ -185,18 +185,18 @@ class Task:
         return windows, questions - slots[:, : self.questions] * NEEDLE
 
 
-def _orders(count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Random orders of 0 to length - 1, `[count, length]`."""
+def _permutations(count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Random permutations of 0 to length - 1, `[count, length]`."""
     return torch.rand(count, length, generator=generator, device=generator.device).argsort(-1)
 
 
 def _codes(count: int, codes: int, first: int, generator: torch.Generator) -> Tensor:
     """Random strings `[count, codes, CODE]` of the letters from `first` on.
 
-    No two of a row end in the same CODE - 1 letters: these, by which a byte's embedding tells its place, tell the key.
+    No two of a row end in the same CODE - 1 letters, so that the embedding of a key's last bytes identifies it.
     """
     device = generator.device
-    ends = _orders(count, LETTERS ** (CODE - 1), generator)[:, :codes, None]
+    ends = _permutations(count, LETTERS ** (CODE - 1), generator)[:, :codes, None]
     ends = ends // LETTERS ** torch.arange(CODE - 2, -1, -1, device=device) % LETTERS
     starts = torch.randint(LETTERS, (count, codes, 1), generator=generator, device=device)
     return first + torch.cat([starts, ends], dim=-1)
@@ -218,7 +218,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a variant came to: nats per byte of the answers, share of right answers."""
+    """Results of a variant: nats per byte of the answers, share of right answers."""
 
     variant: str
     steps: int
@@ -229,7 +229,7 @@ class Summary:
 
 
 class Trainer(ByteTrainer):
-    """One variant, judged by its answers alone."""
+    """Trainer of a variant whose loss is that of the answers alone."""
 
     def __init__(self, variant: str, args: argparse.Namespace) -> None:
         self.task: Task = args.task
@@ -239,33 +239,33 @@ class Trainer(ByteTrainer):
         super().__init__(variant, make_model(variant, args, rope_base=ROPE_BASE), args, windows)
 
     def batch(self, step: int) -> Tensor:
-        """The next windows: as many bytes at every length, of the same seed, the same for each variant."""
+        """The next windows; equally many bytes at every length, and the same windows for each variant."""
         factors = [factor for factor in SHORTER if self.task.shorter(factor).problem() is None]
         factor = factors[min(step * len(factors) // self.args.steps, len(factors) - 1)]
         return self.task.shorter(factor).draw(factor * self.args.batch, self.generator)[0]
 
     def answers(self, windows: Tensor) -> Tensor:
-        """Places of the answers' bytes in windows of any of the lengths, `[questions * CODE]`."""
+        """Positions of the answers' bytes in windows of any of the lengths, `[questions * CODE]`."""
         factor = self.task.context // (windows.shape[1] - 1)
         return self.task.shorter(factor).answers.flatten().to(self.device)
 
     def losses(self, windows: Tensor) -> Tensor:
-        """Nats of the answers' bytes."""
+        """Cross entropy of the answers' bytes in nats."""
         return super().losses(windows)[:, self.answers(windows) - 1]
 
     @torch.no_grad()
     def right(self) -> Tensor:
         """Which validation questions are answered with the right value, `[W, questions]`."""
-        places = self.answers(self.validation)
+        positions = self.answers(self.validation)
         right = [
-            self.logits(part)[:, places - 1].argmax(-1) == part[:, places]
+            self.logits(part)[:, positions - 1].argmax(-1) == part[:, positions]
             for part in self.validation.split(self.args.batch)
         ]
         answered: Tensor = torch.cat(right).unflatten(1, (-1, CODE)).all(-1)
         return answered.cpu()
 
     def judge(self, name: str) -> tuple[float, list[Accuracy]]:
-        """Share of right answers, and by distance: from FAR windows on, each range twice as far as the one before."""
+        """Share of right answers, in all and by distance: ranges from FAR windows on that double in length."""
         right = self.right().double()
         windows = self.distances.cpu() / self.task.window
         ranges = []
@@ -273,13 +273,13 @@ class Trainer(ByteTrainer):
         while nearest <= windows.max():
             inside = (windows >= nearest) & (windows < 2 * nearest)
             if inside.any():
-                found = right[inside].mean().item()
-                ranges.append(Accuracy(name, nearest, 2 * nearest, int(inside.sum()), found))
+                share = right[inside].mean().item()
+                ranges.append(Accuracy(name, nearest, 2 * nearest, int(inside.sum()), share))
             nearest *= 2
         return right.mean().item(), ranges
 
     def run(self, show: Show) -> tuple[list[Row], list[Summary], list[Accuracy]]:
-        """With NSA, a second summary: the same model with its selected branch closed."""
+        """Train and evaluate; for NSA, a second summary of the same model with its selected branch closed."""
         rows, cost = self.train(show)
         steps = rows[-1].step
         accuracy, ranges = self.judge(self.variant)
@@ -314,8 +314,8 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out)
 
     def train(variant: str, show: Show) -> None:
-        for found, new in zip((rows, summaries, ranges), Trainer(variant, args).run(show), strict=True):
-            found.extend(new)  # type: ignore[attr-defined]
+        for results_so_far, new in zip((rows, summaries, ranges), Trainer(variant, args).run(show), strict=True):
+            results_so_far.extend(new)  # type: ignore[attr-defined]
         results = {
             "rows": [asdict(row) for row in rows],
             "summary": [asdict(summary) for summary in summaries],
@@ -337,8 +337,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_options(parser, list(VARIANTS), "needle", "NSA, as in nsa", chosen=CHOSEN)
     add_nsa_options(parser, DEFAULTS, preset="paper")
-    hidden = (("needles", "keys with values in a sequence"), ("questions", "keys asked for at the end of it"))
-    add_training_options(parser, DEFAULTS["paper"], hidden)
+    task_options = (("needles", "keys with values in a sequence"), ("questions", "keys asked for at the end of it"))
+    add_training_options(parser, DEFAULTS["paper"], task_options)
     args = parser.parse_args(argv)
     resolve_options(parser, args, DEFAULTS[args.preset])
     args.config = make_config(parser, args)
@@ -355,7 +355,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def verdict(summaries: Sequence[Summary]) -> str:
-    """Whether NSA looks up what lies far away, and by its selected branch."""
+    """The conclusion: whether NSA looks up far values, and whether by its selected branch."""
     share = {summary.variant: summary.accuracy for summary in summaries}
     if "nsa" not in share:
         return "NSA itself was not trained, so there is nothing to conclude about it."

@@ -1,13 +1,13 @@
-"""Trains a byte-level language model on real text, with sums of its layers' outputs and with attention over them.
+"""Trains a byte-level language model on real text, with a residual stream and with attention residual.
 
-    sum        a pre-norm transformer: every layer is given the sum of the embedding and of all outputs before it
-    attention  every layer, and the head, is given their attention residual instead: a mixture with weights of its own
-               for each token, by a learned query (arXiv 2603.15031)
+    sum        a pre-norm transformer: the input of every layer is the sum of the embedding and of all outputs before it
+    attention  the input of every layer, and of the head, is their attention residual instead: a mixture with weights
+               of its own for each token, by a learned query (arXiv 2603.15031)
 
-All else is one: weights, batches, causal softmax attention. Queries start at zero, so that all outputs weigh the same,
-and layers normalise what they are given; so both models compute the same before the first step.
+Weights, batches and causal softmax attention are the same. Queries start at zero, so that all outputs weigh the same,
+and layers normalise their input; so both models compute the same before the first step.
 
-Writes OUT.json (schema: docs/architecture.md) and OUT.png after each variant.
+Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ DEFAULTS: dict[str, dict[str, int]] = {
         "eval_windows": 128,
     },
 }
-"""What depends on the device: both variants together about a minute on one CPU core, on a GPU not timed yet."""
+"""Defaults by device: about a minute for both variants on one CPU core; not timed on a GPU."""
 
 
-class AttendingModel(ByteModel):
-    """The same model, but what a layer or the head is given is the attention residual of all outputs before it."""
+class AttentionResidualModel(ByteModel):
+    """ByteModel whose layers and head take the attention residual of all outputs before them as input."""
 
     def __init__(self, layers: int, width: int, heads: int, kv_heads: int, backend: str | None) -> None:
         super().__init__(layers, width, lambda: DenseAttention(width, heads, kv_heads, SDPA))
@@ -93,7 +93,7 @@ class AttendingModel(ByteModel):
     def through_blocks(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         outputs, mixtures = [hidden], iter(self.mixtures)
         for block in self.blocks:
-            # Autocast gives outputs of 16 bits; a sum of them and of the embedding has 32 as well.
+            # Under autocast outputs have 16 bits; they are kept in fp32 as the residual stream is
             outputs.append(block.attend(next(mixtures)(outputs), table).to(hidden.dtype))  # type: ignore[operator]
             outputs.append(block.feed_forward(next(mixtures)(outputs)).to(hidden.dtype))  # type: ignore[operator]
         mixed: Tensor = next(mixtures)(outputs)
@@ -101,20 +101,20 @@ class AttendingModel(ByteModel):
 
 
 def make_model(variant: str, args: argparse.Namespace) -> ByteModel:
-    """Without values of its own choice: `ByteModel.initialise` comes after."""
+    """The model of a variant; `ByteModel.initialise` sets its weights."""
     if variant == "attention":
-        return AttendingModel(args.layers, args.width, args.heads, args.kv_heads, args.mixing_backend)
+        return AttentionResidualModel(args.layers, args.width, args.heads, args.kv_heads, args.mixing_backend)
     return ByteModel(args.layers, args.width, lambda: DenseAttention(args.width, args.heads, args.kv_heads, SDPA))
 
 
 def count_parameters(variant: str, args: argparse.Namespace) -> int:
-    with torch.device("meta"):  # sizes, no values
+    with torch.device("meta"):  # shapes without memory
         return sum(parameter.numel() for parameter in make_model(variant, args).parameters())
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a variant came to."""
+    """Results of a variant."""
 
     variant: str
     steps: int
@@ -169,10 +169,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def resolve(args: argparse.Namespace) -> tuple[str, str]:
-    """The backend of attention residual, and a note where that is the reference for want of a kernel.
+    """The backend of attention residual, and a note where it is the reference because no kernel can run.
 
     Raises:
-        ValueError, dispatch.BackendError: for a backend asked for by name that cannot run.
+        ValueError, dispatch.BackendError: for a named backend that cannot run.
     """
     shape = (args.batch, args.context, args.width)
     options = {"blocks": 2 * args.layers + 1, "stacked": False, "shape": shape}
@@ -196,14 +196,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def verdict(summaries: list[Summary]) -> str:
-    """What the losses say, with what speaks against it."""
+    """The conclusion from the losses, with its limits."""
     by_name = {summary.variant: summary for summary in summaries}
-    plain, attending = (by_name.get(name) for name in VARIANTS)
-    if plain is None or attending is None:
+    summed, attention = (by_name.get(name) for name in VARIANTS)
+    if summed is None or attention is None:
         return "One variant alone says nothing about the other."
-    if plain.steps != attending.steps:
-        return f"The variants did {plain.steps} and {attending.steps} steps, so they are not compared."
-    share = attending.final_val_loss / plain.final_val_loss - 1
+    if summed.steps != attention.steps:
+        return f"The variants did {summed.steps} and {attention.steps} steps, so they are not compared."
+    share = attention.final_val_loss / summed.final_val_loss - 1
     return (
         f"With attention residual the final validation loss is {abs(share):.1%} "
         f"{'below' if share < 0 else 'above'} that with sums. One seed each: small differences may be noise."

@@ -1,13 +1,13 @@
-"""Trains a byte-level language model on real text: dense attention, NSA, and NSA with branches taken away.
+"""Trains a byte-level language model on real text with dense attention, NSA, and NSA without single branches.
 
-The text is what every machine has: the sources of the Python standard library, some files of it kept for validation.
+The text is on every machine: the sources of the Python standard library, some of its files kept for validation.
 All variants (examples/shared/nsa_variants.py) start from the same weights, as far as they share them, and see the same
 batches in the same order. With `--preset paper` NSA selects per token, else per tile.
 
 Selection per tile looks at all queries of a tile, later ones too. What a model gains from that is measured: for sampled
-bytes the loss is computed again with everything behind them cut off (`lookahead`, the loss that this adds).
+bytes the loss is computed again with the text cut off after them; `lookahead` is the loss that this adds.
 
-Writes OUT.json (schema: docs/architecture.md) and OUT.png after each variant.
+Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from examples.shared.nsa_variants import (
     resolve,
 )
 
-SEED: dict[str, dict[str, int]] = {
+PER_TILE: dict[str, dict[str, int]] = {
     "cpu": {
         "steps": 120,
         "batch": 4,
@@ -93,18 +93,18 @@ SEED: dict[str, dict[str, int]] = {
         "cuts": 32,
     },
 }
-"""What depends on the device: 20 seconds of CPU time per variant on one core, a minute on an H200.
+"""Defaults by device: 20 seconds of CPU time per variant on one core, a minute on an H200.
 
-1600 steps of 32 KiB read 10 MB of sources five times; after that the models begin to know them by heart."""
+1600 steps of 32 KiB read the 10 MB of sources five times; longer training memorises them."""
 PAPER: dict[str, dict[str, int]] = {"cpu": {"k": 5, "q_tile": 1}, "cuda": {"k": 16, "w": 512, "q_tile": 1}}
-"""What differs with `--preset paper`: on CUDA the paper's own numbers."""
+"""Other defaults with `--preset paper`; on CUDA the paper's values."""
 DEFAULTS: dict[str, dict[str, dict[str, int]]] = {
-    "seed": SEED,
-    "paper": {device: {**SEED[device], **PAPER[device]} for device in SEED},
+    "per_tile": PER_TILE,
+    "paper": {device: {**PER_TILE[device], **PAPER[device]} for device in PER_TILE},
 }
 
 TOLERANCE = 0.02
-"""A loss within this share of dense attention's counts as equal to it."""
+"""Relative difference from dense attention's loss that counts as equal."""
 
 
 # Training
@@ -112,7 +112,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Summary:
-    """What a variant came to. `relative_to_dense`: final loss over dense attention's, where both did the same steps."""
+    """Results of a variant. `relative_to_dense`: its final loss over dense attention's, after equally many steps."""
 
     variant: str
     steps: int
@@ -120,7 +120,7 @@ class Summary:
     bits_per_byte: float
     relative_to_dense: float | None
     lookahead: float | None
-    """Loss that cutting off the bytes behind the predicted one adds, where selection is per tile; else None."""
+    """Loss added by cutting off the text after the predicted byte, where selection is per tile; else None."""
     lookahead_error: float | None
     """Its standard error over the sampled bytes."""
     tokens_per_s: float | None
@@ -128,14 +128,14 @@ class Summary:
 
 
 class Trainer(TextTrainer):
-    """One variant, with what its selection gains from later queries."""
+    """Trainer of a variant that also measures the lookahead of its selection."""
 
     def __init__(self, variant: str, args: argparse.Namespace, corpus: Corpus) -> None:
         super().__init__(variant, make_model(variant, args, checkpointing=args.checkpointing), args, corpus)
 
     @torch.no_grad()
     def lookahead(self, cuts: list[int]) -> tuple[float, float]:
-        """Nats that predictions lose when the text is cut off behind each of these positions: mean, standard error."""
+        """Loss added by cutting off the text after each of these positions, in nats: mean and standard error."""
         added = []
         for part in self.validation.split(self.args.batch):
             whole = self.losses(part)
@@ -154,16 +154,16 @@ class Trainer(TextTrainer):
             cuts = torch.randperm(self.args.context, generator=generator)[: self.args.cuts].tolist()
             added, error = self.lookahead(cuts)
         if self.variant == "nsa" and self.args.save_indices is not None:
-            with recorded(self.model) as found:
+            with recorded(self.model) as indices:
                 self.losses(self.validation[:1])
-            torch.save(torch.cat(found, 1).cpu(), self.args.save_indices)
+            torch.save(torch.cat(indices, 1).cpu(), self.args.save_indices)
         final = rows[-1]
         losses = (final.val_loss, bits_per_byte(final.val_loss))
         return rows, Summary(self.variant, final.step, *losses, None, added, error, cost.tokens_per_s, cost.peak_gib)
 
 
 def relate(summaries: list[Summary]) -> list[Summary]:
-    """The summaries with each final loss related to that of dense attention."""
+    """The summaries with `relative_to_dense` filled in."""
     dense = next((s for s in summaries if s.variant == "dense"), None)
     if dense is None:
         return summaries
@@ -208,10 +208,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def facts(args: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
-    """What the results file says about the run beside its results."""
-    found = run_facts(args, corpus.facts(), count_parameters(args))
-    found["training"]["checkpointing"] = args.checkpointing
-    return {**found, "preset": args.preset, "variants": describe(args)}
+    """The fields of the results file that describe the run."""
+    fields = run_facts(args, corpus.facts(), count_parameters(args))
+    fields["training"]["checkpointing"] = args.checkpointing
+    return {**fields, "preset": args.preset, "variants": describe(args)}
 
 
 # The command line
@@ -221,8 +221,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_options(parser, list(VARIANTS), "train", "NSA, as in nsa")
     add_nsa_options(parser, DEFAULTS)
-    cuts = ("cuts", "places per validation sequence at which the lookahead is measured")
-    group = add_training_options(parser, DEFAULTS["seed"], [cuts])
+    cuts = ("cuts", "positions per validation sequence at which the lookahead is measured")
+    group = add_training_options(parser, DEFAULTS["per_tile"], [cuts])
     group.add_argument("--checkpointing", action="store_true", help="keep block inputs only, and recompute in backward")
     parser.add_argument(
         "--save-indices",
@@ -249,10 +249,10 @@ def is_short(args: argparse.Namespace) -> bool:
 
 
 def verdict(summaries: list[Summary], *, short: bool = False) -> str:
-    """What the losses say about NSA, with what speaks against it.
+    """The conclusion about NSA, with its limits.
 
     Args:
-        short: the run was too short for what attention over distance is worth to show.
+        short: the run was too short to show the value of attention over long distances.
     """
     by_name = {summary.variant: summary for summary in summaries}
     nsa, dense, window = (by_name.get(name) for name in ("nsa", "dense", "window"))
@@ -266,16 +266,16 @@ def verdict(summaries: list[Summary], *, short: bool = False) -> str:
             sentences.append(f"NSA and {name} did {nsa.steps} and {other.steps} steps, so they are not compared.")
             continue
         share = nsa.final_val_loss / other.final_val_loss - 1
-        place = f"{abs(share):.1%} {'below' if share < 0 else 'above'}"
+        difference = f"{abs(share):.1%} {'below' if share < 0 else 'above'}"
         if other is dense:
             answer = "within" if abs(share) <= TOLERANCE else "better than" if share < 0 else "not within"
-            sentences.append(f"NSA's final validation loss is {place} that of {name}: {answer} {TOLERANCE:.0%}.")
+            sentences.append(f"NSA's final validation loss is {difference} that of {name}: {answer} {TOLERANCE:.0%}.")
         else:
             answer = "better" if share < 0 else "not better"
-            sentences.append(f"It is {place} that of {name}: {answer}.")
+            sentences.append(f"It is {difference} that of {name}: {answer}.")
     if nsa.lookahead is not None and nsa.lookahead_error is not None:
         sentences.append(
-            f"Cutting off the bytes behind the predicted one, which selection per tile looks at, changes NSA's loss by "
+            f"Cutting off the text after the predicted byte, which selection per tile looks at, changes NSA's loss by "
             f"{nsa.lookahead / nsa.final_val_loss:+.1%} ± {nsa.lookahead_error / nsa.final_val_loss:.1%}."
         )
     if short:

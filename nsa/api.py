@@ -1,4 +1,8 @@
-"""The public functions: validate, route, run. `nsa`, `nsa_forward` and `nsa_forward_aux` take the same arguments."""
+"""NSA: the public functions check their arguments, find a backend and run it.
+
+`nsa`, `nsa_forward` and `nsa_forward_aux` take the same arguments, which are documented once: options at NSAConfig, all
+others at `nsa`. `_with_shared_arguments` completes each function's signature and docstring.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nsa import autograd, ops
+from nsa import ops
+from nsa.autograd import run_with_backward
 from nsa.common.autocast import autocast_dtype, autocast_off, cast_inputs
-from nsa.common.derivatives import refuse_changes, refuse_transforms
+from nsa.common.derivatives import guard_inplace_changes, refuse_transforms
 from nsa.config import OPTION_NAMES, NSAConfig, NSAOptions, check_options
 from nsa.inputs import TENSOR_NAMES, NSAAux, NSAInputs
-from nsa.reference import pooled, pooled_entries
+from nsa.reference import compressed_entries, with_compressed_entries
+from nsa.validate import resolve
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -23,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NSAKeywords(NSAOptions, total=False):
-    """All keywords of a call, for type checkers (tests hold it and `_run` together)."""
+    """All keywords of a call, for type checkers (a test compares it with `_run`)."""
 
     w_k_compress: Tensor | None
     w_v_compress: Tensor | None
@@ -90,31 +96,31 @@ def _run(
     )
     flags: dict[str, Any] = {"deterministic": deterministic, "recompute": recompute, "backend": backend}
     needs_grad = isinstance(q, Tensor) and inputs.needs_grad(config)
-    call = ops.resolve(inputs, config, **flags, needs_grad=needs_grad)
+    call = resolve(inputs, config, **flags, needs_grad=needs_grad)
     with autocast_off(q.device.type):
         if call.impl.training is not None and config.compress != "mean":
-            inputs, config = pooled(inputs, config)
+            inputs, config = with_compressed_entries(inputs, config)
         if call.impl.training is not None and needs_grad:
-            return autograd.train(call._replace(inputs=inputs, config=config)), None
+            return run_with_backward(call._replace(inputs=inputs, config=config)), None
         out, aux = call.impl.load()(inputs, config, aux=want_aux)
-        out = refuse_changes(out, *inputs.tensors().values())
+        out = guard_inplace_changes(out, *inputs.tensors().values())
     return out, NSAAux(*aux) if want_aux else None
 
 
 def _cast(
     q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
-    """The arguments as autocast has them."""
+    """The arguments, cast as autocast casts those of attention."""
     if not isinstance(q, Tensor) or autocast_dtype(q.device.type) is None:
         return q, k, v, keywords
     names = [name for name in TENSOR_NAMES[3:] if name in keywords]
-    given = {"q": q, "k": k, "v": v, **{name: keywords[name] for name in names}}
-    cast = cast_inputs(given, stay_fp32=("gates", "gate_proj_weight"))
+    tensors = {"q": q, "k": k, "v": v, **{name: keywords[name] for name in names}}
+    cast = cast_inputs(tensors, stay_fp32=("gates", "gate_proj_weight"))
     return cast["q"], cast["k"], cast["v"], {**keywords, **{name: cast[name] for name in names}}
 
 
-def _recordable(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keywords for an operator, which calls nothing: what a callable `compress` does is recorded in front of it."""
+def _without_callables(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keywords for an operator, which takes no callable: `compress` runs here and becomes k_cmp and v_cmp."""
     config = keywords.get("config")
     compress = config.compress if isinstance(config, NSAConfig) else keywords.get("compress", "mean")
     if isinstance(compress, str):
@@ -125,82 +131,158 @@ def _recordable(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) ->
     inputs = NSAInputs(q, k, v, **{name: value for name, value in keywords.items() if name in TENSOR_NAMES})
     inputs.check(config)
     with autocast_off(q.device.type):
-        k_cmp, v_cmp = pooled_entries(inputs, config)
+        k_cmp, v_cmp = compressed_entries(inputs, config)
     options = {name: getattr(config, name) for name in OPTION_NAMES}
-    given = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
-    return {**keywords, **options, "compress": "mean", "config": None, **given}
+    entries = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
+    return {**keywords, **options, "compress": "mean", "config": None, **entries}
 
 
-def _with_signature(function: F) -> F:
-    """Show the keywords of `_run` and the options of NSAConfig, with their defaults, in help() and in editors."""
+def _with_shared_arguments(function: F) -> F:
+    """Complete the signature and the docstring for help(), editors and documentation.
+
+    The signature gets the keywords of `_run` and the options of NSAConfig with their defaults. In the docstring's Args,
+    the options go between `v` and `w_k_compress`; a docstring without Args takes those of `nsa`.
+    """
     own = inspect.signature(function)
     run = inspect.signature(_run).parameters
     options = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(NSAConfig).parameters.values()
     ]
-    rest = [p for p in run.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    keywords = [p for p in run.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     positional = [p for p in run.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    function.__signature__ = own.replace(parameters=[*positional, *options, *rest])  # type: ignore[attr-defined]
+    function.__signature__ = own.replace(parameters=[*positional, *options, *keywords])  # type: ignore[attr-defined]
+    if function.__doc__ and NSAConfig.__doc__:  # None under python -OO
+        doc = inspect.cleandoc(function.__doc__)
+        if "Args:\n" in doc:
+            first_keyword = "    w_k_compress:"
+            doc = doc.replace(first_keyword, f"{_args_section(NSAConfig.__doc__)}\n{first_keyword}", 1)
+        else:
+            doc = doc.replace("Returns:\n", f"Args:\n{_args_section(str(nsa.__doc__))}\n\nReturns:\n", 1)
+        function.__doc__ = doc
     return function
 
 
-@_with_signature
+def _args_section(doc: str) -> str:
+    """The lines of a docstring's Args section below its heading."""
+    return inspect.cleandoc(doc).partition("Args:\n")[2].partition("\n\n")[0]
+
+
+@_with_shared_arguments
 def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
     """Native Sparse Attention (arXiv 2502.11089), differentiable.
 
     Each query attends to compressed blocks of the past, to the tokens of a few selected blocks and to a sliding
-    window; gates weigh the three outputs. See NSAConfig for what each option means and docs/semantics.md for the
-    exact definition. Under torch.autocast tensors are cast as those of scaled_dot_product_attention.
+    window; gates weigh the three outputs (equation 5 of the paper; the exact definition is in docs/semantics.md).
+    The options are keywords, or all in one `config`. The defaults, `NSAConfig.per_tile()`, select once per 256 tokens
+    and look ahead inside such a tile; `config=NSAConfig.paper()` is autoregressive.
+
+    Under torch.autocast tensors are cast as those of scaled_dot_product_attention.
 
     Args:
-        q: `[B,N,H,D]`; bf16 or fp16 on a GPU, on the CPU also fp32 and fp64. Packed: `[T,H,D]` with `cu_seqlens`.
-        k: `[B,N,H_kv,D]`, q's dtype; H a multiple of H_kv. Packed: `[T,H_kv,D]`.
-        v: `[B,N,H_kv,D_v]`. Packed: `[T,H_kv,D_v]`.
-        compress_block_size ... debug: the fields of NSAConfig, or all of them in one `config`.
-        w_k_compress, w_v_compress: `[H_kv,D,D]` and `[H_kv,D_v,D_v]`, applied to each pooled block (x @ w).
-        k_cmp, v_cmp: ready compressed entries `[B,N_cmp,H_kv,D]` and `[...,D_v]`, instead of pooling k and v.
-            Packed: document after document, `[entries,H_kv,...]`.
-        k_slc, v_slc, k_win, v_win: keys and values of the selected and the window branch. Default: k, v.
-        gate_proj_weight: `[H,3,D]`; gates are sigmoid(q . w). q's dtype or fp32.
-        gates: `[B,N,H,3]` (compressed, selected, window), used as they are. q's dtype or fp32. With neither: 1/3 each.
-        cu_seqlens: int32 `[B+1]`, bounds of packed documents, on q's device. Rows past the last bound give 0.
-        max_seqlen: longest document, a hint that never changes the result.
-        deterministic: refuse any backend whose backward is not bitwise repeatable.
-        recompute: keep less for backward and compute it again. The reference always does.
-        backend: "reference", ...; None reads NSA_KERNELS_BACKEND, then takes the first that can run.
+        q: queries `[B,N,H,D]`; bf16 or fp16 on a GPU, on the CPU also fp32 and fp64. Packed: `[T,H,D]` with
+            `cu_seqlens`.
+        k: keys `[B,N,H_kv,D]`, in q's dtype; H a multiple of H_kv. Packed: `[T,H_kv,D]`.
+        v: values `[B,N,H_kv,D_v]`, in q's dtype. Packed: `[T,H_kv,D_v]`.
+        w_k_compress: projection `[H_kv,D,D]` of each pooled key (x @ w). Default: None, which means none.
+        w_v_compress: projection `[H_kv,D_v,D_v]` of each pooled value. Default: None, which means none.
+        k_cmp: compressed keys `[B,N_cmp,H_kv,D]`, instead of pooling k; with `v_cmp`. Packed: document after document,
+            `[entries,H_kv,D]`. Default: None.
+        v_cmp: compressed values `[B,N_cmp,H_kv,D_v]`, instead of pooling v; with `k_cmp`. Default: None.
+        k_slc: keys of the selected branch, of k's shape; with `v_slc`. Default: None, which means k.
+        v_slc: values of the selected branch, of v's shape; with `k_slc`. Default: None, which means v.
+        k_win: keys of the window branch, of k's shape; with `v_win`. Default: None, which means k.
+        v_win: values of the window branch, of v's shape; with `k_win`. Default: None, which means v.
+        gate_proj_weight: `[H,3,D]` in q's dtype or fp32; gates are sigmoid(q . w). Default: None.
+        gates: `[B,N,H,3]` (compressed, selected, window) in q's dtype or fp32, used as they are. Packed: `[T,H,3]`.
+            Default: None; without gates and `gate_proj_weight` each branch weighs 1/3.
+        cu_seqlens: bounds of packed documents, int32 `[B+1]` on q's device. Rows past the last bound give 0.
+            Default: None.
+        max_seqlen: tokens of the longest document, a hint that never changes the result. Default: None.
+        deterministic: refuse a backend whose backward is not bitwise repeatable. Default: False.
+        recompute: save less for backward and compute it again. The reference always does. Default: False.
+        config: all options as one NSAConfig, in place of options as keywords. Default: None.
+        backend: "cute" or "reference". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first backend
+            that can run.
 
     Returns:
-        `[B,N,H,D_v]` in q's dtype; packed `[T,H,D_v]`. Rows that see no key in a branch get 0 from it.
+        `[B,N,H,D_v]` in q's dtype; packed `[T,H,D_v]`. A row that sees no key in a branch gets 0 from it.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed.
+        TypeError: naming an argument of the wrong type or dtype, before anything is computed.
+        ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
-        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NSAConfig, nsa
+        >>> q = torch.randn(1, 256, 4, 32, requires_grad=True)
+        >>> k, v = torch.randn(2, 1, 256, 2, 32)
+        >>> out = nsa(q, k, v, config=NSAConfig.paper(window_size=64))
+        >>> out.sum().backward()
+        >>> out.shape, q.grad.shape
+        (torch.Size([1, 256, 4, 32]), torch.Size([1, 256, 4, 32]))
     """
     refuse_transforms("nsa")
-    q, k, v, given = _cast(q, k, v, keywords)
+    q, k, v, cast_keywords = _cast(q, k, v, keywords)
     if torch.compiler.is_compiling():
-        return ops.call_saving(q, k, v, **_recordable(q, k, v, given))
-    return _run(False, q, k, v, **given)[0]
+        return ops.call_saving(q, k, v, **_without_callables(q, k, v, cast_keywords))
+    return _run(False, q, k, v, **cast_keywords)[0]
 
 
-@_with_signature
+@_with_shared_arguments
 def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
-    """`nsa` without a graph: same arguments, same result, nothing kept for backward."""
+    """`nsa` without a graph: same arguments, same result, nothing saved for backward.
+
+    Returns:
+        `[B,N,H,D_v]` in q's dtype; packed `[T,H,D_v]`. A row that sees no key in a branch gets 0 from it.
+
+    Raises:
+        TypeError: naming an argument of the wrong type or dtype, before anything is computed.
+        ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
+        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NSAConfig, nsa_forward
+        >>> q, k, v = torch.randn(100, 4, 32), torch.randn(100, 2, 32), torch.randn(100, 2, 32)
+        >>> bounds = torch.tensor([0, 30, 100], dtype=torch.int32)  # two packed documents
+        >>> nsa_forward(q, k, v, cu_seqlens=bounds, config=NSAConfig.paper()).shape
+        torch.Size([100, 4, 32])
+    """
     refuse_transforms("nsa")
-    q, k, v, given = _cast(q, k, v, keywords)
+    q, k, v, cast_keywords = _cast(q, k, v, keywords)
     if torch.compiler.is_compiling():
-        return ops.call_forward(q, k, v, **_recordable(q, k, v, given))
+        return ops.call_forward(q, k, v, **_without_callables(q, k, v, cast_keywords))
     with torch.no_grad():
-        return _run(False, q, k, v, **given)[0]
+        return _run(False, q, k, v, **cast_keywords)[0]
 
 
-@_with_signature
+@_with_shared_arguments
 def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> tuple[Tensor, NSAAux]:
-    """`nsa_forward` with everything computed on the way: `(out, NSAAux)`."""
+    """`nsa_forward` with intermediate results: outputs of the branches, log-sum-exps, compressed entries, selections.
+
+    Returns:
+        out as of `nsa_forward`, and NSAAux.
+
+    Raises:
+        TypeError: naming an argument of the wrong type or dtype, before anything is computed.
+        ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
+        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NSAConfig, nsa_forward_aux
+        >>> q, k, v = torch.randn(1, 256, 4, 32), torch.randn(1, 256, 2, 32), torch.randn(1, 256, 2, 32)
+        >>> out, aux = nsa_forward_aux(q, k, v, config=NSAConfig.paper(num_selected_blocks=3))
+        >>> aux.indices.shape, aux.indices[0, 0, 200].tolist()  # blocks that token 200 selects: all forced here
+        (torch.Size([1, 2, 256, 3]), [0, 2, 3])
+    """
     refuse_transforms("nsa")
-    q, k, v, given = _cast(q, k, v, keywords)
+    q, k, v, cast_keywords = _cast(q, k, v, keywords)
     with torch.no_grad():
-        out, aux = _run(True, q, k, v, **given)
+        out, aux = _run(True, q, k, v, **cast_keywords)
     return out, cast("NSAAux", aux)

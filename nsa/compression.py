@@ -1,4 +1,4 @@
-"""Blocks of keys and values, and learned pooling of them: what `NSAConfig.compress` takes besides "mean"."""
+"""Blocks of keys and values, and LinearCompression, a learned pooling for `NSAConfig.compress`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from nsa.config import BlockPooling, NSAConfig, check_sizes
+from nsa.common.checks import check_sizes
+from nsa.config import BlockPooling, NSAConfig
 
 
 def whole_blocks(x: Tensor, config: NSAConfig) -> Tensor:
@@ -19,39 +20,58 @@ def whole_blocks(x: Tensor, config: NSAConfig) -> Tensor:
 
 
 def pool_documents(x: Tensor, cu_seqlens: Tensor, pool: BlockPooling, config: NSAConfig) -> Tensor:
-    """Entries of packed documents, one document's after the other's, then zeros: `[T//d,heads,D]`.
+    """Entries of packed documents, document after document, then zeros: `[T//d,heads,D]`.
 
     The number of rows follows from sizes alone, so nothing waits for the device.
 
     Args:
-        x: `[T,heads,D]`. cu_seqlens: int32 `[B+1]`. pool: from blocks `[T//d,heads,l,D]` to `[T//d,heads,D]`.
+        x: `[T,heads,D]`.
+        cu_seqlens: int32 `[B+1]`.
+        pool: from blocks `[T//d,heads,l,D]` to entries `[T//d,heads,D]`.
     """
     length, stride = config.compress_block_size, config.stride
     counts = ((cu_seqlens.diff() - length) // stride + 1).clamp(min=0)
     ends = counts.cumsum(0)
-    places = torch.arange(x.shape[0] // stride, device=x.device)
-    document = torch.searchsorted(ends, places, right=True)
+    slots = torch.arange(x.shape[0] // stride, device=x.device)
+    document = torch.searchsorted(ends, slots, right=True)
     used = document < len(counts)
-    # One more column, for places behind the last document
-    before = pad(ends - counts, [0, 1])[document]
-    first = torch.where(used, cu_seqlens[document] + (places - before) * stride, 0)
-    tokens = first[:, None] + torch.arange(length, device=x.device)
-    inside = torch.where(used[:, None], tokens, 0)
+    # One more column, for slots after the last document
+    first_slot = pad(ends - counts, [0, 1])[document]
+    first_token = torch.where(used, cu_seqlens[document] + (slots - first_slot) * stride, 0)
+    tokens = first_token[:, None] + torch.arange(length, device=x.device)
+    tokens = torch.where(used[:, None], tokens, 0)
     used = used[:, None, None]
-    of_places = torch.where(used[..., None], x[inside].transpose(1, 2), 0)
-    return torch.where(used, pool(of_places), 0)
+    blocks = torch.where(used[..., None], x[tokens].transpose(1, 2), 0)
+    return torch.where(used, pool(blocks), 0)
 
 
 class LinearCompression(nn.Module):
-    """One linear map per head from the l tokens of a block, each with an embedding of its place, to one entry.
+    """Block compression by one linear map per head, from the l tokens of a block and embeddings of their positions.
 
         entry[h] = sum over t < l of (block[h, t] + position[h, t]) @ weight[h, t]
 
-    The linear form of the paper's block compression with intra-block positions (arXiv 2502.11089, equation 7). It
-    begins as mean pooling: `weight` is the identity / l, `position` is 0.
+    The linear form of the paper's compression with intra-block positions (arXiv 2502.11089, equation 7). It starts as
+    mean pooling: `weight` is the identity / l, `position` is 0. For `NSAConfig.compress`; a pair of them compresses
+    keys and values.
 
     Args:
-        num_kv_heads: H_kv. block_size: l, `NSAConfig.compress_block_size`. head_dim: D for keys, D_v for values.
+        num_kv_heads: H_kv.
+        block_size: l, equal to `NSAConfig.compress_block_size`.
+        head_dim: D for keys, D_v for values.
+        device: of the parameters, as in nn.Linear. Default: None.
+        dtype: of the parameters, as in nn.Linear. Default: None.
+
+    Raises:
+        TypeError: naming an argument of the wrong type, what was expected and what came.
+        ValueError: naming an argument out of range, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from nsa import LinearCompression, NSAConfig, nsa
+        >>> pools = tuple(LinearCompression(num_kv_heads=2, block_size=32, head_dim=16) for _ in range(2))
+        >>> q, k, v = torch.randn(1, 100, 4, 16), torch.randn(1, 100, 2, 16), torch.randn(1, 100, 2, 16)
+        >>> nsa(q, k, v, config=NSAConfig.paper(compress=pools)).shape
+        torch.Size([1, 100, 4, 16])
     """
 
     def __init__(
@@ -65,23 +85,29 @@ class LinearCompression(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(num_kv_heads, block_size, head_dim, head_dim, **place))
-        self.position = nn.Parameter(torch.empty(num_kv_heads, block_size, head_dim, **place))
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(num_kv_heads, block_size, head_dim, head_dim, **factory))
+        self.position = nn.Parameter(torch.empty(num_kv_heads, block_size, head_dim, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Mean pooling."""
+        """Initialise to mean pooling."""
         with torch.no_grad():
             self.weight.zero_()
             self.weight.diagonal(dim1=-2, dim2=-1).fill_(1.0 / self.weight.shape[1])
             self.position.zero_()
 
     def forward(self, blocks: Tensor) -> Tensor:
-        """Entries `[...,H_kv,D]`, in the dtype of the blocks `[...,H_kv,l,D]`: products added in fp32, rounded once.
+        """Compress blocks; products are summed in fp32 and rounded once.
+
+        Args:
+            blocks: `[...,H_kv,l,D]`.
+
+        Returns:
+            Entries `[...,H_kv,D]` in the dtype of the blocks.
 
         Raises:
-            ValueError: blocks of another size.
+            ValueError: for blocks of another size.
         """
         heads, length, dim = self.position.shape
         if blocks.dim() < 3 or tuple(blocks.shape[-3:]) != (heads, length, dim):
@@ -89,7 +115,7 @@ class LinearCompression(nn.Module):
             raise ValueError(f"blocks must be {wanted}, as this layer was made for, got shape {list(blocks.shape)}")
         *lead, _, _, _ = blocks.shape
         weight = self.weight.to(blocks.dtype)
-        # Places contribute the same to every block: one row, instead of a copy of all blocks with them added
+        # Positions contribute the same to every block: one row, instead of a copy of all blocks with positions added
         offset = torch.einsum(
             "htd,htde->he",
             self.position.to(torch.promote_types(blocks.dtype, torch.float32)),

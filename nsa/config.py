@@ -7,10 +7,11 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from numbers import Real
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor, nn
+
+from nsa.common.checks import check_bool, check_integer, is_finite
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -20,17 +21,8 @@ BlockPooling = Callable[[Tensor], Tensor]
 
 Compress = str | BlockPooling | tuple[BlockPooling, BlockPooling]
 
-
-LARGEST = 2**31 - 1
-"""Of NSA's integer options: kernels count in int32, and a window or block of this many tokens holds any document."""
-
-
-def finite(number: SupportsFloat) -> bool:
-    """As math.isfinite, also for integers that no float can hold: these are not."""
-    try:
-        return math.isfinite(number)
-    except OverflowError:
-        return False
+LARGEST_OPTION = 2**31 - 1
+"""Largest integer option: kernels count in int32, and a window or block of this many tokens holds any document."""
 
 
 class NSAOptions(TypedDict, total=False):
@@ -55,32 +47,49 @@ class NSAOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class NSAConfig:
-    """What NSA computes. Immutable and hashable, so one object can serve a whole model.
+    """The options of NSA that change its result. Immutable and hashable, so one object can serve a whole model.
 
-    Blocks, tiles and windows are counted in tokens from the start of each document. Integers are at most 2^31 - 1.
+    Two presets: `NSAConfig.paper()` selects per token and is autoregressive; `NSAConfig.per_tile()`, the defaults,
+    selects once per 256 tokens and looks ahead inside such a tile.
+
+    Lengths are in tokens and counted from the start of each document; integers are at most 2^31 - 1. The exact
+    definition is in docs/semantics.md.
 
     Args:
-        compress_block_size: l, tokens pooled into one compressed entry.
-        compress_stride: d, tokens from one compressed block to the next, d <= l. None: l.
-        select_block_size: l', tokens of one selectable block. None: l.
-        num_selected_blocks: blocks each query tile selects, forced ones included. 0: the branch has no keys.
-        window_size: w, keys of the sliding window, the token itself included. 0: the branch has no keys.
-            With `causal=False` the window is |i-j| <= w//2.
-        q_tile_size: T, consecutive queries that select together. 1 is the paper's per-token selection.
+        compress_block_size: l, tokens pooled into one compressed entry. Default: 64.
+        compress_stride: d, tokens from one compressed block to the next, d <= l. Default: None, which means l.
+        select_block_size: l', tokens of one selectable block. Default: None, which means l.
+        num_selected_blocks: blocks that each query tile selects, forced ones included. 0: the selected branch has no
+            keys. Default: 16.
+        window_size: w, keys of the sliding window, the token itself included. With `causal=False` the window is
+            |i - j| <= w // 2. 0: the window branch has no keys. Default: 512.
+        q_tile_size: T, consecutive queries that share a selection. 1 is the paper's selection per token. Default: 256.
         share_heads_in_group: select once for all query heads of a key/value head. Implied by `q_tile_size=1`.
-        num_init_blocks: always select this many blocks at the start of the document.
-        num_local_blocks: always select this many blocks ending with the block of the tile's last token
-            (with `causal=False`: as many around the tile).
-        num_cmp_selected_blocks: c, blocks of `n_block_size` compressed entries that each query tile and head
-            attends to in the compressed branch. None: all visible entries. Needs `q_tile_size > 1`.
-        n_block_size: compressed entries in one such block; changes nothing else.
-        compress: "mean", or a callable (a pair: for K and for V) from blocks `[..., l, D]` to `[..., D]`.
-        causal: no output depends on later tokens (in tile mode, on tokens after its tile).
-        softmax_scale: scales the logits of scoring and of all branches. None: 1/sqrt(D).
-        debug: also check the values of input tensors (finite, `cu_seqlens` consistent); waits for the device.
+            Default: False.
+        num_init_blocks: blocks at the start of the document that are always selected. Default: 0.
+        num_local_blocks: blocks ending with that of the tile's last token that are always selected (with
+            `causal=False`: as many around the tile). Default: 0.
+        num_cmp_selected_blocks: c, blocks of `n_block_size` compressed entries that each query tile and head attends to
+            in the compressed branch. Needs `q_tile_size > 1`. Default: None, which means all visible entries.
+        n_block_size: compressed entries in one such block. Default: 128.
+        compress: "mean", or a callable (or a pair of them, for keys and for values) from blocks `[...,l,D]` to entries
+            `[...,D]`, such as LinearCompression. Default: "mean".
+        causal: no output depends on later tokens (in tile mode: on tokens after its tile). Default: True.
+        softmax_scale: factor of the logits, in scoring and in all branches. Default: None, which means 1/sqrt(D).
+        debug: also check values of the input tensors (finite, `cu_seqlens` consistent), which waits for the device.
+            Default: False.
 
     Raises:
-        TypeError, ValueError: naming the option and its value.
+        TypeError: naming an option of the wrong type, and its value.
+        ValueError: naming an option out of range or in conflict with another, and its value.
+
+    Example:
+        >>> from nsa import NSAConfig
+        >>> config = NSAConfig.paper(window_size=256)
+        >>> config.compress_block_size, config.stride, config.q_tile_size
+        (32, 16, 1)
+        >>> NSAConfig() == NSAConfig.per_tile()
+        True
     """
 
     compress_block_size: int = 64
@@ -108,20 +117,61 @@ class NSAConfig:
             if getattr(self, name) is not None:
                 self._integer(name, 1)
         for name in ("share_heads_in_group", "causal", "debug"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         self._check_scale()
         self._check_compress()
         self._check_relations()
 
     @classmethod
-    def seed(cls, **changes: Unpack[NSAOptions]) -> NSAConfig:
-        """Per-tile, per-head selection with l = d = l' = 64: the defaults."""
+    def per_tile(cls, **changes: Unpack[NSAOptions]) -> NSAConfig:
+        """Selection per tile of 256 tokens and per query head, with l = d = l' = 64: the defaults.
+
+        When to use: for encoders, for prefill, and where speed counts more than autoregression. All queries of a tile
+        choose its blocks together, so the selection of a token depends on later tokens of its tile: a model trained so
+        is not autoregressive token by token. Train models that generate with `paper()`.
+
+        Args:
+            changes: options that differ from the preset, by name.
+
+        Returns:
+            The preset with the changes.
+
+        Raises:
+            TypeError: for an option of the wrong type.
+            ValueError: for an option out of range.
+
+        Example:
+            >>> NSAConfig.per_tile(num_local_blocks=1).q_tile_size
+            256
+        """
         return replace(cls(), **changes)
 
     @classmethod
+    def seed(cls, **changes: Unpack[NSAOptions]) -> NSAConfig:
+        """Former name of `per_tile`."""
+        return cls.per_tile(**changes)
+
+    @classmethod
     def paper(cls, **changes: Unpack[NSAOptions]) -> NSAConfig:
-        """Per-token selection shared in the group, overlapping compression (arXiv 2502.11089, section 4.1)."""
+        """Selection per token, shared in the group, with overlapping compression (arXiv 2502.11089, section 4.1).
+
+        When to use: for language models. No output depends on a later token, in training as in generation. l = 32,
+        d = 16, l' = 64; of the 16 selected blocks 1 initial and 2 local ones are forced; w = 512.
+
+        Args:
+            changes: options that differ from the preset, by name.
+
+        Returns:
+            The preset with the changes.
+
+        Raises:
+            TypeError: for an option of the wrong type.
+            ValueError: for an option out of range.
+
+        Example:
+            >>> NSAConfig.paper().token_mode
+            True
+        """
         paper = cls(
             compress_block_size=32,
             compress_stride=16,
@@ -155,7 +205,7 @@ class NSAConfig:
 
     @property
     def compress_may_learn(self) -> bool:
-        """`compress` holds parameters that need gradients, or is a plain function, which cannot be asked."""
+        """`compress` has parameters that need gradients, or is a plain function that may use some."""
         pools = self.compress if isinstance(self.compress, tuple) else (self.compress,)
         return any(
             any(p.requires_grad for p in pool.parameters()) if isinstance(pool, nn.Module) else callable(pool)
@@ -173,15 +223,10 @@ class NSAConfig:
     def _integer(self, name: str, least: int) -> None:
         value = getattr(self, name)
         try:
-            number = None if isinstance(value, bool) else operator.index(value)
+            number = value if isinstance(value, bool) else operator.index(value)
         except TypeError:  # a float, or a tensor of another type or size than one integer
-            number = None
-        if number is None:
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-        if number > LARGEST:
-            raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+            number = value
+        check_integer(name, number, least, LARGEST_OPTION)
         object.__setattr__(self, name, number)
 
     def _check_scale(self) -> None:
@@ -190,7 +235,7 @@ class NSAConfig:
             return
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
-        if not (finite(scale) and scale > 0):
+        if not (is_finite(scale) and scale > 0):
             raise ValueError(f"softmax_scale must be finite and greater than 0, got {scale}")
         object.__setattr__(self, "softmax_scale", float(scale))  # PyTorch takes no integers beyond int64
 
@@ -225,13 +270,13 @@ class NSAConfig:
                 )
             fewest = self._forced_cmp_blocks()
             if self.num_cmp_selected_blocks < fewest:
-                because = (
+                options = (
                     f"n_block_size={self.n_block_size}, q_tile_size={self.q_tile_size}, causal=True, "
                     f"compress_block_size={self.compress_block_size}, compress_stride={self.stride}"
                 )
                 raise ValueError(
                     f"num_cmp_selected_blocks must be at least {fewest}, the blocks of compressed entries that can "
-                    f"become visible inside one tile ({because}), got {self.num_cmp_selected_blocks}"
+                    f"become visible inside one tile ({options}), got {self.num_cmp_selected_blocks}"
                 )
 
     def _forced_cmp_blocks(self) -> int:
@@ -246,20 +291,21 @@ class NSAConfig:
         return (latest + tile - stride) // span + 1
 
 
-OPTION_NAMES = tuple(field.name for field in fields(NSAConfig))  # no set: Dynamo of torch 2.6 and 2.7 cannot guard one
+OPTION_NAMES = tuple(field.name for field in fields(NSAConfig))
+"""A tuple, because Dynamo of torch 2.6 and 2.7 cannot guard a set."""
 
 
 def check_options(config: NSAConfig | None, options: Mapping[str, Any], others: Iterable[str] = ()) -> None:
-    """Raise TypeError unless all options are fields of NSAConfig, or there are none and a config stands for them.
+    """Raise TypeError unless all options are fields of NSAConfig, or there are none and a config replaces them.
 
     Args:
-        others: keywords of the call that are no options, which a name may have been meant for.
+        others: the call's other keywords, of which an unknown name may be a misspelling.
     """
     unknown = sorted(name for name in options if name not in OPTION_NAMES)
     if unknown:
-        near = (get_close_matches(name, [*OPTION_NAMES, *others], 1) for name in unknown)
-        meant = [name for names in near for name in names]
-        advice = f": did you mean {', '.join(meant)}?" if meant else ""
+        matches = (get_close_matches(name, [*OPTION_NAMES, *others], 1) for name in unknown)
+        suggestions = [name for names in matches for name in names]
+        advice = f": did you mean {', '.join(suggestions)}?" if suggestions else ""
         raise TypeError(f"unknown keyword argument {', '.join(unknown)}{advice}")
     if config is None:
         return
@@ -267,20 +313,3 @@ def check_options(config: NSAConfig | None, options: Mapping[str, Any], others: 
         raise TypeError(f"config must be an NSAConfig or None, got {type(config).__name__}")
     if options:
         raise TypeError(f"config stands for all options, got {', '.join(sorted(options))} beside it")
-
-
-def check_sizes(**sizes: Any) -> None:
-    """Raise TypeError or ValueError, naming it, unless each size of a layer is an integer of at least 1."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be an integer, got {size!r}")
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-
-
-def check_eps(eps: object, name: str = "eps") -> None:
-    """Raise TypeError or ValueError, naming it, unless what a norm adds to the variance is finite and at least 0."""
-    if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, Real)):
-        raise TypeError(f"{name} must be a number, got {eps!r}")
-    if not finite(eps) or eps < 0:
-        raise ValueError(f"{name} must be finite and at least 0, got {eps}")

@@ -1,4 +1,4 @@
-"""What goes into one NSA call (NSAInputs, checked against its NSAConfig) and what comes out beside `out` (NSAAux)."""
+"""The tensors of a call of NSA (NSAInputs, checked against its NSAConfig), and its intermediate results (NSAAux)."""
 
 from __future__ import annotations
 
@@ -12,45 +12,58 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dispatch.registry import short_name
+from nsa.common.checks import DTYPES, check_dense
 from nsa.config import NSAConfig
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class NSAAux(NamedTuple):
-    """Everything `nsa_forward_aux` returns beside `out`.
+    """The intermediate results that `nsa_forward_aux` returns beside `out`.
 
-    Packed inputs: no B, and N and tiles run over the pack (tiles and compressed entries document after document,
-    in buffers as large as T tokens can need: `(T + B*(q_tile_size-1)) // q_tile_size` tiles, `T // d` entries;
-    unused tiles hold -1, unused entries 0).
+    N_cmp compressed entries, T = `q_tile_size`, tiles = ceil(N / T). Packed inputs: no B; N and tiles run over the
+    pack, tiles and compressed entries document after document, in buffers as large as T_total tokens can need:
+    `(T_total + B*(T - 1)) // T` tiles and `T_total // d` entries. Unused tiles hold -1, unused entries 0.
+
+    Attributes:
+        o_cmp: output of the compressed branch, `[B,N,H,D_v]` in q's dtype; zeros in rows without keys.
+        o_slc: output of the selected branch, likewise.
+        o_win: output of the window branch, likewise.
+        lse_cmp: log-sum-exp of the compressed branch's scaled logits, natural log: `[B,H,N]` in fp32 (fp64 for fp64
+            inputs); -inf in rows without keys.
+        lse_slc: that of the selected branch.
+        lse_win: that of the window branch.
+        k_cmp: compressed keys `[B,N_cmp,H_kv,D]` in q's dtype, as scored and attended to.
+        v_cmp: compressed values `[B,N_cmp,H_kv,D_v]` in q's dtype.
+        gates: weights of the branches, `[B,N,H,3]`: compressed, selected, window.
+        indices: selected blocks, int32 `[B,H,tiles,num_selected_blocks]` (H_kv in place of H when shared in the group),
+            ascending, padded with -1.
+        cmp_indices: selected blocks of compressed entries, int32 `[B,H,tiles,c]`, ascending, padded with -1; all blocks
+            of the document in each tile where c is at least their number. None without `num_cmp_selected_blocks`.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NSAConfig, nsa_forward_aux
+        >>> q, k, v = torch.randn(1, 256, 4, 32), torch.randn(1, 256, 2, 32), torch.randn(1, 256, 2, 32)
+        >>> _, aux = nsa_forward_aux(q, k, v, config=NSAConfig.paper())
+        >>> aux.k_cmp.shape, aux.lse_win.shape, aux.indices.shape
+        (torch.Size([1, 15, 2, 32]), torch.Size([1, 4, 256]), torch.Size([1, 2, 256, 16]))
     """
 
     o_cmp: Tensor
-    """Output of the compressed branch, `[B,N,H,D_v]` in q's dtype; zeros in rows without keys."""
     o_slc: Tensor
-    """Output of the selected branch."""
     o_win: Tensor
-    """Output of the window branch."""
     lse_cmp: Tensor
-    """log-sum-exp of the scaled logits, natural log: `[B,H,N]`, fp32 (fp64 for fp64 inputs); -inf without keys."""
     lse_slc: Tensor
     lse_win: Tensor
     k_cmp: Tensor
-    """Compressed keys `[B,N_cmp,H_kv,D]`, as scored and attended to."""
     v_cmp: Tensor
-    """Compressed values `[B,N_cmp,H_kv,D_v]`."""
     gates: Tensor
-    """Weights of the branches, `[B,N,H,3]`: compressed, selected, window."""
     indices: Tensor
-    """Selected blocks, int32 `[B,H,tiles,num_selected_blocks]` (H_kv when shared), ascending, padded with -1."""
     cmp_indices: Tensor | None
-    """Chosen blocks of compressed entries, int32 `[B,H,tiles,c]`, ascending, padded with -1; all of a document's blocks
-    in each of its tiles where c is at least their number. None without num_cmp_selected_blocks."""
 
 
 @dataclass(frozen=True)
 class NSAInputs:
-    """The tensors of one call. `check` raises on anything a backend would misread; backends then trust them.
+    """The tensors of one call, as `nsa` takes them. Backends trust what `check` has accepted.
 
     q `[B,N,H,D]`, k `[B,N,H_kv,D]`, v `[B,N,H_kv,D_v]`; packed: `[T,...]` with `cu_seqlens` int32 `[B+1]`.
     """
@@ -81,17 +94,17 @@ class NSAInputs:
         return self.q.shape[-2] // max(self.k.shape[-2], 1)
 
     def needs_grad(self, config: NSAConfig) -> bool:
-        """Whether backward may follow: for one of these tensors, or for what `compress` holds."""
+        """Whether one of these tensors, or a parameter of `compress`, needs a gradient."""
         if not torch.is_grad_enabled():
             return False
         return any(t.requires_grad for t in self.tensors().values()) or config.compress_may_learn
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are present, by name."""
+        """The tensors that are given, by name."""
         return {name: value for name in TENSOR_NAMES if isinstance(value := getattr(self, name), Tensor)}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> NSAInputs:
-        """These inputs with every floating-point tensor changed."""
+        """These inputs with `change` applied to every floating-point tensor."""
         changed = {
             name: change(tensor) if tensor.is_floating_point() else tensor for name, tensor in self.tensors().items()
         }
@@ -174,9 +187,9 @@ class NSAInputs:
 
     def _check_options(self, config: NSAConfig) -> None:
         for one, other in (("k_cmp", "v_cmp"), ("k_slc", "v_slc"), ("k_win", "v_win")):
-            without_one, without_other = getattr(self, one) is None, getattr(self, other) is None
-            if without_one != without_other:
-                raise ValueError(f"{one} and {other} go together, got only {other if without_one else one}")
+            missing_one, missing_other = getattr(self, one) is None, getattr(self, other) is None
+            if missing_one != missing_other:
+                raise ValueError(f"{one} and {other} go together, got only {other if missing_one else one}")
         if self.k_cmp is not None:
             for name in ("w_k_compress", "w_v_compress"):
                 if getattr(self, name) is not None:
@@ -206,7 +219,7 @@ class NSAInputs:
             "gates": (*lead, heads, 3),
         }
         if self.k_cmp is not None and self.v_cmp is not None:
-            if self.packed:  # documents' entries, then any number of unused rows
+            if self.packed:  # entries of all documents, then any number of unused rows
                 entries: tuple[int, ...] = (self.k_cmp.shape[0],) if self.k_cmp.dim() == 3 else (0,)
             else:
                 entries = (lead[0], config.num_compressed(lead[1]))
@@ -217,7 +230,7 @@ class NSAInputs:
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} must have the shape {list(shape)}, got {_shape(tensor)}")
 
-    # Values: free to read on the host, only with debug=True on a device
+    # Values: checked on the CPU, and on a device only with debug=True
 
     def _check_documents(self, cu_seqlens: Tensor, config: NSAConfig) -> None:
         bounds = cu_seqlens.tolist()
@@ -250,20 +263,13 @@ TENSOR_NAMES = tuple(field.name for field in fields(NSAInputs) if field.name != 
 
 
 def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:
-    """Reading must not wait for a device, unless asked to."""
+    """Whether values may be read: on the CPU, and on a device only with debug=True, as reading waits for it."""
     return type(tensor) is Tensor and _has_values(tensor) and (tensor.device.type == "cpu" or config.debug)
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Fake ones have none, nor has what is being traced."""
+    """Not so for fake tensors, meta tensors, and under tracing."""
     return not torch.compiler.is_compiling() and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
-
-
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Sparse and nested tensors have no strides, and nested ones of the older kind no shape either."""
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        layout = "nested" if tensor.layout is torch.strided else short_name(tensor.layout)
-        raise TypeError(f"{name} must be a dense tensor, got the layout {layout}")
 
 
 def _shape(tensor: Tensor) -> list[int]:

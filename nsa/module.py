@@ -2,185 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dispatch.registry import short_name
 from nsa.api import nsa, nsa_forward_aux
-from nsa.common.autocast import CASTABLE, autocast_dtype
+from nsa.common.layers import RotaryHook, apply_rope, check_input, check_rope, head_sizes, refuse_unsupported
 from nsa.compression import LinearCompression
-from nsa.config import NSAConfig, check_options, check_sizes
+from nsa.config import NSAConfig, check_options
 from nsa.inputs import NSAAux
-
-RotaryHook = Callable[[Tensor, Any], Tensor]
-"""Rotates queries or keys `[...,heads,D]` by whatever `position_embeddings` holds."""
-
-
-def head_sizes(
-    hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, v_head_dim: int | None = None
-) -> tuple[int, int]:
-    """H_kv and D of a layer, all checked.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
-    """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    dims = {"head_dim": head_dim, "v_head_dim": v_head_dim}
-    check_sizes(**{name: dim for name, dim in dims.items() if dim is not None})
-    if num_heads % num_kv_heads != 0:
-        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-    if head_dim is None:
-        if hidden_size % num_heads != 0:
-            raise ValueError(f"head_dim must be given: hidden_size={hidden_size} is no multiple of {num_heads} heads")
-        head_dim = hidden_size // num_heads
-    return num_kv_heads, head_dim
-
-
-def check_hook(rope: RotaryHook | None) -> None:
-    if rope is not None and not callable(rope):
-        raise TypeError(f"rope must be a callable (tensor, position_embeddings) -> tensor or None, got {rope!r}")
-
-
-def rotated(rope: RotaryHook | None, tensor: Tensor, position_embeddings: Any) -> Tensor:
-    """Queries or keys `[...,heads,D]` behind the hook, which keeps shape and dtype.
-
-    Raises:
-        TypeError, ValueError: when it does not; there is no hook and yet something for it.
-    """
-    if rope is None:
-        if position_embeddings is not None:
-            raise TypeError("position_embeddings would be ignored: this layer was built without a rope hook")
-        return tensor
-    result: Any = rope(tensor, position_embeddings)
-    if not isinstance(result, Tensor):
-        raise TypeError(f"rope must give a torch.Tensor, got {type(result).__name__}")
-    if result.dtype != tensor.dtype:
-        raise TypeError(f"rope must keep the dtype {tensor.dtype} of queries and keys, got {result.dtype}")
-    if result.shape != tensor.shape:
-        raise ValueError(f"rope must keep the shape {list(tensor.shape)}, got {list(result.shape)}")
-    return result
-
-
-_NO_MASK, _NO_CACHE, _NO_WEIGHTS, _NO_CROSS, _POSITIONS = (
-    "there is no attention mask",
-    "there is no cache of keys and values",
-    "there are no attention weights to return",
-    "this is self-attention",
-    "rotary embeddings come by position_embeddings and the rope hook",
-)
-NOT_SUPPORTED = {
-    "attention_mask": _NO_MASK,
-    "attn_mask": _NO_MASK,
-    "key_padding_mask": _NO_MASK,
-    "past_key_values": _NO_CACHE,
-    "past_key_value": _NO_CACHE,
-    "layer_past": _NO_CACHE,
-    "cache_position": _NO_CACHE,
-    "use_cache": _NO_CACHE,
-    "need_weights": _NO_WEIGHTS,
-    "output_attentions": _NO_WEIGHTS,
-    "key": _NO_CROSS,
-    "value": _NO_CROSS,
-    "encoder_hidden_states": _NO_CROSS,
-    "position_ids": _POSITIONS,
-}
-"""Arguments of attention layers of PyTorch and Hugging Face that layers here do not have, and why."""
-
-FLAGS = ("use_cache", "need_weights", "output_attentions")
-"""Those of them that ask for nothing when they are False."""
-
-
-def refuse_arguments(arguments: Mapping[str, Any], *, causal: bool, instead_of_mask: str) -> None:
-    """Raise unless an attention layer does what further arguments of its forward ask for.
-
-    Nothing is asked for by None, by a flag that is False, and by an `is_causal` that is the layer's own.
-
-    Args:
-        instead_of_mask: how tokens of different documents are kept apart.
-
-    Raises:
-        TypeError: an argument that is not known.
-        ValueError: one that is not supported, with the reason.
-    """
-    for name, value in arguments.items():
-        if name == "is_causal":
-            reason, nothing = f"this layer was made with causal={causal}", value is causal
-        elif name in NOT_SUPPORTED:
-            reason, nothing = NOT_SUPPORTED[name], value is False and name in FLAGS
-        else:
-            raise TypeError(f"forward got an unexpected keyword argument {name!r}")
-        if value is None or nothing:
-            continue
-        advice = f", {instead_of_mask}" if reason == _NO_MASK else ""
-        got = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
-        raise ValueError(f"{name} is not supported: {reason}{advice}; got {got}")
-
-
-def check_input(hidden_states: Tensor, hidden_size: int, project: nn.Module, *, packed: bool | None) -> None:
-    """Raise unless a layer can project its input.
-
-    Args:
-        project: the layer's first projection. One that was replaced, or has hooks, may take other dtypes and devices.
-        packed: whether there is a `cu_seqlens`; None: the layer takes none.
-
-    Raises:
-        TypeError, ValueError: naming `hidden_states`, what was expected and what came.
-    """
-    if not isinstance(hidden_states, Tensor):
-        raise TypeError(f"hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}")
-    if hidden_states.dim() != (2 if packed else 3):
-        layout = "[B,N,hidden_size]" if packed is None else "[B,N,hidden_size] (or [T,...] with cu_seqlens)"
-        layout = "[T,hidden_size] with cu_seqlens" if packed else layout
-        raise ValueError(f"hidden_states must have the layout {layout}, got shape {list(hidden_states.shape)}")
-    if hidden_states.shape[-1] != hidden_size:
-        raise ValueError(f"hidden_states must have hidden_size={hidden_size}, got shape {list(hidden_states.shape)}")
-    if torch.compiler.is_compiling() or type(project) is not nn.Linear:
-        return
-    if "forward" in vars(project) or project._forward_pre_hooks:
-        return
-    weight, dtype = project.weight, hidden_states.dtype
-    if hidden_states.device != weight.device:
-        raise ValueError(f"hidden_states must be on {weight.device}, as the weights are, got {hidden_states.device}")
-    if dtype == weight.dtype:
-        return
-    if autocast_dtype(hidden_states.device.type) is None:
-        raise TypeError(
-            f"hidden_states must be {short_name(weight.dtype)}, as the weights are, got {short_name(dtype)}"
-        )
-    if dtype not in CASTABLE or weight.dtype not in CASTABLE:
-        wanted = " or ".join(map(short_name, CASTABLE if weight.dtype in CASTABLE else (weight.dtype,)))
-        raise TypeError(f"hidden_states must be {wanted} under autocast, got {short_name(dtype)}")
 
 
 class NSAttention(nn.Module):
-    """Self-attention by NSA: a layer of a transformer block, which gives one tensor.
+    """Self-attention by NSA (arXiv 2502.11089): an attention layer with projections and gates around `nsa`.
 
-    Projections are named as in Llama (q_proj, k_proj, v_proj, o_proj), so such a layer's weights load with
-    `strict=False`. Always causal unless `config` says otherwise. There is no attention mask, pack documents instead of
-    padding them; and no cache of keys and values to generate with.
+    Projections are named as in Llama (q_proj, k_proj, v_proj, o_proj), so weights of such a layer load with
+    `strict=False`. Causal unless `config` says otherwise; autoregressive token by token with `NSAConfig.paper()`. There
+    is no attention mask: pack documents instead of padding them. There is no KV cache to generate with.
 
     Args:
         hidden_size: width of the input and output.
-        num_heads: H. num_kv_heads: H_kv, a divisor of H; None: H.
-        head_dim: D; None: hidden_size // num_heads. v_head_dim: D_v; None: D.
-        config: what NSA computes; None: `NSAConfig()`.
-        gate: "x": sigmoid(linear(x)), as in the paper. "q": sigmoid(q . w) per head, on the rotated q.
-            None: a third each.
-        compress: "linear": learned maps from blocks to compressed keys and values (LinearCompression), in place of the
-            config's means. compress_proj: learned projections of those means, the identity at first.
-        separate_kv: own key and value projections for each branch, as in the paper.
-        bias: whether q, k and v projections have one.
-        rope: hook `(tensor [...,heads,D], position_embeddings) -> tensor`, applied to queries and each branch's keys;
-            it keeps the dtype, which under autocast is not that of the parameters.
-        backend: as in `nsa`.
+        num_heads: H, query heads.
+        num_kv_heads: H_kv, key/value heads, a divisor of H. Default: None, which means H.
+        head_dim: D, of queries and keys. Default: None, which means hidden_size // num_heads.
+        v_head_dim: D_v, of values. Default: None, which means D.
+        config: the options of NSA. Default: None, which means `NSAConfig()`.
+        gate: where gates come from. "x": sigmoid(linear(hidden_states)), as in the paper. "q": sigmoid(q . w) per head,
+            of the rotated q. None: each branch weighs 1/3. Default: "x".
+        compress: "linear": learned maps from blocks to compressed keys and values (LinearCompression) in place of the
+            config's means. Default: None, which means the config's.
+        compress_proj: learned projections of the pooled means, initially the identity. Default: False.
+        separate_kv: key and value projections of their own for each branch, as in the paper. Default: False.
+        bias: whether q, k and v projections have one. Default: False.
+        rope: rotary hook `(tensor [...,heads,D], position_embeddings) -> tensor`, applied to queries and to each
+            branch's keys; it keeps shape and dtype, which under autocast is not that of the parameters. Default: None.
+        backend: as in `nsa`. Default: None.
+        device: of the parameters, as in nn.Linear. Default: None.
+        dtype: of the parameters, as in nn.Linear. Default: None.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError: naming an argument of the wrong type, what was expected and what came.
+        ValueError: naming an argument out of range, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NSAConfig, NSAttention
+        >>> layer = NSAttention(hidden_size=64, num_heads=4, num_kv_heads=2, config=NSAConfig.paper(window_size=32))
+        >>> layer(torch.randn(1, 100, 64)).shape
+        torch.Size([1, 100, 64])
     """
 
     def __init__(
@@ -205,7 +77,7 @@ class NSAttention(nn.Module):
         super().__init__()
         num_kv_heads, head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim, v_head_dim)
         check_options(config, {})
-        check_hook(rope)
+        check_rope(rope)
         if gate not in ("x", "q", None):
             raise ValueError(f"gate must be 'x', 'q' or None, got {gate!r}")
         if compress not in ("linear", None):
@@ -215,17 +87,17 @@ class NSAttention(nn.Module):
         self.config = NSAConfig() if config is None else config
         self.gate, self.rope, self.backend = gate, rope, backend
 
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias, **place)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=bias, **place)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.v_head_dim, bias=bias, **place)
-        self.o_proj = nn.Linear(num_heads * self.v_head_dim, hidden_size, bias=False, **place)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias, **factory)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=bias, **factory)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.v_head_dim, bias=bias, **factory)
+        self.o_proj = nn.Linear(num_heads * self.v_head_dim, hidden_size, bias=False, **factory)
         self.branch_proj = nn.ModuleDict()
         if separate_kv:
             for branch in ("slc", "win"):
-                self.branch_proj[f"k_{branch}"] = nn.Linear(hidden_size, self.k_proj.out_features, bias=bias, **place)
-                self.branch_proj[f"v_{branch}"] = nn.Linear(hidden_size, self.v_proj.out_features, bias=bias, **place)
-        self.gate_proj = nn.Linear(hidden_size, num_heads * 3, bias=True, **place) if gate == "x" else None
+                self.branch_proj[f"k_{branch}"] = nn.Linear(hidden_size, self.k_proj.out_features, bias=bias, **factory)
+                self.branch_proj[f"v_{branch}"] = nn.Linear(hidden_size, self.v_proj.out_features, bias=bias, **factory)
+        self.gate_proj = nn.Linear(hidden_size, num_heads * 3, bias=True, **factory) if gate == "x" else None
         self.gate_proj_weight: nn.Parameter | None = None
         self.compress = nn.ModuleDict()
         if compress is not None:
@@ -233,20 +105,20 @@ class NSAttention(nn.Module):
                 other = "compress_proj" if compress_proj else f"a config that compresses by {self.config.compress!r}"
                 raise ValueError(f"compress={compress!r} leaves nothing to {other}, got both")
             for name, dim in (("k", self.head_dim), ("v", self.v_head_dim)):
-                self.compress[name] = LinearCompression(num_kv_heads, self.config.compress_block_size, dim, **place)
+                self.compress[name] = LinearCompression(num_kv_heads, self.config.compress_block_size, dim, **factory)
         self.w_k_compress: nn.Parameter | None = None
         self.w_v_compress: nn.Parameter | None = None
         if gate == "q":
-            self.gate_proj_weight = nn.Parameter(torch.empty(num_heads, 3, self.head_dim, **place))
+            self.gate_proj_weight = nn.Parameter(torch.empty(num_heads, 3, self.head_dim, **factory))
         if compress_proj:
-            self.w_k_compress = nn.Parameter(torch.empty(num_kv_heads, self.head_dim, self.head_dim, **place))
-            self.w_v_compress = nn.Parameter(torch.empty(num_kv_heads, self.v_head_dim, self.v_head_dim, **place))
+            self.w_k_compress = nn.Parameter(torch.empty(num_kv_heads, self.head_dim, self.head_dim, **factory))
+            self.w_v_compress = nn.Parameter(torch.empty(num_kv_heads, self.v_head_dim, self.v_head_dim, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin anew with what is not in a submodule: every gate 1/2, means projected to themselves.
+        """Initialise the parameters that are in no submodule: every gate 1/2, projections of means the identity.
 
-        Layers made on the meta device need it behind `to_empty`, as nn.Linear does.
+        Layers made on the meta device need it after `to_empty`, as nn.Linear does.
         """
         with torch.no_grad():
             if self.gate_proj_weight is not None:
@@ -268,25 +140,27 @@ class NSAttention(nn.Module):
         """Attend within each sequence, or within each packed document.
 
         Args:
-            hidden_states: `[B,N,hidden_size]`; packed `[T,hidden_size]` with `cu_seqlens` int32 `[B+1]`. In the
-                weights' dtype, under autocast also in another one that it casts.
-            position_embeddings: handed to the `rope` hook as it is.
-            cu_seqlens, max_seqlen: as in `nsa`.
-            others: `attention_mask`, `past_key_values`, `position_ids` and others that attention layers elsewhere take
-                are refused, unless they are None or ask for what this layer does anyway.
+            hidden_states: `[B,N,hidden_size]`; packed `[T,hidden_size]` with `cu_seqlens`. In the weights' dtype; under
+                autocast any dtype that it casts.
+            position_embeddings: passed to the `rope` hook. Default: None.
+            cu_seqlens: bounds of packed documents, int32 `[B+1]`, as in `nsa`. Default: None.
+            max_seqlen: tokens of the longest document, a hint as in `nsa`. Default: None.
+            others: arguments of other libraries' attention layers (`attention_mask`, `past_key_values`, ...): refused,
+                unless they are None or have no effect.
 
         Returns:
             Same shape and dtype as `hidden_states`; under autocast, its dtype.
 
         Raises:
-            TypeError, ValueError: `hidden_states` of another layout, width, dtype or device; an argument of `others`.
-            TypeError: `position_embeddings` without a `rope` hook to use them.
-            TypeError, ValueError: a `rope` hook that changes dtype or shape; as `nsa`.
+            TypeError: `hidden_states` of another dtype; an unknown argument; a `rope` hook that changes the dtype;
+                `position_embeddings` without a `rope` hook.
+            ValueError: `hidden_states` of another layout, width or device; an argument of `others` that is not
+                supported; a `rope` hook that changes the shape.
             dispatch.BackendError: as `nsa`.
         """
         self._check(hidden_states, cu_seqlens, others)
-        given = self._given(hidden_states, position_embeddings)
-        projected: Tensor = self.o_proj(nsa(**given, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).flatten(-2))
+        arguments = self._nsa_arguments(hidden_states, position_embeddings)
+        projected: Tensor = self.o_proj(nsa(**arguments, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).flatten(-2))
         return projected
 
     def forward_aux(
@@ -298,20 +172,31 @@ class NSAttention(nn.Module):
         max_seqlen: int | None = None,
         **others: Any,
     ) -> tuple[Tensor, NSAAux]:
-        """`forward` without a graph, and everything computed on the way, such as what was selected (NSAAux)."""
+        """`forward` without a graph, and intermediate results such as the selected blocks.
+
+        Args:
+            hidden_states: as in `forward`, and so are all other arguments.
+            position_embeddings: passed to the `rope` hook. Default: None.
+            cu_seqlens: bounds of packed documents, int32 `[B+1]`. Default: None.
+            max_seqlen: tokens of the longest document. Default: None.
+            others: refused as in `forward`.
+
+        Returns:
+            The output of `forward`, and NSAAux.
+        """
         self._check(hidden_states, cu_seqlens, others)
         with torch.no_grad():
-            given = self._given(hidden_states, position_embeddings)
-            out, aux = nsa_forward_aux(**given, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            arguments = self._nsa_arguments(hidden_states, position_embeddings)
+            out, aux = nsa_forward_aux(**arguments, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             return self.o_proj(out.flatten(-2)), aux
 
     def _check(self, hidden_states: Tensor, cu_seqlens: Tensor | None, others: Mapping[str, Any]) -> None:
         instead_of_mask = "pack documents with cu_seqlens instead of padding them"
-        refuse_arguments(others, causal=self.config.causal, instead_of_mask=instead_of_mask)
+        refuse_unsupported(others, causal=self.config.causal, instead_of_mask=instead_of_mask)
         check_input(hidden_states, self.hidden_size, self.q_proj, packed=cu_seqlens is not None)
 
-    def _given(self, hidden_states: Tensor, position_embeddings: Any) -> dict[str, Any]:
-        """Arguments of `nsa`."""
+    def _nsa_arguments(self, hidden_states: Tensor, position_embeddings: Any) -> dict[str, Any]:
+        """q, k, v and the other arguments of `nsa` but the bounds of documents."""
         q = self._rotate(self._heads(self.q_proj(hidden_states), self.num_heads), position_embeddings)
         k = self._rotate(self._heads(self.k_proj(hidden_states), self.num_kv_heads), position_embeddings)
         v = self._heads(self.v_proj(hidden_states), self.num_kv_heads)
@@ -348,4 +233,4 @@ class NSAttention(nn.Module):
         return split
 
     def _rotate(self, tensor: Tensor, position_embeddings: Any) -> Tensor:
-        return rotated(self.rope, tensor, position_embeddings)
+        return apply_rope(self.rope, tensor, position_embeddings)

@@ -1,35 +1,31 @@
-"""NSA as PyTorch operators with autograd, for torch.compile(fullgraph=True). Eager training goes by nsa/autograd.py.
+"""NSA as PyTorch operators with autograd, for torch.compile(fullgraph=True) (see nsa/common/operators.py).
 
     nsa_kernels::forward    nsa_forward
-    nsa_kernels::saving     out, and what backward wants to know; differentiable
-    nsa_kernels::backward   gradients of `DIFFERENTIABLE`
+    nsa_kernels::saving     out and the tensors saved for backward; differentiable
+    nsa_kernels::backward   gradients of `DIFFERENTIABLE_NAMES`
 
-Dynamo cannot trace validation and dispatch, and need not: a compiled graph calls the operators, whose implementations
-are the eager path. They take the fields of NSAConfig one by one, `compress` as "mean" only.
-
-A backend trains through the module that its row names (dispatch.Impl.training): `nsa_saving`, `nsa_saved_like` and
-`nsa_backward`. One without such a module is differentiable itself, and is run again in backward.
+They take the fields of NSAConfig one by one, `compress` as "mean" only: a callable runs in front of the operator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import dispatch
-from nsa import meta, rerun
+from nsa import autograd
 from nsa.common.autocast import autocast_off
-from nsa.common.derivatives import refuse_double_backward
+from nsa.common.operators import register_double_backward_error, register_operator
 from nsa.config import OPTION_NAMES, NSAConfig, check_options
 from nsa.inputs import TENSOR_NAMES, NSAInputs
+from nsa.validate import ResolvedCall, resolve
 
 FORWARD, SAVING, BACKWARD = (f"nsa_kernels::{name}" for name in ("forward", "saving", "backward"))
 
-DIFFERENTIABLE = tuple(name for name in TENSOR_NAMES if name != "cu_seqlens")
-"""Tensors with gradients; those of backward come in this order, empty ones for tensors that are not given."""
+DIFFERENTIABLE_NAMES = tuple(name for name in TENSOR_NAMES if name != "cu_seqlens")
+"""Tensors with gradients, in the order of backward's results; those of absent tensors are empty."""
 
 _TENSORS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in TENSOR_NAMES)
 _KEYWORDS = (
@@ -44,68 +40,29 @@ SCHEMAS = {
     BACKWARD: f"(Tensor do, Tensor[] saved, {_TENSORS}, *, {_KEYWORDS}) -> Tensor[]",
 }
 
-DEFAULTS = NSAConfig()
-REST = {"max_seqlen": None, "deterministic": False, "recompute": False, "backend": None}
+DEFAULT_CONFIG = NSAConfig()
+CALL_DEFAULTS = {"max_seqlen": None, "deterministic": False, "recompute": False, "backend": None}
+"""Keywords of a call that are neither tensors nor options of NSAConfig."""
 
 
-class Resolved(NamedTuple):
-    """A checked call and who runs it."""
-
-    inputs: NSAInputs
-    config: NSAConfig
-    deterministic: bool
-    recompute: bool
-    impl: dispatch.Impl
-
-    @property
-    def training(self) -> Any:
-        return self.impl.load_training() or rerun.Rerun(self.impl)
-
-
-def resolve(
-    inputs: NSAInputs,
-    config: NSAConfig,
-    *,
-    deterministic: bool,
-    recompute: bool,
-    backend: str | None,
-    needs_grad: bool,
-) -> Resolved:
-    """Check everything and find the backend that takes the call."""
-    for name, flag in (("deterministic", deterministic), ("recompute", recompute)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {flag!r}")
-    inputs.check(config)
-    call = dispatch.Call(
-        "nsa",
-        inputs.q.device,
-        inputs.q.dtype,
-        backward=needs_grad,
-        options={"inputs": inputs, "config": config, "deterministic": deterministic, "recompute": recompute},
-    )
-    return Resolved(inputs, config, deterministic, recompute, meta.resolve(call, backend))
-
-
-# The operators
-
-
-def _resolved(tensors: Sequence[Tensor | None], keywords: dict[str, Any], *, needs_grad: bool) -> Resolved:
-    options = {name: keywords[name] for name in OPTION_NAMES}
-    given: dict[str, Any] = dict(zip(TENSOR_NAMES, tensors, strict=True))
-    inputs = NSAInputs(**given, max_seqlen=keywords["max_seqlen"])
-    rest = {name: keywords[name] for name in REST if name != "max_seqlen"}
-    return resolve(inputs, NSAConfig(**options), **rest, needs_grad=needs_grad)
+def _resolve(tensors: Sequence[Tensor | None], keywords: dict[str, Any], *, needs_grad: bool) -> ResolvedCall:
+    """The call that an operator's arguments say."""
+    by_name: dict[str, Any] = dict(zip(TENSOR_NAMES, tensors, strict=True))
+    inputs = NSAInputs(**by_name, max_seqlen=keywords["max_seqlen"])
+    config = NSAConfig(**{name: keywords[name] for name in OPTION_NAMES})
+    flags = {name: keywords[name] for name in CALL_DEFAULTS if name != "max_seqlen"}
+    return resolve(inputs, config, **flags, needs_grad=needs_grad)
 
 
 @torch.no_grad()
 def _forward(*tensors: Tensor | None, **keywords: Any) -> Tensor:
-    call = _resolved(tensors, keywords, needs_grad=False)
+    call = _resolve(tensors, keywords, needs_grad=False)
     with autocast_off(call.inputs.q.device.type):
         out: Tensor = call.impl.load()(call.inputs, call.config, aux=False)[0]
     return out
 
 
-def _forward_like(*tensors: Tensor | None, **_: Any) -> Tensor:
+def _forward_fake(*tensors: Tensor | None, **_: Any) -> Tensor:
     q, _k, v = tensors[:3]
     if q is None or v is None:
         raise TypeError("q and v must be tensors")
@@ -114,35 +71,33 @@ def _forward_like(*tensors: Tensor | None, **_: Any) -> Tensor:
 
 @torch.no_grad()
 def _saving(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, list[Tensor]]:
-    call = _resolved(tensors, keywords, needs_grad=True)
+    call = _resolve(tensors, keywords, needs_grad=True)
     with autocast_off(call.inputs.q.device.type):
-        out, saved = call.training.nsa_saving(call.inputs, call.config, recompute=call.recompute)
-    return out, saved
+        return autograd.forward_saving(call)
 
 
-def _saving_like(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, list[Tensor]]:
-    call = _resolved(tensors, keywords, needs_grad=True)
-    return _forward_like(*tensors), call.training.nsa_saved_like(call.inputs, call.config, recompute=call.recompute)
+def _saving_fake(*tensors: Tensor | None, **keywords: Any) -> tuple[Tensor, list[Tensor]]:
+    call = _resolve(tensors, keywords, needs_grad=True)
+    return _forward_fake(*tensors), autograd.saved_like(call)
 
 
 @torch.no_grad()
 def _backward(do: Tensor, saved: list[Tensor], *tensors: Tensor | None, **keywords: Any) -> list[Tensor]:
-    call = _resolved(tensors, keywords, needs_grad=True)
-    run = call.training.nsa_backward
+    call = _resolve(tensors, keywords, needs_grad=True)
     with autocast_off(do.device.type):
-        gradients = run(call.inputs, call.config, saved, do, deterministic=call.deterministic)
-    return [gradients[name] if name in gradients else do.new_empty(0) for name in DIFFERENTIABLE]
+        by_name = autograd.gradients(call, saved, do)
+    return [by_name[name] if name in by_name else do.new_empty(0) for name in DIFFERENTIABLE_NAMES]
 
 
-def _backward_like(do: Tensor, _saved: list[Tensor], *tensors: Tensor | None, **_: Any) -> list[Tensor]:
-    given = dict(zip(TENSOR_NAMES, tensors, strict=True))
-    return [do.new_empty(0) if (x := given[name]) is None else x.new_empty(x.shape) for name in DIFFERENTIABLE]
+def _backward_fake(do: Tensor, _saved: list[Tensor], *tensors: Tensor | None, **_: Any) -> list[Tensor]:
+    by_name = dict(zip(TENSOR_NAMES, tensors, strict=True))
+    return [do.new_empty(0) if (x := by_name[name]) is None else x.new_empty(x.shape) for name in DIFFERENTIABLE_NAMES]
 
 
 # Their autograd
 
 
-def _setup(ctx: Any, inputs: Sequence[Any], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+def _save(ctx: Any, inputs: Sequence[Any], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     _, saved = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)
@@ -154,53 +109,48 @@ def _setup(ctx: Any, inputs: Sequence[Any], keyword_only_inputs: dict[str, Any],
 def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * len(TENSOR_NAMES)
-    kept = list(ctx.saved_tensors)
-    tensors = [kept.pop(0) if present else None for present in ctx.present]
-    gradients = torch.ops.nsa_kernels.backward(do, kept, *tensors, **ctx.keywords)
-    by_name = dict(zip(DIFFERENTIABLE, gradients, strict=True))
+    saved = list(ctx.saved_tensors)
+    tensors = [saved.pop(0) if present else None for present in ctx.present]
+    gradients = torch.ops.nsa_kernels.backward(do, saved, *tensors, **ctx.keywords)
+    by_name = dict(zip(DIFFERENTIABLE_NAMES, gradients, strict=True))
     needed = zip(TENSOR_NAMES, tensors, ctx.needs_input_grad, strict=True)
     return tuple(by_name[name] if needs and tensor is not None else None for name, tensor, needs in needed)
 
 
-def _refuse_double_backward(*_: Any, **__: Any) -> None:
-    refuse_double_backward("nsa")
+register_operator(FORWARD, SCHEMAS[FORWARD], _forward, _forward_fake)
+register_operator(SAVING, SCHEMAS[SAVING], _saving, _saving_fake)
+register_operator(BACKWARD, SCHEMAS[BACKWARD], _backward, _backward_fake)
+torch.library.register_autograd(SAVING, _differentiate, setup_context=_save)
+register_double_backward_error(BACKWARD, "nsa")
 
 
-for _name, _implementation, _like in (
-    (FORWARD, _forward, _forward_like),
-    (SAVING, _saving, _saving_like),
-    (BACKWARD, _backward, _backward_like),
-):
-    torch.library.define(_name, SCHEMAS[_name])
-    torch.library.impl(_name, "default", _implementation)
-    torch.library.register_fake(_name, _like)
-torch.library.register_autograd(SAVING, _differentiate, setup_context=_setup)
-torch.library.register_autograd(BACKWARD, _refuse_double_backward)
-
-
-# How the public functions call them
+# Calls of the operators with the keywords of the public functions
 
 
 def call_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-    """nsa_forward, by its operator, which no gradient passes."""
-    tensors = [None if x is None else x.detach() for x in _arguments(q, k, v, keywords)]
-    out: Tensor = torch.ops.nsa_kernels.forward(*tensors, **_options(keywords))
+    """`nsa_forward` by its operator, with detached inputs."""
+    tensors = [None if x is None else x.detach() for x in operator_tensors(q, k, v, keywords)]
+    out: Tensor = torch.ops.nsa_kernels.forward(*tensors, **operator_keywords(keywords))
     return out
 
 
 def call_saving(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-    """nsa, by its operator."""
-    out: Tensor = torch.ops.nsa_kernels.saving(*_arguments(q, k, v, keywords), **_options(keywords))[0]
+    """`nsa` by its operator."""
+    tensors = operator_tensors(q, k, v, keywords)
+    out: Tensor = torch.ops.nsa_kernels.saving(*tensors, **operator_keywords(keywords))[0]
     return out
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> list[Tensor | None]:
+def operator_tensors(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> list[Tensor | None]:
+    """The tensors of a call in the order of the schema."""
     return [q, k, v, *(keywords.get(name) for name in TENSOR_NAMES[3:])]
 
 
-def _options(keywords: dict[str, Any]) -> dict[str, Any]:
+def operator_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Every keyword of the schema, with the defaults of those that a call does not give."""
     config = keywords.get("config")
-    rest = {name: keywords.get(name, default) for name, default in REST.items()}
-    given = {name: value for name, value in keywords.items() if name not in ("config", *REST, *TENSOR_NAMES)}
-    check_options(config, given, (*TENSOR_NAMES, *REST, "config"))
-    return {**{name: given.get(name, getattr(config or DEFAULTS, name)) for name in OPTION_NAMES}, **rest}
+    flags = {name: keywords.get(name, default) for name, default in CALL_DEFAULTS.items()}
+    options = {n: value for n, value in keywords.items() if n not in ("config", *CALL_DEFAULTS, *TENSOR_NAMES)}
+    check_options(config, options, (*TENSOR_NAMES, *CALL_DEFAULTS, "config"))
+    config = config or DEFAULT_CONFIG
+    return {**{name: options.get(name, getattr(config, name)) for name in OPTION_NAMES}, **flags}

@@ -1,13 +1,13 @@
-"""NSA in eager PyTorch: what every option means, and the oracle that every kernel is held against.
+"""NSA in eager PyTorch: defines what every option means; kernels are tested against it.
 
 Any dtype from bf16 to fp64, any device, any block and tile size; differentiable by autograd. Scores, softmax and
-sums run in fp32 (fp64 for fp64 inputs), those of gradients too: each input is cast once, before anything reads it, so
-its gradient is rounded once. Queries are processed in chunks of tiles and each chunk is recomputed in
-backward, so memory stays far below O(N^2); keys of the selected and window branches are gathered, so the time of
-those is O(N). Packed inputs are a loop over documents, for which the values of `cu_seqlens` are read on the host.
+sums, those of gradients too, run in fp32 (fp64 for fp64 inputs): each input is cast once, before anything reads it, so
+its gradient is rounded once. Queries are processed in chunks of tiles, and each chunk is recomputed in backward, so
+memory stays far below O(N^2). Keys of the selected and window branches are gathered, so their time is O(N). Packed
+inputs are a loop over documents, for which the values of `cu_seqlens` are read on the host.
 
 Shapes inside: documents of one length as `[B, heads, N, D]`; a chunk of n query tiles of T rows as `[B, H, n, T, D]`.
-"Select heads" (S) are the heads that select on their own: H, or H_kv when the selection is shared in the group.
+S is the number of heads that select independently: H, or H_kv when the selection is shared in the group.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from nsa.common.derivatives import rounded
+from nsa.common.derivatives import round_straight_through
 from nsa.compression import pool_documents, whole_blocks
 from nsa.config import BlockPooling, NSAConfig
 from nsa.inputs import NSAAux, NSAInputs
 
 CHUNK_BYTES = {"cpu": 32 << 20}
-"""Rough size of one chunk's temporaries by device; a chunk has at least one tile. On a CPU, larger
-allocations come from the system anew each time (docs/architecture.md has the measurement)."""
-CHUNK_BYTES_ELSEWHERE = 512 << 20
+"""Rough size of a chunk's temporaries by device type; a chunk has at least one tile. On a CPU, larger allocations are
+not reused but mapped anew each time (measured in docs/experiments.md)."""
+DEFAULT_CHUNK_BYTES = 512 << 20
 
 
 def check(call: Any) -> str | None:
@@ -58,23 +58,24 @@ def nsa(
     """All of NSA for checked inputs.
 
     Args:
-        indices, cmp_indices: use these selections, as in NSAAux, instead of computing them (fixed-length inputs only).
-        aux: also return NSAAux, whose selections are as wide as the options say, whatever blocks there are.
+        indices: selected blocks to use, as in NSAAux, instead of computing them (not for packed inputs).
+        cmp_indices: likewise, blocks of compressed entries.
+        aux: also return NSAAux.
 
     Returns:
         out `[B,N,H,D_v]` (packed `[T,H,D_v]`) in q's dtype, and NSAAux or None.
     """
     exact, dtype = _cast(inputs), inputs.q.dtype
     if inputs.cu_seqlens is None:
-        out, found = _documents(exact, config, _all_tiles(exact, config), indices, cmp_indices, dtype)
-        return out, _widened(found, config) if aux else None
+        out, results = _documents(exact, config, _all_tiles(exact, config), indices, cmp_indices, dtype)
+        return out, _pad_selections(results, config) if aux else None
     if indices is not None or cmp_indices is not None:
         raise ValueError("indices and cmp_indices can be given for fixed-length inputs only, got cu_seqlens too")
     return _packed(exact, inputs.cu_seqlens, config, dtype, aux=aux)
 
 
 def _cast(inputs: NSAInputs) -> NSAInputs:
-    """The inputs in the dtype of all arithmetic. Gates are read once and stay as they are."""
+    """The inputs in fp32 (fp64 stays), the dtype of all arithmetic; gates, which are read once, stay as they are."""
     dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     return replace(inputs.map(lambda tensor: tensor.to(dtype)), gates=inputs.gates)
 
@@ -83,16 +84,16 @@ def _all_tiles(inputs: NSAInputs, config: NSAConfig) -> Tensor:
     return torch.arange(-(-inputs.q.shape[1] // config.q_tile_size), device=inputs.q.device)
 
 
-def _widened(aux: NSAAux, config: NSAConfig) -> NSAAux:
-    """With selections in as many columns as NSAAux says; computed are no more than there are blocks."""
+def _pad_selections(aux: NSAAux, config: NSAConfig) -> NSAAux:
+    """The selections padded with -1 to as many columns as NSAAux says; computed ones have no more than blocks exist."""
 
-    def widened(indices: Tensor, columns: int) -> Tensor:
+    def padded(indices: Tensor, columns: int) -> Tensor:
         return pad(indices, [0, max(0, columns - indices.shape[-1])], value=-1)
 
     count, cmp_indices = config.num_cmp_selected_blocks, aux.cmp_indices
     if count is not None and cmp_indices is not None:
-        cmp_indices = widened(cmp_indices, count)
-    return aux._replace(indices=widened(aux.indices, config.num_selected_blocks), cmp_indices=cmp_indices)
+        cmp_indices = padded(cmp_indices, count)
+    return aux._replace(indices=padded(aux.indices, config.num_selected_blocks), cmp_indices=cmp_indices)
 
 
 def nsa_tiles(
@@ -103,10 +104,10 @@ def nsa_tiles(
     indices: Tensor | None = None,
     cmp_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output of some query tiles only, for checking samples of sequences too long to do whole.
+    """The output of some query tiles only, to check samples of sequences that are too long to compute whole.
 
     Args:
-        tiles: int64 `[n]`, ascending. `indices` and `cmp_indices` then hold these tiles only.
+        tiles: indices of the tiles, int64 `[n]`, ascending. `indices` and `cmp_indices` hold these tiles only.
 
     Returns:
         out `[B, rows, H, D_v]` and the positions of its rows, int64 `[rows]`.
@@ -128,7 +129,7 @@ def _packed(
     num_tokens, num_docs = inputs.q.shape[0], len(bounds) - 1
     max_tiles = (num_tokens + num_docs * (config.q_tile_size - 1)) // config.q_tile_size
     max_entries = num_tokens // config.stride
-    # Nothing is attended to past the last document; an empty document gives the tails their shapes.
+    # No row past the last document attends to anything. An empty document gives the padding its shapes.
     documents = [_slice_document(inputs, slice(0, 0), slice(0, 0))]
     first_entry = 0
     for start, stop in pairwise(bounds):
@@ -139,21 +140,21 @@ def _packed(
     out = pad(out, [0, 0, 0, 0, 0, num_tokens - out.shape[0]])
     if not aux:
         return out, None
-    auxes = [_widened(found, config) for _, found in results]
+    auxes = [_pad_selections(own, config) for _, own in results]
 
     def join(name: str, dim: int, length: int, fill: float) -> Tensor:
-        """Each document's tensor without its batch dim, one after the other along `dim`, filled up to `length`."""
-        parts = [getattr(aux, name)[0] for aux in auxes]
-        rest = list(parts[0].shape)
-        rest[dim] = length - sum(part.shape[dim] for part in parts)
-        return torch.cat([*parts, parts[0].new_full(rest, fill)], dim)
+        """The documents' tensors without batch dim, concatenated along `dim` and padded to `length` with `fill`."""
+        tensors = [getattr(aux, name)[0] for aux in auxes]
+        padding = list(tensors[0].shape)
+        padding[dim] = length - sum(tensor.shape[dim] for tensor in tensors)
+        return torch.cat([*tensors, tensors[0].new_full(padding, fill)], dim)
 
-    tails = {"o": (0, num_tokens, 0.0), "lse": (1, num_tokens, -math.inf)}
-    joined = {
-        f"{kind}_{branch}": join(f"{kind}_{branch}", *tails[kind]) for kind in tails for branch in ("cmp", "slc", "win")
-    }
+    branches = ("cmp", "slc", "win")
+    outputs = {f"o_{branch}": join(f"o_{branch}", 0, num_tokens, 0.0) for branch in branches}
+    lses = {f"lse_{branch}": join(f"lse_{branch}", 1, num_tokens, -math.inf) for branch in branches}
     return out, NSAAux(
-        **joined,
+        **outputs,
+        **lses,
         k_cmp=join("k_cmp", 0, max_entries, 0.0),
         v_cmp=join("v_cmp", 0, max_entries, 0.0),
         gates=join("gates", 0, num_tokens, 0.0),
@@ -182,14 +183,15 @@ class _Keys:
     k: Tensor
     v: Tensor
     finite: bool
-    """No NaN or inf in either; what is not visible then needs no special care."""
+    """No NaN or inf in either; masked keys then need no special care."""
 
     @staticmethod
-    def of(k: Tensor, v: Tensor) -> _Keys:
+    def from_tokens(k: Tensor, v: Tensor) -> _Keys:
+        """From `[B, entries, H_kv, D or D_v]`."""
         finite = bool(torch.isfinite(k).all()) and bool(torch.isfinite(v).all())
         return _Keys(k.transpose(1, 2), v.transpose(1, 2), finite)
 
-    def at(self, positions: Tensor) -> _Keys:
+    def gather(self, positions: Tensor) -> _Keys:
         """Entries at positions `[B,S,n,m]`, as `[B,S,n,m,D]`; zeros where a position is outside `[0, entries)`."""
         return _Keys(_gather(self.k, positions), _gather(self.v, positions), self.finite)
 
@@ -202,18 +204,19 @@ def _documents(
     cmp_indices: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, NSAAux]:
-    """Some tiles of documents of one length.
+    """Some tiles of a batch of documents of one length: out, and NSAAux with selections not padded.
 
     Args:
-        inputs: as `_cast` gives them. dtype: the caller's, of compressed entries and results.
+        inputs: from `_cast`.
+        dtype: of q before the cast; that of compressed entries and results.
     """
     q, num_tokens = inputs.q, inputs.q.shape[1]
     k_cmp, v_cmp = _compress(inputs, config, dtype)
-    tokens = _Keys.of(inputs.k, inputs.v)
+    tokens = _Keys.from_tokens(inputs.k, inputs.v)
     branches = (
-        _Keys.of(k_cmp, v_cmp),
-        tokens if inputs.k_slc is None or inputs.v_slc is None else _Keys.of(inputs.k_slc, inputs.v_slc),
-        tokens if inputs.k_win is None or inputs.v_win is None else _Keys.of(inputs.k_win, inputs.v_win),
+        _Keys.from_tokens(k_cmp, v_cmp),
+        tokens if inputs.k_slc is None or inputs.v_slc is None else _Keys.from_tokens(inputs.k_slc, inputs.v_slc),
+        tokens if inputs.k_win is None or inputs.v_win is None else _Keys.from_tokens(inputs.k_win, inputs.v_win),
     )
     rows = _rows(tiles, num_tokens, config)
     q_tiles = q.index_select(1, rows.clamp(max=num_tokens - 1).flatten()).unflatten(1, rows.shape).movedim(3, 1)
@@ -229,8 +232,8 @@ def _documents(
         t.requires_grad for t in (q, *(t for b in branches for t in (b.k, b.v)))
     )
     run = partial(checkpoint, _tiles, use_reentrant=False, preserve_rng_state=False) if needs_grad else _tiles
-    parts = [run(*chunk, *branches, config) for chunk in chunks]
-    whole = [torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)]
+    by_chunk = [run(*chunk, *branches, config) for chunk in chunks]
+    whole = [torch.cat(results, dim=2) for results in zip(*by_chunk, strict=True)]
     rows = rows.flatten()
     rows = rows[rows < num_tokens]
     o_cmp, o_slc, o_win = (o[:, :, : len(rows)].transpose(1, 2) for o in whole[:3])
@@ -251,7 +254,7 @@ def _documents(
         indices=whole[6].int(),
         cmp_indices=None if config.num_cmp_selected_blocks is None else whole[7].int(),
     )
-    # Gates of a product may bring its order of dims with them; out is contiguous, as the operators promise.
+    # Gates may have dims in another order in memory; out must be contiguous, as the operators' fakes say.
     return out.to(dtype).contiguous(), aux
 
 
@@ -259,14 +262,14 @@ def _tiles_per_chunk(inputs: NSAInputs, config: NSAConfig) -> int:
     """Tiles whose temporaries fit CHUNK_BYTES."""
     batch, num_tokens, heads, dim = inputs.q.shape
     entries, blocks = config.num_compressed(num_tokens), _num_blocks(num_tokens, config)
-    chosen = min(config.num_selected_blocks, blocks) * _select_size(num_tokens, config)
+    selected = min(config.num_selected_blocks, blocks) * _select_size(num_tokens, config)
     tile_size = min(config.q_tile_size, max(num_tokens, 1))
-    gathered = chosen + _window_span(num_tokens, tile_size, config)
+    gathered = selected + _window_span(num_tokens, tile_size, config)
     select_heads = inputs.k.shape[2] if config.shares_heads else heads
     # About three live copies of the logits (logits, mask, probabilities); scores and overlap of all blocks.
     per_tile = 3 * heads * tile_size * (max(entries, gathered) + dim)
     per_tile += select_heads * gathered * (dim + inputs.v.shape[-1]) + heads * (entries + 4 * blocks)
-    budget = CHUNK_BYTES.get(inputs.q.device.type, CHUNK_BYTES_ELSEWHERE)
+    budget = CHUNK_BYTES.get(inputs.q.device.type, DEFAULT_CHUNK_BYTES)
     return max(1, budget // max(1, batch * per_tile * inputs.q.dtype.itemsize))
 
 
@@ -279,15 +282,15 @@ def _rows(tiles: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
 # Step 1: compression
 
 
-def pooled(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAInputs, NSAConfig]:
-    """The same call with k_cmp and v_cmp in place of what makes them, for backends that only pool by means."""
-    k_cmp, v_cmp = pooled_entries(inputs, config)
-    given = replace(inputs, k_cmp=k_cmp, v_cmp=v_cmp, w_k_compress=None, w_v_compress=None)
-    return given, replace(config, compress="mean")
+def with_compressed_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAInputs, NSAConfig]:
+    """The same call with k_cmp and v_cmp given, for backends that compress by means only."""
+    k_cmp, v_cmp = compressed_entries(inputs, config)
+    changed = replace(inputs, k_cmp=k_cmp, v_cmp=v_cmp, w_k_compress=None, w_v_compress=None)
+    return changed, replace(config, compress="mean")
 
 
-def pooled_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """What `config.compress` makes of k and v, as NSAInputs takes k_cmp and v_cmp."""
+def compressed_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """k_cmp and v_cmp by `config.compress`, as NSAInputs takes them."""
     dtype, cu_seqlens = inputs.q.dtype, inputs.cu_seqlens
     pools = _pools(_cast(inputs), config, dtype)
     if cu_seqlens is None:
@@ -298,40 +301,41 @@ def pooled_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor
 
 
 def _compress(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K_cmp, V_cmp `[B, N_cmp, H_kv, D or D_v]`, rounded once to `dtype`; their gradients are not."""
+    """K_cmp, V_cmp `[B, N_cmp, H_kv, D or D_v]`, rounded once to `dtype`; their gradients are not rounded."""
     if inputs.k_cmp is not None and inputs.v_cmp is not None:
         return inputs.k_cmp, inputs.v_cmp
     pools = _pools(inputs, config, dtype)
-    k_cmp, v_cmp = (rounded(pool(whole_blocks(tensor, config)), dtype) for tensor, pool in pools)
+    k_cmp, v_cmp = (round_straight_through(pool(whole_blocks(tensor, config)), dtype) for tensor, pool in pools)
     return k_cmp, v_cmp
 
 
 def _pools(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> list[tuple[Tensor, BlockPooling]]:
-    """k and v, each with how its blocks `[...,H_kv,l,D]` become entries `[...,H_kv,D]`.
+    """k and v, each with the function from its blocks `[...,H_kv,l,D]` to entries `[...,H_kv,D]`.
 
-    A callable gets a copy of the blocks, in `dtype`: it may write to it.
+    A user's callable gets a copy of the blocks, in `dtype`, and may write to it.
     """
-    given = config.compress if isinstance(config.compress, tuple) else (config.compress, config.compress)
+    both = config.compress
+    compress_k, compress_v = both if isinstance(both, tuple) else (both, both)
 
-    def pool(name: str, how: str | BlockPooling, weight: Tensor | None, blocks: Tensor) -> Tensor:
+    def pool(name: str, compress: str | BlockPooling, weight: Tensor | None, blocks: Tensor) -> Tensor:
         *shape, _, dim = blocks.shape
         if 0 in shape:
             return blocks.select(-2, 0)
-        if callable(how):
-            mean = how(blocks.to(dtype, copy=True, memory_format=torch.contiguous_format))
-            if not isinstance(mean, Tensor):
-                raise TypeError(f"compress must map blocks of {name} to a torch.Tensor, got {type(mean).__name__}")
-            if mean.shape != (*shape, dim):
+        if callable(compress):
+            entries = compress(blocks.to(dtype, copy=True, memory_format=torch.contiguous_format))
+            if not isinstance(entries, Tensor):
+                raise TypeError(f"compress must map blocks of {name} to a torch.Tensor, got {type(entries).__name__}")
+            if entries.shape != (*shape, dim):
                 wanted = f"compress must map blocks of {name} {list(blocks.shape)} to {[*shape, dim]}"
-                raise ValueError(f"{wanted}, got {list(mean.shape)}")
-            mean = mean.to(blocks.dtype)
+                raise ValueError(f"{wanted}, got {list(entries.shape)}")
+            entries = entries.to(blocks.dtype)
         else:
-            mean = blocks.mean(-2)
-        return mean if weight is None else torch.einsum("...hd,hde->...he", mean, weight)
+            entries = blocks.mean(-2)
+        return entries if weight is None else torch.einsum("...hd,hde->...he", entries, weight)
 
     return [
-        (inputs.k, partial(pool, "k", given[0], inputs.w_k_compress)),
-        (inputs.v, partial(pool, "v", given[1], inputs.w_v_compress)),
+        (inputs.k, partial(pool, "k", compress_k, inputs.w_k_compress)),
+        (inputs.v, partial(pool, "v", compress_v, inputs.w_v_compress)),
     ]
 
 
@@ -351,7 +355,11 @@ def _tiles(
     """o and lse of the three branches, `[B,H,n*T,D_v]` and `[B,H,n*T]`; then the selections, int64.
 
     Args:
-        q: the tiles' queries `[B,H,n,T,D]`. indices, cmp_indices: theirs, or None to choose.
+        q: the tiles' queries `[B,H,n,T,D]`.
+        tiles: their indices `[n]`.
+        indices: the tiles' selected blocks, or None to select.
+        cmp_indices: their blocks of compressed entries, or None to select.
+        compressed, selected, window: keys and values of the branches.
     """
     num_tokens = selected.k.shape[2]
     scale = config.scale(q.shape[-1])
@@ -362,10 +370,10 @@ def _tiles(
         if indices is None or (count is not None and cmp_indices is None):
             scores, scored = _score(q, compressed.k, rows, num_tokens, config)
             if count is not None and cmp_indices is None:
-                cmp_indices = _choose_cmp_blocks(scores, scored, rows, count, config)
+                cmp_indices = _select_cmp_blocks(scores, scored, rows, count, config)
             if indices is None:
                 indices = _select(scores, scored, rows, num_tokens, compressed.k.shape[1], config)
-        # No wider than there are blocks: what pads given ones would be gathered as keys
+        # At most one column for each block: padding of given selections would be gathered as keys
         indices = indices[..., : _num_blocks(num_tokens, config)]
         if cmp_indices is None:
             cmp_indices = rows.new_empty((*q.shape[:3], 0))
@@ -382,19 +390,19 @@ def _tiles(
 
 
 def _block_end(entries: Tensor, config: NSAConfig) -> Tensor:
-    """Last token of compressed blocks: from there on they are visible."""
+    """Last token of compressed blocks: they are visible from this token on."""
     return entries * config.stride + config.compress_block_size - 1
 
 
 def _last_token(rows: Tensor, num_tokens: int) -> Tensor:
-    """e of each tile, `[n]`."""
+    """Last token e of each tile, `[n]`."""
     return rows[:, -1].clamp(max=num_tokens - 1)
 
 
 def _score(q: Tensor, k_cmp: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Scores of compressed entries per tile and query head `[B,H,n,N_cmp]`, and which entries count, `[n,N_cmp]`.
+    """Scores of compressed entries per tile and query head `[B,H,n,N_cmp]`, and which are scored, bool `[n,N_cmp]`.
 
-    Tile mode: mean logits. Token mode: probabilities (0 for entries that do not count).
+    Tile mode: logits of the mean query. Token mode: probabilities, 0 for entries that are not scored.
     """
     batch, heads, n, _, dim = q.shape
     kv_heads, num_entries = k_cmp.shape[1:3]
@@ -422,7 +430,7 @@ def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:
 
 
 def _select_size(num_tokens: int, config: NSAConfig) -> int:
-    """l', but no longer than the document, which is then the only block: temporaries grow with it."""
+    """l', but at most the document's length, to bound temporaries: the document is then the only block."""
     return min(config.select_size, max(num_tokens, 1))
 
 
@@ -432,7 +440,7 @@ def _num_blocks(num_tokens: int, config: NSAConfig) -> int:
 
 
 def _cmp_block_width(num_entries: int, config: NSAConfig) -> int:
-    """n_block_size, but no wider than all entries together: temporaries grow with it."""
+    """n_block_size, but at most the number of entries, to bound temporaries."""
     return min(config.n_block_size, max(num_entries, 1))
 
 
@@ -454,19 +462,19 @@ def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_he
         block_scores = torch.where(forced, math.inf, scores.new_full((*scores.shape[:-1], num_blocks), -math.inf))
         return _top_blocks(block_scores, forced, config.num_selected_blocks)
 
-    # Entries that overlap block b: j = first(b) ... first(b) + most - 1, some of them outside [0, N_cmp). Entry j goes
-    # to slot j % most, so that blocks made of the same entries are summed in the same order and tie exactly.
-    most = -(-(size + length - 1) // stride)
+    # Entries that overlap block b: j = first(b) ... first(b) + width - 1, some of them outside [0, N_cmp). Entry j goes
+    # to column j % width, so that blocks of the same entries are summed in the same order and tie exactly.
+    width = -(-(size + length - 1) // stride)
     first = -((length - 1 - blocks * size) // stride)[:, None]
-    entries = first + (torch.arange(most, device=rows.device) - first) % most
+    entries = first + (torch.arange(width, device=rows.device) - first) % width
     starts = entries * stride
     overlap = torch.minimum(starts + length, (blocks[:, None] + 1) * size) - torch.maximum(
         starts, blocks[:, None] * size
     )
     overlap = torch.where((entries >= 0) & (entries < num_entries), overlap.clamp(min=0), 0).to(scores.dtype)
-    inside = entries.clamp(0, num_entries - 1)
-    weights = torch.where(scored[:, inside], overlap, 0.0)  # [n, blocks, most]
-    values = torch.where(weights > 0, scores[..., inside], 0.0)
+    clamped = entries.clamp(0, num_entries - 1)
+    weights = torch.where(scored[:, clamped], overlap, 0.0)  # [n, blocks, width]
+    values = torch.where(weights > 0, scores[..., clamped], 0.0)
     total = weights.sum(-1)
     eligible = total > 0
     divisor = length if config.token_mode else torch.where(eligible, total, 1.0)[..., None]
@@ -477,7 +485,7 @@ def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_he
 
 
 def _forced_blocks(blocks: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
-    """Which blocks each tile must select, `[n, blocks]`."""
+    """The forced blocks of each tile, bool `[n, blocks]`."""
     size, count = _select_size(num_tokens, config), config.num_local_blocks
     last_token = _last_token(rows, num_tokens)[:, None]
     last = last_token // size
@@ -491,20 +499,20 @@ def _forced_blocks(blocks: Tensor, rows: Tensor, num_tokens: int, config: NSACon
     return ((blocks < config.num_init_blocks) | local) & exists
 
 
-def _choose_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int, config: NSAConfig) -> Tensor:
-    """Blocks of compressed entries for each tile and query head, `[B,H,n,m]`, m <= c, ascending, padded with -1."""
+def _select_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int, config: NSAConfig) -> Tensor:
+    """Selected blocks of compressed entries per tile and query head, `[B,H,n,m]`, m <= c, ascending, padded with -1."""
     num_entries = scores.shape[-1]
     width, num_blocks = _cmp_block_width(num_entries, config), _num_cmp_blocks(num_entries, config)
-    behind = num_blocks * width - num_entries
-    weights = pad(scored.to(scores.dtype), [0, behind]).unflatten(-1, (num_blocks, width))
-    values = torch.where(weights > 0, pad(scores, [0, behind]).unflatten(-1, (num_blocks, width)), 0.0)
+    ragged = num_blocks * width - num_entries
+    weights = pad(scored.to(scores.dtype), [0, ragged]).unflatten(-1, (num_blocks, width))
+    values = torch.where(weights > 0, pad(scores, [0, ragged]).unflatten(-1, (num_blocks, width)), 0.0)
     total = weights.sum(-1)
     block_scores = torch.where(total > 0, values.sum(-1) / total.clamp(min=1), -math.inf)
     eligible = total > 0
     if config.causal:
         ends = _block_end(torch.arange(num_entries, device=rows.device), config)
-        inside = scored & (ends >= rows[:, :1])
-        forced = pad(inside, [0, behind]).unflatten(-1, (num_blocks, width)).any(-1)
+        inside_tile = scored & (ends >= rows[:, :1])
+        forced = pad(inside_tile, [0, ragged]).unflatten(-1, (num_blocks, width)).any(-1)
         block_scores = torch.where(forced, math.inf, block_scores)
     if count >= num_blocks:
         eligible = torch.ones_like(eligible)
@@ -512,14 +520,14 @@ def _choose_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int,
 
 
 def _top_blocks(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
-    """The highest-scoring eligible blocks, the lower index first among equals; ascending, padded with -1.
+    """The `count` eligible blocks of highest score (fewer where there are fewer blocks), ascending, padded with -1.
 
-    In `count` columns, or one for each block where there are fewer.
+    The lower index wins among equal scores.
     """
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
-    chosen = torch.where(eligible.expand_as(scores).gather(-1, order), order, scores.shape[-1])
-    chosen = chosen.sort(dim=-1).values
-    return torch.where(chosen < scores.shape[-1], chosen, -1)
+    top = torch.where(eligible.expand_as(scores).gather(-1, order), order, scores.shape[-1])
+    top = top.sort(dim=-1).values
+    return torch.where(top < scores.shape[-1], top, -1)
 
 
 def _compressed(
@@ -545,7 +553,7 @@ def _compressed(
     visible = exists[..., None, :]
     if config.causal:
         visible = visible & (_block_end(positions, config)[..., None, :] <= rows[..., None])
-    return _attend(q, keys.at(positions), visible, scale)
+    return _attend(q, keys.gather(positions), visible, scale)
 
 
 def _selected(
@@ -558,45 +566,45 @@ def _selected(
     visible = exists[..., None, :]
     if config.causal:
         visible = visible & (positions[..., None, :] <= rows[..., None])
-    return _attend(q, keys.at(positions), visible, scale)
+    return _attend(q, keys.gather(positions), visible, scale)
 
 
 def _reach(num_tokens: int, config: NSAConfig) -> tuple[int, int]:
-    """Tokens before and behind a query in its window, no more than there are."""
+    """Tokens before and after a query in its window, at most N - 1."""
     reach = (config.window_size - 1, 0) if config.causal else (config.window_size // 2,) * 2
-    before, behind = (min(tokens, max(num_tokens - 1, 0)) for tokens in reach)
-    return before, behind
+    before, after = (min(tokens, max(num_tokens - 1, 0)) for tokens in reach)
+    return before, after
 
 
 def _window_span(num_tokens: int, tile_size: int, config: NSAConfig) -> int:
-    """Consecutive tokens that hold the windows of a tile, wherever it lies."""
+    """Tokens of a run that holds the windows of any tile of this size."""
     return min(tile_size + sum(_reach(num_tokens, config)), num_tokens) if config.window_size > 0 else 0
 
 
 def _window(q: Tensor, keys: _Keys, rows: Tensor, scale: float, config: NSAConfig) -> tuple[Tensor, Tensor]:
     num_tokens = keys.k.shape[2]
-    before, behind = _reach(num_tokens, config)
+    before, after = _reach(num_tokens, config)
     span = _window_span(num_tokens, rows.shape[1], config)
     first = (rows[:, :1] - before).clamp(0, num_tokens - span)
     positions = first + torch.arange(span, device=rows.device)  # [n, T + w - 1]
     distance = positions[:, None, :] - rows[..., None]
-    visible = (distance >= -before) & (distance <= behind)
+    visible = (distance >= -before) & (distance <= after)
     positions = positions.expand(*keys.k.shape[:2], *positions.shape)
-    return _attend(q, keys.at(positions), visible, scale)
+    return _attend(q, keys.gather(positions), visible, scale)
 
 
 def _gather(entries: Tensor, positions: Tensor) -> Tensor:
-    """Rows of entries `[B,H_kv,N,D]` at positions `[B,S,n,m]` (select heads share key/value heads in order).
+    """Rows of entries `[B,H_kv,N,D]` at positions `[B,S,n,m]`; zeros for positions outside `[0, N)`.
 
-    Positions outside `[0, N)` give zeros, so that what an absent row holds can reach no result.
+    Head s of S reads key/value head s // (S / H_kv).
     """
     batch, kv_heads, num, dim = entries.shape
     select_heads = positions.shape[1]
-    padded = pad(entries, [0, 0, 0, 1])  # one more row, of zeros, for absent positions
+    padded = pad(entries, [0, 0, 0, 1])  # one more row, of zeros, for positions outside
     base = torch.arange(batch * kv_heads, device=entries.device).reshape(batch, kv_heads) * (num + 1)
     base = base.repeat_interleave(select_heads // kv_heads, dim=1)[:, :, None, None]
-    inside = torch.where((positions >= 0) & (positions < num), positions, num)
-    flat = (base + inside).flatten()
+    rows = torch.where((positions >= 0) & (positions < num), positions, num)
+    flat = (base + rows).flatten()
     return padded.flatten(0, 2).index_select(0, flat).reshape(*positions.shape, dim)
 
 
@@ -605,19 +613,19 @@ def _attend(q: Tensor, keys: _Keys, visible: Tensor, scale: float) -> tuple[Tens
 
     q `[B,H,n,T,D]`, keys `[B,S,n,m,D]` and `[B,S,n,m,D_v]`; visible broadcasts to `[B,S,n,T,m]`.
     Returns o `[B,H,n,T,D_v]` (0 without keys) and lse `[B,H,n,T]` (-inf without keys); NaN where a visible key or
-    value is not finite. Invisible ones reach no result and no gradient, whatever they hold.
+    value is not finite. NaN and inf in masked keys and values reach no result and no gradient.
     """
     k, v = keys.k, keys.v
     batch, heads, n, tile, dim = q.shape
     select_heads, num_keys = k.shape[1], k.shape[3]
     group = heads // select_heads
     if num_keys == 0:
-        # Zero times q, and sums of nothing, keep the result in the graph, with zero gradients.
+        # 0 * q and sums over nothing keep the result in the graph, with zero gradients
         o = q[..., :1] * 0 + k.sum() + v.sum()
         return o.expand(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
     while visible.dim() < 5:
         visible = visible[None]
-    if not keys.finite:  # a weight of 0 does not silence a NaN: take it out, and mark the rows that see it
+    if not keys.finite:  # 0 * NaN is NaN: replace such keys by zeros, and set NaN in the rows that see them
         finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
         k, v = (torch.where(finite[..., None], entries, 0.0) for entries in (k, v))
     grouped = q.reshape(batch, select_heads, group, n, tile, dim).movedim(2, 3).flatten(3, 4)
@@ -629,8 +637,8 @@ def _attend(q: Tensor, keys: _Keys, visible: Tensor, scale: float) -> tuple[Tens
     top = torch.where(top == -math.inf, 0.0, top)
     weights = torch.exp(logits - top)
     total = weights.sum(-1, keepdim=True)
-    some = torch.where(total == 0, 1.0, total)
-    o = (weights / some).flatten(3, 4) @ v
+    divisor = torch.where(total == 0, 1.0, total)
+    o = (weights / divisor).flatten(3, 4) @ v
     o = (
         o.reshape(batch, select_heads, n, group, tile, v.shape[-1])
         .movedim(3, 2)

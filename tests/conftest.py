@@ -44,7 +44,7 @@ def _seeded_and_poisoned() -> Iterator[None]:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU with everything installed, as far as dispatch's checks can tell."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("dispatch.registry.package_problem", lambda module, device_type: None)
+    monkeypatch.setattr("dispatch.impl.package_problem", lambda module, device_type: None)
     monkeypatch.setenv(TARGET_VARIABLE, "sm_90a")
     compute_capability.cache_clear()
     yield
@@ -65,6 +65,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, not skip, what needs packages of the `cuda` extra that are not installed",
     )
+    parser.addoption("--full", action="store_true", help="run the tests marked `full`, too: `make test-full`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--full"):
+        os.environ["PYTEST_ADDOPTS"] = "--full"  # of tests that run others in a child process
 
 
 def without_cuda_extra(config: pytest.Config) -> str | None:
@@ -89,6 +95,9 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     reason = without_cuda_extra(config)
     for item in items:
         if reason is not None and item.get_closest_marker("cuda_extra"):

@@ -51,7 +51,7 @@ DIMS = (64, 128)
 GROUPS = (1, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
-HOPPER_MODULES = ("selected_backward", "window_backward")
+HOPPER_MODULES = ("selected_backward", "selected_worklist", "window_backward")
 """Of cute_kernels: what only sm_90a can run."""
 
 
@@ -154,7 +154,7 @@ def score_cases() -> Iterator[Case]:
     for dim, dtype in itertools.product(DIMS, DTYPES):
         for variant, (blocks, keys, packed) in variants.items():
             run = ours(_compiled, dtype, dim, blocks, keys, 256, packed)
-            yield Case("TopBlocks", variant, dim, None, dtype, run)
+            yield Case("TileTopK", variant, dim, None, dtype, run)
 
 
 def token_cases() -> Iterator[Case]:
@@ -173,7 +173,7 @@ def token_cases() -> Iterator[Case]:
             "plain": (group, plain, False),
         }
         for variant, arguments in variants.items():
-            yield Case("TokenBlocks", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments, hopper))
+            yield Case("TokenTopK", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments, hopper))
 
 
 def list_cases() -> Iterator[Case]:
@@ -196,9 +196,9 @@ def list_cases() -> Iterator[Case]:
 
 
 def document_cases() -> Iterator[Case]:
-    from cute_kernels.pool.documents import _add_up, _align
+    from cute_kernels.pool.documents import _align, _bounds
 
-    yield Case("AddUp", "bounds", None, None, None, ours(_add_up, 256, 32, 16))
+    yield Case("DocumentBounds", "bounds", None, None, None, ours(_bounds, 256, 32, 16))
     for dim, dtype in itertools.product(DIMS, DTYPES):
         variants = {
             "one": (256, None, False),
@@ -208,7 +208,7 @@ def document_cases() -> Iterator[Case]:
         }
         for variant, (tile, v_dim, with_q) in variants.items():
             run = ours(_align, tile, 16, dtype, dim, v_dim, with_q)
-            yield Case("Align", variant, dim, None, dtype, run)
+            yield Case("AlignRows", variant, dim, None, dtype, run)
 
 
 def gate_cases() -> Iterator[Case]:
@@ -353,10 +353,11 @@ def token_selected_cases() -> Iterator[Case]:
 
 def hopper_cases() -> Iterator[Case]:
     from cute_kernels.attend import window_backward
-    from cute_kernels.attend.selected_backward import _add, _count, _dkv, _dq, _list
+    from cute_kernels.attend.selected_backward import _combine, _dkv, _dq
+    from cute_kernels.lists.selected_worklist import _count, _list
 
-    yield Case("CountVisits", "bits", None, None, None, ours(_count))
-    yield Case("ListVisits", "bits", None, None, None, ours(_list))
+    yield Case("CountQueryTiles", "bits", None, None, None, ours(_count))
+    yield Case("ListQueryTiles", "bits", None, None, None, ours(_list))
     for dim, dtype in itertools.product(DIMS, DTYPES):
         for causal in (True, False):
             variant = "causal" if causal else "not-causal"
@@ -365,11 +366,11 @@ def hopper_cases() -> Iterator[Case]:
                 run = ours(_dkv, dim, dtype, causal, size, 256)
                 yield Case("SelectedDKV", f"{size}-in-64,{variant}", dim, None, dtype, run)
         for size in (64, 128):
-            yield Case("AddSegments", f"{size}-in-64", dim, None, dtype, ours(_add, dim, dtype, size))
-        for near in (False, True):
-            variant = "near" if near else "window"
-            yield Case("WindowDQ", variant, dim, None, dtype, ours(window_backward._dq, dim, dtype, near))
-            yield Case("WindowDKV", variant, dim, None, dtype, ours(window_backward._dkv, dim, dtype, near))
+            yield Case("CombineSelectedDKV", f"{size}-in-64", dim, None, dtype, ours(_combine, dim, dtype, size))
+        for has_local in (False, True):
+            variant = "local-selected" if has_local else "window"
+            yield Case("WindowDQ", variant, dim, None, dtype, ours(window_backward._dq, dim, dtype, has_local))
+            yield Case("WindowDKV", variant, dim, None, dtype, ours(window_backward._dkv, dim, dtype, has_local))
 
 
 def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], bytes]:
@@ -380,6 +381,7 @@ def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Calla
 def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
     from cute_kernels.fa4 import interface as fa4
     from cute_kernels.lists.query_to_kv import BlockLists
+    from cute_kernels.pool.documents import Varlen
 
     rules = fa4.rules(torch.device("cuda"))
     if rules is None:
@@ -395,13 +397,13 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         function(q, k, v, *arguments, scale=scale, lse=lse, **options)
 
     def chosen(keys: int, width: int, bits: bool = False) -> BlockLists:
-        """As of block_lists.chosen_lists."""
+        """As of lists.query_to_kv.chosen_lists."""
         counts, indices = (batch, heads, rows // tile), (batch, heads, rows // tile, keys // width)
         lists = BlockLists(empty(*counts), empty(*indices), empty(*counts), empty(*indices), tile, width)
-        return replace(lists, bits=empty(batch, heads, rows // tile, 2), unit=64) if bits else lists
+        return replace(lists, bits=empty(batch, heads, rows // tile, 2), bit_keys=64) if bits else lists
 
     def prefix(keys: int, width: int, packed: bool = False) -> BlockLists:
-        """As of block_lists.prefix_lists: stored once for all heads, `full` blocks also for all tiles unless packed."""
+        """As of prefix_lists, stored once for all heads, `full` blocks also for all tiles unless packed."""
         counts, indices = (batch, heads, rows // rules.rows), (batch, heads, rows // rules.rows, keys // width)
         count, index, every = (
             empty(1, 1, counts[2]),
@@ -423,7 +425,7 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         return lambda: call(fa4.selected, rows, chosen(rows, width, bits), lse=lse, **options)
 
     def window(lse: bool = False, packed: bool = False) -> Callable[[], None]:
-        documents = (lambda: fa4.Packed(empty(9), empty(9), empty(8))) if packed else lambda: None
+        documents = (lambda: Varlen(empty(9), empty(9), empty(8))) if packed else lambda: None
         return lambda: call(fa4.window, rows, lse=lse, left=511, right=0, documents=documents())
 
     narrow, wide = rules.widths[-1], rules.widths[0]
@@ -470,6 +472,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
     """All but deterministic ones, which FlashAttention-4 compiles for tensors with data only."""
     from cute_kernels.fa4 import interface as fa4
     from cute_kernels.lists.query_to_kv import BlockLists
+    from cute_kernels.pool.documents import Varlen
 
     rules = fa4.rules(torch.device("cuda"))
     if rules is None:
@@ -493,7 +496,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
         if not every_head:
             tensors = [x.expand(1, heads, *x.shape[2:]) for x in tensors]
         made = BlockLists(*tensors, tile, width)
-        return replace(made, bits=empty(1, heads, keys // 64, 2), unit=64) if bits else made
+        return replace(made, bits=empty(1, heads, keys // 64, 2), bit_keys=64) if bits else made
 
     def compressed(every_head: bool = False, packed: bool = False) -> Callable[[], None]:
         return lambda: fa4.compressed_backward(
@@ -515,7 +518,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
             left=511,
             right=0,
             scale=scale,
-            documents=fa4.Packed(empty(9), empty(9), empty(8)) if packed else None,
+            documents=Varlen(empty(9), empty(9), empty(8)) if packed else None,
         )
 
     variants: dict[tuple[str, str], Callable[[], None]] = {
@@ -569,11 +572,22 @@ def pairwise(cases: Iterable[Case]) -> list[Case]:
     return chosen
 
 
+def one_of_each(cases: Iterable[Case]) -> list[Case]:
+    """The first case of every kernel, which is the one with the smallest D and G."""
+    return list({case.kernel: case for case in reversed(list(cases))}.values())[::-1]
+
+
 def covers(case: Case) -> set[Hashable]:
     sizes = [("dim", case.dim), ("group", case.group), ("dtype", case.dtype)]
     values = {(case.kernel, *value) for value in [*sizes, ("variant", case.variant)]}
     return values | {(case.family, *pair) for pair in itertools.combinations(sizes, 2)}
 
+
+MATRICES: dict[str, Callable[[Iterable[Case]], Iterable[Case]]] = {
+    "full": iter,
+    "pairwise": pairwise,
+    "kernels": one_of_each,
+}
 
 # ---------------------------------------------------------------- one process per architecture
 
@@ -639,8 +653,7 @@ def compile_here(arch: str, matrix: str) -> None:
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
     cutlass.utils.HardwareInfo = cutlass.utils.hardware_info.HardwareInfo = HardwareInfo
-    cases = list(all_cases())
-    for case in pairwise(cases) if matrix == "pairwise" else cases:
+    for case in MATRICES[matrix](all_cases()):
         print(json.dumps(try_case(arch, case)), file=lines, flush=True)
 
 
@@ -713,7 +726,7 @@ def versions() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile every CuTe kernel without a GPU.")
     parser.add_argument("--arch", default=",".join(TARGETS), help="architectures (default: %(default)s)")
-    parser.add_argument("--matrix", choices=("full", "pairwise"), default="full", help="default: full")
+    parser.add_argument("--matrix", choices=MATRICES, default="full", help="kernels: one case each (default: full)")
     parser.add_argument("--log", type=Path, help="also write the table, with versions, to this file")
     parser.add_argument(
         "--against", type=Path, metavar="LOG", help="list the kernels whose code differs from this log's"

@@ -142,12 +142,12 @@ class Case:
         shape = (*inputs.q.shape[:-1], self.v_dim)
         do = place(torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, self.dtype))
         with self._as_asked():
-            out, saved = backward.nsa_saving(inputs, self.config, recompute=self.recompute)
+            out, saved = forward.nsa_saving(inputs, self.config, recompute=self.recompute)
             gradients = backward.nsa_backward(inputs, self.config, saved, do, deterministic=self.deterministic)
             alone, _ = forward.nsa(inputs, self.config, aux=False)
         results = {"out": out, "out alone": alone, **gradients}
         if check:
-            indices, cmp_indices = backward.Saved.of_list(saved).selections(slice(None), slice(None))
+            indices, cmp_indices = forward.Saved.from_list(saved).selections(slice(None), slice(None))
             self._check(inputs, do, results, indices, cmp_indices)
         return results
 
@@ -409,8 +409,8 @@ def vouch_for_tensor_copies() -> None:
 
     fa4.attend = vouching(fa4.attend, lambda returned, *_, **__: returned)
     fa4.differentiate = vouching(fa4.differentiate, lambda _, given, *__, **___: (given.dq, given.dk, given.dv))
-    backward.split.selected_backward = vouching(backward.split.selected_backward, lambda returned, *_, **__: returned)
-    backward.split_window.window_backward = vouching(backward.split_window.window_backward, lambda *_, into, **__: into)
+    backward.selected_backward = vouching(backward.selected_backward, lambda returned, *_, **__: returned)
+    backward.window_backward = vouching(backward.window_backward, lambda *_, into, **__: into)
 
 
 # ---------------------------------------------------------------- what compute-sanitizer wrote

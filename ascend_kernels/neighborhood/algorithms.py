@@ -18,13 +18,14 @@ def forward(
 
     Args:
         algorithm: "flash", "band" or "dense", which is the band with another backward.
-        keep: whether `backward` will be called, or the band is what the caller wants. "flash" keeps its LSE anyway.
+        keep: whether the caller needs the band, for `backward` or itself. "flash" returns its LSE in any case.
+        options: kernel_size, dilation, softmax_scale, boundary, causal, backend.
 
     Returns:
-        out, and what `backward` takes: LSE or the band; None for the band without `keep`.
+        out, and what `backward` takes: LSE, or the band; None for the band without `keep`.
 
     Raises:
-        ValueError: algorithm "dense", where its backward would be beyond its limits.
+        ValueError: algorithm "dense" where its backward exceeds its limits.
     """
     if algorithm == "dense" and keep:
         refusal = attention_backward.dense_refusal(q, k, backend=options["backend"])
@@ -36,7 +37,7 @@ def forward(
 
 
 def kept_like(q: Tensor, k: Tensor, v: Tensor, *, algorithm: str = "flash", **options: Any) -> Tensor:
-    """Uninitialised: what `forward` keeps."""
+    """Uninitialised: a tensor like the second result of `forward`."""
     if algorithm != "flash":
         batch, num_tokens, heads, _ = q.shape
         return q.new_empty((batch, heads, num_tokens, options["kernel_size"]), dtype=torch.float32)
@@ -46,7 +47,7 @@ def kept_like(q: Tensor, k: Tensor, v: Tensor, *, algorithm: str = "flash", **op
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Tensor, *, algorithm: str = "flash", **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from what `forward` took and gave, by the same algorithm; "band" takes either path of its backward."""
+    """dq, dk, dv from the inputs and results of `forward`; for "band" by either path of neighborhood/backward.py."""
     if algorithm != "flash":
         path = "dense" if algorithm == "dense" else "auto"
         return attention_backward.backward(do, q, k, v, kept, **options, path=path)

@@ -1,7 +1,8 @@
-"""Neighborhood attention through its band, in plain Triton: the probabilities `[B,H,N,K]` are kept, never `[N,N]`.
+"""Kernels of neighborhood attention through its band, in Triton, for Ascend NPUs and NVIDIA GPUs.
 
-Definition, residue classes and windows are those of neighborhood/flash.py: row t of a class of S rows sees the rows
-start(t) ... start(t) + K - 1 that exist, and slot s of row t is key start(t) + s.
+The band is the probabilities `[B,H,N,K]`, fp32: it is kept for backward, and `[N,N]` never exists. Definition, residue
+classes and windows are those of neighborhood/flash.py: row t of a class of S rows sees the rows start(t) ... start(t) +
+K - 1 that exist, and slot s of row t is key start(t) + s. Launchers are in band.py.
 
     s = scale * q k^T     p = softmax over the slots               scores_kernel: q, k -> p
     o = p v                                                        rows_kernel: p, v -> o
@@ -10,32 +11,32 @@ start(t) ... start(t) + K - 1 that exist, and slot s of row t is key start(t) + 
     dk = scale * ds^T q   dv = p^T do                              columns_kernel: ds, q -> dk and p, do -> dv
                                                                    gradients_kernel: p, ds, q, k, do -> dq, dk, dv
 
-Writing a band. BLOCK_M consecutive rows share one contiguous window of keys, so BLOCK_M of their slots are found in one
-product of BLOCK_M rows and BLOCK_N = 2 BLOCK_M keys. Slot s of each row lies on one line through it, which a masked sum
-takes out; the `[BLOCK_M, BLOCK_M]` tile of the band is stored whole. A window with more slots takes more tiles, and a
-pass before for the sums of its softmax: products are cheaper twice than scores in memory.
+Writing a band. BLOCK_M consecutive rows share one contiguous window of keys, so one product of BLOCK_M rows and BLOCK_N
+= 2 BLOCK_M keys holds BLOCK_M slots of each of them. Slot s of all rows is a diagonal of that product, which a masked
+sum extracts; the `[BLOCK_M, BLOCK_M]` tile of the band is stored whole. A window with more slots takes more tiles, and
+a first pass for the sums of its softmax: computing products twice is cheaper than scores in memory.
 
-Reading a band. Row t of a stretch of rows has start(t) = slope * t + first, so (t, u), with u a key, lies at
+Reading a band. In a segment of rows with start(t) = slope * t + first, the entry (t, u) of row t and key u lies at
 
     t * row_stride + u - start(t)  =  t * (row_stride - slope) + u - first
 
-That is a dense matrix with another row stride, keys contiguous: a tile of it is one block copy, by rows and (`tl.trans`
-on the way to the cube) by columns, and no slot is gathered. All (t, u) of a stretch lie within its class's band; what
-is not in the window of t belongs to neighboring rows, and is masked on chip. Rows of a tile overlap in memory where
+That is a dense matrix with another row stride, keys contiguous: a tile of it is one block copy, by rows or (`tl.trans`
+on the way to the cube) by columns, and no slot is gathered. All (t, u) of a segment lie within the band of its class;
+those outside the window of t belong to neighboring rows and are masked on chip. Rows of a tile overlap in memory where
 row_stride - slope < BLOCK_N: bishengir's library then copies row by row (read in its source, not seen on a device).
-Windows have at most three stretches:
+There are at most three segments:
 
-    rows 0 ... left - 1            slope 0, first 0         shift only: windows held by the first row
+    rows 0 ... left - 1            slope 0, first 0         shift only: rows with the window of row 0
     rows left ... S - right - 1    slope 1, first -left     all rows, unless shift
-    rows S - right ... S - 1       slope 0, first S - K     shift only: windows held by the last row
+    rows S - right ... S - 1       slope 0, first S - K     shift only: rows with the window of row S - 1
 
-and with shift and fewer rows than K, one: slope 0, first 0. A tile of rows walks over the stretches that it has rows
-of; a tile of keys over those with windows that hold one of its keys. Gradients of keys gather from queries, in a fixed
-order, and over the query heads of their key head, so no two programs add to one place and results are the same in
-every run.
+and with shift and fewer rows than K one: slope 0, first 0. A tile of rows walks over the segments that its rows are in;
+a tile of keys over those with windows that hold one of its keys. Gradients of keys are gathered from queries, in a
+fixed order, and over the query heads of their key head, so no two programs add to one address and every run gives the
+same bits.
 
-Products have operands in the inputs' dtype and fp32 sums; p and ds are fp32 in memory and between products. The scale
-is applied to sums, once. Work is split as in neighborhood/flash.py, and into BLOCK_D features.
+Operands of products are in the inputs' dtype, sums in fp32; p and ds are fp32 in memory and between products. The scale
+is applied once, to sums. Work tiles are those of neighborhood/flash.py, of BLOCK_D features each.
 
 Floor, per batch element. Forward reads q, k, v and writes o, 2 N (H + H_kv) D elements, writes a band of 4 N K H bytes
 and reads it, and takes 4 N K H D FLOP. Backward reads do, q, k, v and writes dq, dk, dv, (3 H + 4 H_kv) N D elements,
@@ -49,28 +50,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ascend_kernels.neighborhood.rows import SIZES, class_base, load_rows, piece, store_rows, window_start
+from ascend_kernels.neighborhood.windows import SIZES, class_base, load_rows, store_rows, window_start, work_tile
 
-# Parts of kernels
+# Shared by the kernels
 
 
 @triton.jit
-def _stretch(i_stretch, num_rows, left, right, shift):
-    """First and end row of a stretch, its slope and first key; 0 has the rows whose windows move with them."""
+def _segment(i_segment, num_rows, left, right, shift):
+    """First and end row, slope and first key of a segment. Segment 0 has slope 1; shift puts 1 before, 2 after it."""
     window = left + right + 1
-    held = shift != 0
+    shifted = shift != 0
     short = window > num_rows
-    moving_row = tl.where(held, tl.where(short, num_rows, left), 0)
-    moved_row = tl.where(held, tl.where(short, num_rows, num_rows - right), num_rows)
-    first_row = tl.where(i_stretch == 0, moving_row, tl.where(i_stretch == 1, 0, moved_row))
-    end_row = tl.where(i_stretch == 0, moved_row, tl.where(i_stretch == 1, moving_row, num_rows))
-    first_key = tl.where(i_stretch == 0, -left, tl.where(i_stretch == 1, 0, num_rows - window))
-    return first_row, end_row, tl.where(i_stretch == 0, 1, 0), first_key
+    first_sloped = tl.where(shifted, tl.where(short, num_rows, left), 0)
+    end_sloped = tl.where(shifted, tl.where(short, num_rows, num_rows - right), num_rows)
+    first_row = tl.where(i_segment == 0, first_sloped, tl.where(i_segment == 1, 0, end_sloped))
+    end_row = tl.where(i_segment == 0, end_sloped, tl.where(i_segment == 1, first_sloped, num_rows))
+    first_key = tl.where(i_segment == 0, -left, tl.where(i_segment == 1, 0, num_rows - window))
+    return first_row, end_row, tl.where(i_segment == 0, 1, 0), first_key
 
 
 @triton.jit
 def _load_dense(p_band_class, o_rows, o_keys, first_row, end_row, end_key, slope, first, window, row_stride):
-    """The band of a stretch as a dense `[rows, keys]` tile: one block, with zeros outside of windows and limits."""
+    """The band of a segment as a dense `[rows, keys]` tile: one block copy, zeros outside windows and limits."""
     p_tile = p_band_class + o_rows.to(tl.int64)[:, None] * (row_stride - slope) + (o_keys - first)[None, :]
     rows = (o_rows >= first_row) & (o_rows < end_row)
     b_tile = tl.load(p_tile, mask=rows[:, None] & (o_keys < end_key)[None, :], other=0.0)
@@ -100,8 +101,8 @@ def _band_times_rows(
     window = left + right + 1
     o_rows = i_row + tl.arange(0, BLOCK_M)
     b_sum = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    for i_stretch in range(0, 1 + 2 * shift):
-        first_row, end_row, slope, first = _stretch(i_stretch, num_rows, left, right, shift)
+    for i_segment in range(0, 1 + 2 * shift):
+        first_row, end_row, slope, first = _segment(i_segment, num_rows, left, right, shift)
         first_row, end_row = tl.maximum(first_row, i_row), tl.minimum(end_row, i_row + BLOCK_M)
         first_key = tl.maximum(slope * first_row + first, 0)
         end_key = tl.minimum(slope * (end_row - 1) + first + window, num_rows)
@@ -151,20 +152,20 @@ def _band_times_columns(
     o_keys = i_key + tl.arange(0, BLOCK_M)
     end_tile = tl.minimum(i_key + BLOCK_M, num_rows)
     b_sum = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    for i_stretch in range(0, 1 + 2 * shift):
-        first_row, end_row, slope, first = _stretch(i_stretch, num_rows, left, right, shift)
-        moving = slope != 0
-        first_key = tl.where(moving, 0, first)
-        end_key = tl.where(moving, num_rows, tl.minimum(first + window, num_rows))
-        first_row = tl.where(moving, tl.maximum(first_row, i_key - right), first_row)
-        end_row = tl.where(moving, tl.minimum(end_row, end_tile + left), end_row)
+    for i_segment in range(0, 1 + 2 * shift):
+        first_row, end_row, slope, first = _segment(i_segment, num_rows, left, right, shift)
+        sloped = slope != 0
+        first_key = tl.where(sloped, 0, first)
+        end_key = tl.where(sloped, num_rows, tl.minimum(first + window, num_rows))
+        first_row = tl.where(sloped, tl.maximum(first_row, i_key - right), first_row)
+        end_row = tl.where(sloped, tl.minimum(end_row, end_tile + left), end_row)
         end_row = tl.where((i_key < end_key) & (end_tile > first_key), end_row, first_row)
-        for i_member in range(0, group_size):
-            wide_member = tl.cast(i_member, tl.int64)
+        for i_group_head in range(0, group_size):
+            wide_group_head = tl.cast(i_group_head, tl.int64)
             for i_row in range(first_row, end_row, BLOCK_N):
                 o_rows = i_row + tl.arange(0, BLOCK_N)
                 b_band = _load_dense(
-                    p_band_class + wide_member * band_head_stride,
+                    p_band_class + wide_group_head * band_head_stride,
                     o_rows,
                     o_keys,
                     first_row,
@@ -176,7 +177,7 @@ def _band_times_columns(
                     band_row_stride,
                 )
                 b_x = load_rows(
-                    p_x_class + wide_member * x_head_stride, o_rows, o_dim, x_row_stride, end_row, dim, UPCAST
+                    p_x_class + wide_group_head * x_head_stride, o_rows, o_dim, x_row_stride, end_row, dim, UPCAST
                 )
                 b_sum += tl.dot(tl.trans(b_band.to(b_x.dtype)), b_x, input_precision="ieee")
     return b_sum
@@ -220,7 +221,7 @@ def _band_of_products(
 
 @triton.jit
 def _band_base(p_band, i_batch, i_head, i_class, num_heads, num_tokens, window):
-    """Where a class of a head starts in a band `[B,H,N,K]`."""
+    """Pointer to the first row of a class of a head in a band `[B,H,N,K]`."""
     return p_band + ((i_batch * num_heads + i_head) * num_tokens + i_class) * window
 
 
@@ -254,7 +255,7 @@ def scores_kernel(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """Band of softmax(scale * q k^T), BLOCK_M rows per piece of work.
+    """Band of softmax(scale * q k^T), BLOCK_M rows per work tile.
 
     Floor: reads q, k, writes 4 N K H bytes, 2 N K H D FLOP. Whole tiles take 4 N K H D, twice that when a window has
     more than BLOCK_M slots, and read 2 ceil(K / BLOCK_M) rows of k per row of q; a slot costs the vector unit BLOCK_N
@@ -264,7 +265,7 @@ def scores_kernel(
     o_column = tl.arange(0, BLOCK_M)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = piece(
+        i_batch, i_head, i_class, i_row, num_rows = work_tile(
             i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
         p_q_class = class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
@@ -276,9 +277,9 @@ def scores_kernel(
         o_start = window_start(o_rows, num_rows, left, right, shift)
         b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-        # One tile of slots needs one round; more need one for the sums, and one that stores.
-        first_round = tl.where(window > BLOCK_M, 0, 1)
-        for i_round in range(first_round, 2):
+        # One tile of slots takes one pass; more take one for the sums of the softmax, then one that stores
+        first_pass = tl.where(window > BLOCK_M, 0, 1)
+        for i_pass in range(first_pass, 2):
             for i_slot in range(0, window, BLOCK_M):
                 b_s = _band_of_products(
                     p_q_class,
@@ -301,13 +302,13 @@ def scores_kernel(
                 o_keys = o_start[:, None] + o_slot[None, :]
                 exists = (o_keys >= 0) & (o_keys < num_rows) & (o_slot < window)[None, :]
                 b_s = tl.where(exists, b_s * scale, float("-inf"))
-                if i_round == first_round:
+                if i_pass == first_pass:
                     b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
                     b_finite_max = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
                     b_sum = b_sum * tl.exp(b_max - b_finite_max) + tl.sum(tl.exp(b_s - b_finite_max[:, None]), 1)
                     b_max = b_new_max
-                if i_round == 1:
-                    b_finite_max = tl.where(b_max == float("-inf"), 0.0, b_max)  # rows past the class
+                if i_pass == 1:
+                    b_finite_max = tl.where(b_max == float("-inf"), 0.0, b_max)  # rows past the end of the class
                     b_p = tl.exp(b_s - b_finite_max[:, None]) / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
                     p_tile = p_band_class + o_rows.to(tl.int64)[:, None] * (wide_dilation * window) + o_slot[None, :]
                     tl.store(p_tile, b_p, mask=(o_rows < num_rows)[:, None] & (o_slot < window)[None, :])
@@ -340,7 +341,7 @@ def ds_kernel(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """Band of ds = p * (dp - sum(p * dp)), dp = do v^T, BLOCK_M rows per piece of work.
+    """Band of ds = p * (dp - sum(p * dp)), dp = do v^T, BLOCK_M rows per work tile.
 
     Floor: reads do, v and 4 N K H bytes, writes as many, 2 N K H D FLOP; above that as scores_kernel.
     """
@@ -348,7 +349,7 @@ def ds_kernel(
     o_column = tl.arange(0, BLOCK_M)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = piece(
+        i_batch, i_head, i_class, i_row, num_rows = work_tile(
             i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
         p_do_class = class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
@@ -358,10 +359,10 @@ def ds_kernel(
         p_band_class = _band_base(p_band, i_batch, i_head, i_class, num_heads, num_tokens, window)
         p_ds_class = _band_base(p_ds, i_batch, i_head, i_class, num_heads, num_tokens, window)
         o_rows = i_row + tl.arange(0, BLOCK_M)
-        o_places = o_rows.to(tl.int64)[:, None] * (wide_dilation * window)
+        o_band = o_rows.to(tl.int64)[:, None] * (wide_dilation * window)
         b_delta = tl.zeros([BLOCK_M], dtype=tl.float32)
-        first_round = tl.where(window > BLOCK_M, 0, 1)
-        for i_round in range(first_round, 2):
+        first_pass = tl.where(window > BLOCK_M, 0, 1)
+        for i_pass in range(first_pass, 2):
             for i_slot in range(0, window, BLOCK_M):
                 b_dp = _band_of_products(
                     p_do_class,
@@ -382,11 +383,11 @@ def ds_kernel(
                 )
                 o_slot = i_slot + o_column
                 mask = (o_rows < num_rows)[:, None] & (o_slot < window)[None, :]
-                b_p = tl.load(p_band_class + o_places + o_slot[None, :], mask=mask, other=0.0)
-                if i_round == first_round:
+                b_p = tl.load(p_band_class + o_band + o_slot[None, :], mask=mask, other=0.0)
+                if i_pass == first_pass:
                     b_delta += tl.sum(b_p * b_dp, 1)
-                if i_round == 1:
-                    tl.store(p_ds_class + o_places + o_slot[None, :], b_p * (b_dp - b_delta[:, None]), mask=mask)
+                if i_pass == 1:
+                    tl.store(p_ds_class + o_band + o_slot[None, :], b_p * (b_dp - b_delta[:, None]), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -416,19 +417,19 @@ def rows_kernel(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """y = scale * band x: o of p and v, dq of ds and k. BLOCK_M rows and BLOCK_D features per piece of work.
+    """y = scale * band x: o of p and v, dq of ds and k. BLOCK_M rows and BLOCK_D features per work tile.
 
     Floor: reads x and 4 N K H bytes, writes y, 2 N K H D FLOP. Whole tiles take 2 N W H D, with W the BLOCK_M + K - 1
     keys of a tile rounded up to BLOCK_N; the band's 4 N W H bytes are read once per BLOCK_D features, and for
     C = 1 lie in 4 N K H bytes of memory.
     """
-    num_chunks = tl.cdiv(dim, BLOCK_D)
+    num_dim_tiles = tl.cdiv(dim, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = piece(
-            i_work // num_chunks, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
+        i_batch, i_head, i_class, i_row, num_rows = work_tile(
+            i_work // num_dim_tiles, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
-        o_dim = i_work % num_chunks * BLOCK_D + tl.arange(0, BLOCK_D)
+        o_dim = i_work % num_dim_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
         b_y = _band_times_rows(
             _band_base(p_band, i_batch, i_head, i_class, num_heads, num_tokens, left + right + 1),
             class_base(p_x, i_batch, i_head // group_size, i_class, x_batch_stride, x_token_stride, x_head_stride),
@@ -480,17 +481,17 @@ def columns_kernel(
 ) -> None:
     """y = scale * band^T x summed over the group: dk of ds and q, dv of p and do. num_heads is H_kv here.
 
-    BLOCK_M keys and BLOCK_D features per piece of work. Floor and FLOP: as rows_kernel, with x of H heads, y of H_kv.
+    BLOCK_M keys and BLOCK_D features per work tile. Floor and FLOP: as rows_kernel, with x of H heads, y of H_kv.
     """
-    num_chunks = tl.cdiv(dim, BLOCK_D)
+    num_dim_tiles = tl.cdiv(dim, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_kv_head, i_class, i_key, num_rows = piece(
-            i_work // num_chunks, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
+        i_batch, i_kv_head, i_class, i_key, num_rows = work_tile(
+            i_work // num_dim_tiles, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
         i_head = i_kv_head * group_size
         window = left + right + 1
-        o_dim = i_work % num_chunks * BLOCK_D + tl.arange(0, BLOCK_D)
+        o_dim = i_work % num_dim_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
         b_y = _band_times_columns(
             _band_base(p_band, i_batch, i_head, i_class, num_heads * group_size, num_tokens, window),
             class_base(p_x, i_batch, i_head, i_class, x_batch_stride, x_token_stride, x_head_stride),
@@ -560,13 +561,13 @@ def gradients_kernel(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """dq, dk and dv of BLOCK_M rows and BLOCK_D features: one launch, and tiles of ds are still near when read again.
+    """dq, dk and dv of BLOCK_M rows and BLOCK_D features: one launch, so tiles of ds are still cached when read again.
 
     The grid is (tiles and features, classes of key heads, batch), strided over in each. num_heads is H_kv here.
     Floor: reads q, k, do and 8 N K H bytes, writes dq, dk, dv, 6 N K H D FLOP; above that as rows_kernel, three times.
     """
     window = left + right + 1
-    num_chunks = tl.cdiv(dim, BLOCK_D)
+    num_dim_tiles = tl.cdiv(dim, BLOCK_D)
     wide_dilation = tl.cast(dilation, tl.int64)
     band_row_stride = wide_dilation * window
     band_head_stride = tl.cast(num_tokens, tl.int64) * window
@@ -586,10 +587,10 @@ def gradients_kernel(
             )
             p_dk_class = class_base(p_dk, i_batch, i_kv_head, i_class, dk_batch_stride, dk_token_stride, dk_head_stride)
             p_dv_class = class_base(p_dv, i_batch, i_kv_head, i_class, dv_batch_stride, dv_token_stride, dv_head_stride)
-            for i_work in range(tl.program_id(0), tl.cdiv(rows_per_class, BLOCK_M) * num_chunks, tl.num_programs(0)):
-                i_row = i_work // num_chunks * BLOCK_M
+            for i_work in range(tl.program_id(0), tl.cdiv(rows_per_class, BLOCK_M) * num_dim_tiles, tl.num_programs(0)):
+                i_row = i_work // num_dim_tiles * BLOCK_M
                 o_rows = i_row + tl.arange(0, BLOCK_M)
-                o_dim = i_work % num_chunks * BLOCK_D + tl.arange(0, BLOCK_D)
+                o_dim = i_work % num_dim_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
                 b_dv = _band_times_columns(
                     p_p_class,
                     p_do_class,
@@ -632,10 +633,10 @@ def gradients_kernel(
                     UPCAST,
                 )
                 store_rows(p_dk_class, b_dk * scale, o_rows, o_dim, wide_dilation * dk_token_stride, num_rows, dim)
-                for i_member in range(0, group_size):
-                    wide_member = tl.cast(i_member, tl.int64)
+                for i_group_head in range(0, group_size):
+                    wide_group_head = tl.cast(i_group_head, tl.int64)
                     b_dq = _band_times_rows(
-                        p_ds_class + wide_member * band_head_stride,
+                        p_ds_class + wide_group_head * band_head_stride,
                         p_k_class,
                         i_row,
                         o_dim,
@@ -654,7 +655,7 @@ def gradients_kernel(
                     p_dq_class = class_base(
                         p_dq,
                         i_batch,
-                        i_first_head + i_member,
+                        i_first_head + i_group_head,
                         i_class,
                         dq_batch_stride,
                         dq_token_stride,
@@ -679,21 +680,21 @@ def expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """The band as a dense matrix `[B,H,N,N]` that holds zeros; key_stride is dilation, for the compiler to know a 1.
+    """Write the band into a dense matrix `[B,H,N,N]` of zeros; key_stride is dilation, which Triton specialises for 1.
 
     Floor: 4 N K H bytes read, as many written. Whole tiles write 4 N W H, with W as in rows_kernel.
     """
     window = left + right + 1
     wide_dilation = tl.cast(dilation, tl.int64)
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = piece(
+        i_batch, i_head, i_class, i_row, num_rows = work_tile(
             i_work, num_heads, dilation, num_tokens, rows_per_class, BLOCK_M
         )
         p_band_class = _band_base(p_band, i_batch, i_head, i_class, num_heads, num_tokens, window)
         p_dense_class = _band_base(p_dense, i_batch, i_head, i_class, num_heads, num_tokens, num_tokens) + i_class
         o_rows = i_row + tl.arange(0, BLOCK_M)
-        for i_stretch in range(0, 1 + 2 * shift):
-            first_row, end_row, slope, first = _stretch(i_stretch, num_rows, left, right, shift)
+        for i_segment in range(0, 1 + 2 * shift):
+            first_row, end_row, slope, first = _segment(i_segment, num_rows, left, right, shift)
             first_row, end_row = tl.maximum(first_row, i_row), tl.minimum(end_row, i_row + BLOCK_M)
             first_key = tl.maximum(slope * first_row + first, 0)
             end_key = tl.minimum(slope * (end_row - 1) + first + window, num_rows)

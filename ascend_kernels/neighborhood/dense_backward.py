@@ -1,33 +1,31 @@
-"""The backward of neighborhood attention from a dense matrix of probabilities, by `tl.dot`, in plain Triton.
+"""The backward of neighborhood attention from a dense matrix of probabilities, in Triton, for NPUs and NVIDIA GPUs.
 
     dv = p^T do    dp = do v^T    delta = rowsum(p * dp)    ds = p * (dp - delta)    dq = scale * ds k
     dk = scale * ds^T q
 
-for each query head, with p `[N,N]` fp32 and ds `[N,N]` in the inputs' dtype, which it is rounded to for `tl.dot`
-anyway. dk and dv are sums over the query heads of a key head's group, which one program adds up: results are the same
-in every run.
+for each query head, with p `[N,N]` in fp32 and ds `[N,N]` in the inputs' dtype, to which `tl.dot` rounds it anyway. dk
+and dv are sums over the query heads of a key head's group. One program adds them up, so every run gives the same bits.
 
 Three kernels. `dv` keeps a tile of keys and walks over queries. `ds` keeps a tile of queries and walks over keys
-twice, for delta and for ds: computing dp again moves less than writing it and reading it back would. `dqdk` keeps a
-tile of rows, as queries for dq and as keys for dk. `dv` and `dqdk` take BLOCK_D features of a head per piece of work.
+twice, for delta and for ds: recomputing dp moves less memory than writing it and reading it back. `dqdk` keeps a tile
+of rows, as queries for dq and as keys for dk. `dv` and `dqdk` take BLOCK_D features of a head per work tile.
 
-p is 0 outside of the windows, and a key is at most `before` tokens before its query and `after` behind it. Tiles
-without such a pair are skipped: neither read, nor written to ds. All kernels cut matrices into the same square tiles:
-`dqdk` reads those that `ds` wrote, nothing of the rest, which is not initialised. Tiles start at multiples of their
-size and are masked at the last row, never clamped: one block copy each. Dilation is not special here: its zeros are
-multiplied.
+p is 0 outside the windows, and a key is at most `before` tokens before its query and `after` tokens behind it. Tiles
+without such a pair are skipped: neither read nor written to ds. All kernels use the same square tiles of matrices:
+`dqdk` reads exactly the tiles that `ds` wrote; the rest of ds is not initialised. Tiles start at multiples of their
+size and are masked at the last row, never clamped: one block copy each. A dilation adds zeros, which are multiplied.
 
-Work. Programs stride over pieces of work, heads innermost. A plain launch has a program per piece, so that each takes
-one step; a persistent launch has a program per core. Both give the same bits. NPUs take persistent launches for long
-sequences: a core starts its programs one after the other, each at a cost. A GPU schedules blocks by itself.
+Work tiles. Programs stride over work tiles, heads innermost. A plain launch has a program per work tile; a persistent
+launch has a program per core. Both give the same bits. NPUs take persistent launches for long sequences, since a core
+starts its programs one after the other, each at a cost. A GPU schedules blocks by itself.
 
 Floor. Per batch element, q, k, v, do, dq, dk and dv are (3 H + 4 H_kv) N D elements. With W = before + after + 1 keys
 in reach, N at most, `dv` reads 4 N W H bytes of p and takes 2 N W H D FLOP; `ds` reads p twice, writes N W H elements
 and takes 4 N W H D; `dqdk` reads ds twice and takes 4 N W H D. `dv` and `dqdk` read p and ds again for every further
 BLOCK_D features. Memory: ds, N^2 H elements.
 
-Limits: N <= 2048, D <= 256, fp16, bf16 or fp32; features contiguous, and on NPUs padded (`rows.readable`); memory and
-grids in `neighborhood/backward.py`.
+Limits: N <= 2048, D <= 256, fp16, bf16 or fp32; features contiguous, and on NPUs padded (`layout.readable`); memory
+and grids in `neighborhood/backward.py`.
 """
 
 from __future__ import annotations
@@ -41,35 +39,36 @@ from torch import Tensor
 
 from ascend_kernels.device import gpu_cores, npu_of
 from ascend_kernels.launch import launch
+from ascend_kernels.layout import copy_to_results, output_buffers, readable
 from ascend_kernels.neighborhood import tiling
-from ascend_kernels.neighborhood.rows import handed_over, load_rows, readable, scale_of, store_rows, writable
+from ascend_kernels.neighborhood.windows import load_rows, needs_upcast, scale_of, store_rows, strides_of
 
 # Kernels
 
 SIZES = ("num_work", "num_tokens", "num_heads", "group_size", "before", "after")
-"""Run-time values that must not make builds of their own; strides and D may, for their alignment."""
+"""Run-time values that Triton must not specialise; strides and D may be, for their alignment."""
 
 
 @triton.jit
-def _piece(i_work, num_heads, num_tokens, dim, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Batch element and head (int64), first row and first feature of the tile (int32)."""
+def _work_tile(i_work, num_heads, num_tokens, dim, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Coordinates of a work tile: batch element and head (int64), first row and first feature (int32)."""
     num_tiles = tl.cdiv(num_tokens, BLOCK_M)
-    num_slices = tl.cdiv(dim, BLOCK_D)
+    num_dim_tiles = tl.cdiv(dim, BLOCK_D)
     i_outer = i_work // num_heads
-    i_slice = i_outer % num_slices
-    i_tile = i_outer // num_slices % num_tiles
-    i_batch = i_outer // num_slices // num_tiles
+    i_dim_tile = i_outer % num_dim_tiles
+    i_tile = i_outer // num_dim_tiles % num_tiles
+    i_batch = i_outer // num_dim_tiles // num_tiles
     return (
         tl.cast(i_batch, tl.int64),
         tl.cast(i_work % num_heads, tl.int64),
         tl.cast(i_tile * BLOCK_M, tl.int32),
-        tl.cast(i_slice * BLOCK_D, tl.int32),
+        tl.cast(i_dim_tile * BLOCK_D, tl.int32),
     )
 
 
 @triton.jit
-def _reach(i_row, before, after, num_tokens, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First, a multiple of BLOCK_N, and end of the rows at most `before` before or `after` behind a tile."""
+def _rows_in_reach(i_row, before, after, num_tokens, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First and end of the rows at most `before` before or `after` behind a tile; first is a multiple of BLOCK_N."""
     first = tl.maximum(i_row - before, 0) // BLOCK_N * BLOCK_N
     end = tl.minimum(tl.minimum(i_row + BLOCK_M, num_tokens) + after, num_tokens)
     return first, end
@@ -101,15 +100,15 @@ def dense_dv_kernel(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """dv of BLOCK_M keys and BLOCK_D features per piece of work. num_heads is H_kv here."""
+    """dv of BLOCK_M keys and BLOCK_D features per work tile. num_heads is H_kv here."""
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_kv_head, i_row, i_dim = _piece(i_work, num_heads, num_tokens, dim, BLOCK_M, BLOCK_D)
+        i_batch, i_kv_head, i_row, i_dim = _work_tile(i_work, num_heads, num_tokens, dim, BLOCK_M, BLOCK_D)
         o_k = i_row + tl.arange(0, BLOCK_M)
         o_dim = i_dim + tl.arange(0, BLOCK_D)
-        first_query, end_query = _reach(i_row, after, before, num_tokens, BLOCK_M, BLOCK_N)
+        first_query, end_query = _rows_in_reach(i_row, after, before, num_tokens, BLOCK_M, BLOCK_N)
         b_dv = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        for i_member in range(0, group_size):
-            i_head = i_kv_head * group_size + i_member
+        for i_group_head in range(0, group_size):
+            i_head = i_kv_head * group_size + i_group_head
             p_attn_head = p_attn + i_batch * attn_batch_stride + i_head * attn_head_stride
             p_do_head = p_do + i_batch * do_batch_stride + i_head * do_head_stride
             for i_query in range(first_query, end_query, BLOCK_N):
@@ -152,15 +151,15 @@ def dense_ds_kernel(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """Ds of BLOCK_M queries per piece of work."""
+    """ds of BLOCK_M queries per work tile."""
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_row, _ = _piece(i_work, num_heads, num_tokens, 1, BLOCK_M, BLOCK_D)
+        i_batch, i_head, i_row, _ = _work_tile(i_work, num_heads, num_tokens, 1, BLOCK_M, BLOCK_D)
         p_attn_head = p_attn + i_batch * attn_batch_stride + i_head * attn_head_stride
         p_do_head = p_do + i_batch * do_batch_stride + i_head * do_head_stride
         p_v_head = p_v + i_batch * v_batch_stride + i_head // group_size * v_head_stride
         p_ds_head = p_ds + i_batch * ds_batch_stride + i_head * ds_head_stride
         o_q = i_row + tl.arange(0, BLOCK_M)
-        first_key, end_key = _reach(i_row, before, after, num_tokens, BLOCK_M, BLOCK_N)
+        first_key, end_key = _rows_in_reach(i_row, before, after, num_tokens, BLOCK_M, BLOCK_N)
 
         b_delta = tl.zeros([BLOCK_M], dtype=tl.float32)
         for PASS in tl.static_range(2):  # delta, then ds
@@ -215,17 +214,17 @@ def dense_dqdk_kernel(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """dq of all heads of a group and dk, of BLOCK_M rows and BLOCK_D features per piece of work. num_heads is H_kv."""
+    """dq of all heads of a group and dk, of BLOCK_M rows and BLOCK_D features per work tile. num_heads is H_kv."""
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_kv_head, i_row, i_dim = _piece(i_work, num_heads, num_tokens, dim, BLOCK_M, BLOCK_D)
+        i_batch, i_kv_head, i_row, i_dim = _work_tile(i_work, num_heads, num_tokens, dim, BLOCK_M, BLOCK_D)
         o_rows = i_row + tl.arange(0, BLOCK_M)
         o_dim = i_dim + tl.arange(0, BLOCK_D)
-        first_key, end_key = _reach(i_row, before, after, num_tokens, BLOCK_M, BLOCK_N)
-        first_query, end_query = _reach(i_row, after, before, num_tokens, BLOCK_M, BLOCK_N)
+        first_key, end_key = _rows_in_reach(i_row, before, after, num_tokens, BLOCK_M, BLOCK_N)
+        first_query, end_query = _rows_in_reach(i_row, after, before, num_tokens, BLOCK_M, BLOCK_N)
         p_k_head = p_k + i_batch * k_batch_stride + i_kv_head * k_head_stride
         b_dk = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        for i_member in range(0, group_size):
-            i_head = i_kv_head * group_size + i_member
+        for i_group_head in range(0, group_size):
+            i_head = i_kv_head * group_size + i_group_head
             p_ds_head = p_ds + i_batch * ds_batch_stride + i_head * ds_head_stride
             p_q_head = p_q + i_batch * q_batch_stride + i_head * q_head_stride
             b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -272,8 +271,8 @@ def backward(
         do, q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`, q's dtype.
         attn: `[B,H,N,N]` fp32, 0 outside of the windows.
         backend: "triton" or "ascend", whose tiles and grid to use.
-        persistent: a program per core instead of one per piece of work; None: on Ascend, for N from PERSISTENT_TOKENS.
-        results: where they go, with any strides of batch elements, tokens and heads; None: new tensors, contiguous.
+        persistent: a program per core instead of one per work tile; None: on Ascend, for N from PERSISTENT_TOKENS.
+        results: tensors for dq, dk, dv, with any strides of batch elements, tokens, heads; None: new contiguous ones.
 
     Returns:
         dq, dk, dv.
@@ -281,12 +280,12 @@ def backward(
     dim, scale = q.shape[-1], {"scale": scale_of(q, softmax_scale)}
     do, q, k, v = (readable(tensor, backend) for tensor in (do, q, k, v))
     attn = attn if attn.stride(-1) == 1 else attn.contiguous()
-    dq, dk, dv = written = writable(results, (q, k, v), backend)
+    dq, dk, dv = buffers = output_buffers(results, (q, k, v), backend)
     if q.numel() == 0:
-        return handed_over(written, results, dim)
+        return copy_to_results(buffers, results, dim)
     ds = torch.empty(attn.shape, dtype=q.dtype, device=q.device)
     num_tokens, num_heads = q.shape[1:3]
-    before, after = _farthest(num_tokens, kernel_size, dilation, boundary, causal)
+    before, after = _key_reach(num_tokens, kernel_size, dilation, boundary, causal)
     sizes = {
         "num_tokens": num_tokens,
         "num_heads": k.shape[2],
@@ -295,19 +294,20 @@ def backward(
         "after": after,
         "dim": q.shape[-1],
     }
-    chosen = backend == "ascend" and num_tokens >= PERSISTENT_TOKENS if persistent is None else persistent
-    _launch("dense_dv", backend, chosen, sizes, {"attn": attn}, {"do": do, "dv": dv})
-    per_query = {**sizes, "num_heads": num_heads}
-    _launch("dense_ds", backend, chosen, per_query, {"attn": attn, "ds": ds}, {"do": do, "v": v})
-    _launch("dense_dqdk", backend, chosen, {**sizes, **scale}, {"ds": ds}, {"q": q, "k": k, "dq": dq, "dk": dk})
-    return handed_over(written, results, dim)
+    if persistent is None:
+        persistent = backend == "ascend" and num_tokens >= PERSISTENT_TOKENS
+    _launch("dense_dv", backend, persistent, sizes, {"attn": attn}, {"do": do, "dv": dv})
+    q_sizes = {**sizes, "num_heads": num_heads}
+    _launch("dense_ds", backend, persistent, q_sizes, {"attn": attn, "ds": ds}, {"do": do, "v": v})
+    _launch("dense_dqdk", backend, persistent, {**sizes, **scale}, {"ds": ds}, {"q": q, "k": k, "dq": dq, "dk": dk})
+    return copy_to_results(buffers, results, dim)
 
 
-def _farthest(num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> tuple[int, int]:
+def _key_reach(num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> tuple[int, int]:
     """How many tokens before and behind its query a key may be."""
     left = kernel_size - 1 if causal else kernel_size // 2
     right = kernel_size - 1 - left
-    if boundary == "shift" and not causal:  # a row at the border is the first or the last of its window
+    if boundary == "shift" and not causal:  # a row at the border may be the first or the last of its window
         left = right = kernel_size - 1
     return min(left * dilation, num_tokens), min(right * dilation, num_tokens)
 
@@ -318,34 +318,40 @@ KERNELS = {"dense_dv": dense_dv_kernel, "dense_ds": dense_ds_kernel, "dense_dqdk
 
 
 def _launch(
-    kernel: str,
+    kernel_name: str,
     backend: str,
     persistent: bool,
     sizes: dict[str, Any],
     matrices: dict[str, Tensor],
     tensors: dict[str, Tensor],
 ) -> None:
-    """Launch on matrices `[B,H,N,N]` and tensors `[B,N,heads,D]`."""
-    some = next(iter(tensors.values()))
-    call = (kernel, some.dtype, sizes["dim"])
-    sequences, num_tokens = some.shape[0] * sizes["num_heads"], sizes["num_tokens"]
+    """Launch a kernel on matrices `[B,H,N,N]` and tensors `[B,N,heads,D]`."""
+    first = next(iter(tensors.values()))
+    sequences, num_tokens = first.shape[0] * sizes["num_heads"], sizes["num_tokens"]
     cores = None
     if persistent:
-        cores = npu_of(some.device).cores if backend == "ascend" else gpu_cores(some.device)
-    plan = tiling.dense_plan(*call, sequences=sequences, tokens=num_tokens, backend=backend, cores=cores)
-    strides = {
-        f"{name}_{axis}_stride": tensor.stride(i)
-        for group, axes in ((matrices, ("batch", "head", "row")), (tensors, ("batch", "token", "head")))
-        for name, tensor in group.items()
-        for i, axis in enumerate(axes)
-    }
+        cores = npu_of(first.device).cores if backend == "ascend" else gpu_cores(first.device)
+    plan = tiling.dense_plan(
+        kernel_name,
+        first.dtype,
+        sizes["dim"],
+        sequences=sequences,
+        tokens=num_tokens,
+        backend=backend,
+        cores=cores,
+    )
+    kernel = KERNELS[kernel_name]
     pointers = {f"p_{name}": tensor for name, tensor in (matrices | tensors).items()}
-    interpreted = not isinstance(KERNELS[kernel], triton.JITFunction)
+    scalars = {
+        **sizes,
+        "num_work": tiling.num_dense_work_tiles(kernel_name, plan.tiles, sequences, num_tokens, sizes["dim"]),
+        **strides_of(matrices, ("batch", "head", "row")),
+        **strides_of(tensors),
+    }
     constants = {
         "BLOCK_M": plan.tiles.block_m,
         "BLOCK_N": plan.tiles.block_n,
         "BLOCK_D": plan.tiles.block_d,
-        "UPCAST": interpreted and some.dtype == torch.bfloat16,  # the interpreter multiplies raw bits of bf16
+        "UPCAST": needs_upcast(kernel, first.dtype),
     }
-    numbers = {**sizes, "num_work": tiling.dense_work(kernel, plan.tiles, sequences, num_tokens, sizes["dim"])}
-    launch(KERNELS[kernel], plan.grid, {**pointers, **numbers, **strides}, constants, **plan.options)
+    launch(kernel, plan.grid, {**pointers, **scalars}, constants, **plan.options)

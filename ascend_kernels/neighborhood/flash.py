@@ -1,9 +1,9 @@
-"""Neighborhood attention as a banded flash attention, in plain Triton: for Ascend NPUs, and for NVIDIA GPUs.
+"""Neighborhood attention as a banded flash attention, in Triton: for Ascend NPUs and NVIDIA GPUs.
 
-Definition (reference.py has it in PyTorch). Tokens fall into C = dilation residue classes, and a class of S rows
-attends within itself. Everything below counts rows of one class: row t is token t * C + r, so dilation is nothing but
-a larger stride between rows. Row t sees the rows start(t) ... start(t) + K - 1 that lie in [0, S), where K = left +
-right + 1 and
+Definition (reference.py is the same in PyTorch). Tokens fall into C = dilation residue classes, and each class of S
+rows attends within itself. Below, rows are numbered within a class: row t is token t * C + r, so dilation is only a
+larger stride between rows. Row t sees the rows start(t) ... start(t) + K - 1 that lie in [0, S), where K = left + right
++ 1 and
 
     start(t) = t - left                                    truncate, causal (right = 0)
     start(t) = min(max(t - left, 0), max(S - K, 0))        shift
@@ -11,32 +11,32 @@ right + 1 and
     s = scale * q k^T    p = exp(s - m) / sum    o = p v    lse = m + log(sum)
     delta = sum(o * do)    ds = p * (do v^T - delta)    dq = scale * ds k    dk = scale * ds^T q    dv = p^T do
 
-Tiling. start is monotonic, so consecutive rows share one contiguous window of keys, M rows M + K - 1 keys. `forward`
-and `dq` keep a tile of BLOCK_M queries and walk over its window BLOCK_N keys at a time, with an online softmax or with
-the saved LSE. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen by the rows u - right
-... u + left; with shift, a key below K also by all rows before those, and a key from S - K on also by all rows after
-them. It does so for every query head of its key head, so no two programs add to one place and results are the same in
-every run.
+Tiling. start is monotonic, so consecutive rows share one contiguous window of keys: M rows see M + K - 1. `forward` and
+`dq` keep a tile of BLOCK_M queries and walk over its window BLOCK_N keys at a time, with an online softmax or with the
+saved LSE. `dkdv` keeps a tile of keys and walks over the queries that see it: key u is seen by the rows u - right ... u
++ left; with shift, a key below K also by all rows before those, and a key from S - K on also by all rows after them. It
+does so for every query head of its key head, so no two programs add to one address and every run gives the same bits.
 
-One pass. Where K is small against BLOCK_N, a tile keeps no more rows than BLOCK_N - K + 1: then the window is one tile,
-nothing is rescaled, and on NVIDIA GPUs a program that strides over tiles loads the next one while it computes.
+One pass. Where K is small against BLOCK_N, a tile keeps no more rows than BLOCK_N - K + 1: its window is then one tile,
+nothing is rescaled, and on NVIDIA GPUs a program that strides over work tiles loads the next one while it computes.
 
-Every tile is a run of consecutive rows that starts inside its class, masked where its class or the window ends and
-never clamped: one block copy each, of no row that nobody sees. Which pairs see each other is decided on row numbers
-alone. Sums, softmax and accumulators are fp32; operands of `tl.dot` stay in the inputs' dtype.
+Every tile is consecutive rows that start inside their class, masked where the class or the window ends and never
+clamped: one block copy each, and no row is read that no query needs. Visibility is decided on row numbers alone. Sums,
+softmax and accumulators are fp32; operands of `tl.dot` stay in the inputs' dtype.
 
-LSE and delta are kept as [B, H, C, ceil(N / C)], so that a tile of rows is contiguous in them too.
+Layout. q, k, v, o, do and the gradients are `[B,N,heads,D]` with any strides of batch elements, tokens and heads. LSE
+and delta are `[B, H, C, ceil(N / C)]`, so that a tile of rows is contiguous in them too.
 
-Work. One piece is a tile of one class of one head; heads are innermost, then classes, so that programs that run
-together read neighboring memory. Programs stride over pieces. Sizes are run-time values: one build per dtype and
-tiles.
+Work tiles. One work tile is a tile of rows of one class of one head. Heads are innermost, then classes, so that
+programs that run together read neighboring memory. Programs stride over work tiles. Sizes are run-time values: one
+build per dtype and tile shape.
 
 Floor. Per batch element, forward reads q, k, v and writes o, 2 N (H + H_kv) D elements, and takes 4 N K H D FLOP;
 whole tiles take 4 N W H D, with W the BLOCK_M + K - 1 keys of a tile rounded up to BLOCK_N. Backward reads q, k, v, o,
 do and writes dq, dk, dv, 4 N (H + H_kv) D elements, and takes 10 N K H D FLOP; as two kernels it reads q, k, v, do
 twice and takes 14 N K H D. Memory: inputs, outputs, and 4 bytes per row and head kept for backward, 8 during it.
 
-Limits: D <= 256, N <= 2^29, fp16, bf16 or fp32; features contiguous, and on NPUs padded (`rows.readable`).
+Limits: D <= 256, N <= 2^29, fp16, bf16 or fp32; features contiguous, and on NPUs padded (`layout.readable`).
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ascend_kernels.device import gpu_cores, npu_of
-from ascend_kernels.launch import launch
+from ascend_kernels.launch import accepted_by, launch
+from ascend_kernels.layout import empty_contiguous, readable, without_padding
 from ascend_kernels.neighborhood import tiling
-from ascend_kernels.neighborhood.rows import (
+from ascend_kernels.neighborhood.windows import (
     SIZES,
     class_base,
-    empty_like_rows,
-    first_reader,
-    last_reader,
+    first_row_of_key,
+    last_row_of_key,
     load_rows,
-    piece,
-    readable,
+    needs_upcast,
     sizes_of,
     store_rows,
+    strides_of,
     window_start,
-    without_padding,
+    work_tile,
 )
 
 # Kernels
@@ -112,7 +112,7 @@ def forward_kernel(
     WHOLE_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """o and lse of `rows_per_tile` queries per piece of work, at most BLOCK_M."""
+    """o and lse of `rows_per_tile` queries per work tile, at most BLOCK_M."""
     if SAME_STRIDES:
         o_batch_stride, o_token_stride, o_head_stride = q_batch_stride, q_token_stride, q_head_stride
         v_batch_stride, v_token_stride, v_head_stride = k_batch_stride, k_token_stride, k_head_stride
@@ -121,7 +121,7 @@ def forward_kernel(
     q_row_stride, o_row_stride = wide_dilation * q_token_stride, wide_dilation * o_token_stride
     k_row_stride, v_row_stride = wide_dilation * k_token_stride, wide_dilation * v_token_stride
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = piece(
+        i_batch, i_head, i_class, i_row, num_rows = work_tile(
             i_work, num_heads, dilation, num_tokens, rows_per_class, rows_per_tile
         )
         end_row = tl.minimum(i_row + rows_per_tile, num_rows)
@@ -159,10 +159,10 @@ def forward_kernel(
             b_o += tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
             b_max = b_new_max
 
-        within = o_q < end_row
-        b_sum = tl.where(within, b_sum, 1.0)
+        in_tile = o_q < end_row
+        b_sum = tl.where(in_tile, b_sum, 1.0)
         store_rows(p_o_class, b_o / b_sum[:, None], o_q, o_dim, o_row_stride, end_row, dim, WHOLE_D)
-        tl.store(p_lse_class + o_q, b_max * LN_2 + tl.log(b_sum), mask=within)
+        tl.store(p_lse_class + o_q, b_max * LN_2 + tl.log(b_sum), mask=in_tile)
 
 
 @triton.jit(do_not_specialize=(*SIZES, "rows_per_tile"))
@@ -213,7 +213,7 @@ def dq_kernel(
     WHOLE_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """dq and delta of `rows_per_tile` queries per piece of work, at most BLOCK_M."""
+    """dq and delta of `rows_per_tile` queries per work tile, at most BLOCK_M."""
     if SAME_STRIDES:
         o_batch_stride, o_token_stride, o_head_stride = q_batch_stride, q_token_stride, q_head_stride
         do_batch_stride, do_token_stride, do_head_stride = q_batch_stride, q_token_stride, q_head_stride
@@ -225,7 +225,7 @@ def dq_kernel(
     o_row_stride, do_row_stride = wide_dilation * o_token_stride, wide_dilation * do_token_stride
     k_row_stride, v_row_stride = wide_dilation * k_token_stride, wide_dilation * v_token_stride
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_head, i_class, i_row, num_rows = piece(
+        i_batch, i_head, i_class, i_row, num_rows = work_tile(
             i_work, num_heads, dilation, num_tokens, rows_per_class, rows_per_tile
         )
         end_row = tl.minimum(i_row + rows_per_tile, num_rows)
@@ -241,13 +241,13 @@ def dq_kernel(
         i_lse_class = ((i_batch * num_heads + i_head) * dilation + i_class) * rows_per_class
 
         o_q = i_row + o_m
-        within = o_q < end_row
+        in_tile = o_q < end_row
         b_o = load_rows(p_o_class, o_q, o_dim, o_row_stride, end_row, dim, UPCAST, WHOLE_D)
         b_do = load_rows(p_do_class, o_q, o_dim, do_row_stride, end_row, dim, UPCAST, WHOLE_D)
         b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
-        tl.store(p_delta + i_lse_class + o_q, b_delta, mask=within)
+        tl.store(p_delta + i_lse_class + o_q, b_delta, mask=in_tile)
         b_q = load_rows(p_q_class, o_q, o_dim, q_row_stride, end_row, dim, UPCAST, WHOLE_D)
-        b_log2_lse = tl.load(p_lse + i_lse_class + o_q, mask=within, other=0.0) * LOG2_E
+        b_log2_lse = tl.load(p_lse + i_lse_class + o_q, mask=in_tile, other=0.0) * LOG2_E
         o_first = window_start(o_q, num_rows, left, right, shift)
         o_last = tl.minimum(o_first + left + right, num_rows - 1)
         b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -316,7 +316,7 @@ def dkdv_kernel(
     WHOLE_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """dk and dv of `rows_per_tile` keys per piece of work, at most BLOCK_M, summed over the query heads of the group.
+    """dk and dv of `rows_per_tile` keys per work tile, at most BLOCK_M, summed over the query heads of the group.
 
     num_heads is H_kv here.
     """
@@ -331,12 +331,12 @@ def dkdv_kernel(
     v_row_stride, dv_row_stride = wide_dilation * v_token_stride, wide_dilation * dv_token_stride
     q_row_stride, do_row_stride = wide_dilation * q_token_stride, wide_dilation * do_token_stride
     for i_work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_batch, i_kv_head, i_class, i_row, num_rows = piece(
+        i_batch, i_kv_head, i_class, i_row, num_rows = work_tile(
             i_work, num_heads, dilation, num_tokens, rows_per_class, rows_per_tile
         )
         end_row = tl.minimum(i_row + rows_per_tile, num_rows)
-        first_query = tl.maximum(first_reader(i_row, left, right, shift), 0)
-        end_query = tl.minimum(last_reader(end_row - 1, num_rows, left, right, shift) + 1, num_rows)
+        first_query = tl.maximum(first_row_of_key(i_row, left, right, shift), 0)
+        end_query = tl.minimum(last_row_of_key(end_row - 1, num_rows, left, right, shift) + 1, num_rows)
         p_k_class = class_base(p_k, i_batch, i_kv_head, i_class, k_batch_stride, k_token_stride, k_head_stride)
         p_v_class = class_base(p_v, i_batch, i_kv_head, i_class, v_batch_stride, v_token_stride, v_head_stride)
         p_dk_class = class_base(p_dk, i_batch, i_kv_head, i_class, dk_batch_stride, dk_token_stride, dk_head_stride)
@@ -345,14 +345,14 @@ def dkdv_kernel(
         o_k = i_row + o_m
         b_k = load_rows(p_k_class, o_k, o_dim, k_row_stride, end_row, dim, UPCAST, WHOLE_D)
         b_v = load_rows(p_v_class, o_k, o_dim, v_row_stride, end_row, dim, UPCAST, WHOLE_D)
-        o_first = first_reader(o_k, left, right, shift)
-        o_last = last_reader(o_k, num_rows, left, right, shift)
+        o_first = first_row_of_key(o_k, left, right, shift)
+        o_last = last_row_of_key(o_k, num_rows, left, right, shift)
         b_dk = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         b_dv = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        num_members = group_size if GROUPED else 1
+        num_group_heads = group_size if GROUPED else 1
         num_steps = 1 if ONE_PASS else tl.cdiv(end_query - first_query, BLOCK_N)
-        for i_member in range(0, num_members):
-            i_head = i_kv_head * group_size + i_member
+        for i_group_head in range(0, num_group_heads):
+            i_head = i_kv_head * group_size + i_group_head
             p_q_class = class_base(p_q, i_batch, i_head, i_class, q_batch_stride, q_token_stride, q_head_stride)
             p_do_class = class_base(p_do, i_batch, i_head, i_class, do_batch_stride, do_token_stride, do_head_stride)
             i_lse_class = ((i_batch * num_heads * group_size + i_head) * dilation + i_class) * rows_per_class
@@ -360,7 +360,7 @@ def dkdv_kernel(
                 o_q = first_query + i_step * BLOCK_N + o_n
                 b_q = load_rows(p_q_class, o_q, o_dim, q_row_stride, end_query, dim, UPCAST, WHOLE_D)
                 b_do = load_rows(p_do_class, o_q, o_dim, do_row_stride, end_query, dim, UPCAST, WHOLE_D)
-                # Past the last query do and delta are 0, and so is what comes of them
+                # Past the last query do and delta are 0, and so are the products with them
                 b_log2_lse = tl.load(p_lse + i_lse_class + o_q, mask=o_q < end_query, other=0.0) * LOG2_E
                 b_delta = tl.load(p_delta + i_lse_class + o_q, mask=o_q < end_query, other=0.0)
                 visible = (o_q[None, :] >= o_first[:, None]) & (o_q[None, :] <= o_last[:, None])
@@ -403,8 +403,8 @@ def forward(
     sizes = sizes_of(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     dim = q.shape[-1]
     q, k, v = (readable(tensor, backend) for tensor in (q, k, v))
-    (out,) = empty_like_rows(q)
-    lse = _per_row(q, sizes)
+    (out,) = empty_contiguous(q)
+    lse = _empty_per_row(q, sizes)
     _launch("forward", backend, sizes, {"q": q, "k": k, "v": v, "o": out}, {"p_lse": lse})
     return without_padding(out, dim), lse
 
@@ -412,8 +412,8 @@ def forward(
 def kept_like(
     q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int, dilation: int, boundary: str, causal: bool, **_: Any
 ) -> Tensor:
-    """Uninitialised LSE, as `forward` gives it."""
-    return _per_row(q, sizes_of(q, k, kernel_size, dilation, 1.0, boundary, causal))
+    """Uninitialised LSE of the shape that `forward` returns."""
+    return _empty_per_row(q, sizes_of(q, k, kernel_size, dilation, 1.0, boundary, causal))
 
 
 def backward(
@@ -431,49 +431,59 @@ def backward(
     causal: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, from what `forward` took and gave. Bitwise the same in every run."""
+    """Gradients from the inputs and results of `forward`. Bitwise the same in every run.
+
+    Args:
+        do: gradient of out, `[B,N,H,D]`. The others: as `forward` took and returned them.
+
+    Returns:
+        dq, dk, dv, contiguous.
+    """
     sizes = sizes_of(q, k, kernel_size, dilation, softmax_scale, boundary, causal)
     dim = q.shape[-1]
     do, q, k, v, out = (readable(tensor, backend) for tensor in (do, q, k, v, out))
-    dq, dk, dv = empty_like_rows(q, k, v)
-    delta = _per_row(q, sizes)
-    rows = {"p_lse": lse, "p_delta": delta}
+    dq, dk, dv = empty_contiguous(q, k, v)
+    delta = _empty_per_row(q, sizes)
+    per_row = {"p_lse": lse, "p_delta": delta}
     tensors = {"q": q, "k": k, "v": v, "do": do}
-    _launch("dq", backend, sizes, {**tensors, "o": out, "dq": dq}, rows)
-    per_key = {**sizes, "num_heads": k.shape[2]}
-    _launch("dkdv", backend, per_key, {**tensors, "dk": dk, "dv": dv}, rows)
+    _launch("dq", backend, sizes, {**tensors, "o": out, "dq": dq}, per_row)
+    kv_sizes = {**sizes, "num_heads": k.shape[2]}
+    _launch("dkdv", backend, kv_sizes, {**tensors, "dk": dk, "dv": dv}, per_row)
     return without_padding(dq, dim), without_padding(dk, dim), without_padding(dv, dim)
 
 
-OF_KEYS = ("k", "v", "dk", "dv")
+KV_TENSORS = ("k", "v", "dk", "dv")
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 
 
-def _per_row(q: Tensor, sizes: dict[str, Any]) -> Tensor:
+def _empty_per_row(q: Tensor, sizes: dict[str, Any]) -> Tensor:
     shape = (q.shape[0], q.shape[2], sizes["dilation"], sizes["rows_per_class"])
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def _same_strides(tensors: dict[str, Tensor]) -> bool:
-    """Whether all tensors of queries have the same strides, and all tensors of keys."""
-    return all(tensor.stride() == tensors["k" if name in OF_KEYS else "q"].stride() for name, tensor in tensors.items())
+    """Whether all tensors of queries have equal strides, and all tensors of keys."""
+    return all(
+        tensor.stride() == tensors["k" if name in KV_TENSORS else "q"].stride() for name, tensor in tensors.items()
+    )
 
 
 def _launch(
-    kernel: str,
+    kernel_name: str,
     backend: str,
     sizes: dict[str, Any],
     tensors: dict[str, Tensor],
-    rows: dict[str, Tensor],
+    per_row: dict[str, Tensor],
 ) -> None:
+    """Launch a kernel on tensors `[B,N,heads,D]` and fp32 numbers per row."""
     q = tensors["q"]
     if q.numel() == 0:
         return
     window = sizes["left"] + sizes["right"] + 1
-    # A moved window may be seen from farther away, and a key from several heads
-    bounded = kernel != "dkdv" or not (sizes["shift"] or sizes["group_size"] > 1)
+    # With shift or grouped heads, a key is seen by more than window + BLOCK_M - 1 rows
+    bounded = kernel_name != "dkdv" or not (sizes["shift"] or sizes["group_size"] > 1)
     dim = q.shape[-1]
-    call = (kernel, q.dtype, dim, window)
+    call = (kernel_name, q.dtype, dim, window)
     work = {"sequences": q.shape[0] * sizes["num_heads"] * sizes["dilation"], "rows": sizes["rows_per_class"]}
     on_npu = backend == "ascend"
     if on_npu:
@@ -481,13 +491,16 @@ def _launch(
     else:
         plan = tiling.gpu_plan(*call, **work, cores=gpu_cores(q.device), bounded=bounded)
     tiles = plan.tiles
-    strides = {
-        f"{name}_{axis}_stride": tensor.stride(i)
-        for name, tensor in tensors.items()
-        for i, axis in enumerate(("batch", "token", "head"))
+    kernel = KERNELS[kernel_name]
+    pointers = {f"p_{name}": tensor for name, tensor in tensors.items()} | per_row
+    scalars = {
+        **{name: size for name, size in sizes.items() if name != "scale"},
+        "dim": dim,
+        "log2_scale": sizes["scale"] * math.log2(math.e),
+        "num_work": tiling.num_work_tiles(tiles, window, **work),
+        "rows_per_tile": tiles.rows_per_tile(window),
+        **strides_of(tensors),
     }
-    pointers = {f"p_{name}": tensor for name, tensor in tensors.items()} | rows
-    interpreted = not isinstance(KERNELS[kernel], triton.JITFunction)
     constants = {
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
@@ -497,15 +510,6 @@ def _launch(
         "WHOLE_D": not on_npu and tiles.block_d == dim,
         "GROUPED": on_npu or sizes["group_size"] > 1,
         "SAME_STRIDES": not on_npu and _same_strides(tensors),
-        "UPCAST": interpreted and q.dtype == torch.bfloat16,  # the interpreter multiplies raw bits of bf16
+        "UPCAST": needs_upcast(kernel, q.dtype),
     }
-    numbers = {
-        **{name: size for name, size in sizes.items() if name != "scale"},
-        "dim": dim,
-        "log2_scale": sizes["scale"] * math.log2(math.e),
-        "num_work": tiling.work_of(tiles, window, **work),
-        "rows_per_tile": tiles.rows_of(window),
-        **strides,
-    }
-    constants = {name: value for name, value in constants.items() if name in KERNELS[kernel].arg_names}
-    launch(KERNELS[kernel], plan.grid, {**pointers, **numbers}, constants, **plan.options)
+    launch(kernel, plan.grid, {**pointers, **scalars}, accepted_by(kernel, constants), **plan.options)

@@ -1,4 +1,4 @@
-"""Neighborhood attention in eager PyTorch: what every option means, and the oracle that the kernels are held against.
+"""Neighborhood attention in eager PyTorch: the definition of every option, and the oracle of the kernels.
 
 Rows of one residue class modulo `dilation` attend to each other and to no other row. In a class of S rows, row t (token
 t * dilation + r) attends to the rows start(t) ... start(t) + kernel_size - 1 that exist, with
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 64 << 20
 """Rough size of the gathered keys and values of one chunk of rows."""
-
-
-def check(call: Any) -> str | None:
-    """Why the dispatcher must not pick the reference for this call (dispatch.Call), or None.
-
-    It has one algorithm and takes any name of one: they all compute the same.
-    """
-    if call.device_type == "cpu" or call.named:
-        return None
-    return f"runs on {call.device_type} only when named: backend='reference' (correct everywhere, fast nowhere)"
 
 
 def window_starts(num_tokens: int, kernel_size: int, dilation: int, boundary: str, causal: bool) -> Tensor:
@@ -55,7 +44,7 @@ def window_starts(num_tokens: int, kernel_size: int, dilation: int, boundary: st
 def band_of(
     attn: Tensor, kernel_size: int, dilation: int, boundary: str, causal: bool, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The band `[B,H,N,kernel_size]` of a dense `[B,H,N,N]`, in `dtype`; what lies outside of the windows is left."""
+    """The band `[B,H,N,kernel_size]` of a dense `[B,H,N,N]`, in `dtype`; 0 where a slot has no key."""
     num_tokens = attn.shape[-1]
     dilation = min(dilation, max(num_tokens, 1))
     with attn.device:
@@ -65,19 +54,19 @@ def band_of(
 
 
 def _keys(starts: Tensor, slots: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Tokens of rows' slots `[n, kernel_size]`, moved into the sequence where there is none, and whether there is."""
+    """Token of each slot of rows `[n, kernel_size]`, clamped into the sequence, and whether the slot has a key."""
     keys = starts[:, None] + slots
     exists = (keys >= 0) & (keys < num_tokens)
     return keys.clamp(0, max(num_tokens - 1, 0)), exists
 
 
-def _arithmetic(x: Tensor) -> torch.dtype:
-    """dtype of all arithmetic with x."""
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that sums and softmax run in."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _rows_per_chunk(k: Tensor, kernel_size: int) -> int:
-    """Rows whose gathered keys and values stay small."""
+    """Rows whose gathered keys and values take about CHUNK_BYTES."""
     batch, _, kv_heads, dim = k.shape
     per_row = 2 * max(1, batch * kernel_size * kv_heads * dim) * k.dtype.itemsize
     return max(1, CHUNK_BYTES // per_row)
@@ -99,7 +88,7 @@ def neighborhood_attention(
 
     Args:
         q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`, H a multiple of H_kv.
-        return_band: without, no more of the band exists at a time than one chunk of rows has.
+        return_band: if False, only the band of one chunk of rows exists at a time.
 
     Returns:
         out `[B,N,H,D]` in q's dtype; the band `[B,H,N,kernel_size]`, fp32 (fp64 for fp64 inputs): the probability of
@@ -109,10 +98,10 @@ def neighborhood_attention(
     num_tokens, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]
     scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
-    given_dtype, dtype = q.dtype, _arithmetic(q)
+    given_dtype, dtype = q.dtype, _compute_dtype(q)
     dilation = min(dilation, max(num_tokens, 1))  # from there on every row is its own class
 
-    if not return_band:  # nothing is farther away, and temporaries grow with it
+    if not return_band:  # no key is farther away, and temporaries grow with kernel_size
         class_size = -(-num_tokens // dilation)
         one_sided = causal or boundary == "shift"
         kernel_size = min(kernel_size, max(class_size, 1) if one_sided else 2 * class_size + 2 - kernel_size % 2)
@@ -120,8 +109,8 @@ def neighborhood_attention(
     starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal).to(q.device)
     slots = torch.arange(kernel_size, device=q.device) * dilation
 
-    def rows(q: Tensor, start: Tensor) -> tuple[Tensor, ...]:
-        """out, LSE and, if it is wanted, the band of one chunk of rows, q `[B,n,H,D]`, with windows' starts `[n]`."""
+    def attend(q: Tensor, start: Tensor) -> tuple[Tensor, ...]:
+        """out, LSE and, with return_band, the band of a chunk of rows q `[B,n,H,D]` whose windows have starts `[n]`."""
         keys, exists = _keys(start, slots, num_tokens)
         grouped = q.unflatten(2, (kv_heads, heads // kv_heads))
         scores = torch.einsum("bnhgd,bnshd->bhgns", grouped, k[:, keys]) * scale
@@ -132,11 +121,11 @@ def neighborhood_attention(
         return (*results, p.flatten(1, 2)) if return_band else results
 
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-    run = partial(checkpoint, rows, use_reentrant=False, preserve_rng_state=False) if needs_grad else rows
+    run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False) if needs_grad else attend
     q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
     size = _rows_per_chunk(k, kernel_size)
-    parts = [run(*chunk) for chunk in zip(q.split(size, 1), starts.split(size), strict=True)]
-    outs, lses, *bands = zip(*parts, strict=True)
+    chunks = [run(*chunk) for chunk in zip(q.split(size, 1), starts.split(size), strict=True)]
+    outs, lses, *bands = zip(*chunks, strict=True)
     return torch.cat(outs, 1), torch.cat(bands[0], 2) if bands else None, torch.cat(lses, 2)
 
 
@@ -159,7 +148,7 @@ def neighborhood_attention_backward(
     Args:
         do, q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`.
         attn: the band `[B,H,N,kernel_size]`, or probabilities of all pairs `[B,H,N,N]`.
-        path: taken and ignored: there is one way here.
+        path: ignored: the reference has one.
 
     Returns:
         dq, dk, dv like q, k, v.
@@ -167,7 +156,7 @@ def neighborhood_attention_backward(
     num_tokens, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]
     scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
-    given_dtype, dtype = q.dtype, _arithmetic(q)
+    given_dtype, dtype = q.dtype, _compute_dtype(q)
     dilation = min(dilation, max(num_tokens, 1))
     if attn.shape[-1] != kernel_size:
         attn = band_of(attn, kernel_size, dilation, boundary, causal, dtype=dtype)
@@ -178,13 +167,13 @@ def neighborhood_attention_backward(
     dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
     size = _rows_per_chunk(k, kernel_size)
     for first in range(0, num_tokens, size):
-        some = slice(first, first + size)
-        keys, exists = _keys(starts[some], slots, num_tokens)
-        p = attn[:, :, some].to(dtype).masked_fill(~exists, 0).unflatten(1, (kv_heads, heads // kv_heads))
-        grouped_do, grouped_q = (x[:, some].unflatten(2, (kv_heads, heads // kv_heads)) for x in (do, q))
+        chunk = slice(first, first + size)
+        keys, exists = _keys(starts[chunk], slots, num_tokens)
+        p = attn[:, :, chunk].to(dtype).masked_fill(~exists, 0).unflatten(1, (kv_heads, heads // kv_heads))
+        grouped_do, grouped_q = (x[:, chunk].unflatten(2, (kv_heads, heads // kv_heads)) for x in (do, q))
         dp = torch.einsum("bnhgd,bnshd->bhgns", grouped_do, v[:, keys]).masked_fill(~exists, 0)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-        dq[:, some] = (torch.einsum("bhgns,bnshd->bnhgd", ds, k[:, keys]) * scale).flatten(2, 3)
+        dq[:, chunk] = (torch.einsum("bhgns,bnshd->bnhgd", ds, k[:, keys]) * scale).flatten(2, 3)
         for gradient, weights, rows in ((dk, ds * scale, grouped_q), (dv, p, grouped_do)):
             per_slot = torch.einsum("bhgns,bnhgd->bnshd", weights, rows)
             gradient.index_add_(1, keys.flatten(), per_slot.flatten(1, 2))

@@ -1,1 +1,11 @@
-"""Attention residual in Triton: for Ascend NPUs, and for NVIDIA GPUs."""
+"""Attention residual in Triton: for Ascend NPUs, and for NVIDIA GPUs.
+
+launchers.py    forward and backward: the backend's entry
+whole_rows.py   kernels for rows that are one tile; the math
+tiled.py        kernels for longer rows
+rows.py         how kernels address and load the rows of a token
+
+tiling.py       tiles and grids of each kernel
+support.py      which calls the kernels take
+reference.py    the definition, in eager PyTorch
+"""

@@ -1,4 +1,4 @@
-"""Attention residual (arXiv 2603.15031) in eager PyTorch: what it means, and the oracle of the kernels.
+"""Attention residual (arXiv 2603.15031) in eager PyTorch: the definition, and the oracle of the kernels.
 
 A layer attends to the outputs x_1 ... x_L of the blocks before it, token by token, with one learned query:
 
@@ -43,6 +43,6 @@ def attention_residual(
     scores = torch.stack([(row * weight).sum(-1) for row in rows]) * rstd
     alpha = scores.softmax(0)
     out = torch.zeros((), dtype=dtype, device=weight.device)
-    for share, row in zip(alpha, rows, strict=True):
-        out = out + share[..., None] * row
+    for alpha_i, row in zip(alpha, rows, strict=True):
+        out = out + alpha_i[..., None] * row
     return out.to(given_dtype), alpha, rstd

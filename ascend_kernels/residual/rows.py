@@ -1,13 +1,13 @@
-"""What the kernels of attention residual share: where the rows of a token lie.
+"""How the kernels of attention residual address, load and sum the rows of a token.
 
-A token has L rows of D features, one of each block. Blocks are read where they are:
+A token has L rows of D features, one of each block. Blocks are read where they are, in one of three ways (ADDRESS):
 
     STACKED     one tensor: its first block, and a stride
     POINTERS    a list of up to MAX_POINTERS tensors: a pointer to each
     TABLE       a longer list: the tensor at the lowest address, and a table of int64 offsets from it, in units of UNIT
                 elements
 
-UNIT is the elements of 16 bytes, which GPUs load at once, where all tensors lie at multiples of them; else 1.
+UNIT is the number of elements in 16 bytes, which GPUs load at once, where all tensors lie at multiples of that; else 1.
 A tile is ROWS rows of a token, masked at the last block and at the last feature.
 """
 
@@ -25,7 +25,7 @@ STACKED, POINTERS, TABLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def token_offset(i_token, tokens_per_batch, batch_stride, token_stride, FLAT: tl.constexpr = False):
-    """Elements from a block's start to a token's row, int64. FLAT: token_stride apart across batches too."""
+    """Elements from a block's start to a token's row, int64. FLAT: one stride between all tokens of all batches."""
     if FLAT:
         i_offset = tl.cast(i_token, tl.int64) * token_stride
     else:
@@ -35,8 +35,10 @@ def token_offset(i_token, tokens_per_batch, batch_stride, token_stride, FLAT: tl
 
 
 @triton.jit
-def member(i, p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15):  # fmt: skip
-    """The pointer of block i, or pointers of several."""
+def select_pointer(
+    i, p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
+):  # fmt: skip
+    """The pointer of block i, or pointers of several blocks."""
     p = tl.where(i == 1, p_1, p_0)
     p = tl.where(i == 2, p_2, p)
     p = tl.where(i == 3, p_3, p)
@@ -56,11 +58,11 @@ def member(i, p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12
 
 
 @triton.jit
-def load_of_member(
+def load_by_branches(
     i, o_elements, mask,
     p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
 ):  # fmt: skip
-    """The same elements of block i, by branches: Triton-Ascend has no pointer that is one or another."""
+    """Elements of block i, by branches: Triton-Ascend cannot select between pointers."""
     if i == 0:
         b = tl.load(p_0 + o_elements, mask=mask, other=0.0)
     elif i == 1:
@@ -109,27 +111,27 @@ def load_tile(
     o_dims = o_dim[None, :]
     mask = o_dims < end_dim
     if ADDRESS == POINTERS and BRANCHES:
-        b_tile = load_of_member(
+        b_tile = load_by_branches(
             i_step, i_offset + o_dims, mask,
             p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
         )  # fmt: skip
     else:
         if ROWS == 1:
             o_row = i_step
-            there = num_blocks > 0
+            exists = num_blocks > 0
         else:
             o_row = i_step * ROWS + tl.arange(0, ROWS)[:, None]
-            there = o_row < num_blocks
-            mask = mask & there
+            exists = o_row < num_blocks
+            mask = mask & exists
         if ADDRESS == POINTERS:
-            p_rows = member(
+            p_rows = select_pointer(
                 o_row,
                 p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
             )  # fmt: skip
             if ROWS > 1 and UNIT > 1:
                 p_rows = tl.multiple_of(p_rows, [16, 16])
         elif ADDRESS == TABLE:
-            p_rows = p_0 + tl.load(p_table + o_row, mask=there, other=0) * UNIT
+            p_rows = p_0 + tl.load(p_table + o_row, mask=exists, other=0) * UNIT
         else:
             p_rows = p_0 + tl.cast(o_row, tl.int64) * block_stride
         b_tile = tl.load(p_rows + i_offset + o_dims, mask=mask, other=0.0)
@@ -137,51 +139,51 @@ def load_tile(
 
 
 @triton.jit
-def halves(b):
-    """Features 0, 2, 4 ... and 1, 3, 5 ... of a tile: on a GPU, other names of the same registers."""
+def split_even_odd(b):
+    """Features 0, 2, 4 ... and 1, 3, 5 ... of a tile: no instruction on a GPU, the registers stay where they are."""
     return tl.split(tl.reshape(b, [b.shape[0], b.shape[1] // 2, 2]))
 
 
 @triton.jit
-def sums_of_fours(b_x, b_y):
-    """Sums of products of four neighbours each, which a thread of a GPU holds: an instruction a product.
+def sums_of_quads(b_x, b_y):
+    """Sums of products of four neighboring features, which one thread of a GPU holds: one instruction per product.
 
-    A sum of products over a whole tile takes five for four.
+    `tl.sum(b_x * b_y, 1)` takes five for four.
     """
     b_y = tl.broadcast_to(b_y, b_x.shape)
-    b_x0, b_x1 = halves(b_x)
-    b_y0, b_y1 = halves(b_y)
-    b_x00, b_x01 = halves(b_x0)
-    b_y00, b_y01 = halves(b_y0)
-    b_x10, b_x11 = halves(b_x1)
-    b_y10, b_y11 = halves(b_y1)
+    b_x0, b_x1 = split_even_odd(b_x)
+    b_y0, b_y1 = split_even_odd(b_y)
+    b_x00, b_x01 = split_even_odd(b_x0)
+    b_y00, b_y01 = split_even_odd(b_y0)
+    b_x10, b_x11 = split_even_odd(b_x1)
+    b_y10, b_y11 = split_even_odd(b_y1)
     b_sum = tl.fma(b_x01, b_y01, b_x00 * b_y00)
     return tl.fma(b_x11, b_y11, tl.fma(b_x10, b_y10, b_sum))
 
 
 @triton.jit
-def add_both(a_0, b_0, a_1, b_1):
+def add_pairs(a_0, b_0, a_1, b_1):
     return a_0 + a_1, b_0 + b_1
 
 
 @triton.jit
-def sums_of_rows(b_x, b_w, ON_NPU: tl.constexpr):
-    """Sums over the features of x^2 and of w x: on a GPU together, for which its warps meet once."""
+def row_squares_and_products(b_x, b_w, ON_NPU: tl.constexpr):
+    """Sums over the features of x^2 and of w x; on a GPU in one reduction, so its warps synchronise once."""
     if ON_NPU:
         b_squares = tl.sum(b_x * b_x, 1)
         b_products = tl.sum(b_x * b_w, 1)
     else:
-        b_squares, b_products = tl.reduce((sums_of_fours(b_x, b_x), sums_of_fours(b_x, b_w)), 1, add_both)
+        b_squares, b_products = tl.reduce((sums_of_quads(b_x, b_x), sums_of_quads(b_x, b_w)), 1, add_pairs)
     return b_squares, b_products
 
 
 @triton.jit
-def sum_of_rows(b_x, b_w, ON_NPU: tl.constexpr):
+def row_products(b_x, b_w, ON_NPU: tl.constexpr):
     """Sum over the features of w x."""
     if ON_NPU:
         b_products = tl.sum(b_x * b_w, 1)
     else:
-        b_products = tl.sum(sums_of_fours(b_x, b_w), 1)
+        b_products = tl.sum(sums_of_quads(b_x, b_w), 1)
     return b_products
 
 
@@ -193,9 +195,9 @@ def load_weight(p_w_query, p_w_norm, o_dim, dim, norm_dim):
 
 
 @triton.jit
-def load_scores(p_scores, i_kept, o_row, num_blocks):
-    """Of a token's rows o_row, -inf past the last block."""
-    return tl.load(p_scores + i_kept + o_row, mask=o_row < num_blocks, other=float("-inf"))
+def load_scores(p_scores, i_scores, o_row, num_blocks):
+    """Scores of a token's rows o_row; -inf past the last block."""
+    return tl.load(p_scores + i_scores + o_row, mask=o_row < num_blocks, other=float("-inf"))
 
 
 @triton.jit
@@ -205,13 +207,13 @@ def log_sum_exp(b_score):
 
 
 @triton.jit
-def load_lse(p_scores, i_kept, num_blocks):
+def load_lse(p_scores, i_scores, num_blocks):
     """Log-sum-exp of all scores of a token."""
-    return log_sum_exp(load_scores(p_scores, i_kept, tl.arange(0, MAX_BLOCKS), num_blocks))
+    return log_sum_exp(load_scores(p_scores, i_scores, tl.arange(0, MAX_BLOCKS), num_blocks))
 
 
 WIDE = tl.constexpr(1 << 40)
-"""Added to every offset that a launch is given: all take 64 bits then, and one build takes all."""
+"""Added to every offset passed to a launch, so that all need 64 bits and share one build."""
 OFFSETS = tuple(f"offset_{i}" for i in range(MAX_POINTERS))
 
 
@@ -221,7 +223,7 @@ def table_kernel(
     offset_0, offset_1, offset_2, offset_3, offset_4, offset_5, offset_6, offset_7,
     offset_8, offset_9, offset_10, offset_11, offset_12, offset_13, offset_14, offset_15,
 ):  # fmt: skip
-    """Write a piece of a table: what a launch is given is part of a CUDA graph, what a copy reads is not."""
+    """Write up to 16 entries of a table. A CUDA graph records a launch's arguments, not the source of a copy."""
     if num_offsets > 0:
         tl.store(p_table, offset_0 - WIDE)
     if num_offsets > 1:

@@ -1,21 +1,24 @@
-"""Whether attention residual's kernels take a call, asked by the dispatcher before a launch. Needs torch alone."""
+"""Whether the Triton kernels take a call of attention residual, asked by the dispatcher before a launch.
+
+Needs torch alone.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ascend_kernels import support
 from ascend_kernels.residual.tiling import MAX_BLOCKS, MAX_DIM, MAX_ROWS
+from ascend_kernels.support import gpu_refusal, npu_refusal
 
 
 def check_gpu(call: Any) -> str | None:
     """Why upstream Triton cannot run the call (dispatch.Call) on a GPU, or None."""
-    return support.machine_refusal(call, "cuda", "CUDA devices") or _shape_refusal(call)
+    return gpu_refusal(call) or _shape_refusal(call)
 
 
 def check_npu(call: Any) -> str | None:
     """Why triton-ascend cannot run the call (dispatch.Call) on an NPU, or None."""
-    return support.machine_refusal(call, "npu", "Ascend NPUs") or _shape_refusal(call)
+    return npu_refusal(call) or _shape_refusal(call)
 
 
 def _shape_refusal(call: Any) -> str | None:

@@ -1,20 +1,20 @@
 """Tiles and grids of attention residual: what fits the memories of each device, and which specialisations there are.
 
-Ascend. `get_optimal_block_d` says how many features of a row fit the UB together with all that is computed from them:
-12 fp32 numbers per feature forward, 16 backward. Rows of up to so many features take the kernels of
-residual/whole_rows.py, longer ones those of residual/tiled.py.
+Ascend. `get_optimal_block_d` gives the features of a row that fit the UB with all that is computed from them:
+12 fp32 numbers per feature forward, 16 backward. Rows of up to so many features take the kernels of whole_rows.py,
+longer ones those of tiled.py.
 
     UB                 forward           backward
     192 KiB (A2, A3)   D <= 2048         D <= 2048
     256 KiB (950)      D <= 4096         D <= 2048
 
 Up to there forward reads V once, whatever L is, and twice beyond. Backward reads V and do once where a whole token fits
-the UB (`one_tile_rows`): L <= 8 up to D = 512 and L <= 4 up to D = 1024, on any device; of lists, which are read row by
-row, only L = 1. It reads V twice and do once for other rows that fit, and both twice for longer ones.
+the UB (`one_tile_rows`): L <= 8 up to D = 512 and L <= 4 up to D = 1024, on any device; for lists, which are read row
+by row, only L = 1. It reads V twice and do once for other rows that fit, and both twice for longer ones.
 
-NVIDIA. Rows of up to GPU_ROW features are one tile, in registers, so forward reads V once from global memory. Backward
-reads a token twice, the second time from the L2, unless all of it is a tile: up to GPU_TOKEN_ROWS rows and GPU_TOKEN
-numbers are, and any number of rows that have no more than GPU_TILE numbers together.
+NVIDIA. Rows of up to GPU_MAX_ROW features are one tile, in registers, so forward reads V once from global memory.
+Backward reads a token twice, the second time from the L2, unless the whole token is one tile: up to GPU_MAX_TOKEN_ROWS
+rows and GPU_MAX_TOKEN elements are, and any number of rows that have no more than GPU_TILE elements together.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from functools import lru_cache
 
 import torch
 
-from ascend_kernels.device import DEVICES, MIN_UB, Device
-from ascend_kernels.neighborhood.tiling import DTYPES, MAX_GRID, VECTOR_CORES
+from ascend_kernels.device import DEVICES, MAX_GRID, MIN_UB, VECTOR_CORES, Device
+from ascend_kernels.support import DTYPES
 
 PLAIN = ("forward", "backward")
 TILED = ("scores", "mix", "products", "gradients")
 WEIGHTS = "weights"
 MIN_BLOCK_D = 256
-"""Features of a tile on Ascend, at least: shorter rows take the same builds, of which there are to be few."""
+"""Features of a tile on Ascend, at least: shorter rows use the same builds, of which there are to be few."""
 FP32_PER_FEATURE = {"forward": 12, "backward": 16}
-RULE_SHARE = 0.85
+UB_SHARE = 0.85
 ONE_TILE_ROWS = (4, 8)
-GPU_ROW, GPU_TOKEN, GPU_TOKEN_ROWS = 8192, 32768, 16
-"""Features of a row that is one tile, numbers and rows of a token that is one tile, on an NVIDIA GPU."""
+GPU_MAX_ROW, GPU_MAX_TOKEN, GPU_MAX_TOKEN_ROWS = 8192, 32768, 16
+"""NVIDIA GPUs: features of a row that is one tile; elements and rows of a token that is one tile."""
 GPU_TILE = 2048
-"""Numbers of any other tile, unless two rows have more; 64 of them for each thread of a warp."""
+"""NVIDIA GPUs: elements of any other tile, unless two rows have more; 64 per thread of a warp."""
 GPU_WARPS = 8
-"""Of a multiprocessor of an NVIDIA GPU, each thread with all the registers that it can address."""
+"""NVIDIA GPUs: warps per multiprocessor, whose threads can then use 255 registers each."""
 GPU_REGISTERS = 192
-"""Of a thread, for what backward keeps through a step."""
+"""NVIDIA GPUs: registers of a thread for what backward keeps live through a step."""
 GPU_SHARED = 200 * 1024
-"""Bytes of its shared memory for tiles that arrive."""
+"""NVIDIA GPUs: bytes of shared memory for tiles that are being loaded."""
 MAX_BLOCKS = 64
-"""Of one call: what the proofs cover, a power of two."""
+"""L, at most: a power of two, covered by the proofs."""
 MAX_ROWS = 1 << 30
-"""Rows of all tokens: a program counts its share of them, twice in backward, in int32."""
+"""Rows of all tokens and blocks, at most: a program counts its rows, twice in backward, in int32."""
 MAX_DIM = 1 << 20
-"""Features of a row, at most: offsets within it stay far inside int32."""
+"""D, at most: offsets within a row stay far inside int32."""
 
 
 def get_optimal_block_d(dim: int, backward: bool, ub: int = MIN_UB) -> int:
-    """Features of a tile for rows of D, on an NPU with a UB of so many bytes.
+    """Features of a tile for rows of D features, on an NPU with a UB of so many bytes.
 
     The next power of two up to 1024; beyond, the largest power of two at which 12 fp32 numbers per feature forward, or
     16 backward, take 85 % of the UB. A row fits where that is no less than D.
     """
     if dim <= 1024:
         return 1 << (dim - 1).bit_length()
-    fitting = int(ub * RULE_SHARE / (FP32_PER_FEATURE["backward" if backward else "forward"] * 4))
+    fitting = int(ub * UB_SHARE / (FP32_PER_FEATURE["backward" if backward else "forward"] * 4))
     return 1 << (fitting.bit_length() - 1)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a pass over the blocks goes."""
+    """Tiles, programs and compiler options of one pass over the blocks."""
 
     block_d: int
     rows: int
@@ -78,12 +78,12 @@ class Plan:
     one_tile: bool
     """Whether a token is one tile, which backward then reads once."""
     stages: int
-    """Tiles of the loop that are in flight or at work."""
+    """Pipeline stages of the loop over tiles: stages - 1 are loaded ahead."""
     programs: int
     live_bytes: dict[str, int]
     """Bytes of live tiles in the UB; empty for GPUs, whose compiler counts for itself."""
     options: dict[str, int]
-    """What the compiler takes beside the tiles."""
+    """Compiler options besides the tiles."""
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -91,13 +91,13 @@ class Plan:
 
 
 def live_bytes(kernel: str, block_d: int, rows: int, itemsize: int) -> dict[str, int]:
-    """The tiles that a program keeps."""
+    """Bytes of the tiles that a program keeps, by memory."""
     if kernel == WEIGHTS:
-        # two tiles of shares, their sum, weights and results
-        return {"UB": (2 * WEIGHTS_PARTS + 6) * 4 * block_d}
+        # two tiles of partial sums, their sum, weights and results
+        return {"UB": (2 * WEIGHTS_BLOCK_P + 6) * 4 * block_d}
     backward = kernel in ("backward", "products", "gradients")
     row = FP32_PER_FEATURE["backward" if backward else "forward"] * 4 * block_d
-    # more rows: a tile arriving and one at hand, a gradient leaving, each row in fp32, its product, its gradient
+    # each further row: a tile being loaded, one in use, a gradient being stored; in fp32 the row, product, gradient
     return {"UB": row + (rows - 1) * block_d * (3 * itemsize + 3 * 4)}
 
 
@@ -106,7 +106,7 @@ def one_tile_rows(dtype: torch.dtype, block_d: int, blocks: int) -> int:
     """Rows of backward's tiles on Ascend: all L of a token where they fit a UB of MIN_UB bytes, else 1."""
     for rows in ONE_TILE_ROWS:
         live = live_bytes("backward", block_d, rows, dtype.itemsize)["UB"]
-        if 1 < blocks <= rows and live <= RULE_SHARE * MIN_UB:
+        if 1 < blocks <= rows and live <= UB_SHARE * MIN_UB:
             return rows
     return 1
 
@@ -115,7 +115,7 @@ def one_tile_rows(dtype: torch.dtype, block_d: int, blocks: int) -> int:
 def ascend_plan(
     *, backward: bool, dtype: torch.dtype, dim: int, blocks: int, tokens: int, listed: bool, device: Device
 ) -> Plan:
-    """Tiles, and one program per vector core at most; each strides over its share of the tokens.
+    """Tiles, and one program per vector core at most; each strides over the tokens.
 
     Args:
         listed: whether blocks are a list.
@@ -143,35 +143,35 @@ def gpu_plan(
     programs_per_core: int | None = None,
     **options: int,
 ) -> Plan:
-    """Tiles for an NVIDIA GPU, as measured on an H200 (docs/performance.md).
+    """Tiles for an NVIDIA GPU, as measured on an H200 (docs/experiments.md).
 
-    Of rows that are one tile a multiprocessor has eight warps. A thread keeps 64 numbers of a tile, and backward up to
-    twice that of a token that is one tile: the fewer the warps, the less is done once for each, of which there was more
-    than of memory's work.
+    For rows that are one tile a multiprocessor has eight warps. A thread keeps 64 elements of a tile, and in backward
+    up to twice that of a token that is one tile: the work done once per warp outweighed memory traffic, so fewer warps
+    with larger tiles were faster.
 
     Args:
         cores: multiprocessors.
-        rows, num_warps, stages, programs_per_core: instead of what is chosen here, to try others.
-        options: of the compiler, such as maxnreg.
+        rows, num_warps, stages, programs_per_core: override what is chosen here, to try other plans.
+        options: of the compiler, such as maxnreg; they override likewise.
     """
     block_d = max(32, 1 << (dim - 1).bit_length())
     all_rows = 1 << (blocks - 1).bit_length()
-    tiled = block_d > GPU_ROW
+    tiled = block_d > GPU_MAX_ROW
     if tiled:
         block_d, chosen, depth, warps, per_core, registers = 2048, 1, 1, 8, 4, 64
     else:
-        one_tile = backward and all_rows <= GPU_TOKEN_ROWS and all_rows * block_d <= GPU_TOKEN
+        one_tile = backward and all_rows <= GPU_MAX_TOKEN_ROWS and all_rows * block_d <= GPU_MAX_TOKEN
         chosen = all_rows if one_tile else min(all_rows, max(2, GPU_TILE // block_d))
         warps = min(GPU_WARPS, max(1, chosen * block_d // GPU_TILE))
         per_core, registers = GPU_WARPS // warps, 255
         tile = chosen * block_d * dtype.itemsize
-        # Loads of two tiles ahead, where they fit. Not where a second turn is served by the L2, nor where w, do, t and
-        # the tile leave no registers for it.
+        # Load two tiles ahead where they fit; not where the second pass hits the L2, nor where w, do, t and the tile
+        # leave no registers for it
         crowded = (chosen + 3) * block_d > GPU_REGISTERS * 32 * warps
         depth = 1 if (backward and (crowded or not one_tile)) or 2 * tile * per_core > GPU_SHARED else 3
     chosen = min(chosen if rows is None else rows, all_rows)
     programs = cores * (per_core if programs_per_core is None else programs_per_core)
-    if backward:  # their shares of t take no more than a 32nd of V, unless there is one for each core
+    if backward:  # partial sums of t take at most a 32nd of V, unless there is just one per core
         programs = min(programs, max(cores, tokens * blocks * dtype.itemsize // (32 * 4)))
     compiler = {"num_warps": num_warps or warps, "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
     return Plan(
@@ -179,25 +179,25 @@ def gpu_plan(
     )
 
 
-WEIGHTS_PARTS, WEIGHTS_BLOCK_D = 8, 1024
+WEIGHTS_BLOCK_P, WEIGHTS_BLOCK_D = 8, 1024
 
 
 def weights_plan(dim: int, device: Device | None) -> tuple[int, Plan]:
-    """Shares that a program adds at a time, and its tiles and grid.
+    """BLOCK_P, the partial sums that `weights` adds at a time, and its plan.
 
     Args:
         device: None for an NVIDIA GPU.
     """
     if device is None:
-        # 32 bytes, which a GPU reads at least, of every share: many programs, and few rounds of each
+        # 8 features are 32 bytes, the least that a GPU reads: many programs, with few iterations each
         return 512, Plan(8, 1, False, False, 1, -(-dim // 8), {}, {"num_warps": 4, "num_stages": 1})
     programs = min(-(-dim // WEIGHTS_BLOCK_D), device.cores * VECTOR_CORES, MAX_GRID)
     live = live_bytes(WEIGHTS, WEIGHTS_BLOCK_D, 1, 4)
-    return WEIGHTS_PARTS, Plan(WEIGHTS_BLOCK_D, 1, False, False, 1, programs, live, {})
+    return WEIGHTS_BLOCK_P, Plan(WEIGHTS_BLOCK_D, 1, False, False, 1, programs, live, {})
 
 
 def specialisations() -> Iterator[tuple[str, torch.dtype, int, int]]:
-    """Every (kernel, dtype, BLOCK_D, ROWS) that there is on Ascend, once; each for the three ways to address blocks."""
+    """Every (kernel, dtype, BLOCK_D, ROWS) on Ascend, once; each exists for the three ways to address blocks."""
     ubs = sorted({device.ub for device in DEVICES.values()})
     seen: dict[tuple[str, torch.dtype, int, int], None] = {(WEIGHTS, torch.float32, WEIGHTS_BLOCK_D, 1): None}
     for ub in ubs:

@@ -6,8 +6,8 @@
 A quad has a row, and each of its lanes the 16-byte pieces of it whose numbers it has in the accumulator. So neither the
 warp's own o nor o goes to memory, and q is read once: gates come of the rows in shared memory.
 
-Bit for bit what CombinePartials (kv_outer.py) and GatedSum (forward.py) make of o in memory: o is rounded as if it had been
-written, BATCH slots at a time share one base of an online softmax, and lanes add up a logit in the same order.
+Bit for bit what CombinePartials (kv_outer.py) and GatedSum (forward.py) make of o in memory: o is rounded as if it had
+been written, BATCH slots at a time share one base of an online softmax, and lanes add up a logit in the same order.
 LOADS pieces of a lane are under way together.
 """
 

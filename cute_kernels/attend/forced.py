@@ -7,10 +7,10 @@ ForcedForward  one CTA: the tokens of one block x the G query heads of a key/val
               init + local blocks, which are the same for all of them and known without looking at what they chose.
               All keys of a row are there at once: one softmax (warp_rows.py), then o and lse to where they belong.
               attend/kv_outer.py would write and read o for each of these blocks.
-ForcedCombineAndGate   the same behind visits of other blocks: a warp adds what the slots have, and the other branches, to the
-              rows that it has in registers (attend/combine.py), and writes NSA's out; o and gates too where a backward
-              will read them. The rows of a block are shared by CTAs of about SHARE_ROWS, so that a pass over some
-              tokens has enough.
+ForcedCombineAndGate   the same behind visits of other blocks: a warp adds what the slots have, and the other branches,
+              to the rows that it has in registers (attend/combine.py), and writes NSA's out; o and gates too where a
+              backward will read them. The rows of a block are shared by CTAs of about SHARE_ROWS, so that a pass over
+              some tokens has enough.
 
 Near a document's beginning both kinds of blocks meet: the local ones then begin with block `init`, and the last ones of
 them lie behind the tokens. So nothing counts twice, the keys of a CTA ascend, and what is between them is behind init
@@ -22,8 +22,8 @@ of them for nothing; q and o once, 2.1 GB, 0.51 ms at 4.2 TB/s, at the same time
 Four warps and two CTAs of a multiprocessor where shared memory has room for them (three blocks of 64 for D = D_v = 128:
 96 KiB and 16 KiB for rows, twice), else eight warps.
 
-ForcedCombineAndGate for n = 16 reads o of 13 slots, 14.0 GB, o_cmp and o_win beside q, and writes out: 18.3 GB, 4.4 ms; with o
-and gates 19.5 GB.
+ForcedCombineAndGate for n = 16 reads o of 13 slots, 14.0 GB, o_cmp and o_win beside q, and writes out: 18.3 GB, 4.4 ms;
+with o and gates 19.5 GB.
 
 Limits: those of warp_rows.py: (init + local) l' <= MOST_KEYS, for S is in registers; rows start at multiples of 16
 bytes. All blocks that are read must hold finite values up to the last token of the CTA's own block.

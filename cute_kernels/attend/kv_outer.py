@@ -6,14 +6,15 @@
 KVOuterForward   one CTA: keys and values of one block, and a segment of the tokens that chose it (worklist.py). The G
               query heads of a key/value head chose together, so a block has visits x G rows. All keys of a row are
               there at once: one softmax (warp_rows.py), then o in 16 bits and lse to the place of the token's slot.
-CombinePartials      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them loaded at a
-              time, in an online softmax.
-CombineAndGate    CombinePartials for NSA: weighs o in registers and adds the other branches to it (forward.py), so that o is not
-              read again, nor written unless a backward will read it: bit for bit what gate/forward.py makes of it.
+CombinePartials      the slots of each row added up in their order, weighted by exp(lse_slot - lse): BATCH of them
+              loaded at a time, in an online softmax.
+CombineAndGate    CombinePartials for NSA: weighs o in registers and adds the other branches to it (forward.py), so that
+              o is not read again, nor written unless a backward will read it: bit for bit what gate/forward.py makes of
+              it.
 
 Forced blocks, which every token attends to at places known beforehand, need no slots and are not visited:
-attend/forced.py attends to all of them first and leaves o and lse where the result goes, and CombinePartials adds the other
-slots to what is there (`carry`). For NSA it does so behind the visits and adds the slots, and the other branches,
+attend/forced.py attends to all of them first and leaves o and lse where the result goes, and CombinePartials adds the
+other slots to what is there (`carry`). For NSA it does so behind the visits and adds the slots, and the other branches,
 itself (ForcedCombineAndGate, in place of CombineAndGate): bit for bit the same.
 
 What moves does not depend on whether neighbours agree: q is read n times, o is written and read n times. The slots' o
@@ -22,9 +23,9 @@ Passes run on two streams in turn (streams.py): one visits and adds up where ano
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 2.2 TFLOP, 3.7 ms at 600 TFLOP/s, and 34 GB for the slots'
 o, 8.2 ms at 4.2 TB/s, at the same time; 17 GB of q come from L2 where it is there, else 4.1 ms more. To write out
-instead of o CombineAndGate reads 3.2 GB more, where a gate behind CombinePartials moves 5.4 GB, 0.5 ms more; ForcedCombineAndGate moves
-3.2 GB less than ForcedForward and CombineAndGate behind it would. Seen once on an H200, random blocks: KVOuterForward 8.1 ms,
-CombinePartials 5.0, one after the other 13.4, on two streams 12.2.
+instead of o CombineAndGate reads 3.2 GB more, where a gate behind CombinePartials moves 5.4 GB, 0.5 ms more;
+ForcedCombineAndGate moves 3.2 GB less than ForcedForward and CombineAndGate behind it would. Seen once on an H200,
+random blocks: KVOuterForward 8.1 ms, CombinePartials 5.0, one after the other 13.4, on two streams 12.2.
 
 Packed documents (B = 1): their tokens are read where they lie; no block holds those of two.
 
@@ -49,6 +50,7 @@ from cute_kernels.attend.combine import BATCH
 from cute_kernels.attend.forced import forced_blocks_forward, gated_forced_blocks, takes_forced
 from cute_kernels.attend.warp_rows import SHARED_PERCENT, WarpRows, block_bounds, heads_of
 from cute_kernels.gate.forward import Gating, fake_rest, gates_of_row, weighted_sum
+from cute_kernels.limits import TOKEN_SELECT_SIZES
 from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
@@ -65,7 +67,6 @@ from cute_kernels.mma.warp import LANES, LOG2_E
 from cute_kernels.runtime.device import has_warpgroups, vectorized
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.runtime.streams import SideStreams
-from cute_kernels.support import TOKEN_SELECT_SIZES
 
 WARPS = 8
 CTAS = 2
@@ -325,7 +326,7 @@ class CombinePartials:
 
 
 class CombineAndGate(CombinePartials):
-    """CombinePartials to one softmax, whose sums stay in registers: writes out, of them and the other branches, o if asked.
+    """CombinePartials, gated: adds the other branches to o in registers and writes out; o too if asked.
 
     Args: as of CombinePartials.
     """

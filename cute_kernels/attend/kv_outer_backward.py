@@ -25,8 +25,8 @@ in registers.
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms at 600 TFLOP/s (mma.sync), 6.1 ms at 900
 (WGMMA), and 34 GB for the slots' dQ, 8.2 ms at 4.2 TB/s, at the same time; 34 GB of q and dO come from L2 where they
 are there, else 8.2 ms more. For 64 rows, 1,280 cycles of WGMMA, mma.sync moves 330 KB of shared memory, 2,560 cycles or
-11.6 ms in all; WGMMA 160 KB, 1,280 cycles. Seen once on an H200: KVOuterBackward 25.3 ms, KVOuterBackwardWGMMA 18.2, for
-which 10 to 13 were predicted: memory traffic and L2 bound it, not products.
+11.6 ms in all; WGMMA 160 KB, 1,280 cycles. Seen once on an H200: KVOuterBackward 25.3 ms, KVOuterBackwardWGMMA 18.2,
+for which 10 to 13 were predicted: memory traffic and L2 bound it, not products.
 
 Limits: sm_90a and sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of a pass
 n T G D l' / 64 < 2^34; a token's q and dO less than 2^15 numbers from the next one's; 64-bit offsets; rows start at

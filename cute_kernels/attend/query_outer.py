@@ -80,7 +80,7 @@ MOST_TOKENS = 32
 """Of a tile: bits of a word."""
 
 TILES_GROUP = 64
-"""The fewest heads a group for which tiles take less time than visits whatever tokens choose (docs/performance.md)."""
+"""The fewest heads a group for which tiles take less time than visits whatever tokens choose (docs/experiments.md)."""
 
 ALWAYS_TILES: bool | None = None
 """True or False instead of the rule: True pays where neighbours choose alike."""

@@ -4,29 +4,27 @@
     dP_ij = dO_i . v_j                dS_ij = P_ij (dP_ij - delta_i)
     dQ_i = scale sum_j dS_ij k_j      dK_j = scale sum_i dS_ij q_i      dV_j = sum_i P_ij dO_i
 
-lse may be shifted (by the logarithm of a gate): P is what it makes it. Where lse is not finite, P = 0. Sums in fp32; P
-and dS are rounded to 16 bits before they are multiplied, results once.
+A gate g_i is applied by shifting its row's lse by -log(g_i): P is then g_i times the softmax. Where lse is not finite,
+P = 0. Sums are fp32. P and dS are rounded to 16 bits before they are multiplied, results once.
 
-SelectedDQ    one CTA: 128 rows of a head, which walk over the blocks that their tile chose. Q and dO stay in registers
-              as the left operands of S and dP; dS becomes the left operand of dQ without leaving registers.
-SelectedDKV   one CTA: 64 keys of a key/value head, visited by each (head, tile) that chose them, 64 rows at a time.
-              Transposed: S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T are left operands in registers here too. Two
-              warpgroups take turns with the rows and add their sums at the end.
+SelectedDQ          a CTA owns 128 query rows of a head and walks over the blocks that their query tile selected.
+SelectedDKV         a CTA owns 64 keys of a KV block and a segment of the query tiles that selected it, 64 rows at a
+                    time. The two consumers take the rows in turn and add their sums at the end.
+CombineSelectedDKV  adds up the segments of a block, in order.
 
-In both one warp loads by TMA, which fills rows and keys behind the end with zeros, and two warpgroups multiply.
+The first two are built on backward_tiles.py: roles of warps, shared memory, loads.
 
-Visits of SelectedDKV: each block's list of (head, tile), one behind the other, is made from bits by CountVisits, a
-cumulative sum and ListVisits. A block that many tiles chose (all may choose block 0) is cut into segments of at least
-`Sizes.length` and less than twice as many visits; their sums go to fp32 memory and AddSegments adds them in order. The
-segments of cut blocks come first: they are the longest. Then blocks ascend: causality gives the first ones most visits.
+Which (head, tile) selected each block is listed by lists/selected_worklist.py. A block that many tiles selected (all
+may select block 0) is cut into segments; each leaves fp32 partials of dK and dV in global memory.
 
-Sizes of grids, lists and memory follow from shapes: there are at most B*H*tiles*k visits, so many divided by the length
-segments of cut blocks, and one segment for each other block. 4M tokens, 8 heads, 2 key/value heads, k=16: 2.1 million
-visits, 8192 segments of at least 256 visits with 64 KiB each (WORKSPACE), 17 MB of lists.
+Sizes of grids, lists and memory follow from shapes. There are at most B*H*tiles*k query tiles in the worklist, that
+number divided by the length of a segment is the most segments of cut blocks, and every other block has one segment. 4M
+tokens, 8 heads, 2 key/value heads, k=16: 2.1 million query tiles, 8192 segments of at least 256 query tiles with
+partials of 64 KiB each (WORKSPACE_BYTES), 17 MB of lists.
 
-Floor: 3 products here and 4 there of N k l' D 2 H FLOPs each. 128K tokens, 8 heads of 128, k=16, l'=64: 1.92 TFLOP,
-3.2 ms at 600 TFLOP/s. Each visit of 64 rows to 64 keys reads Q and dO or K and V again, mostly from HBM when blocks are
-chosen at random: 4.3 and 8.6 GB there, 3.1 ms at 4.2 TB/s, at the same time.
+Floor: 3 products in SelectedDQ and 4 in SelectedDKV of N k l' D 2 H FLOPs each. 128K tokens, 8 heads of 128, k=16,
+l'=64: 1.92 TFLOP, 3.2 ms at 600 TFLOP/s. For every 64 rows and 64 keys Q and dO, or K and V, are read again, mostly
+from HBM when blocks are selected at random: 4.3 and 8.6 GB, 3.1 ms at 4.2 TB/s, at the same time.
 
 Limits: sm_90a (WGMMA); D = D_v 64 or 128; l' a multiple of 64, T of 128; B*H*tiles*k < 2^31; 64-bit offsets; dO finite
 in all rows, also where lse is not; TMA: rows start at multiples of 16 bytes.
@@ -35,189 +33,99 @@ in all rows, also where lse is not; TMA: rows start at multiples of 16 bytes.
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from cute_kernels.lists.query_to_kv import WORD, BlockLists, fake_lists
-from cute_kernels.lists.worklist import (
-    BLOCK,
-    COUNT,
-    CUT,
-    FIRST,
-    VISITS,
-    Sizes,
-    used_segments,
-    write_counts,
-    write_segments,
+from cute_kernels.attend import combine_segments
+from cute_kernels.attend.backward_tiles import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    CTA_ROWS,
+    PRODUCER_REGISTERS,
+    STAGES,
+    STATS_WARPS,
+    THREADS,
+    WARPGROUP_WARPS,
+    BackwardDKV,
+    BackwardDQ,
+    Consumer,
+    SharedDKV,
+    SharedDQ,
+    TmaTile,
+    WorkTile,
+    consumer_of,
+    consumer_state,
+    producer_state,
 )
+from cute_kernels.attend.combine_segments import add_partials, chunk_start
+from cute_kernels.lists.query_to_kv import BlockLists, fake_lists
+from cute_kernels.lists.selected_worklist import block_coordinates, fake_query_tiles, fake_table, selected_worklist
+from cute_kernels.lists.worklist import BLOCK, COUNT, CUT, FIRST, Sizes, used_segments
 from cute_kernels.mma.mma_sync import accumulator
-from cute_kernels.mma.warp import LANES, lowest_bit, prefix_sum
+from cute_kernels.mma.warp import LANES
 from cute_kernels.mma.wgmma import (
-    MN,
-    REGISTERS,
-    SHARED,
     TILE,
     WARPGROUP_THREADS,
-    K,
     acc_as_operand_a,
     acc_coordinates,
-    allocate_tiles,
     broadcast_over_columns,
     broadcast_over_rows,
     issue_mma,
-    load_operand_a,
     load_row_stats,
-    make_tma_copies,
     producer_acquire,
     score_gradients,
     scores_to_probabilities,
-    smem_operand_a,
-    smem_operand_b,
     store_acc_for_tma,
-    swizzled_tiles,
     tma_loads,
-    tma_pipeline,
     tma_store,
-    transpose_view,
-    warpgroup_mma,
 )
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
-CONSUMERS = 2
-"""Warpgroups that multiply; one more loads."""
+MIN_SEGMENT = 32
+"""The fewest query tiles of a segment of a cut block."""
 
-THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS
-LOAD_REGISTERS, MATH_REGISTERS = 24, 240
-STAGES = 4
-WARPS = 4
-"""Of a CTA that makes lists."""
-
-ADD_THREADS = 256
-SUMMED = 4
-"""fp32 numbers of one vector."""
-BATCH = 4
-"""Vectors that a thread loads together."""
-
-SEGMENT = 32
-"""The fewest visits of a segment of a cut block."""
-
-WORKSPACE = 512 << 20
-"""Bytes for the sums of segments."""
+WORKSPACE_BYTES = 512 << 20
+"""For the partials of segments."""
 
 
-def _of_item(item: Int32, kv_heads: Int32, mX: cute.Tensor) -> tuple[Int32, Int32, Int32]:
-    """Batch, key/value head and block of keys of an item of the lists. Args: mX: [B, ...]."""
-    return item // kv_heads % mX.shape[0], item % kv_heads, item // kv_heads // mX.shape[0]
+class ListedKeyTiles(NamedTuple):
+    """Key tiles that a query tile selected (BlockLists): those that need a mask first, then the full ones."""
 
+    masked: Int32
+    """How many need a mask."""
+    full: Int32
+    gMask: cute.Tensor
+    gFull: cute.Tensor
 
-class CountVisits:
-    """How many (head of the group, query tile) visit each block of keys of a key/value head. A warp for each block."""
+    def num_tiles(self) -> Int32:
+        return self.masked + self.full
 
     @cute.jit
-    def __call__(
-        self,
-        mBits: cute.Tensor,  # int32 [B, S, chosen blocks, words], see selected_backward
-        mCounts: cute.Tensor,  # int32 [3, blocks], blocks ascending and for each all batches and key/value heads
-        kv_heads: Int32,
-        group: Int32,  # query heads of a key/value head
-        segment: Int32,  # the fewest visits of a segment
-        stream: Any,
-    ):
-        self.kernel(mBits, mCounts, kv_heads, group, segment).launch(
-            grid=[cute.ceil_div(mCounts.shape[1], WARPS), 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def kernel(self, mBits: cute.Tensor, mCounts: cute.Tensor, kv_heads: Int32, group: Int32, segment: Int32):
-        cta, _, _ = cute.arch.block_idx()
-        lane = cute.arch.lane_idx()
-        item = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if item < mCounts.shape[1]:
-            batch, kv_head, block = _of_item(item, kv_heads, mBits)
-            select_heads = mBits.shape[1] // kv_heads
-            count = Int32(0)
-            for i in cutlass.range(select_heads, unroll=1):
-                for word in cutlass.range(lane, mBits.shape[3], LANES, unroll=4):
-                    count += cute.arch.popc(mBits[batch, kv_head * select_heads + i, block, word])
-            visits = cute.arch.warp_reduction_sum(count) * (group // select_heads)
-            if lane == 0:
-                write_counts(mCounts, item, visits, segment)
+    def tile(self, i: Int32) -> Int32:
+        index = Int32(0)
+        if i < self.masked:
+            index = self.gMask[i]
+        else:
+            index = self.gFull[i - self.masked]
+        return index
 
 
-class ListVisits:
-    """Which (head of the group, query tile) visit a block, in a fixed order, and its segments. A warp for each."""
+class SelectedDQ(BackwardDQ):
+    """dQ of the selected branch. Roles and pipelines: BackwardDQ.
 
-    @cute.jit
-    def __call__(
-        self,
-        mBits: cute.Tensor,  # int32 [B, S, chosen blocks, words]
-        mCounts: cute.Tensor,  # int32 [3, blocks]
-        mSums: cute.Tensor,  # the same, with those of all blocks before added
-        mVisits: cute.Tensor,  # int32 [visits]: head of the group * tiles + tile
-        mSegments: cute.Tensor,  # int32 [3, segments], those of cut blocks first
-        kv_heads: Int32,
-        group: Int32,
-        tiles: Int32,
-        stream: Any,
-    ):
-        self.kernel(mBits, mCounts, mSums, mVisits, mSegments, kv_heads, group, tiles).launch(
-            grid=[cute.ceil_div(mCounts.shape[1], WARPS), 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        mBits: cute.Tensor,
-        mCounts: cute.Tensor,
-        mSums: cute.Tensor,
-        mVisits: cute.Tensor,
-        mSegments: cute.Tensor,
-        kv_heads: Int32,
-        group: Int32,
-        tiles: Int32,
-    ):
-        cta, _, _ = cute.arch.block_idx()
-        lane = cute.arch.lane_idx()
-        item = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        blocks = mCounts.shape[1]
-        if item < blocks:
-            batch, kv_head, block = _of_item(item, kv_heads, mBits)
-            select_heads, words = mBits.shape[1] // kv_heads, mBits.shape[3]
-            shared = group // select_heads  # heads with the same choice
-            visits = mCounts[VISITS, item]
-            first = mSums[VISITS, item] - visits
-            gVisits = cute.domain_offset((first,), mVisits)
-            place = Int32(0)
-            for i in cutlass.range(select_heads, unroll=1):
-                for start in cutlass.range(0, words, LANES, unroll=1):
-                    chosen = Int32(0)
-                    if start + lane < words:
-                        chosen = mBits[batch, kv_head * select_heads + i, block, start + lane]
-                    count = cute.arch.popc(chosen)
-                    sums = prefix_sum(count)
-                    mine = place + sums - count
-                    while chosen != 0:
-                        tile = (start + lane) * WORD + lowest_bit(chosen)
-                        for j in cutlass.range(shared, unroll=1):
-                            gVisits[mine * shared + j] = (i * shared + j) * tiles + tile
-                        chosen = chosen & (chosen - 1)
-                        mine += 1
-                    place += cute.arch.shuffle_sync(sums, LANES - 1)
-            write_segments(mCounts, mSums, mSegments, item)
-
-
-class SelectedDQ:
-    """Args: head dim, 16-bit type, whether row i sees only keys j <= i, rows of a query tile."""
+    Args: head dim, 16-bit type, whether row i sees only keys j <= i, rows of a query tile.
+    """
 
     def __init__(self, dim: int, dtype: Any, causal: bool, tile: int) -> None:
-        self.dim, self.dtype, self.causal, self.tile = dim, dtype, causal, tile
-        self.tile_bytes = TILE * dim * dtype.width // 8
+        super().__init__(dim, dtype)
+        self.causal, self.tile = causal, tile
 
     @cute.jit
     def __call__(
@@ -236,10 +144,8 @@ class SelectedDQ:
         scale: Float32,
         stream: Any,
     ):
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         self.kernel(
-            *make_tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
-            *make_tma_copies(store, self.dtype, self.dim, mdQ),
+            *self.tma_copies((mQ, mdO, mK, mV), (mdQ,)),
             mLse,
             mDelta,
             mMaskCount,
@@ -250,12 +156,9 @@ class SelectedDQ:
             mK.shape[1],
             mQ.shape[2] // mK.shape[2],
             scale,
-            warpgroup_mma(self.dtype, TILE, REGISTERS, K, K),
-            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
-            swizzled_tiles(self.dtype, self.dim, CONSUMERS),
-            swizzled_tiles(self.dtype, self.dim, STAGES),
+            *self.operands(),
         ).launch(
-            grid=[cute.ceil_div(mQ.shape[1], CONSUMERS * TILE), mQ.shape[2], mQ.shape[0]],
+            grid=[cute.ceil_div(mQ.shape[1], CTA_ROWS), mQ.shape[2], mQ.shape[0]],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -290,108 +193,119 @@ class SelectedDQ:
         key_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        rows, head, batch = cute.arch.block_idx()
+        work = WorkTile(*cute.arch.block_idx())
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tile = rows * (CONSUMERS * TILE) // self.tile
+        query_tile = work.tile * CTA_ROWS // self.tile
 
-        smem = cutlass.memory.SmemAllocator()
-        sQ = allocate_tiles(smem, self.dtype, row_layout)
-        sdO = allocate_tiles(smem, self.dtype, row_layout)
-        sK = allocate_tiles(smem, self.dtype, key_layout)
-        sV = allocate_tiles(smem, self.dtype, key_layout)
-        consumer_warps = CONSUMERS * WARPGROUP_THREADS // LANES
-        rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
-        keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
-        masks, fulls = mMaskCount[batch, head, tile], mFullCount[batch, head, tile]
-        gMask, gFull = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
+        shared = self.allocate(row_layout, key_layout)
+        key_tiles = ListedKeyTiles(
+            mMaskCount[work.batch, work.head, query_tile],
+            mFullCount[work.batch, work.head, query_tile],
+            mMaskIndex[work.batch, work.head, query_tile, None],
+            mFullIndex[work.batch, work.head, query_tile, None],
+        )
 
-        if warp_index < WARPGROUP_THREADS // LANES:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+        if warp_index < WARPGROUP_WARPS:  # producer
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
-                load_rows = tma_loads((tma_q, sQ, mQ), (tma_do, sdO, mdO))
-                load_keys = tma_loads((tma_k, sK, mK), (tma_v, sV, mV))
-                barrier = producer_acquire(
-                    rows_ready, pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+                self.load(
+                    ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
+                    ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
+                    shared,
+                    work,
+                    group,
+                    key_tiles,
                 )
-                for i in range_constexpr(CONSUMERS):
-                    load_rows((rows * CONSUMERS + i, head, batch), i, barrier)
-                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
-                kv_head = head // group
-                for i in cutlass.range(masks + fulls, unroll=1):
-                    block = Int32(0)
-                    if i < masks:
-                        block = gMask[i]
-                    else:
-                        block = gFull[i - masks]
-                    load_keys((block, kv_head, batch), state.index, producer_acquire(keys_ready, state))
-                    state.advance()
-        else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            my_group = warp_index // (WARPGROUP_THREADS // LANES) - 1
-            my_thread = thread % WARPGROUP_THREADS
-            first_row = (rows * CONSUMERS + my_group) * TILE
-            tScS = mma_s.get_slice(my_thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
-            tSrK, tdPrV, tdQrK = (
-                smem_operand_b(mma_s, sK),
-                smem_operand_b(mma_s, sV),
-                smem_operand_b(mma_dq, transpose_view(sK)),
+        else:  # consumers
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = consumer_of(thread, warp_index)
+            dQ = self.mma(
+                shared,
+                mLse,
+                mDelta,
+                key_tiles,
+                num_rows,
+                num_keys,
+                scale,
+                mma_s,
+                mma_dq,
+                work,
+                consumer,
             )
-            dQ = accumulator(mma_dq, (TILE, self.dim))
-            dQ.fill(0.0)
+            self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, scale, work, consumer)
 
-            # Of the two rows of this thread; P = exp2(-inf) = 0 where there is no lse
-            rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-            for r in range_constexpr(2):
-                rLse[r], rDelta[r] = load_row_stats(
-                    mLse[batch, head, None], mDelta[batch, head, None], first_row + tScS[(0, r, 0), 0, 0][0], num_rows
-                )
+    @cute.jit
+    def mma(
+        self,
+        shared: SharedDQ,
+        mLse: cute.Tensor,
+        mDelta: cute.Tensor,
+        key_tiles: ListedKeyTiles,
+        num_rows: Int32,
+        num_keys: Int32,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_dq: cute.TiledMma,
+        work: WorkTile,
+        consumer: Consumer,
+    ) -> cute.Tensor:
+        """Consumer mainloop over the selected blocks. Returns dQ of the warpgroup's rows, not scaled yet."""
+        keys_ready = shared.keys_ready
+        first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
+        tScS = mma_s.get_slice(consumer.thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
+        tSrK, tdPrV, tdQrK = self.partition_keys(mma_s, mma_dq, shared)
+        dQ = accumulator(mma_dq, (TILE, self.dim))
+        dQ.fill(0.0)
+        rLse, rDelta = self.load_stats(((mLse, mDelta),), tScS, first_row, num_rows, work)
+        tSrQ, tdPrdO = self.load_rows(mma_s, shared, consumer)
 
-            ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-            rows_ready.consumer_wait(ready)
-            tSrQ, tdPrdO = (load_operand_a(mma_s, rows[None, None, my_group]) for rows in (sQ, sdO))
-
-            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-            for i in cutlass.range(masks + fulls, unroll=1):
-                S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-                masked = i < masks
-                first_key = Int32(0)
-                if masked:
-                    first_key = gMask[i] * TILE
-                keys_ready.consumer_wait(state)
-                stage = state.index
-                issue_mma(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
-                issue_mma(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
-                warpgroup.wait_group(1)
-                scores_to_probabilities(S, scale, broadcast_over_columns(rLse))
-                if masked:
-                    for n, r, c in acc_coordinates(S):
-                        row, key = tScS[(c, r, n), 0, 0]
-                        seen = first_key + key < num_keys
-                        if const_expr(self.causal):
-                            seen = seen & (first_key + key <= first_row + row)
-                        S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
-                warpgroup.wait_group(0)
-                score_gradients(S, S, dP, broadcast_over_columns(rDelta))
-                issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), tdQrK[None, None, None, stage], True)
-                warpgroup.wait_group(0)
-                keys_ready.consumer_release(state)
-                state.advance()
-
-            # dQ takes Q's place
-            dQ.store(dQ.load() * scale)
-            store_acc_for_tma(mma_dq, dQ, sQ[None, None, my_group], my_thread, 1 + my_group)
-            if warp_index % (WARPGROUP_THREADS // LANES) == 0:
-                tma_store((rows * CONSUMERS + my_group, head, batch), my_group, (tma_dq, sQ, mdQ))
+        state = consumer_state(STAGES)
+        for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
+            S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
+            masked = i < key_tiles.masked
+            first_key = Int32(0)
+            if masked:
+                first_key = key_tiles.gMask[i] * TILE
+            keys_ready.consumer_wait(state)
+            stage = state.index
+            # S = Q K^T, dP = dO V^T
+            issue_mma(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
+            issue_mma(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
+            # S becomes P while dP is computed
+            warpgroup.wait_group(1)
+            scores_to_probabilities(S, scale, broadcast_over_columns(rLse[None, 0]))
+            if masked:
+                for n, r, c in acc_coordinates(S):
+                    row, key = tScS[(c, r, n), 0, 0]
+                    seen = first_key + key < num_keys
+                    if const_expr(self.causal):
+                        seen = seen & (first_key + key <= first_row + row)
+                    S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
+            # P becomes dS; dQ += dS K
+            warpgroup.wait_group(0)
+            score_gradients(S, S, dP, broadcast_over_columns(rDelta[None, 0]))
+            issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), tdQrK[None, None, None, stage], True)
+            warpgroup.wait_group(0)
+            keys_ready.consumer_release(state)
+            state.advance()
+        return dQ
 
 
-class SelectedDKV:
-    """Args: head dim, 16-bit type, whether row i sees only keys j <= i, keys of a block, rows of a query tile."""
+class SelectedDKV(BackwardDKV):
+    """dK and dV of the selected branch. Roles and pipelines: BackwardDKV; a stage has one consumer, in turn.
+
+    Named barriers: 1, both consumers exchange their sums; 2 and 3, a consumer has written its result for TMA.
+
+    Args: head dim, 16-bit type, whether row i sees only keys j <= i, keys of a block, rows of a query tile.
+    """
 
     def __init__(self, dim: int, dtype: Any, causal: bool, size: int, tile: int) -> None:
-        self.dim, self.dtype, self.causal, self.size, self.tile = dim, dtype, causal, size, tile
-        self.units = size // TILE
-        self.tile_bytes = TILE * dim * dtype.width // 8
-        self.steps = tile // TILE  # of a visit
+        super().__init__(dim, dtype, key_tiles=1, branches=1)
+        self.causal, self.tile = causal, tile
+        self.block_tiles = size // TILE
+        """Key tiles of a block; a CTA has one."""
+        self.steps = tile // TILE
+        """Row tiles of a query tile."""
 
     @cute.jit
     def __call__(
@@ -402,36 +316,31 @@ class SelectedDKV:
         mV: cute.Tensor,
         mLse: cute.Tensor,  # fp32 [B, H, N]
         mDelta: cute.Tensor,
-        mSums: cute.Tensor,  # int32 [3, blocks], as ListVisits takes it
-        mVisits: cute.Tensor,  # int32 [visits], as ListVisits makes it
-        mSegments: cute.Tensor,  # int32 [3, segments], likewise
+        mSums: cute.Tensor,  # SelectedWorklist
+        mQueryTiles: cute.Tensor,
+        mSegments: cute.Tensor,
         mdK: cute.Tensor,  # [B, N_k, H_kv, D]
         mdV: cute.Tensor,
-        mParts: cute.Tensor,  # fp32 [segments of cut blocks, units of a block, 2, TILE, D]
+        mPartials: cute.Tensor,  # fp32 [segments of cut blocks, key tiles of a block, 2, TILE, D]: dK and dV
         scale: Float32,
         stream: Any,
     ):
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         self.kernel(
-            *make_tma_copies(load, self.dtype, self.dim, mQ, mdO, mK, mV),
-            *make_tma_copies(store, self.dtype, self.dim, mdK, mdV),
+            *self.tma_copies((mQ, mdO, mK, mV), (mdK, mdV)),
             mLse,
             mDelta,
             mSums,
-            mVisits,
+            mQueryTiles,
             mSegments,
-            mParts,
+            mPartials,
             mQ.shape[1],
             mK.shape[1],
             mK.shape[2],
             mQ.shape[2] // mK.shape[2],
             scale,
-            warpgroup_mma(self.dtype, TILE, SHARED, K, K),
-            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
-            swizzled_tiles(self.dtype, self.dim, 1),
-            swizzled_tiles(self.dtype, self.dim, STAGES),
+            *self.operands(),
         ).launch(
-            grid=[mSegments.shape[1] * self.units, 1, 1],
+            grid=[mSegments.shape[1] * self.block_tiles, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -455,9 +364,9 @@ class SelectedDKV:
         mLse: cute.Tensor,
         mDelta: cute.Tensor,
         mSums: cute.Tensor,
-        mVisits: cute.Tensor,
+        mQueryTiles: cute.Tensor,
         mSegments: cute.Tensor,
-        mParts: cute.Tensor,
+        mPartials: cute.Tensor,
         num_rows: Int32,
         num_keys: Int32,
         kv_heads: Int32,
@@ -469,183 +378,288 @@ class SelectedDKV:
         row_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        item, _, _ = cute.arch.block_idx()
-        segment, unit = item // self.units, item % self.units
+        work_index, _, _ = cute.arch.block_idx()
+        segment_index, key_tile = work_index // self.block_tiles, work_index % self.block_tiles
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cut_segments, segments = used_segments(mSums)
-        block, first, visits = Int32(0), Int32(0), Int32(0)
-        if segment < segments:
-            block, first, visits = mSegments[BLOCK, segment], mSegments[FIRST, segment], mSegments[COUNT, segment]
-        batch, kv_head, keys = _of_item(block, kv_heads, mLse)
-        place = keys * self.units + unit
+        listed_block, first, query_tiles = Int32(0), Int32(0), Int32(0)
+        if segment_index < segments:
+            listed_block = mSegments[BLOCK, segment_index]
+            first, query_tiles = mSegments[FIRST, segment_index], mSegments[COUNT, segment_index]
+        batch, kv_head, block = block_coordinates(listed_block, kv_heads, mLse)
+        work = WorkTile(block * self.block_tiles + key_tile, kv_head, batch)
 
         smem = cutlass.memory.SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, key_layout)
-        sV = allocate_tiles(smem, self.dtype, key_layout)
-        sQ = allocate_tiles(smem, self.dtype, row_layout)
-        sdO = allocate_tiles(smem, self.dtype, row_layout)
-        sLse = smem.allocate_tensor(Float32, cute.make_layout((TILE, STAGES)), 16)
-        sDelta = smem.allocate_tensor(Float32, cute.make_layout((TILE, STAGES)), 16)
+        shared = self.allocate(smem, key_layout, row_layout)
         sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
 
-        if (segment < segments) & (place * TILE < num_keys):
-            keys_ready = tma_pipeline(1, CONSUMERS * WARPGROUP_THREADS // LANES, 2 * self.tile_bytes, defer_sync=True)
-            # A stage is full when TMA and TILE threads have written, and empty when one warpgroup has read it
-            rows_ready = tma_pipeline(STAGES, WARPGROUP_THREADS // LANES, 2 * self.tile_bytes, writers=TILE)
-            if warp_index < WARPGROUP_THREADS // LANES:
-                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
-                gVisits = cute.domain_offset((first,), mVisits)
+        if (segment_index < segments) & (work.tile * TILE < num_keys):
+            keys_ready, rows_ready = self.pipelines()
+            if warp_index < WARPGROUP_WARPS:  # producer
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                gQueryTiles = cute.domain_offset((first,), mQueryTiles)
                 tiles = cute.ceil_div(num_rows, self.tile)
-                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
                 if warp_index == 0:
-                    load_rows = tma_loads((tma_q, sQ, mQ), (tma_do, sdO, mdO))
-                    load_keys = tma_loads((tma_k, sK, mK), (tma_v, sV, mV))
-                    start = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-                    load_keys((place, kv_head, batch), 0, producer_acquire(keys_ready, start))
-                    for i in cutlass.range(visits, unroll=1):
-                        visit = gVisits[i]
-                        head, tile = kv_head * group + visit // tiles, visit % tiles
-                        for step in cutlass.range(self.steps, unroll=1):
-                            rows = tile * self.steps + step
-                            load_rows((rows, head, batch), state.index, producer_acquire(rows_ready, state))
-                            state.advance()
-                elif warp_index <= TILE // LANES:
-                    row = thread - LANES  # of a tile in shared memory
-                    rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-                    for i in cutlass.range(visits, unroll=1):
-                        visit = gVisits[i]
-                        head, tile = kv_head * group + visit // tiles, visit % tiles
-                        for step in cutlass.range(0, self.steps, 2, unroll=1):
-                            first_row = tile * self.tile + step * TILE
-                            for j in range_constexpr(2):
-                                rLse[j], rDelta[j] = load_row_stats(
-                                    mLse[batch, head, None],
-                                    mDelta[batch, head, None],
-                                    first_row + j * TILE + row,
-                                    num_rows,
-                                )
-                            for j in range_constexpr(2):
-                                stage = state.index
-                                rows_ready.sync_object_empty.wait(stage, state.phase)
-                                sLse[row, stage] = rLse[j]
-                                sDelta[row, stage] = rDelta[j]
-                                if row == 0:
-                                    sRow[stage] = first_row + j * TILE
-                                cute.arch.mbarrier_arrive(rows_ready.producer_get_barrier(state))
-                                state.advance()
-            else:
-                cute.arch.setmaxregister_increase(MATH_REGISTERS)
-                my_group = warp_index // (WARPGROUP_THREADS // LANES) - 1
-                my_thread = thread % WARPGROUP_THREADS
-                first_key = place * TILE
-                thr_s, thr_dkv = mma_s.get_slice(my_thread), mma_dkv.get_slice(my_thread)
-                tScS = thr_s.partition_C(cute.make_identity_tensor((TILE, TILE)))  # (key, row)
-                tSrK, tdPrV = (smem_operand_a(mma_s, tiles)[None, None, None, 0] for tiles in (sK, sV))
-                tSrQ, tdPrdO = smem_operand_b(mma_s, sQ), smem_operand_b(mma_s, sdO)
-                tdKrQ, tdVrdO = (
-                    smem_operand_b(mma_dkv, transpose_view(sQ)),
-                    smem_operand_b(mma_dkv, transpose_view(sdO)),
+                    self.load(
+                        ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
+                        ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
+                        keys_ready,
+                        rows_ready,
+                        gQueryTiles,
+                        query_tiles,
+                        tiles,
+                        group,
+                        work,
+                    )
+                elif warp_index <= STATS_WARPS:
+                    self.load_stats(
+                        mLse, mDelta, shared, sRow, rows_ready, gQueryTiles, query_tiles, tiles, group, num_rows, work
+                    )
+            else:  # consumers
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+                consumer = consumer_of(thread, warp_index)
+                dK, dV = self.mma(
+                    shared,
+                    sRow,
+                    keys_ready,
+                    rows_ready,
+                    query_tiles,
+                    num_rows,
+                    num_keys,
+                    scale,
+                    mma_s,
+                    mma_dkv,
+                    work,
+                    consumer,
                 )
-                dK, dV = accumulator(mma_dkv, (TILE, self.dim)), accumulator(mma_dkv, (TILE, self.dim))
-                dK.fill(0.0)
-                dV.fill(0.0)
-                # ((c, r, n), 0, 0, stage): every key has the rows' numbers
-                every_key = cute.make_layout((TILE, TILE, STAGES), stride=(0, 1, TILE))
-                tSsLse = thr_s.partition_C(cute.make_tensor(sLse.iterator, every_key))
-                tSsDelta = thr_s.partition_C(cute.make_tensor(sDelta.iterator, every_key))
+                self.exchange(dK, dV, shared.sQ, consumer)
+                if segment_index < cut_segments:
+                    self.store_partials(dK, dV, mPartials, segment_index, key_tile, mma_dkv, consumer)
+                else:
+                    self.epilogue(
+                        dK, dV, (tma_dk, shared.sK, mdK), (tma_dv, shared.sV, mdV), scale, mma_dkv, work, consumer
+                    )
 
-                keys_ready.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
-                state = pipeline.PipelineState(STAGES, Int32(0), my_group, Int32(0))
-                for _ in cutlass.range(visits * (self.steps // CONSUMERS), unroll=1):
-                    S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-                    rows_ready.consumer_wait(state)
+    @cute.jit
+    def load(
+        self,
+        rows: tuple[TmaTile, TmaTile],  # Q and dO
+        keys: tuple[TmaTile, TmaTile],  # K and V
+        keys_ready: Any,
+        rows_ready: Any,
+        gQueryTiles: cute.Tensor,
+        query_tiles: Int32,
+        tiles: Int32,
+        group: Int32,
+        work: WorkTile,
+    ):
+        """Producer warp 0: K and V once, then Q and dO of every query tile, a row tile at a time."""
+        state = producer_state(STAGES)
+        load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
+        load_keys(work, 0, producer_acquire(keys_ready, producer_state(1)))
+        for i in cutlass.range(query_tiles, unroll=1):
+            head_and_tile = gQueryTiles[i]
+            head, tile = work.head * group + head_and_tile // tiles, head_and_tile % tiles
+            for step in cutlass.range(self.steps, unroll=1):
+                row_tile = tile * self.steps + step
+                load_rows((row_tile, head, work.batch), state.index, producer_acquire(rows_ready, state))
+                state.advance()
+
+    @cute.jit
+    def load_stats(
+        self,
+        mLse: cute.Tensor,
+        mDelta: cute.Tensor,
+        shared: SharedDKV,
+        sRow: cute.Tensor,
+        rows_ready: Any,
+        gQueryTiles: cute.Tensor,
+        query_tiles: Int32,
+        tiles: Int32,
+        group: Int32,
+        num_rows: Int32,
+        work: WorkTile,
+    ):
+        """Producer warps 1 and 2: lse and delta of every row, and the first row of every stage.
+
+        Statistics of two row tiles are loaded together, before the stage of the first one is empty.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        sLse, sDelta = shared.sLse, shared.sDelta
+        state = producer_state(STAGES)
+        row = thread - LANES  # of a row tile
+        rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for i in cutlass.range(query_tiles, unroll=1):
+            head_and_tile = gQueryTiles[i]
+            head, tile = work.head * group + head_and_tile // tiles, head_and_tile % tiles
+            for step in cutlass.range(0, self.steps, 2, unroll=1):
+                first_row = tile * self.tile + step * TILE
+                for j in range_constexpr(2):
+                    rLse[j], rDelta[j] = load_row_stats(
+                        mLse[work.batch, head, None],
+                        mDelta[work.batch, head, None],
+                        first_row + j * TILE + row,
+                        num_rows,
+                    )
+                for j in range_constexpr(2):
                     stage = state.index
-                    issue_mma(mma_s, S, tSrK, tSrQ[None, None, None, stage], False)
-                    issue_mma(mma_s, dP, tdPrV, tdPrdO[None, None, None, stage], False)
-                    first_row = sRow[stage]
-                    rLse = broadcast_over_rows(tSsLse[(None, 0, None), 0, 0, stage])
-                    warpgroup.wait_group(1)
-                    scores_to_probabilities(S, scale, rLse)
-                    masked = (first_row + TILE > num_rows) | (first_key + TILE > num_keys)
+                    rows_ready.sync_object_empty.wait(stage, state.phase)
+                    sLse[row, 0, stage] = rLse[j]
+                    sDelta[row, 0, stage] = rDelta[j]
+                    if row == 0:
+                        sRow[stage] = first_row + j * TILE
+                    cute.arch.mbarrier_arrive(rows_ready.producer_get_barrier(state))
+                    state.advance()
+
+    @cute.jit
+    def mma(
+        self,
+        shared: SharedDKV,
+        sRow: cute.Tensor,
+        keys_ready: Any,
+        rows_ready: Any,
+        query_tiles: Int32,
+        num_rows: Int32,
+        num_keys: Int32,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_dkv: cute.TiledMma,
+        work: WorkTile,
+        consumer: Consumer,
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Consumer mainloop over every other row tile. Returns the warpgroup's dK, not scaled yet, and dV."""
+        first_key = work.tile * TILE
+        op = self.partition(mma_s, mma_dkv, shared, 0, consumer)
+        dK, dV = self.accumulators(mma_dkv)
+        keys_ready.consumer_wait(consumer_state(1))
+        state = pipeline.PipelineState(STAGES, Int32(0), consumer.warpgroup, Int32(0))
+        for _ in cutlass.range(query_tiles * (self.steps // CONSUMERS), unroll=1):
+            S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
+            rows_ready.consumer_wait(state)
+            stage = state.index
+            # S^T = K Q^T, dP^T = V dO^T
+            issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
+            issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
+            # S becomes P while dP is computed
+            first_row = sRow[stage]
+            rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])
+            warpgroup.wait_group(1)
+            scores_to_probabilities(S, scale, rLse)
+            masked = (first_row + TILE > num_rows) | (first_key + TILE > num_keys)
+            if const_expr(self.causal):
+                masked = masked | (first_key + TILE - 1 > first_row)
+            if masked:
+                for n, r, c in acc_coordinates(S):
+                    key, row = op.tScS[(c, r, n), 0, 0]
+                    seen = (first_row + row < num_rows) & (first_key + key < num_keys)
                     if const_expr(self.causal):
-                        masked = masked | (first_key + TILE - 1 > first_row)
-                    if masked:
-                        for n, r, c in acc_coordinates(S):
-                            key, row = tScS[(c, r, n), 0, 0]
-                            seen = (first_row + row < num_rows) & (first_key + key < num_keys)
-                            if const_expr(self.causal):
-                                seen = seen & (first_key + key <= first_row + row)
-                            S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
-                    issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), tdVrdO[None, None, None, stage], True)
-                    rDelta = broadcast_over_rows(tSsDelta[(None, 0, None), 0, 0, stage])
-                    warpgroup.wait_group(1)
-                    score_gradients(S, S, dP, rDelta)
-                    issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, S), tdKrQ[None, None, None, stage], True)
-                    warpgroup.wait_group(0)
-                    rows_ready.consumer_release(state)
-                    for _ in range_constexpr(CONSUMERS):
-                        state.advance()
+                        seen = seen & (first_key + key <= first_row + row)
+                    S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
+            # dV += P^T dO; P becomes dS; dK += dS^T Q
+            issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
+            rDelta = broadcast_over_rows(op.tSsDelta[0][(None, 0, None), 0, 0, stage])
+            warpgroup.wait_group(1)
+            score_gradients(S, S, dP, rDelta)
+            issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, S), op.tdKrQ[None, None, None, stage], True)
+            warpgroup.wait_group(0)
+            rows_ready.consumer_release(state)
+            for _ in range_constexpr(CONSUMERS):
+                state.advance()
+        return dK, dV
 
-                # Stages are free: the first warpgroup takes all of dV, the second one all of dK
-                cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
-                values = const_expr(TILE * self.dim // WARPGROUP_THREADS)
-                exchanged = cute.make_layout(
-                    (4, values // 4, WARPGROUP_THREADS, 2),
-                    stride=(1, 4 * WARPGROUP_THREADS, 4, values * WARPGROUP_THREADS),
-                )
-                sSum = cute.make_tensor(cute.recast_ptr(sQ.iterator, dtype=Float32), exchanged)
-                other = cute.make_rmem_tensor((4, values // 4), Float32)
-                if my_group == 0:
-                    cute.autovec_copy(cute.make_tensor(dK.iterator, other.layout), sSum[None, None, my_thread, 0])
-                else:
-                    cute.autovec_copy(cute.make_tensor(dV.iterator, other.layout), sSum[None, None, my_thread, 1])
-                cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
-                if my_group == 0:
-                    cute.autovec_copy(sSum[None, None, my_thread, 1], other)
-                    dV.store(dV.load() + cute.make_tensor(other.iterator, dV.layout).load())
-                else:
-                    cute.autovec_copy(sSum[None, None, my_thread, 0], other)
-                    dK.store(dK.load() + cute.make_tensor(other.iterator, dK.layout).load())
+    @cute.jit
+    def exchange(self, dK: cute.Tensor, dV: cute.Tensor, sQ: cute.Tensor, consumer: Consumer):
+        """The consumers add their sums: afterwards the first one has all of dV, the second one all of dK.
 
-                if segment < cut_segments:
-                    if my_group == 0:
-                        cute.autovec_copy(dV, thr_dkv.partition_C(mParts[segment, unit, 1, None, None]))
-                    else:
-                        cute.autovec_copy(dK, thr_dkv.partition_C(mParts[segment, unit, 0, None, None]))
-                elif my_group == 0:
-                    store_acc_for_tma(mma_dkv, dV, sV[None, None, 0], my_thread, 2)
-                    if warp_index % (WARPGROUP_THREADS // LANES) == 0:
-                        tma_store((place, kv_head, batch), 0, (tma_dv, sV, mdV))
-                else:
-                    dK.store(dK.load() * scale)
-                    store_acc_for_tma(mma_dkv, dK, sK[None, None, 0], my_thread, 3)
-                    if warp_index % (WARPGROUP_THREADS // LANES) == 0:
-                        tma_store((place, kv_head, batch), 0, (tma_dk, sK, mdK))
+        They pass through the stages of Q and dO, which are free when both have arrived.
+        """
+        cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
+        values = const_expr(TILE * self.dim // WARPGROUP_THREADS)
+        exchanged = cute.make_layout(
+            (4, values // 4, WARPGROUP_THREADS, 2),
+            stride=(1, 4 * WARPGROUP_THREADS, 4, values * WARPGROUP_THREADS),
+        )
+        sSum = cute.make_tensor(cute.recast_ptr(sQ.iterator, dtype=Float32), exchanged)
+        other = cute.make_rmem_tensor((4, values // 4), Float32)
+        if consumer.warpgroup == 0:
+            cute.autovec_copy(cute.make_tensor(dK.iterator, other.layout), sSum[None, None, consumer.thread, 0])
+        else:
+            cute.autovec_copy(cute.make_tensor(dV.iterator, other.layout), sSum[None, None, consumer.thread, 1])
+        cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS * WARPGROUP_THREADS)
+        if consumer.warpgroup == 0:
+            cute.autovec_copy(sSum[None, None, consumer.thread, 1], other)
+            dV.store(dV.load() + cute.make_tensor(other.iterator, dV.layout).load())
+        else:
+            cute.autovec_copy(sSum[None, None, consumer.thread, 0], other)
+            dK.store(dK.load() + cute.make_tensor(other.iterator, dK.layout).load())
+
+    @cute.jit
+    def store_partials(
+        self,
+        dK: cute.Tensor,
+        dV: cute.Tensor,
+        mPartials: cute.Tensor,
+        segment: Int32,
+        key_tile: Int32,
+        mma_dkv: cute.TiledMma,
+        consumer: Consumer,
+    ):
+        """Epilogue of a segment of a cut block: fp32 sums to global memory."""
+        thr_dkv = mma_dkv.get_slice(consumer.thread)
+        if consumer.warpgroup == 0:
+            cute.autovec_copy(dV, thr_dkv.partition_C(mPartials[segment, key_tile, 1, None, None]))
+        else:
+            cute.autovec_copy(dK, thr_dkv.partition_C(mPartials[segment, key_tile, 0, None, None]))
+
+    @cute.jit
+    def epilogue(
+        self,
+        dK: cute.Tensor,
+        dV: cute.Tensor,
+        tma_dk: TmaTile,
+        tma_dv: TmaTile,
+        scale: Float32,
+        mma_dkv: cute.TiledMma,
+        work: WorkTile,
+        consumer: Consumer,
+    ):
+        """Epilogue of a whole block: dV and dK, rounded, to the shared memory of V and K, and from there by TMA."""
+        _, sK, _ = tma_dk
+        _, sV, _ = tma_dv
+        if consumer.warpgroup == 0:
+            store_acc_for_tma(mma_dkv, dV, sV[None, None, 0], consumer.thread, 2)
+            if consumer.warp % WARPGROUP_WARPS == 0:
+                tma_store(work, 0, tma_dv)
+        else:
+            dK.store(dK.load() * scale)
+            store_acc_for_tma(mma_dkv, dK, sK[None, None, 0], consumer.thread, 3)
+            if consumer.warp % WARPGROUP_WARPS == 0:
+                tma_store(work, 0, tma_dk)
 
 
-class AddSegments:
-    """Adds the sums of the segments of cut blocks, in order. A CTA for each segment: its share of the block's numbers.
+class CombineSelectedDKV:
+    """Adds up the partials of a block that was cut. A CTA for each segment: its chunk of the block's numbers.
 
-    Args: head dim, keys of a chosen block.
+    Args: head dim, keys of a block.
     """
 
     def __init__(self, dim: int, size: int) -> None:
-        self.dim, self.units = dim, size // TILE
+        self.dim, self.block_tiles = dim, size // TILE
 
     @cute.jit
     def __call__(
         self,
-        mCounts: cute.Tensor,  # int32 [3, blocks]
+        mCounts: cute.Tensor,  # SelectedWorklist
         mSums: cute.Tensor,
-        mSegments: cute.Tensor,  # int32 [3, segments]
-        mParts: cute.Tensor,  # fp32 [segments of cut blocks, units of a block, 2, TILE, D]
+        mSegments: cute.Tensor,
+        mPartials: cute.Tensor,  # fp32 [segments of cut blocks, key tiles of a block, 2, TILE, D]: dK and dV
         mdK: cute.Tensor,  # [B, N_k, H_kv, D]
         mdV: cute.Tensor,
         scale: Float32,
         stream: Any,
     ):
-        self.kernel(mCounts, mSums, mSegments, mParts, mdK, mdV, scale).launch(
-            grid=[mParts.shape[0], 1, 1], block=[ADD_THREADS, 1, 1], stream=stream
+        self.kernel(mCounts, mSums, mSegments, mPartials, mdK, mdV, scale).launch(
+            grid=[mPartials.shape[0], 1, 1], block=[combine_segments.THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -654,7 +668,7 @@ class AddSegments:
         mCounts: cute.Tensor,
         mSums: cute.Tensor,
         mSegments: cute.Tensor,
-        mParts: cute.Tensor,
+        mPartials: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         scale: Float32,
@@ -663,49 +677,50 @@ class AddSegments:
         segment, _, _ = cute.arch.block_idx()
         cut_segments, _ = used_segments(mSums)
         if segment < cut_segments:
-            item = mSegments[BLOCK, segment]
-            segments = mCounts[CUT, item]
-            first = mSums[CUT, item] - segments
+            listed_block = mSegments[BLOCK, segment]
+            segments = mCounts[CUT, listed_block]
+            first = mSums[CUT, listed_block] - segments
             num_keys, kv_heads = mdK.shape[1], mdK.shape[2]
-            batch, kv_head, block = _of_item(item, kv_heads, mdK)
-            vectors = const_expr(self.units * 2 * TILE * self.dim // SUMMED)
-            rSum = cute.make_rmem_tensor(SUMMED, Float32)
-            rPart = cute.make_rmem_tensor((SUMMED, BATCH), Float32)
-            rOut = cute.make_rmem_tensor(SUMMED, mdK.element_type)
-            share = segment - first
-            end = (share + 1) * vectors // segments
-            for vector in cutlass.range(share * vectors // segments + thread, end, ADD_THREADS, unroll=1):
-                column, row = vector % (self.dim // SUMMED), vector // (self.dim // SUMMED)
-                unit, which, key = row // (2 * TILE), row // TILE % 2, row % TILE
-                token = block * (self.units * TILE) + unit * TILE + key
-                if token < num_keys:  # units behind the last key have no sums
+            batch, kv_head, block = block_coordinates(listed_block, kv_heads, mdK)
+            width = const_expr(combine_segments.VECTOR)
+            vectors = const_expr(self.block_tiles * 2 * TILE * self.dim // width)
+            rSum = cute.make_rmem_tensor(width, Float32)
+            rOut = cute.make_rmem_tensor(width, mdK.element_type)
+            chunk = segment - first
+            stop = chunk_start(chunk + 1, segments, vectors)
+            start = chunk_start(chunk, segments, vectors) + thread
+            for vector in cutlass.range(start, stop, combine_segments.THREADS, unroll=1):
+                column, row = vector % (self.dim // width), vector // (self.dim // width)
+                key_tile, which, key = row // (2 * TILE), row // TILE % 2, row % TILE
+                token = block * (self.block_tiles * TILE) + key_tile * TILE + key
+                if token < num_keys:  # key tiles behind the last key have no partials
                     rSum.fill(0.0)
-                    for start in cutlass.range(0, segments, BATCH, unroll=1):
-                        for i in range_constexpr(BATCH):
-                            rPart[None, i].fill(0.0)
-                            if start + i < segments:
-                                gPart = mParts[first + start + i, unit, which, key, None]
-                                cute.autovec_copy(cute.local_tile(gPart, (SUMMED,), (column,)), rPart[None, i])
-                        for i in range_constexpr(BATCH):
-                            rSum.store(rSum.load() + rPart[None, i].load())
+                    partial_row = partial(self.partial_row, mPartials, first, key_tile, which, key)
+                    add_partials(rSum, partial_row, column, segments)
                     if which == 0:
                         rOut.store((rSum.load() * scale).to(mdK.element_type))
-                        gOut = cute.local_tile(mdK[batch, token, kv_head, None], (SUMMED,), (column,))
+                        gOut = cute.local_tile(mdK[batch, token, kv_head, None], (width,), (column,))
                         cute.autovec_copy(rOut, gOut)
                     else:
                         rOut.store(rSum.load().to(mdK.element_type))
-                        gOut = cute.local_tile(mdV[batch, token, kv_head, None], (SUMMED,), (column,))
+                        gOut = cute.local_tile(mdV[batch, token, kv_head, None], (width,), (column,))
                         cute.autovec_copy(rOut, gOut)
+
+    def partial_row(
+        self, mPartials: cute.Tensor, first: Int32, key_tile: Int32, which: Int32, key: Int32, start: Int32, i: int
+    ) -> cute.Tensor:
+        """A row of dK or dV in the partials of segment start + i of the block whose first segment is `first`."""
+        return mPartials[first + start + i, key_tile, which, key, None]
 
 
 @compiled_once
 def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    statistics = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
+    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
         SelectedDQ(dim, CUTE_DTYPES[dtype], causal, tile),
         *rows,
-        *statistics,
+        *stats,
         *fake_lists(),
         fake(dtype, None, None, None, dim),
         Float32(0.0),
@@ -715,54 +730,34 @@ def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
 @compiled_once
 def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
-    statistics = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
+    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
         SelectedDKV(dim, CUTE_DTYPES[dtype], causal, size, tile),
         *rows,
-        *statistics,
-        _fake_table(),
-        fake(torch.int32, None, aligned=False),
-        _fake_table(),
+        *stats,
+        fake_table(),
+        fake_query_tiles(),
+        fake_table(),
         *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        _fake_parts(dim, size),
+        _fake_partials(dim, size),
         Float32(0.0),
     )
 
 
 @compiled_once
-def _count() -> Kernel:
-    return compile_kernel(CountVisits(), _fake_bits(), _fake_table(), *[Int32(0)] * 3)
-
-
-@compiled_once
-def _list() -> Kernel:
-    visits = fake(torch.int32, None, aligned=False)
-    tables = [_fake_table() for _ in range(3)]
-    return compile_kernel(ListVisits(), _fake_bits(), *tables[:2], visits, tables[2], *[Int32(0)] * 3)
-
-
-@compiled_once
-def _add(dim: int, dtype: torch.dtype, size: int) -> Kernel:
-    tables = [_fake_table() for _ in range(3)]
+def _combine(dim: int, dtype: torch.dtype, size: int) -> Kernel:
+    tables = [fake_table() for _ in range(3)]
     outputs = [fake(dtype, None, None, None, dim) for _ in range(2)]
-    return compile_kernel(AddSegments(dim, size), *tables, _fake_parts(dim, size), *outputs, Float32(0.0))
+    return compile_kernel(CombineSelectedDKV(dim, size), *tables, _fake_partials(dim, size), *outputs, Float32(0.0))
 
 
-def _fake_bits() -> Any:
-    return fake(torch.int32, None, None, None, None, aligned=False)
-
-
-def _fake_table() -> Any:
-    return fake(torch.int32, 3, None, aligned=False)
-
-
-def _fake_parts(dim: int, size: int) -> Any:
+def _fake_partials(dim: int, size: int) -> Any:
     return fake(torch.float32, None, size // TILE, 2, TILE, dim)
 
 
-def sizes_of(visits: int, most: int, blocks: int, part_bytes: int) -> Sizes:
-    """Args: visits of all blocks and at most of one; blocks; bytes of a segment's sums."""
-    return Sizes.of(visits, most, blocks, max(SEGMENT, -(-visits * part_bytes // WORKSPACE)))
+def worklist_sizes(query_tiles: int, most: int, blocks: int, partial_bytes: int) -> Sizes:
+    """Args: query tiles of all blocks and at most of one; blocks; bytes of a segment's partials."""
+    return Sizes.of(query_tiles, most, blocks, max(MIN_SEGMENT, -(-query_tiles * partial_bytes // WORKSPACE_BYTES)))
 
 
 def selected_backward(
@@ -782,31 +777,33 @@ def selected_backward(
     dk: Tensor | None = None,
     dv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention to chosen blocks of keys.
+    """Gradients of attention to selected KV blocks.
 
     Args:
         q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable); all of `do` must be finite.
         k, v: `[B,N_k,H_kv,D]`, likewise.
-        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Not finite: the row has no keys.
-        delta: fp32 `[B,H,N]`, likewise: what dP is reduced by, sum(do * o) without a gate. Ignored where lse is not
-            finite.
-        lists: from block_lists.chosen_lists, with `width` TILE and entries False: tiles of T = `lists.rows` rows.
-        bits: int32 `[B,S,ceil(N_k/size),words]`: bit t % 32 of word t // 32 says whether tile t chose the block. S is
-            H_kv or H. Words behind the last tile are 0.
-        size: l', keys of a chosen block, a multiple of TILE.
+        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Shifted by -log(g) where a
+            gate g weighs the row. Not finite: the row has no keys.
+        delta: fp32 `[B,H,N]`, likewise: sum(do * o), of o without a gate. Not read where lse is not finite.
+        lists: from query_to_kv.chosen_lists, with `width` TILE and entries False: query tiles of T = `lists.rows` rows.
+        bits: int32 `[B,S,ceil(N_k/size),words]`, the same selection as of selected_worklist. S is H_kv or H.
+        size: l', keys of a block, a multiple of TILE.
         causal: row i sees keys j <= i only (documents: of the aligned buffers).
-        scale: what q . k is multiplied by.
+        scale: softmax scale.
         dq, dk, dv: where to write, like q, k and v, rows aligned; None: new tensors.
 
     Returns:
-        dq, dk, dv. Rows without keys and keys without rows have zeros.
+        dq, dk, dv. Rows without keys and keys without rows have zeros. Bitwise the same each time.
+
+    Raises:
+        ValueError: for lists of another width, or an l' that is no multiple of TILE.
     """
     dq, dk, dv = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         for x, out in ((q, dq), (k, dk), (v, dv))
     )
     if lists.width != TILE or size % TILE:
-        raise ValueError(f"needs lists of {TILE} keys and whole units, got {lists.width} and {size}")
+        raise ValueError(f"needs lists of {TILE} keys and blocks of a multiple of {TILE}, got {lists.width} and {size}")
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     given = q, k, v, do, lse, delta, lists
@@ -828,7 +825,7 @@ def selected_dq(
     scale: float,
     dq: Tensor,
 ) -> None:
-    """The queries' half of `selected_backward`, for at least one row and one key."""
+    """dQ of `selected_backward`, for at least one row and one key."""
     run = _dq(q.shape[-1], q.dtype, causal, lists.rows).run
     run(q, do, k, v, lse, delta, *lists.tensors, dq, scale)
 
@@ -849,23 +846,18 @@ def selected_dkv(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """The keys' half of `selected_backward`, for at least one row and one key."""
+    """dK and dV of `selected_backward`, for at least one row and one key."""
     batch, rows, heads, dim = q.shape
     num_keys, kv_heads = k.shape[1:3]
-    tile, group, units = lists.rows, heads // kv_heads, size // TILE
-    tiles, blocks, part = -(-rows // tile), batch * kv_heads * -(-num_keys // size), (units, 2, TILE, dim)
-    chosen = -(-lists.mask_index.shape[3] // units)  # lists have room for every block that a tile chose
-    sizes = sizes_of(batch * heads * tiles * chosen, group * tiles, blocks, 4 * math.prod(part))
-
-    def table(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=q.device)
-
-    counts, visits, segments = table(3, blocks), table(sizes.visits), table(3, sizes.segments)
-    _count().run(bits, counts, kv_heads, group, sizes.length)
-    sums = counts.cumsum(1, dtype=torch.int32)
-    _list().run(bits, counts, sums, visits, segments, kv_heads, group, tiles)
-    parts = torch.empty((max(sizes.cut, 1), *part), dtype=torch.float32, device=q.device)
+    tile, group, block_tiles = lists.rows, heads // kv_heads, size // TILE
+    tiles, blocks = -(-rows // tile), batch * kv_heads * -(-num_keys // size)
+    selected = -(-lists.mask_index.shape[3] // block_tiles)  # lists have room for every block that a tile selected
+    partial_shape = block_tiles, 2, TILE, dim
+    sizes = worklist_sizes(batch * heads * tiles * selected, group * tiles, blocks, 4 * math.prod(partial_shape))
+    worklist = selected_worklist(bits, kv_heads=kv_heads, group=group, tiles=tiles, sizes=sizes)
+    partials = torch.empty((max(sizes.cut, 1), *partial_shape), dtype=torch.float32, device=q.device)
     run = _dkv(dim, q.dtype, causal, size, tile).run
-    run(q, do, k, v, lse, delta, sums, visits, segments, dk, dv, parts, scale)
+    run(q, do, k, v, lse, delta, *worklist[1:], dk, dv, partials, scale)
     if sizes.cut > 0:
-        _add(dim, q.dtype, size).run(counts, sums, segments, parts, dk, dv, scale)
+        counts, sums, _, segments = worklist
+        _combine(dim, q.dtype, size).run(counts, sums, segments, partials, dk, dv, scale)

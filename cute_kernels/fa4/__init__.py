@@ -1,1 +1,7 @@
-"""FlashAttention-4 (flash_attn.cute), called from here alone."""
+"""FlashAttention-4 (flash_attn.cute): attention through it, and direct launches of its kernels.
+
+    interface   the three attentions of NSA and their backward; rules for block lists on each architecture; masks
+    launch      records which compiled kernels FA4 uses for a call, and launches them without its Python afterwards
+
+Nothing else in cute_kernels imports flash_attn. It is imported on first use, so both modules need torch alone.
+"""

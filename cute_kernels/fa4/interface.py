@@ -1,20 +1,20 @@
-"""The only door to FlashAttention-4 (flash_attn.cute): the attentions that NSA is made of, each returning (o, lse).
+"""The three attentions of NSA through FlashAttention-4, each returning (o, lse), and their backward.
 
-What FA4 4.0.0b36 does with block lists, read from it and checked against it (tests/support/fa4_model.py):
+What FA4 4.0.0b36 does with block lists, read in its source and checked against it (tests/support/fa4_model.py):
 
-- `mask` blocks are visited first, then `full` ones, each list from its end. Only the first visited block of each list
-  is masked at the end of the keys, so lists ascend, and the block with the end of the keys comes last in its list.
-- With native causality, sm_90 masks every block, sm_100 every `mask` block and the first visited `full` one. So blocks
-  that cross the diagonal go into `mask` and past ones into `full`. With a mask_mod native causality is off.
-- A mask_mod sees every `mask` block and no `full` one.
-- Both lists must be given, also when one is empty; a list need not be longer than what is read of it.
+- The mainloop takes `mask` blocks first, then `full` blocks, each list from its end. Only the first block taken from
+  each list is masked at the end of the keys, so lists ascend, and the block with the end of the keys is the last.
+- With native causality, sm_90 masks every block; sm_100 masks every `mask` block and the first `full` block taken. So
+  blocks that cross the diagonal go into `mask`, and blocks before it into `full`. A mask_mod turns it off.
+- A mask_mod is applied to every `mask` block and to no `full` block.
+- Both lists must be given, also when one is empty. A list need not be longer than what is read of it.
 - With cu_seqlens and seqused, rows that are not used are not written.
 
-Its backward takes tiles of rows for each block of keys instead. What differs from the forward:
+Its backward takes, for each block of keys, a list of tiles of rows. What differs from the forward:
 
-- The end of the keys is masked everywhere, native causality in every listed tile, so the order is free.
-- sm_100 skips no rows behind the last one: it counts the last rows twice in dk and dv, unless there is a mask_mod.
-- Native causality counts from the last row and the last key that are passed; a range of keys needs a mask_mod.
+- Every block is masked at the end of the keys, and native causality in every listed tile, so the order is free.
+- sm_100 does not skip rows behind the last one: without a mask_mod it counts the last rows twice in dk and dv.
+- Native causality counts from the last row and the last key that are passed, so a range of keys needs a mask_mod.
 
 q `[B,M,H,D]`, k `[B,N,H_kv,D]`, v `[B,N,H_kv,D_v]`, rows aligned (device.vectorizable); o `[B,M,H,D_v]` in their dtype,
 lse `[B,H,M]` fp32, natural log; rows without keys give 0 and -inf.
@@ -30,20 +30,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cute_kernels.fa4.launch import ONE_TILE, WINDOW_TILE, Visible, attend, differentiate
+from cute_kernels.fa4.launch import ONE_TILE, WINDOW_TILE, Mask, attend, differentiate
 from cute_kernels.fa4.launch import Gradients as Gradients
-from cute_kernels.fa4.launch import Packed as Packed
-from cute_kernels.fa4.launch import keys_of_window_tile as keys_of_window_tile
+from cute_kernels.fa4.launch import window_tile_n as window_tile_n
+from cute_kernels.limits import MAX_LIST_WIDTH
 from cute_kernels.runtime.compiling import COMPILING, once
 from cute_kernels.runtime.device import compute_capability
 
 if TYPE_CHECKING:
     from cute_kernels.lists.query_to_kv import BlockLists
+    from cute_kernels.pool.documents import Varlen
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What block lists must look like on an architecture."""
+    """Tile sizes that FA4's block lists must have on an architecture."""
 
     rows: int
     """Query tiles are multiples of this."""
@@ -51,28 +52,25 @@ class Rules:
     """Keys of a listed block, widest first."""
 
     def width(self, size: int) -> int:
-        """The widest list that is exact for blocks of `size` keys, or the narrowest, to be refined."""
+        """The widest listed blocks that are exact for selected blocks of `size` keys, else the narrowest, with bits."""
         return next((w for w in self.widths if size % w == 0), self.widths[-1])
 
 
-RULES = {9: Rules(rows=128, widths=(128, 64)), 10: Rules(rows=256, widths=(128,))}
+RULES = {9: Rules(rows=128, widths=(MAX_LIST_WIDTH, 64)), 10: Rules(rows=256, widths=(MAX_LIST_WIDTH,))}
 """By major compute capability."""
 
-WIDEST = max(width for rules in RULES.values() for width in rules.widths)
-"""Keys of the widest block in a list."""
-
-WINDOW_UNIT = math.lcm(WINDOW_TILE[1], ONE_TILE)
-"""Where keys begin at a multiple of this, a window's rows meet the same blocks of them, whichever tile is taken."""
+WINDOW_ALIGNMENT = math.lcm(WINDOW_TILE[1], ONE_TILE)
+"""If the keys passed begin at a multiple of this, a window's rows meet the same tiles of keys as without a slice."""
 
 STRATEGY_VARIABLE = "NSA_KERNELS_FA4_STRATEGY"
-"""sm_100 there makes a Hopper GPU use Blackwell's tiles, widths and refinement (tests run them that way)."""
+"""Environment variable: with value sm_100 a Hopper GPU takes Blackwell's tiles and lists, for tests."""
 
 DIMS = (64, 128)
-"""Head dims (D and D_v, also mixed) whose block-sparse forward was checked; FA4 reads out of bounds at D=32, D_v=96."""
+"""Values of D and D_v whose block-sparse forward was checked, also mixed; FA4 reads out of bounds at D=32, D_v=96."""
 
 
 def rules(device: torch.device) -> Rules | None:
-    """What lists must look like on the device; None where FA4 has no block sparsity."""
+    """The device's rules; None where FA4 has no block sparsity."""
     major, _ = compute_capability(device.index or 0)
     if major == 9 and os.environ.get(STRATEGY_VARIABLE) == "sm_100":
         major = 10
@@ -106,10 +104,10 @@ def compressed(
 
     Args:
         lists: blocks of entries for each query tile; None: no causality, everything is visible.
-        shifts: instead of `first_row`, a number for each of equally many rows, int32 `[tiles]`.
+        shifts: instead of `first_row` one number for each tile of rows, int32 `[tiles]` (Documents.shifts).
     """
-    seen = Visible() if lists is None else _ended_entries(q, lists, length, stride, first_row, shifts)
-    return attend(q, k, v, seen, scale=scale, lse=lse)
+    mask = Mask() if lists is None else _ended_entries(q, lists, length, stride, first_row, shifts)
+    return attend(q, k, v, mask, scale=scale, lse=lse)
 
 
 def selected(
@@ -129,11 +127,11 @@ def selected(
         first_row: with `causal`, number of keys minus number of queries.
     """
     if lists.bits is None:
-        seen = Visible(causal=causal, lists=lists)
+        mask = Mask(causal=causal, lists=lists)
     else:
-        mask_mod = _chosen(lists.unit, lists.rows, q.shape[2] // lists.bits.shape[1], causal)
-        seen = Visible(lists=lists, mask_mod=mask_mod, scalars=(first_row,), tensors=[lists.bits])
-    return attend(q, k, v, seen, scale=scale, lse=lse)
+        mask_mod = _chosen(lists.bit_keys, lists.rows, q.shape[2] // lists.bits.shape[1], causal)
+        mask = Mask(lists=lists, mask_mod=mask_mod, scalars=(first_row,), tensors=[lists.bits])
+    return attend(q, k, v, mask, scale=scale, lse=lse)
 
 
 def window(
@@ -145,24 +143,24 @@ def window(
     right: int,
     scale: float,
     lse: bool = True,
-    documents: Packed | None = None,
+    documents: Varlen | None = None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of row i to keys i-left ... i+right, where the last query row is the last key row.
 
     Args:
-        documents: in q, k and v (B = 1), each followed by finite keys as far as `keys_of_window_tile` says. Other rows
-            of o and lse hold anything.
-        into: without documents, o and lse to write instead of new ones; rows of both contiguous, o's aligned like q's.
+        documents: in q, k and v, with B = 1. Keys are finite to the end of a document's last tile (`window_tile_n`).
+            Rows of o and lse that belong to no document hold anything.
+        into: without documents, o and lse to write instead of new tensors; rows contiguous, o's aligned like q's.
     """
     if documents is None:
-        return attend(q, k, v, Visible(window=(left, right)), scale=scale, lse=lse, into=into)
+        return attend(q, k, v, Mask(window=(left, right)), scale=scale, lse=lse, into=into)
     rows = q.squeeze(0), k.squeeze(0), v.squeeze(0)
-    o, sums = attend(*rows, Visible(window=(left, right), documents=documents), scale=scale, lse=lse)
+    o, sums = attend(*rows, Mask(window=(left, right), documents=documents), scale=scale, lse=lse)
     return o.unsqueeze(0), None if sums is None else sums.unsqueeze(0)
 
 
-# Backward. `lse` may be shifted: exp(S - lse) is what weighs the gradients, so lse - log(g) weighs them with g.
+# Backward. `lse` may be shifted: P = exp(S - lse), so with lse - log(g) gradients are those of g * o.
 
 
 def compressed_backward(
@@ -176,17 +174,17 @@ def compressed_backward(
     shifts: Tensor | None = None,
 ) -> None:
     """Backward of `compressed`. `lists`: tiles of rows for each block of entries (lists/kv_to_query.py)."""
-    seen = _ended_entries(gradients.q, lists, length, stride, first_row, shifts)
-    differentiate(gradients, seen, scale=scale)
+    mask = _ended_entries(gradients.q, lists, length, stride, first_row, shifts)
+    differentiate(gradients, mask, scale=scale)
 
 
 def dense_backward(gradients: Gradients, *, causal: bool, scale: float, deterministic: bool = False) -> None:
     """Backward of attention to every entry; causal: where row i of M sees entry j of K iff j <= i + K - M.
 
     Args:
-        deterministic: add up in a fixed order, which FA4 cannot with lists.
+        deterministic: add up in a fixed order, which FA4 cannot do with lists.
     """
-    differentiate(gradients, Visible(causal=causal), scale=scale, deterministic=deterministic)
+    differentiate(gradients, Mask(causal=causal), scale=scale, deterministic=deterministic)
 
 
 def selected_backward(
@@ -201,17 +199,17 @@ def selected_backward(
     """Backward of `selected`. `lists`: tiles of rows for each block of keys (lists/kv_to_query.py).
 
     Args:
-        first_row, first_key: numbers of the first row (the beginning of a tile) and of the first key.
+        first_row, first_key: in the sequence; the first row begins a tile.
     """
     if lists.bits is not None:
         group = gradients.q.shape[2] // lists.bits.shape[1]
-        mask_mod = _chosen_by_tile(lists.unit, lists.rows, group, causal)
+        mask_mod = _chosen_by_tile(lists.bit_keys, lists.rows, group, causal)
         scalars: tuple[int, ...] = first_row // lists.rows, first_key, first_row - first_key
-        seen = Visible(lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=[lists.bits])
+        mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=[lists.bits])
     else:
         mask_mod, scalars = (_ended(1, 1), (first_row - first_key,)) if causal else (_anything(), ())
-        seen = Visible(lists=lists, mask_mod=mask_mod, scalars=scalars)
-    differentiate(gradients, seen, scale=scale)
+        mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars)
+    differentiate(gradients, mask, scale=scale)
 
 
 def window_backward(
@@ -220,42 +218,42 @@ def window_backward(
     left: int,
     right: int,
     scale: float,
-    documents: Packed | None = None,
+    documents: Varlen | None = None,
     deterministic: bool = False,
 ) -> None:
-    """Backward of `window`; with documents, other rows of the gradients hold anything.
+    """Backward of `window`. With documents, rows of the gradients that belong to none hold anything.
 
     Args:
-        documents: begin at the same multiples of ONE_TILE in q and in k.
+        documents: each begins at the same multiple of ONE_TILE in q and in k.
     """
     if documents is None:
-        differentiate(gradients, Visible(window=(left, right)), scale=scale, deterministic=deterministic)
+        differentiate(gradients, Mask(window=(left, right)), scale=scale, deterministic=deterministic)
     else:
         squeezed = gradients.map(lambda x: x.squeeze(0))
-        differentiate(squeezed, Visible(window=(left, right), documents=documents), scale=scale)
+        differentiate(squeezed, Mask(window=(left, right), documents=documents), scale=scale)
 
 
 def num_compiled() -> int:
     """Kernels that FA4 has compiled in this process, or loaded from its own cache on disk."""
     from flash_attn.cute import interface
 
-    with COMPILING:  # while a call is recorded, its caches have stand-ins
+    with COMPILING:  # launch.py replaces FA4's caches while it records a call
         found = (getattr(function, "compile_cache", None) for function in vars(interface).values())
         caches = {id(cache): cache for cache in found if cache is not None}
         return sum(len(cache.cache) for cache in caches.values())
 
 
-# Masks for blocks that are visible in part. FA4 hashes them with their constants; runtime values come as scalars.
+# mask_mods for `mask` blocks. FA4 compiles a kernel for each, and for its constants; runtime values come as scalars.
 
 
 def _ended_entries(
     q: Tensor, lists: BlockLists, length: int, stride: int, first_row: int, shifts: Tensor | None
-) -> Visible:
+) -> Mask:
     """Entries whose block has ended, as `compressed` says."""
     if shifts is None:
-        return Visible(lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
+        return Mask(lists=lists, mask_mod=_ended(length, stride), scalars=(first_row,))
     mask_mod = _ended_in_tile(length, stride, q.shape[1] // max(shifts.shape[0], 1))
-    return Visible(lists=lists, mask_mod=mask_mod, tensors=[shifts])
+    return Mask(lists=lists, mask_mod=mask_mod, tensors=[shifts])
 
 
 @once
@@ -297,10 +295,10 @@ def _ended_in_tile(length: int, stride: int, rows: int) -> Any:
 
 
 @once
-def _chosen_by_tile(unit: int, rows: int, group: int, causal: bool) -> Any:
-    """Token j is visible iff the row's tile chose its unit and, with causality, j is not behind row i.
+def _chosen_by_tile(bit_keys: int, rows: int, group: int, causal: bool) -> Any:
+    """Token j is visible iff the bit of its block is set for the row's tile and, with causality, j <= i.
 
-    Scalars: number of the first tile and of the first key, and the first row minus the first key.
+    Scalars: the first tile, the first key, and the first row minus the first key.
     """
     import cutlass
     from cutlass import cute
@@ -309,7 +307,7 @@ def _chosen_by_tile(unit: int, rows: int, group: int, causal: bool) -> Any:
     @cute.jit
     def chosen(batch, head, row, token, seqlen_info, tensors, scalars):  # type: ignore[no-untyped-def]
         tile = row[0] // rows + scalars[0]
-        word = tensors[0][batch[0], head[0] // group, (token[0] + scalars[1]) // unit, tile // 32]
+        word = tensors[0][batch[0], head[0] // group, (token[0] + scalars[1]) // bit_keys, tile // 32]
         inside = utils.scalar_to_ssa((word >> (tile % 32)) & 1, cutlass.Int32) == 1
         if cutlass.const_expr(causal):
             inside = inside & (token <= row + scalars[2])
@@ -319,15 +317,15 @@ def _chosen_by_tile(unit: int, rows: int, group: int, causal: bool) -> Any:
 
 
 @once
-def _chosen(unit: int, rows: int, group: int, causal: bool) -> Any:
-    """Token j is visible iff its unit was chosen for the tile and, with causality, j is not behind row i."""
+def _chosen(bit_keys: int, rows: int, group: int, causal: bool) -> Any:
+    """Token j is visible iff its bit is set for the row's tile and, with causality, j <= i."""
     import cutlass
     from cutlass import cute
     from flash_attn.cute import utils
 
     @cute.jit
     def chosen(batch, head, row, token, seqlen_info, tensors, scalars):  # type: ignore[no-untyped-def]
-        bit = token[0] // unit
+        bit = token[0] // bit_keys
         word = tensors[0][batch[0], head[0] // group, row[0] // rows, bit // 32]
         inside = utils.scalar_to_ssa((word >> (bit % 32)) & 1, cutlass.Int32) == 1
         if cutlass.const_expr(causal):

@@ -1,15 +1,16 @@
-"""Calls of FlashAttention-4's forward and backward: through its interface once, then straight to the compiled kernels.
+"""FlashAttention-4's forward and backward: through its interface once, afterwards straight to the compiled kernels.
+
+    attend          forward
+    differentiate   backward
 
 FA4 spends 0.1 ms of Python on every forward and more on every backward. On sm_90 what it compiles depends on
-`_signature` alone, so the first call of a signature records which kernels FA4 used and later calls start those.
-sm_100's kernels also depend on sizes and cannot be tried here, so there every call takes FA4's own way.
+`_signature` alone, so the first call of a signature records which kernels FA4 used, and later calls launch those.
+sm_100's kernels also depend on sizes and cannot be tested here, so there every call goes through FA4's interface.
 
-FA4 looks its kernels up, compiles those that are missing and starts them in one function, so every call through its
-interface holds COMPILING from beginning to end: on sm_90 first calls, and `_signature`'s exceptions; on sm_100 all. A
-thread then waits for another one's compilation even if FA4 has its own kernels. Beyond that it loses little: Python
-runs one thread's 0.1 ms at a time anyway.
-
-Only fa4/interface.py imports this.
+FA4 looks its kernels up, compiles those that are missing and launches them in one function, so every call through its
+interface holds COMPILING from beginning to end: on sm_90 first calls, and `_signature`'s exceptions; on sm_100 all
+calls. A thread then waits for another one's compilation even if FA4 already has its kernels. Beyond that it loses
+little: Python runs one thread's 0.1 ms at a time anyway.
 """
 
 from __future__ import annotations
@@ -30,34 +31,24 @@ from cute_kernels.runtime.device import compute_capability, positional
 
 if TYPE_CHECKING:
     from cute_kernels.lists.query_to_kv import BlockLists
+    from cute_kernels.pool.documents import Varlen
 
 NARROW = 64
-"""Keys of a listed block for which sm_90's backward needs other tiles than FA4's own."""
+"""Width of listed blocks for which sm_90's backward needs other tiles than FA4 chooses."""
 
 FEW_DOCUMENTS = 256
-"""For more, FA4 first makes tables of them."""
+"""For more documents FA4 builds tables of them first."""
 
 ONE_TILE = 128
-"""FA4 compiles kernels of their own for so few rows or keys that there is one tile; its tiles are this or smaller."""
+"""FA4 compiles separate kernels for so few rows or keys that they are one tile; its tiles are this or smaller."""
 
 WINDOW_TILE = (128, 96)
-"""Rows and keys of sm_90's tiles for D = D_v = 128 and windows of groups: 8 tokens of 16 heads with 512 keys each meet
-6.4 blocks of 96, 614 keys; 128 tokens of one head 6 blocks of 128, FA4's choice, 767 keys. Packed documents have tiles
-of one head, but the same blocks of keys, and so the bits that each has alone."""
+"""tile_m and tile_n of sm_90's forward for windows with pack_gqa and D = D_v = 128: 8 tokens of 16 heads with a window
+of 512 meet 6.4 tiles of 96 keys, 614 keys; 128 tokens of one head meet 6 tiles of 128, FA4's choice, 767 keys. Packed
+documents have tiles of one head, but the same tiles of keys, so each gets the same bits as alone."""
 
 
-class Packed(NamedTuple):
-    """Documents in the rows of one sequence. FA4 reads whole tiles of keys, also behind a document's last one."""
-
-    first_row: Tensor
-    """Of each document in q, int32 `[docs+1]`."""
-    first_key: Tensor
-    """Of each in k and v, likewise; the same where all tiles end with a document."""
-    used: Tensor
-    """Number of rows and of keys of each, int32 `[docs]`."""
-
-
-class Visible(NamedTuple):
+class Mask(NamedTuple):
     """Which keys a row sees."""
 
     causal: bool = False
@@ -68,13 +59,13 @@ class Visible(NamedTuple):
     """For the mask_mod."""
     tensors: list[Tensor] | None = None
     """For the mask_mod."""
-    documents: Packed | None = None
+    documents: Varlen | None = None
 
     def interface(self) -> dict[str, Any]:
         """As keywords of FA4's interface."""
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-        lists, (first_row, first_key, used) = self.lists, self.documents or (None, None, None)
+        lists, (cu_seqlens_q, cu_seqlens_k, seqused) = self.lists, self.documents or (None, None, None)
         sparse = None
         if lists is not None:
             sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
@@ -85,17 +76,17 @@ class Visible(NamedTuple):
             "mask_mod": self.mask_mod,
             "aux_tensors": self.tensors,
             "aux_scalars": _aux(self.scalars).scalars,
-            "cu_seqlens_q": first_row,
-            "cu_seqlens_k": first_key,
-            "seqused_q": used,
-            "seqused_k": used,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "seqused_q": seqused,
+            "seqused_k": seqused,
             "block_sparse_tensors": sparse,
         }
 
     def bounds(self) -> tuple[Any, ...]:
-        """As the kernels take them: first rows and used rows, of queries and of keys."""
-        first_row, first_key, used = self.documents or (None, None, None)
-        return first_row, first_key, used, used
+        """As the kernels take them: cu_seqlens and seqused, of queries and of keys."""
+        cu_seqlens_q, cu_seqlens_k, seqused = self.documents or (None, None, None)
+        return cu_seqlens_q, cu_seqlens_k, seqused, seqused
 
     def aux(self) -> Any:
         return _aux(self.scalars) if self.tensors is None else _aux(self.scalars)._replace(tensors=self.tensors)
@@ -104,17 +95,17 @@ class Visible(NamedTuple):
         return None if self.lists is None else (*self.lists.tensors, None, None, None, None)
 
 
-def fits_groups(q: Tensor, k: Tensor) -> bool:
-    """Whether the query heads of a key/value head fit side by side into a tile, which then has fewer tokens."""
+def packs_gqa(q: Tensor, k: Tensor) -> bool:
+    """Whether a tile can hold the query heads of a key/value head (pack_gqa), of fewer tokens then."""
     group = q.shape[-2] // k.shape[-2]
     return group > 1 and ONE_TILE % group == 0
 
 
-def keys_of_window_tile(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """At whose multiples, counted from the first key of a sequence, tiles of keys of a window end."""
+def window_tile_n(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Keys of a window's tile. Tiles end at its multiples, counted from the first key of a sequence."""
     on_hopper = compute_capability(q.device.index or 0)[0] == 9
-    own = on_hopper and fits_groups(q, k) and q.shape[-1] == v.shape[-1] == 128
-    return WINDOW_TILE[1] if own else ONE_TILE
+    narrower = on_hopper and packs_gqa(q, k) and q.shape[-1] == v.shape[-1] == 128
+    return WINDOW_TILE[1] if narrower else ONE_TILE
 
 
 @lru_cache(256)
@@ -126,22 +117,22 @@ def _aux(scalars: tuple[int, ...]) -> Any:
     return AuxData(None, tuple(map(Int32, scalars)) or None)
 
 
-def _signature(q: Tensor, k: Tensor, v: Tensor, seen: Visible, *more: Any) -> Any:
+def _signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *more: Any) -> Any:
     """Everything FA4's choice of sm_90 kernels depends on; None where its own checks are needed."""
     major, _ = compute_capability(q.device.index or 0)
     if major != 9 or q.numel() == 0 or k.numel() == 0:
         return None
-    if seen.tensors is not None and any(t.dim() > 1 for t in seen.tensors):
+    if mask.tensors is not None and any(t.dim() > 1 for t in mask.tensors):
         return None
-    if seen.documents is not None and len(seen.documents.used) > FEW_DOCUMENTS:
+    if mask.documents is not None and len(mask.documents.seqused) > FEW_DOCUMENTS:
         return None
     listed = None
-    if seen.lists is not None:
-        listed = (seen.lists.rows, seen.lists.width, *map(_broadcast, seen.lists.tensors))
+    if mask.lists is not None:
+        listed = (mask.lists.rows, mask.lists.width, *map(_broadcast, mask.lists.tensors))
     sizes = (*q.shape[-2:], *v.shape[-2:], *map(_broadcast, (q, k, v)))
-    left, right = seen.window
-    kinds = (seen.causal, left is None, right is None, seen.documents is None, seen.tensors is None)
-    return (q.device, q.dtype, sizes, kinds, listed, seen.mask_mod, *more)
+    left, right = mask.window
+    kinds = (mask.causal, left is None, right is None, mask.documents is None, mask.tensors is None)
+    return (q.device, q.dtype, sizes, kinds, listed, mask.mask_mod, *more)
 
 
 def _broadcast(x: Tensor) -> Any:
@@ -154,7 +145,7 @@ def _broadcast(x: Tensor) -> Any:
 
 
 class _Recorder:
-    """Stands in for one of FA4's caches of compiled kernels during a call, to learn which ones the call used."""
+    """Replaces one of FA4's caches of compiled kernels during a call, and notes which kernels the call used."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.thread = cache, threading.get_ident()
@@ -175,7 +166,7 @@ class _Recorder:
 
 @contextmanager
 def _recording(*functions: Any) -> Iterator[list[_Recorder]]:
-    """Kernels that FA4's functions use meanwhile. COMPILING is held: their caches and warnings are the process's."""
+    """Kernels that FA4's functions use inside `with`. The caller holds COMPILING: caches and warnings are global."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FA4's own deprecations, and that there is no aux data
         recorders = [_Recorder(function.compile_cache) for function in functions]
@@ -199,7 +190,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Visible,
+    mask: Mask,
     *,
     scale: float,
     lse: bool,
@@ -208,15 +199,15 @@ def attend(
     """FA4's forward.
 
     Args:
-        into: o, whose rows are aligned, and lse to write, instead of new ones.
+        into: o, whose rows are aligned, and lse to write instead of new tensors.
     """
-    # A caller's own o and lse may lie with gaps between rows, as those of a dilated neighborhood do
-    own_tiles = into is None and seen.window != (None, None) and fits_groups(q, k)
-    signature = _signature(q, k, v, seen, lse, own_tiles)
+    # A caller's o and lse may have any strides, as those of a dilated neighborhood do
+    window_tiles = into is None and mask.window != (None, None) and packs_gqa(q, k)
+    signature = _signature(q, k, v, mask, lse, window_tiles)
     run = _FORWARD.get(signature)
     if run is None:
         with COMPILING:
-            return _attend_by_interface(signature, q, k, v, seen, scale, lse, own_tiles, into)
+            return _attend_by_interface(signature, q, k, v, mask, scale, lse, window_tiles, into)
     *batch, rows, heads, _ = q.shape
     sums: Tensor | None
     if into is None:
@@ -224,7 +215,7 @@ def attend(
         sums = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
     else:
         o, sums = into
-    run(q, k, v, o, sums, scale, *seen.bounds(), None, *seen.window, None, seen.sparse(), seen.aux(), None, None)
+    run(q, k, v, o, sums, scale, *mask.bounds(), None, *mask.window, None, mask.sparse(), mask.aux(), None, None)
     return o, sums
 
 
@@ -233,10 +224,10 @@ def _attend_by_interface(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Visible,
+    mask: Mask,
     scale: float,
     lse: bool,
-    own_tiles: bool,
+    window_tiles: bool,
     into: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     from flash_attn.cute.interface import _flash_attn_fwd
@@ -244,9 +235,9 @@ def _attend_by_interface(
     # Without detach() FA4 compiles a kernel that writes lse even where nobody asked for it
     qkv = (x.detach() for x in (q, k, v))
     results = {} if into is None else {"out": into[0], "lse": into[1]}
-    packs = own_tiles and seen.documents is None
-    options = {"softmax_scale": scale, "return_lse": lse, "pack_gqa": packs, **results, **seen.interface()}
-    if own_tiles and keys_of_window_tile(q, k, v) == WINDOW_TILE[1]:
+    packs = window_tiles and mask.documents is None
+    options = {"softmax_scale": scale, "return_lse": lse, "pack_gqa": packs, **results, **mask.interface()}
+    if window_tiles and window_tile_n(q, k, v) == WINDOW_TILE[1]:
         options["tile_mn"] = WINDOW_TILE
     with _recording(_flash_attn_fwd) as (recorder,):
         o, sums, *_ = _flash_attn_fwd(*qkv, **options)
@@ -287,7 +278,7 @@ class Gradients:
 
 
 class _Backward(NamedTuple):
-    """Compiled sm_90 kernels: row sums and zeros for dq, the backward, and rounding of its fp32 sums."""
+    """Compiled sm_90 kernels: preprocess (do . o, zeros for dq), the mainloop, and postprocess (fp32 sums rounded)."""
 
     tile_rows: int
     tile_keys: int
@@ -296,9 +287,9 @@ class _Backward(NamedTuple):
     after: list[Callable[..., None]]
     """Of dq; of dk and dv too where query heads share them."""
 
-    def __call__(self, given: Gradients, seen: Visible, scale: float) -> None:
+    def __call__(self, given: Gradients, mask: Mask, scale: float) -> None:
         q, k = given.q, given.k
-        bounds = first, _, used, _ = seen.bounds()
+        bounds = first, _, seqused, _ = mask.bounds()
         *batch, rows, heads, dim = q.shape
         *_, keys, kv_heads, _ = k.shape
         if first is not None:  # each document may begin a tile
@@ -311,20 +302,20 @@ class _Backward(NamedTuple):
         if len(self.after) > 1:
             dk, dv = torch.zeros((2, *batch, kv_heads, keys * dim), **fp32).unbind(0)
         nothing = (None, None, None)
-        self.before(given.o, given.do, delta, given.lse, log2_lse, dq, first, used, *nothing, 1.0, None, None)
+        self.before(given.o, given.do, delta, given.lse, log2_lse, dq, first, seqused, *nothing, 1.0, None, None)
         statistics = log2_lse, delta
-        masks = *bounds, *seen.window, *nothing, seen.aux(), seen.sparse(), None
-        self.main(q, k, given.v, given.do, *statistics, dq, dk, dv, scale, *masks)
+        options = *bounds, *mask.window, *nothing, mask.aux(), mask.sparse(), None
+        self.main(q, k, given.v, given.do, *statistics, dq, dk, dv, scale, *options)
         rounded = ((dq, given.dq, scale), (dk, given.dk, scale), (dv, given.dv, 1.0))
         for kernel, (sums, out, factor) in zip(self.after, rounded, strict=False):
-            kernel(sums, out, factor, first, used, None, None)
+            kernel(sums, out, factor, first, seqused, None, None)
 
 
 _BACKWARD: dict[Any, _Backward] = {}
 """By signature."""
 
 
-def differentiate(given: Gradients, seen: Visible, *, scale: float, deterministic: bool = False) -> None:
+def differentiate(given: Gradients, mask: Mask, *, scale: float, deterministic: bool = False) -> None:
     """FA4's backward. A KV head's dk and dv are added up in fp32 over its query heads, dq over the blocks of keys."""
     gradients = given
     if given.q.shape[-1] != given.v.shape[-1]:  # FA4 wants equal dims where query heads share keys
@@ -332,13 +323,13 @@ def differentiate(given: Gradients, seen: Visible, *, scale: float, deterministi
     few = (min(x.shape[-3], ONE_TILE + 1) for x in (gradients.q, gradients.k))
     signature = None
     if not deterministic:
-        signature = _signature(gradients.q, gradients.k, gradients.v, seen, *few, _broadcast(gradients.do))
+        signature = _signature(gradients.q, gradients.k, gradients.v, mask, *few, _broadcast(gradients.do))
     run = _BACKWARD.get(signature)
     if run is None:
         with COMPILING:
-            _differentiate_by_interface(signature, gradients, seen, scale, deterministic)
+            _differentiate_by_interface(signature, gradients, mask, scale, deterministic)
     else:
-        run(gradients, seen, scale)
+        run(gradients, mask, scale)
     if gradients is not given:
         for name in ("dq", "dk", "dv"):
             target, wide = getattr(given, name), getattr(gradients, name)
@@ -347,17 +338,17 @@ def differentiate(given: Gradients, seen: Visible, *, scale: float, deterministi
 
 
 def _differentiate_by_interface(
-    signature: Any, given: Gradients, seen: Visible, scale: float, deterministic: bool
+    signature: Any, given: Gradients, mask: Mask, scale: float, deterministic: bool
 ) -> None:
     from flash_attn.cute import interface
 
-    narrow = seen.lists is not None and seen.lists.width == NARROW
-    own_tiles, tiles, thread = interface._tile_size_bwd_sm90, [], threading.get_ident()
+    narrow = mask.lists is not None and mask.lists.width == NARROW
+    fa4_tiles, tiles, thread = interface._tile_size_bwd_sm90, [], threading.get_ident()
 
     def choose_tiles(*sizes: Any, **more: Any) -> Any:
         if threading.get_ident() != thread:
-            return own_tiles(*sizes, **more)
-        tiles.append(_narrow_tiles() if narrow else own_tiles(*sizes, **more))
+            return fa4_tiles(*sizes, **more)
+        tiles.append(_narrow_tiles() if narrow else fa4_tiles(*sizes, **more))
         return tiles[-1]
 
     stages = interface._bwd_preprocess, interface._flash_attn_bwd, interface._bwd_postprocess_convert
@@ -376,10 +367,10 @@ def _differentiate_by_interface(
                 dk=given.dk,
                 dv=given.dv,
                 deterministic=deterministic,
-                **seen.interface(),
+                **mask.interface(),
             )
         finally:
-            interface._tile_size_bwd_sm90 = own_tiles
+            interface._tile_size_bwd_sm90 = fa4_tiles
     if signature is not None and main.used:
         chosen = tiles[-1]
         _BACKWARD[signature] = _Backward(
@@ -388,7 +379,7 @@ def _differentiate_by_interface(
 
 
 def _narrow_tiles() -> Any:
-    """Tiles of FA4's sm_90 backward for blocks of NARROW keys, which it offers only for the widest heads itself."""
+    """Tiles of FA4's sm_90 backward for blocks of NARROW keys, which FA4 itself takes only for the widest heads."""
     from flash_attn.cute.interface import BwdConfig
 
     return BwdConfig(

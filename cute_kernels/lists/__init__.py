@@ -1,1 +1,6 @@
-"""Selections as lists: of key blocks by query tile, of query tiles by key block, and of work for KV-outer kernels."""
+"""Selections as lists that attention kernels read.
+
+query_to_kv   blocks of keys for each tile of query rows
+kv_to_query   tiles of query rows for each block of keys, for backward
+worklist      work tiles of the KV-outer kernels of token mode
+"""

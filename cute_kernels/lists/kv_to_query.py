@@ -1,15 +1,15 @@
-"""For each block of keys, the tiles of query rows that attend to it: block lists for the backward of sparse attention.
+"""For each block of keys, the tiles of query rows that attend to it: block lists for backward.
 
     tile_bits               bit t of row b: tile t chose block b. A thread for each choice sets one bit.
     transposed_lists        a warp for each block of `width` keys reads its row of bits and writes two ascending lists:
                             `full` tiles see every key of the block, `mask` tiles need a mask.
     transposed_prefix_lists the same for causality alone.
 
-The order of a list depends on nothing but the choices. Lists are rectangles, since every tile may choose block 0: their
-memory is `list_bytes`, and the caller takes as many heads and blocks at a time as it can afford.
+The order of a list depends on nothing but the selection. Every tile may choose block 0, so each list has room for all
+tiles: memory is `list_bytes`, and the caller takes as many heads and blocks at a time as it can afford.
 
 Floor: the bits are written, read and cleared once. 1M tokens, tiles of 256, blocks of 64, 8 heads: 64 MiB, 0.05 ms.
-Packed documents: numbers of blocks and tiles are those of the aligned buffers of pool/documents.py.
+Packed documents: blocks and tiles are counted in the aligned buffers of pool/documents.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ WARPS = 4
 
 
 class TileBits:
-    """Args: keys of a chosen block; whether keys are compressed entries, not tokens."""
+    """Sets bit t of block b where tile t chose it.
+
+    Args:
+        size: keys of a chosen block.
+        entries: keys are compressed entries, not tokens.
+    """
 
     def __init__(self, size: int, *, entries: bool) -> None:
         self.size, self.entries = size, entries
@@ -73,11 +78,11 @@ def _append(mIndex: cute.Tensor, place: Int32, tiles: Int32, first: Int32) -> In
     """Write first + i for each set bit i of `tiles`, those of lower lanes before; returns the next free place."""
     count = cute.arch.popc(tiles)
     sums = prefix_sum(count)
-    mine = place + sums - count
+    own = place + sums - count
     while tiles != 0:
-        mIndex[mine] = first + lowest_bit(tiles)
+        mIndex[own] = first + lowest_bit(tiles)
         tiles = tiles & (tiles - 1)
-        mine += 1
+        own += 1
     return place + cute.arch.shuffle_sync(sums, LANES - 1)
 
 
@@ -330,7 +335,7 @@ def transposed_lists(
         rows: query rows of a tile.
         num_keys, num_rows: with documents those of the aligned buffers.
         blocks: the listed blocks to make lists for.
-        first_tile: is number 0 in the lists; tiles before it must not see any of the blocks.
+        first_tile: is listed as 0; tiles before it must not see any of the blocks.
         documents: to be given where keys are entries.
     """
     batch, tiles = bits.shape[0], -(-num_rows // rows) - first_tile

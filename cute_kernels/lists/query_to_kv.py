@@ -1,5 +1,8 @@
 """Lists of key blocks for block-sparse attention, from selections and from causality.
 
+    chosen_lists    the blocks that each tile of query rows selected
+    prefix_lists    all blocks of compressed entries that each tile sees
+
 For each tile of query rows, two lists of blocks of `width` keys, ascending: `full` blocks are visible to every row of
 the tile, `mask` blocks need a mask. Keys are tokens (token j is visible to row i iff j <= i) or compressed entries
 (entry j is visible iff j*d + l-1 <= i); tokens are entries with l = d = 1.
@@ -31,7 +34,10 @@ WORD = 32
 
 @dataclass(frozen=True)
 class BlockLists:
-    """What block-sparse attention reads."""
+    """Blocks of keys for each tile of query rows, as FlashAttention-4's block sparsity takes them.
+
+    For its backward, lists/kv_to_query.py makes the same of tiles of query rows for each block of keys.
+    """
 
     mask_count: Tensor
     """int32 `[B,H,M]` for M tiles of query rows."""
@@ -44,9 +50,9 @@ class BlockLists:
     width: int
     """Keys of a block."""
     bits: Tensor | None = None
-    """Where listed blocks hold keys that were not chosen: bit b of word w says whether unit 32 w + b was, int32
-    `[B,S,M,words]` for S select heads. Blocks in `mask` must be refined by it."""
-    unit: int = 0
+    """Where listed blocks hold keys that were not chosen, int32 `[B,S,M,words]` for S select heads. Bit b of word w
+    tells whether the `bit_keys` keys from (32 w + b) * bit_keys on were; a mask_mod must apply it to `mask` blocks."""
+    bit_keys: int = 0
     """Keys of one bit."""
 
     @property
@@ -56,7 +62,7 @@ class BlockLists:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which keys a query row sees: those whose last token is not behind it; all of them without causality."""
+    """Which keys a query row sees: those whose last token is not behind the row; without causality all."""
 
     length: int = 1
     stride: int = 1
@@ -64,7 +70,7 @@ class Keys:
 
     @cute.jit
     def visible(self, row: Int32, keys: Int32) -> Int32:
-        """How many of the first `keys` keys row `row` sees."""
+        """How many of the first `keys` keys the row sees."""
         count = keys
         if const_expr(self.causal):
             count = Int32(0) if row + 1 < self.length else cutlass.min(keys, (row + 1 - self.length) // self.stride + 1)
@@ -84,8 +90,8 @@ class ChosenLists:
 
     def __init__(self, keys: Keys, size: int, width: int, rows: int, *, entries: bool) -> None:
         self.keys, self.width, self.rows, self.entries = keys, width, rows, entries
-        self.unit = math.gcd(size, width)
-        self.units = size // self.unit
+        self.unit = math.gcd(size, width)  # keys of a unit: chosen and listed blocks are whole units
+        self.units = size // self.unit  # of a chosen block
         self.exact = size % width == 0
 
     @cute.jit

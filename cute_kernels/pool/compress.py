@@ -177,6 +177,30 @@ def block_means(
     return pooled[0], pooled[1]
 
 
+def compress_kv(inputs: Any, config: Any, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
+    """Compressed keys and values `[B,entries,H_kv,D]` in the inputs' dtype: the given ones, or pooled and projected.
+
+    Args:
+        inputs, config: nsa.inputs.NSAInputs and nsa.config.NSAConfig.
+        documents: inputs are packed, `[1,T,...]`; entries are aligned.
+    """
+    if inputs.k_cmp is not None:
+        if documents is None:
+            return inputs.k_cmp, inputs.v_cmp
+        return documents.align_entries(inputs.k_cmp)[None], documents.align_entries(inputs.v_cmp)[None]
+    length, stride, dtype = config.compress_block_size, config.stride, inputs.q.dtype
+    weights = (inputs.w_k_compress, inputs.w_v_compress)
+    if weights == (None, None):
+        return block_means(inputs.k, inputs.v, length, stride, dtype, documents)
+    # Rounded once, after the projection
+    pooled = block_means(inputs.k, inputs.v, length, stride, torch.float32, documents)
+    k_cmp, v_cmp = (
+        (x if w is None else torch.einsum("bnhd,hde->bnhe", x, w.float())).to(dtype).contiguous()
+        for x, w in zip(pooled, weights, strict=True)
+    )
+    return k_cmp, v_cmp
+
+
 def tile_means(q: Tensor, tile: int, documents: Documents | None = None) -> Tensor:
     """The mean query of each tile of `tile` tokens, a ragged last one included: fp32 `[B,tiles,H,D]`.
 

@@ -8,7 +8,7 @@
 All sizes follow from T, the number of tokens and the number of documents, so nothing waits for the device: there may
 be unused tiles and entries at the end. One CTA adds up the lengths, then q, k and v are copied. The zeros keep NaN and
 inf of one document out of the next one's sums, where attention weighs invisible values with 0. A window whose tiles of
-keys do not end with a tile of rows gets keys and values in blocks of their own (`Documents.spread`).
+keys do not end with a tile of rows gets keys and values in blocks of their own (`Documents.realign_kv`).
 
 Floor: every row is read once, every aligned row written once. 128K tokens, 8 + 2 + 2 heads of 128, bf16: 0.8 GB,
 0.19 ms at 4.2 TB/s.
@@ -20,7 +20,7 @@ head dims multiples of 8; 64-bit offsets.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,11 +28,11 @@ import torch
 from cutlass import Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.fa4.interface import WIDEST, Packed
+from cute_kernels.limits import MAX_LIST_WIDTH
 from cute_kernels.mma.warp import LANES, prefix_sum
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
-ENTRY_ALIGNMENT = WIDEST
+ENTRY_ALIGNMENT = MAX_LIST_WIDTH
 """So that no block of entries in a list holds entries of two documents."""
 
 TOKEN, TILE, ROW, ENTRY, PUBLIC_ENTRY, LENGTH = range(6)
@@ -49,9 +49,23 @@ BATCH = 4
 """Loads of a thread in flight together."""
 
 
+class Varlen(NamedTuple):
+    """Documents in the rows of one sequence, as FlashAttention-4's interface takes them.
+
+    Its kernels read whole tiles of keys, also past a document's last one.
+    """
+
+    cu_seqlens_q: Tensor
+    """First row of each document in q, and the end of all, int32 `[docs+1]`."""
+    cu_seqlens_k: Tensor
+    """The same of k and v; the same tensor where all tiles end with a document."""
+    seqused: Tensor
+    """Rows and keys of each document, int32 `[docs]`."""
+
+
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in buffers of static size."""
+    """Where documents lie in aligned rows and entries, whose numbers do not depend on cu_seqlens' values."""
 
     tile: int
     """T, rows of a tile."""
@@ -81,11 +95,11 @@ class Documents:
         return self.tiles[SHIFT]
 
     @property
-    def packed(self) -> Packed:
+    def varlen(self) -> Varlen:
         """Where attention finds the documents in aligned rows."""
-        return Packed(self.bounds[ROW], self.bounds[ROW], self.bounds[LENGTH, :-1])
+        return Varlen(self.bounds[ROW], self.bounds[ROW], self.bounds[LENGTH, :-1])
 
-    def spread(self, size: int, k: Tensor, v: Tensor) -> tuple[Packed, Tensor, Tensor]:
+    def realign_kv(self, size: int, k: Tensor, v: Tensor) -> tuple[Varlen, Tensor, Tensor]:
         """Aligned keys and values again, so that blocks of `size` of them, too, hold no two documents.
 
         Args:
@@ -95,11 +109,11 @@ class Documents:
             Where attention finds the documents in aligned rows and in these keys; k and v.
         """
         if self.tile % size == 0:
-            return self.packed, k, v
+            return self.varlen, k, v
         blocks = sizes(len(self.rows), len(self.cu_seqlens) - 1, size, self.stride)[0]
         bounds, tiles = self.bounds_of_blocks(size), self.tiles.new_empty((2, blocks))
-        spread_k, spread_v = replace(self, tile=size, bounds=bounds, tiles=tiles).align(k, v)
-        return self.packed._replace(first_key=bounds[ROW]), spread_k, spread_v
+        new_k, new_v = replace(self, tile=size, bounds=bounds, tiles=tiles).align(k, v)
+        return self.varlen._replace(cu_seqlens_k=bounds[ROW]), new_k, new_v
 
     def bounds_of_blocks(self, size: int) -> Tensor:
         """`bounds` whose tiles are blocks of `size` tokens, for kernels that read aligned rows as the tokens."""
@@ -116,33 +130,33 @@ class Documents:
         """Aligned rows of one tensor `[1,T,heads,D]`."""
         return _align_rows(self, x)[0]
 
-    def by_token(self, aligned: Tensor, dim: int, fill: float) -> Tensor:
-        """Aligned rows, along `dim`, as the tokens lie; `fill` behind the last document."""
-        return self.fill_rest(aligned.index_select(dim, self.rows.clamp(min=0)), dim, fill)
+    def to_tokens(self, aligned: Tensor, dim: int, fill: float) -> Tensor:
+        """Aligned rows, along `dim`, in the tokens' order; `fill` behind the last document."""
+        return self.fill_tail(aligned.index_select(dim, self.rows.clamp(min=0)), dim, fill)
 
-    def fill_rest(self, packed: Tensor, dim: int, fill: float) -> Tensor:
+    def fill_tail(self, packed: Tensor, dim: int, fill: float) -> Tensor:
         """The tensor with `fill` behind the last document."""
         behind = (self.rows < 0).view(-1, *[1] * (packed.dim() - dim - 1))
         return packed.masked_fill(behind, fill)
 
-    def without_gaps(self, entries: Tensor) -> Tensor:
+    def compact_entries(self, entries: Tensor) -> Tensor:
         """Aligned entries `[num_entries,...]` document after document, then zeros: `[most_entries,...]`."""
         places = torch.arange(self.most_entries, dtype=torch.int32, device=entries.device)
         first = self.bounds[PUBLIC_ENTRY]
         document = torch.searchsorted(first[1:], places, right=True)  # B for unused places
         used = document < self.bounds.shape[1] - 1
-        return _pick(entries, self.bounds[ENTRY][document] + places - first[document], used)
+        return _gather(entries, self.bounds[ENTRY][document] + places - first[document], used)
 
-    def with_gaps(self, entries: Tensor) -> Tensor:
+    def align_entries(self, entries: Tensor) -> Tensor:
         """Entries document after document `[at least all,...]` as aligned ones `[num_entries,...]`, zeros between."""
         places = torch.arange(self.num_entries, dtype=torch.int32, device=entries.device)
         aligned, packed = self.bounds[ENTRY], self.bounds[PUBLIC_ENTRY]
         document = torch.searchsorted(aligned[1:], places, right=True).clamp(max=self.bounds.shape[1] - 2)
         before = places - aligned[document]
-        return _pick(entries, packed[document] + before, before < packed[document + 1] - packed[document])
+        return _gather(entries, packed[document] + before, before < packed[document + 1] - packed[document])
 
 
-def _pick(entries: Tensor, places: Tensor, used: Tensor) -> Tensor:
+def _gather(entries: Tensor, places: Tensor, used: Tensor) -> Tensor:
     """The entries at these places, zeros where none is used."""
     if entries.shape[0] == 0:
         return entries.new_zeros((len(places), *entries.shape[1:]))
@@ -163,8 +177,8 @@ def document_at(mFirst: cute.Tensor, index: Int32, scale: Int32, size: Int32, ga
     return low
 
 
-class AddUp:
-    """Documents.bounds, by one CTA."""
+class DocumentBounds:
+    """Documents.bounds: prefix sums of tiles and entries over documents, by one CTA."""
 
     def __init__(self, tile: int, length: int, stride: int) -> None:
         self.tile, self.length, self.stride = tile, length, stride
@@ -213,8 +227,11 @@ class AddUp:
             cute.arch.sync_threads()
 
 
-class Align:
-    """Copies rows into tiles; with q also says where everything went. One CTA: COPIED_ROWS rows of one tensor."""
+class AlignRows:
+    """Copies rows to where their document begins with a tile; with q it also fills in Documents.tiles and .rows.
+
+    A CTA copies COPIED_ROWS rows of one tensor.
+    """
 
     def __init__(self, tile: int, stride: int) -> None:
         self.tile, self.stride = tile, stride
@@ -325,8 +342,10 @@ def fake_tables() -> tuple[Any, Any]:
 
 
 @compiled_once
-def _add_up(tile: int, length: int, stride: int) -> Kernel:
-    return compile_kernel(AddUp(tile, length, stride), fake(torch.int32, None, aligned=False), fake_tables()[0])
+def _bounds(tile: int, length: int, stride: int) -> Kernel:
+    return compile_kernel(
+        DocumentBounds(tile, length, stride), fake(torch.int32, None, aligned=False), fake_tables()[0]
+    )
 
 
 @compiled_once
@@ -334,11 +353,11 @@ def _align(tile: int, stride: int, dtype: torch.dtype, dim: int, v_dim: int | No
     rows = fake(torch.int32, None, aligned=False)
     pairs = [None if size is None else fake(dtype, None, None, None, size) for size in (dim, dim, v_dim, v_dim)]
     queries = [fake(dtype, None, None, None, dim) if with_q else None for _ in range(2)]
-    return compile_kernel(Align(tile, stride), *fake_tables(), rows, *pairs, *queries)
+    return compile_kernel(AlignRows(tile, stride), *fake_tables(), rows, *pairs, *queries)
 
 
 def sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
-    """The most tiles and aligned entries."""
+    """Tiles and aligned entries, enough for any lengths of the documents."""
     entries = tokens // stride + docs * (ENTRY_ALIGNMENT - 1)
     return (tokens + docs * (tile - 1)) // tile, -(-entries // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
@@ -359,14 +378,14 @@ def _align_rows(documents: Documents, k: Tensor, v: Tensor | None = None, q: Ten
 def bounds_of(cu_seqlens: Tensor, *, tile: int, length: int, stride: int) -> Tensor:
     """Documents.bounds alone, for kernels that read tokens where they lie. Args: as of `lay_out`."""
     bounds = torch.empty((6, cu_seqlens.shape[0]), dtype=torch.int32, device=cu_seqlens.device)
-    _add_up(tile, length, stride).run(cu_seqlens.contiguous(), bounds)
+    _bounds(tile, length, stride).run(cu_seqlens.contiguous(), bounds)
     return bounds
 
 
 def lay_out(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, tile: int, length: int, stride: int
 ) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
-    """Where documents go, and aligned rows `[1,tiles*T,heads,D]` of q, k and v.
+    """The layout of documents, and aligned rows `[1,tiles*T,heads,D]` of q, k and v.
 
     Args:
         q, k, v: `[1,T,heads,D]`, bf16 or fp16, rows aligned (device.vectorizable).

@@ -1,1 +1,8 @@
-"""Compiling kernels, keeping them, and what they run on. Knows nothing of attention."""
+"""What all kernels need of the machine, and nothing of attention.
+
+jit         compile kernels from fake tensors
+disk_cache  keep compiled kernels in a folder
+compiling   the lock around compilation
+device      compute capability, alignment
+streams     side streams for chunks that do not depend on each other
+"""

@@ -1,4 +1,4 @@
-"""What the kernels run on, or are compiled for, and how they are called."""
+"""The device that kernels run on or are compiled for, and what they need of tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 VECTOR_BYTES = 16
-"""One memory access of a thread."""
+"""Bytes of one vectorized memory access of a thread."""
 
 TARGET_VARIABLE = "CUTE_DSL_ARCH"
-"""Names what to compile for (sm_90a, sm_100a) where there is no GPU."""
+"""Environment variable of CuTe DSL: the architecture to compile for (sm_90a, sm_100a), where there is no GPU."""
 
 
 @lru_cache
@@ -29,18 +29,18 @@ def compute_capability(index: int) -> tuple[int, int]:
 
 
 def has_warpgroups(device: torch.device) -> bool:
-    """Whether it multiplies by WGMMA: Hopper's GPUs alone do."""
+    """Whether the device has WGMMA: only Hopper has."""
     return device.type == "cuda" and compute_capability(device.index or 0)[0] == 9
 
 
 def must_be_deterministic() -> bool:
-    """Whether `torch.use_deterministic_algorithms(True)` asks for fixed orders, and not for warnings alone."""
+    """Whether `torch.use_deterministic_algorithms(True)` is on, and not with `warn_only`."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a CUDA device has; any number where there is no GPU."""
+    """Of a CUDA device; 1 elsewhere."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

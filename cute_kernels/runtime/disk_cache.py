@@ -2,17 +2,17 @@
 
 Off unless NSA_KERNELS_JIT_CACHE is set: to 1, for ~/.cache/nsa-kernels/jit (or under XDG_CACHE_HOME), or to a folder.
 
-An entry is an object file, KEY-CONTENT.o: KEY is a hash of all that it depends on (what was asked for, the sources
-here, target, options, versions), CONTENT that of its bytes. It is loaded as native code, so before every load
+An entry is an object file, KEY-CONTENT.o: KEY is a hash of everything it depends on (function and arguments, sources of
+cute_kernels, target, options, versions), CONTENT a hash of its bytes. It is loaded as native code, so before every load
 
-- the folder must be this user's own, no link, and closed to everybody else (mode 0700), as must the file be (0600);
-- its bytes must have the hash that its name says.
+- the folder must belong to this user, be no link, and be closed to everybody else (mode 0700), and so the file (0600);
+- its bytes must have the hash in its name.
 
-An entry where they have not, or that does not load, is compiled anew. Processes that want the same entry wait for each
-other: one compiles, the others load. Their lock is POSIX's, which goes with its process and which a forked child does
-not inherit; threads of a process wait for compiling.COMPILING. Whatever else goes wrong with the folder is told once,
-and kernels are compiled without it. Entries of versions that are no longer used are not removed, but may be deleted at
-any time.
+An entry whose bytes do not match, or that does not load, is compiled again. Processes that need the same entry wait for
+each other: one compiles, the others load. They hold a POSIX lock, which is released when its process ends and which a
+forked child does not inherit; threads of a process wait for compiling.COMPILING. Any other problem with the folder is
+reported once, and kernels are compiled without it. Entries of old versions are not removed; they may be deleted at any
+time.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ VARIABLE = "NSA_KERNELS_JIT_CACHE"
 FUNCTION = "kernel"
 """Name of the function in an object file."""
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
-"""How the names of distributions begin that compile: CuTe DSL's own holds nothing but names of those with its code.
+"""Prefixes of distributions that take part in compiling: CuTe DSL's own only depends on those that hold its code.
 
-FlashAttention-4 and quack are none of them: nothing of theirs is in kernels that are kept here."""
+FlashAttention-4 and quack are not among them: no kernel that is kept here uses them."""
 PRIVATE = 0o077
-"""What neither group nor others may do."""
+"""Permissions of group and others, none of which may be set."""
 
 
 class Untrusted(OSError):
-    """Others could have written what would be loaded."""
+    """Other users could have written the file."""
 
 
 def folder() -> Path | None:
-    """Where the environment says that compiled kernels are kept; None: nowhere."""
+    """The folder that the environment names; None: kernels are not kept."""
     value = os.environ.get(VARIABLE, "0")
     if value in ("", "0"):
         return None
@@ -65,7 +65,7 @@ def folder() -> Path | None:
 
 
 def key_of(asked: str, **facts: object) -> str:
-    """Of what is compiled for `asked`, here and with these facts."""
+    """The key of an entry. Args: `asked`, function and arguments; `facts`, whatever else it depends on."""
     facts |= {
         "asked": asked,
         "machine": platform.machine(),
@@ -79,10 +79,10 @@ def key_of(asked: str, **facts: object) -> str:
 
 
 def load_or_make(where: Path, key: str, make: Callable[[], Any]) -> Any:
-    """The function that is kept under a key, or what `make` compiles, kept from now on.
+    """The function kept under a key, else what `make` compiles, which is kept then.
 
     Args:
-        make: returns what CuTe DSL compiled, with `export_to_c`.
+        make: returns a compiled function of CuTe DSL, with `export_to_c`.
     """
     made: Any = None
     with COMPILING:
@@ -112,7 +112,7 @@ def _check(path: Path, is_kind: Callable[[int], bool], mode: int) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Of this process: COMPILING is held, for POSIX lets a lock go with any descriptor of its file that is closed."""
+    """For this process. COMPILING is held, since closing any descriptor of the file releases a POSIX lock."""
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.lockf(held, fcntl.LOCK_EX)
@@ -122,7 +122,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _load(where: Path, key: str) -> Any:
-    """None where there is no entry that is whole and loads; those that are not are removed."""
+    """None where no entry has the right bytes and loads; others are removed."""
     for path in sorted(where.glob(f"{key}-*.o")):
         _check(path, stat.S_ISREG, 0o600)
         if path.stem.partition("-")[2] == _hash(path.read_bytes()):
@@ -147,19 +147,19 @@ def _keep(where: Path, key: str, compiled: Any) -> None:
 
 @cache
 def _load_runtime() -> None:
-    """Objects call CuTe DSL's runtime, which `load_module` does not make visible to them."""
+    """Makes CuTe DSL's runtime visible to loaded objects, which `load_module` does not do."""
     for library in cute.runtime.find_runtime_libraries(enable_tvm_ffi=False):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 
 def _target() -> str:
-    """What CuTe DSL compiles for here, to the letter: sm_90a, which is not sm_90."""
+    """CuTe DSL's target, exactly: sm_90a is not sm_90."""
     return str(CuTeDSL._get_dsl().envar.arch)
 
 
 @cache
 def _versions() -> dict[str, str]:
-    """Of all distributions that PACKAGES names, the one first found where there are two."""
+    """Versions of the distributions that PACKAGES names; of two of one name, the one found first."""
     found: dict[str, str] = {}
     for distribution in distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
@@ -170,7 +170,7 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _sources() -> str:
-    """Hash of all that is compiled here."""
+    """Hash of all sources of cute_kernels."""
     here = Path(__file__).parents[1]
     files = {str(path.relative_to(here)): _hash(path.read_bytes()) for path in sorted(here.rglob("*.py"))}
     return _hash(json.dumps(files).encode())

@@ -35,7 +35,7 @@ COMPILED: list[str] = []
 """Kernels that this process has compiled, in order."""
 
 REMEMBERING: list[Any] = []
-"""Functions that `compiled_once` made, of the modules that are imported."""
+"""Functions decorated with `compiled_once`, of all imported modules."""
 
 
 class Kernel(NamedTuple):
@@ -57,7 +57,7 @@ def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Kernel:
 def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
     """Remember what a function compiles for its arguments: in this process, and on disk where disk_cache.py is on.
 
-    Threads that ask for it at once wait for one of them. The arguments must have a `repr` that tells all of them.
+    Threads that call it at once wait for one of them. `repr` of the arguments must tell them apart.
     """
 
     @once
@@ -76,7 +76,7 @@ def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
 
 
 def num_compiled() -> int:
-    """Kernels that this process has compiled or found on disk: a program for which they become more waits for them."""
+    """Kernels that this process has compiled or loaded from disk. A call that raises the number has waited for one."""
     return sum(function.cache_info().currsize for function in REMEMBERING)
 
 

@@ -1,16 +1,16 @@
-"""Passes on two streams in turn, so that one begins where another leaves multiprocessors idle.
+"""Chunks on two side streams alternately, so that one starts while another leaves multiprocessors idle.
 
-A launch ends with its longest CTAs, most multiprocessors idle: visits of a pass so lost 22 % of their time. And
-passes that multiply leave memory idle, what adds up their results leaves the multiplying units idle.
+At the end of a launch only its longest CTAs run: the KV-outer forward of a chunk lost 22 % of its time this
+way. And MMA leaves memory idle, while combining partials leaves tensor cores idle.
 
-Which streams. CUDA's own, not torch.cuda.Stream's: those are 32 that all of a program is handed in turn, so ours could
-be one that another thread captures on, or makes its current one.
+The streams are created by CUDA itself, not torch.cuda.Stream: torch has 32 streams that it hands out in turn to the
+whole program, so ours could be one on which another thread captures, or its current one.
 
-- Calls that are not captured share STREAMS of their device, whichever thread and stream they come from. One may wait
-  for what another has launched; what it computes is the same.
-- A capture makes the streams that wait for it part of its graph until it ends, so also behind `with` anybody else's
-  launch there would break it, and fail. So they are lent to the stream that is captured, whose next calls take them
-  again, and to another capture once CUDA says that they are captured no more.
+- Calls that are not captured share STREAMS streams of their device, whichever thread and stream they come from. One may
+  wait for what another has launched; results are the same.
+- A capture makes streams that wait for it part of its graph until it ends, so even after `with` anybody else's launch
+  there would break the capture, and fail. So these streams belong to the capturing stream, whose next calls take them
+  again, and go to another capture once CUDA says that they are no longer captured.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 STREAMS = 2
-"""Beside the current one. So many passes are under way, and have their memory, at a time."""
+"""So many chunks run, and hold their memory, at a time."""
 
 
 class SideStreams:
-    """For passes that do not depend on each other. After `with`, the current stream has waited for all of them.
+    """For chunks that do not depend on each other. After `with`, the current stream waits for all of them.
 
     Inside, the current device is that of the streams. Part of a CUDA graph where the current stream is being captured.
     On a CPU it does nothing.
@@ -38,7 +38,7 @@ class SideStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        self._passes = 0
+        self._chunks = 0
         self._ends: deque[tuple[torch.cuda.Event, Any]] = deque()
 
     def __enter__(self) -> SideStreams:
@@ -53,31 +53,31 @@ class SideStreams:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Waits after an exception too: memory that is freed then may be in use."""
+        """Waits also after an exception: memory that is freed then may be in use."""
         self._wait(0)
         self._guard.__exit__(*error)
 
     def begin(self) -> None:
-        """Before a pass takes memory: that of an earlier pass is free then."""
+        """To be called before a chunk allocates: an earlier chunk's memory is free then."""
         self._wait(STREAMS - 1)
 
     @contextmanager
     def run(self, *held: Any) -> Iterator[None]:
         """What is launched inside waits for what was launched on the current stream before.
 
-        Memory that is taken inside must not be used behind `with`: it is the stream's, and who takes it next may have
-        another current stream, and so not wait for this one. What a caller wants to have is taken before.
+        Memory that is allocated inside must not be used after `with`: it is the side stream's, and its next user may
+        have another current stream and so not wait for this one. A caller allocates its results before.
 
         Args:
-            held: all memory that is used inside and that a caller may drop.
+            held: all tensors that are used inside and that a caller may drop.
         """
         if self._device.type != "cuda":
             yield
             return
-        stream = self._streams[self._passes % STREAMS]
-        self._passes += 1
+        stream = self._streams[self._chunks % STREAMS]
+        self._chunks += 1
         stream.wait_stream(self._current)
-        torch.cuda.set_stream(stream)  # `with torch.cuda.stream` asks for device and stream anew in each pass
+        torch.cuda.set_stream(stream)  # `with torch.cuda.stream` queries device and stream for each chunk
         try:
             yield
         finally:
@@ -92,22 +92,22 @@ class SideStreams:
 
 @dataclass
 class _Lent:
-    """Streams of captured calls."""
+    """Streams of a capture."""
 
     streams: list[torch.cuda.Stream]
     to: torch.cuda.Stream
-    """The current stream of the capture that has them, or had them last."""
+    """The current stream of the capture that has them or had them last."""
 
 
 _LENDING = threading.Lock()
 _SHARED: dict[torch.device, list[torch.cuda.Stream]] = {}
 """Of calls that are not captured."""
 _LENT: dict[torch.device, list[_Lent]] = {}
-"""As many as captures were under way at once."""
+"""Of captures: as many as ran at once."""
 
 
 def _streams(device: torch.device, current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
-    """Those of a call on the current device and stream."""
+    """Side streams of a call on the current device and stream."""
     if torch.cuda.is_current_stream_capturing():
         return _streams_of_capture(device, current)
     found = _SHARED.get(device)
@@ -124,7 +124,7 @@ def _streams_of_capture(device: torch.device, current: torch.cuda.Stream) -> lis
         for lent in known:
             if not any(map(_is_captured, lent.streams)):
                 free.append(lent)
-            elif lent.to == current:  # both are part of one capture, for neither leaves its own before that ends
+            elif lent.to == current:  # one capture: no stream leaves a capture before it ends
                 return lent.streams
         lent = free[0] if free else _Lent(_new_streams(device), current)
         if not free:

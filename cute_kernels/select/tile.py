@@ -1,23 +1,28 @@
-"""The best blocks of each query tile, in one pass over the compressed keys that keeps every score on chip.
+"""Top-k block selection per query tile, in one pass over the compressed keys.
 
-    s[t, j]     = mean of the tile's queries . k_cmp[j]              j visible to the tile's last token
+    s[t, j]     = mean of the tile's queries . k_cmp[j]              entry j visible to the tile's last token
     score[t, b] = sum_j overlap(j, b) s[t, j] / sum_j overlap(j, b)  over those j
-    indices[t]  = forced blocks, then the highest scores, the lower index first among equals; ascending
+    indices[t]  = forced blocks, then the highest scores, of equal ones the lower block; k in all, ascending
 
-A CTA holds 16 rows (tiles and query heads of one key/value head) and walks over the compressed keys. The mean
-queries are fp32; split into three 16-bit parts they keep all 24 bits, so the tensor cores give fp32-accurate logits
-of the rounded keys. A step's logits go to shared memory; each warp pools those of its rows to block scores and
-merges what beats the row's k-th best into a sorted list (select/topk.py).
-softmax_scale > 0 changes no order and is left out.
+softmax_scale > 0 does not change the order and is left out. Scores stay on chip.
 
-The same kernel chooses blocks of compressed entries for the compressed branch: there a block's score is the plain
-mean over its entries, and blocks holding entries that become visible inside the tile are forced.
+A row is a (tile, query head) pair; a CTA holds TILE_M rows of one key/value head and walks over the compressed keys,
+64 or 128 (`tile_n`) per step, double buffered with cp.async. In a step every warp computes S = Q K^T for its part of
+the keys and writes it to shared memory. Then each warp pools the scores of its rows to blocks and merges what beats a
+row's k-th best into its sorted list (select/topk.py).
 
-Packed documents: a CTA's rows belong to one document i, whose CTAs begin at first_tile[i]*G // 16 + i (at least as many
-as it needs, so some have no rows); entries, tiles and blocks count from the document's beginning.
+The mean queries are fp32. Split into three 16-bit terms they keep all 24 bits of the mantissa, so that three mma.sync
+products give fp32-accurate scores of the 16-bit keys.
 
-Floor: three products of tiles x entries x D per head, half of them causal: 0.2 TFLOP at 1M tokens, 8 heads of 128,
-l = 64: 0.35 ms at 600 TFLOP/s; no tensor larger than the indices is written.
+The same kernel selects blocks of compressed entries for the compressed branch: there a block's score is the plain mean
+over its entries, and blocks with entries that become visible inside the tile are forced.
+
+Packed documents: the rows of a CTA belong to one document i, whose CTAs begin at first_tile[i] * G // TILE_M + i. That
+is at least as many CTAs as it needs; the others have no rows. Entries, tiles and blocks count from the document's
+beginning.
+
+Floor: three products of tiles x entries x D per head, halved by causality. 1M tokens, 8 heads of 128, l = 64: 0.2
+TFLOP, 0.35 ms at 600 TFLOP/s. Only the indices are written.
 
 Limits: D a multiple of 16, at most 128; at most 128 entries overlap one block; up to 1024 blocks per tile.
 """
@@ -37,23 +42,38 @@ from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.warp import LANES, lowest_bit
 from cute_kernels.pool.documents import ENTRY, LENGTH, TILE, Documents, document_at, fake_tables
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
-from cute_kernels.select.topk import LIMIT, BestBlocks, Blocks
+from cute_kernels.select.topk import NUM_VISIBLE, Blocks, TopKList
 
-ROWS = 16
+TILE_M = 16
+"""Rows of a CTA."""
+
 WARPS = 4
-WARP_ROWS = ROWS // WARPS
-PARTS = 3
+ROWS_PER_WARP = TILE_M // WARPS
+"""Rows whose lists a warp keeps."""
+
+QUERY_TERMS = 3
+"""16-bit terms of an fp32 query."""
+
 STAGES = 2
+"""Buffers of keys."""
 
 
-class TopBlocks:
-    """Args: what to choose, when a token sees an entry, and T, the tokens of a query tile."""
+class TileTopK:
+    """One CTA per TILE_M rows: scores, pooling and top-k selection.
+
+    Args:
+        dim: D.
+        dtype: of keys.
+        blocks: what to select.
+        keys: which entries a token sees.
+        tile: T, tokens of a query tile.
+    """
 
     def __init__(self, dim: int, dtype: Any, blocks: Blocks, keys: Keys, tile: int) -> None:
         self.dim, self.dtype, self.blocks, self.keys = dim, dtype, blocks, keys
-        self.best = BestBlocks(blocks, keys, tile)
-        self.entries = 64 if blocks.per_step(64) > 0 else 128
-        self.per_step = blocks.per_step(self.entries)
+        self.topk = TopKList(blocks, keys, tile)
+        self.tile_n = 64 if blocks.per_step(64) > 0 else 128
+        self.blocks_per_step = blocks.per_step(self.tile_n)
 
     def _smem_layout(self, rows: int, copies: int) -> Any:
         columns = next(c for c in (64, 32, 16) if self.dim % c == 0)
@@ -70,29 +90,29 @@ class TopBlocks:
         mK: cute.Tensor,  # [B, entries, H_kv, D]
         mIndices: cute.Tensor,  # int32 [B, S, tiles, k]
         mBounds: cute.Tensor | None,  # Documents.bounds
-        tokens: Int32,  # N; with mBounds not read
-        first_tile: Int32,  # number of mQ's first tile
+        num_tokens: Int32,  # N; not read with mBounds
+        first_tile: Int32,  # index of mQ's first tile in the sequence
         stream: Any,
     ):
         op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
-        tiled_mma = cute.make_tiled_mma(op, (1, WARPS, 1), permutation_mnk=(ROWS, 16 * WARPS, 16))
+        tiled_mma = cute.make_tiled_mma(op, (1, WARPS, 1), permutation_mnk=(TILE_M, 16 * WARPS, 16))
         group = mQ.shape[2] // mK.shape[2]
-        groups_of_rows = cute.ceil_div(mQ.shape[1] * group, ROWS)
+        num_row_tiles = cute.ceil_div(mQ.shape[1] * group, TILE_M)
         if const_expr(mBounds is not None):
-            groups_of_rows = mQ.shape[1] * group // ROWS + mBounds.shape[1] - 1
+            num_row_tiles = mQ.shape[1] * group // TILE_M + mBounds.shape[1] - 1
         self.kernel(
             mQ,
             mK,
             mIndices,
             mBounds,
-            tokens,
+            num_tokens,
             first_tile,
             group,
             tiled_mma,
-            self._smem_layout(ROWS, PARTS),
-            self._smem_layout(self.entries, STAGES),
+            self._smem_layout(TILE_M, QUERY_TERMS),
+            self._smem_layout(self.tile_n, STAGES),
         ).launch(
-            grid=[groups_of_rows, mK.shape[2], mK.shape[0]],
+            grid=[num_row_tiles, mK.shape[2], mK.shape[0]],
             block=[WARPS * LANES, 1, 1],
             stream=stream,
         )
@@ -104,60 +124,65 @@ class TopBlocks:
         mK: cute.Tensor,
         mIndices: cute.Tensor,
         mBounds: cute.Tensor | None,
-        tokens: Int32,
+        num_tokens: Int32,
         first_tile: Int32,
         group: Int32,
         tiled_mma: cute.TiledMma,
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
     ):
+        # Coordinates of the CTA's rows
         thread, _, _ = cute.arch.thread_idx()
-        group_of_rows, kv_head, batch = cute.arch.block_idx()
-        groups_of_rows, _, _ = cute.arch.grid_dim()
-        group_of_rows = groups_of_rows - 1 - group_of_rows  # the longest first
-        first_row, num_rows, entries = group_of_rows * ROWS, mQ.shape[1] * group, mK.shape[1]
+        row_tile, kv_head, batch = cute.arch.block_idx()
+        num_row_tiles, _, _ = cute.arch.grid_dim()
+        row_tile = num_row_tiles - 1 - row_tile  # the longest first
+        first_row, num_rows, num_entries = row_tile * TILE_M, mQ.shape[1] * group, mK.shape[1]
         if const_expr(mBounds is not None):
             mFirst = mBounds[TILE, None]
-            document = document_at(mFirst, group_of_rows, group, ROWS, 1)
+            document = document_at(mFirst, row_tile, group, TILE_M, 1)
             tiles_before = mFirst[document]
-            first_row = (group_of_rows - tiles_before * group // ROWS - document) * ROWS
+            first_row = (row_tile - tiles_before * group // TILE_M - document) * TILE_M
             num_rows = (mFirst[document + 1] - tiles_before) * group
-            tokens = mBounds[LENGTH, document]
-            entries = self.keys.visible(tokens - 1, entries)
+            num_tokens = mBounds[LENGTH, document]
+            num_entries = self.keys.visible(num_tokens - 1, num_entries)
             mQ = cute.domain_offset((0, tiles_before, 0, 0), mQ)
             mK = cute.domain_offset((0, mBounds[ENTRY, document], 0, 0), mK)
             mIndices = cute.domain_offset((0, 0, tiles_before, 0), mIndices)
 
+        # Shared memory
         smem = cutlass.memory.SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, layout_q, 128)
-        sK = smem.allocate_tensor(self.dtype, layout_k, 128)
-        sScore = smem.allocate_tensor(Float32, cute.make_layout((ROWS, self.entries), stride=(self.entries + 4, 1)), 16)
-        places = const_expr(self.best.places)
-        sBest = smem.allocate_tensor(Float32, cute.make_layout((ROWS, places), stride=(places, 1)), 16)
-        sIndex = smem.allocate_tensor(Int32, cute.make_layout((ROWS, places), stride=(places, 1)), 16)
-        sThreshold = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16)
-        sRow = smem.allocate_tensor(Int32, cute.make_layout((ROWS, 4), stride=(4, 1)), 16)
+        sQ = smem.allocate_tensor(self.dtype, layout_q, 128)  # [TILE_M, D, terms]
+        sK = smem.allocate_tensor(self.dtype, layout_k, 128)  # [tile_n, D, stages]
+        score_stride = self.tile_n + 4  # against bank conflicts
+        sScore = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, self.tile_n), stride=(score_stride, 1)), 16)
+        slots = const_expr(self.topk.num_slots)
+        sValues = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, slots), stride=(slots, 1)), 16)
+        sIndices = smem.allocate_tensor(Int32, cute.make_layout((TILE_M, slots), stride=(slots, 1)), 16)
+        sThreshold = smem.allocate_tensor(Float32, cute.make_layout(TILE_M), 16)
+        sRow = smem.allocate_tensor(Int32, cute.make_layout((TILE_M, 4), stride=(4, 1)), 16)
 
-        self._split_queries(mQ, sQ, batch, kv_head, first_row, num_rows, group)
-        if thread < ROWS:
+        # Prologue: queries, rows and lists
+        self.load_queries(mQ, sQ, batch, kv_head, first_row, num_rows, group)
+        if thread < TILE_M:
             row = first_row + thread
             tile = first_tile + row // group
-            threshold = self.best.begin_row(sRow[thread, None], tile, tokens, entries, mBounds is not None)
+            threshold = self.topk.init_row(sRow[thread, None], tile, num_tokens, num_entries, mBounds is not None)
             sThreshold[thread] = threshold if row < num_rows else Float32.inf
         cute.arch.sync_threads()
 
-        # The last row sees the most
-        last_row = cutlass.min(first_row + ROWS, num_rows) - 1
-        steps = Int32(0)
+        last_row = cutlass.min(first_row + TILE_M, num_rows) - 1  # sees the most
+        num_steps = Int32(0)
         if const_expr(mBounds is None) or first_row < num_rows:
-            steps = cute.ceil_div(self.blocks.scored(sRow[last_row - first_row, LIMIT]), self.per_step)
+            num_visible = sRow[last_row - first_row, NUM_VISIBLE]
+            num_steps = cute.ceil_div(self.blocks.scored(num_visible), self.blocks_per_step)
 
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        my_first = warp_index * WARP_ROWS  # rows whose lists this warp keeps
-        for i in range_constexpr(WARP_ROWS):
-            row = my_first + i
-            self.best.begin_list(sBest[row, None], sIndex[row, None], sRow[row, None])
+        warp_row = warp_index * ROWS_PER_WARP  # the first row whose list this warp keeps
+        for i in range_constexpr(ROWS_PER_WARP):
+            row = warp_row + i
+            self.topk.init_list(sValues[row, None], sIndices[row, None], sRow[row, None])
 
+        # Operands and accumulator
         thr_mma = tiled_mma.get_slice(thread)
         tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ[None, None, 0]))
         tSrK = thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0]))
@@ -168,59 +193,63 @@ class TopBlocks:
         tSsK = copy_k.partition_S(sK)
         tSrQ_copy = copy_q.retile(tSrQ)
         tSrK_copy = copy_k.retile(tSrK)
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, self.entries)), Float32)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, self.tile_n)), Float32)
         tSsScore = thr_mma.partition_C(sScore)
 
-        if steps > 0:
-            self._load_keys(mK, sK, entries, batch, kv_head, Int32(0), 0)
+        # Mainloop
+        if num_steps > 0:
+            self.load_keys(mK, sK, num_entries, batch, kv_head, Int32(0), 0)
         cute.arch.cp_async_commit_group()
-        for step in cutlass.range(steps, unroll=1):
+        for step in cutlass.range(num_steps, unroll=1):
+            # Load the next keys
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             stage = step % STAGES
-            if step + 1 < steps:
-                self._load_keys(mK, sK, entries, batch, kv_head, step + 1, (step + 1) % STAGES)
+            if step + 1 < num_steps:
+                self.load_keys(mK, sK, num_entries, batch, kv_head, step + 1, (step + 1) % STAGES)
             cute.arch.cp_async_commit_group()
 
+            # MMA, the smallest term of the queries first
             acc.fill(0.0)
             for c in range_constexpr(self.dim // 16):
                 cute.copy(copy_k, tSsK[None, None, c, stage], tSrK_copy[None, None, c])
-                for part in range_constexpr(PARTS):
-                    cute.copy(copy_q, tSsQ[None, None, c, PARTS - 1 - part], tSrQ_copy[None, None, c])
+                for term in range_constexpr(QUERY_TERMS):
+                    cute.copy(copy_q, tSsQ[None, None, c, QUERY_TERMS - 1 - term], tSrQ_copy[None, None, c])
                     cute.gemm(tiled_mma, acc, tSrQ[None, None, c], tSrK[None, None, c], acc)
             cute.autovec_copy(acc, tSsScore)
             cute.arch.sync_threads()
 
-            # Most rows have nothing to insert: find those that may, then do them one by one.
-            first_block = step * self.per_step
+            # Select. Most rows have no candidate in a step: find those that have, then merge one by one
+            first_block = step * self.blocks_per_step
             pending = Int32(0)
-            for i in range_constexpr(WARP_ROWS):
-                row = my_first + i
-                above = self._above(sScore[row, None], sThreshold[row], sRow[row, LIMIT], first_block)
+            for i in range_constexpr(ROWS_PER_WARP):
+                row = warp_row + i
+                above = self.beats_threshold(sScore[row, None], sThreshold[row], sRow[row, NUM_VISIBLE], first_block)
                 if cute.arch.vote_any_sync(above):
                     pending = pending | (1 << i)
             while pending != 0:
-                row = my_first + lowest_bit(pending)
+                row = warp_row + lowest_bit(pending)
                 pending = pending & (pending - 1)
-                sThreshold[row] = self._insert(
+                sThreshold[row] = self.merge(
                     sScore[row, None],
-                    sBest[row, None],
-                    sIndex[row, None],
+                    sValues[row, None],
+                    sIndices[row, None],
                     sThreshold[row],
                     sRow[row, None],
                     first_block,
                 )
 
-        for i in cutlass.range(WARP_ROWS, unroll=1):
-            row = first_row + my_first + i
+        # Epilogue
+        for i in cutlass.range(ROWS_PER_WARP, unroll=1):
+            row = first_row + warp_row + i
             if row < num_rows:
                 head, tile = kv_head * group + row % group, row // group
-                self.best.write_list(sIndex[my_first + i, None], mIndices[batch, head, tile, None])
+                self.topk.store_indices(sIndices[warp_row + i, None], mIndices[batch, head, tile, None])
 
-    # Loading
+    # Loads
 
     @cute.jit
-    def _split_queries(
+    def load_queries(
         self,
         mQ: cute.Tensor,
         sQ: cute.Tensor,
@@ -230,41 +259,42 @@ class TopBlocks:
         num_rows: Int32,
         group: Int32,
     ):
-        """x = high + middle + low: three 16-bit numbers hold the 24 bits of an fp32."""
+        """Mean queries as x = high + middle + low: three 16-bit terms hold the 24 bits of an fp32 mantissa."""
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
         rX = cute.make_rmem_tensor(VECTOR, Float32)
-        for item in cutlass.range(thread, ROWS * vectors, WARPS * LANES):
+        for item in cutlass.range(thread, TILE_M * vectors, WARPS * LANES):
             row, vector = item // vectors, item % vectors
             rX.fill(0.0)
             if first_row + row < num_rows:
                 tile, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
                 cute.autovec_copy(cute.local_tile(mQ[batch, tile, head, None], (VECTOR,), (vector,)), rX)
-            for part in range_constexpr(PARTS):
-                rPart = cute.make_rmem_tensor(VECTOR, self.dtype)
-                rPart.store(rX.load().to(self.dtype))
-                rX.store(rX.load() - rPart.load().to(Float32))
-                cute.autovec_copy(rPart, cute.local_tile(sQ[row, None, part], (VECTOR,), (vector,)))
+            for term in range_constexpr(QUERY_TERMS):
+                rTerm = cute.make_rmem_tensor(VECTOR, self.dtype)
+                rTerm.store(rX.load().to(self.dtype))
+                rX.store(rX.load() - rTerm.load().to(Float32))
+                cute.autovec_copy(rTerm, cute.local_tile(sQ[row, None, term], (VECTOR,), (vector,)))
 
     @cute.jit
-    def _load_keys(
+    def load_keys(
         self,
         mK: cute.Tensor,
         sK: cute.Tensor,
-        entries: Int32,
+        num_entries: Int32,
         batch: Int32,
         kv_head: Int32,
         step: Int32,
         stage: Int32,
     ):
+        """Start to copy the keys of one step; rows without an entry keep what they hold."""
         thread, _, _ = cute.arch.thread_idx()
         vectors = self.dim // VECTOR
-        first = self.blocks.first_entry(step * self.per_step)
+        first = self.blocks.first_entry(step * self.blocks_per_step)
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        for i in range_constexpr(self.entries * vectors // (WARPS * LANES)):
+        for i in range_constexpr(self.tile_n * vectors // (WARPS * LANES)):
             item = thread + i * WARPS * LANES
             row, vector = item // vectors, item % vectors
-            if first + row < entries:
+            if first + row < num_entries:
                 cute.copy(
                     copy,
                     cute.local_tile(mK[batch, first + row, kv_head, None], (VECTOR,), (vector,)),
@@ -274,51 +304,53 @@ class TopBlocks:
     # Scores of blocks
 
     @cute.jit
-    def _above(self, sScores: cute.Tensor, threshold: Float32, limit: Int32, first_block: Int32) -> cutlass.Boolean:
-        """Whether a block of this lane may enter the list."""
+    def beats_threshold(
+        self, sScores: cute.Tensor, threshold: Float32, num_visible: Int32, first_block: Int32
+    ) -> cutlass.Boolean:
+        """Whether a block of this lane may enter the row's list, whether forced or not."""
         above = cutlass.Boolean(False)
-        for chunk in range_constexpr(-(-self.per_step // LANES)):
+        for chunk in range_constexpr(-(-self.blocks_per_step // LANES)):
             offset = chunk * LANES + cute.arch.lane_idx()
-            score = self._block_score(sScores, first_block + offset, first_block, limit)
-            above = above | ((score > threshold) & (offset < self.per_step))
+            score = self.block_score(sScores, first_block + offset, first_block, num_visible)
+            above = above | ((score > threshold) & (offset < self.blocks_per_step))
         return above
 
     @cute.jit
-    def _insert(
+    def merge(
         self,
-        sScores: cute.Tensor,  # [entries], of this row
-        sBest: cute.Tensor,
-        sIndex: cute.Tensor,
+        sScores: cute.Tensor,  # [tile_n], of this row
+        sValues: cute.Tensor,
+        sIndices: cute.Tensor,
         threshold: Float32,
         sRow: cute.Tensor,
         first_block: Int32,
     ) -> Float32:
-        """Merge this step's blocks that beat the threshold into the list; return the new threshold."""
-        for chunk in range_constexpr(-(-self.per_step // LANES)):
+        """Merge the step's blocks that beat the threshold into the row's list. Returns the new threshold."""
+        for chunk in range_constexpr(-(-self.blocks_per_step // LANES)):
             offset = chunk * LANES + cute.arch.lane_idx()
             block = first_block + offset
-            score = self._block_score(sScores, block, first_block, sRow[LIMIT])
-            free = self.best.is_free(sRow, block) & (offset < self.per_step)
-            candidates = cute.arch.vote_ballot_sync(free & (score > threshold))
+            score = self.block_score(sScores, block, first_block, sRow[NUM_VISIBLE])
+            is_scored = self.topk.not_forced(sRow, block) & (offset < self.blocks_per_step)
+            candidates = cute.arch.vote_ballot_sync(is_scored & (score > threshold))
             if candidates != 0:
-                threshold = self.best.merge(sBest, sIndex, score, block, candidates)
+                threshold = self.topk.merge(sValues, sIndices, score, block, candidates)
         return threshold
 
     @cute.jit
-    def _block_score(self, sScores: cute.Tensor, block: Int32, first_block: Int32, limit: Int32) -> Float32:
-        """Score of `block` in this lane; -inf where no entry counts. Blocks of a step lie in consecutive lanes."""
+    def block_score(self, sScores: cute.Tensor, block: Int32, first_block: Int32, num_visible: Int32) -> Float32:
+        """Score of this lane's block, -inf if it has no visible entry. Consecutive lanes have consecutive blocks."""
         score = Float32(-Float32.inf)
         if const_expr(self.blocks.plain):
-            if block < limit:
-                score = sScores[cutlass.min(block - first_block, self.entries - 1)]
+            if block < num_visible:
+                score = sScores[cutlass.min(block - first_block, self.tile_n - 1)]
         elif const_expr(self.blocks.overlapping < LANES):
-            total, weight = self._weighted_sum(sScores, block, first_block, limit, Int32(0), 1)
+            total, weight = self.weighted_sum(sScores, block, first_block, num_visible, Int32(0), 1)
             if weight > 0:
                 score = total / Float32(weight)
-        else:  # long blocks: all lanes add up one block after the other
+        else:  # long blocks: all lanes sum one block after the other
             lane = cute.arch.lane_idx()
-            for offset in range_constexpr(self.per_step):
-                total, weight = self._weighted_sum(sScores, first_block + offset, first_block, limit, lane, LANES)
+            for offset in range_constexpr(self.blocks_per_step):
+                total, weight = self.weighted_sum(sScores, first_block + offset, first_block, num_visible, lane, LANES)
                 total = cute.arch.warp_reduction_sum(total)
                 weight = cute.arch.warp_reduction_sum(weight)
                 if (block == first_block + offset) & (weight > 0):
@@ -326,19 +358,19 @@ class TopBlocks:
         return score
 
     @cute.jit
-    def _weighted_sum(
-        self, sScores: cute.Tensor, block: Int32, first_block: Int32, limit: Int32, start: Int32, every: int
+    def weighted_sum(
+        self, sScores: cute.Tensor, block: Int32, first_block: Int32, num_visible: Int32, start: Int32, stride: int
     ) -> tuple[Float32, Int32]:
-        """Sums of overlap * score and of overlap over every `every`-th visible entry that overlaps the block."""
+        """Sums of overlap * score and of overlap over the visible entries start, start + stride, ... of the block."""
         spec = self.blocks
-        step_entry = self.blocks.first_entry(first_block)
-        stop = cutlass.min(((block + 1) * spec.size - 1) // spec.stride + 1, limit)
-        stop = cutlass.min(stop, step_entry + self.entries)  # lanes without a block of this step
+        first_entry = self.blocks.first_entry(first_block)
+        stop = cutlass.min(((block + 1) * spec.size - 1) // spec.stride + 1, num_visible)
+        stop = cutlass.min(stop, first_entry + self.tile_n)  # lanes without a block in this step
         total, weight = Float32(0.0), Int32(0)
-        for entry in cutlass.range(self.blocks.first_entry(block) + start, stop, every):
+        for entry in cutlass.range(self.blocks.first_entry(block) + start, stop, stride):
             begin, end = entry * spec.stride, entry * spec.stride + spec.length
             overlap = cutlass.min(end, (block + 1) * spec.size) - cutlass.max(begin, block * spec.size)
-            total += sScores[entry - step_entry] * Float32(overlap)
+            total += sScores[entry - first_entry] * Float32(overlap)
             weight += overlap
         return total, weight
 
@@ -346,7 +378,7 @@ class TopBlocks:
 @compiled_once
 def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: int, packed: bool) -> Kernel:
     return compile_kernel(
-        TopBlocks(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
+        TileTopK(dim, CUTE_DTYPES[dtype], blocks, keys, tile),
         fake(torch.float32, None, None, None, dim),
         fake(dtype, None, None, None, dim),
         fake(torch.int32, None, None, None, blocks.count, aligned=False),
@@ -356,7 +388,7 @@ def _compiled(dtype: torch.dtype, dim: int, blocks: Blocks, keys: Keys, tile: in
     )
 
 
-def top_blocks(
+def tile_topk(
     mean_q: Tensor,
     k_cmp: Tensor,
     blocks: Blocks,
@@ -367,14 +399,15 @@ def top_blocks(
     start: int = 0,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Choose blocks for each query tile.
+    """Select blocks for each query tile (steps 3 and 4 of docs/semantics.md in tile mode).
 
     Args:
         mean_q: fp32 `[B,tiles,S,D]`, mean queries of consecutive tiles; S a multiple of H_kv.
         k_cmp: `[B,entries,H_kv,D]`, bf16 or fp16.
-        keys: when a token sees an entry.
-        tile, tokens, start: T, N and the first token of the first tile.
-        documents: what the tiles and (aligned) entries of a pack are, instead of `tokens` and `start`.
+        blocks: what to select.
+        keys: which entries a token sees.
+        tile, tokens, start: T, N and the position of the first tile's first token.
+        documents: of packed tiles and aligned entries, instead of `tokens` and `start`.
 
     Returns:
         int32 `[B,S,tiles,blocks.count]`, ascending, padded with -1.
@@ -385,7 +418,7 @@ def top_blocks(
         indices = torch.empty(shape, dtype=torch.int32, device=mean_q.device)
         bounds = None
     else:
-        indices = torch.full(shape, -1, dtype=torch.int32, device=mean_q.device)  # unused tiles
+        indices = torch.full(shape, -1, dtype=torch.int32, device=mean_q.device)  # kept in unused tiles
         bounds = documents.bounds
     if indices.numel() > 0:
         run = _compiled(k_cmp.dtype, dim, blocks, keys, tile, documents is not None).run

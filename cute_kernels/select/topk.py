@@ -1,16 +1,18 @@
-"""The best blocks of a row: which are forced, and a list in shared memory that takes in chunk after chunk of scores.
+"""Sorted top-k lists of blocks in shared memory, which scores are merged into chunk by chunk.
 
-A row is what chooses: a query tile, or one token. Its list has `count` places, sorted: forced blocks first with the
-score +inf, then the highest scores, the lower index first among equals; -inf and -1 mark places not taken. Scores come
-in the order of their blocks, 32 at a time, one in each lane of the row's warp. Whatever beats the last place goes to
+A row is what selects blocks: a query tile or a token. One warp keeps its list, of `count` slots sorted by score: the
+forced blocks first, with score +inf, then the highest scores; of equal scores the lower block first. Empty slots hold
+score -inf and block -1. Scores arrive in ascending order of their blocks, in chunks of 32, one per lane. The candidates
+are those that beat the list's last slot. A candidate goes to
 
-    place = places with at least its score + better candidates of the chunk, and equal ones before it
+    slot = number of listed scores >= its own + number of candidates of the chunk that are better, or equal and earlier
 
-and an entry of the list moves back by the number of candidates that beat it: no sorting, and the same result for any
-cut into chunks. k + k ln(blocks/k) scores get that far, expected, of scores in random order: nearly all of the first
-chunks, few of the later ones. Where many of a chunk do, and the list has one place a lane, it is cheaper to sort them
-against each other (a bitonic network) and to keep the better of the i-th best place and the i-th worst candidate,
-which are the best ones of both, in bitonic order.
+and a listed block moves back by the number of candidates that beat it. No sorting is needed, and the result does not
+depend on how the scores are cut into chunks. Of scores in random order, k + k ln(blocks / k) are expected to become
+candidates: nearly all scores of the first chunks, few of the later ones.
+
+With many candidates and at most one slot per lane, a bitonic network is cheaper. It sorts the candidates. The better of
+the i-th best slot and the i-th worst candidate, for all i, are the best of both in bitonic order, and are sorted again.
 """
 
 from __future__ import annotations
@@ -24,26 +26,26 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.warp import LANES, lowest_bit
 
-LIMIT, INIT, LOW, HIGH = range(4)
-"""What is kept of a row: entries it sees; blocks 0 ... INIT-1 and LOW ... HIGH-1 are forced."""
+NUM_VISIBLE, INIT_END, LOCAL_BEGIN, LOCAL_END = range(4)
+"""Columns of `sRow`: entries that a row sees; blocks 0 ... INIT_END-1 and LOCAL_BEGIN ... LOCAL_END-1 are forced."""
 
-TOGETHER = 2
-"""Candidates that are compared at once, so that their shuffles do not wait for each other."""
+CANDIDATES_PER_ITERATION = 2
+"""Candidates that one iteration of `_merge_by_rank` compares: the latencies of their shuffles overlap."""
 
-MANY = 8
-"""Candidates from which sorting them, 20 exchanges, takes less than comparing each with all."""
+SORT_THRESHOLD = 8
+"""Candidates from which the bitonic network, of 20 exchanges, takes less time than comparing each with all."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which blocks are scored, and which must be chosen. Counted in tokens, or in entries (length = stride = 1).
+    """Which blocks are scored, and which are forced. Sizes in tokens, or in entries with length = stride = 1.
 
     Args:
-        length, stride: of the compressed blocks that are pooled, l and d.
-        size: of the blocks to choose, l'.
-        count: how many to choose, k.
-        init, local: forced blocks at the start and at the tile.
-        newest: blocks holding an entry that becomes visible inside the tile are forced instead.
+        length, stride: of the compressed blocks (entries) whose scores are pooled, l and d.
+        size: of the blocks to select, l'.
+        count: number of blocks to select, k.
+        init, local: number of forced blocks at the beginning of the sequence and at the row.
+        newest: force the blocks with an entry that becomes visible inside the query tile, instead of `init`, `local`.
     """
 
     length: int
@@ -61,11 +63,11 @@ class Blocks:
 
     @property
     def plain(self) -> bool:
-        """Entry and block are the same thing."""
+        """Each entry is one block."""
         return self.length == self.stride == self.size
 
     def per_step(self, entries: int) -> int:
-        """Whole blocks covered by that many consecutive entries, wherever the first block begins."""
+        """Whole blocks that `entries` consecutive entries cover, wherever the first block begins."""
         if self.plain:
             return entries
         if self.size % self.stride == 0:
@@ -74,7 +76,7 @@ class Blocks:
 
     @cute.jit
     def scored(self, visible: Int32) -> Int32:
-        """Blocks 0 ... that overlap one of the first `visible` entries."""
+        """Number of blocks, from block 0 on, that overlap one of the first `visible` entries."""
         return Int32(0) if visible == 0 else ((visible - 1) * self.stride + self.length - 1) // self.size + 1
 
     @cute.jit
@@ -84,26 +86,35 @@ class Blocks:
         return Int32(0) if before <= 0 else (before + self.stride - 1) // self.stride
 
 
-class BestBlocks:
-    """Args: what to choose, when a token sees an entry, and T, the tokens of a row."""
+class TopKList:
+    """The lists of a CTA's rows.
+
+    Args:
+        blocks: what to select.
+        keys: which entries a token sees.
+        tile: T, tokens of a row; 1 where each token selects.
+
+    A list is held as sValues (fp32 scores) and sIndices (int32 blocks), both [num_slots]; sRow is int32 [4].
+    """
 
     def __init__(self, blocks: Blocks, keys: Keys, tile: int) -> None:
         self.blocks, self.keys, self.tile = blocks, keys, tile
-        self.slots = -(-blocks.count // LANES)
-        self.places = self.slots * LANES
+        self.slots_per_lane = -(-blocks.count // LANES)
+        self.num_slots = self.slots_per_lane * LANES
+
+    # Rows: what is visible and what is forced
 
     @cute.jit
-    def begin_row(
+    def init_row(
         self, sRow: cute.Tensor, tile: Int32, tokens: Int32, entries: Int32, packed: cutlass.Constexpr[bool]
     ) -> Float32:
-        """Note what a row sees and must choose, in [LIMIT ... HIGH]. Returns the score that a block has to beat."""
-        init, low, high = self._forced(tile, tokens, entries, packed)
-        sRow[LIMIT] = self.keys.visible(self._last_token(tile, tokens), entries)
-        sRow[INIT] = init
-        sRow[LOW] = low
-        sRow[HIGH] = high
-        # With as many forced blocks as places nothing else can enter
-        return Float32.inf if init + high - low >= self.blocks.count else -Float32.inf
+        """Write sRow. Returns the score that a block has to beat, +inf where forced blocks take all slots."""
+        init_end, local_begin, local_end = self._forced(tile, tokens, entries, packed)
+        sRow[NUM_VISIBLE] = self.keys.visible(self._last_token(tile, tokens), entries)
+        sRow[INIT_END] = init_end
+        sRow[LOCAL_BEGIN] = local_begin
+        sRow[LOCAL_END] = local_end
+        return Float32.inf if init_end + local_end - local_begin >= self.blocks.count else -Float32.inf
 
     @cute.jit
     def _last_token(self, tile: Int32, tokens: Int32) -> Int32:
@@ -113,162 +124,166 @@ class BestBlocks:
     def _forced(
         self, tile: Int32, tokens: Int32, entries: Int32, packed: cutlass.Constexpr[bool]
     ) -> tuple[Int32, Int32, Int32]:
-        """(a, b, c): blocks 0 ... a-1 and b ... c-1 must be chosen; a <= b <= c."""
+        """(a, b, c), a <= b <= c: blocks 0 ... a-1 and b ... c-1 are forced."""
         spec = self.blocks
-        init, low, high = Int32(0), Int32(0), Int32(0)
+        init_end, local_begin, local_end = Int32(0), Int32(0), Int32(0)
         last_token = self._last_token(tile, tokens)
         if const_expr(spec.newest):
             old = self.keys.visible(tile * self.tile - 1, entries)
             new = self.keys.visible(last_token, entries)
             if old < new:
-                low, high = old // spec.size, (new - 1) // spec.size + 1
-            if const_expr(packed):  # all blocks of a document where they fit (else nobody asks)
+                local_begin, local_end = old // spec.size, (new - 1) // spec.size + 1
+            if const_expr(packed):  # all blocks of a document that has no more than `count`
                 blocks = cute.ceil_div(entries, spec.size)
                 if blocks <= spec.count:
-                    init, low, high = blocks, blocks, blocks
+                    init_end, local_begin, local_end = blocks, blocks, blocks
         elif const_expr(spec.init + spec.local > 0):
             last = last_token // spec.size
-            exist = last + 1
-            low, high = last - spec.local + 1, last + 1
-            if const_expr(not self.keys.causal):  # as many before the tile as behind it
-                exist = (tokens - 1) // spec.size + 1
-                twice = tile * self.tile // spec.size + last + 1 - spec.local
-                low = (twice + 2 * spec.local) // 2 - spec.local  # floor, also below 0
-                high = low + spec.local
-            init = cutlass.min(Int32(spec.init), exist)
-            high = cutlass.max(cutlass.min(high, exist), init)
-            low = cutlass.min(cutlass.max(low, init), high)
-        return init, low, high
+            num_blocks = last + 1
+            local_begin, local_end = last - spec.local + 1, last + 1
+            if const_expr(not self.keys.causal):  # centered on the tile: as many before it as after it
+                num_blocks = (tokens - 1) // spec.size + 1
+                twice_begin = tile * self.tile // spec.size + last + 1 - spec.local
+                local_begin = (twice_begin + 2 * spec.local) // 2 - spec.local  # floor, also of a negative number
+                local_end = local_begin + spec.local
+            init_end = cutlass.min(Int32(spec.init), num_blocks)
+            local_end = cutlass.max(cutlass.min(local_end, num_blocks), init_end)
+            local_begin = cutlass.min(cutlass.max(local_begin, init_end), local_end)
+        return init_end, local_begin, local_end
 
     @cute.jit
-    def is_free(self, sRow: cute.Tensor, block: Int32) -> cutlass.Boolean:
-        """Whether a block is not forced."""
-        return (block >= sRow[INIT]) & ((block < sRow[LOW]) | (block >= sRow[HIGH]))
+    def not_forced(self, sRow: cute.Tensor, block: Int32) -> cutlass.Boolean:
+        """Whether a block is selected by its score alone."""
+        return (block >= sRow[INIT_END]) & ((block < sRow[LOCAL_BEGIN]) | (block >= sRow[LOCAL_END]))
 
-    # The list of a row: position p lies in slot p // 32 of lane p % 32
+    # Lists, each by one warp: slot s is register s // 32 of lane s % 32
 
     @cute.jit
-    def begin_list(self, sBest: cute.Tensor, sIndex: cute.Tensor, sRow: cute.Tensor):
-        """The forced blocks alone."""
-        init, low, high = sRow[INIT], sRow[LOW], sRow[HIGH]
-        for slot in range_constexpr(self.slots):
-            place = slot * LANES + cute.arch.lane_idx()
-            block = place if place < init else low + place - init
-            taken = place < init + high - low
-            sBest[place] = Float32.inf if taken else -Float32.inf
-            sIndex[place] = block if taken else Int32(-1)
+    def init_list(self, sValues: cute.Tensor, sIndices: cute.Tensor, sRow: cute.Tensor):
+        """The forced blocks, then empty slots."""
+        init_end, local_begin, local_end = sRow[INIT_END], sRow[LOCAL_BEGIN], sRow[LOCAL_END]
+        for i in range_constexpr(self.slots_per_lane):
+            slot = i * LANES + cute.arch.lane_idx()
+            block = slot if slot < init_end else local_begin + slot - init_end
+            is_forced = slot < init_end + local_end - local_begin
+            sValues[slot] = Float32.inf if is_forced else -Float32.inf
+            sIndices[slot] = block if is_forced else Int32(-1)
 
     @cute.jit
     def merge(
-        self, sBest: cute.Tensor, sIndex: cute.Tensor, score: Float32, block: Int32, candidates: Int32
+        self, sValues: cute.Tensor, sIndices: cute.Tensor, score: Float32, block: Int32, candidates: Int32
     ) -> Float32:
-        """Take in the blocks of some lanes.
+        """Merge the candidates of a chunk into the list.
 
         Args:
-            score, block: of this lane; blocks ascend with the lanes and lie behind all that were scored before.
-            candidates: a bit for each lane whose score beats the last place.
+            score, block: of this lane. Blocks ascend with the lanes and follow all blocks merged before.
+            candidates: bit mask of the lanes whose score beats the last slot.
 
         Returns:
-            The new score of the last place.
+            The new score of the last slot.
         """
-        if const_expr(self.slots > 1):
-            self._take_each(sBest, sIndex, score, block, candidates)
+        if const_expr(self.slots_per_lane > 1):
+            self._merge_by_rank(sValues, sIndices, score, block, candidates)
         else:
-            if cute.arch.popc(candidates) < MANY:
-                self._take_each(sBest, sIndex, score, block, candidates)
+            if cute.arch.popc(candidates) < SORT_THRESHOLD:
+                self._merge_by_rank(sValues, sIndices, score, block, candidates)
             else:
-                self._take_sorted(sBest, sIndex, score, block, candidates)
+                self._merge_by_sorting(sValues, sIndices, score, block, candidates)
         cute.arch.sync_warp()
-        return sBest[self.blocks.count - 1]
+        return sValues[self.blocks.count - 1]
 
     @cute.jit
-    def _take_each(self, sBest: cute.Tensor, sIndex: cute.Tensor, score: Float32, block: Int32, candidates: Int32):
-        """Every lane compares what it has with each candidate."""
+    def _merge_by_rank(
+        self, sValues: cute.Tensor, sIndices: cute.Tensor, score: Float32, block: Int32, candidates: Int32
+    ):
+        """Broadcast the candidates one after the other; each lane counts what beats its slots and its own block."""
         lane, count = cute.arch.lane_idx(), self.blocks.count
-        rBest = cute.make_rmem_tensor(self.slots, Float32)
-        rIndex = cute.make_rmem_tensor(self.slots, Int32)
-        rPlace = cute.make_rmem_tensor(self.slots, Int32)
-        for slot in range_constexpr(self.slots):
-            rPlace[slot] = slot * LANES + lane
-            rBest[slot] = sBest[rPlace[slot]]
-            rIndex[slot] = sIndex[rPlace[slot]]
-        place = Int32(0)  # of this lane's block: places with at least its score, then better candidates
-        better = Int32(0)
-        left = candidates
-        while left != 0:
-            for _ in range_constexpr(TOGETHER):
-                exists = left != 0
-                source = lowest_bit(left) % LANES
-                left = left & (left - 1)
+        rValue = cute.make_rmem_tensor(self.slots_per_lane, Float32)
+        rIndex = cute.make_rmem_tensor(self.slots_per_lane, Int32)
+        rSlot = cute.make_rmem_tensor(self.slots_per_lane, Int32)
+        for i in range_constexpr(self.slots_per_lane):
+            rSlot[i] = i * LANES + lane
+            rValue[i] = sValues[rSlot[i]]
+            rIndex[i] = sIndices[rSlot[i]]
+        listed_before = Int32(0)  # listed scores >= this lane's
+        candidates_before = Int32(0)  # better candidates, and equal ones of lower lanes
+        remaining = candidates
+        while remaining != 0:
+            for _ in range_constexpr(CANDIDATES_PER_ITERATION):
+                exists = remaining != 0
+                source = lowest_bit(remaining) % LANES
+                remaining = remaining & (remaining - 1)
                 other = cute.arch.shuffle_sync(score, source)
                 other = other if exists else -Float32.inf  # beats nothing
                 at_least = Int32(0)
-                for slot in range_constexpr(self.slots):
-                    rPlace[slot] += Int32(1) if other > rBest[slot] else Int32(0)
-                    at_least += cute.arch.popc(cute.arch.vote_ballot_sync(rBest[slot] >= other))
-                place = at_least if exists & (source == lane) else place
-                better += Int32(1) if (other > score) | ((other == score) & (source < lane)) else Int32(0)
+                for i in range_constexpr(self.slots_per_lane):
+                    rSlot[i] += Int32(1) if other > rValue[i] else Int32(0)
+                    at_least += cute.arch.popc(cute.arch.vote_ballot_sync(rValue[i] >= other))
+                listed_before = at_least if exists & (source == lane) else listed_before
+                candidates_before += Int32(1) if (other > score) | ((other == score) & (source < lane)) else Int32(0)
         cute.arch.sync_warp()
-        for slot in range_constexpr(self.slots):
-            if rPlace[slot] < count:
-                sBest[rPlace[slot]] = rBest[slot]
-                sIndex[rPlace[slot]] = rIndex[slot]
-        if ((candidates >> lane) & 1 != 0) & (place + better < count):
-            sBest[place + better] = score
-            sIndex[place + better] = block
+        for i in range_constexpr(self.slots_per_lane):
+            if rSlot[i] < count:
+                sValues[rSlot[i]] = rValue[i]
+                sIndices[rSlot[i]] = rIndex[i]
+        if ((candidates >> lane) & 1 != 0) & (listed_before + candidates_before < count):
+            sValues[listed_before + candidates_before] = score
+            sIndices[listed_before + candidates_before] = block
 
     @cute.jit
-    def _take_sorted(self, sBest: cute.Tensor, sIndex: cute.Tensor, score: Float32, block: Int32, candidates: Int32):
-        """Candidates sorted with the worst first, then the better of each lane's place and candidate, then these."""
+    def _merge_by_sorting(
+        self, sValues: cute.Tensor, sIndices: cute.Tensor, score: Float32, block: Int32, candidates: Int32
+    ):
+        """Sort the candidates, worst first; take the better of each lane's slot and candidate; sort these."""
         lane = cute.arch.lane_idx()
-        taken = (candidates >> lane) & 1 != 0
-        score = score if taken else -Float32.inf
-        block = block if taken else Int32(-1)
+        is_candidate = (candidates >> lane) & 1 != 0
+        score = score if is_candidate else -Float32.inf
+        block = block if is_candidate else Int32(-1)
         for level in range_constexpr(1, 6):
             for step in range_constexpr(level):
-                best_first = (lane >> level) & 1 == 1  # in every other run of the level; in none of the last one
-                score, block = self._exchange(score, block, 1 << level - 1 - step, best_first)
-        best, index = sBest[lane], sIndex[lane]
-        if best < score:  # among equals those of the list, whose blocks come first
-            best, index = score, block
+                best_first = (lane >> level) & 1 == 1  # in every other run of the level; in none of the last level
+                score, block = self._compare_exchange(score, block, 1 << level - 1 - step, best_first)
+        value, index = sValues[lane], sIndices[lane]
+        if value < score:  # of equal scores the listed one stays: its block is lower
+            value, index = score, block
         for step in range_constexpr(5):
-            best, index = self._exchange(best, index, 16 >> step, cutlass.Boolean(True))
+            value, index = self._compare_exchange(value, index, 16 >> step, cutlass.Boolean(True))
         cute.arch.sync_warp()
         if lane < self.blocks.count:
-            sBest[lane] = best
-            sIndex[lane] = index
+            sValues[lane] = value
+            sIndices[lane] = index
 
     @cute.jit
-    def _exchange(
+    def _compare_exchange(
         self, score: Float32, block: Int32, distance: cutlass.Constexpr[int], best_first: cutlass.Boolean
     ) -> tuple[Float32, Int32]:
-        """Order the lanes that lie `distance` apart by score, then block."""
+        """Order pairs of lanes `distance` apart by score, then by block."""
         other = cute.arch.shuffle_sync_bfly(score, distance)
         other_block = cute.arch.shuffle_sync_bfly(block, distance)
         is_first = cute.arch.lane_idx() & distance == 0
-        behind = (other > score) | ((other == score) & (other_block < block))
-        swap = behind == (is_first == best_first)
+        other_is_better = (other > score) | ((other == score) & (other_block < block))
+        swap = other_is_better == (is_first == best_first)
         return other if swap else score, other_block if swap else block
 
     @cute.jit
-    def write_list(self, sIndex: cute.Tensor, gIndices: cute.Tensor):
-        """The chosen blocks in ascending order, then -1."""
+    def store_indices(self, sIndices: cute.Tensor, gIndices: cute.Tensor):
+        """Write the selected blocks in ascending order, then -1: a block's place is the number of lower blocks."""
         lane = cute.arch.lane_idx()
         count = self.blocks.count
-        rIndex = cute.make_rmem_tensor(self.slots, Int32)
-        taken = Int32(0)
-        for slot in range_constexpr(self.slots):
-            place = slot * LANES + lane
-            rIndex[slot] = sIndex[place] if place < count else Int32(-1)
-            taken += cute.arch.popc(cute.arch.vote_ballot_sync(rIndex[slot] >= 0))
-        for slot in range_constexpr(self.slots):
+        rIndex = cute.make_rmem_tensor(self.slots_per_lane, Int32)
+        num_selected = Int32(0)
+        for i in range_constexpr(self.slots_per_lane):
+            slot = i * LANES + lane
+            rIndex[i] = sIndices[slot] if slot < count else Int32(-1)
+            num_selected += cute.arch.popc(cute.arch.vote_ballot_sync(rIndex[i] >= 0))
+        for i in range_constexpr(self.slots_per_lane):
             rank = Int32(0)
-            for other in range_constexpr(self.slots):
+            for j in range_constexpr(self.slots_per_lane):
                 for source in cutlass.range(LANES, unroll=4):
-                    index = cute.arch.shuffle_sync(rIndex[other], source)
-                    rank += Int32(1) if (index >= 0) & (index < rIndex[slot]) else Int32(0)
-            place = slot * LANES + lane
-            if rIndex[slot] >= 0:
-                gIndices[rank] = rIndex[slot]
-            if (place >= taken) & (place < count):
-                gIndices[place] = Int32(-1)
+                    index = cute.arch.shuffle_sync(rIndex[j], source)
+                    rank += Int32(1) if (index >= 0) & (index < rIndex[i]) else Int32(0)
+            slot = i * LANES + lane
+            if rIndex[i] >= 0:
+                gIndices[rank] = rIndex[i]
+            if (slot >= num_selected) & (slot < count):
+                gIndices[slot] = Int32(-1)

@@ -1,1 +1,1 @@
-"""What the examples share: nothing here is run by itself. Run a script of the folder above."""
+"""Code that the examples share; run the scripts of the folder above."""

@@ -1,4 +1,4 @@
-"""What the training examples share: a text that every machine has, a byte-level language model, training, loss curves.
+"""Shared by the training examples: a text that every machine has, a byte-level language model, training, loss curves.
 
 The text is the sources of the Python standard library, some files of it kept for validation. All variants of an example
 start from the same weights, as far as they share them, and see the same batches in the same order.
@@ -38,16 +38,16 @@ with needed("rich"):
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
-"""Stands between files, and in none of them."""
+"""Separates files; removed from their contents."""
 VALIDATION_SHARE = 20
-"""One file in so many is kept for validation."""
+"""One in this many files is for validation."""
 NGRAM = 4
-"""Bytes that one position's embedding is made of, itself included."""
+"""Bytes in the embedding of a position: its own and those before it."""
 ROPE_BASE = 10_000.0
 WARM_STEPS = 3
-"""First steps, which compile, and count for no speed."""
+"""First steps, which compile and are not timed."""
 TABLE_WIDTH = 100
-"""Columns that a table may take where the terminal has fewer, or where there is none."""
+"""Least width of a table in columns, also on narrower terminals."""
 console = Console()
 
 
@@ -56,7 +56,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation text, uint8, and the files that they are made of, relative to the library's folder."""
+    """Training and validation text, uint8, and their files, relative to the library's folder."""
 
     training: Tensor
     validation: Tensor
@@ -64,7 +64,7 @@ class Corpus:
     validation_files: tuple[str, ...]
 
     def facts(self) -> dict[str, Any]:
-        """Sizes and digests: equal ones say that two runs had the same text."""
+        """Sizes and digests, by which results files show that two runs had the same text."""
         return {
             name: {"files": len(files), "bytes": len(text), "sha256": hashlib.sha256(text.numpy().data).hexdigest()}
             for name, files, text in (
@@ -75,12 +75,12 @@ class Corpus:
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """All Python sources below `folder` but installed packages, in the order of their paths.
+    """All Python sources below `folder`, without installed packages, in the order of their paths.
 
-    A file's path alone decides whether it is for validation. Of files with the same content only the first counts, so
-    that no validation text was trained on.
+    A file's path alone decides whether it is for validation. Of files with equal content only the first is taken, so
+    that no validation text is trained on.
     """
-    parts: dict[bool, list[bytes]] = {True: [], False: []}
+    contents: dict[bool, list[bytes]] = {True: [], False: []}
     names: dict[bool, list[str]] = {True: [], False: []}
     seen: set[bytes] = set()
     for path in sorted(folder.rglob("*.py")):
@@ -92,28 +92,28 @@ def load_corpus(folder: Path) -> Corpus:
             continue
         seen.add(content)
         held_out = zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
-        parts[held_out].append(content + b"\n" + SEPARATOR)
+        contents[held_out].append(content + b"\n" + SEPARATOR)
         names[held_out].append(name)
     training, validation = (
-        torch.frombuffer(bytearray(b"".join(parts[held_out]) or SEPARATOR), dtype=torch.uint8)
+        torch.frombuffer(bytearray(b"".join(contents[held_out]) or SEPARATOR), dtype=torch.uint8)
         for held_out in (False, True)
     )
     return Corpus(training, validation, tuple(names[False]), tuple(names[True]))
 
 
-def take(text: Tensor, starts: Tensor, length: int) -> Tensor:
-    """Windows of the text `[len(starts), length]`, as int64."""
+def windows_at(text: Tensor, starts: Tensor, length: int) -> Tensor:
+    """Windows of the text that begin at `starts`: int64 `[len(starts), length]`."""
     return text[starts[:, None] + torch.arange(length, device=text.device)].long()
 
 
 def training_starts(corpus: Corpus, steps: int, batch: int, context: int, seed: int) -> Tensor:
-    """Where the windows of every step begin, `[steps, batch]`."""
+    """First bytes of the windows of every step, `[steps, batch]`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(len(corpus.training) - context, (steps, batch), generator=generator)
 
 
 def validation_starts(corpus: Corpus, windows: int, context: int) -> Tensor:
-    """Evenly spaced windows that do not overlap: as many as asked for, or as the text has."""
+    """First bytes of evenly spaced windows that do not overlap: `windows`, or as many as fit the text."""
     windows = min(windows, (len(corpus.validation) - 1) // context)
     return torch.arange(windows) * ((len(corpus.validation) - 1) // max(windows, 1))
 
@@ -129,7 +129,7 @@ def rotary_table(tokens: int, dim: int, base: float, device: torch.device) -> tu
 
 
 def rotate(tensor: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """The `rope` hook: `[B,N,heads,D]` rotated in fp32, and back in its own dtype, which autocast chose."""
+    """The `rope` hook: `[B,N,heads,D]` rotated in fp32, and cast back to its own dtype, that of autocast."""
     cos, sin = table
     first, second = tensor.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(tensor.dtype)
@@ -189,7 +189,7 @@ class Block(nn.Module):
 
 
 class NgramEmbedding(nn.Module):
-    """Sum of embeddings of a byte and of the few before it, so that a position says more than one letter."""
+    """Sum of embeddings of a byte and of the bytes before it, so that a position holds more than one letter."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class NgramEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         before = pad(tokens, [NGRAM - 1, 0], value=SEPARATOR[0])
         shifted = (before[:, NGRAM - 1 - back : before.shape[1] - back] for back in range(NGRAM))
-        return torch.stack([table(some) for table, some in zip(self.tables, shifted, strict=True)]).sum(0)
+        return torch.stack([table(ids) for table, ids in zip(self.tables, shifted, strict=True)]).sum(0)
 
 
 class ByteModel(nn.Module):
@@ -240,18 +240,18 @@ class ByteModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Values that depend on the seed and a parameter's own name: what variants share starts equal.
+        """Set weights by the seed and each parameter's name, so that variants start equal where they share parameters.
 
-        Vectors are norms' weights, ones, but for biases and the queries of attention residual, zeros. Learned
-        compression begins as the mean.
+        Biases and the queries of attention residual are 0, all other vectors (weights of norms) 1. Learned compression
+        starts as the mean.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith(("bias", "w_query")) else 1.0)
                 continue
             generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-            deep = name.endswith(("o_proj.weight", "down.weight"))
-            scale = 1 / math.sqrt(parameter.shape[-1] * (2 * len(self.blocks) if deep else 1))
+            residual = name.endswith(("o_proj.weight", "down.weight"))  # adds to the residual stream
+            scale = 1 / math.sqrt(parameter.shape[-1] * (2 * len(self.blocks) if residual else 1))
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
         for module in self.modules():
             if isinstance(module, LinearCompression):
@@ -263,7 +263,7 @@ class ByteModel(nn.Module):
 
 @dataclass(frozen=True)
 class Row:
-    """A point of a loss curve, in nats per byte. train_loss: mean since the row before; None before the first step."""
+    """A point of a loss curve, in nats per byte. train_loss: mean since the last row; None before the first step."""
 
     variant: str
     step: int
@@ -274,18 +274,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes a second, without the first steps and all evaluation, and the peak of memory; None where not known."""
+    """Bytes per second, without warm-up steps and evaluation, and peak memory; None where not measured."""
 
     tokens_per_s: float | None
     peak_gib: float | None
 
 
 Show = Callable[[int, float, float | None], None]
-"""Told after each step: its number, its loss, bytes a second."""
+"""Called after each step with its number, its loss and bytes per second."""
 
 
 class ByteTrainer(ABC):
-    """One variant on one device: its model, its optimiser, and the windows it is judged by.
+    """One variant on one device: its model, its optimiser and its validation windows.
 
     Args:
         validation: windows `[W, context + 1]`.
@@ -297,7 +297,7 @@ class ByteTrainer(ABC):
         self.model = model
         self.model.initialise(args.seed)
         self.model.to(self.device)
-        if args.compile:  # the attention between them is not one graph
+        if args.compile:  # attention is left out: not one graph
             for block in self.model.blocks:
                 block.feed_forward.compile()  # type: ignore[union-attr]
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
@@ -308,29 +308,29 @@ class ByteTrainer(ABC):
 
     @abstractmethod
     def batch(self, step: int) -> Tensor:
-        """The windows of a step, `[B, context + 1]`."""
+        """Training windows of a step, `[B, context + 1]`."""
 
     def learning_rate(self, step: int) -> float:
-        """Share of the peak: a linear warm-up over a tenth of the steps, then a cosine down to a tenth."""
+        """Factor of the peak rate: a linear warm-up over a tenth of the steps, then a cosine down to 0.1."""
         warmup = max(1, self.args.steps // 10)
         done = (step - warmup) / max(1, self.args.steps - warmup)
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
         return float((step + 1) / warmup if step < warmup else cosine)
 
     def logits(self, windows: Tensor) -> Tensor:
-        """Of each byte but the first, `[B, length - 1, 256]` in fp32."""
+        """Logits of each byte but the first, `[B, length - 1, 256]` in fp32."""
         dtype = DTYPES[self.args.dtype]
         with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
             logits: Tensor = self.model(windows[:, :-1])
         return logits.float()
 
     def losses(self, windows: Tensor) -> Tensor:
-        """Nats of each byte but the first, `[B, length - 1]`."""
+        """Cross entropy of each byte but the first in nats, `[B, length - 1]`."""
         flat = cross_entropy(self.logits(windows).flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
         return flat.view(len(windows), -1)
 
     def step(self, step: int) -> float:
-        """One update; the loss before it. Reading the loss waits for the device, so a step's time is its own.
+        """One update; returns the loss before it. Reading the loss waits for the device, so a step can be timed.
 
         Raises:
             FloatingPointError: when the loss is not finite.
@@ -352,7 +352,7 @@ class ByteTrainer(ABC):
         return float(losses.mean())
 
     def train(self, show: Show) -> tuple[list[Row], Cost]:
-        """All steps, or as many as the time allows, with an evaluation now and then and after the last."""
+        """All steps, or as many as `--minutes` allow, evaluated every `--eval-every` steps and after the last."""
         args, per_step = self.args, self.args.batch * self.args.context
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -378,20 +378,20 @@ class ByteTrainer(ABC):
 
 
 class TextTrainer(ByteTrainer):
-    """One that reads a corpus."""
+    """ByteTrainer on a corpus."""
 
     def __init__(self, variant: str, model: ByteModel, args: argparse.Namespace, corpus: Corpus) -> None:
         held_out = validation_starts(corpus, args.eval_windows, args.context)
-        super().__init__(variant, model, args, take(corpus.validation, held_out, args.context + 1))
+        super().__init__(variant, model, args, windows_at(corpus.validation, held_out, args.context + 1))
         self.training = corpus.training.to(self.device)
         self.starts = training_starts(corpus, args.steps, args.batch, args.context, args.seed).to(self.device)
 
     def batch(self, step: int) -> Tensor:
-        return take(self.training, self.starts[step], self.args.context + 1)
+        return windows_at(self.training, self.starts[step], self.args.context + 1)
 
 
 def train_variants(args: argparse.Namespace, train: Callable[[str, Show], None]) -> None:
-    """Train `args.variants` one after the other, with a line of progress for each; the first that diverges ends it."""
+    """Train `args.variants` one after the other, with a progress bar each; ends the program when one diverges."""
     columns = ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} bytes/s")
     name, loss_column, speed_column = (TextColumn(column) for column in columns)
     bar = (BarColumn(), MofNCompleteColumn(), loss_column, speed_column, TimeRemainingColumn())
@@ -403,7 +403,7 @@ def train_variants(args: argparse.Namespace, train: Callable[[str, Show], None])
                 shown = "" if speed is None else f"{speed:,.0f}"
                 progress.update(task, completed=step, loss=f"{loss:.3f}", speed=shown)
 
-            gc.collect()  # the variant before
+            gc.collect()  # frees the last variant
             try:
                 train(variant, show)
             except FloatingPointError as failure:
@@ -417,7 +417,7 @@ def bits_per_byte(nats: float) -> float:
 # The command line
 
 Defaults = Mapping[str, Mapping[str, int]]
-"""Of whole numbers, by device ("cpu", "cuda") and name: what is a few seconds or a minute per variant there."""
+"""Default integers by device ("cpu", "cuda") and option, for a few seconds or a minute per variant."""
 
 MODEL_OPTIONS = (
     ("layers", "transformer blocks"),
@@ -435,7 +435,7 @@ TRAINING_OPTIONS = (
 
 
 def add_numbers(group: Any, defaults: Defaults, options: Sequence[tuple[str, str]]) -> None:
-    """Positive whole numbers, whose defaults depend on the device."""
+    """Options that are positive integers, with defaults that depend on the device."""
     for name, meaning in options:
         key = name.replace("-", "_")
         shown = f"{meaning}; default: {defaults['cuda'][key]} (CPU: {defaults['cpu'][key]})"
@@ -449,11 +449,12 @@ def add_run_options(
     backend: str,
     chosen: Sequence[str] | None = None,
 ) -> None:
-    """Which variants, where, and where to.
+    """--variants, --device, --backend and --out.
 
     Args:
-        out: the name of the results. backend: what --backend is of. chosen: the variants that run unless told
-            otherwise. None: all.
+        out: default name of the results.
+        backend: the op that --backend chooses for, in its help.
+        chosen: default variants. None: all.
     """
     chosen = list(variants if chosen is None else chosen)
 
@@ -475,7 +476,7 @@ def add_run_options(
 def add_training_options(
     parser: argparse.ArgumentParser, defaults: Defaults, more: Sequence[tuple[str, str]] = ()
 ) -> Any:
-    """How long and how fast; returns the group. `more`: whole numbers besides."""
+    """Options of training; returns their group. `more`: further integers."""
     group = parser.add_argument_group("training")
     add_numbers(group, defaults, (*TRAINING_OPTIONS, *more))
     group.add_argument("--minutes", type=float, help="stop a variant after so much training; default: never")
@@ -487,7 +488,7 @@ def add_training_options(
 
 
 def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, defaults: Defaults) -> None:
-    """Set what depends on the device, or end with what is wrong with the arguments."""
+    """Set defaults that depend on the device; ends the program where arguments are wrong."""
     on_cpu = args.device == "cpu"
     for name, value in defaults["cpu" if on_cpu else "cuda"].items():
         setattr(args, name, getattr(args, name) or value)
@@ -504,14 +505,14 @@ def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, d
 
 
 def check_length(corpus: Corpus, context: int) -> None:
-    """End with what is wrong where a window does not fit the text."""
+    """End the program where a window does not fit the text."""
     shortest = min(len(corpus.training), len(corpus.validation))
     if shortest < context + 1:
         raise SystemExit(f"--context must be less than the {shortest:,} bytes of text here, got {context:,}")
 
 
 def run_facts(args: argparse.Namespace, data: dict[str, Any], parameters: dict[str, int]) -> dict[str, Any]:
-    """What a results file says about a run beside its results."""
+    """The fields of a results file that describe the run."""
     training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "compile")
     model = {name: getattr(args, name) for name in ("layers", "width", "heads", "kv_heads", "context")}
     return {
@@ -524,6 +525,7 @@ def run_facts(args: argparse.Namespace, data: dict[str, Any], parameters: dict[s
 
 
 def introduce(args: argparse.Namespace, facts: Mapping[str, Any], more: str) -> None:
+    """Print what is about to run."""
     console.print(
         f"[bold]A byte-level language model[/bold] of {max(facts['model']['parameters'].values()) / 1e6:.1f} M "
         f"parameters ({args.layers} layers, width {args.width}, {args.heads} heads over {args.kv_heads}), context "
@@ -545,7 +547,7 @@ def new_table(first: str, *figures: str) -> Table:
 
 
 def cost_texts(cost: Any) -> tuple[str, str]:
-    """Bytes a second and peak GiB of a Cost, or of a summary that has its fields."""
+    """Bytes per second and peak GiB of a Cost, or of a summary with its fields."""
     speed = "?" if cost.tokens_per_s is None else f"{cost.tokens_per_s:,.0f}"
     return speed, "?" if cost.peak_gib is None else f"{cost.peak_gib:.2f}"
 
@@ -562,16 +564,16 @@ class Curves:
     """How loss curves are drawn."""
 
     baseline: str
-    """The variant that the others' distance is shown to, where it was trained."""
+    """The variant that others are compared with, if it was trained."""
     baseline_words: str
     style: Callable[[str], dict[str, Any]]
-    """Of a variant: keywords of matplotlib's plot."""
+    """Keywords of matplotlib's plot for a variant."""
     band: float = 0
-    """A share of the baseline's loss that counts as equal to it."""
+    """Relative difference from the baseline's loss that counts as equal."""
 
 
 def plot(rows: Sequence[Row], path: Path, device: str, curves: Curves) -> None:
-    """Validation loss by bytes seen; beside it, if the baseline is there, the distance from it at each step."""
+    """Validation loss by bytes seen; beside it, if the baseline was trained, the difference from it at each step."""
     with needed("matplotlib"):
         import matplotlib as mpl
 
@@ -585,13 +587,13 @@ def plot(rows: Sequence[Row], path: Path, device: str, curves: Curves) -> None:
     panels = 2 if baseline else 1
     figure, panel = plt.subplots(1, panels, figsize=(6 * panels, 5), layout="constrained", squeeze=False)
     for name, curve in sorted(by_name.items(), key=lambda item: item[1][-1].val_loss, reverse=True):
-        final, drawn = f"{name}  {curve[-1].val_loss:.3f}", curves.style(name)
-        panel[0, 0].plot([row.tokens / 1e6 for row in curve], [row.val_loss for row in curve], label=final, **drawn)
+        label, style = f"{name}  {curve[-1].val_loss:.3f}", curves.style(name)
+        panel[0, 0].plot([row.tokens / 1e6 for row in curve], [row.val_loss for row in curve], label=label, **style)
         shared = [row for row in curve if row.step in baseline]
         if shared:
             distances = [100 * (row.val_loss / baseline[row.step] - 1) for row in shared]
-            panel[0, 1].plot([row.tokens / 1e6 for row in shared], distances, **drawn)
-    # The fall from the start would flatten what the variants differ in.
+            panel[0, 1].plot([row.tokens / 1e6 for row in shared], distances, **style)
+    # Without the steep first points, which would flatten the differences between variants
     finals = [curve[-1].val_loss for curve in by_name.values()]
     early = [curve[min(2, len(curve) - 1)].val_loss for curve in by_name.values()]
     panel[0, 0].set_ylim(min(finals) * 0.97, max(early) * 1.03)

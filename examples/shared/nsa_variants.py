@@ -1,18 +1,18 @@
-"""What the examples with NSA share: NSA with branches taken away beside dense attention, and its options.
+"""Shared by the examples with NSA: variants of NSA without single branches, dense attention, and their options.
 
     dense           causal softmax attention over the whole context
     nsa             compressed, selected and window branch
-    window          the window branch alone: what a model reaches without long-range attention
+    window          the window branch alone: the baseline without long-range attention
     no-compressed, no-selected, no-window    NSA without one branch
 
-NSA has learned gates that dense attention lacks, and `window` keeps its own, so that it is as strong as it can be.
+NSA has learned gates, which dense attention lacks; `window` keeps its own, to be as strong a baseline as possible.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,10 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.common import DTYPES, PRESETS, SDPA, choose_backend, choose_dense, nsa_facts
+from bench.common import DTYPES, SDPA, choose_backend, choose_dense, nsa_facts
 from bench.inputs import Sizes
 from examples.shared.byte_models import MODEL_OPTIONS, ByteModel, Defaults, DenseAttention, add_numbers, rotate
 from nsa import NSAConfig, NSAttention
+
+PRESETS: dict[str, Callable[..., NSAConfig]] = {"per_tile": NSAConfig.per_tile, "paper": NSAConfig.paper}
+FORMER_PRESETS = {"seed": "per_tile"}
+"""Former names on the command line."""
 
 BRANCHES = ("compressed", "selected", "window")
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -45,17 +49,17 @@ NSA_OPTIONS = (
     ("w", "window_size"),
     ("q-tile", "q_tile_size"),
 )
-FORCED_BLOCKS = {"seed": (1, 1), "paper": (1, 2)}
+FORCED_BLOCKS = {"per_tile": (1, 1), "paper": (1, 2)}
 """num_init_blocks and num_local_blocks of each preset."""
 
 
 # The variants
 
 
-class Closed:
-    """Forward hook of a gate projection: one branch weighs sigmoid(-inf) = 0.
+class ClosedGate:
+    """Forward hook of a gate projection that sets the gate of one branch to sigmoid(-inf) = 0.
 
-    A closed compressed branch still scores blocks, a closed selected branch still selects them.
+    With a closed gate the compressed branch still scores blocks, and the selected branch still selects them.
     """
 
     def __init__(self, branch: str) -> None:
@@ -69,9 +73,9 @@ class Closed:
 
 @contextmanager
 def ablated(model: ByteModel, branch: str) -> Iterator[None]:
-    """Inside, a branch of a trained model is closed in all layers; the weights stay as they are."""
+    """Context in which a branch of a trained model is closed in all layers; the weights stay as they are."""
     hooks = [
-        module.gate_proj.register_forward_hook(Closed(branch))
+        module.gate_proj.register_forward_hook(ClosedGate(branch))
         for module in model.modules()
         if isinstance(module, NSAttention) and module.gate_proj is not None
     ]
@@ -84,16 +88,16 @@ def ablated(model: ByteModel, branch: str) -> Iterator[None]:
 
 @contextmanager
 def recorded(model: ByteModel) -> Iterator[list[Tensor]]:
-    """Inside, what each layer selects is kept, `NSAAux.indices` of each call."""
-    found: list[Tensor] = []
+    """Context that records the selected blocks of each layer and call (`NSAAux.indices`)."""
+    indices: list[Tensor] = []
 
-    def keep(attention: NSAttention, given: tuple[Any, ...]) -> None:
-        found.append(attention.forward_aux(*given)[1].indices)
+    def record(attention: NSAttention, inputs: tuple[Any, ...]) -> None:
+        indices.append(attention.forward_aux(*inputs)[1].indices)
 
     layers = [module for module in model.modules() if isinstance(module, NSAttention)]
-    hooks = [layer.register_forward_pre_hook(keep) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(record) for layer in layers]
     try:
-        yield found
+        yield indices
     finally:
         for hook in hooks:
             hook.remove()
@@ -107,6 +111,7 @@ def variant_config(variant: str, config: NSAConfig) -> NSAConfig:
 
 
 def make_attention(variant: str, args: argparse.Namespace) -> NSAttention:
+    """The attention layer of a variant."""
     sizes = (args.width, args.heads, args.kv_heads)
     if variant == "dense":
         return DenseAttention(*sizes, args.dense)
@@ -119,23 +124,23 @@ def make_attention(variant: str, args: argparse.Namespace) -> NSAttention:
         backend=args.backends[variant],
     )
     if "compressed" not in VARIANTS[variant] and attention.gate_proj is not None:
-        attention.gate_proj.register_forward_hook(Closed("compressed"))
+        attention.gate_proj.register_forward_hook(ClosedGate("compressed"))
     return attention
 
 
 def make_model(variant: str, args: argparse.Namespace, **options: Any) -> ByteModel:
-    """Without values of its own choice: `ByteModel.initialise` comes after. `options`: of ByteModel."""
+    """The model of a variant; `ByteModel.initialise` sets its weights. `options`: of ByteModel."""
     return ByteModel(args.layers, args.width, lambda: make_attention(variant, args), **options)
 
 
 def count_parameters(args: argparse.Namespace) -> dict[str, int]:
-    """Of each of `args.variants`."""
-    with torch.device("meta"):  # sizes, no values
+    """Number of parameters of each of `args.variants`."""
+    with torch.device("meta"):  # shapes without memory
         return {name: sum(p.numel() for p in make_model(name, args).parameters()) for name in args.variants}
 
 
 def describe(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What a results file says of each of `args.variants`."""
+    """The entries of a results file on `args.variants`."""
     described: dict[str, dict[str, Any]] = {}
     for variant in args.variants:
         if variant == "dense":
@@ -154,11 +159,14 @@ def describe(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 # The command line
 
 
-def add_nsa_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Defaults], preset: str = "seed") -> None:
+def add_nsa_options(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, Defaults], preset: str = "per_tile"
+) -> None:
     """The model's options and NSA's; `make_config` reads them.
 
     Args:
-        defaults: by preset. preset: the default one.
+        defaults: by preset.
+        preset: the default preset.
     """
     parser.add_argument(
         "--flash", action="store_true", help="dense attention by FlashAttention-4 where it is installed, not by PyTorch"
@@ -167,14 +175,16 @@ def add_nsa_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Defa
     group = parser.add_argument_group("options of NSA (see NSAConfig)")
     group.add_argument(
         "--preset",
+        type=lambda name: FORMER_PRESETS.get(name, name),
         choices=PRESETS,
         default=preset,
-        help="paper: selection per token, compressed blocks that overlap; other presets have other defaults than those "
-        "shown; default: %(default)s",
+        help="NSAConfig.per_tile() or .paper(), which selects per token with overlapping compressed blocks; it changes "
+        "other defaults than those shown; default: %(default)s",
     )
     add_numbers(group, defaults[preset], NSA_OPTIONS)
-    for place, name in enumerate(("init", "local")):
-        shown = f"num_{name}_blocks; default: {FORCED_BLOCKS['seed'][place]}, paper: {FORCED_BLOCKS['paper'][place]}"
+    for i, name in enumerate(("init", "local")):
+        per_tile, paper = FORCED_BLOCKS["per_tile"][i], FORCED_BLOCKS["paper"][i]
+        shown = f"num_{name}_blocks; default: {per_tile}, paper: {paper}"
         group.add_argument(f"--{name}-blocks", type=int, help=shown)
     group.add_argument(
         "--compress", choices=("mean", "linear"), default="mean", help="linear: learned; default: %(default)s"
@@ -182,9 +192,9 @@ def add_nsa_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Defa
 
 
 def make_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> NSAConfig:
-    """What the options say, or end with what is wrong with them.
+    """The NSAConfig of the options; ends the program where they are wrong.
 
-    Of `--block-size` l' the paper's preset keeps the proportions: l = l'/2, d = l'/4.
+    The paper's proportions are kept for any `--block-size` l': l = l'/2, d = l'/4.
     """
     if args.k * args.block_size >= args.context:
         parser.error(
@@ -211,10 +221,13 @@ def make_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> NS
 
 
 def resolve(args: argparse.Namespace) -> list[str]:
-    """Set `args.dense` and `args.backends`, by variant; say where that is the reference for want of a kernel.
+    """Set `args.dense` and `args.backends`, by variant.
+
+    Returns:
+        Notes on variants that run on the reference because no kernel can run them.
 
     Raises:
-        ValueError, dispatch.BackendError: for a backend asked for by name that cannot run a variant.
+        ValueError, dispatch.BackendError: for a named backend that cannot run a variant.
     """
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
     args.dense = choose_dense(device, dtype) if args.flash else SDPA

@@ -1,1 +1,1 @@
-"""What all three ops share. Knows none of them."""
+"""Code that all three ops share. It imports none of them."""

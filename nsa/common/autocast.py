@@ -1,4 +1,4 @@
-"""What torch.autocast means for the ops here: their inputs are cast as PyTorch's own, and inside it is off."""
+"""torch.autocast for the three ops: inputs are cast as those of PyTorch's own ops, and backends run with it off."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
-"""Autocast leaves fp64 alone."""
+"""Dtypes that autocast casts; it leaves fp64 alone."""
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype that autocast casts to on a type of device; None where it is off."""
     if device_type == "meta":  # PyTorch knows no autocast for it
         return None
-    # Which Dynamo cannot ask in torch 2.6 to 2.11; what it compiles is on a device with autocast
+    # Dynamo of torch 2.6 to 2.11 cannot trace is_autocast_available; what it compiles is on a device with autocast
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
     return torch.get_autocast_dtype(device_type) if known and torch.is_autocast_enabled(device_type) else None
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
-    """A backend rounds where docs/semantics.md says; autocast would take its fp32 products to 16 bits."""
-    recorded = torch.compiler.is_compiling()  # by Dynamo, which in torch 2.11 cannot ask what autocast does
-    if recorded or (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+    """Context of a backend's call: autocast would run in 16 bits what docs/semantics.md defines in fp32."""
+    traced = torch.compiler.is_compiling()  # Dynamo of torch 2.11 cannot trace the queries below
+    if traced or (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
@@ -33,11 +33,11 @@ def autocast_off(device_type: str) -> AbstractContextManager[object]:
 def cast_inputs(tensors: Mapping[str, Any], stay_fp32: Container[str] = ()) -> Mapping[str, Any]:
     """Inputs of attention as autocast gives them to scaled_dot_product_attention: all in its dtype.
 
-    They stay as they are without autocast, and beside a tensor of fp64, which autocast leaves alone.
+    They stay as they are without autocast, and beside an fp64 tensor.
 
     Args:
-        tensors: by name, `q` among them. What autocast does not cast, or is no tensor, is left to be refused by name.
-        stay_fp32: names of tensors that may be fp32 beside any dtype; these keep it.
+        tensors: by name, `q` among them. Other dtypes and values that are no tensors stay, for later checks to refuse.
+        stay_fp32: names of tensors that keep fp32, which is allowed beside any dtype of q.
     """
     q = tensors["q"]
     dtype = autocast_dtype(q.device.type) if isinstance(q, Tensor) else None
@@ -53,12 +53,15 @@ def cast_inputs(tensors: Mapping[str, Any], stay_fp32: Container[str] = ()) -> M
 
 
 def promote_blocks(blocks: Any, *weights: Any) -> tuple[Any, ...]:
-    """Blocks of a sum, and its weights, as autocast gives them to torch.stack: in fp32 where a list has several dtypes.
+    """Blocks as autocast gives them to torch.stack: promoted to fp32 where a list has several dtypes.
 
-    Without autocast they stay as they are. Weights in another dtype than the blocks are in fp32.
+    Weights of another dtype than the blocks become fp32. Without autocast all stay as they are.
 
     Args:
-        blocks: a tensor or a list of them. What autocast does not cast, or is no tensor, is left to be refused by name.
+        blocks: a tensor or a list of tensors. Other dtypes and values stay, for later checks to refuse.
+
+    Returns:
+        The blocks, then the weights.
     """
     listed = blocks if isinstance(blocks, (list, tuple)) else [blocks]
     if not listed or not isinstance(listed[0], Tensor) or autocast_dtype(listed[0].device.type) is None:
@@ -69,5 +72,7 @@ def promote_blocks(blocks: Any, *weights: Any) -> tuple[Any, ...]:
     dtype = listed[0].dtype
     if any(x.dtype != dtype for x in listed):
         dtype = torch.float32
-        blocks = [x.float().contiguous() for x in listed]  # strides must agree, and a copy does not keep a view's
+        blocks = [
+            x.float().contiguous() for x in listed
+        ]  # blocks must have equal strides; .float() alone would keep those of a view
     return (blocks, *(w if w is None or w.dtype == dtype else w.float() for w in weights))

@@ -1,4 +1,4 @@
-"""Derivatives inside of operators, and how results are differentiated where autograd does not know by itself."""
+"""What autograd of the three ops shares: recomputation in backward, and errors for what they do not support."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from torch import Tensor
 
 
 def forbid_double_backward(op: str, gradients: list[Tensor | None], *sources: Tensor) -> list[Tensor | None]:
-    """What a backward returns: under create_graph=True, gradients that refuse to be differentiated.
+    """The gradients that a backward returns; under create_graph=True, differentiating them raises RuntimeError.
 
-    PyTorch's once_differentiable does so only where `do` requires a gradient; otherwise it lets them pass as constants.
+    PyTorch's once_differentiable raises only where `do` requires a gradient, and otherwise returns constants.
 
     Args:
+        op: its name in the error.
         sources: `do` and the inputs that the gradients depend on.
     """
     if torch.is_grad_enabled():
-        return list(_Constant.apply(op, gradients, *sources))
+        return list(_OnceDifferentiable.apply(op, gradients, *sources))
     return gradients
 
 
-def differentiate(function: Callable[..., Tensor], inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:
-    """Gradients of `function(*inputs)`, contiguous, by running it again under autograd; for the inside of operators.
+def raise_double_backward(op: str) -> None:
+    """Raise the error of a second derivative."""
+    raise RuntimeError(f"{op} has no second derivative on this backend: call backward() without create_graph")
 
-    An operator runs below autograd, and so does all that its thread does meanwhile: another one differentiates.
+
+def recompute_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:
+    """Gradients of `function(*inputs)`, contiguous, by running it again under autograd.
+
+    For operators, whose thread has autograd disabled below them: another thread runs the function.
     """
     stream = torch.cuda.stream(torch.cuda.current_stream(do.device)) if do.is_cuda else nullcontext()
 
@@ -41,28 +47,25 @@ def differentiate(function: Callable[..., Tensor], inputs: Sequence[Tensor], do:
         return other_thread.submit(run).result()
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to `dtype`, in its own; its gradient passes as it is."""
-    result: Tensor = x if x.dtype == dtype else _Rounded.apply(x, dtype)
+def round_straight_through(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to `dtype` and returned in its own dtype; the gradient passes unrounded (straight-through)."""
+    result: Tensor = x if x.dtype == dtype else _RoundStraightThrough.apply(x, dtype)
     return result
 
 
-def refuse_changes(out: Tensor, *inputs: Tensor) -> Tensor:
-    """`out`, whose backward raises PyTorch's error where an input was changed in place meanwhile.
+def guard_inplace_changes(out: Tensor, *inputs: Tensor) -> Tensor:
+    """`out`, whose backward raises PyTorch's error where an input was changed in place since the forward.
 
-    For results whose backward reads the inputs again without autograd's knowledge, as torch.utils.checkpoint's does.
+    For results whose backward reads the inputs again outside of autograd's own checks, as torch.utils.checkpoint does.
     """
-    result: Tensor = _Unchanged.apply(out, *(tensor.detach() for tensor in inputs)) if out.requires_grad else out
+    if not out.requires_grad:
+        return out
+    result: Tensor = _SaveForVersionCheck.apply(out, *(tensor.detach() for tensor in inputs))
     return result
-
-
-def refuse_double_backward(op: str) -> None:
-    """Raise what a second derivative gets."""
-    raise RuntimeError(f"{op} has no second derivative on this backend: call backward() without create_graph")
 
 
 def refuse_transforms(op: str) -> None:
-    """Raise inside torch.func's transforms, whose tensors have no memory that a kernel could read.
+    """Raise inside transforms of torch.func, whose tensors have no memory that a kernel could read.
 
     Raises:
         RuntimeError: naming the transform and what to do instead.
@@ -81,7 +84,7 @@ def refuse_transforms(op: str) -> None:
         raise RuntimeError(f"{op} does not support {name}: {advice}")
 
 
-class _Constant(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: str, gradients: list[Tensor | None], *sources: Tensor) -> tuple[Tensor | None, ...]:
         ctx.op = op
@@ -89,10 +92,10 @@ class _Constant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        refuse_double_backward(ctx.op)
+        raise_double_backward(ctx.op)
 
 
-class _Rounded(torch.autograd.Function):
+class _RoundStraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype).to(x.dtype)
@@ -102,7 +105,7 @@ class _Rounded(torch.autograd.Function):
         return dx, None
 
 
-class _Unchanged(torch.autograd.Function):
+class _SaveForVersionCheck(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -111,4 +114,4 @@ class _Unchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (do, *(None for _ in ctx.saved_tensors))  # asked for, they are compared with what was saved
+        return (do, *(None for _ in ctx.saved_tensors))  # reading saved_tensors compares version counters

@@ -5,9 +5,11 @@ from nsa.neighborhood.api import (
     neighborhood_attention_backward,
     neighborhood_attention_forward,
 )
+from nsa.neighborhood.cache import BackwardCache
 from nsa.neighborhood.module import NeighborhoodAttention, NeighborhoodAttentionLayer
 
 __all__ = [
+    "BackwardCache",
     "NeighborhoodAttention",
     "NeighborhoodAttentionLayer",
     "neighborhood_attention",

@@ -1,28 +1,22 @@
-"""Neighborhood attention: the public functions. Validate, route, differentiate; backends compute."""
+"""Neighborhood attention: the public functions check their arguments, find a backend and run it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import dispatch
-from nsa import meta
 from nsa.common.autocast import autocast_off, cast_inputs
-from nsa.common.derivatives import forbid_double_backward, refuse_changes, refuse_transforms
+from nsa.common.checks import check_choice
+from nsa.common.derivatives import guard_inplace_changes, refuse_transforms
+from nsa.common.resolve import resolve as resolve_call
+from nsa.neighborhood import meta
+from nsa.neighborhood.autograd import run_with_backward
 from nsa.neighborhood.cache import BackwardCache
 from nsa.neighborhood.ops import call_forward
-from nsa.neighborhood.validate import (
-    PATHS,
-    Window,
-    check_backward_tensors,
-    check_choice,
-    check_tensors,
-    needs_grad,
-    resolve,
-)
+from nsa.neighborhood.validate import PATHS, Window, check_backward_tensors, check_tensors, needs_grad, resolve
 
 
 def neighborhood_attention(
@@ -40,33 +34,46 @@ def neighborhood_attention(
 ) -> Tensor:
     """1-D neighborhood attention, differentiable: each token attends to the `kernel_size` tokens around it.
 
-    Under torch.autocast q, k and v are cast as those of scaled_dot_product_attention.
+    The operation is NATTEN's (arXiv 2204.07143, section 3) in one dimension; docs/neighborhood_attention.md has the
+    exact definition. Under torch.autocast q, k and v are cast as those of scaled_dot_product_attention.
 
     Args:
-        q: `[B,N,H,D]`; fp16, bf16 or fp32, on the CPU also fp64.
-        k, v: `[B,N,H_kv,D]`, q's dtype; H a multiple of H_kv.
-        kernel_size: keys in a window, at least 1. Offsets are -(k//2) ... k//2 for an odd one and -k/2 ... k/2 - 1
-            for an even one, times `dilation`.
-        dilation: distance between neighbors, at least 1.
-        softmax_scale: None means 1/sqrt(D).
+        q: `[B,N,H,D]`; fp16, bf16 or fp32; on the CPU also fp64.
+        k: `[B,N,H_kv,D]`, q's dtype; H a multiple of H_kv.
+        v: as k.
+        kernel_size: keys of a window, at least 1. Offsets are -(k//2) ... k//2 for an odd one and -k/2 ... k/2 - 1
+            for an even one, times `dilation`. Default: 7.
+        dilation: distance between neighbors in tokens, at least 1. Default: 1.
+        softmax_scale: factor of the logits. Default: None, which means 1/sqrt(D).
         boundary: "truncate" drops neighbors before the first or after the last token; "shift" moves the window inside,
             so that every query has min(kernel_size, tokens of its residue class modulo dilation) keys, as in NATTEN.
+            Default: "truncate".
         causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
-        algorithm: "flash" recomputes probabilities in backward, memory is that of the inputs; "band" computes
-            `[B,H,N,kernel_size]` of them in fp32, keeps them for backward, and without gradients takes batch elements
-            in chunks; its backward is that of `neighborhood_attention_backward` with path "auto", and that of "dense"
-            with path "dense". "auto" is "flash". The reference has one algorithm and takes any name.
-        backend: "cute", "triton", "ascend" or "reference"; None reads NSA_KERNELS_BACKEND, then takes the first that
-            can run. "cute" is FlashAttention-4: 16-bit types, D of 64 or 128, no shifted windows.
+            Default: False.
+        algorithm: "flash" recomputes probabilities in backward, in memory that is linear in the inputs. "band" keeps
+            probabilities `[B,H,N,kernel_size]` in fp32 for backward, and without gradients works in chunks of batch
+            elements; its backward is `neighborhood_attention_backward` with path "auto". "dense" is "band" with
+            path "dense" in backward. The reference has one algorithm and takes any name. Default: "auto", which is
+            "flash".
+        backend: "cute", "triton", "ascend" or "reference"; "cute" is FlashAttention-4: 16-bit types, D of 64 or 128, no
+            shifted windows. Default: None, which reads NSA_KERNELS_BACKEND and then takes the first that can run.
 
     Returns:
         `[B,N,H,D]` in q's dtype.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed; so
-            algorithm="dense" beyond the limits of its backward, where there will be one.
+        TypeError: naming an argument of the wrong type or dtype, before anything is computed.
+        ValueError: naming an argument of the wrong shape, device or value, before anything is computed;
+            algorithm="dense" beyond the limits of its backward, where gradients are needed.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
-        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+
+    Example:
+        >>> import torch
+        >>> from nsa import neighborhood_attention
+        >>> q, k, v = (torch.randn(1, 20, 4, 16) for _ in range(3))
+        >>> neighborhood_attention(q, k, v, kernel_size=5).shape
+        torch.Size([1, 20, 4, 16])
     """
     refuse_transforms("neighborhood_attention")
     q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
@@ -77,15 +84,14 @@ def neighborhood_attention(
     with autocast_off(q.device.type):
         if impl.training is None:
             out: Tensor = impl.load()(q, k, v, **asdict(window), return_band=False)[0]
-            return refuse_changes(out, q, k, v)
+            return guard_inplace_changes(out, q, k, v)
         options = {**asdict(window), "backend": impl.backend}
         if algorithm in ("band", "dense"):
             options["algorithm"] = algorithm
             if not needs_grad(q, k, v):
                 out = impl.load()(q, k, v, **options, keep=False)[0]
                 return out
-        result: Tensor = _Trained.apply(q, k, v, impl, options)
-        return result
+        return run_with_backward(q, k, v, impl, options)
 
 
 def neighborhood_attention_forward(
@@ -103,9 +109,40 @@ def neighborhood_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """`neighborhood_attention` without a graph, and its probabilities.
 
+    Args:
+        q: `[B,N,H,D]`; fp16, bf16 or fp32; on the CPU also fp64.
+        k: `[B,N,H_kv,D]`, q's dtype; H a multiple of H_kv.
+        v: as k.
+        kernel_size: keys of a window, at least 1. Offsets are -(k//2) ... k//2 for an odd one and -k/2 ... k/2 - 1
+            for an even one, times `dilation`. Default: 7.
+        dilation: distance between neighbors in tokens, at least 1. Default: 1.
+        softmax_scale: factor of the logits. Default: None, which means 1/sqrt(D).
+        boundary: "truncate" drops neighbors before the first or after the last token; "shift" moves the window inside,
+            so that every query has min(kernel_size, tokens of its residue class modulo dilation) keys, as in NATTEN.
+            Default: "truncate".
+        causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
+            Default: False.
+        algorithm: checked, and otherwise ignored: probabilities are those of "band". Default: "auto".
+        backend: as in `neighborhood_attention`. Default: None.
+
     Returns:
-        out, and the band `[B,H,N,kernel_size]` in fp32 (fp64 for fp64 inputs): slot s is the key s * dilation after the
-        window's start, and 0 where there is no such key. With "shift", slot 0 is the start of the moved window.
+        out `[B,N,H,D]` in q's dtype, and the band of probabilities `[B,H,N,kernel_size]` in fp32 (fp64 for fp64
+        inputs). Slot s of a row is the key s * dilation after the window's start, and 0 where there is no such key.
+        With "shift", slot 0 is the start of the moved window.
+
+    Raises:
+        TypeError: naming an argument of the wrong type or dtype, before anything is computed.
+        ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
+        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+
+    Example:
+        >>> import torch
+        >>> from dispatch import neighborhood_attention_forward
+        >>> q, k, v = (torch.randn(1, 20, 4, 16) for _ in range(3))
+        >>> out, band = neighborhood_attention_forward(q, k, v, kernel_size=5)
+        >>> band.shape, bool((band.sum(-1) - 1).abs().max() < 1e-5)
+        (torch.Size([1, 4, 20, 5]), True)
     """
     refuse_transforms("neighborhood_attention")
     q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
@@ -138,26 +175,48 @@ def neighborhood_attention_backward(
     """Gradients of `neighborhood_attention` from its probabilities, without a graph.
 
     Args:
-        do: the gradient of out, `[B,N,H,D]` in q's dtype.
-        q, k, v, kernel_size, dilation, softmax_scale, boundary, causal, backend: as in the forward.
+        do: gradient of out, `[B,N,H,D]` in q's dtype.
+        q: as in the forward, `[B,N,H,D]`.
+        k: as in the forward, `[B,N,H_kv,D]`.
+        v: as k.
         attn: probabilities in any floating dtype, taken as fp32 (fp64 for fp64 inputs): the band
-            `[B,H,N,kernel_size]` that `neighborhood_attention_forward` gives, or all pairs `[B,H,N,N]`, which must be
+            `[B,H,N,kernel_size]` of `neighborhood_attention_forward`, or those of all pairs `[B,H,N,N]`, which must be
             0 outside of the windows. Where kernel_size == N it is taken for a band; all pairs can then be given with a
             larger kernel_size, since their zeros say which keys there were.
-        path: "dense" multiplies matrices of all pairs, for N <= 2048 and while one key head with its query heads fits
-            a workspace of max(512 MiB, 18 % of the device's memory) and a grid of 65535 programs; "sparse" works on
-            the band; "auto" is dense within these limits, and sparse beyond. Both do as many heads and batch elements
-            at a time as fit that workspace. The reference has one way and takes any name.
-        cache: gives the gradients of an unchanged call again without computing them.
+        kernel_size: keys of a window, at least 1. Offsets are -(k//2) ... k//2 for an odd one and -k/2 ... k/2 - 1
+            for an even one, times `dilation`. Default: 7.
+        dilation: distance between neighbors in tokens, at least 1. Default: 1.
+        softmax_scale: factor of the logits. Default: None, which means 1/sqrt(D).
+        boundary: "truncate" drops neighbors before the first or after the last token; "shift" moves the window inside,
+            so that every query has min(kernel_size, tokens of its residue class modulo dilation) keys, as in NATTEN.
+            Default: "truncate".
+        causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
+            Default: False.
+        path: "dense" multiplies matrices of all pairs: for N <= 2048, and while one key head with its query heads fits
+            a workspace of max(512 MiB, 18 % of the device's memory) and a grid of 65535 programs. "sparse" works on
+            the band. Both do as many heads and batch elements at a time as fit that workspace. The reference has one
+            path and takes any name. Default: "auto", which is dense within these limits and sparse beyond.
+        cache: a BackwardCache that returns the gradients of an unchanged call without computing them. Default: None.
+        backend: "triton", "ascend" or "reference". Default: None, as in `neighborhood_attention`.
 
     Returns:
-        dq, dk, dv in q's dtype.
+        dq, dk, dv in q's dtype, of the shapes of q, k, v.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came, before anything is computed; so
+        TypeError: naming an argument of the wrong type or dtype, before anything is computed.
+        ValueError: naming an argument of the wrong shape, device or value, before anything is computed;
             path="dense" beyond its limits.
         dispatch.BackendError: when no backend can run the call, with the reason of each.
-        RuntimeError: inside torch.func.grad, torch.vmap and their kin, which are not supported.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+
+    Example:
+        >>> import torch
+        >>> from dispatch import neighborhood_attention_backward, neighborhood_attention_forward
+        >>> q, k, v = (torch.randn(1, 20, 4, 16) for _ in range(3))
+        >>> out, band = neighborhood_attention_forward(q, k, v, kernel_size=5)
+        >>> dq, dk, dv = neighborhood_attention_backward(torch.ones_like(out), q, k, v, band, kernel_size=5)
+        >>> dq.shape
+        torch.Size([1, 20, 4, 16])
     """
     refuse_transforms("neighborhood_attention_backward")
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
@@ -168,12 +227,12 @@ def neighborhood_attention_backward(
     check_backward_tensors(do, attn, q, kernel_size)
     options = {**asdict(window), "path": path, "band": True, "shape": tuple(q.shape)}
     call = dispatch.Call("neighborhood_attention_backward", q.device, q.dtype, backward=True, options=options)
-    impl = meta.resolve(call, backend)
-    named = {} if impl.backend == "reference" else {"backend": impl.backend}
+    impl = resolve_call(call, backend, meta=meta.BACKWARD)
+    backend_keyword = {} if impl.backend == "reference" else {"backend": impl.backend}
 
     def compute() -> tuple[Tensor, ...]:
         with torch.no_grad(), autocast_off(q.device.type):
-            result: tuple[Tensor, ...] = impl.load()(do, q, k, v, attn, **asdict(window), path=path, **named)
+            result: tuple[Tensor, ...] = impl.load()(do, q, k, v, attn, **asdict(window), path=path, **backend_keyword)
             return result
 
     if cache is None:
@@ -181,22 +240,3 @@ def neighborhood_attention_backward(
     else:
         dq, dk, dv = cache.gradients((do, q, k, v, attn), (window, path, impl.backend), compute)
     return dq, dk, dv
-
-
-class _Trained(torch.autograd.Function):
-    """A backend with a backward of its own: `forward` and `backward` of the module that its row names."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, impl: dispatch.Impl, options: dict[str, Any]) -> Tensor:
-        out: Tensor
-        out, kept = impl.load()(q, k, v, **options)
-        ctx.impl, ctx.options = impl, options
-        ctx.save_for_backward(q, k, v, out, kept)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[:3]
-        with torch.no_grad(), autocast_off(do.device.type):
-            gradients = list(ctx.impl.load_training().backward(do, *ctx.saved_tensors, **ctx.options))
-        return (*forbid_double_backward("neighborhood_attention", gradients, do, *inputs), None, None)

@@ -1,4 +1,4 @@
-"""Gradients kept for calls that are made again with the same tensors."""
+"""A cache of gradients, for backward calls that are repeated with unchanged tensors."""
 
 from __future__ import annotations
 
@@ -9,37 +9,48 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.common.checks import check_integer
+
 Gradients = tuple[Tensor, ...]
 
-WITH_STREAMS = ("cuda", "npu")
-"""Types of devices whose work is queued on streams."""
+STREAM_DEVICE_TYPES = ("cuda", "npu")
+"""Device types whose work is queued on streams."""
 
 
 class BackwardCache:
-    """The gradients of the last `capacity` different calls; the one used longest ago goes first.
+    """Gradients of the last `capacity` different calls of `neighborhood_attention_backward` (LRU).
 
-    A call is the same when its tensors are the same objects, unchanged since, and its options are equal. The cache
-    holds the tensors and their memory, so that neither can become another's while they are compared with; and it asks
-    PyTorch's version counters, also those of the gradients it gave out: changed ones are computed again. What PyTorch
-    does not count, it cannot see: values written through `Tensor.data`, by the replay of a CUDA graph, and by other
-    libraries and kernels to a tensor's memory. Inference tensors have no counters, and their gradients are not kept;
-    nor are those of calls that a CUDA graph captures.
+    Two calls are the same when their tensors are the same objects, unchanged since, and their options are equal. The
+    cache holds the tensors and their storages, so that ids and addresses are not reused, and compares PyTorch's version
+    counters, also those of the gradients it returned: changed ones are computed again. Changes that PyTorch does not
+    count go unseen: writes through `Tensor.data`, by the replay of a CUDA graph, and by other libraries. Inference
+    tensors have no counters, so their gradients are not cached; nor are those of calls that a CUDA graph captures.
 
-    Calls may be made on different streams: one that is given what another stream computes waits for it, on the device,
-    and the gradients' memory is not reused before that call's stream is done with them. Not to be shared between
-    threads.
+    Calls may come from different streams: a stream that gets another stream's gradients waits for them on the device,
+    and their memory is not reused before it is done with them. Not to be shared between threads.
 
     Memory: inputs and gradients of up to `capacity` calls, until they are replaced or `clear` is called.
 
     Args:
-        capacity: calls to keep, at least 1.
+        capacity: calls to keep, at least 1. Default: 4.
+
+    Raises:
+        TypeError, ValueError: naming a capacity that is no integer of at least 1.
+
+    Example:
+        >>> import torch
+        >>> from nsa.neighborhood import BackwardCache, neighborhood_attention_backward, neighborhood_attention_forward
+        >>> q, k, v, do = (torch.randn(1, 20, 4, 16) for _ in range(4))
+        >>> _, band = neighborhood_attention_forward(q, k, v)
+        >>> cache = BackwardCache()
+        >>> first = neighborhood_attention_backward(do, q, k, v, band, cache=cache)
+        >>> again = neighborhood_attention_backward(do, q, k, v, band, cache=cache)
+        >>> first[0] is again[0], len(cache)
+        (True, 1)
     """
 
     def __init__(self, capacity: int = 4) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int):
-            raise TypeError(f"capacity must be an integer, got {capacity!r}")
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        check_integer("capacity", capacity, 1)
         self.capacity = capacity
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
@@ -47,42 +58,41 @@ class BackwardCache:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Let go of all tensors."""
+        """Release all tensors."""
         self._entries.clear()
 
     def gradients(self, inputs: tuple[Tensor, ...], options: Hashable, compute: Callable[[], Gradients]) -> Gradients:
-        """What an unchanged call with these inputs and options computed, or else `compute()`, which is kept.
+        """The gradients of an unchanged call with these inputs and options, or else of `compute()`, which are kept.
 
         Args:
-            options: all that the gradients depend on beside `inputs`.
+            options: everything that the gradients depend on beside `inputs`.
         """
         if any(tensor.is_inference() for tensor in inputs):
             return compute()
-        if (
-            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        ):  # the graph must hold the backward, not what it gave once
+        # A captured graph must contain the backward, not one result of it
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return compute()
-        key = (tuple(id(tensor) for tensor in inputs), options)  # entries hold them, so no other tensor has their ids
+        key = (tuple(id(tensor) for tensor in inputs), options)  # entries hold the tensors, so ids stay unique
         found = self._entries.get(key)
         if found is not None and found.inputs.is_unchanged() and found.gradients.is_unchanged():
             self._entries.move_to_end(key)
-            for computed in found.computed:
-                computed.hand_out(found.gradients.tensors)
+            for producer in found.producers:
+                producer.hand_over(found.gradients.tensors)
             return found.gradients.tensors
         self._entries.pop(key, None)  # before computing, which needs the memory
-        taken = _Snapshot(inputs)
+        snapshot = _Snapshot(inputs)
         result = compute()
         if any(tensor.is_inference() for tensor in result):
             return result
-        devices = {tensor.device for tensor in result if tensor.device.type in WITH_STREAMS}
-        self._entries[key] = _Entry(taken, _Snapshot(result), [_Computed(device) for device in devices])
+        devices = {tensor.device for tensor in result if tensor.device.type in STREAM_DEVICE_TYPES}
+        self._entries[key] = _Entry(snapshot, _Snapshot(result), [_Producer(device) for device in devices])
         if len(self._entries) > self.capacity:
             self._entries.popitem(last=False)
         return result
 
 
 class _Snapshot:
-    """Tensors, held with their memory, and how to see that they have changed."""
+    """Tensors, held with their storages, and their state, to see later whether they have changed."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
@@ -93,22 +103,22 @@ class _Snapshot:
         return self._states == self._now()
 
     def _now(self) -> list[tuple[object, ...]]:
-        """PyTorch's count of changes in place, and which memory is looked at, and how."""
+        """Of each tensor: PyTorch's version counter, storage, address, dtype, shape and strides."""
         return [
             (x._version, x.untyped_storage()._cdata, x.data_ptr(), x.dtype, x.shape, x.stride()) for x in self.tensors
         ]
 
 
-class _Computed:
-    """Where gradients are computed, and when they are: behind all that a device's current stream has been given."""
+class _Producer:
+    """The stream that computes gradients on a device, and an event behind them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = _current_stream(device)
         self._event = self._stream.record_event()
 
-    def hand_out(self, tensors: Gradients) -> None:
-        """To the device's current stream, which waits for them and may still read them when they are let go of."""
+    def hand_over(self, tensors: Gradients) -> None:
+        """Make the device's current stream wait for the tensors, and their memory wait for that stream."""
         reader = _current_stream(self._device)
         if reader == self._stream:
             return
@@ -125,5 +135,5 @@ def _current_stream(device: torch.device) -> Any:
 class _Entry(NamedTuple):
     inputs: _Snapshot
     gradients: _Snapshot
-    computed: list[_Computed]
-    """Of each device with streams."""
+    producers: list[_Producer]
+    """One for each device with streams."""

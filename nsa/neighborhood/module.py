@@ -1,4 +1,4 @@
-"""NeighborhoodAttention: projections around the function. NeighborhoodAttentionLayer: norm and residual around that."""
+"""NeighborhoodAttention: projections around the function; NeighborhoodAttentionLayer: norm and residual around it."""
 
 from __future__ import annotations
 
@@ -8,30 +8,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.config import check_eps
-from nsa.module import RotaryHook, check_hook, check_input, head_sizes, refuse_arguments, rotated
+from nsa.common.checks import check_choice, check_eps
+from nsa.common.layers import RotaryHook, apply_rope, check_input, check_rope, head_sizes, refuse_unsupported
 from nsa.neighborhood.api import neighborhood_attention
-from nsa.neighborhood.validate import ALGORITHMS, Window, check_choice
+from nsa.neighborhood.validate import ALGORITHMS, Window
 
 
 class NeighborhoodAttention(nn.Module):
-    """Self-attention of each token to the `kernel_size` tokens around it.
+    """Self-attention of each token to the `kernel_size` tokens around it (NATTEN, arXiv 2204.07143, in one dimension).
 
     Projections are named as in NSAttention and Llama: q_proj, k_proj, v_proj, o_proj.
 
     Args:
         hidden_size: width of the input and output.
-        num_heads: H. num_kv_heads: H_kv, a divisor of H; None: H.
-        kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend: as in `neighborhood_attention`.
-        head_dim: D; None: hidden_size // num_heads.
-        bias: whether the projections have one, o_proj included.
-        dropout: share of the output's elements that are zeroed in training, behind o_proj. Probabilities are never
-            dropped: no kernel keeps them.
-        rope: hook `(tensor [B,N,heads,D], position_embeddings) -> tensor`, applied to queries and keys; it keeps the
-            dtype, which under autocast is not that of the parameters.
+        num_heads: H, query heads.
+        num_kv_heads: H_kv, key/value heads, a divisor of H. Default: None, which means H.
+        kernel_size: keys of a window, at least 1; see `neighborhood_attention`. Default: 7.
+        dilation: distance between neighbors in tokens, at least 1. Default: 1.
+        softmax_scale: factor of the logits. Default: None, which means 1/sqrt(D).
+        boundary: "truncate" or "shift", as in `neighborhood_attention`. Default: "truncate".
+        causal: keys up to the token itself only. Default: False.
+        head_dim: D. Default: None, which means hidden_size // num_heads.
+        bias: whether the projections have one, o_proj included. Default: False.
+        dropout: probability that an element of the output is zeroed in training, after o_proj. Attention probabilities
+            are never dropped: no kernel stores them. Default: 0.
+        rope: rotary hook `(tensor [B,N,heads,D], position_embeddings) -> tensor`, applied to queries and keys; it keeps
+            shape and dtype, which under autocast is not that of the parameters. Default: None.
+        algorithm: "auto", "flash", "band" or "dense", as in `neighborhood_attention`. Default: "auto".
+        backend: as in `neighborhood_attention`. Default: None.
+        device: of the parameters, as in nn.Linear. Default: None.
+        dtype: of the parameters, as in nn.Linear. Default: None.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError: naming an argument of the wrong type, what was expected and what came.
+        ValueError: naming an argument out of range, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NeighborhoodAttention
+        >>> layer = NeighborhoodAttention(hidden_size=64, num_heads=4, kernel_size=5)
+        >>> layer(torch.randn(1, 100, 64)).shape
+        torch.Size([1, 100, 64])
     """
 
     def __init__(
@@ -59,38 +76,40 @@ class NeighborhoodAttention(nn.Module):
         self.num_kv_heads, self.head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
         self.window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
         check_choice("algorithm", algorithm, ALGORITHMS)
-        check_hook(rope)
+        check_rope(rope)
         if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
             raise TypeError(f"dropout must be a number, got {dropout!r}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be from 0 to 1, got {dropout}")
         self.rope, self.algorithm, self.backend = rope, algorithm, backend
 
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias, **place)
-        self.k_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias, **place)
-        self.v_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias, **place)
-        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias, **place)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias, **factory)
+        self.k_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias, **factory)
+        self.v_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias, **factory)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias, **factory)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **others: Any) -> Tensor:
         """Attend within each sequence.
 
         Args:
-            hidden_states: `[B,N,hidden_size]`, in the weights' dtype, under autocast also in another one that it casts.
-            position_embeddings: handed to the `rope` hook as it is.
-            others: refused as in NSAttention.
+            hidden_states: `[B,N,hidden_size]`, in the weights' dtype; under autocast any dtype that it casts.
+            position_embeddings: passed to the `rope` hook. Default: None.
+            others: arguments of other libraries' attention layers, refused as in NSAttention.
 
         Returns:
             Same shape and dtype as `hidden_states`; under autocast, its dtype.
 
         Raises:
-            TypeError, ValueError: `hidden_states` of another layout, width, dtype or device; an argument of `others`.
-            TypeError: `position_embeddings` without a `rope` hook to use them.
-            TypeError, ValueError: a `rope` hook that changes dtype or shape.
+            TypeError: `hidden_states` of another dtype; an unknown argument; a `rope` hook that changes the dtype;
+                `position_embeddings` without a `rope` hook.
+            ValueError: `hidden_states` of another layout, width or device; an argument of `others` that is not
+                supported; a `rope` hook that changes the shape.
+            dispatch.BackendError: as `neighborhood_attention`.
         """
         instead_of_mask = "attend to each document in a call of its own instead of padding them"
-        refuse_arguments(others, causal=self.window.causal, instead_of_mask=instead_of_mask)
+        refuse_unsupported(others, causal=self.window.causal, instead_of_mask=instead_of_mask)
         check_input(hidden_states, self.hidden_size, self.q_proj, packed=None)
         q = self._rotate(self._heads(self.q_proj(hidden_states)), position_embeddings)
         k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
@@ -120,23 +139,35 @@ class NeighborhoodAttention(nn.Module):
         return split
 
     def _rotate(self, tensor: Tensor, position_embeddings: Any) -> Tensor:
-        return rotated(self.rope, tensor, position_embeddings)
+        return apply_rope(self.rope, tensor, position_embeddings)
 
 
 class NeighborhoodAttentionLayer(nn.Module):
     """`x + attention(layer_norm(x))`: NeighborhoodAttention as the first half of a pre-norm transformer block.
 
-    It does what LigerFusedNeighborhoodAttentionLayer of Liger-Kernel does; docs/neighborhood_attention.md says how to
-    load the weights of that one.
+    It computes what LigerFusedNeighborhoodAttentionLayer of Liger-Kernel does; docs/neighborhood_attention.md says how
+    to load that layer's weights.
 
     Args:
-        hidden_size, num_heads, num_kv_heads: as in NeighborhoodAttention.
-        norm_eps: what LayerNorm adds to the variance.
-        attention: any other option of NeighborhoodAttention, such as `kernel_size`; `dropout` zeroes elements of what
-            is added to x.
+        hidden_size: width of the input and output.
+        num_heads: H, query heads.
+        num_kv_heads: H_kv, key/value heads, a divisor of H. Default: None, which means H.
+        norm_eps: epsilon of the LayerNorm, at least 0. Default: 1e-5.
+        device: of the parameters, as in nn.Linear. Default: None.
+        dtype: of the parameters, as in nn.Linear. Default: None.
+        attention: further options of NeighborhoodAttention, such as `kernel_size`; `dropout` zeroes elements of what is
+            added to x.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError: naming an argument of the wrong type, what was expected and what came.
+        ValueError: naming an argument out of range, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NeighborhoodAttentionLayer
+        >>> layer = NeighborhoodAttentionLayer(hidden_size=64, num_heads=4, kernel_size=5)
+        >>> layer(torch.randn(1, 100, 64)).shape
+        torch.Size([1, 100, 64])
     """
 
     def __init__(
@@ -151,31 +182,26 @@ class NeighborhoodAttentionLayer(nn.Module):
         **attention: Any,
     ) -> None:
         super().__init__()
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.attention = NeighborhoodAttention(hidden_size, num_heads, num_kv_heads, **place, **attention)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.attention = NeighborhoodAttention(hidden_size, num_heads, num_kv_heads, **factory, **attention)
         check_eps(norm_eps, "norm_eps")
-        self.layer_norm = nn.LayerNorm(hidden_size, eps=norm_eps, **place)
+        self.layer_norm = nn.LayerNorm(hidden_size, eps=norm_eps, **factory)
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any = None) -> Tensor:
-        """Add to each token what it gathers from its neighborhood.
+        """Attend within each sequence and add the result to the input.
 
         Args:
-            hidden_states: `[B,N,hidden_size]`.
-            position_embeddings: handed to the `rope` hook as it is.
+            hidden_states: `[B,N,hidden_size]`, in the weights' dtype; under autocast any dtype that it casts.
+            position_embeddings: passed to the `rope` hook. Default: None.
 
         Returns:
             Same shape and dtype as `hidden_states`, under autocast too.
 
         Raises:
-            ValueError: `hidden_states` of another layout.
             TypeError, ValueError: as NeighborhoodAttention.
+            dispatch.BackendError: as `neighborhood_attention`.
         """
-        (hidden_size,) = self.layer_norm.normalized_shape
-        if hidden_states.dim() != 3 or hidden_states.shape[-1] != hidden_size:
-            raise ValueError(
-                f"hidden_states must have the layout [B,N,hidden_size={hidden_size}], "
-                f"got shape {list(hidden_states.shape)}"
-            )
-        added = self.attention(self.layer_norm(hidden_states), position_embeddings)
-        result: Tensor = hidden_states + added.to(hidden_states.dtype)
+        check_input(hidden_states, self.attention.hidden_size, self.attention.q_proj, packed=None)
+        update = self.attention(self.layer_norm(hidden_states), position_embeddings)
+        result: Tensor = hidden_states + update.to(hidden_states.dtype)
         return result

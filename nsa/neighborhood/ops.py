@@ -1,11 +1,7 @@
-"""Neighborhood attention as PyTorch operators with autograd, for torch.compile(fullgraph=True).
+"""Neighborhood attention as PyTorch operators with autograd, for torch.compile (see nsa/common/operators.py).
 
-    nsa_kernels::neighborhood_attention             out, and what backward wants to know; differentiable
-    nsa_kernels::neighborhood_attention_backward    dq, dk, dv
-
-Dynamo cannot trace validation and dispatch, and need not: a compiled graph calls the operators, which do what
-nsa/neighborhood/api.py does eagerly. A backend's training module says with `kept_like` what its forward keeps;
-one without such a module is run again in backward.
+nsa_kernels::neighborhood_attention             out and the tensor saved for backward; differentiable
+nsa_kernels::neighborhood_attention_backward    dq, dk, dv
 """
 
 from __future__ import annotations
@@ -18,14 +14,15 @@ from torch import Tensor
 
 import dispatch
 from nsa.common.autocast import autocast_off
-from nsa.common.derivatives import differentiate, refuse_double_backward
+from nsa.common.operators import register_double_backward_error, register_operator
+from nsa.neighborhood.autograd import Gradients, gradients
 from nsa.neighborhood.validate import Window, resolve
 
 FORWARD, BACKWARD = "nsa_kernels::neighborhood_attention", "nsa_kernels::neighborhood_attention_backward"
 _OPTIONS = "int kernel_size, int dilation, float? softmax_scale, str boundary, bool causal, str algorithm, str? backend"
 SCHEMAS = {
     FORWARD: f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
-    BACKWARD: f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor kept, {_OPTIONS}) -> "
+    BACKWARD: f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor saved, {_OPTIONS}) -> "
     "(Tensor, Tensor, Tensor)",
 }
 
@@ -36,10 +33,10 @@ def call_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     return out
 
 
-def _resolved(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[dispatch.Impl, dict[str, Any]]:
-    """The backend, and the keywords that it takes."""
-    *given, algorithm, backend = options
-    window = Window(*given)
+def _resolve(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[dispatch.Impl, dict[str, Any]]:
+    """The backend, and the keywords of its forward."""
+    *window_options, algorithm, backend = options
+    window = Window(*window_options)
     impl = resolve(q, k, v, window, algorithm, backend, band=False)
     keywords = asdict(window)
     if impl.training is None:
@@ -53,60 +50,46 @@ def _resolved(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[dispatch.
 
 @torch.no_grad()
 def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    impl, keywords = _resolved(q, k, v, *options)
+    impl, keywords = _resolve(q, k, v, *options)
     with autocast_off(q.device.type):
-        out, kept, *_ = impl.load()(q, k, v, **keywords)
-    return out, q.new_empty(0) if impl.training is None else kept
+        out, saved, *_ = impl.load()(q, k, v, **keywords)
+    return out, q.new_empty(0) if impl.training is None else saved
 
 
-def _forward_like(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    impl, keywords = _resolved(q, k, v, *options)
-    module = impl.load_training()
-    return q.new_empty(q.shape), q.new_empty(0) if module is None else module.kept_like(q, k, v, **keywords)
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    impl, keywords = _resolve(q, k, v, *options)
+    training = impl.load_training()
+    return q.new_empty(q.shape), q.new_empty(0) if training is None else training.kept_like(q, k, v, **keywords)
 
 
 @torch.no_grad()
-def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    impl, keywords = _resolved(q, k, v, *options)
-    module = impl.load_training()
+def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Tensor, *options: Any) -> Gradients:
+    impl, keywords = _resolve(q, k, v, *options)
     with autocast_off(do.device.type):
-        if module is None:
-            run = impl.load()
-            dq, dk, dv = differentiate(lambda *qkv: run(*qkv, **keywords)[0], (q, k, v), do)
-        else:
-            dq, dk, dv = module.backward(do, q, k, v, out, kept, **keywords)
-    return dq, dk, dv
+        return gradients(impl, do, q, k, v, out, saved, keywords)
 
 
-def _backward_like(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *options = inputs
-    out, kept = output
-    ctx.mark_non_differentiable(kept)
+    out, saved = output
+    ctx.mark_non_differentiable(saved)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, kept)
+    ctx.save_for_backward(q, k, v, out, saved)
     ctx.options = options
 
 
 def _differentiate(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    gradients: tuple[Tensor | None, ...] = (None, None, None)
+    results: tuple[Tensor | None, ...] = (None, None, None)
     if do is not None:
-        gradients = torch.ops.nsa_kernels.neighborhood_attention_backward(do, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *[None] * len(ctx.options))
+        results = torch.ops.nsa_kernels.neighborhood_attention_backward(do, *ctx.saved_tensors, *ctx.options)
+    return (*results, *[None] * len(ctx.options))
 
 
-def _refuse_double_backward(*_: Any) -> None:
-    refuse_double_backward("neighborhood_attention")
-
-
-for _name, _implementation, _like in ((FORWARD, _forward, _forward_like), (BACKWARD, _backward, _backward_like)):
-    torch.library.define(_name, SCHEMAS[_name])
-    torch.library.impl(_name, "default", _implementation)
-    torch.library.register_fake(_name, _like)
-torch.library.register_autograd(FORWARD, _differentiate, setup_context=_setup)
-torch.library.register_autograd(BACKWARD, _refuse_double_backward)
+register_operator(FORWARD, SCHEMAS[FORWARD], _forward, _forward_fake)
+register_operator(BACKWARD, SCHEMAS[BACKWARD], _backward, _backward_fake)
+torch.library.register_autograd(FORWARD, _differentiate, setup_context=_save)
+register_double_backward_error(BACKWARD, "neighborhood_attention")

@@ -1,4 +1,4 @@
-"""What a call of neighborhood attention must be, and which backend takes it."""
+"""Checks of a call of neighborhood attention, and the backend that takes it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 import dispatch
 from dispatch.registry import short_name
-from nsa import meta
-from nsa.config import finite
-from nsa.inputs import DTYPES, check_dense
+from nsa.common.checks import DTYPES, check_bool, check_choice, check_dense, check_integer, is_finite
+from nsa.common.resolve import resolve as resolve_call
+from nsa.neighborhood import meta
 
 BOUNDARIES = ("truncate", "shift")
-LARGEST = 2**63 - 1
-"""Of integers, as operators of PyTorch hold them. Windows and residue classes past N tokens change nothing."""
+LARGEST_OPTION = 2**63 - 1
+"""Largest integer option: PyTorch operators take int64. Windows and residue classes past N tokens change nothing."""
 ALGORITHMS = ("auto", "flash", "band", "dense")
 PATHS = ("auto", "sparse", "dense")
 
 
 @dataclass(frozen=True)
 class Window:
-    """The options that change the result, checked."""
+    """The options that change the result, as in `neighborhood_attention`; checked."""
 
     kernel_size: int
     dilation: int
@@ -33,33 +33,20 @@ class Window:
 
     def __post_init__(self) -> None:
         for name in ("kernel_size", "dilation"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-            if value > LARGEST:
-                raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+            check_integer(name, getattr(self, name), 1, LARGEST_OPTION)
         scale = self.softmax_scale
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
             raise TypeError(f"softmax_scale must be a number or None, got {scale!r}")
-        if scale is not None and not finite(scale):
+        if scale is not None and not is_finite(scale):
             raise ValueError(f"softmax_scale must be finite, got {scale}")
         if scale is not None:
             object.__setattr__(self, "softmax_scale", float(scale))
         check_choice("boundary", self.boundary, BOUNDARIES)
-        if not isinstance(self.causal, bool):
-            raise TypeError(f"causal must be True or False, got {self.causal!r}")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}")
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        check_bool("causal", self.causal)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless the tensors are as `neighborhood_attention` says."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -88,6 +75,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, kernel_size: int) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless do and attn fit a checked q."""
     for name, tensor in (("do", do), ("attn", attn)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -108,12 +96,16 @@ def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, kernel_size: int
 def resolve(
     q: Tensor, k: Tensor, v: Tensor, window: Window, algorithm: str, backend: str | None, *, band: bool
 ) -> dispatch.Impl:
-    """Check everything and find the backend that takes the call."""
+    """Check everything and find the backend that takes the call.
+
+    Args:
+        band: whether probabilities are returned beside out.
+    """
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_tensors(q, k, v)
     options = {**asdict(window), "algorithm": algorithm, "band": band, "shape": tuple(q.shape)}
     call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=needs_grad(q, k, v), options=options)
-    return meta.resolve(call, backend)
+    return resolve_call(call, backend, meta=meta.FORWARD)
 
 
 def needs_grad(*tensors: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""AttentionResidual: the weights of `attention_residual`."""
+"""AttentionResidual: a layer that holds the weights of `attention_residual`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from nsa.config import check_eps, check_sizes
+from nsa.common.checks import check_eps, check_sizes
 from nsa.residual.api import attention_residual
 from nsa.residual.validate import check_layer_blocks
 
 
 class AttentionResidual(nn.Module):
-    """What a layer takes instead of the sum of all blocks before it: their mixture, by a learned query (arXiv
-    2603.15031).
+    """A layer's input as a mixture of the outputs of all blocks before it, in place of their sum (arXiv 2603.15031).
 
-    `w_query` starts at zero, so that every block counts the same at first, `w_norm` at one.
+    A learned query `w_query` weighs the blocks for each token. It starts at zero, so that at first all blocks weigh the
+    same; `w_norm` starts at one.
 
     Args:
         hidden_size: D.
-        eps: as in `attention_residual`.
-        norm_weight: whether there is a `w_norm`; it is None without.
-        backend: as in `attention_residual`.
+        eps: as in `attention_residual`. Default: 1e-6.
+        norm_weight: whether there is a `w_norm`; without, the attribute is None. Default: True.
+        backend: as in `attention_residual`. Default: None.
+        device: of the parameters, as in nn.Linear. Default: None.
+        dtype: of the parameters, as in nn.Linear. Default: None.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError: naming an argument of the wrong type, what was expected and what came.
+        ValueError: naming an argument out of range, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from nsa import AttentionResidual
+        >>> mix = AttentionResidual(hidden_size=32)
+        >>> mix([torch.randn(1, 10, 32) for _ in range(4)]).shape
+        torch.Size([1, 10, 32])
     """
 
     w_norm: nn.Parameter | None
@@ -52,14 +62,14 @@ class AttentionResidual(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The mean of the blocks. Layers made on the meta device need it behind `to_empty`, as nn.Linear does."""
+        """Weigh all blocks the same. Layers made on the meta device need it after `to_empty`, as nn.Linear does."""
         with torch.no_grad():
             self.w_query.zero_()
             if self.w_norm is not None:
                 self.w_norm.fill_(1.0)
 
     def forward(self, blocks: Tensor | Sequence[Tensor]) -> Tensor:
-        """Mix the blocks.
+        """Mix the blocks, by `attention_residual`.
 
         Args:
             blocks: `[L,B,N,hidden_size]`, or a list of L tensors `[B,N,hidden_size]`; in the weights' dtype, unless

@@ -1,4 +1,4 @@
-"""What a call of attention residual must be, and which backend takes it."""
+"""Checks of a call of attention residual, and the backend that takes it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import dispatch
-from dispatch.registry import short_name
-from nsa import meta
+from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
 from nsa.common.autocast import CASTABLE, autocast_dtype
-from nsa.config import check_eps
-from nsa.inputs import DTYPES, check_dense
+from nsa.common.checks import DTYPES, check_dense, check_eps
+from nsa.common.resolve import resolve as resolve_call
+from nsa.residual import meta
 
 Blocks = Tensor | Sequence[Tensor]
 """`[L,B,N,D]`, or L tensors `[B,N,D]`."""
@@ -23,15 +23,15 @@ Blocks = Tensor | Sequence[Tensor]
 
 def resolve(blocks: Blocks, w_query: Tensor, w_norm: Tensor | None, eps: float, backend: str | None) -> dispatch.Impl:
     """Check everything and find the backend that takes the call."""
-    first, size = _check_blocks(blocks)
+    first, num_blocks = _check_blocks(blocks)
     check_eps(eps)
     _check_weight("w_query", w_query, first)
     if w_norm is not None:
         _check_weight("w_norm", w_norm, first)
-    backward = needs_grad(*members(blocks), w_query, w_norm)
-    facts = first.device, first.dtype, backward, size, isinstance(blocks, Tensor), first.shape[-3:], backend
+    backward = needs_grad(*block_tensors(blocks), w_query, w_norm)
+    facts = first.device, first.dtype, backward, num_blocks, isinstance(blocks, Tensor), first.shape[-3:], backend
     if first.device.type == "cuda" and (backend is None or isinstance(backend, str)):
-        return _resolve_once(os.environ.get(dispatch.registry.ENVIRONMENT_VARIABLE), *facts)
+        return _resolve_cached(os.environ.get(ENVIRONMENT_VARIABLE), *facts)
     return _resolve(*facts)
 
 
@@ -39,25 +39,30 @@ def _resolve(
     device: torch.device,
     dtype: torch.dtype,
     backward: bool,
-    size: int,
+    num_blocks: int,
     stacked: bool,
     shape: torch.Size,
     backend: str | None,
 ) -> dispatch.Impl:
-    options = {"blocks": size, "stacked": stacked, "shape": tuple(shape)}
+    options = {"blocks": num_blocks, "stacked": stacked, "shape": tuple(shape)}
     call = dispatch.Call("attention_residual", device, dtype, backward=backward, options=options)
-    return meta.resolve(call, backend)
+    return resolve_call(call, backend, meta=meta.FORWARD)
 
 
 @lru_cache(1024)
-def _resolve_once(_environment: str | None, *facts: Any) -> dispatch.Impl:
-    """On a GPU, where nothing else decides: asking all rows anew would take as long as a launch."""
+def _resolve_cached(_environment: str | None, *facts: Any) -> dispatch.Impl:
+    """For GPUs, where these facts alone decide: asking all rows again would take as long as a launch."""
     return _resolve(*facts)
 
 
-def members(blocks: Blocks) -> tuple[Tensor, ...]:
-    """The tensors that autograd knows: one, or those of the list."""
+def block_tensors(blocks: Blocks) -> tuple[Tensor, ...]:
+    """The tensors that hold the blocks: one `[L,B,N,D]`, or L of `[B,N,D]`."""
     return (blocks,) if isinstance(blocks, Tensor) else tuple(blocks)
+
+
+def as_blocks(tensors: Sequence[Tensor], stacked: bool) -> Blocks:
+    """The blocks that `block_tensors` gave these tensors of."""
+    return tensors[0] if stacked else tensors
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -69,7 +74,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def check_layer_blocks(blocks: Any, weight: Tensor) -> None:
-    """Raise, naming `blocks`, where they do not fit the weight `[D]` of a layer. What else they must be `resolve` says.
+    """Raise where blocks do not fit the weight `[D]` of a layer; `resolve` checks the rest.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -107,7 +112,7 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
         check_dense("blocks[0]", first)
         if first.dim() != 3:
             raise ValueError(f"blocks[0] must have the layout [B,N,D], got shape {list(first.shape)}")
-        _check_rest(blocks, first)
+        _check_list(blocks, first)
     else:
         raise TypeError(f"blocks must be a torch.Tensor or a list of them, got {type(blocks).__name__}")
     if first.dtype not in DTYPES:
@@ -117,8 +122,8 @@ def _check_blocks(blocks: Any) -> tuple[Tensor, int]:
     return first, size
 
 
-def _check_rest(blocks: Sequence[Tensor], first: Tensor) -> None:
-    """That all of a list are like its first. Its facts are asked once: lists are long, and every call checks them."""
+def _check_list(blocks: Sequence[Tensor], first: Tensor) -> None:
+    """Raise unless all blocks of a list are like its first, whose properties are read once: lists are long."""
     shape, dtype, device, strides = first.shape, first.dtype, first.device, first.stride()
     for i, block in enumerate(blocks[1:], 1):
         if block.shape != shape:

@@ -14,7 +14,7 @@ import torch
 
 from ascend_kernels import device
 from ascend_kernels.launch import Launch, recording
-from ascend_kernels.neighborhood import band as band_kernels
+from ascend_kernels.neighborhood import band as band_attention
 from ascend_kernels.neighborhood import tiling
 from dispatch import neighborhood_attention
 from nsa.neighborhood.api import neighborhood_attention_forward
@@ -97,7 +97,7 @@ def test_no_tokens() -> None:
     assert out.shape == q.shape
     assert q.grad is not None
     options = {"dilation": 1, "boundary": "truncate", "causal": False, "backend": "ascend"}
-    assert band_kernels.expand_band(torch.zeros(1, 2, 0, 7), **options).shape == (1, 2, 0, 0)
+    assert band_attention.expand_band(torch.zeros(1, 2, 0, 7), **options).shape == (1, 2, 0, 0)
 
 
 def test_the_public_op() -> None:
@@ -131,8 +131,8 @@ def test_slots_of_other_rows_are_not_summed() -> None:
     """A band is read as a matrix, whose rows hold what belongs to neighboring ones: NaN there must not arrive."""
     q, k, v = make_qkv(40, 1, 1, dtype=torch.float32)
     options = {"kernel_size": 5, "dilation": 1, "softmax_scale": None, "boundary": "truncate", "causal": False}
-    _, band = band_kernels.forward(q, k, v, **options, backend="ascend")
+    _, band = band_attention.forward(q, k, v, **options, backend="ascend")
     do = torch.ones_like(q)
     do[:, 20] = torch.nan
-    dq, _, _ = band_kernels.backward(do, q, k, v, band, **options, backend="ascend")
+    dq, _, _ = band_attention.backward(do, q, k, v, band, **options, backend="ascend")
     assert dq.isnan().any(-1).flatten().nonzero().flatten().tolist() == [20]

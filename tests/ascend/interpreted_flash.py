@@ -26,7 +26,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, cores: int = 3) -> Iterator[Non
     """Tiles of 16 rows on few cores: borders everywhere, several steps of the inner loop and over the work."""
     few = {name: replace(listed, cores=cores) for name, listed in device.DEVICES.items()}
     with monkeypatch.context() as patch:
-        patch.setattr(tiling, "ascend_tiles", lambda *a: tiling.Tiles(16, 16, tiling.block_of(a[2])))
+        patch.setattr(tiling, "ascend_tiles", lambda *a: tiling.Tiles(16, 16, tiling.block_d_for(a[2])))
         patch.setattr(device, "DEVICES", few)
         yield
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dispatch
-from ascend_kernels.device import DEVICES
+from ascend_kernels.device import DEVICES, MAX_GRID
 from ascend_kernels.launch import Launch, recording
 from ascend_kernels.neighborhood import backward as attention_backward
 from ascend_kernels.neighborhood import band, dense_backward, reference, tiling
@@ -171,7 +171,7 @@ def test_one_launch_or_three(backend: str) -> None:
 
 
 def test_plain_or_persistent() -> None:
-    """A program per piece of work, or from 1024 tokens on one per core of an NPU."""
+    """A program per work tile, or from 1024 tokens on one per core of an NPU."""
     for backend, tokens, programs in (("ascend", 1023, 32), ("ascend", 1024, 20), ("triton", 1024, 32)):
         q, k, v = make_qkv(tokens, 2, 2, dtype=torch.float16)
         attn = torch.empty((1, 2, tokens, tokens), dtype=torch.float32)
@@ -221,7 +221,7 @@ def test_workspace_of_the_dense_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_backward.workspace_limit(64 << 30) == int(0.18 * (64 << 30))
     per_head = 2048 * 2048 * 6
     for memory, heads in ((0, (512 << 20) // per_head), (32 << 30, int(0.18 * (32 << 30)) // per_head)):
-        monkeypatch.setattr(tiling, "memory_of", lambda device, memory=memory: memory)
+        monkeypatch.setattr(attention_backward, "memory_of", lambda device, memory=memory: memory)
         assert recorded(heads) == EXPAND + DENSE
         assert recorded(heads + 1) == SPARSE
         assert recorded(heads + 1, path="sparse") == SPARSE
@@ -231,8 +231,8 @@ def test_workspace_of_the_dense_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_grid_of_the_dense_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "memory_of", lambda device: 64 << 30)
-    monkeypatch.setattr(tiling, "MAX_GRID", 64)  # tiles of 64 rows: 32 programs a head
+    monkeypatch.setattr(attention_backward, "memory_of", lambda device: 64 << 30)
+    monkeypatch.setattr(attention_backward, "MAX_GRID", 64)  # tiles of 64 rows: 32 programs a head
     assert recorded(2) == EXPAND + DENSE
     assert recorded(3) == SPARSE
     with pytest.raises(ValueError, match="takes grids up to 64 programs; one key head with its 3 query heads needs 96"):
@@ -336,7 +336,7 @@ def test_planner_on_random_shapes() -> None:
         slices = 1 if kernel == "dense_ds" else math.ceil(dim / tiles.block_d)
         assert plain.grid == (sequences * math.ceil(tokens / tiles.block_m) * slices,)
         assert persistent.grid == (min(plain.grid[0], device.cores),)
-        assert plain.grid[0] <= tiling.MAX_GRID or sequences > 1
+        assert plain.grid[0] <= MAX_GRID or sequences > 1
         assert tiling.fits(plain.live_bytes, device)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ascend_kernels.device import DEVICES
 from ascend_kernels.launch import recording
-from ascend_kernels.neighborhood import band as band_kernels
+from ascend_kernels.neighborhood import band as band_attention
 from ascend_kernels.neighborhood import tiling
 from dispatch import neighborhood_attention
 from tests.support.band_cases import check
@@ -38,7 +38,7 @@ def test_planner_on_random_shapes() -> None:
         assert (kernel, dtype, plan.tiles) in known
         assert tiling.fits(plan.live_bytes, device)
         assert len(plan.grid) == len(work) == (3 if kernel == "band_gradients" else 1)
-        assert all(1 <= programs <= pieces for programs, pieces in zip(plan.grid, work, strict=True))
+        assert all(1 <= programs <= tiles for programs, tiles in zip(plan.grid, work, strict=True))
         assert math.prod(plan.grid) <= min(65535, 2 * device.cores)
         assert math.prod(work) * plan.tiles.block_m * plan.tiles.block_d >= shape["batch"] * shape["sequences"] * rows
         assert rows + 2 * kernel_size + plan.tiles.block_m + plan.tiles.block_n < 2**31
@@ -61,7 +61,7 @@ def test_tiles_grow_with_the_sequence_as_far_as_the_memory_allows() -> None:
 @given(batch=st.integers(0, 200), size=st.integers(0, 1 << 32), memory=st.integers(0, 1 << 38))
 def test_chunks(batch: int, size: int, memory: int) -> None:
     limit = max(256 << 20, int(0.08 * memory))
-    parts = tiling.chunks(batch, size, memory)
+    parts = tiling.batch_chunks(batch, size, memory)
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(batch))
     for part in parts:
         count = part.stop - part.start
@@ -78,9 +78,9 @@ def test_launches_that_an_npu_would_be_given() -> None:
         short = torch.empty(1, 300, 8, 16)
         given = torch.empty(1, 8, 300, 9)
         window = {"kernel_size": 9, "dilation": 2, "softmax_scale": None, "boundary": "truncate", "causal": False}
-        band_kernels.backward(short, short, short, short, given, **window, backend="ascend")
+        band_attention.backward(short, short, short, short, given, **window, backend="ascend")
         band = out.new_empty(1, 8, 300, 9, dtype=torch.float32)
-        band_kernels.expand_band(band, dilation=1, boundary="shift", causal=False, backend="ascend")
+        band_attention.expand_band(band, dilation=1, boundary="shift", causal=False, backend="ascend")
     assert [(one.kernel.__name__, one.grid) for one in launches] == [
         ("scores_kernel", (20,)),
         ("rows_kernel", (20,)),

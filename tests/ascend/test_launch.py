@@ -1,4 +1,4 @@
-"""The one door for launches: what is recorded, what runs, and from which threads."""
+"""Launching: what is recorded, what runs, and from which threads."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from bench import pass_report, residual_peers
 from bench.bars import Bar
 from bench.inputs import Residual
 from bench.passes import Candidate, Task, Unavailable
-from bench.report import RESULTS
 from bench.residual_peers import EPS, PEERS, formula, make_peer
 from bench.roofline import residual_bytes, residual_held
 from tests.support.bench_helpers import DOCS, Changed, documented_fields
@@ -402,75 +401,6 @@ def test_the_documented_thresholds_are_those_of_the_plans() -> None:
     twice = [(of_gpu(True, 20)(dim), dim) for dim in DIMS if dim <= backward]
     most = max(2 * plan.programs * dim for plan, dim in twice if not one_tile(plan))
     assert f"take at most {most / 1e6:.1f} MB for each of the L blocks in 16 bits" in page
-
-
-# The documented run
-
-
-def run_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of a results file as docs/attention_residual.md shows them."""
-
-    def ms(value: float) -> str:
-        return f"{value:#.3g}".rstrip(".")
-
-    lines = [
-        "| T, D | pass | ms | of the floor | Liger | torch.compile | eager | from Python | MiB | least |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        problem = f"{row['t']}, {row['d']}{', list' if row['inputs'] == 'list' else ''}"
-        cells = [
-            f"| {problem} |" if row["pass"] == "fwd" else "| |",
-            f"{row['pass']} | {ms(row['ms_p50'])} | {100 * row['share_of_floor']:.0f} % |",
-            *(f"{ms(row[f'{peer}_ms'])} |" for peer in PEERS),
-            f"{ms(row['wall_ms'])} | {row['peak_mib']:,.1f} | {row['floor_mib']:,.0f} |",
-        ]
-        lines.append(" ".join(cells))
-    return "\n".join(lines)
-
-
-def test_the_documented_figures_are_those_of_the_recorded_run() -> None:
-    """Of every row, and of every kind of bar."""
-    page = (DOCS / "attention_residual.md").read_text(encoding="utf-8")
-    content = json.loads((RESULTS / "attnres-h200.json").read_text())
-    assert content["gate"] == "green"
-    rows, bars = content["rows"], content["bars"]
-    assert run_table(rows) in page
-    assert {bar["verdict"] for bar in bars} == {"pass"}
-    assert f"{len(bars)} of {len(bars)} bars are reached." in page
-
-    def reached(name: str) -> list[float]:
-        return [float(re.sub(r"[^\d.]", "", bar["reached"])) for bar in bars if bar["bar"].endswith(name)]
-
-    floors = reached(f" fwd: {bench.FLOOR}")
-    assert f"| 80 % of the floor | {min(floors):.0f} to {max(floors):.0f} % |" in page
-    floors = reached(f"fwd+bwd: {bench.FLOOR}")
-    assert f"| 65 % of the floor | {min(floors):.0f} to {max(floors):.0f} % |" in page
-    lowest = min(rows, key=lambda row: row["share_of_floor"])
-    assert (lowest["d"], lowest["pass"]) == (8192, "fwd+bwd")
-    assert f"at D = 8192 is the lowest, {100 * lowest['share_of_floor']:.1f} % of the floor" in page
-    times = reached(bench.EAGER)
-    assert f"| 20 times as fast as eager | {min(times):.1f} to {max(times):.1f} times |" in page
-    forward, both = reached(bench.LIGER)
-    assert f"| as fast as Liger | {forward:.2f} times forward, {both:.2f} times with backward |" in page
-    forward, both = reached(bench.LIGER_WALL)
-    assert f"| as fast as Liger | {forward:.2f} and {both:.2f} times |" in page
-    assert f"at T = 1024 forward was {forward:.2f} times as fast as Liger in this run" in page
-    short_rows = {row["pass"]: row for row in rows if (row["t"], row["inputs"]) == (1024, "stacked")}
-    forward, both = (short_rows[direction]["peak_mib"] for direction in ("fwd", "fwd+bwd"))
-    assert f"| {forward:.1f} and {both:.1f} MiB |" in page
-    assert not any(row["wall_ms"] > row[f"{peer}_wall_ms"] for row in rows for peer in PEERS)
-    assert f"No peer was faster from Python in any of the {len(rows)}" in page
-    (short,) = (row for row in rows if (row["t"], row["d"], row["pass"]) == (4096, 1024, "fwd"))
-    assert f"now {100 * short['share_of_floor']:.1f} % of the floor" in page
-    performance = (DOCS / "performance.md").read_text(encoding="utf-8")
-    assert f"has to move {residual_bytes(Residual(8, 1, 4096, 1024), 'fwd') / 1e6:.1f} MB" in performance
-    assert f"takes {1e3 * short['ms_p50']:.1f} µs so" in performance
-    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    times = [min(row[f"{peer}_ms"] for peer in PEERS) / row["ms_p50"] for row in rows]
-    assert f"{100 - 100 / min(times):.0f} to {100 - 100 / max(times):.0f} % less GPU time than the fastest" in readme
-    times = [row["liger_ms"] / row["ms_p50"] for row in rows]
-    assert f"{min(times):.1f} to {max(times):.1f} times as fast as its generic op on an H200" in readme
 
 
 # On a GPU

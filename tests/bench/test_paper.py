@@ -21,7 +21,7 @@ from bench import nsa_peers, passes, results_file
 from bench.inputs import Sizes, make_problem
 from bench.passes import Candidate, Task, Unavailable
 from nsa import NSAConfig
-from tests.support.bench_helpers import DOCS, documented_fields
+from tests.support.bench_helpers import documented_fields
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--heads", "2", "--kv-heads", "1", "--dim", "16", "--seqlens", "40,70", "--seconds", "0"]
@@ -248,95 +248,6 @@ def test_bars_are_the_issues() -> None:
     assert {what: bars[what].wanted for what in wanted} == wanted
     assert bars["128K fwd+bwd"].wanted == 225
     assert bars["128K fwd+bwd, stretch"].verdict == "not measured"
-
-
-SFNSA = {8: (2.66, 8.78), 32: (13.7, 45.5), 64: (36.8, 119), 128: (111, 352)}
-"""Milliseconds of the fastest peer, forward and with backward, by length in K."""
-LAST = "fourth"
-"""Of the recorded runs, the one whose files have no name of their own."""
-COMPARED = [(64, "fwd"), (64, "fwd+bwd"), (128, "fwd"), (128, "fwd+bwd")]
-"""Lengths in K and passes of which all runs are shown."""
-
-
-def ms(value: float | None) -> str:
-    """As documented."""
-    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
-
-
-def by_length_and_pass(rows: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, Any]]:
-    """What the bars are for, by length in K."""
-    return {(row["n"] >> 10, row["pass"]): row for row in rows if row["mode"] == "queued"}
-
-
-def run_table(rows: list[dict[str, Any]]) -> str:
-    """Of a recorded run, as documented."""
-    lines = [
-        "| N | pass | ours | from an idle GPU | as a graph | bar | dense | fla | SFNSA, there | of the floor | GiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    by_mode = {(row["n"], row["pass"], row["mode"]): row["ms_p50"] for row in rows}
-    for row in rows:
-        n, direction = row["n"], row["pass"]
-        if row["mode"] == "queued":
-            forward = direction == "fwd"
-            cells = (
-                f"| {n >> 10}K" if forward else "|",
-                direction,
-                *(ms(by_mode.get((n, direction, mode))) for mode in ("queued", "eager", "graph")),
-                f"{paper.MS_BARS[n][direction][0]:g}",
-                ms(row["dense_ms"]),
-                ms(row["fla_ms"]),
-                f"{SFNSA[n >> 10][not forward]:g}",
-                f"{100 * row['share_of_floor']:.0f} %",
-                f"{row['peak_gib']:.1f} |",
-            )
-            lines.append(" | ".join(cells).replace("|  |", "| |"))
-    return "\n".join(lines)
-
-
-def runs_table(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """Of all recorded runs, the one in `run_table` last and without a link, as documented."""
-    lines = [
-        "| run | 64K fwd | fwd+bwd | 128K fwd | fwd+bwd | dense, 64K fwd | fwd+bwd | bars missed |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, rows in runs.items():
-        queued = by_length_and_pass(rows)
-        over = {of: row["ms_p50"] / paper.MS_BARS[row["n"]][row["pass"]][0] - 1 for of, row in queued.items()}
-        missed = [f"{n}K {direction} by {100 * share:.1g} %" for (n, direction), share in over.items() if share > 0]
-        cells = (
-            f"**{name}**" if name == LAST else f"[{name}](../bench/results/paper-h200-{name}.json)",
-            *(ms(queued[of]["ms_p50"]) for of in COMPARED),
-            *(ms(queued[of]["dense_ms"]) for of in COMPARED[:2]),
-            ", ".join(missed) or "none",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def test_the_documented_figures_are_those_of_the_recorded_runs() -> None:
-    results = DOCS.parent / "bench/results"
-    files = {name: results / f"paper-h200-{name}.json" for name in ("first", "second", "third")}
-    contents = {name: json.loads(path.read_text()) for name, path in files.items()}
-    contents[LAST] = content = json.loads((results / "paper-h200.json").read_text())
-    assert {some["gate"] for some in contents.values()} == {"green"}
-    rows, page = content["rows"], (DOCS / "performance.md").read_text(encoding="utf-8")
-    assert run_table(rows) in page
-    assert runs_table({name: some["rows"] for name, some in contents.items()}) in page
-    queued = by_length_and_pass(rows)
-    assert all(row["ms_p50"] <= paper.MS_BARS[row["n"]][of][0] for (_, of), row in queued.items())
-    stretched = [f"{n}K {of}" for (n, of), row in queued.items() if row["ms_p50"] <= paper.MS_BARS[row["n"]][of][1]]
-    assert f"It reaches every bar; the stretch bars, but {', '.join(stretched)}, it does not" in page
-    for n, peers in SFNSA.items():
-        for direction, peer in zip(("fwd", "fwd+bwd"), peers, strict=True):
-            assert queued[n, direction]["ms_p50"] < min(peer, queued[n, direction]["fla_ms"])
-    forward, both = queued[64, "fwd"], queued[64, "fwd+bwd"]
-    assert f"at 64K less memory too: {both['peak_gib']:.1f} GiB (SFNSA 12.7, fla {both['fla_gib']:.1f})" in page
-    readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
-    of_fla, of_dense = ([row[f"{peer}_ms"] / row["ms_p50"] for row in (forward, both)] for peer in ("fla", "dense"))
-    both_passes = f"forward + backward {of_fla[1]:.1f} times as fast as fla's"
-    assert f"the forward is {of_fla[0]:.1f} times and {both_passes}" in readme
-    assert f"{of_dense[0]:.1f} and {of_dense[1]:.1f} times as fast as dense attention" in readme
 
 
 @pytest.mark.cuda

@@ -222,7 +222,7 @@ def test_stages_go_on(backward: list[str], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(bench, "environment", lambda _: {**FACTS, "device": "NVIDIA H200"})
     bandwidths = iter([4.0])
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: next(bandwidths))
-    for alone in ("gating", "host_time", "score_memory"):
+    for alone in ("gating", "host_time", "score_memory", "takes_atomic_free"):
         monkeypatch.setattr(bench, alone, lambda *_: 1)
     after, calls = go_on(bench, ["--seqlens", "64,128", *backward], name, tmp_path / "run", monkeypatch)
     assert calls == 3

@@ -30,7 +30,7 @@ from tests.support.compile_keys import noted_keys
 from tests.support.fa4_cases import NOISY
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+SCHEMAS = ROOT / "docs" / "results_files.md"
 
 
 def run(out: Path, *options: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_leaves_what_it_promises(folder: Path) -> None:
     content = json.loads((folder / "whole.json").read_text())
-    documented = re.search(r"`bench/soak.py` writes\s+`{(.*?)}`", ARCHITECTURE.read_text(), re.DOTALL)
+    documented = re.search(r"`bench/soak.py` writes\s+`{(.*?)}`", SCHEMAS.read_text(), re.DOTALL)
     assert documented is not None
     assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*\]", "", documented[1], flags=re.DOTALL)))
     listed = re.findall(r"\w+", documented[1].partition("runs: [")[2])
@@ -302,7 +302,7 @@ def test_no_size_asks_for_a_kernel_of_its_own(mode: str) -> None:
 
 def train_step(sizes: soak.Sizes, config: NSAConfig, work: soak.Work) -> None:
     """What the kernels are given in a layer's forward and backward; nothing is computed."""
-    from cute_kernels import backward
+    from cute_kernels import backward, forward
 
     dim = sizes.width // sizes.heads
     rows = (work.tokens,) if work.batch is None else (work.batch, work.tokens // work.batch)
@@ -314,7 +314,7 @@ def train_step(sizes: soak.Sizes, config: NSAConfig, work: soak.Work) -> None:
     k, v = empty(sizes.kv_heads, dim), empty(sizes.kv_heads, dim)
     bounds = torch.empty(len(work.lengths) + 1, dtype=torch.int32, device="meta")
     inputs = NSAInputs(q, k, v, gates=gates, cu_seqlens=None if work.batch is not None else bounds)
-    out, saved = backward.nsa_saving(inputs, config, recompute=False)
+    out, saved = forward.nsa_saving(inputs, config, recompute=False)
     backward.nsa_backward(inputs, config, saved, torch.empty_like(out))
 
 

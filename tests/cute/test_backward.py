@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,66 +16,21 @@ from bench import oracles
 from dispatch import BackendError
 from nsa import LinearCompression, NSAConfig, nsa, nsa_forward, nsa_forward_aux, ops, reference
 from nsa.inputs import NSAInputs
-from tests.support.helpers import assert_as_alone, assert_within_budget, make_qkv
+from tests.support.cute_cases import (
+    BF16,
+    FP16,
+    SIZES,
+    SLACK,
+    SOME,
+    check_gradients,
+    gate_weight,
+    gradients,
+    like,
+    on_gpu,
+)
+from tests.support.helpers import assert_as_alone, assert_within_budget
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
-
-BF16, FP16 = torch.bfloat16, torch.float16
-SOME = NSAConfig(num_selected_blocks=3, window_size=100)
-SLACK = 1e-4
-"""A row with one key has dS = P (do . v - do . o) = 0, but the two products are summed in different orders."""
-SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096, 8191)
-
-
-@pytest.fixture(params=["sm_90", "sm_100"])
-def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("NSA_KERNELS_FA4_STRATEGY", request.param)
-    return str(request.param)
-
-
-def on_gpu(tokens: int, heads: int = 8, kv_heads: int = 2, dim: int = 128, **keywords: Any) -> tuple[Tensor, ...]:
-    return make_qkv(tokens, heads, kv_heads, dim, **{"dtype": BF16, "device": "cuda", **keywords})
-
-
-def like(*shape: int, seed: int = 7, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to("cuda", dtype)
-
-
-def gate_weight(heads: int = 8, dim: int = 128, dtype: torch.dtype = BF16) -> Tensor:
-    return like(heads, 3, dim, seed=1, dtype=dtype, scale=dim**-0.5)
-
-
-def gradients(run: Any, inputs: NSAInputs, do: Tensor) -> dict[str, Tensor]:
-    """Of all floating-point inputs."""
-    leaves = inputs.map(lambda x: x.detach().requires_grad_())
-    wanted = {name: tensor for name, tensor in leaves.tensors().items() if tensor.requires_grad}
-    got = torch.autograd.grad(run(leaves), list(wanted.values()), do, materialize_grads=True)
-    return dict(zip(wanted, got, strict=True))
-
-
-def check(inputs: NSAInputs, config: NSAConfig, **keywords: Any) -> dict[str, Tensor]:
-    """Each gradient against fp64, for the blocks that the kernels chose."""
-    _, aux = nsa_forward_aux(**inputs.tensors(), config=config)
-    fixed = {"indices": aux.indices.long(), "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long()}
-    do = like(*inputs.q.shape[:-1], inputs.v.shape[-1], dtype=inputs.q.dtype)
-
-    def kernels(leaves: NSAInputs) -> Tensor:
-        return nsa(**leaves.tensors(), config=config, **keywords)
-
-    def naive(leaves: NSAInputs) -> Tensor:
-        return oracles.nsa(leaves, config, **fixed)[0]
-
-    def oracle(leaves: NSAInputs) -> Tensor:
-        return reference.nsa(leaves, config, **fixed)[0]
-
-    got = gradients(kernels, inputs, do)
-    expected = gradients(oracle, inputs.map(Tensor.double), do.double())
-    low = gradients(naive, inputs, do)
-    for name, gradient in got.items():
-        assert gradient.dtype == getattr(inputs, name).dtype
-        assert_within_budget(gradient, expected[name], low[name], f"gradient of {name}", slack=SLACK)
-    return got
 
 
 # Against the oracle
@@ -82,23 +38,23 @@ def check(inputs: NSAInputs, config: NSAConfig, **keywords: Any) -> dict[str, Te
 
 @pytest.mark.parametrize("tokens", SIZES)
 def test_sizes(tokens: int, strategy: str) -> None:
-    check(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), SOME)
+    check_gradients(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), SOME)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 def test_groups(group: int, dim: int, strategy: str) -> None:
-    check(NSAInputs(*on_gpu(700, 2 * group, 2, dim, batch=2)), SOME)
+    check_gradients(NSAInputs(*on_gpu(700, 2 * group, 2, dim, batch=2)), SOME)
 
 
 @pytest.mark.parametrize(("dim", "v_dim"), [(64, 128), (128, 64)])
 def test_dims_of_values(dim: int, v_dim: int, strategy: str) -> None:
     q, k, _ = on_gpu(600, dim=dim)
-    check(NSAInputs(q, k, on_gpu(600, dim=v_dim)[2]), SOME)
+    check_gradients(NSAInputs(q, k, on_gpu(600, dim=v_dim)[2]), SOME)
 
 
 def test_fp16(strategy: str) -> None:
-    check(NSAInputs(*on_gpu(900, dtype=FP16), gate_proj_weight=gate_weight(dtype=FP16)), SOME)
+    check_gradients(NSAInputs(*on_gpu(900, dtype=FP16), gate_proj_weight=gate_weight(dtype=FP16)), SOME)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +82,7 @@ def test_fp16(strategy: str) -> None:
 )
 @pytest.mark.parametrize("batch", [1, 2])
 def test_options(changes: dict[str, Any], batch: int, strategy: str) -> None:
-    check(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), replace(SOME, **changes))
+    check_gradients(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), replace(SOME, **changes))
 
 
 def extras(inputs: NSAInputs, names: tuple[str, ...], dtype: torch.dtype = BF16) -> NSAInputs:
@@ -151,7 +107,7 @@ def extras(inputs: NSAInputs, names: tuple[str, ...], dtype: torch.dtype = BF16)
 @pytest.mark.parametrize("names", [("gates",), ("gate_proj_weight",)], ids="+".join)
 def test_gates(names: tuple[str, ...], dtype: torch.dtype) -> None:
     """Gates that are given may be negative."""
-    check(extras(NSAInputs(*on_gpu(1000, batch=2)), names, dtype), SOME)
+    check_gradients(extras(NSAInputs(*on_gpu(1000, batch=2)), names, dtype), SOME)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +122,7 @@ def test_gates(names: tuple[str, ...], dtype: torch.dtype) -> None:
     ids="+".join,
 )
 def test_optional_tensors(names: tuple[str, ...], strategy: str) -> None:
-    check(extras(NSAInputs(*on_gpu(1000)), names), SOME)
+    check_gradients(extras(NSAInputs(*on_gpu(1000)), names), SOME)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +132,7 @@ def test_given_gates_and_one_key(config: NSAConfig) -> None:
     """dq is 0: do weighted by a gate is rounded once, and its product with o is that of what was rounded."""
     q, k, v = on_gpu(1, batch=16)
     inputs = NSAInputs(q, k, v, gates=like(16, 1, 8, 3, seed=2, scale=3.0))
-    assert check(inputs, config)["q"].abs().max() < SLACK
+    assert check_gradients(inputs, config)["q"].abs().max() < SLACK
 
 
 def test_gates_of_any_stride() -> None:
@@ -185,7 +141,7 @@ def test_gates_of_any_stride() -> None:
     assert torch.equal(
         nsa_forward(**inputs.tensors(), gates=gates), nsa_forward(**inputs.tensors(), gates=gates.clone())
     )
-    check(replace(inputs, gates=gates), SOME)
+    check_gradients(replace(inputs, gates=gates), SOME)
 
 
 def test_learned_compression() -> None:
@@ -217,18 +173,18 @@ def test_learned_compression() -> None:
 @pytest.mark.parametrize("config", [SOME, replace(SOME, num_cmp_selected_blocks=2, compress_block_size=4,
                                                    select_block_size=64)], ids=["all", "some"])  # fmt: skip
 def test_recompute(config: NSAConfig, strategy: str) -> None:
-    check(NSAInputs(*on_gpu(3000, batch=2), gate_proj_weight=gate_weight()), config, recompute=True)
+    check_gradients(NSAInputs(*on_gpu(3000, batch=2), gate_proj_weight=gate_weight()), config, recompute=True)
 
 
 def test_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     from cute_kernels import backward
 
     monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
-    check(NSAInputs(*on_gpu(3000, batch=2), gate_proj_weight=gate_weight()), SOME)
+    check_gradients(NSAInputs(*on_gpu(3000, batch=2), gate_proj_weight=gate_weight()), SOME)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_lists_in_pieces_when_every_tile_chooses_block_0(
+def test_lists_in_chunks_when_every_tile_chooses_block_0(
     monkeypatch: pytest.MonkeyPatch, shared: bool, strategy: str
 ) -> None:
     from cute_kernels import backward
@@ -238,7 +194,7 @@ def test_lists_in_pieces_when_every_tile_chooses_block_0(
     config = replace(SOME, share_heads_in_group=shared, num_init_blocks=1)
     for list_bytes in (20_000, 3_000):
         monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
-        check(NSAInputs(q, k, v), config)
+        check_gradients(NSAInputs(q, k, v), config)
 
 
 def test_phases_and_lists_agree(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
@@ -247,12 +203,12 @@ def test_phases_and_lists_agree(monkeypatch: pytest.MonkeyPatch, strategy: str) 
     monkeypatch.setattr(backward, "PHASES_FROM", 0)
     for tokens, stride in ((2000, None), (2000, 16), (1999, 32), (64, None), (127, None)):
         config = replace(SOME, compress_stride=stride)
-        check(NSAInputs(*on_gpu(tokens, batch=2)), config)
+        check_gradients(NSAInputs(*on_gpu(tokens, batch=2)), config)
 
 
 def test_any_strides() -> None:
     fused = like(1, 1000, 12, 128)
-    expected = check(NSAInputs(*(x.contiguous() for x in fused.split((8, 2, 2), dim=2))), SOME)
+    expected = check_gradients(NSAInputs(*(x.contiguous() for x in fused.split((8, 2, 2), dim=2))), SOME)
     leaf = fused.clone().requires_grad_()
     out = nsa(*leaf.split((8, 2, 2), dim=2), config=SOME)
     out.backward(like(*out.shape))
@@ -389,10 +345,10 @@ def test_gradients_do_not_leave_their_document(strategy: str) -> None:
 
 
 def test_operators() -> None:
-    keywords = ops._options({"config": SOME})
+    keywords = ops.operator_keywords({"config": SOME})
     for tokens, extra in ((300, {}), (300, {"gate_proj_weight": gate_weight().requires_grad_()})):
         qkv = [x.requires_grad_() for x in on_gpu(tokens)]
-        arguments = ops._arguments(*qkv, extra)
+        arguments = ops.operator_tensors(*qkv, extra)
         checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(
             torch.ops.nsa_kernels.saving.default, tuple(arguments), keywords, test_utils=checks, atol=0.1, rtol=0.1
@@ -496,7 +452,7 @@ def test_deterministic(select_block_size: int) -> None:
     inputs = NSAInputs(*on_gpu(3001, batch=2), gate_proj_weight=weight)
     do = like(2, 3001, 8, 128)
     config = replace(SOME, select_block_size=select_block_size)
-    check(inputs, config, deterministic=True)
+    check_gradients(inputs, config, deterministic=True)
 
     def run() -> dict[str, Tensor]:
         return gradients(lambda x: nsa(**x.tensors(), config=config, deterministic=True), inputs, do)
@@ -525,8 +481,8 @@ def test_what_cannot_be_deterministic_is_refused(changes: dict[str, Any], got: s
 def test_selected_backward_of_fa4(batch: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels import backward
 
-    monkeypatch.setattr(backward, "SPLIT", False)
+    monkeypatch.setattr(backward, "nsa_backward", partial(backward.nsa_backward, atomic_free=False))
     config = replace(SOME, share_heads_in_group=shared)
-    check(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), config)
+    check_gradients(NSAInputs(*on_gpu(3001, batch=batch), gate_proj_weight=gate_weight()), config)
     monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
-    check(NSAInputs(*on_gpu(1000, batch=batch)), config)
+    check_gradients(NSAInputs(*on_gpu(1000, batch=batch)), config)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import backward, forward
+from cute_kernels import backward, forward, plan
 from cute_kernels.fa4 import interface as fa4
 from nsa import NSAConfig, reference
 from nsa.inputs import NSAInputs
@@ -38,7 +38,7 @@ def check(inputs: NSAInputs, config: NSAConfig) -> None:
     out, aux = reference.nsa(inputs, config)
     do = torch.randn_like(out)
     saved = twins.saved(inputs, config, aux).to_list()
-    like = backward.nsa_saved_like(inputs, config, recompute=False)
+    like = forward.nsa_saved_like(inputs, config, recompute=False)
     assert [tensor.shape for tensor in saved] == [tensor.shape for tensor in like]
     got = backward.nsa_backward(inputs, config, saved, do)
     fixed = {} if inputs.packed else {"indices": aux.indices, "cmp_indices": aux.cmp_indices}
@@ -102,10 +102,10 @@ def test_options(changes: dict[str, Any], arch: str) -> None:
 
 
 def test_windows_reach_no_farther_than_tokens() -> None:
-    assert forward.window_reach(7, True, 100) == (6, 0)
-    assert forward.window_reach(7, False, 100) == (3, 3)
-    assert forward.window_reach(2**31 - 1, True, 100) == (100, 0)
-    assert forward.window_reach(2**31 - 1, False, 100) == (100, 100)
+    assert plan.window_reach(7, True, 100) == (6, 0)
+    assert plan.window_reach(7, False, 100) == (3, 3)
+    assert plan.window_reach(2**31 - 1, True, 100) == (100, 0)
+    assert plan.window_reach(2**31 - 1, False, 100) == (100, 100)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -135,7 +135,7 @@ def test_phases_have_as_many_rows_as_entries(
     assert sizes == expected
 
 
-@pytest.mark.parametrize(("passes", "list_bytes"), [(1, 250), (1, 60), (2, 250), (2, 130), (2, 60)])
+@pytest.mark.parametrize(("chunks", "list_bytes"), [(1, 250), (1, 60), (2, 250), (2, 130), (2, 60)])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -145,11 +145,11 @@ def test_phases_have_as_many_rows_as_entries(
     ],
     ids=str,
 )
-def test_heads_and_lists_in_pieces(
-    changes: dict[str, Any], passes: int, list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch
+def test_heads_and_lists_in_chunks(
+    changes: dict[str, Any], chunks: int, list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists of a key/value head take 216 bytes for each batch on sm_90, 120 on sm_100; those of a block take 24."""
-    if passes == 2:
+    if chunks == 2:
         monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
     monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
     check(some_inputs(520), replace(SOME, **changes))
@@ -186,9 +186,9 @@ def extras(inputs: NSAInputs, names: tuple[str, ...]) -> NSAInputs:
     ],
     ids="+".join,
 )
-@pytest.mark.parametrize("one_pass", [True, False])
-def test_optional_tensors(names: tuple[str, ...], one_pass: bool, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not one_pass:
+@pytest.mark.parametrize("one_chunk", [True, False])
+def test_optional_tensors(names: tuple[str, ...], one_chunk: bool, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not one_chunk:
         monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
     check(extras(some_inputs(300), names), SOME)
 
@@ -232,7 +232,7 @@ def test_options_of_documents(changes: dict[str, Any], arch: str) -> None:
 
 
 @pytest.mark.parametrize("list_bytes", [600, 250])
-def test_heads_and_lists_of_documents_in_pieces(list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_and_lists_of_documents_in_chunks(list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
     monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
     check(packed_inputs(*LENGTHS), replace(SOME, **SOME_ENTRIES))
@@ -256,20 +256,22 @@ def test_optional_tensors_of_documents(names: tuple[str, ...], changes: dict[str
 
 
 @pytest.mark.parametrize("size", [64, 128, 192, 256])
-def test_split_backward_gets_lists_of_its_unit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atomic_free_backward_gets_lists_of_its_tiles(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4's lists are 128 keys wide where that divides l'."""
     from cute_kernels.mma.wgmma import TILE
 
     twins.install(monkeypatch, "sm_90", RULES["sm_90"])
-    monkeypatch.setattr(forward, "chosen_lists", lambda *_, width, **__: width)
+    monkeypatch.setattr(plan, "chosen_lists", lambda *_, width, **__: width)
     widths = []
 
-    def split(q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, *rest: Any, **out: Any) -> None:
+    def atomic_free(
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, *rest: Any, **out: Any
+    ) -> None:
         widths.append(rest[0])
         for name in ("dq", "dk", "dv"):
             out[name].zero_()
 
-    monkeypatch.setattr(backward.split, "selected_backward", split)
+    monkeypatch.setattr(backward, "selected_backward", atomic_free)
     inputs, config = some_inputs(300), replace(SOME, select_block_size=size)
     out, aux = reference.nsa(inputs, config)
     saved = twins.saved(inputs, config, aux).to_list()

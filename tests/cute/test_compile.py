@@ -44,9 +44,10 @@ def case(variant: str = "plain", group: int | None = None, cubin: bytes = b"") -
 
 @pytest.mark.slow
 @pytest.mark.cuda_extra
+@pytest.mark.parametrize("matrix", ["kernels", pytest.param("pairwise", marks=pytest.mark.full)])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_every_kernel_has_a_cubin(arch: str) -> None:
-    command = [sys.executable, str(TOOL), "--arch", arch, "--matrix", "pairwise"]
+def test_every_kernel_has_a_cubin(arch: str, matrix: str) -> None:
+    command = [sys.executable, str(TOOL), "--arch", arch, "--matrix", matrix]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(f"{arch} ")]
@@ -58,7 +59,7 @@ def test_every_kernel_has_a_cubin(arch: str) -> None:
 
 
 def test_kernels_are_found_in_the_sources() -> None:
-    assert {"BlockMean", "TopBlocks", "TokenBlocks", "ChosenLists", "PrefixLists", "GatedSum"} <= our_kernels("sm_100a")
+    assert {"BlockMean", "TileTopK", "TokenTopK", "ChosenLists", "PrefixLists", "GatedSum"} <= our_kernels("sm_100a")
     assert our_kernels() - our_kernels("sm_100a") >= {"SelectedDQ", "SelectedDKV"}
     assert {"fa4.compressed", "fa4.selected", "fa4.window"} <= fa4_calls()
 
@@ -132,6 +133,11 @@ def test_pairwise_keeps_every_value_and_pair() -> None:
         assert {tuple(getattr(c, f) for f in fields) for c in few} == {
             tuple(getattr(c, f) for f in fields) for c in cases
         }
+
+
+def test_one_of_each_is_the_first_case_of_every_kernel() -> None:
+    cases = [case(variant)._replace(kernel=kernel) for kernel in ("One", "Two") for variant in ("a", "b")]
+    assert tool.one_of_each(cases) == cases[::2]
 
 
 def test_unknown_architecture_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

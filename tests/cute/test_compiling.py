@@ -24,7 +24,10 @@ import cutlass.utils
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_kernels import compress, fa4, jit, segments
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.lists import kv_to_query
+from cute_kernels.pool import compress
+from cute_kernels.runtime import jit
 from tools.compile_all import HardwareInfo
 
 cutlass.utils.HardwareInfo = cutlass.utils.hardware_info.HardwareInfo = HardwareInfo
@@ -36,11 +39,11 @@ def window(dim):
         fa4.window(q, q, q, left=63, right=0, scale=1.0, lse=False)
 
 calls = [
-    partial(segments._mark, 64, False),
+    partial(kv_to_query._bits, 64, entries=False, packed=False),
     partial(window, 64),
     partial(compress._compiled, (32, 16, False), BF16, BF16, 64, 64, False),
     partial(window, 128),
-    partial(segments._mark, 64, False),
+    partial(kv_to_query._bits, 64, entries=False, packed=False),
     partial(window, 64),
 ]
 results = {}
@@ -69,7 +72,7 @@ def test_threads_that_compile_at_once(tmp_path: Path) -> None:
     from tools.compile_all import child_environment
 
     printed = run_child(COLD, child_environment("sm_90a", str(tmp_path)))
-    assert printed.splitlines()[-2:] == ["['BlockMean', 'MarkTokens'] 2 2"] * 2
+    assert printed.splitlines()[-2:] == ["['BlockMean', 'TileBits'] 2 2"] * 2
 
 
 def at_once(function: Callable[[int], object]) -> list[object]:

@@ -23,13 +23,14 @@ from cute_kernels.runtime import device, disk_cache, jit
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 
 LOOK = """
-from cute_kernels import jit, segments
-kernel = segments._mark(64, False)
+from cute_kernels.lists import kv_to_query
+from cute_kernels.runtime import jit
+kernel = kv_to_query._bits(64, entries=False, packed=False)
 try:
     kernel.run(1)
 except TypeError as error:
     assert "mIndices" in str(error), error
-assert segments._mark(64, False) is kernel
+assert kv_to_query._bits(64, entries=False, packed=False) is kernel
 assert jit.num_compiled() == 1
 print(len(jit.COMPILED))
 """

@@ -119,8 +119,9 @@ class Call(NamedTuple):
         )
 
     def visible(self, backward: bool) -> Any:
-        from cute_kernels.fa4.launch import Packed, Visible
+        from cute_kernels.fa4.launch import Mask
         from cute_kernels.lists.query_to_kv import BlockLists
+        from cute_kernels.pool.documents import Varlen
 
         def int32(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device="cuda")
@@ -137,10 +138,10 @@ class Call(NamedTuple):
             more["lists"] = BlockLists(*parts, rows, width)
         if self.documents is not None:
             first = int32(self.documents + 1)
-            more["documents"] = Packed(first, first, int32(self.documents))
+            more["documents"] = Varlen(first, first, int32(self.documents))
         if self.tables is not None:
             more["tensors"] = [int32(*[8] * self.tables)]
-        return Visible(**more, **self.seen)
+        return Mask(**more, **self.seen)
 
 
 def attend(call: Call) -> None:

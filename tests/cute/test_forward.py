@@ -10,112 +10,18 @@ import torch
 from torch import Tensor
 
 import dispatch
-from bench import oracles
 from nsa import NSAAux, NSAConfig, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs
-from tests.cute.test_select_token import check_chosen
-from tests.support.causality import BRANCHES, LSES, assert_causal
-from tests.support.helpers import assert_within_budget, make_qkv
+from tests.support.causality import assert_causal
+from tests.support.cute_cases import BF16, FP16, SIZES, SOME, block_scores, check_forward, gate_weight, on_gpu
+from tests.support.helpers import make_qkv
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
-
-BF16, FP16 = torch.bfloat16, torch.float16
-SOME = NSAConfig(num_selected_blocks=3, window_size=100)
-"""A selection that selects from a few hundred tokens on."""
-SIZES = (1, 63, 64, 65, 255, 256, 257, 1000, 4096, 8191)
-
-
-@pytest.fixture(params=["sm_90", "sm_100"])
-def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Tiles and lists of which architecture; Blackwell's run on Hopper too."""
-    monkeypatch.setenv("NSA_KERNELS_FA4_STRATEGY", request.param)
-    return str(request.param)
-
-
-def on_gpu(tokens: int, heads: int = 8, kv_heads: int = 2, dim: int = 128, **keywords: Any) -> tuple[Tensor, ...]:
-    return make_qkv(tokens, heads, kv_heads, dim, **{"dtype": BF16, "device": "cuda", **keywords})
-
-
-def gate_weight(heads: int = 8, dim: int = 128, dtype: torch.dtype = BF16) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return (torch.randn(heads, 3, dim, generator=generator) / dim**0.5).to("cuda", dtype)
-
-
-def check(inputs: NSAInputs, config: NSAConfig) -> NSAAux:
-    """The whole op, each branch, each LSE and the selection against fp64."""
-    tensors = inputs.tensors()
-    out, aux = nsa_forward_aux(**tensors, config=config)
-    assert_agrees_with_oracle(inputs, config, out, aux)
-    assert torch.equal(nsa_forward(**tensors, config=config), out), "with and without aux"
-    check_selection(inputs, config, aux)
-    return aux
-
-
-def assert_agrees_with_oracle(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux) -> None:
-    """The results of a call without documents against fp64, for the blocks that the kernels chose."""
-    fixed = {"indices": aux.indices.long(), "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long()}
-    oracle_out, oracle = reference.nsa(inputs.map(Tensor.double), config, **fixed)
-    naive_out, naive = oracles.nsa(inputs, config, **fixed)
-    assert_within_budget(out, oracle_out, naive_out, "out")
-    for name in (*BRANCHES, "k_cmp", "v_cmp"):
-        assert_within_budget(getattr(aux, name), getattr(oracle, name), naive[name], name)
-    # Logits are exact products summed in fp32, of compressed keys that were rounded to the dtype first (checked above)
-    _, rounded = reference.nsa(*of_rounded_keys(inputs, config, aux), **fixed)
-    for name in LSES:
-        got, expected = getattr(aux, name), getattr(rounded, name)
-        empty = torch.isinf(expected)
-        assert torch.equal(torch.isinf(got), empty), f"{name}: -inf in other rows"
-        if got.numel() == 0:
-            continue
-        theirs = (naive[name].double() - getattr(oracle, name)).masked_fill(empty, 0).abs().max()
-        allowed = 1e-5 + 2 * theirs
-        assert (got.double() - expected).masked_fill(empty, 0).abs().max() <= allowed, name
-
-
-def of_rounded_keys(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> tuple[NSAInputs, NSAConfig]:
-    """The call in fp64 that is given the compressed keys and values that the kernels made."""
-    inputs = replace(inputs.map(Tensor.double), w_k_compress=None, w_v_compress=None)
-    return replace(inputs, k_cmp=aux.k_cmp.double(), v_cmp=aux.v_cmp.double()), replace(config, compress="mean")
-
-
-def check_selection(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> None:
-    """Given the kernel's own rounded keys, every chosen block is the oracle's, or within 1e-5 max|score| of one."""
-    keys, plain = of_rounded_keys(inputs, config, aux)
-    _, oracle = reference.nsa(keys, plain)
-    if config.token_mode:
-        check_chosen(aux.indices, oracle.indices, inputs, config, aux.k_cmp, aux.lse_cmp.double())
-        return
-    for name in ("indices", "cmp_indices"):
-        got, expected = getattr(aux, name), getattr(oracle, name)
-        if expected is None:
-            assert got is None
-            continue
-        assert got.shape == expected.shape
-        assert torch.equal((got >= 0).sum(-1), (expected >= 0).sum(-1)), f"{name}: another number of blocks"
-        assert bool(((got[..., 1:] > got[..., :-1]) | (got[..., 1:] == -1)).all()), f"{name}: not ascending"
-        for b, h, t in (got != expected).any(-1).nonzero().tolist():
-            assert name == "indices", "another block of compressed entries"
-            scores = block_scores(keys, plain, t)[b, h]
-            kth = scores[expected[b, h, t][expected[b, h, t] >= 0].long()].min()
-            chosen = scores[got[b, h, t][got[b, h, t] >= 0].long()].min()
-            assert kth - chosen <= 1e-5 * scores[scores.isfinite()].abs().max(), f"tile {t}, head {h}"
-
-
-def block_scores(inputs: NSAInputs, config: NSAConfig, tile: int) -> Tensor:
-    """fp64 scores of all select blocks for one tile, `[B,S,blocks]`, where blocks and entries are the same thing."""
-    assert config.compress_block_size == config.stride == config.select_size
-    rows = slice(tile * config.q_tile_size, (tile + 1) * config.q_tile_size)
-    mean = inputs.q[:, rows].mean(1)  # [B,H,D]
-    keys = inputs.k_cmp.repeat_interleave(inputs.group_size, 2)
-    scores = torch.einsum("bhd,bnhd->bhn", mean, keys) * config.scale(mean.shape[-1])
-    if config.share_heads_in_group:
-        scores = scores.unflatten(1, (-1, inputs.group_size)).sum(2)
-    return scores
 
 
 @pytest.mark.parametrize("tokens", SIZES)
 def test_sizes(tokens: int, strategy: str) -> None:
-    aux = check(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), SOME)
+    aux = check_forward(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), SOME)
     blocks = -(-tokens // 64)
     if blocks > 8:  # the selection left something out
         assert int((aux.indices[:, :, -1] >= 0).sum(-1).max()) == 3
@@ -127,7 +33,7 @@ def test_sizes(tokens: int, strategy: str) -> None:
 def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
     heads = max(group, 2)
     qkv = on_gpu(1000, heads, heads // group, dim, dtype=dtype, batch=2)
-    check(NSAInputs(*qkv, gate_proj_weight=gate_weight(heads, dim, dtype)), SOME)
+    check_forward(NSAInputs(*qkv, gate_proj_weight=gate_weight(heads, dim, dtype)), SOME)
 
 
 @pytest.mark.parametrize("select", [64, 128])
@@ -142,13 +48,13 @@ def test_blocks(length: int, stride: int, select: int, strategy: str) -> None:
         num_local_blocks=2,
         window_size=64,
     )
-    check(NSAInputs(*on_gpu(3000, 4, 2, 64)), config)
+    check_forward(NSAInputs(*on_gpu(3000, 4, 2, 64)), config)
 
 
 @pytest.mark.parametrize("dims", [(64, 128), (128, 64)], ids=str)
 def test_value_dims(dims: tuple[int, int], strategy: str) -> None:
     qkv = on_gpu(1000, 4, 2, dims[0], v_dim=dims[1])
-    check(NSAInputs(*qkv, gate_proj_weight=gate_weight(4, dims[0])), SOME)
+    check_forward(NSAInputs(*qkv, gate_proj_weight=gate_weight(4, dims[0])), SOME)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -177,16 +83,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, strategy: str) -> None:
-    check(NSAInputs(*on_gpu(5000, 4, 2), gate_proj_weight=gate_weight(4)), replace(SOME, **OPTIONS[name]))
+    check_forward(NSAInputs(*on_gpu(5000, 4, 2), gate_proj_weight=gate_weight(4)), replace(SOME, **OPTIONS[name]))
 
 
 def test_narrow_blocks_of_entries() -> None:
     config = replace(SOME, num_cmp_selected_blocks=3, n_block_size=64, compress_block_size=16, select_block_size=64)
-    check(NSAInputs(*on_gpu(5000, 4, 2)), config)
+    check_forward(NSAInputs(*on_gpu(5000, 4, 2)), config)
 
 
 def test_tiles_of_128() -> None:
-    check(NSAInputs(*on_gpu(1000)), replace(SOME, q_tile_size=128))
+    check_forward(NSAInputs(*on_gpu(1000)), replace(SOME, q_tile_size=128))
 
 
 @pytest.mark.parametrize("form", ["weight", "fp32 weight", "given", "fp32 given", "none"])
@@ -199,7 +105,7 @@ def test_gates(form: str) -> None:
     elif form.endswith("given"):
         keywords["gates"] = make_qkv(1000, 8, 8, 3, batch=2, dtype=dtype, device="cuda", seed=5)[0]
     inputs = NSAInputs(q, k, v, **keywords)
-    aux = check(inputs, SOME)
+    aux = check_forward(inputs, SOME)
     expected = reference.nsa(inputs.map(Tensor.double), SOME, indices=aux.indices.long())[1].gates
     # fp32 sums of D products of 16-bit numbers, through a sigmoid of slope at most 1/4
     assert (aux.gates.double() - expected).abs().max() <= 1e-5
@@ -212,8 +118,8 @@ def test_inputs_of_all_kinds(strategy: str) -> None:
     for seed, branch in enumerate(("slc", "win"), 1):
         _, own[f"k_{branch}"], own[f"v_{branch}"] = on_gpu(1000, 4, 2, 64, v_dim=128, seed=seed)
     w_k, w_v = (torch.randn(2, d, d, device="cuda", dtype=BF16) / d**0.5 for d in (64, 128))
-    aux = check(NSAInputs(q, k, v, w_k_compress=w_k, w_v_compress=w_v, **own), SOME)
-    check(NSAInputs(q, k, v, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp), SOME)
+    aux = check_forward(NSAInputs(q, k, v, w_k_compress=w_k, w_v_compress=w_v, **own), SOME)
+    check_forward(NSAInputs(q, k, v, k_cmp=aux.k_cmp, v_cmp=aux.v_cmp), SOME)
     pool = torch.nn.Sequential(torch.nn.Flatten(-2), torch.nn.Linear(64 * 64, 64)).to("cuda", BF16)
     with torch.no_grad():
         entries = reference.nsa(NSAInputs(q, k, k), replace(SOME, compress=pool))[1].k_cmp
@@ -275,7 +181,7 @@ def test_selection_of_a_long_sequence() -> None:
 
 
 def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
-    from cute_kernels import forward
+    from cute_kernels import plan
 
     q, k, v = on_gpu(3000, batch=2)
     gates = make_qkv(3000, 8, 8, 3, batch=2, dtype=BF16, device="cuda", seed=5)[0]
@@ -283,8 +189,8 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, strat
                                                                  select_block_size=64)):  # fmt: skip
         expected = nsa_forward(q, k, v, gates=gates, config=config)
         with monkeypatch.context() as patch:
-            patch.setattr(forward, "CHUNK_BYTES", 1 << 20)
-            assert forward.chunk_rows(2, 3000, 8, 128, 256) < 3000
+            patch.setattr(plan, "CHUNK_BYTES", 1 << 20)
+            assert plan.chunk_rows(2, 3000, 8, 128, 256) < 3000
             assert torch.equal(nsa_forward(q, k, v, gates=gates, config=config), expected)
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import forward
+from cute_kernels import forward, plan
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4 import launch
 from cute_kernels.gate.forward import Gating
+from cute_kernels.pool import compress
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support import backward_twins as twins
@@ -47,10 +48,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(fa4, "rules", lambda device: fa4.RULES[9])
     monkeypatch.setattr(forward, "prefix_lists", lambda *_, **__: None)
-    step(forward, "block_means", "compress", means)
+    step(compress, "block_means", "compress", means)
     step(fa4, "window", "window", attend)
     step(fa4, "compressed", "compressed", attend)
-    step(forward, "token_blocks", "choose", choose)
+    step(forward, "token_topk", "choose", choose)
     step(forward, "kv_outer_forward", "selected", attend)
     step(forward, "gated_sum", "gate", lambda *_, **__: None)
     return log
@@ -67,7 +68,7 @@ def test_an_idle_gpu_gets_the_window_first(aux: bool, launched: list[str]) -> No
 
 
 def test_chunks_share_compressed_keys(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 1)
     forward.nsa(some_inputs(), PAPER, aux=False)
     assert launched == ["window", "compress", *REST, "window", *REST]
 
@@ -84,7 +85,7 @@ def test_chunks_gate_their_own_rows(launched: list[str], monkeypatch: pytest.Mon
         return gating.out, torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
     monkeypatch.setattr(forward, "kv_outer_forward", select)
-    monkeypatch.setattr(forward, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 1)
     out, _ = forward.nsa(inputs, PAPER, aux=False)
     assert torch.equal(out, inputs.q * inputs.gates[..., :1])
     assert launched.count("window") == 2
@@ -94,7 +95,7 @@ def test_chunks_gate_their_own_rows(launched: list[str], monkeypatch: pytest.Mon
 def test_what_was_compressed_before_is_taken(launched: list[str]) -> None:
     inputs = some_inputs()
     k_cmp, v_cmp = inputs.k[:, :31] + 0, inputs.v[:, :31] + 0
-    call = forward.prepare(inputs, PAPER, (k_cmp, v_cmp))
+    call = plan.prepare(inputs, PAPER, (k_cmp, v_cmp))
     forward.attend(call, 0, call.num_rows, lse=False)
     assert call.k_cmp is k_cmp
     assert call.v_cmp is v_cmp
@@ -162,10 +163,10 @@ def test_no_window_reads_another_document(
 
     def run(v: Tensor) -> Tensor:
         changed = replace(inputs.map(Tensor.float), v=v, cu_seqlens=cu_seqlens)
-        call = forward.prepare(changed, config)
+        call = plan.prepare(changed, config)
         assert call.plan.documents is not None
-        win = forward.attend_window(call.plan, call.attended.q, *forward.keys_of(call.attended, "win"), 0, lse=False)
-        return call.plan.documents.by_token(win.o[0], 0, 0.0)
+        win = forward.attend_window(call.plan, call.attended.q, *plan.branch_kv(call.attended, "win"), 0, lse=False)
+        return call.plan.documents.to_tokens(win.o[0], 0, 0.0)
 
     plain = run(inputs.v.float())
     for start, stop in pairwise(cu_seqlens.tolist()):
@@ -202,6 +203,6 @@ def test_packed_documents_list_all_blocks_of_entries_where_they_fit() -> None:
     given, wanted = (
         torch.tensor([[*rows, *[[-1] * count] * unused]] * 3, dtype=torch.int32) for rows in (scored, expected)
     )
-    got = forward._all_if_they_fit(documents, given, width)
+    got = forward._complete_entry_blocks(documents, given, width)
     assert got.dtype == torch.int32
     assert torch.equal(got, wanted)

@@ -31,10 +31,16 @@ import dispatch
 from bench import oracles
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import TENSOR_NAMES, NSAInputs
-from tests.cute.test_backward import SLACK, gradients
-from tests.cute.test_forward import assert_agrees_with_oracle, check_selection
-from tests.cute.test_varlen import documents, part_of
-from tests.nsa.test_fuzz import (
+from tests.support import neighborhood_cases, residual_cases
+from tests.support.cute_cases import (
+    SLACK,
+    alone_documents,
+    assert_agrees_with_oracle,
+    check_selection,
+    gradients,
+    part_of,
+)
+from tests.support.fuzzing import (
     EXAMPLES,
     LAYOUTS,
     NEIGHBORHOOD_OPTIONS,
@@ -53,7 +59,6 @@ from tests.nsa.test_fuzz import (
     strided,
     wrong_shape,
 )
-from tests.support import neighborhood_cases, residual_cases
 from tests.support.helpers import assert_within_budget
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -180,7 +185,7 @@ def assert_right(keywords: dict[str, Any], out: Tensor, aux: NSAAux) -> None:
     if lengths is None:
         assert_one_right(inputs, config, out, aux)
         return
-    for document in documents(inputs, config, lengths):
+    for document in alone_documents(inputs, config, lengths):
         part = {name: tensor[None] for name, tensor in part_of(aux, document).items()}
         alone = NSAAux(**{name: part.get(name) for name in NSAAux._fields})
         assert_one_right(document.inputs, config, out[None, document.tokens], alone)
@@ -211,7 +216,7 @@ def assert_gradients_right(keywords: dict[str, Any], aux: NSAAux, seed: int, fla
             out: Tensor = run(leaves, config, **chosen(aux._asdict()))[0]
             return out
         rows = [leaves.q.new_zeros(0, *do.shape[1:])]
-        for document in documents(leaves, config, lengths):
+        for document in alone_documents(leaves, config, lengths):
             fixed = chosen({name: tensor[None] for name, tensor in part_of(aux, document).items()})
             rows.append(run(document.inputs, config, **fixed)[0][0])
         rows.append(leaves.q.new_zeros(do.shape[0] - sum(lengths), *do.shape[1:]))

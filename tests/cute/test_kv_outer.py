@@ -409,7 +409,7 @@ def test_indices_of_callers_need_not_hold_forced_blocks(
         num_local_blocks=2,
     )
     plan: Any = SimpleNamespace(config=config, documents=None, scale=1.0)
-    forward.attend_selected(plan, inputs.q, inputs.k, inputs.v, inputs.indices, 0, True, forced=forced)
+    forward.attend_selected(plan, inputs.q, inputs.k, inputs.v, inputs.indices, 0, True, holds_forced=forced)
     assert passed == [expected]
 
 

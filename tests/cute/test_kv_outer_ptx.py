@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,16 +14,9 @@ from torch import Tensor
 
 from tests.cute.test_kv_outer import GATES, forward_from, make, small_passes
 from tests.support.kv_outer_twins import Twin, add_up
-from tests.support.ptx import Program, tensor_argument
+from tests.support.ptx import argument, program, tensor_argument
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-
-
-def argument(x: Tensor | int | float, static: tuple[int, ...] = ()) -> bytes:
-    """Args: `static`, dimensions whose size was known to the compiler; the last stride always is."""
-    if isinstance(x, Tensor):
-        return tensor_argument(x, [n for i, n in enumerate(x.shape) if i not in static], x.stride()[:-1])
-    return struct.pack("<i" if isinstance(x, int) else "<f", x)
 
 
 def of_groups(x: Tensor, group: int) -> bytes:
@@ -40,22 +31,13 @@ def places_of_tokens(x: Tensor, group: int) -> bytes:
     return tensor_argument(x, [x.shape[0], x.shape[2] // group, x.shape[1]], [batch, head * group, token, head])
 
 
-@cache
-def program(compiled: Any, *how: Any, **named: Any) -> Program:
-    """What a module's cached function compiles, once for all tests."""
-    return Program(compiled.__wrapped__(*how, **named).compiled.__ptx__)
-
-
 @pytest.fixture
-def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run interpreted. Parameter: what multiplies, when copies arrive, and whether races are looked for."""
     from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
     from cute_kernels.gate import forward as gate
     from cute_kernels.lists import worklist
     from cute_kernels.pool import documents
-    from cute_kernels.runtime import jit
-
-    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
 
     by, copies, *races = request.param.split(", ")
     for module in (kv_outer, kv_outer_backward, query_outer, forced):
@@ -153,7 +135,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         ]
         return given, tuple(reversed(x[3].shape[:3]))
 
-    monkeypatch.setattr(documents, "_add_up", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
+    monkeypatch.setattr(documents, "_bounds", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
     patch("segments", "_mark", partial(plain, 256, lambda x, *_: x.shape[2] * x.shape[3], ((), (), (), (0,))))
     patch("segments", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
     patch("segments", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))

@@ -591,7 +591,7 @@ def test_fa4_compresses_backward_what_the_model_predicts(
 
 
 def fa4_natively(gradients: Gradients, lists: Any, *, scale: float) -> None:
-    launch.differentiate(gradients, launch.Visible(causal=True, lists=lists), scale=scale)
+    launch.differentiate(gradients, launch.Mask(causal=True, lists=lists), scale=scale)
 
 
 def model_natively(gradients: Gradients, lists: Lists, *, scale: float) -> None:

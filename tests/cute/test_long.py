@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from nsa import NSAConfig, nsa, nsa_forward
 from nsa.inputs import NSAInputs
-from tests.cute.test_select_token import probabilities
 from tests.support.long_sequences import BLOCK, DIM, HEADS, KV_HEADS, TILE, normal, tile_in_fp64
+from tests.support.select_cases import probabilities
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -40,13 +41,14 @@ def rows_of(config: NSAConfig) -> int:
 def selections(inputs: NSAInputs, config: NSAConfig, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compressed keys and values, and what the tile that begins at `start` selects for each query head."""
     from cute_kernels import forward
+    from cute_kernels.plan import prepare
 
-    call = forward.prepare(inputs, config)
+    call = prepare(inputs, config)
     first = start // TILE * TILE
     rows = inputs.q[:, first : first + TILE]
     if config.token_mode:
-        part = forward.attend(call, first, first + rows.shape[1], lse=False)
-        blocks = part.indices[0, :, start - first].long()
+        branches = forward.attend(call, first, first + rows.shape[1], lse=False)
+        blocks = branches.indices[0, :, start - first].long()
         return call.k_cmp, call.v_cmp, blocks.repeat_interleave(HEADS // KV_HEADS, 0), None
     indices, chosen = forward.select(call.plan, rows, call.k_cmp, start, inputs.q.shape[1])
     return call.k_cmp, call.v_cmp, indices[0, :, 0].long(), None if chosen is None else chosen[0, :, 0].long()
@@ -100,19 +102,20 @@ def check_rows(inputs: NSAInputs, config: NSAConfig, out: Tensor, starts: list[i
 def check_choice(inputs: NSAInputs, token: int) -> None:
     """A token that selects alone has its forced blocks and, beside them, none that is worse than one it left out."""
     from cute_kernels import forward
+    from cute_kernels.plan import prepare
 
-    call, first = forward.prepare(inputs, PER_TOKEN), token // TILE * TILE
-    part = forward.attend(call, first, min(first + TILE, inputs.q.shape[1]), lse=True)
+    call, first = prepare(inputs, PER_TOKEN), token // TILE * TILE
+    branches = forward.attend(call, first, min(first + TILE, inputs.q.shape[1]), lse=True)
     own = token // BLOCK
     forced = {0, max(0, own - 1), own}
     for kv_head in range(KV_HEADS):
         group = slice(kv_head * HEADS // KV_HEADS, (kv_head + 1) * HEADS // KV_HEADS)
-        listed = [block for block in part.indices[0, kv_head, token - first].tolist() if block >= 0]
+        listed = [block for block in branches.indices[0, kv_head, token - first].tolist() if block >= 0]
         chosen = set(listed)
         assert listed == sorted(chosen)
         assert len(chosen) == min(PER_TOKEN.num_selected_blocks, own + 1)
         assert forced <= chosen
-        lse = part.cmp.lse[0, group, token - first].double()
+        lse = branches.cmp.lse[0, group, token - first].double()
         keys = call.k_cmp[0, :, kv_head]
         scores, bound = probabilities(inputs.q[0, token, group], keys, lse, PER_TOKEN, token)
         taken, left = sorted(chosen - forced), sorted(set(range(own)) - chosen)
@@ -143,12 +146,14 @@ def of_head(
     )
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["FA4", "split"])
+@pytest.mark.parametrize("atomic_free", [False, True], ids=["FA4", "atomic-free"])
 @pytest.mark.parametrize("num_cmp", [None, 16])
-def test_backward_of_millions_of_tokens(num_cmp: int | None, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_of_millions_of_tokens(
+    num_cmp: int | None, atomic_free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from cute_kernels import backward
 
-    monkeypatch.setattr(backward, "SPLIT", split)
+    monkeypatch.setattr(backward, "nsa_backward", partial(backward.nsa_backward, atomic_free=atomic_free))
     tokens = 4 << 20
     starts = [tile * TILE for tile in (3, tokens // TILE // 2 + 1, tokens // TILE - 1)]
     check_gradients(tokens, NSAConfig(num_cmp_selected_blocks=num_cmp), starts)

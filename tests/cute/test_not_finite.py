@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig, nsa, nsa_forward_aux
-from tests.cute.test_backward import like
-from tests.cute.test_forward import gate_weight, on_gpu
 from tests.support.causality import LSES
+from tests.support.cute_cases import gate_weight, like, on_gpu
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, UNIT
-from tests.cute.test_kv_outer_ptx import argument, program
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, LENGTH, ROW
 from tests.support.kv_outer_twins import Twin
+from tests.support.ptx import argument, program
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -28,11 +27,8 @@ UNWRITTEN = torch.iinfo(torch.int32).max
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels.lists import query_to_kv
-    from cute_kernels.runtime import jit
-
-    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
 
     def patch(name: str, items: Callable[..., int]) -> None:
         real = getattr(query_to_kv, name)
@@ -130,8 +126,8 @@ def check_chosen(
             continue
         for b, s, t in torch.ones(2, select_heads, tiles).nonzero().tolist():
             here = [n for n in range(32 * got.bits.shape[3]) if got.bits[b, s, t, n // 32] >> n % 32 & 1]
-            units = range(-(-num_keys // got.unit))
-            assert here == [n for n in units if n * got.unit // size in chosen[b][s][t]], (num_keys, rows_to)
+            units = range(-(-num_keys // got.bit_keys))
+            assert here == [n for n in units if n * got.bit_keys // size in chosen[b][s][t]], (num_keys, rows_to)
 
 
 def of_tokens(most: int, causal: bool) -> Iterator[tuple[int, int, int]]:
@@ -194,7 +190,7 @@ class Pack(NamedTuple):
     def documents(self) -> Any:
         bounds = torch.full((6, len(self.lengths) + 1), UNWRITTEN, dtype=torch.int32)
         bounds[LENGTH] = torch.tensor([*self.lengths, 0])
-        entries = [-(-self.sees.entries(n) // UNIT) * UNIT for n in self.lengths]
+        entries = [-(-self.sees.entries(n) // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT for n in self.lengths]
         bounds[ENTRY] = torch.tensor([0, *entries]).cumsum(0)
         tiles = [-(-n // self.tile) for n in self.lengths]
         bounds[ROW] = torch.tensor([0, *tiles]).cumsum(0) * self.tile
@@ -241,7 +237,9 @@ def test_chosen_blocks_of_documents(size: int) -> None:
             words = got.bits[0, 0, t]
             here = [n for n in range(32 * len(words)) if words[n // 32] >> n % 32 & 1]
             assert here == [
-                base // got.unit + n for n in range(tile * 2 // got.unit) if n * got.unit // size in chosen[t]
+                base // got.bit_keys + n
+                for n in range(tile * 2 // got.bit_keys)
+                if n * got.bit_keys // size in chosen[t]
             ]
 
 

@@ -19,8 +19,7 @@ from torch.nn.parallel import parallel_apply
 from cute_kernels.runtime import streams
 from dispatch import attention_residual, neighborhood_attention
 from nsa import NSAConfig, nsa, nsa_forward
-from tests.cute.test_backward import like
-from tests.cute.test_forward import gate_weight, on_gpu
+from tests.support.cute_cases import gate_weight, like, on_gpu
 from tests.support.helpers import run_child
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -298,7 +297,7 @@ WORK = """
 import hashlib, json, warnings
 warnings.simplefilter("ignore")
 import torch
-from cute_kernels import jit
+from cute_kernels.runtime import jit
 from tests.cute.test_reliability import on_gpu, training_step
 digest = hashlib.sha256()
 for result in training_step("tile", on_gpu(1000))():

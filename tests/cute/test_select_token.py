@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from cute_kernels.select.token import (
-    ENTRIES,
+    KEY_TILE,
     TILINGS,
     choose_tiling,
     overlap_weights,
     score_layout,
-    token_blocks,
+    token_topk,
 )
 from cute_kernels.select.topk import Blocks
 from nsa import NSAConfig, reference
 from nsa.inputs import NSAInputs
 from tests.support import select_token_model as model
 from tests.support.helpers import make_qkv
+from tests.support.select_cases import blocks_of, check_chosen, compressed
 
 PAPER = NSAConfig.paper(num_selected_blocks=6, window_size=16)
 SMALL = NSAConfig.paper(
@@ -39,19 +40,8 @@ SIZES: dict[str, NSAConfig] = {
     "l > l'": replace(SMALL, compress_block_size=24, select_block_size=8),
     "odd ratio": replace(SMALL, compress_block_size=12, select_block_size=20),
     "more blocks than there are": replace(SMALL, num_selected_blocks=40),
-    "one place": replace(SMALL, num_selected_blocks=1, num_init_blocks=0, num_local_blocks=0),
+    "one slot": replace(SMALL, num_selected_blocks=1, num_init_blocks=0, num_local_blocks=0),
 }
-
-
-def blocks_of(config: NSAConfig) -> Blocks:
-    return Blocks(
-        config.compress_block_size,
-        config.stride,
-        config.select_size,
-        config.num_selected_blocks,
-        init=config.num_init_blocks,
-        local=config.num_local_blocks,
-    )
 
 
 # The algorithm, on a CPU
@@ -61,7 +51,7 @@ def check_model(inputs: NSAInputs, config: NSAConfig, *, tokens: int = 16, entri
     _, aux = reference.nsa(inputs, config)
     scale = config.scale(inputs.q.shape[-1])
     arguments = aux.k_cmp, aux.lse_cmp, blocks_of(config), scale
-    got = model.token_blocks(inputs.q, *arguments, tokens=tokens, entries=entries)
+    got = model.token_topk(inputs.q, *arguments, tokens=tokens, entries=entries)
     assert torch.equal(got.int(), aux.indices)
 
 
@@ -81,7 +71,7 @@ def test_few_tokens(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
-def test_model_takes_every_order(sign: int) -> None:
+def test_model_merges_every_order(sign: int) -> None:
     """Scores such that each step replaces the whole list, or nothing."""
     q, k, v = make_qkv(400, 2, 1, 4)
     k = torch.ones_like(k) * (1 + sign * torch.arange(400) / 400)[:, None, None]
@@ -106,7 +96,7 @@ def test_model_breaks_ties() -> None:
     config = replace(SMALL, num_init_blocks=0, num_local_blocks=0)
     _, k, _ = make_qkv(300, 2, 1, 4)
     q, lse = k.new_zeros(1, 300, 2, 4), k.new_zeros(1, 2, 300)
-    got = model.token_blocks(q, k[:, : config.num_compressed(300)], lse, blocks_of(config), 0.5, tokens=16, entries=32)
+    got = model.token_topk(q, k[:, : config.num_compressed(300)], lse, blocks_of(config), 0.5, tokens=16, entries=32)
     assert torch.equal(got[0, 0], chosen_among_equals(300, config))
 
 
@@ -114,7 +104,7 @@ def test_model_of_later_queries() -> None:
     inputs, start = NSAInputs(*make_qkv(200, 2, 1, 8)), 77
     _, aux = reference.nsa(inputs, SMALL)
     arguments = aux.k_cmp, aux.lse_cmp[:, :, start:], blocks_of(SMALL), SMALL.scale(8)
-    got = model.token_blocks(inputs.q[:, start:], *arguments, tokens=16, entries=32, start=start)
+    got = model.token_topk(inputs.q[:, start:], *arguments, tokens=16, entries=32, start=start)
     assert torch.equal(got.int(), aux.indices[:, :, start:])
 
 
@@ -135,18 +125,18 @@ def test_overlap_weights_are_those_of_every_block(name: str) -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_scores_have_no_bank_conflicts(name: str) -> None:
-    """Places of a row do not overlap; a warp writes 8 entries of 4 pairs of tokens, lanes read consecutive blocks."""
+    """Scores do not overlap; a warp writes 8 entries of 4 pairs of tokens, lanes read consecutive blocks."""
     blocks = blocks_of(SIZES[name])
     ratio = blocks.size // blocks.stride
     columns, stride = score_layout(blocks)
 
-    def place(row: int, entry: int) -> int:
+    def word(row: int, entry: int) -> int:
         return row * stride + entry % ratio * columns + entry // ratio
 
-    places = {place(row, entry) for row in range(16) for entry in range(ENTRIES)}
-    assert len(places) == 16 * ENTRIES
-    for first in range(0, ENTRIES, 8):
-        banks = {place(2 * pair, first + i) % 32 for pair in range(4) for i in range(8)}
+    words = {word(row, entry) for row in range(16) for entry in range(KEY_TILE)}
+    assert len(words) == 16 * KEY_TILE
+    for first in range(0, KEY_TILE, 8):
+        banks = {word(2 * pair, first + i) % 32 for pair in range(4) for i in range(8)}
         assert len(banks) == 32 or 8 % ratio != 0
 
 
@@ -177,10 +167,10 @@ def test_bad_arguments_are_named() -> None:
     ]
     for error, message, arguments in cases:
         with pytest.raises(error, match=message):
-            token_blocks(*arguments)
+            token_topk(*arguments)
     documents: Any = SimpleNamespace(tile=48)
     with pytest.raises(ValueError, match="documents need"):
-        token_blocks(q, k_cmp, lse, PAPER, documents=documents)
+        token_topk(q, k_cmp, lse, PAPER, documents=documents)
 
 
 # The kernel, on a GPU
@@ -204,48 +194,8 @@ def on_gpu(tokens: int, heads: int = 16, kv_heads: int = 1, dim: int = 128, **ke
     return NSAInputs(*make_qkv(tokens, heads, kv_heads, dim, **{"dtype": BF16, "device": "cuda", **keywords}))
 
 
-def compressed(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounded compressed keys, fp64 lse of attention to them, and the oracle's selection by them."""
-    k_cmp = reference.pooled(inputs, config)[0].k_cmp
-    assert k_cmp is not None
-    exact = replace(inputs.map(Tensor.double), k_cmp=k_cmp.double(), v_cmp=k_cmp.double())
-    _, aux = reference.nsa(exact, config)
-    return k_cmp, aux.lse_cmp, aux.indices
-
-
-def probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, token: int) -> tuple[Tensor, Tensor]:
-    """fp64 scores `[blocks]` of a token (q `[G,D]`, k_cmp `[entries,D]`, lse `[G]`), and the bound of their errors."""
-    visible, size = config.num_compressed(token + 1), config.select_size
-    keys, scale = k_cmp[:visible].double(), config.scale(q.shape[-1])
-    p = torch.exp(scale * q.double() @ keys.T - lse[:, None]).sum(0)
-    starts = torch.arange(visible, device=q.device) * config.stride
-    begins = torch.arange(token // size + 1, device=q.device)[:, None] * size
-    overlap = (starts + config.compress_block_size).minimum(begins + size) - starts.maximum(begins)
-    scores = (overlap.clamp(min=0).double() / config.compress_block_size) @ p
-    largest = scale * q.double().norm(dim=-1).max() * keys.norm(dim=-1).max()
-    ulps = (q.shape[1] / 8 + 4) * largest + 4 * lse.abs().max() + q.shape[0] + 8
-    return scores, 2**-23 * ulps
-
-
-def check_chosen(
-    got: Tensor, expected: Tensor, inputs: NSAInputs, config: NSAConfig, k_cmp: Tensor, lse: Tensor
-) -> int:
-    """Sets equal the oracle's but for near ties, as select/token.py says. Returns how many differ."""
-    assert got.shape == expected.shape
-    assert torch.equal((got >= 0).sum(-1), (expected >= 0).sum(-1)), "another number of blocks"
-    assert bool(((got[..., 1:] > got[..., :-1]) | (got[..., 1:] == -1)).all()), "not ascending"
-    different = (got != expected).any(-1).nonzero().tolist()
-    for b, h, i in different:
-        group = slice(h * inputs.group_size, (h + 1) * inputs.group_size)
-        scores, bound = probabilities(inputs.q[b, i, group], k_cmp[b, :, h], lse[b, group, i], config, i)
-        ours, theirs = (set(x[b, h, i].tolist()) for x in (got, expected))
-        taken, left = scores[[*(ours - theirs)]].min(), scores[[*(theirs - ours)]].max()
-        assert left - taken <= 2 * bound * left, f"token {i}: took {ours - theirs} for {theirs - ours}"
-    return len(different)
-
-
 def choose(inputs: NSAInputs, config: NSAConfig, k_cmp: Tensor, lse: Tensor, **keywords: Any) -> Tensor:
-    return token_blocks(inputs.q, k_cmp, lse.float(), config, **keywords)
+    return token_topk(inputs.q, k_cmp, lse.float(), config, **keywords)
 
 
 def check_kernel(inputs: NSAInputs, config: NSAConfig = PAPER, *, most: float = 0.01) -> None:
@@ -310,7 +260,7 @@ def test_ties_go_to_the_lower_block(group: int) -> None:
     config = replace(PAPER, num_init_blocks=0, num_local_blocks=0)
     inputs = on_gpu(2000, group, 1)
     k_cmp = inputs.k[:, : config.num_compressed(2000)]
-    got = token_blocks(torch.zeros_like(inputs.q), k_cmp, torch.zeros(1, group, 2000, device="cuda"), config)
+    got = token_topk(torch.zeros_like(inputs.q), k_cmp, torch.zeros(1, group, 2000, device="cuda"), config)
     assert torch.equal(got[0, 0].cpu().long(), chosen_among_equals(2000, config))
 
 
@@ -361,11 +311,11 @@ def test_any_strides() -> None:
 def test_no_entries_and_no_tokens() -> None:
     config = replace(PAPER, num_init_blocks=1, num_local_blocks=2)
     q = on_gpu(20, 4, 1).q
-    got = token_blocks(q, q[:, :0, :1], torch.full((1, 4, 20), -torch.inf, device="cuda"), config)
+    got = token_topk(q, q[:, :0, :1], torch.full((1, 4, 20), -torch.inf, device="cuda"), config)
     expected = torch.full((1, 1, 20, 6), -1, device="cuda")
     expected[..., 0] = 0  # the block of the token itself
     assert torch.equal(got.long(), expected)
-    assert token_blocks(q[:, :0], q[:, :5, :1], q.new_empty(1, 4, 0, dtype=torch.float32), config).shape == (1, 1, 0, 6)
+    assert token_topk(q[:, :0], q[:, :5, :1], q.new_empty(1, 4, 0, dtype=torch.float32), config).shape == (1, 1, 0, 6)
 
 
 @on_cuda
@@ -374,9 +324,9 @@ def test_documents_are_what_they_are_alone(group: int) -> None:
     from cute_kernels.pool.compress import block_means
     from cute_kernels.pool.documents import lay_out
 
-    lengths, behind = (0, 1, 127, 128, 0, 129, 3000, 31, 32, 256, 4113, 0), 41
+    lengths, unused = (0, 1, 127, 128, 0, 129, 3000, 31, 32, 256, 4113, 0), 41
     heads, tile = 2 * group, 128
-    q, k, v = make_qkv(sum(lengths) + behind, heads, 2, 128, dtype=BF16, device="cuda")
+    q, k, v = make_qkv(sum(lengths) + unused, heads, 2, 128, dtype=BF16, device="cuda")
     for x in (q, k, v):
         x[:, sum(lengths) :] = torch.nan
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
@@ -390,9 +340,9 @@ def test_documents_are_what_they_are_alone(group: int) -> None:
         own = [x[:, first : first + tokens] for x in (q, k, v)]
         keys, _ = block_means(own[1], own[2], length, stride, BF16)
         rows = slice(row, row + tokens)
-        expected[:, :, rows] = token_blocks(own[0], keys, lse[:, :, rows], PAPER)
+        expected[:, :, rows] = token_topk(own[0], keys, lse[:, :, rows], PAPER)
         row += -(-tokens // tile) * tile
-    got = token_blocks(aligned_q, k_cmp, lse, PAPER, documents=documents)
+    got = token_topk(aligned_q, k_cmp, lse, PAPER, documents=documents)
     assert torch.equal(got, expected)
 
 
@@ -402,9 +352,9 @@ def test_memory_is_that_of_the_indices() -> None:
     entries = PAPER.num_compressed(1 << 15)
     k_cmp = inputs.k[:, :entries].contiguous()
     lse = torch.full((1, 16, 1 << 15), 8.0, device="cuda")
-    token_blocks(inputs.q, k_cmp, lse, PAPER)
+    token_topk(inputs.q, k_cmp, lse, PAPER)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    got = token_blocks(inputs.q, k_cmp, lse, PAPER)
+    got = token_topk(inputs.q, k_cmp, lse, PAPER)
     assert torch.cuda.max_memory_allocated() - before <= 4 * got.numel() + 4096

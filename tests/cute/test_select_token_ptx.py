@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, ROW, TILE, UNIT
-from cute_kernels.select.token import HALF, THREADS, choose_tiling
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, ROW, TILE
+from cute_kernels.select.token import MMA_THREADS, THREADS, choose_tiling
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
-from tests.cute.test_kv_outer_ptx import argument, program
-from tests.cute.test_select_token import blocks_of, check_chosen, compressed
 from tests.support.helpers import make_qkv
 from tests.support.kv_outer_twins import Twin, add_up
+from tests.support.ptx import argument, program
+from tests.support.select_cases import blocks_of, check_chosen, compressed
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -29,13 +28,11 @@ CONFIG = NSAConfig.paper(
 
 
 @pytest.fixture(params=["mma.sync, early", "wgmma, late", "wgmma, early"])
-def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Tensor]:
-    """token_blocks interpreted, by at most `ctas` CTAs. Parameter: what multiplies, and when copies arrive."""
+def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """token_topk interpreted, by at most `ctas` CTAs. Parameter: what multiplies, and when copies arrive."""
     instruction, _, copies = request.param.partition(", ")
-    from cute_kernels.runtime import jit
     from cute_kernels.select import token
 
-    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
     real = token._compiled
 
     def compiled(*how: Any) -> Twin:
@@ -46,18 +43,18 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
             given += [argument(y, (0,)) if isinstance(y, Tensor) else argument(y) for y in x if y is not None]
             tiling = token.choose_tiling(how[1], how[2], how[3])
             assert tiling is not None
-            items = -(-q.shape[1] // tiling.tokens) * k.shape[2] * q.shape[0]
+            work_tiles = -(-q.shape[1] // tiling.tokens) * k.shape[2] * q.shape[0]
             tensors = [y for y in (q, k, lse, indices, *x) if isinstance(y, Tensor)]
-            grid = min(items, ctas), 1, 1
-            # Who loads goes ahead and overwrites as early as it can, or comes as late as it can for who multiplies
-            ahead = slice(HALF) if copies == "late" else slice(HALF, THREADS)
+            grid = min(work_tiles, ctas), 1, 1
+            # Select warps go ahead and overwrite as early as they can, or load as late as they can for the MMA warps
+            ahead = slice(MMA_THREADS) if copies == "late" else slice(MMA_THREADS, THREADS)
             program(real, *how[:-1], instruction == "wgmma").run(given, grid, tensors, copies == "late", ahead)
 
         return Twin(run)
 
     def by_ctas(*arguments: Any, ctas: int, **keywords: Any) -> Tensor:
         monkeypatch.setattr(token, "multiprocessors", lambda _: ctas)
-        return token.token_blocks(*arguments, **keywords)
+        return token.token_topk(*arguments, **keywords)
 
     monkeypatch.setattr(token, "_compiled", compiled)
     return by_ctas
@@ -77,11 +74,11 @@ class Case(NamedTuple):
 @pytest.mark.parametrize(
     "case",
     [
-        # Tiles of 64 tokens in 4 parts: turns of two steps, then of one, with other heads and sequences; many steps
+        # Work tiles of 64 tokens in 4 subtiles: two steps, then one, with other heads and sequences; many steps
         Case(1, 64, 100, 186, batch=2, kv_heads=2, ctas=3),
         Case(2, 64, 60, 700),
         Case(3, 128, 40, 300, dtype=torch.float16),
-        # Of 32 in 2 parts, of 16 and of 8 in one: turns of two steps
+        # Of 32 tokens in 2 subtiles, of 16 and of 8 in one: two steps
         Case(16, 128, 40, 280),
         Case(32, 128, 20, 300),
         Case(64, 128, 17, 300),
@@ -89,7 +86,7 @@ class Case(NamedTuple):
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_interpreted(choose: Callable[..., Tensor], case: Case) -> None:
-    """Few and many steps, parts, turns and CTAs, an odd and an even number of heads, every tiling."""
+    """Few and many steps, subtiles, work tiles and CTAs, an odd and an even number of heads, every tiling."""
     group, dim, tokens, start, batch, kv_heads, ctas, dtype = case
     qkv = make_qkv(start + tokens, group * kv_heads, kv_heads, dim, batch=batch, dtype=dtype)
     inputs = NSAInputs(*qkv)
@@ -103,7 +100,7 @@ def test_interpreted(choose: Callable[..., Tensor], case: Case) -> None:
 @pytest.mark.parametrize(
     ("group", "dim", "lengths", "ctas"),
     [
-        (1, 64, (266, 20, 20), 3),  # turns are skipped before others and between them
+        (1, 64, (266, 20, 20), 3),  # work tiles are skipped before others and between them
         (32, 128, (42, 5, 5), 6),  # and behind others; two CTAs have no others
     ],
 )
@@ -112,14 +109,16 @@ def test_interpreted_documents(
 ) -> None:
     """Each as if it were alone. The second half of its last tile is no token's; nor is the last tile of all.
 
-    Turns go backwards, so those of a short document, whose tokens see less, come before those of the long one.
+    Work tiles go backwards, so those of a short document, whose tokens see less, come before those of the long one.
     """
     tiling = choose_tiling(dim, group, blocks_of(CONFIG))
     assert tiling is not None
     tile = 2 * tiling.tokens
     bounds = torch.empty((6, len(lengths) + 1), dtype=torch.int32)
     add_up(tile, torch.tensor([0, *lengths]).cumsum(0), bounds)
-    bounds[ENTRY] = torch.tensor([0, *(-(-CONFIG.num_compressed(n) // UNIT) * UNIT for n in lengths)]).cumsum(0)
+    bounds[ENTRY] = torch.tensor(
+        [0, *(-(-CONFIG.num_compressed(n) // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT for n in lengths)]
+    ).cumsum(0)
     tiles = torch.full((2, int(bounds[TILE, -1]) + 1), -1, dtype=torch.int32)
     q = torch.empty((1, tiles.shape[1] * tile, group, dim), dtype=torch.bfloat16)
     k_cmp, lse = q.new_empty((1, int(bounds[ENTRY, -1]), 1, dim)), torch.empty((1, group, q.shape[1]))

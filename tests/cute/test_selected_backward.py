@@ -1,4 +1,4 @@
-"""The split backward of the selected branch (attend/selected_backward.py) against fp64, and its lists of visits."""
+"""The split backward of the selected branch (attend/selected_backward.py) against fp64, and its worklist."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def random_indices(
 
 
 def tiles_of_blocks(indices: Tensor, blocks: int) -> Tensor:
-    """Whether tile t chose block b: bool `[B,S,tiles,blocks]`."""
+    """Whether tile t selected block b: bool `[B,S,tiles,blocks]`."""
     chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool, device=indices.device)
     return chosen.scatter_(3, indices.long().where(indices >= 0, blocks), True)[..., :blocks]
 
 
 def model_bits(indices: Tensor, blocks: int) -> Tensor:
-    """What transposed_lists.tile_bits returns."""
+    """What kv_to_query.tile_bits returns."""
     chosen = tiles_of_blocks(indices, blocks).transpose(2, 3)
     words = max(2, -(-chosen.shape[3] // 32))
     chosen = torch.nn.functional.pad(chosen, [0, words * 32 - chosen.shape[3]]).unflatten(3, (words, 32))
@@ -248,7 +248,7 @@ def test_sink_is_cut_into_segments(size: int, shared: bool, monkeypatch: pytest.
     inputs = make(3000, 8, 2, batch=2, size=size, indices=indices)
     whole = inputs.check()
     for length in (1, 3, 8):
-        monkeypatch.setattr(module, "SEGMENT", length)
+        monkeypatch.setattr(module, "MIN_SEGMENT", length)
         cut = inputs.check()
         assert torch.equal(cut[0], whole[0])
         for x, again in zip(cut, inputs.run(), strict=True):
@@ -309,44 +309,45 @@ def test_graph() -> None:
         assert torch.equal(x, expected)
 
 
-# ---------------------------------------------------------------- visits
+# ---------------------------------------------------------------- worklist
 
 
 @dataclass(frozen=True)
-class Visits:
-    """What CountVisits, the cumulative sum and ListVisits make, without what lies behind the ends."""
+class Worklist:
+    """What CountQueryTiles, the cumulative sum and ListQueryTiles make, without what lies behind the ends."""
 
     counts: Tensor
     sums: Tensor
-    visits: list[int]
+    query_tiles: list[int]
     segments: list[tuple[int, int, int]]
 
 
-def model_visits(bits: Tensor, heads: int, kv_heads: int, tiles: int, length: int) -> Visits:
+def model_worklist(bits: Tensor, heads: int, kv_heads: int, tiles: int, length: int) -> Worklist:
     """The same, a loop for each block."""
     batch, select_heads, blocks, _ = bits.shape
     chosen = ((bits.long()[..., None] >> torch.arange(32)) & 1).flatten(3)
     group, shared = heads // kv_heads, heads // select_heads
     counts: list[tuple[int, int, int]] = []
-    visits: list[int] = []
+    query_tiles: list[int] = []
     cut: list[tuple[int, int, int]] = []
     whole: list[tuple[int, int, int]] = []
     for item in range(blocks * batch * kv_heads):
         block, b, h = item // kv_heads // batch, item // kv_heads % batch, item % kv_heads
-        mine = [
+        of_block = [
             (i * shared + j) * tiles + tile
             for i in range(group // shared)
             for tile in chosen[b, h * (group // shared) + i, block].nonzero().flatten().tolist()
             for j in range(shared)
         ]
-        parts = len(mine) // length
-        counts.append((len(mine), parts if parts > 1 else 0, int(parts < 2)))
-        lengths = [len(mine) // max(parts, 1) + (i < len(mine) % max(parts, 1)) for i in range(max(parts, 1))]
+        segments = len(of_block) // length
+        counts.append((len(of_block), segments if segments > 1 else 0, int(segments < 2)))
+        segments = max(segments, 1)
+        lengths = [len(of_block) // segments + (i < len(of_block) % segments) for i in range(segments)]
         for i, n in enumerate(lengths):
-            (cut if parts > 1 else whole).append((item, len(visits) + sum(lengths[:i]), n))
-        visits += mine
+            (cut if segments > 1 else whole).append((item, len(query_tiles) + sum(lengths[:i]), n))
+        query_tiles += of_block
     table = torch.tensor(counts, dtype=torch.int32).T.contiguous()
-    return Visits(table, table.cumsum(1, dtype=torch.int32), visits, cut + whole)
+    return Worklist(table, table.cumsum(1, dtype=torch.int32), query_tiles, cut + whole)
 
 
 @given(
@@ -357,30 +358,30 @@ def model_visits(bits: Tensor, heads: int, kv_heads: int, tiles: int, length: in
     length=st.integers(1, 9),
     count=st.integers(1, 6),
 )
-def test_model_of_visits(tokens: int, kv_heads: int, group: int, shared: bool, length: int, count: int) -> None:
-    """Each choice is one visit; segments follow one another; those of cut blocks are of `length` and more."""
+def test_model_of_worklist(tokens: int, kv_heads: int, group: int, shared: bool, length: int, count: int) -> None:
+    """Each selection is listed once; segments follow one another; those of cut blocks have at least `length`."""
     tiles, blocks, heads = -(-tokens // 256), -(-tokens // 64), group * kv_heads
     select_heads = kv_heads if shared else heads
     indices = random_indices((2, select_heads), tiles, blocks, count, tile=256, size=64, causal=True)
     indices[..., 0] = 0
     chosen = tiles_of_blocks(indices, blocks).repeat_interleave(heads // select_heads, 1)
-    made = model_visits(model_bits(indices, blocks), heads, kv_heads, tiles, length)
-    assert len(made.visits) == int(chosen.sum())
+    made = model_worklist(model_bits(indices, blocks), heads, kv_heads, tiles, length)
+    assert len(made.query_tiles) == int(chosen.sum())
     covered = 0
     for item, first, n in sorted(made.segments, key=lambda segment: segment[1:]):
         assert first == covered or n == 0
         covered += n
         block, b, h = item // kv_heads // 2, item // kv_heads % 2, item % kv_heads
-        for visit in made.visits[first : first + n]:
-            head, tile = h * group + visit // tiles, visit % tiles
+        for query_tile in made.query_tiles[first : first + n]:
+            head, tile = h * group + query_tile // tiles, query_tile % tiles
             assert chosen[b, head, tile, block]
             chosen[b, head, tile, block] = False
-    assert not chosen.any(), "a choice without a visit"
+    assert not chosen.any(), "a selection that is not listed"
     cut = int(made.sums[1, -1])
     assert cut + int(made.sums[2, -1]) == len(made.segments)
     assert all(length <= n < 2 * length for _, _, n in made.segments[:cut])
     assert all(n < 2 * length for _, _, n in made.segments)
-    assert cut <= len(made.visits) // length
+    assert cut <= len(made.query_tiles) // length
 
 
 @pytest.mark.cuda_extra
@@ -388,45 +389,45 @@ def test_model_of_visits(tokens: int, kv_heads: int, group: int, shared: bool, l
 @pytest.mark.parametrize("tokens", [1 << 12, 1 << 17, 1 << 20, 1 << 22, 1 << 24])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_memory_is_bounded(tokens: int, dim: int) -> None:
-    from cute_kernels.attend.selected_backward import SEGMENT, sizes_of
+    from cute_kernels.attend.selected_backward import MIN_SEGMENT, worklist_sizes
 
     heads, kv_heads, count, tile, size = 8, 2, 16, 256, 64
     tiles, blocks = tokens // tile, kv_heads * tokens // size
-    part = 2 * 64 * dim * 4
-    sizes = sizes_of(heads * tiles * count, heads // kv_heads * tiles, blocks, part)
-    assert sizes.length >= SEGMENT
+    partial_bytes = 2 * 64 * dim * 4
+    sizes = worklist_sizes(heads * tiles * count, heads // kv_heads * tiles, blocks, partial_bytes)
+    assert sizes.length >= MIN_SEGMENT
     assert sizes.segments == blocks + sizes.cut
     lists = 4 * (6 * blocks + sizes.visits + 3 * sizes.segments)
-    assert sizes.cut * part + lists <= (600 << 20 if tokens <= 1 << 22 else 1 << 30)
+    assert sizes.cut * partial_bytes + lists <= (600 << 20 if tokens <= 1 << 22 else 1 << 30)
 
 
 @CUDA
 @NOISY
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
 @pytest.mark.parametrize(("tokens", "length"), [(100, 1), (5000, 2), (20000, 3), (20000, 32)])
-def test_visits(tokens: int, length: int, shared: bool) -> None:
-    from cute_kernels.attend.selected_backward import _count, _list
+def test_worklist(tokens: int, length: int, shared: bool) -> None:
     from cute_kernels.lists.kv_to_query import tile_bits
+    from cute_kernels.lists.selected_worklist import _count, _list
 
     heads, kv_heads, tiles, blocks = 6, 2, -(-tokens // 256), -(-tokens // 64)
     indices = random_indices((2, kv_heads if shared else heads), tiles, blocks, 5, tile=256, size=64, causal=True)
     indices[..., 0] = 0
     bits = tile_bits(indices.cuda(), size=64, num_keys=tokens, entries=False)
     assert torch.equal(bits.cpu(), model_bits(indices, blocks))
-    expected = model_visits(bits.cpu(), heads, kv_heads, tiles, length)
+    expected = model_worklist(bits.cpu(), heads, kv_heads, tiles, length)
 
     def table(*shape: int) -> Tensor:
         return torch.full(shape, -7, dtype=torch.int32, device="cuda")
 
-    counts, visits = table(3, blocks * 2 * kv_heads), table(2 * heads * tiles * 5)
-    segments = table(3, counts.shape[1] + visits.shape[0] // length)
+    counts, query_tiles = table(3, blocks * 2 * kv_heads), table(2 * heads * tiles * 5)
+    segments = table(3, counts.shape[1] + query_tiles.shape[0] // length)
     _count().run(bits, counts, kv_heads, heads // kv_heads, length)
     sums = counts.cumsum(1, dtype=torch.int32)
-    _list().run(bits, counts, sums, visits, segments, kv_heads, heads // kv_heads, tiles)
+    _list().run(bits, counts, sums, query_tiles, segments, kv_heads, heads // kv_heads, tiles)
     assert torch.equal(counts.cpu(), expected.counts)
     assert torch.equal(sums.cpu(), expected.sums)
-    assert visits.tolist()[: len(expected.visits)] == expected.visits
-    assert bool((visits[len(expected.visits) :] == -7).all())
+    assert query_tiles.tolist()[: len(expected.query_tiles)] == expected.query_tiles
+    assert bool((query_tiles[len(expected.query_tiles) :] == -7).all())
     used = len(expected.segments)
     assert [tuple(segment) for segment in segments[:, :used].T.tolist()] == expected.segments
     assert bool((segments[:, used:] == -7).all())

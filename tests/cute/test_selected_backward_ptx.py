@@ -1,42 +1,38 @@
-"""The sums of cut blocks in selected_backward.py, as the compiler's PTX, interpreted on a CPU (ptx.py)."""
+"""Partials of cut blocks (selected_backward.CombineSelectedDKV), as the compiler's PTX, interpreted on a CPU."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cute.test_kv_outer_ptx import argument, program
+from tests.support.ptx import argument, program
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def test_segments_are_added_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two blocks of 128 keys, of which the second one has ten: nobody wrote sums of its second half, and none is read.
+def test_partials_are_added_up() -> None:
+    """Two blocks of 128 keys, of which the second one has ten: its second key tile has no partials, and none are read.
 
     There is memory for two segments more than there are.
     """
     from cute_kernels.attend import selected_backward
     from cute_kernels.lists.worklist import BLOCK
-    from cute_kernels.runtime import jit
 
-    monkeypatch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}")
     cut, num_keys, dim, scale = (3, 2), 138, 64, 0.5
     counts = torch.tensor([[9, 6], cut, [0, 0]], dtype=torch.int32)
     sums = counts.cumsum(1, dtype=torch.int32)
     segments = torch.empty((3, sum(cut) + 2), dtype=torch.int32)
     segments[BLOCK, : sum(cut)] = torch.tensor([0, 0, 0, 1, 1])
-    parts = torch.empty((segments.shape[1], 2, 2, 64, dim))
-    written = [parts[:3], parts[3:5, :1]]
+    partials = torch.empty((segments.shape[1], 2, 2, 64, dim))
+    written = [partials[:3], partials[3:5, :1]]
     for x in written:
         x.normal_()
     gradients = [torch.empty((1, num_keys, 1, dim), dtype=torch.bfloat16) for _ in range(2)]
-    tensors = [counts, sums, segments, parts, *gradients]
+    tensors = [counts, sums, segments, partials, *gradients]
     statics = (0,), (0,), (0,), (1, 2, 3, 4), (3,), (3,)
     given = [argument(x, static) for x, static in zip(tensors, statics, strict=True)]
-    add = program(selected_backward._add, dim, torch.bfloat16, 128)
-    add.run([*given, argument(scale)], (parts.shape[0], 1, 1), tensors)
+    combine = program(selected_backward._combine, dim, torch.bfloat16, 128)
+    combine.run([*given, argument(scale)], (partials.shape[0], 1, 1), tensors)
     totals = torch.cat([x.sum(0).transpose(0, 1).flatten(1, 2) for x in written], 1)[:, :num_keys]
     for got, total, factor in zip(gradients, totals, (scale, 1.0), strict=True):
         # Sums in another order may round to the next number

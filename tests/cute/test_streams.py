@@ -108,43 +108,43 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     return Streams(monkeypatch)
 
 
-def three_passes(streams: Streams, fails: bool = False) -> None:
+def three_chunks(streams: Streams, fails: bool = False) -> None:
     with SideStreams(DEVICE) as side:
         assert streams.device == 1
         for number in range(3):
             side.begin()
             streams.launch(f"lists {number}")
             with side.run(object()):
-                streams.launch(f"pass {number}")
+                streams.launch(f"chunk {number}")
                 if fails and number == 1:
-                    raise ValueError("in a pass")
+                    raise ValueError("in a chunk")
             assert streams.current is streams.main
 
 
 def test_each_waits_for_what_it_reads(streams: Streams) -> None:
-    three_passes(streams)
+    three_chunks(streams)
     assert streams.log == [
         "main: lists 0",
         "side 0 waits for lists 0",
-        "side 0: pass 0",
+        "side 0: chunk 0",
         "main: lists 1",
         "side 1 waits for lists 1",
-        "side 1: pass 1",
-        "main waits for pass 0",  # whose memory the third pass may take
+        "side 1: chunk 1",
+        "main waits for chunk 0",  # whose memory the third chunk may take
         "main: lists 2",
         "side 0 waits for lists 2",
-        "side 0: pass 2",
-        "main waits for pass 1",
-        "main waits for pass 2",
+        "side 0: chunk 2",
+        "main waits for chunk 1",
+        "main waits for chunk 2",
     ]
     assert streams.current is streams.main
     assert streams.device == 0
 
 
 def test_an_exception_leaves_the_current_stream_waiting(streams: Streams) -> None:
-    with pytest.raises(ValueError, match="in a pass"):
-        three_passes(streams, fails=True)
-    assert streams.log[-2:] == ["main waits for pass 0", "main waits for pass 1"]
+    with pytest.raises(ValueError, match="in a chunk"):
+        three_chunks(streams, fails=True)
+    assert streams.log[-2:] == ["main waits for chunk 0", "main waits for chunk 1"]
     assert streams.current is streams.main
     assert streams.device == 0
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
-from tests.cute import test_backward, test_forward
-from tests.cute.test_forward import BF16, FP16, gate_weight, on_gpu
 from tests.cute.test_kv_outer import small_passes
 from tests.support.causality import assert_causal
+from tests.support.cute_cases import BF16, FP16, check_forward, check_gradients, gate_weight, like, on_gpu
 from tests.support.helpers import assert_as_alone
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -36,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 63, 64, 65, 257, 1000, 4096])
 def test_sizes(tokens: int) -> None:
-    aux = test_forward.check(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), PAPER)
+    aux = check_forward(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), PAPER)
     if tokens > 1000:  # the selection left something out
         assert int((aux.indices[:, :, -1] >= 0).sum(-1).max()) == 6
 
@@ -47,26 +46,26 @@ def test_sizes(tokens: int) -> None:
 def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
     heads = max(group, 2)
     qkv = on_gpu(700, heads, heads // group, dim, dtype=dtype, batch=2)
-    test_forward.check(NSAInputs(*qkv, gate_proj_weight=gate_weight(heads, dim, dtype)), PAPER)
+    check_forward(NSAInputs(*qkv, gate_proj_weight=gate_weight(heads, dim, dtype)), PAPER)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str) -> None:
     inputs = NSAInputs(*on_gpu(1500, 8, 2, 64), gate_proj_weight=gate_weight(8, 64))
-    test_forward.check(inputs, replace(PAPER, **OPTIONS[name]))
-    test_backward.check(inputs, replace(PAPER, **OPTIONS[name]))
+    check_forward(inputs, replace(PAPER, **OPTIONS[name]))
+    check_gradients(inputs, replace(PAPER, **OPTIONS[name]))
 
 
 @pytest.mark.parametrize("dims", [(64, 128), (128, 64)], ids=str)
 def test_value_dims(dims: tuple[int, int]) -> None:
     inputs = NSAInputs(*on_gpu(900, 8, 2, *dims[:1], v_dim=dims[1]))
-    test_forward.check(inputs, PAPER)
-    test_backward.check(inputs, PAPER)
+    check_forward(inputs, PAPER)
+    check_gradients(inputs, PAPER)
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 64, 65, 1000, 2500])
 def test_gradients(tokens: int) -> None:
-    test_backward.check(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), PAPER)
+    check_gradients(NSAInputs(*on_gpu(tokens), gate_proj_weight=gate_weight()), PAPER)
 
 
 @pytest.mark.parametrize("group", [1, 4, 16])
@@ -74,25 +73,25 @@ def test_gradients(tokens: int) -> None:
 def test_gradients_of_groups(group: int, recompute: bool) -> None:
     heads = max(group, 2)
     inputs = NSAInputs(*on_gpu(700, heads, heads // group, 64, batch=2), gate_proj_weight=gate_weight(heads, 64))
-    test_backward.check(inputs, PAPER, recompute=recompute)
+    check_gradients(inputs, PAPER, recompute=recompute)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 def test_given_gates(dtype: torch.dtype) -> None:
-    inputs = NSAInputs(*on_gpu(900, batch=2), gates=test_backward.like(2, 900, 8, 3).to(dtype))
-    test_forward.check(inputs, PAPER)
-    test_backward.check(inputs, PAPER)
+    inputs = NSAInputs(*on_gpu(900, batch=2), gates=like(2, 900, 8, 3).to(dtype))
+    check_forward(inputs, PAPER)
+    check_gradients(inputs, PAPER)
 
 
 def test_own_keys_and_entries() -> None:
     q, k, v = on_gpu(600)
     own = {
-        f"{kind}_{branch}": test_backward.like(*k.shape, seed=i)
+        f"{kind}_{branch}": like(*k.shape, seed=i)
         for i, (kind, branch) in enumerate((kind, branch) for kind in "kv" for branch in ("slc", "win"))
     }
     entries = PAPER.num_compressed(600)
-    own |= {name: test_backward.like(1, entries, 2, 128, seed=9) for name in ("k_cmp", "v_cmp")}
-    test_backward.check(NSAInputs(q, k, v, **own), PAPER)
+    own |= {name: like(1, entries, 2, 128, seed=9) for name in ("k_cmp", "v_cmp")}
+    check_gradients(NSAInputs(q, k, v, **own), PAPER)
 
 
 def test_nothing_depends_on_later_tokens() -> None:
@@ -106,25 +105,25 @@ def test_nothing_depends_on_later_tokens() -> None:
 @pytest.mark.parametrize("source", ["projected", "given", "thirds"])
 def test_chunks_of_queries_and_passes_change_nothing(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does whether the gate is a kernel of its own, as it is where aux is asked for."""
-    from cute_kernels import forward
+    from cute_kernels import plan
 
     q, k, v = on_gpu(3000, batch=2)
     gates: dict[str, dict[str, Tensor]] = {
         "projected": {"gate_proj_weight": gate_weight()},
-        "given": {"gates": test_backward.like(2, 3000, 8, 3)},
+        "given": {"gates": like(2, 3000, 8, 3)},
         "thirds": {},
     }
     expected, _ = nsa_forward_aux(q, k, v, **gates[source], config=PAPER)
     assert torch.equal(nsa_forward(q, k, v, **gates[source], config=PAPER), expected)
-    monkeypatch.setattr(forward, "CHUNK_BYTES", 1 << 20)
-    assert forward.chunk_rows(2, 3000, 8, 128, 256) < 3000
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 1 << 20)
+    assert plan.chunk_rows(2, 3000, 8, 128, 256) < 3000
     small_passes(monkeypatch, 256, 1 << 20, 100)
     assert torch.equal(nsa_forward(q, k, v, **gates[source], config=PAPER), expected)
 
 
 def test_repeats_are_bitwise_equal() -> None:
     q, k, v = (x.requires_grad_() for x in on_gpu(2000))
-    do = test_backward.like(1, 2000, 8, 128)
+    do = like(1, 2000, 8, 128)
 
     def run() -> tuple[Tensor, ...]:
         out = nsa(q, k, v, config=PAPER, deterministic=True)
@@ -156,7 +155,7 @@ def test_gradients_of_packed_documents(recompute: bool) -> None:
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     tokens = sum(lengths) + 10
     qkv = [x[0] for x in on_gpu(tokens)]
-    do = test_backward.like(tokens, 8, 128)
+    do = like(tokens, 8, 128)
     do[sum(lengths) :] = torch.nan  # belongs to no document
 
     def of(do: Tensor, *qkv: Tensor, **keywords: Any) -> tuple[Tensor, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from cute_kernels.fa4.interface import STRATEGY_VARIABLE
 from dispatch import BackendError
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
 from nsa.inputs import NSAInputs
+from tests.support.cute_cases import Alone, alone_documents, part_of
 from tests.support.helpers import assert_within_budget, make_qkv
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
@@ -98,45 +98,8 @@ def run(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, NSAAux]:
     return nsa_forward_aux(**inputs.tensors(), config=config, backend="cute")  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Alone:
-    """A document without the others, and where it and what belongs to it lie in the pack."""
-
-    inputs: NSAInputs
-    tokens: slice
-    tiles: slice
-    entries: slice
-
-
-def documents(inputs: NSAInputs, config: NSAConfig, lengths: tuple[int, ...]) -> Iterator[Alone]:
-    tile, entry = 0, 0
-    for start, stop in pairwise([0, *accumulate(lengths)]):
-        tokens = slice(start, stop)
-        tiles = slice(tile, tile := tile - (start - stop) // config.q_tile_size)
-        entries = slice(entry, entry := entry + config.num_compressed(stop - start))
-        if start < stop:
-            yield Alone(reference._slice_document(inputs, tokens, entries), tokens, tiles, entries)
-
-
 def without_batch(aux: NSAAux) -> dict[str, Tensor]:
     return {name: tensor[0] for name, tensor in aux._asdict().items() if tensor is not None}
-
-
-def part_of(aux: NSAAux, document: Alone) -> dict[str, Tensor]:
-    """What of a pack's NSAAux belongs to a document."""
-    part: dict[str, Tensor] = {}
-    for name, tensor in aux._asdict().items():
-        if tensor is None:
-            continue
-        if name in ("k_cmp", "v_cmp"):
-            part[name] = tensor[document.entries]
-        elif name.endswith("indices"):
-            part[name] = tensor[:, document.tiles]
-        elif name.startswith("lse"):
-            part[name] = tensor[:, document.tokens]
-        else:
-            part[name] = tensor[document.tokens]
-    return part
 
 
 def assert_equals_each_document_alone(case: Case, lengths: tuple[int, ...] = LENGTHS) -> None:
@@ -144,7 +107,7 @@ def assert_equals_each_document_alone(case: Case, lengths: tuple[int, ...] = LEN
     out, aux = run(inputs, case.config)
     assert torch.equal(nsa_forward(**inputs.tensors(), config=case.config, backend="cute"), out)  # type: ignore[arg-type]
     last = None
-    for document in documents(inputs, case.config, lengths):
+    for document in alone_documents(inputs, case.config, lengths):
         where = f"document {document.tokens}"
         alone_out, alone_aux = run(document.inputs, case.config)
         assert torch.equal(out[document.tokens], alone_out[0]), where
@@ -203,7 +166,7 @@ def test_agrees_with_the_oracle(name: str, weights: tuple[str, ...]) -> None:
     case = replace(CASES[name], tensors=CASES[name].tensors + weights)
     inputs = pack(case)
     out, aux = run(inputs, case.config)
-    for document in documents(inputs, case.config, LENGTHS):
+    for document in alone_documents(inputs, case.config, LENGTHS):
         part = part_of(aux, document)
         chosen = {key: part[key][None] for key in ("indices", "cmp_indices") if key in part}
         exact, exact_aux = reference.nsa(document.inputs.map(Tensor.double), case.config, **chosen)
@@ -252,7 +215,7 @@ def test_no_document_reaches_another(name: str, value: float) -> None:
     case = CASES[name]
     inputs = pack(case)
     before, before_aux = run(inputs, case.config)
-    whole = list(documents(inputs, case.config, LENGTHS))
+    whole = list(alone_documents(inputs, case.config, LENGTHS))
     for changed in whole:
         after, after_aux = run(spoilt(inputs, changed, value), case.config)
         for document in whole:
@@ -280,7 +243,7 @@ def test_no_gradient_reaches_another_document(name: str, value: float) -> None:
         return torch.autograd.grad(out, list(leaves.values()), do)
 
     before = gradients(inputs, do)
-    whole = list(documents(inputs, case.config, LENGTHS))
+    whole = list(alone_documents(inputs, case.config, LENGTHS))
     for changed in whole:
         other_do = do.clone()
         other_do[changed.tokens] = value
@@ -300,7 +263,7 @@ def test_many_documents(docs: int) -> None:
     lengths = tuple(torch.randint(0, 90, (docs,), generator=generator).tolist())
     inputs = pack(case, lengths)
     out, aux = run(inputs, case.config)
-    for document in list(documents(inputs, case.config, lengths))[:: docs // 20]:
+    for document in list(alone_documents(inputs, case.config, lengths))[:: docs // 20]:
         alone_out, alone_aux = run(document.inputs, case.config)
         assert torch.equal(out[document.tokens], alone_out[0])
         expected = without_batch(alone_aux)
@@ -316,7 +279,7 @@ def test_few_tokens(name: str, lengths: tuple[int, ...], tail: int) -> None:
     out, aux = run(inputs, case.config)
     assert out.shape[0] == sum(lengths) + tail
     assert not out[sum(lengths) :].any()
-    for document in documents(inputs, case.config, lengths):
+    for document in alone_documents(inputs, case.config, lengths):
         alone_out, _ = run(document.inputs, case.config)
         assert torch.equal(out[document.tokens], alone_out[0])
     assert aux.indices.shape[1] == (out.shape[0] + len(lengths) * (T - 1)) // T

@@ -1,4 +1,4 @@
-"""The window's backward in two kernels (window_backward.py), alone and with selected blocks inside, against fp64."""
+"""The split backward of the window (attend/window_backward.py), alone and with local selected blocks, against fp64."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.helpers import assert_within_budget
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 CUDA = pytest.mark.cuda
 BF16, FP16 = torch.bfloat16, torch.float16
-NEAR = pytest.mark.parametrize("near", [None, (64, 2)], ids=["window", "near"])
+LOCAL = pytest.mark.parametrize("local", [None, (64, 2)], ids=["window", "local-selected"])
 
 
 @dataclass(frozen=True)
-class Seen:
+class Branch:
     """What a branch sees, bool `[N,N]`, and its statistics, fp32 `[B,H,N]`."""
 
     pairs: Tensor
@@ -28,15 +28,15 @@ class Seen:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the backward takes; `near` is of the second branch: l' and local."""
+    """What the backward takes; `local` is of the second branch, the selected one: l' and local blocks."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     do: Tensor
-    branches: list[Seen]
+    branches: list[Branch]
     left: int
-    near: tuple[int, int] | None
+    local: tuple[int, int] | None
 
     @property
     def scale(self) -> float:
@@ -70,9 +70,9 @@ class Inputs:
         from cute_kernels.attend.window_backward import LocalSelected, window_backward
 
         window, *others = self.branches
-        near = None
-        if self.near is not None:
-            near = LocalSelected(others[0].lse, others[0].delta, *self.near)
+        local_selected = None
+        if self.local is not None:
+            local_selected = LocalSelected(others[0].lse, others[0].delta, *self.local)
         into = [torch.full_like(x, math.nan) for x in (self.q, self.k, self.v)]
         window_backward(
             self.q,
@@ -84,7 +84,7 @@ class Inputs:
             left=self.left,
             scale=self.scale,
             into=(into[0], into[1], into[2]),
-            near=near,
+            local_selected=local_selected,
         )
         return into
 
@@ -104,7 +104,7 @@ def make(
     dim: int = 128,
     *,
     left: int = 511,
-    near: tuple[int, int] | None = None,
+    local: tuple[int, int] | None = None,
     batch: int = 1,
     dtype: torch.dtype = BF16,
     device: str = "cuda",
@@ -125,32 +125,32 @@ def make(
     key = row.T
     window = (key <= row) & (key >= row - left)
 
-    def of(pairs: Tensor, all_pairs: Tensor) -> Seen:
+    def branch_of(pairs: Tensor, all_pairs: Tensor) -> Branch:
         masked = logits.masked_fill(~all_pairs, -math.inf)
         lse = masked.logsumexp(-1)
         delta = ((masked - lse[..., None]).exp() * dp).sum(-1)
-        return Seen(pairs, lse - 2 * torch.rand(lse.shape, generator=generator, device=device), delta)
+        return Branch(pairs, lse - 2 * torch.rand(lse.shape, generator=generator, device=device), delta)
 
-    branches = [of(window, window)]
-    if near is not None:
-        size, local = near
-        pairs = (key <= row) & (key >= (row // size - local + 1) * size)
-        branches.append(of(pairs, pairs | (key == 0)))
-    return Inputs(q, k, v, do, branches, left, near)
+    branches = [branch_of(window, window)]
+    if local is not None:
+        size, blocks = local
+        pairs = (key <= row) & (key >= (row // size - blocks + 1) * size)
+        branches.append(branch_of(pairs, pairs | (key == 0)))
+    return Inputs(q, k, v, do, branches, left, local)
 
 
 @CUDA
-@NEAR
+@LOCAL
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 2049])
-def test_sizes(tokens: int, near: tuple[int, int] | None) -> None:
-    make(tokens, near=near).check()
+def test_sizes(tokens: int, local: tuple[int, int] | None) -> None:
+    make(tokens, local=local).check()
 
 
 @CUDA
-@NEAR
+@LOCAL
 @pytest.mark.parametrize("left", [127, 128, 190, 191, 192, 4000])
-def test_windows(left: int, near: tuple[int, int] | None) -> None:
-    make(1100, left=left, near=near).check()
+def test_windows(left: int, local: tuple[int, int] | None) -> None:
+    make(1100, left=left, local=local).check()
 
 
 @CUDA
@@ -160,32 +160,32 @@ def test_narrow_windows(left: int) -> None:
 
 
 @CUDA
-@pytest.mark.parametrize("near", [(64, 1), (64, 8), (128, 1), (128, 3), (192, 2), (256, 2)], ids=str)
-def test_near_blocks(near: tuple[int, int]) -> None:
-    make(1500, near=near).check()
+@pytest.mark.parametrize("local", [(64, 1), (64, 8), (128, 1), (128, 3), (192, 2), (256, 2)], ids=str)
+def test_local_blocks(local: tuple[int, int]) -> None:
+    make(1500, local=local).check()
 
 
 @CUDA
 @pytest.mark.parametrize("tokens", [1, 100, 128])
 def test_windows_as_long_as_the_sequence(tokens: int) -> None:
-    """Callers pass no wider ones, near blocks may be."""
-    make(tokens, left=tokens - 1, near=(64, 2)).check()
+    """Callers pass no wider ones; local blocks may be wider."""
+    make(tokens, left=tokens - 1, local=(64, 2)).check()
 
 
 @CUDA
-@NEAR
+@LOCAL
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 2, 16])
-def test_groups(group: int, dim: int, dtype: torch.dtype, near: tuple[int, int] | None) -> None:
+def test_groups(group: int, dim: int, dtype: torch.dtype, local: tuple[int, int] | None) -> None:
     heads = max(group, 2)
-    make(900, heads, heads // group, dim, left=255, near=near, dtype=dtype, batch=2).check()
+    make(900, heads, heads // group, dim, left=255, local=local, dtype=dtype, batch=2).check()
 
 
 @CUDA
-@NEAR
-def test_rows_without_statistics(near: tuple[int, int] | None) -> None:
-    inputs = make(600, near=near)
+@LOCAL
+def test_rows_without_statistics(local: tuple[int, int] | None) -> None:
+    inputs = make(600, local=local)
     branches = []
     for i, branch in enumerate(inputs.branches):
         lse, delta = branch.lse.clone(), branch.delta.clone()
@@ -197,9 +197,9 @@ def test_rows_without_statistics(near: tuple[int, int] | None) -> None:
 
 
 @CUDA
-@NEAR
-def test_bits_are_the_same_each_time(near: tuple[int, int] | None) -> None:
-    inputs = make(3000, 16, 1, near=near)
+@LOCAL
+def test_bits_are_the_same_each_time(local: tuple[int, int] | None) -> None:
+    inputs = make(3000, 16, 1, local=local)
     first = inputs.run()
     for _ in range(3):
         for one, other in zip(first, inputs.run(), strict=True):
@@ -209,7 +209,7 @@ def test_bits_are_the_same_each_time(near: tuple[int, int] | None) -> None:
 @CUDA
 def test_strides() -> None:
     """Heads and tokens need not follow each other."""
-    inputs = make(300, near=(64, 2))
+    inputs = make(300, local=(64, 2))
     apart = {
         name: torch.cat([x, x.new_full(x.shape, math.nan)], 2)[:, :, : x.shape[2]]
         for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("do", inputs.do))
@@ -219,11 +219,11 @@ def test_strides() -> None:
 
 
 @pytest.mark.cuda_extra
-@pytest.mark.parametrize("near", [(32, 2), (64, 0), (64, 9), (256, 3)], ids=str)
-def test_near_blocks_must_lie_in_the_window(near: tuple[int, int]) -> None:
-    inputs = make(600, 1, 1, 64, near=(64, 2), device="cpu")
-    with pytest.raises(ValueError, match="near blocks must be multiples of 64 keys and lie in the window, got"):
-        replace(inputs, near=near).run()
+@pytest.mark.parametrize("local", [(32, 2), (64, 0), (64, 9), (256, 3)], ids=str)
+def test_local_blocks_must_lie_in_the_window(local: tuple[int, int]) -> None:
+    inputs = make(600, 1, 1, 64, local=(64, 2), device="cpu")
+    with pytest.raises(ValueError, match="local blocks must be multiples of 64 keys and lie in the window, got"):
+        replace(inputs, local=local).run()
 
 
 @pytest.mark.cuda_extra

@@ -168,7 +168,7 @@ def test_what_a_new_package_no_longer_has_names_the_version(monkeypatch: pytest.
         assert package_problem("triton", "cpu") is None  # and is remembered
         advice = f'; triton is 99.0: pip install --force-reinstall "triton=={TRITON_TESTED}"'
         assert package_advice(row.packages) == advice
-    monkeypatch.setattr("dispatch.registry.package_advice", lambda _: advice)
+    monkeypatch.setattr("dispatch.impl.package_advice", lambda _: advice)
     (verdict,) = explain(Call("op", "cpu", torch.float32), rows=(row,))
     assert verdict.reason == (
         f"importing no_such_module_here failed: ModuleNotFoundError: No module named 'no_such_module_here'{advice}"
@@ -241,7 +241,7 @@ for op in ("nsa", "neighborhood_attention", "attention_residual"):
         print(op, verdict.impl.backend, verdict.reason)
 from dispatch.__main__ import main
 torch.cuda.is_available = lambda: False
-main([])
+main(["--all"])
 from bench import extras
 for name in extras.NEEDS:
     try:

@@ -17,7 +17,7 @@ import torch
 import dispatch
 import nsa
 from dispatch import BackendError, Call, Impl, explain, resolve
-from dispatch.__main__ import main
+from dispatch.__main__ import main, summary
 from dispatch.device import PACKAGES, absence, describe_device, device_types, package_states, triton_clash
 from dispatch.table import ROWS
 
@@ -169,7 +169,7 @@ print(nsa_forward(q, k, k).shape)
 def test_works_with_torch_alone() -> None:
     """Every optional package absent: importing, the main job, and the diagnosis."""
     done = run_python(
-        BLOCK + MAIN_JOB + "from dispatch.__main__ import main; main([])",
+        BLOCK + MAIN_JOB + "from dispatch.__main__ import main; main(['--all'])",
         "cutlass,flash_attn,triton,torch_npu,numpy,rich,matplotlib,hypothesis",
     )
     assert done.returncode == 0, done.stderr
@@ -294,8 +294,28 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert describe_device("cpu").startswith(f"{platform.machine()}, ")
 
 
-def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_for_each_op_and_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     main([])
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    shown = {(op, device): backend for op, device, backend in lines}
+    assert len(lines) == len(shown) == 3 * len(dispatch.OPS)
+    for op in dispatch.OPS:
+        assert shown[op, "cpu"] == "reference"
+        assert shown[op, "cuda"] == f"none: {absence('cuda')}"
+        assert shown[op, "npu"] == f"none: {absence('npu')}"
+
+
+def test_a_device_that_is_there_and_that_no_backend_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    verdicts = [verdict for verdict in explain(call(CUDA), rows=MADE_UP) if verdict.impl.backend != "fast"]
+    broken, slow = verdicts
+    assert summary("cuda", [broken, slow, slow]) == f"none: broken: {broken.reason}; slow: {slow.reason}"
+    assert summary("cuda", explain(call(CUDA), rows=MADE_UP)) == "fast"
+
+
+def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--all"])
     lines = capsys.readouterr().out.splitlines()
     assert "  nsa                              cpu   reference  runs" in lines
     refused = "runs on npu only when named: backend='reference' (correct everywhere, fast nowhere)"

@@ -1,35 +1,76 @@
-"""What the documents say is so: README's code runs, links lead somewhere, commands exist."""
+"""What the documents say is so: their code runs, links lead somewhere, commands exist."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
+import dispatch
+import nsa
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+README_LINES = 120
 
 
 def python_blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
 def test_example_code_runs(page: Path) -> None:
     for block in python_blocks(page):
         exec(compile(block, str(page), "exec"), {})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and MkDocs both make them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower())).strip("-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        path = page.parent / target if target else page
+        assert path.exists(), f"{name_of(page)} links to {target}"
+        assert not anchor or anchor in anchors(path), f"{name_of(page)} links to {target}#{anchor}"
 
 
-def test_set_up_commands_exist() -> None:
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+def test_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", page.read_text(encoding="utf-8"), re.MULTILINE))
+        assert named <= targets, f"{name_of(page)} names {sorted(named - targets)}"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"^make ([a-z-]+)", readme, re.MULTILINE))
-    assert named == {"demo", "train-demo", "needle-demo", "residual-demo", "test"}
-    assert {*named, "lint", "test-gpu", "clean"} <= set(targets)
+    assert set(re.findall(r"^make ([a-z-]+)", readme, re.MULTILINE)) == {"demo", "test"}
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    shown = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    names = {name.rpartition(".")[2] for name in shown}
+    assert {*nsa.__all__, *dispatch.__all__} <= names
+    for name in shown:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__, f"{name} has no docstring"
+
+
+def test_the_site_leads_to_every_page() -> None:
+    places = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    own = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert places == own | {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"}

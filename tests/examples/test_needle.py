@@ -18,7 +18,7 @@ from examples.shared.byte_models import Row
 from examples.shared.nsa_variants import BRANCHES, VARIANTS, ablated
 from nsa import nsa_forward_aux
 
-ARCHITECTURE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "results_files.md"
 SIZES = {
     "layers": 2,
     "width": 32,
@@ -184,7 +184,7 @@ def test_a_closed_branch_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
-    documented = re.search(r"`examples/needle.py` writes\s+`{(.*?)}`", ARCHITECTURE.read_text(), re.DOTALL)
+    documented = re.search(r"`examples/needle.py` writes\s+`{(.*?)}`", SCHEMAS.read_text(), re.DOTALL)
     assert documented is not None
     assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*?\]", "", documented[1], flags=re.DOTALL)))
     for name, row in (("rows", Row), ("summary", example.Summary), ("accuracy", example.Accuracy)):

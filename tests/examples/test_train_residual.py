@@ -15,7 +15,7 @@ import torch
 from examples import train_residual as example
 from examples.shared import byte_models
 
-ARCHITECTURE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "results_files.md"
 SIZES = {
     "layers": 2,
     "width": 32,
@@ -46,7 +46,7 @@ def trainer(variant: str, corpus: byte_models.Corpus, *options: str) -> byte_mod
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
-    documented = re.search(r"`examples/train_residual.py` writes\s+`{(.*?)}`", ARCHITECTURE.read_text(), re.DOTALL)
+    documented = re.search(r"`examples/train_residual.py` writes\s+`{(.*?)}`", SCHEMAS.read_text(), re.DOTALL)
     assert documented is not None
     assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*?\]", "", documented[1], flags=re.DOTALL)))
     for name, row in (("rows", byte_models.Row), ("summary", example.Summary)):

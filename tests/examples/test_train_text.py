@@ -23,7 +23,7 @@ from examples.shared import byte_models
 from examples.shared.nsa_variants import BRANCHES, make_config
 from nsa import LinearCompression, NSAConfig, nsa_forward_aux
 
-ARCHITECTURE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "results_files.md"
 SIZES = {
     "layers": 1,
     "width": 32,
@@ -42,7 +42,7 @@ SIZES = {
     "lr": 0.01,
 }
 TINY = ["--device=cpu", *(f"--{name}={value}" for name, value in SIZES.items())]
-PRESETS = {"seed": [], "paper": ["--preset=paper", "--q-tile=1", "--k=4"]}
+PRESETS = {"per_tile": [], "paper": ["--preset=paper", "--q-tile=1", "--k=4"]}
 NSA_VARIANTS = [name for name in example.VARIANTS if name != "dense"]
 
 
@@ -67,7 +67,7 @@ def run(trainer: example.Trainer) -> tuple[list[example.Row], example.Summary]:
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
-    documented = re.search(r"`examples/train_text.py` writes\s+`{(.*?)}`", ARCHITECTURE.read_text(), re.DOTALL)
+    documented = re.search(r"`examples/train_text.py` writes\s+`{(.*?)}`", SCHEMAS.read_text(), re.DOTALL)
     assert documented is not None
     assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*?\]", "", documented[1], flags=re.DOTALL)))
     for name, row in (("rows", example.Row), ("summary", example.Summary)):
@@ -257,9 +257,16 @@ def test_presets_shape_what_the_options_size() -> None:
     sized = example.parse(["--device=cpu", "--preset=paper", "--block-size=32", "--k=6", "--w=24", "--local-blocks=1"])
     expected = {"compress_block_size": 16, "compress_stride": 8, "select_block_size": 32, "num_selected_blocks": 6}
     assert sized.config == NSAConfig.paper(**expected, window_size=24, num_local_blocks=1)
-    seed = example.parse(["--device=cpu", "--block-size=32"]).config
-    assert (seed.compress_block_size, seed.stride, seed.select_size, seed.num_local_blocks) == (32, 32, 32, 1)
-    assert not seed.token_mode
+    per_tile = example.parse(["--device=cpu", "--block-size=32"]).config
+    assert (per_tile.compress_block_size, per_tile.stride, per_tile.select_size) == (32, 32, 32)
+    assert per_tile.num_local_blocks == 1
+    assert not per_tile.token_mode
+
+
+def test_the_former_name_of_a_preset_is_accepted() -> None:
+    former = example.parse(["--device=cpu", "--preset=seed"])
+    assert former.preset == "per_tile"
+    assert former.config == example.parse(["--device=cpu", "--preset=per_tile"]).config
 
 
 def test_a_results_file_names_preset_and_compression(corpus: example.Corpus) -> None:
@@ -317,7 +324,7 @@ def test_windows_lie_in_their_text(corpus: example.Corpus) -> None:
     small = replace(corpus, training=torch.arange(101).byte(), validation=torch.arange(35).byte())
     starts = byte_models.training_starts(small, steps=500, batch=2, context=64, seed=0)
     assert (starts.min(), starts.max()) == (0, 36)
-    windows = byte_models.take(small.training, starts[0], 65)
+    windows = byte_models.windows_at(small.training, starts[0], 65)
     assert torch.equal(windows, starts[0][:, None] + torch.arange(65))
     assert byte_models.validation_starts(small, windows=5, context=10).tolist() == [0, 11, 22]
     assert byte_models.validation_starts(small, windows=2, context=10).tolist() == [0, 17]

@@ -21,10 +21,11 @@ from tests.support.helpers import SMALL, make_qkv
 
 
 def test_presets() -> None:
-    seed, paper = NSAConfig.seed(), NSAConfig.paper()
-    assert seed == NSAConfig()
-    assert (seed.compress_block_size, seed.stride, seed.select_size) == (64, 64, 64)
-    assert (seed.q_tile_size, seed.shares_heads, seed.num_selected_blocks, seed.window_size) == (256, False, 16, 512)
+    tile, paper = NSAConfig.per_tile(), NSAConfig.paper()
+    assert tile == NSAConfig()
+    assert NSAConfig.seed(window_size=8) == NSAConfig.per_tile(window_size=8)
+    assert (tile.compress_block_size, tile.stride, tile.select_size) == (64, 64, 64)
+    assert (tile.q_tile_size, tile.shares_heads, tile.num_selected_blocks, tile.window_size) == (256, False, 16, 512)
     assert (paper.compress_block_size, paper.stride, paper.select_size) == (32, 16, 64)
     assert (paper.q_tile_size, paper.shares_heads, paper.num_selected_blocks, paper.window_size) == (1, True, 16, 512)
     assert (paper.num_init_blocks, paper.num_local_blocks) == (1, 2)

@@ -17,8 +17,7 @@ import dispatch
 from ascend_kernels import support
 from ascend_kernels.device import DEVICES
 from ascend_kernels.launch import recording
-from ascend_kernels.residual import reference, tiling
-from ascend_kernels.residual import whole_rows as kernels
+from ascend_kernels.residual import launchers, reference, tiling
 from dispatch import attention_residual
 from nsa import AttentionResidual
 from nsa.residual.validate import Blocks
@@ -284,7 +283,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_rule_of_tiles() -> None:
-    """As the seed measured for 192 KiB; what of it changes with the UB."""
+    """For a UB of 192 KiB; and what a larger UB changes."""
     a2, large = 192 << 10, 256 << 10
     for backward in (False, True):
         assert [tiling.get_optimal_block_d(dim, backward, a2) for dim in (1, 15, 123, 1024)] == [1, 16, 128, 1024]
@@ -310,9 +309,9 @@ def test_planner_on_random_shapes() -> None:
         assert plan.one_tile == (blocks <= plan.rows)
         assert plan.live_bytes["UB"] <= 0.85 * device.ub
         assert 1 <= plan.programs <= min(65535, 2 * device.cores, shape["tokens"])
-        parts, weights = tiling.weights_plan(dim, device)
+        block_p, weights = tiling.weights_plan(dim, device)
         assert ("weights", torch.float32, weights.block_d, 1) in known
-        assert parts == tiling.WEIGHTS_PARTS
+        assert block_p == tiling.WEIGHTS_BLOCK_P
         assert weights.live_bytes["UB"] <= 0.85 * device.ub
         gpu = tiling.gpu_plan(backward=backward, dtype=dtype, cores=132, **shape)
         assert gpu.tiled == (gpu.block_d < dim)
@@ -320,8 +319,8 @@ def test_planner_on_random_shapes() -> None:
         assert gpu.tiled or 32 * gpu.options["num_warps"] * gpu.options["maxnreg"] <= 1 << 16
         assert gpu.one_tile == (blocks <= gpu.rows)
         if backward:
-            shares, values = 4 * gpu.programs, shape["tokens"] * blocks * dtype.itemsize
-            assert gpu.programs <= 132 or 32 * shares <= values
+            partials, values = 4 * gpu.programs, shape["tokens"] * blocks * dtype.itemsize
+            assert gpu.programs <= 132 or 32 * partials <= values
 
 
 def test_overrides_of_the_gpus_plan() -> None:
@@ -377,9 +376,9 @@ def test_repeated_launches_are_given_the_same(layout: str, norm: bool, monkeypat
         launched.append((kernel, {**arguments, **constants}))
         return Compiled()
 
-    monkeypatch.setattr(kernels, "launch", first)
-    monkeypatch.setattr(kernels.Repeat, "possible", staticmethod(lambda _: True))
-    monkeypatch.setattr(kernels._Known, "calls", {})
+    monkeypatch.setattr(launchers, "launch", first)
+    monkeypatch.setattr(launchers.RepeatedLaunch, "possible", staticmethod(lambda _: True))
+    monkeypatch.setattr(launchers.RepeatedCall, "cache", {})
     monkeypatch.setattr(support, "_takes_cpu_tensors", lambda: True)
     case = make(3, 64, 4, batch=2, layout=layout, norm=norm, dtype=torch.bfloat16)
     shapes = [[result.shape for result in through_the_public_op(case, "triton")] for _ in range(2)]
@@ -408,21 +407,21 @@ def test_repeated_launches_are_given_the_same(layout: str, norm: bool, monkeypat
 
 def test_what_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses off the alignment, features with gaps, longer lists; and eps is part of what a call is."""
-    monkeypatch.setattr(kernels.Repeat, "possible", staticmethod(lambda _: True))
+    monkeypatch.setattr(launchers.RepeatedLaunch, "possible", staticmethod(lambda _: True))
     case = make(3, 64, 17, layout="list", dtype=torch.bfloat16, requires_grad=False)
-    w_query, w_norm, of = case.w_query, case.w_norm, kernels._Known.of
+    w_query, w_norm, lookup = case.w_query, case.w_norm, launchers.RepeatedCall.lookup
     few = list(case.blocks[:16])
-    known = of(few, w_query, w_norm, 1e-6)
+    known = lookup(few, w_query, w_norm, 1e-6)
     assert known is not None
-    assert known.key != of(few, w_query, w_norm, 1e-5).key  # type: ignore[union-attr]
-    assert known.key != of(few[:15], w_query, w_norm, 1e-6).key  # type: ignore[union-attr]
-    assert known.key != of(few, w_query, None, 1e-6).key  # type: ignore[union-attr]
-    assert of(list(case.blocks), w_query, w_norm, 1e-6) is None
+    assert known.key != lookup(few, w_query, w_norm, 1e-5).key  # type: ignore[union-attr]
+    assert known.key != lookup(few[:15], w_query, w_norm, 1e-6).key  # type: ignore[union-attr]
+    assert known.key != lookup(few, w_query, None, 1e-6).key  # type: ignore[union-attr]
+    assert lookup(list(case.blocks), w_query, w_norm, 1e-6) is None
     shifted = torch.zeros(1 + few[0].numel(), dtype=torch.bfloat16)[1:].view(few[0].shape)
-    assert of([*few[:3], shifted], w_query, w_norm, 1e-6) is None
-    assert of(few, torch.zeros(65, dtype=torch.bfloat16)[1:], w_norm, 1e-6) is None
-    assert of(few, w_query, torch.zeros(128, dtype=torch.bfloat16)[::2], 1e-6) is None
-    assert of(torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16)[..., ::2], w_query, w_norm, 1e-6) is None
+    assert lookup([*few[:3], shifted], w_query, w_norm, 1e-6) is None
+    assert lookup(few, torch.zeros(65, dtype=torch.bfloat16)[1:], w_norm, 1e-6) is None
+    assert lookup(few, w_query, torch.zeros(128, dtype=torch.bfloat16)[::2], 1e-6) is None
+    assert lookup(torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16)[..., ::2], w_query, w_norm, 1e-6) is None
 
 
 @pytest.mark.parametrize(
@@ -536,7 +535,7 @@ def test_offsets_beyond_32_bits_on_a_gpu(tokens: int, dim: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize(("layout", "blocks"), [("stacked", 8), ("list", 8), ("list", 20)])
 def test_memory_on_a_gpu(layout: str, blocks: int) -> None:
-    """Nothing of V's size but V and its gradient: lists are not stacked, shares of t are few."""
+    """Nothing of V's size but V and its gradient: lists are not stacked, partial sums of t are few."""
     case = make(1024, 4096, blocks, layout=layout, dtype=torch.bfloat16, device="cuda")
     size = 1024 * 4096 * 2
     through_the_public_op(case, "triton")
@@ -546,8 +545,8 @@ def test_memory_on_a_gpu(layout: str, blocks: int) -> None:
     results = through_the_public_op(case, "triton")
     peak = torch.cuda.max_memory_allocated() - held
     assert len(results) == 1 + len(case.leaves)
-    shares = max(132 * 4096 * 4, blocks * size // 32)
-    assert peak <= (blocks + 1) * size + shares + (1 << 20)  # dV, out, and what is small
+    partials = max(132 * 4096 * 4, blocks * size // 32)
+    assert peak <= (blocks + 1) * size + partials + (1 << 20)  # dV, out, and what is small
 
 
 @pytest.mark.cuda

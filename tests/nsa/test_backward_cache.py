@@ -157,7 +157,7 @@ def test_other_streams_wait_and_keep_the_memory(monkeypatch: pytest.MonkeyPatch)
     log: list[str] = []
     a, b = Stream("a", log), Stream("b", log)
     current = a
-    monkeypatch.setattr(backward_cache, "WITH_STREAMS", ("cpu",))
+    monkeypatch.setattr(backward_cache, "STREAM_DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(backward_cache, "_current_stream", lambda device: current)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: log.append(f"{stream.name} holds {len(self)}"))
     cache, x = BackwardCache(), torch.ones(3)

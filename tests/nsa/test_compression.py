@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa import LinearCompression, NSAConfig, NSAttention, nsa
 from nsa.config import BlockPooling
 from nsa.inputs import NSAInputs
-from nsa.reference import pooled
+from nsa.reference import with_compressed_entries
 from tests.support.helpers import make_qkv
 
 HEADS, LENGTH, DIM = 2, 4, 6
@@ -78,7 +78,7 @@ def test_documents_are_pooled_apart(bounds: tuple[int, ...]) -> None:
     pools = pool(), pool(5)
     config = NSAConfig.paper(compress_block_size=LENGTH, compress_stride=2, compress=pools)
     inputs = NSAInputs(k, k, v, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-    given, plain = pooled(inputs, config)
+    given, plain = with_compressed_entries(inputs, config)
     assert plain.compress == "mean"
     for x, module, entries in ((k, pools[0], given.k_cmp), (v, pools[1], given.v_cmp)):
         parts = [module(x[i : i + LENGTH].transpose(0, 1)) for a, b in pairwise(bounds) for i in range(a, b - 3, 2)]
@@ -181,7 +181,7 @@ def test_entries_for_kernels_leave_keys_and_values(packed: bool, stride: int, dt
 
     def run(q: Tensor, k: Tensor, v: Tensor, how: BlockPooling) -> Tensor:
         config = replace(CONFIG, compress_stride=stride, compress=how)
-        given, _ = pooled(NSAInputs(q, k, v, cu_seqlens=bounds), config)
+        given, _ = with_compressed_entries(NSAInputs(q, k, v, cu_seqlens=bounds), config)
         assert given.k_cmp is not None
         assert given.v_cmp is not None
         return torch.cat([given.k_cmp, given.v_cmp]) + 0 * q.sum()

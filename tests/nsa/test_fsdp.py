@@ -20,7 +20,7 @@ def test_sharded_equals_whole(device: str) -> None:
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    worker = [str(ROOT / "tests" / "fsdp_worker.py"), "--device", device]
+    worker = [str(ROOT / "tests" / "support" / "fsdp_worker.py"), "--device", device]
     done = subprocess.run(
         [*launch, *worker],
         env={"OMP_NUM_THREADS": "1", **os.environ},

@@ -12,21 +12,9 @@ from torch import Tensor, nn
 
 from nsa import AttentionResidual, NeighborhoodAttention, NSAConfig, NSAttention, nsa, nsa_forward_aux
 from tests.support.helpers import SMALL
+from tests.support.rotary import rotary_table, rotate
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
-
-
-def rotate(tensor: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding as Llama does it, for `[...,N,heads,D]` and cos, sin `[N,D]`."""
-    cos, sin = (t.unsqueeze(-2) for t in position_embeddings)
-    first, second = tensor.chunk(2, dim=-1)
-    return tensor * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def rotary_table(tokens: int, dim: int) -> tuple[Tensor, Tensor]:
-    angles = torch.arange(tokens)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
 
 
 @pytest.mark.parametrize("gate", ["x", "q", None])
@@ -190,9 +178,9 @@ def test_takes_arguments_that_ask_for_nothing(kind: str) -> None:
     torch.testing.assert_close(whole(x, **nothing | flags), layer(x))
 
 
-def test_the_readme_recommends_no_subclass_that_drops_arguments() -> None:
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    assert "**_" not in readme
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md"])
+def test_pages_recommend_no_subclass_that_drops_arguments(page: str) -> None:
+    assert "**_" not in (Path(__file__).resolve().parents[2] / page).read_text(encoding="utf-8")
 
 
 def test_learns_to_copy_over_a_distance() -> None:

@@ -321,13 +321,13 @@ def test_plans_for_gpus(kernel: str, dtype: torch.dtype, dim: int, window: int, 
     """One pass is taken only where a tile holds all that its rows see, and keeps half of the tile's rows at least."""
     plan = tiling.gpu_plan(kernel, dtype, dim, window, sequences=3, rows=rows, cores=132, bounded=bounded)
     tiles = plan.tiles
-    kept = tiles.rows_of(window)
+    kept = tiles.rows_per_tile(window)
     assert tiles.block_d >= dim
     assert tiles.block_m // 2 <= kept <= tiles.block_m
     if tiles.one_pass:
         assert bounded
         assert kept + window - 1 <= tiles.block_n
-    work = tiling.work_of(tiles, window, sequences=3, rows=rows)
+    work = tiling.num_work_tiles(tiles, window, sequences=3, rows=rows)
     assert 3 * rows <= work * kept < 3 * (rows + kept)
     assert 1 <= plan.grid[0] <= min(work, 2**31 - 1)
 

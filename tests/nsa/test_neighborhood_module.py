@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dispatch import neighborhood_attention
 from nsa import NeighborhoodAttention, NeighborhoodAttentionLayer
-from tests.nsa.test_module import rotary_table, rotate
 from tests.support.helpers import assert_passes_interpreted, assert_within_budget
 from tests.support.neighborhood_training import WINDOWS, assert_same_curve, eager
+from tests.support.rotary import rotary_table, rotate
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -309,11 +309,21 @@ def test_bad_arguments_of_the_layer_are_named(error: type[Exception], message: s
         NeighborhoodAttentionLayer(**{"hidden_size": WIDTH, "num_heads": HEADS, **changes})
 
 
-@pytest.mark.parametrize("shape", [(8, WIDTH), (1, 8, WIDTH + 1), (1, 2, 8, WIDTH)], ids=str)
-def test_layer_names_hidden_states_of_another_layout(shape: tuple[int, ...]) -> None:
-    message = re.escape(f"hidden_states must have the layout [B,N,hidden_size=32], got shape {list(shape)}")
-    with pytest.raises(ValueError, match=message):
-        NeighborhoodAttentionLayer(WIDTH, HEADS)(torch.randn(shape))
+@pytest.mark.parametrize(
+    ("error", "given", "message"),
+    [
+        (TypeError, None, "must be a torch.Tensor, got NoneType"),
+        (ValueError, torch.ones(8, WIDTH), "must have the layout [B,N,hidden_size], got shape [8, 32]"),
+        (ValueError, torch.ones(1, 2, 8, WIDTH), "must have the layout [B,N,hidden_size], got shape [1, 2, 8, 32]"),
+        (ValueError, torch.ones(1, 8, WIDTH + 1), "must have hidden_size=32, got shape [1, 8, 33]"),
+        (TypeError, torch.ones(1, 8, WIDTH).double(), "must be float32, as the weights are, got float64"),
+        (ValueError, torch.ones(1, 8, WIDTH, device="meta"), "must be on cpu, as the weights are, got meta"),
+    ],
+    ids=["none", "no batch", "four dims", "width", "dtype", "device"],
+)
+def test_layer_names_hidden_states(error: type[Exception], given: Any, message: str) -> None:
+    with pytest.raises(error, match=re.escape(f"hidden_states {message}")):
+        NeighborhoodAttentionLayer(WIDTH, HEADS)(given)
 
 
 def test_layer_refuses_positions_without_a_hook() -> None:

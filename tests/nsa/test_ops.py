@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from nsa import LinearCompression, NSAConfig, autograd, nsa, nsa_forward, ops
 from nsa.config import OPTION_NAMES
 from nsa.inputs import TENSOR_NAMES, NSAInputs
+from nsa.validate import resolve
 from tests.support.helpers import SMALL, make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -73,9 +74,11 @@ def test_operator_keeps_pytorchs_rules(operator: str) -> None:
         (None, {"cu_seqlens": bounds}),
     ):
         qkv = [x.requires_grad_(operator == "saving") for x in make_qkv(75, batch=batch)]
-        arguments = tuple(ops._arguments(*qkv, extra))
+        arguments = tuple(ops.operator_tensors(*qkv, extra))
         torch.library.opcheck(
-            getattr(torch.ops.nsa_kernels, operator).default, arguments, ops._options({"config": SMALL["seed"]})
+            getattr(torch.ops.nsa_kernels, operator).default,
+            arguments,
+            ops.operator_keywords({"config": SMALL["seed"]}),
         )
 
 
@@ -97,7 +100,7 @@ def test_eager_training_is_what_the_operators_do(extra: dict[str, Any]) -> None:
     weight = torch.randn(4, 3, q.shape[-1]).double().requires_grad_()
     config, flags = SMALL["seed"], {"deterministic": False, "recompute": True, "backend": None}
     inputs = NSAInputs(q, k, v, gate_proj_weight=weight, **extra)
-    out = autograd.train(ops.resolve(inputs, config, **flags, needs_grad=True))
+    out = autograd.run_with_backward(resolve(inputs, config, **flags, needs_grad=True))
     expected = ops.call_saving(q, k, v, gate_proj_weight=weight, config=config, **extra)
     assert torch.equal(out, expected)
     do, wanted = torch.randn_like(q), (q, v, weight)  # not k's
@@ -137,7 +140,7 @@ def test_packed_documents() -> None:
 def test_schema_names_every_tensor_and_option() -> None:
     for name, schema in ops.SCHEMAS.items():
         names = {argument.name for argument in torch._C.parse_schema(name + schema).arguments}
-        assert names - {"do", "saved"} == {*TENSOR_NAMES, *OPTION_NAMES, *ops.REST}
+        assert names - {"do", "saved"} == {*TENSOR_NAMES, *OPTION_NAMES, *ops.CALL_DEFAULTS}
 
 
 @pytest.mark.parametrize(

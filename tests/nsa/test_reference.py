@@ -471,7 +471,8 @@ def test_gradients_are_rounded_once(packed: bool, dtype: torch.dtype) -> None:
             own = oracles._entries(one, config, name, torch.float64)
             entries[f"{name}_cmp"] = own + (getattr(aux, f"{name}_cmp").double() - own).detach()
         out, _ = oracles.nsa(replace(one, **entries, w_k_compress=None, w_v_compress=None), config, indices=aux.indices)
-        parts = torch.autograd.grad(out, list(exact.tensors().values()), do[:, start:stop].double())
+        sources = list(exact.tensors().values())  # a document shorter than a block does not use all weights
+        parts = torch.autograd.grad(out, sources, do[:, start:stop].double(), materialize_grads=True)
         totals = [total + part for total, part in zip(totals, parts, strict=True)]
     for name, mine, truth in zip(exact.tensors(), got, totals, strict=True):
         assert_rounded_once(mine, truth, name)

@@ -1,4 +1,4 @@
-"""PyTorch twins of the kernels that NSA's backward is made of, so that its steps can be run and checked on a CPU.
+"""PyTorch twins of the kernels of NSA's backward, so that its steps can be run and checked on a CPU.
 
 `install` puts them where cute_kernels.backward and documents.py call kernels; everything between the calls is real.
 """
@@ -13,13 +13,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import backward, forward
+from cute_kernels import backward, forward, plan
 from cute_kernels.attend import window_backward as window_backward_kernels
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.gate.backward import GateResults
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.pool import documents
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, PUBLIC_ENTRY, ROW, SHIFT, TILE, TOKEN, UNIT, Documents
+from cute_kernels.pool.documents import (
+    DOCUMENT,
+    ENTRY,
+    ENTRY_ALIGNMENT,
+    LENGTH,
+    PUBLIC_ENTRY,
+    ROW,
+    SHIFT,
+    TILE,
+    TOKEN,
+    Documents,
+    Varlen,
+)
 from nsa import NSAConfig
 from nsa.inputs import NSAAux, NSAInputs
 from tests.support import fa4_model as model
@@ -42,9 +54,9 @@ def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
     ):
         patch.setattr(backward, name, globals()[name])
     patch.setattr(backward, "kv_outer_backward", kv_outer_backward)
-    patch.setattr(backward.split_window, "window_backward", split_window)
+    patch.setattr(backward, "window_backward", atomic_free_window)
     patch.setattr(backward, "block_means", block_means)
-    patch.setattr(forward, "lay_out", lay_out)
+    patch.setattr(plan, "lay_out", lay_out)
     patch.setattr(documents, "_align_rows", align_rows)
     patch.setattr(documents, "bounds_of", bounds_of)
 
@@ -70,13 +82,13 @@ def window_backward(
     left: int,
     right: int,
     scale: float,
-    documents: fa4.Packed | None = None,
+    documents: Varlen | None = None,
     deterministic: bool = False,
 ) -> None:
     if documents is not None:
         # Other rows are neither read nor written
-        assert torch.equal(documents.first_row, documents.first_key)
-        for first, used in zip(documents.first_row.tolist(), documents.used.tolist(), strict=False):
+        assert torch.equal(documents.cu_seqlens_q, documents.cu_seqlens_k)
+        for first, used in zip(documents.cu_seqlens_q.tolist(), documents.seqused.tolist(), strict=False):
             there = slice(first, first + used)
             rows = {name: x[..., there] if name == "lse" else x[:, there] for name, x in vars(gradients).items()}
             window_backward(fa4.Gradients(**rows), left=left, right=right, scale=scale)
@@ -113,7 +125,7 @@ def kv_outer_backward(
     add_pairs(q, k, v, do, [(pairs.repeat_interleave(group, 1), lse, delta)], scale, into)
 
 
-def split_window(
+def atomic_free_window(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -124,13 +136,14 @@ def split_window(
     left: int,
     scale: float,
     into: tuple[Tensor, Tensor, Tensor],
-    near: window_backward_kernels.LocalSelected | None = None,
+    local_selected: window_backward_kernels.LocalSelected | None = None,
 ) -> None:
     row, key = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
     branches = [((key <= row) & (key >= row - left), lse, delta)]
-    if near is not None:
-        pairs = (key <= row) & (key >= (row // near.size - near.local + 1) * near.size)
-        branches.append((pairs, near.lse, near.delta))
+    if local_selected is not None:
+        local_lse, local_delta, size, local = local_selected
+        pairs = (key <= row) & (key >= (row // size - local + 1) * size)
+        branches.append((pairs, local_lse, local_delta))
     add_pairs(q, k, v, do, branches, scale, into)
 
 
@@ -254,8 +267,8 @@ def gate_gradients(
     return GateResults(lse, delta, weighted if given else None, logits, d_gates if given else None, weight)
 
 
-def by_token(x: Tensor, documents: Documents | None) -> Tensor:
-    return x if documents is None else documents.by_token(x, 1, 0.0)
+def to_tokens(x: Tensor, documents: Documents | None) -> Tensor:
+    return x if documents is None else documents.to_tokens(x, 1, 0.0)
 
 
 def query_gradients(
@@ -266,7 +279,7 @@ def query_gradients(
     gate_proj_weight: Tensor | None = None,
     documents: Documents | None = None,
 ) -> None:
-    total = sum((by_token(part, documents) for part in parts), torch.zeros_like(dq))
+    total = sum((to_tokens(part, documents) for part in parts), torch.zeros_like(dq))
     if logits is not None and gate_proj_weight is not None:
         total = total + torch.einsum("bnhg,hgd->bnhd", logits, gate_proj_weight)
     dq.copy_(total)
@@ -283,7 +296,7 @@ def key_gradients(
     documents: Documents | None = None,
 ) -> None:
     for i, (target, parts) in enumerate(((dk, k_parts), (dv, v_parts))):
-        total = sum((by_token(part, documents) for part in parts), torch.zeros_like(target))
+        total = sum((to_tokens(part, documents) for part in parts), torch.zeros_like(target))
         if entries is not None:
             start, exists = places_of_entries(entries[i].shape[1], target.shape[1], keys, documents)
             tokens = (start[exists, None] + torch.arange(keys.length)).flatten()
@@ -355,7 +368,7 @@ def bounds_of(cu_seqlens: Tensor, *, tile: int, length: int, stride: int) -> Ten
         for name, more in (
             (TILE, used),
             (ROW, used * tile),
-            (ENTRY, -(-entries // UNIT) * UNIT),
+            (ENTRY, -(-entries // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT),
             (PUBLIC_ENTRY, entries),
         ):
             bounds[name, i + 1] = bounds[name, i] + more
@@ -376,7 +389,7 @@ def align_rows(made: Documents, k: Tensor, v: Tensor | None = None, q: Tensor | 
 # What the forward keeps
 
 
-def saved(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> backward.Saved:
+def saved(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> forward.Saved:
     """What the forward keeps, from what the reference returns."""
     outputs, lses = (aux.o_cmp, aux.o_slc, aux.o_win), (aux.lse_cmp, aux.lse_slc, aux.lse_win)
     k_cmp, v_cmp, gates, indices, cmp_indices = aux.k_cmp, aux.v_cmp, aux.gates, aux.indices, aux.cmp_indices
@@ -396,7 +409,7 @@ def saved(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> backward.Saved:
         gates, indices = gates[None], indices[None]
         cmp_indices = None if cmp_indices is None else cmp_indices[None]
     given = inputs.k_cmp is not None
-    return backward.Saved(
+    return forward.Saved(
         None if given else k_cmp,
         None if given else v_cmp,
         indices,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_kernels.neighborhood import band as band_attention
 from bench import oracles
 from nsa.neighborhood.api import neighborhood_attention_backward, neighborhood_attention_forward
 from tests.support.helpers import assert_within_budget, make_qkv
@@ -53,12 +54,12 @@ def results(run: Run, backend: str, inputs: tuple[Tensor, ...], options: dict[st
     out, band = run(partial(neighborhood_attention_forward, *inputs[1:], **options, backend=backend))
     inputs = (*inputs, band)
     gradients = run(partial(neighborhood_attention_backward, *inputs, **options, path="sparse", backend=backend))
-    fused = tokens >= band.SEPARATE_TOKENS
-    others = run(partial(band.backward, *inputs, **options, backend=backend, fused=fused))
+    fused = tokens >= band_attention.SEPARATE_TOKENS
+    others = run(partial(band_attention.backward, *inputs, **options, backend=backend, fused=fused))
     found = {"out": out, "band": band, "gradients": gradients, "others": others}
     if tokens * tokens <= 1 << 16:
         window = {name: options[name] for name in ("dilation", "boundary", "causal")}
-        found["dense"] = run(partial(band.expand_band, band, **window, backend=backend))
+        found["dense"] = run(partial(band_attention.expand_band, band, **window, backend=backend))
     return found
 
 

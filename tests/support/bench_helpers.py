@@ -13,8 +13,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def documented_fields(script: str) -> set[str]:
-    """The fields of a row of a benchmark, as docs/architecture.md lists them."""
-    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    """The fields of a row of a benchmark, as docs/results_files.md lists them."""
+    page = (DOCS / "results_files.md").read_text(encoding="utf-8")
     match = re.search(rf"A row of `{script}`:\n`(.*?)`", page, re.DOTALL)
     assert match is not None
     return set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", match[1])))

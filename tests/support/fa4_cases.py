@@ -78,7 +78,7 @@ def assert_same_lists(got: Any, twin: Lists) -> None:
             assert lists.listed(kind, *place) == twin.listed(kind, *place), (kind, place)
     assert (lists.bits is None) == (twin.bits is None)
     if lists.bits is not None and twin.bits is not None:
-        assert lists.unit == twin.unit
+        assert lists.bit_keys == twin.bit_keys
         assert torch.equal(lists.bits, twin.bits)
 
 

@@ -47,7 +47,7 @@ class Lists:
     rows: int
     width: int
     bits: Tensor | None = None
-    unit: int = 0
+    bit_keys: int = 0
 
     @staticmethod
     def of(lists: Any) -> Lists:
@@ -98,8 +98,8 @@ def chosen_lists(
     """What cute_kernels.lists.query_to_kv.chosen_lists gives."""
     chosen = _chosen_blocks(indices, -(-num_keys // size))
     mask, full = _kinds(chosen, heads, keys, size, width, rows, num_keys, torch.arange(rows_from, rows_to))
-    bits, unit = _forward_bits(chosen, size, width, num_keys)
-    return Lists(*_listed(mask), *_listed(full), rows, width, bits, unit)
+    bits, bit_keys = _forward_bits(chosen, size, width, num_keys)
+    return Lists(*_listed(mask), *_listed(full), rows, width, bits, bit_keys)
 
 
 def prefix_lists(
@@ -210,7 +210,7 @@ def _kinds(
 
 
 def _forward_bits(chosen: Tensor, size: int, width: int, num_keys: int) -> tuple[Tensor | None, int]:
-    """BlockLists.bits, where `width` asks for them, and BlockLists.unit."""
+    """BlockLists.bits, where `width` asks for them, and BlockLists.bit_keys."""
     unit = math.gcd(size, width)
     if size % width == 0:
         return None, unit
@@ -500,12 +500,12 @@ def selected_backward(
 
 
 def _chosen(lists: Lists, batch: int, head: int, heads: int, *, causal: bool, first_row: int) -> MaskMod:
-    """Whether a token's unit was chosen for the row's tile and, with causality, the token is not behind the row."""
+    """Whether the token's bit is set for the row's tile and, with causality, the token is not behind the row."""
     assert lists.bits is not None
     words = lists.bits[batch, head // (heads // lists.bits.shape[1])]  # [tiles, words]
 
     def chosen(row: Tensor, key: Tensor) -> Tensor:
-        bit = key // lists.unit
+        bit = key // lists.bit_keys
         inside = (words[row // lists.rows, bit // WORD] >> (bit % WORD)) & 1 == 1
         return inside & (key <= row + first_row) if causal else inside
 
@@ -520,7 +520,7 @@ def _chosen_by_tile(lists: Lists, words: Tensor | None, *, causal: bool, first_r
         inside = (key <= row) | (not causal)
         if words is not None:
             tile = row // lists.rows
-            inside = inside & ((words[key // lists.unit, tile // WORD] >> (tile % WORD)) & 1 == 1)
+            inside = inside & ((words[key // lists.bit_keys, tile // WORD] >> (tile % WORD)) & 1 == 1)
         return inside
 
     return chosen

@@ -1,4 +1,4 @@
-"""A pytest plugin for `make fuzz`, `make fuzz-gpu`: writes what drawn calls did to FUZZ_OUT (docs/architecture.md)."""
+"""A pytest plugin for `make fuzz`, `make fuzz-gpu`: writes what drawn calls did to FUZZ_OUT (docs/results_files.md)."""
 
 from __future__ import annotations
 

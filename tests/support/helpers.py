@@ -46,17 +46,17 @@ def make_inputs(tokens: int, **keywords: object) -> NSAInputs:
 
 
 LARGE = {
-    "seed": NSAConfig.seed(num_selected_blocks=4, window_size=128),
+    "seed": NSAConfig.per_tile(num_selected_blocks=4, window_size=128),
     "paper": NSAConfig.paper(num_selected_blocks=4, window_size=128),
 }
 """Configs that the kernels for GPUs take."""
 
 SMALL = {
-    "seed": NSAConfig.seed(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16),
+    "seed": NSAConfig.per_tile(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16),
     "paper": NSAConfig.paper(
         compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=12
     ),
-    "seed, sparse compressed": NSAConfig.seed(
+    "seed, sparse compressed": NSAConfig.per_tile(
         compress_block_size=8,
         num_selected_blocks=3,
         window_size=12,

@@ -33,7 +33,7 @@ class Twin(NamedTuple):
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(documents, "_add_up", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
+    patch.setattr(documents, "_bounds", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
     patch.setattr(worklist, "_mark", lambda size, _, *forced: Twin(lambda *x: mark(size, *x, *forced)))
     patch.setattr(worklist, "_count", lambda: Twin(count))
     patch.setattr(worklist, "_list", lambda: Twin(list_places))

@@ -22,15 +22,22 @@ begins as 0xFF, NaN in every type.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import re
 import struct
+import tempfile
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from torch import Tensor
 
+PTX_CACHE = Path(__file__).resolve().parents[2] / ".cache" / "ptx"
+"""Compiled PTX, shared by test processes and by later runs; `make clean` removes it."""
+ARCH = "sm_90a"
 LANES = 32
 GROUP = 4 * LANES
 """Threads of a warpgroup."""
@@ -174,6 +181,13 @@ def tensor_argument(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> 
     return head + bytes(-len(head) % 8) + struct.pack(f"<{len(strides)}q", *strides)
 
 
+def argument(x: Tensor | int | float, static: tuple[int, ...] = ()) -> bytes:
+    """Args: `static`, dimensions whose size was known to the compiler; the last stride always is."""
+    if isinstance(x, Tensor):
+        return tensor_argument(x, [n for i, n in enumerate(x.shape) if i not in static], x.stride()[:-1])
+    return struct.pack("<i" if isinstance(x, int) else "<f", x)
+
+
 def check_written(data: Any) -> None:
     """Args: the bytes of each thread that were read, found by whole words."""
     if data.shape[1] % 4 == 0 and (np.ascontiguousarray(data).view("u4")[..., None] == UNWRITTEN).any():
@@ -269,6 +283,32 @@ class Program:
         for place in np.ndindex(*grid[::-1]):
             given = dict(zip(self.parameters, arguments, strict=True))
             Cta(self, given, place[::-1], grid, storages, late, races).run(ahead)
+
+
+@cache
+def program(compiled: Any, *how: Any, **named: Any) -> Program:
+    """What a `compiled_once` function compiles for ARCH; from PTX_CACHE where the sources have not changed since."""
+    from cute_kernels.runtime import disk_cache
+
+    asked = f"{compiled.__module__}.{compiled.__qualname__} {how!r} {sorted(named.items())!r}"
+    path = PTX_CACHE / f"{disk_cache.key_of(asked, arch=ARCH)}.ptx"
+    if not path.exists():
+        PTX_CACHE.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that want the same kernel, one compiles it
+            if not path.exists():
+                new = path.with_suffix(".new")
+                new.write_text(_compile(lambda: compiled.__wrapped__(*how, **named)))
+                new.replace(path)
+    return Program(path.read_text())
+
+
+def _compile(compiled: Callable[[], Any]) -> str:
+    from cute_kernels.runtime import jit
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as dump:
+        patch.setattr(jit, "OPTIONS", f"{jit.OPTIONS} --gpu-arch {ARCH} --keep-ptx --dump-dir {dump}")
+        return str(compiled().compiled.__ptx__)
 
 
 class Cta:

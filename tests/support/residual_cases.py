@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench import oracles
 from dispatch import attention_residual
-from nsa.residual.validate import Blocks, members
+from nsa.residual.validate import Blocks, block_tensors
 from tests.support.helpers import assert_within_budget
 
 EPS = 1e-5
@@ -30,7 +30,7 @@ class Case:
     def leaves(self) -> list[Tensor]:
         """What has a gradient: the blocks, or each of them, and the weights."""
         weights = [self.w_query] if self.w_norm is None else [self.w_query, self.w_norm]
-        return [*members(self.blocks), *weights]
+        return [*block_tensors(self.blocks), *weights]
 
     def inputs(self, leaves: tuple[Tensor, ...] | list[Tensor]) -> tuple[Blocks, Tensor, Tensor | None]:
         """What the op takes, of other leaves."""

@@ -1,6 +1,6 @@
 """cute_kernels/select/token.py and select/topk.py in PyTorch: the same steps, chunks of lanes and lists, in any dtype.
 
-What is not there is poisoned: rows of a step that are no entries hold NaN, and a place of a list must be written by
+What is not there is poisoned: rows of a step without an entry hold NaN, and each slot of a list must be written by
 exactly one lane.
 """
 
@@ -17,13 +17,13 @@ from cute_kernels.select.topk import Blocks
 LANES = 32
 
 
-def token_blocks(
+def token_topk(
     q: Tensor, k_cmp: Tensor, lse: Tensor, blocks: Blocks, scale: float, *, tokens: int, entries: int, start: int = 0
 ) -> Tensor:
-    """Chosen blocks `[B,H_kv,N,k]` of q `[B,N,H,D]`, k_cmp `[B,E,H_kv,D]`, lse `[B,H,N]`.
+    """Selected blocks `[B,H_kv,N,k]` of q `[B,N,H,D]`, k_cmp `[B,E,H_kv,D]`, lse `[B,H,N]`.
 
     Args:
-        tokens, entries: of a CTA, and of a step.
+        tokens, entries: of a work tile, and of a step.
     """
     batch, rows, heads, _ = q.shape
     kv_heads = k_cmp.shape[2]
@@ -32,20 +32,22 @@ def token_blocks(
         for h in range(kv_heads):
             group = slice(h * heads // kv_heads, (h + 1) * heads // kv_heads)
             for first in range(0, rows, tokens):
-                cta = slice(first, min(first + tokens, rows))
-                arguments = q[b, cta, group], k_cmp[b, :, h], lse[b, group, cta]
-                indices[b, h, cta] = _cta(*arguments, blocks, scale, entries, start + first)
+                tile = slice(first, min(first + tokens, rows))
+                arguments = q[b, tile, group], k_cmp[b, :, h], lse[b, group, tile]
+                indices[b, h, tile] = _work_tile(*arguments, blocks, scale, entries, start + first)
     return indices
 
 
-def _cta(q: Tensor, k_cmp: Tensor, lse: Tensor, blocks: Blocks, scale: float, entries: int, first_token: int) -> Tensor:
+def _work_tile(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, blocks: Blocks, scale: float, entries: int, first_token: int
+) -> Tensor:
     weights = overlap_weights(blocks)
     ratio = blocks.size // blocks.stride
     before, per_step = len(weights) - ratio, blocks.per_step(entries)
     positions = [first_token + i for i in range(len(q))]
     limits = [max(0, min(len(k_cmp), (i + 1 - blocks.length) // blocks.stride + 1)) for i in positions]
     lists = [TokenList(blocks, i) for i in positions]
-    # A step of blocks that no one sees yet would change nothing, so the last token's are enough
+    # Blocks that no token sees change nothing, so the steps of the last token are enough
     seen = 0 if limits[-1] == 0 else ((limits[-1] - 1) * blocks.stride + blocks.length - 1) // blocks.size + 1
     for step in range(-(-seen // per_step)):
         first_entry = step * per_step * ratio - before
@@ -62,12 +64,12 @@ def _cta(q: Tensor, k_cmp: Tensor, lse: Tensor, blocks: Blocks, scale: float, en
             pooled = sum(w * scores[[o * ratio + i for o in offsets]] for i, w in enumerate(weights))
             assert isinstance(pooled, Tensor)
             for i, row in enumerate(lists):
-                row.take(pooled[:, i], step * per_step + chunk, limits[i])
-    return torch.stack([row.written() for row in lists])
+                row.merge(pooled[:, i], step * per_step + chunk, limits[i])
+    return torch.stack([row.selected() for row in lists])
 
 
 class TokenList:
-    """Of one token."""
+    """The list of one token."""
 
     def __init__(self, blocks: Blocks, token: int) -> None:
         self.blocks = blocks
@@ -76,26 +78,26 @@ class TokenList:
         self.low = max(last - blocks.local + 1, self.init)
         self.forced = [*range(self.init), *range(self.low, last + 1 if blocks.local else self.low)]
         empty = blocks.count - len(self.forced)
-        self.best = torch.tensor([math.inf] * len(self.forced) + [-math.inf] * empty, dtype=torch.float64)
-        self.index = torch.tensor(self.forced + [-1] * empty)
+        self.values = torch.tensor([math.inf] * len(self.forced) + [-math.inf] * empty, dtype=torch.float64)
+        self.indices = torch.tensor(self.forced + [-1] * empty)
 
-    def take(self, scores: Tensor, first_block: int, limit: int) -> None:
+    def merge(self, scores: Tensor, first_block: int, limit: int) -> None:
         """The blocks of a chunk, one in each lane."""
         numbers = first_block + torch.arange(len(scores))
         first_entries = ((numbers * self.blocks.size - self.blocks.length) // self.blocks.stride + 1).clamp(min=0)
         free = torch.tensor([b not in self.forced for b in numbers.tolist()])
-        candidates = (first_entries < limit) & free & (scores > self.best[-1])
+        candidates = (first_entries < limit) & free & (scores > self.values[-1])
         score, number = scores[candidates].double(), numbers[candidates]
         earlier = torch.arange(len(score)) < torch.arange(len(score))[:, None]
         better = (score > score[:, None]) | ((score == score[:, None]) & earlier)
-        to = (self.best >= score[:, None]).sum(1) + better.sum(1)
-        back = torch.arange(self.blocks.count) + (score[:, None] > self.best).sum(0)
-        places = torch.cat([to, back])
-        kept = places < self.blocks.count
-        assert places[kept].sort().values.equal(torch.arange(self.blocks.count)), "a place without or with two writers"
-        best, index = torch.cat([score, self.best]), torch.cat([number, self.index])
-        self.best[places[kept]], self.index[places[kept]] = best[kept], index[kept]
+        to = (self.values >= score[:, None]).sum(1) + better.sum(1)
+        back = torch.arange(self.blocks.count) + (score[:, None] > self.values).sum(0)
+        slots = torch.cat([to, back])
+        kept = slots < self.blocks.count
+        assert slots[kept].sort().values.equal(torch.arange(self.blocks.count)), "a slot without a writer, or with two"
+        values, indices = torch.cat([score, self.values]), torch.cat([number, self.indices])
+        self.values[slots[kept]], self.indices[slots[kept]] = values[kept], indices[kept]
 
-    def written(self) -> Tensor:
-        chosen = self.index[self.index >= 0].sort().values
+    def selected(self) -> Tensor:
+        chosen = self.indices[self.indices >= 0].sort().values
         return torch.cat([chosen, chosen.new_full((self.blocks.count - len(chosen),), -1)])

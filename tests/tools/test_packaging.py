@@ -63,6 +63,7 @@ def test_base_needs_torch_only(wheel: Path) -> None:
         "npu",
         "bench",
         "dev",
+        "docs",
     }
 
 

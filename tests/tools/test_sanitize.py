@@ -137,7 +137,7 @@ def test_cases_launch_every_kernel(launched: dict[str, set[str]]) -> None:
 @pytest.mark.cuda_extra
 def test_a_case_that_is_dropped_is_missed(launched: dict[str, set[str]]) -> None:
     outcome = tool.Outcome(launched=set().union(*(of for case, of in launched.items() if case != "tiles, many heads")))
-    assert tool.missing(outcome) == ["selected_backward._add"]
+    assert tool.missing(outcome) == ["attend.selected_backward._combine"]
     assert not tool.passes(outcome)
 
 

@@ -37,7 +37,7 @@ NEED_IT = {
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Pytest in a process that has not these packages, on tests that need them and on one that does not."""
     (folder / "hiding.py").write_text(HIDING, encoding="utf-8")
-    others = "tests/docs/test_pages.py::test_set_up_commands_exist"
+    others = "tests/docs/test_pages.py::test_commands_exist"
     options = ["-p", "no:cacheprovider", "-p", "hiding", "-q", "--continue-on-collection-errors", *arguments]
     code = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]; import pytest; sys.exit(pytest.main())"
     command = [sys.executable, "-c", code, *options, *NEED_IT.values(), others]

@@ -1,4 +1,4 @@
-"""The harness's interface: the four checks of a kernel's launches, which are captured from the public op.
+"""The interface of the proofs: four checks of launches that are recorded from public ops.
 
     with executing() as launches:
         out = op(...)                   # launches run from their Linalg
@@ -80,11 +80,11 @@ def lower(launch: Launch, arch: str = ARCH) -> Lowered:
         request = {**describe(launch), "arch": arch}
         answer = children.lowered_by(children.triton_ascend(), name_of(launch), request)
         toolchain.write_atomically(path, json.dumps(answer).encode())
-    return kept(path)
+    return read_lowered(path)
 
 
 @functools.cache
-def kept(path: Path) -> Lowered:
+def read_lowered(path: Path) -> Lowered:
     answer = json.loads(path.read_text(encoding="utf-8"))
     return Lowered(**{**answer, "parameters": tuple(answer["parameters"])})
 

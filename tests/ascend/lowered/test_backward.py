@@ -40,7 +40,7 @@ def test_cases(case: str, path: str, dtype: torch.dtype) -> None:
 
 
 def launches() -> list[Launch]:
-    """Of all that is executed above, and nothing runs."""
+    """The launches that the tests above execute, only recorded."""
     with recording(run=False) as found:
         for dtype, path, case in product(DTYPES, PATHS, CASES.values()):
             inputs, window = backward_cases.make(dtype=dtype, **case)

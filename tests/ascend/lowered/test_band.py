@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from ascend_kernels.launch import Launch, recording
-from ascend_kernels.neighborhood import band as band_kernels
+from ascend_kernels.neighborhood import band as band_attention
 from tests.ascend.lowered import proof
 from tests.ascend.lowered.neighborhood_gates import DTYPES, executed, executing
 from tests.support import band_cases, neighborhood_cases
 from tests.support.helpers import make_qkv
 
 CASES: dict[str, dict[str, Any]] = {
-    "the seed's failure": {"tokens": 2304, "kernel_size": 7, "dim": 64},
+    "2304 tokens": {"tokens": 2304, "kernel_size": 7, "dim": 64},
     "long": {"tokens": 4096, "kernel_size": 33, "dim": 128, "boundary": "shift", "heads": 1},
     "dilated, grouped, even": {"tokens": 150, "kernel_size": 6, "dilation": 3, "heads": 4, "kv_heads": 2, "dim": 40},
     "moved, dilated": {"tokens": 151, "kernel_size": 40, "dilation": 2, "boundary": "shift", "dim": 32},
@@ -38,7 +38,7 @@ def test_cases(case: str, dtype: torch.dtype) -> None:
 
 
 def launches() -> list[Launch]:
-    """Of all that is executed above, and nothing runs."""
+    """The launches that `test_cases` executes, only recorded."""
     with recording(run=False) as found:
         for dtype, case in product(DTYPES, CASES.values()):
             band_cases.results(lambda function: function(), "ascend", *band_cases.make(dtype=dtype, **case))
@@ -46,7 +46,7 @@ def launches() -> list[Launch]:
 
 
 ALGORITHM_CASES: dict[str, dict[str, Any]] = {
-    "the seed's failure": {"tokens": 2304, "kernel_size": 7, "dim": 64, "heads": 1},
+    "2304 tokens": {"tokens": 2304, "kernel_size": 7, "dim": 64, "heads": 1},
     "as pairs": {"tokens": 150, "kernel_size": 6, "dilation": 3, "boundary": "shift", "dim": 40},
 }
 
@@ -58,7 +58,7 @@ def test_differentiable_op(case: str, dtype: torch.dtype) -> None:
     """`algorithm="band"`: the backward takes the band beyond 2048 tokens, and pairs up to them."""
     with executing() as launches:
         neighborhood_cases.check("ascend", dtype=dtype, algorithm="band", **ALGORITHM_CASES[case])
-    backward = "ds_kernel" if case == "the seed's failure" else "dense_ds_kernel"
+    backward = "ds_kernel" if case == "2304 tokens" else "dense_ds_kernel"
     assert backward in [one.kernel.fn.__name__ for one in launches]
 
 
@@ -68,10 +68,10 @@ def test_compiles_for_sm_90(dtype: torch.dtype, dim: int) -> None:
     q, k, v = make_qkv(1500, dim=dim, dtype=dtype)
     window = {"dilation": 1, "boundary": "shift", "causal": False, "backend": "triton"}
     with recording(run=False) as launches:
-        _, band = band_kernels.forward(q, k, v, kernel_size=9, softmax_scale=None, **window)
+        _, band = band_attention.forward(q, k, v, kernel_size=9, softmax_scale=None, **window)
         for fused in (True, False):
-            band_kernels.backward(q, q, k, v, band, kernel_size=9, softmax_scale=None, fused=fused, **window)
-        band_kernels.expand_band(band, **window)
-    assert {one.kernel for one in launches} == set(band_kernels.KERNELS.values())
+            band_attention.backward(q, q, k, v, band, kernel_size=9, softmax_scale=None, fused=fused, **window)
+        band_attention.expand_band(band, **window)
+    assert {one.kernel for one in launches} == set(band_attention.KERNELS.values())
     for one in launches:
         assert proof.compile_ptx(one).shared_bytes <= 227 << 10

@@ -1,4 +1,4 @@
-"""The proofs together execute every specialisation that the planner can choose: none is lowered by hope alone."""
+"""The proofs together execute every specialisation that the planner can choose."""
 
 from __future__ import annotations
 

@@ -1,0 +1,346 @@
+"""Backward of attention on Hopper, split by output: what selected_backward.py and window_backward.py share.
+
+    S = scale Q K^T      P = exp(S - lse)      dP = dO V^T      dS = P (dP - delta)
+    dQ = scale dS K      dK = scale dS^T Q     dV = P^T dO
+
+BackwardDQ    a CTA owns 128 query rows of a head, 64 per consumer warpgroup, and streams tiles of 64 keys. Q and dO
+              stay in registers as A operands of S and dP. dS becomes the A operand of dQ without leaving registers.
+BackwardDKV   a CTA owns tiles of 64 keys of a key/value head and streams tiles of 64 query rows. Its products are
+              transposed, S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T are A operands in registers here too.
+
+S and dP are computed by both: 7 products instead of the 5 of a fused backward, but no dQ accumulator and no atomics.
+
+Both are warp specialized. Warpgroup 0 is the producer: warp 0 issues TMA, and in BackwardDKV warps 1 and 2 write the
+statistics of the query rows. Warpgroups 1 and 2 are the consumers: they issue WGMMA and write the results. TMA fills
+rows and keys behind the end with zeros.
+
+A subclass has the kernel: which tiles are streamed, what is masked, and how dK and dV are written.
+
+Limits: sm_90a (WGMMA); D = D_v 64 or 128.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.mma.mma_sync import accumulator
+from cute_kernels.mma.warp import LANES
+from cute_kernels.mma.wgmma import (
+    MN,
+    REGISTERS,
+    SHARED,
+    TILE,
+    WARPGROUP_THREADS,
+    K,
+    allocate_tiles,
+    load_operand_a,
+    load_row_stats,
+    make_tma_copies,
+    producer_acquire,
+    smem_operand_a,
+    smem_operand_b,
+    store_acc_for_tma,
+    swizzled_tiles,
+    tma_loads,
+    tma_pipeline,
+    tma_store,
+    transpose_view,
+    warpgroup_mma,
+)
+
+CONSUMERS = 2
+"""Consumer warpgroups; one more warpgroup is the producer."""
+
+THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS
+WARPGROUP_WARPS = WARPGROUP_THREADS // LANES
+CTA_ROWS = CONSUMERS * TILE
+"""Query rows of a CTA of BackwardDQ."""
+
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+"""Of a thread."""
+
+STAGES = 4
+"""Tiles that are streamed at a time."""
+
+STATS_WARPS = TILE // LANES
+"""Producer warps, from warp 1 on, that write statistics of query rows: a thread for each row of a tile."""
+
+BRANCHES = 2
+"""The most branches of attention that share S and dP, each with its own lse and delta."""
+
+Stats = tuple[cute.Tensor | None, cute.Tensor | None]
+"""lse and delta of a branch, fp32 [B, H, N]."""
+
+TmaTile = tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]
+"""An atom, tiles in shared memory and coordinates, as `wgmma.tma_loads` takes them."""
+
+
+class WorkTile(NamedTuple):
+    """Coordinates of a CTA's rows or keys."""
+
+    tile: Int32
+    head: Int32
+    """Query head of BackwardDQ, key/value head of BackwardDKV."""
+    batch: Int32
+
+
+class Consumer(NamedTuple):
+    """A thread of the consumers."""
+
+    warpgroup: Int32
+    """0 ... CONSUMERS - 1."""
+    thread: Int32
+    """Of its warpgroup."""
+    warp: Int32
+    """Of the CTA."""
+
+
+def consumer_of(thread: Int32, warp: Int32) -> Consumer:
+    """Args: thread and warp of the CTA."""
+    return Consumer(warp // WARPGROUP_WARPS - 1, thread % WARPGROUP_THREADS, warp)
+
+
+def producer_state(stages: int) -> Any:
+    """Where a producer begins: all stages are empty."""
+    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
+
+
+def consumer_state(stages: int) -> Any:
+    """Where a consumer begins: no stage is full."""
+    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+
+
+class _Backward:
+    """Args: head dim, 16-bit type."""
+
+    def __init__(self, dim: int, dtype: Any) -> None:
+        self.dim, self.dtype = dim, dtype
+        self.tile_bytes = TILE * dim * dtype.width // 8
+
+    def tma_copies(self, inputs: tuple[cute.Tensor, ...], outputs: tuple[cute.Tensor, ...]) -> list[Any]:
+        """Atom and coordinates of each tensor [B, N, H, D], in order."""
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        copies = make_tma_copies(load, self.dtype, self.dim, *inputs)
+        return copies + make_tma_copies(store, self.dtype, self.dim, *outputs)
+
+
+class KeyTiles(Protocol):
+    """The key tiles that a CTA of BackwardDQ walks over."""
+
+    def num_tiles(self) -> Int32:
+        """How many there are."""
+
+    def tile(self, i: Int32) -> Int32:
+        """Coordinate of the i-th one."""
+
+
+class SharedDQ(NamedTuple):
+    """Shared memory and pipelines of BackwardDQ."""
+
+    sQ: cute.Tensor  # (TILE, D, CONSUMERS)
+    sdO: cute.Tensor
+    sK: cute.Tensor  # (TILE, D, STAGES)
+    sV: cute.Tensor
+    rows_ready: Any
+    keys_ready: Any
+
+
+class BackwardDQ(_Backward):
+    """dQ of 128 query rows of a head. Q and dO stay, K and V are streamed.
+
+    pipeline    stages  a stage is full when                   and empty when
+    rows_ready  1       TMA has written Q and dO of the CTA    never: it is filled once
+    keys_ready  STAGES  TMA has written a tile of K and of V   the 8 consumer warps have issued and awaited dS K
+    """
+
+    def operands(self) -> tuple[Any, ...]:
+        """Tiled MMAs of S and dP and of dQ; layouts in shared memory of rows and of keys."""
+        return (
+            warpgroup_mma(self.dtype, TILE, REGISTERS, K, K),
+            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
+            swizzled_tiles(self.dtype, self.dim, CONSUMERS),
+            swizzled_tiles(self.dtype, self.dim, STAGES),
+        )
+
+    def allocate(self, row_layout: cute.ComposedLayout, key_layout: cute.ComposedLayout) -> SharedDQ:
+        smem = cutlass.memory.SmemAllocator()
+        sQ, sdO, sK, sV = (
+            allocate_tiles(smem, self.dtype, layout) for layout in (row_layout, row_layout, key_layout, key_layout)
+        )
+        consumer_warps = CONSUMERS * WARPGROUP_WARPS
+        rows_ready = tma_pipeline(1, consumer_warps, 2 * CONSUMERS * self.tile_bytes, defer_sync=True)
+        keys_ready = tma_pipeline(STAGES, consumer_warps, 2 * self.tile_bytes)
+        return SharedDQ(sQ, sdO, sK, sV, rows_ready, keys_ready)
+
+    @cute.jit
+    def load(
+        self,
+        rows: tuple[TmaTile, TmaTile],  # Q and dO
+        keys: tuple[TmaTile, TmaTile],  # K and V
+        shared: SharedDQ,
+        work: WorkTile,
+        group: Int32,
+        key_tiles: KeyTiles,
+    ):
+        """Producer warp 0: Q and dO once, then K and V of every key tile."""
+        _, _, _, _, rows_ready, keys_ready = shared
+        load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
+        barrier = producer_acquire(rows_ready, producer_state(1))
+        for i in range_constexpr(CONSUMERS):
+            load_rows((work.tile * CONSUMERS + i, work.head, work.batch), i, barrier)
+        state = producer_state(STAGES)
+        kv_head = work.head // group
+        for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
+            load_keys((key_tiles.tile(i), kv_head, work.batch), state.index, producer_acquire(keys_ready, state))
+            state.advance()
+
+    def partition_keys(
+        self, mma_s: cute.TiledMma, mma_dq: cute.TiledMma, shared: SharedDQ
+    ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """B operands of S, dP and dQ; the last mode is the stage."""
+        return (
+            smem_operand_b(mma_s, shared.sK),
+            smem_operand_b(mma_s, shared.sV),
+            smem_operand_b(mma_dq, transpose_view(shared.sK)),
+        )
+
+    @cute.jit
+    def load_stats(
+        self, branches: tuple[Stats, ...], tScS: cute.Tensor, first_row: Int32, num_rows: Int32, work: WorkTile
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """lse in base 2 and delta of the thread's two rows, fp32 (row, branch). P = exp2(-inf) = 0 without an lse."""
+        rLse, rDelta = (cute.make_rmem_tensor((2, BRANCHES), Float32) for _ in range(2))
+        for r in range_constexpr(2):
+            row = first_row + tScS[(0, r, 0), 0, 0][0]
+            for b in range_constexpr(len(branches)):
+                lse, delta = branches[b]
+                rLse[r, b], rDelta[r, b] = load_row_stats(
+                    lse[work.batch, work.head, None], delta[work.batch, work.head, None], row, num_rows
+                )
+        return rLse, rDelta
+
+    @cute.jit
+    def load_rows(self, mma_s: cute.TiledMma, shared: SharedDQ, consumer: Consumer) -> tuple[cute.Tensor, cute.Tensor]:
+        """Wait for Q and dO of the warpgroup. Returns them as A operands of S and dP."""
+        shared.rows_ready.consumer_wait(consumer_state(1))
+        tSrQ, tdPrdO = (load_operand_a(mma_s, x[None, None, consumer.warpgroup]) for x in (shared.sQ, shared.sdO))
+        return tSrQ, tdPrdO
+
+    @cute.jit
+    def epilogue(
+        self,
+        mma_dq: cute.TiledMma,
+        dQ: cute.Tensor,
+        tma_dq: cute.CopyAtom,
+        mdQ: cute.Tensor,
+        sQ: cute.Tensor,
+        scale: Float32,
+        work: WorkTile,
+        consumer: Consumer,
+    ):
+        """dQ, scaled and rounded, to the shared memory of Q, which only this warpgroup read, and from there by TMA."""
+        dQ.store(dQ.load() * scale)
+        store_acc_for_tma(mma_dq, dQ, sQ[None, None, consumer.warpgroup], consumer.thread, 1 + consumer.warpgroup)
+        if consumer.warp % WARPGROUP_WARPS == 0:
+            row_tile = work.tile * CONSUMERS + consumer.warpgroup
+            tma_store((row_tile, work.head, work.batch), consumer.warpgroup, (tma_dq, sQ, mdQ))
+
+
+class SharedDKV(NamedTuple):
+    """Shared memory of BackwardDKV."""
+
+    sK: cute.Tensor  # (TILE, D, key tiles)
+    sV: cute.Tensor
+    sQ: cute.Tensor  # (TILE, D, STAGES)
+    sdO: cute.Tensor
+    sLse: cute.Tensor  # fp32 (TILE, branches, STAGES), in base 2
+    sDelta: cute.Tensor
+
+
+class OperandsDKV(NamedTuple):
+    """Operands of a consumer of BackwardDKV; the last mode of what is streamed is the stage."""
+
+    tScS: cute.Tensor
+    """((c, r, n), 0, 0): coordinates (key, row)."""
+    tSrK: cute.Tensor
+    tdPrV: cute.Tensor
+    tSrQ: cute.Tensor
+    tdPrdO: cute.Tensor
+    tdKrQ: cute.Tensor
+    tdVrdO: cute.Tensor
+    tSsLse: list[cute.Tensor]
+    """Of each branch, ((c, r, n), 0, 0, stage): a row's lse for every key."""
+    tSsDelta: list[cute.Tensor]
+
+
+class BackwardDKV(_Backward):
+    """dK and dV of the keys of a CTA. K and V stay; Q, dO and the statistics of their rows are streamed.
+
+    pipeline    stages  a stage is full when                        and empty when
+    keys_ready  1       TMA has written K and V of the CTA          never: it is filled once
+    rows_ready  STAGES  TMA has written a tile of Q and of dO, and  the warps that read the stage have awaited dS^T Q:
+                        the 64 threads of the statistics' warps     both consumers, or the one whose turn it is
+                        have arrived
+
+    Args:
+        dim, dtype: head dim, 16-bit type.
+        key_tiles: CONSUMERS: each consumer has a key tile of its own and reads every stage. 1: both have the same key
+            tile, take stages in turn, and add their sums at the end.
+        branches: of which statistics are kept.
+    """
+
+    def __init__(self, dim: int, dtype: Any, *, key_tiles: int, branches: int) -> None:
+        super().__init__(dim, dtype)
+        self.key_tiles, self.branches = key_tiles, branches
+
+    def operands(self) -> tuple[Any, ...]:
+        """Tiled MMAs of S and dP and of dK and dV; layouts in shared memory of keys and of rows."""
+        return (
+            warpgroup_mma(self.dtype, TILE, SHARED, K, K),
+            warpgroup_mma(self.dtype, self.dim, REGISTERS, K, MN),
+            swizzled_tiles(self.dtype, self.dim, self.key_tiles),
+            swizzled_tiles(self.dtype, self.dim, STAGES),
+        )
+
+    def allocate(self, smem: Any, key_layout: cute.ComposedLayout, row_layout: cute.ComposedLayout) -> SharedDKV:
+        tiles = [
+            allocate_tiles(smem, self.dtype, layout) for layout in (key_layout, key_layout, row_layout, row_layout)
+        ]
+        stats = cute.make_layout((TILE, self.branches, STAGES))
+        return SharedDKV(*tiles, *[smem.allocate_tensor(Float32, stats, 16) for _ in range(2)])
+
+    def pipelines(self) -> tuple[Any, Any]:
+        """keys_ready and rows_ready."""
+        keys_bytes, rows_bytes = 2 * self.key_tiles * self.tile_bytes, 2 * self.tile_bytes
+        keys_ready = tma_pipeline(1, CONSUMERS * WARPGROUP_WARPS, keys_bytes, defer_sync=True)
+        rows_ready = tma_pipeline(STAGES, self.key_tiles * WARPGROUP_WARPS, rows_bytes, writers=TILE)
+        return keys_ready, rows_ready
+
+    def partition(
+        self, mma_s: cute.TiledMma, mma_dkv: cute.TiledMma, shared: SharedDKV, key_tile: Any, consumer: Consumer
+    ) -> OperandsDKV:
+        """Args: key_tile: the consumer's, of those in shared memory."""
+        sK, sV, sQ, sdO, sLse, sDelta = shared
+        thr_s = mma_s.get_slice(consumer.thread)
+        tScS = thr_s.partition_C(cute.make_identity_tensor((TILE, TILE)))
+        tSrK, tdPrV = (smem_operand_a(mma_s, tiles)[None, None, None, key_tile] for tiles in (sK, sV))
+        tSrQ, tdPrdO = (smem_operand_b(mma_s, tiles) for tiles in (sQ, sdO))
+        tdKrQ, tdVrdO = (smem_operand_b(mma_dkv, transpose_view(tiles)) for tiles in (sQ, sdO))
+        every_key = cute.make_layout((TILE, TILE, STAGES), stride=(0, 1, self.branches * TILE))
+        tSsLse, tSsDelta = (
+            [thr_s.partition_C(cute.make_tensor(x.iterator + b * TILE, every_key)) for b in range(self.branches)]
+            for x in (sLse, sDelta)
+        )
+        return OperandsDKV(tScS, tSrK, tdPrV, tSrQ, tdPrdO, tdKrQ, tdVrdO, tSsLse, tSsDelta)
+
+    def accumulators(self, mma_dkv: cute.TiledMma) -> tuple[cute.Tensor, cute.Tensor]:
+        """dK and dV, zeros."""
+        dK, dV = accumulator(mma_dkv, (TILE, self.dim)), accumulator(mma_dkv, (TILE, self.dim))
+        dK.fill(0.0)
+        dV.fill(0.0)
+        return dK, dV

@@ -1,0 +1,48 @@
+"""dK and dV of a KV block that was cut into segments: their fp32 partials are added up in order, by as many CTAs.
+
+What selected_backward.py and kv_outer_backward.py share. Segment i of n adds up the i-th of n chunks of the block's
+numbers, so that every CTA has about the same work. The order is that of the segments: bitwise the same each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, range_constexpr
+
+THREADS = 256
+
+VECTOR = 4
+"""fp32 numbers that a thread adds up at a time: 16 bytes."""
+
+BATCH = 4
+"""Partials that a thread loads together."""
+
+
+def chunk_start(index: Int32, segments: Int32, vectors: int) -> Int32:
+    """The first of a block's vectors that its segment `index` adds up."""
+    return index * vectors // segments
+
+
+@cute.jit
+def add_partials(
+    rSum: cute.Tensor,  # fp32 [VECTOR]
+    partial_row: Callable[[Int32, int], cute.Tensor],
+    column: Int32,  # of the vector in its row
+    segments: Int32,
+):
+    """Add a vector of each segment of a block to rSum.
+
+    Args: partial_row: (start, i) -> the row, fp32 [columns], in the partials of segment start + i of the block.
+    """
+    rPartial = cute.make_rmem_tensor((VECTOR, BATCH), Float32)
+    for start in cutlass.range(0, segments, BATCH, unroll=1):
+        for i in range_constexpr(BATCH):
+            rPartial[None, i].fill(0.0)
+            if start + i < segments:
+                gPartial = cute.local_tile(partial_row(start, i), (VECTOR,), (column,))
+                cute.autovec_copy(gPartial, rPartial[None, i])
+        for i in range_constexpr(BATCH):
+            rSum.store(rSum.load() + rPartial[None, i].load())

@@ -1,0 +1,196 @@
+"""Worklist of the split backward (attend/selected_backward.py): which query tiles selected each KV block.
+
+A work item is a KV block of a key/value head; its query tiles are (head of the group, tile), one number each:
+head * tiles + tile. They lie one block behind the other, made from bits:
+
+CountQueryTiles   a warp for each block: how many query tiles it has
+ListQueryTiles    a warp for each block: its query tiles in a fixed order, behind those of the blocks before, and its
+                  segments
+
+Between them a cumulative sum tells where each block begins. A block that many tiles selected (all may select block 0)
+is cut into segments of at least `Sizes.length` and less than twice as many query tiles. The segments of cut blocks
+come first: they are the longest. Then blocks ascend: causality gives the first ones most query tiles.
+
+Blocks are numbered with the key/value head fastest, then the batch, then the block of the sequence.
+
+Limits: at most 2^31 query tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32
+from torch import Tensor
+
+from cute_kernels.lists.query_to_kv import WORD
+from cute_kernels.lists.worklist import VISITS, Sizes, write_counts, write_segments
+from cute_kernels.mma.warp import LANES, lowest_bit, prefix_sum
+from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
+
+WARPS = 4
+"""Of a CTA."""
+
+
+def block_coordinates(block: Int32, kv_heads: Int32, mX: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+    """Batch, key/value head and block of the sequence. Args: mX: [B, ...]."""
+    return block // kv_heads % mX.shape[0], block % kv_heads, block // kv_heads // mX.shape[0]
+
+
+class CountQueryTiles:
+    """How many (head of the group, query tile) selected each block. A warp for each block."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mBits: cute.Tensor,  # int32 [B, S, blocks, words], see selected_worklist
+        mCounts: cute.Tensor,  # int32 [3, B * H_kv * blocks]
+        kv_heads: Int32,
+        group: Int32,  # query heads of a key/value head
+        segment: Int32,  # the fewest query tiles of a segment
+        stream: Any,
+    ):
+        self.kernel(mBits, mCounts, kv_heads, group, segment).launch(
+            grid=[cute.ceil_div(mCounts.shape[1], WARPS), 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mBits: cute.Tensor, mCounts: cute.Tensor, kv_heads: Int32, group: Int32, segment: Int32):
+        cta, _, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        work_index = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if work_index < mCounts.shape[1]:
+            batch, kv_head, block = block_coordinates(work_index, kv_heads, mBits)
+            select_heads = mBits.shape[1] // kv_heads
+            count = Int32(0)
+            for i in cutlass.range(select_heads, unroll=1):
+                for word in cutlass.range(lane, mBits.shape[3], LANES, unroll=4):
+                    count += cute.arch.popc(mBits[batch, kv_head * select_heads + i, block, word])
+            query_tiles = cute.arch.warp_reduction_sum(count) * (group // select_heads)
+            if lane == 0:
+                write_counts(mCounts, work_index, query_tiles, segment)
+
+
+class ListQueryTiles:
+    """Which (head of the group, query tile) selected a block, in a fixed order, and its segments. A warp for each."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mBits: cute.Tensor,  # int32 [B, S, blocks, words]
+        mCounts: cute.Tensor,  # int32 [3, B * H_kv * blocks]
+        mSums: cute.Tensor,  # the same, with those of all blocks before added
+        mQueryTiles: cute.Tensor,  # int32 [query tiles]: head of the group * tiles + tile
+        mSegments: cute.Tensor,  # int32 [3, segments], those of cut blocks first
+        kv_heads: Int32,
+        group: Int32,
+        tiles: Int32,
+        stream: Any,
+    ):
+        self.kernel(mBits, mCounts, mSums, mQueryTiles, mSegments, kv_heads, group, tiles).launch(
+            grid=[cute.ceil_div(mCounts.shape[1], WARPS), 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mBits: cute.Tensor,
+        mCounts: cute.Tensor,
+        mSums: cute.Tensor,
+        mQueryTiles: cute.Tensor,
+        mSegments: cute.Tensor,
+        kv_heads: Int32,
+        group: Int32,
+        tiles: Int32,
+    ):
+        cta, _, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        work_index = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        blocks = mCounts.shape[1]
+        if work_index < blocks:
+            batch, kv_head, block = block_coordinates(work_index, kv_heads, mBits)
+            select_heads, words = mBits.shape[1] // kv_heads, mBits.shape[3]
+            sharing = group // select_heads  # heads with the same selection
+            query_tiles = mCounts[VISITS, work_index]
+            first = mSums[VISITS, work_index] - query_tiles
+            gQueryTiles = cute.domain_offset((first,), mQueryTiles)
+            before = Int32(0)  # bits of the words before
+            for i in cutlass.range(select_heads, unroll=1):
+                for start in cutlass.range(0, words, LANES, unroll=1):
+                    selected = Int32(0)
+                    if start + lane < words:
+                        selected = mBits[batch, kv_head * select_heads + i, block, start + lane]
+                    count = cute.arch.popc(selected)
+                    sums = prefix_sum(count)
+                    index = before + sums - count
+                    while selected != 0:
+                        tile = (start + lane) * WORD + lowest_bit(selected)
+                        for j in cutlass.range(sharing, unroll=1):
+                            gQueryTiles[index * sharing + j] = (i * sharing + j) * tiles + tile
+                        selected = selected & (selected - 1)
+                        index += 1
+                    before += cute.arch.shuffle_sync(sums, LANES - 1)
+            write_segments(mCounts, mSums, mSegments, work_index)
+
+
+def fake_table() -> Any:
+    """SelectedWorklist.counts, .sums or .segments to compile with."""
+    return fake(torch.int32, 3, None, aligned=False)
+
+
+def fake_query_tiles() -> Any:
+    """SelectedWorklist.query_tiles to compile with."""
+    return fake(torch.int32, None, aligned=False)
+
+
+def _fake_bits() -> Any:
+    return fake(torch.int32, None, None, None, None, aligned=False)
+
+
+@compiled_once
+def _count() -> Kernel:
+    return compile_kernel(CountQueryTiles(), _fake_bits(), fake_table(), *[Int32(0)] * 3)
+
+
+@compiled_once
+def _list() -> Kernel:
+    counts, sums, segments = (fake_table() for _ in range(3))
+    return compile_kernel(ListQueryTiles(), _fake_bits(), counts, sums, fake_query_tiles(), segments, *[Int32(0)] * 3)
+
+
+class SelectedWorklist(NamedTuple):
+    """Query tiles of all blocks, and the segments that are the CTAs' work. What lies behind the ends is not written."""
+
+    counts: Tensor
+    """int32 `[3,B*H_kv*blocks]`: worklist.VISITS, CUT and WHOLE of each block."""
+    sums: Tensor
+    """int32 `[3,B*H_kv*blocks]`: counts with those of all blocks before added."""
+    query_tiles: Tensor
+    """int32 `[sizes.visits]`: head of the group * tiles + tile."""
+    segments: Tensor
+    """int32 `[3,sizes.segments]`: worklist.BLOCK, FIRST and COUNT of each segment, those of cut blocks first."""
+
+
+def selected_worklist(bits: Tensor, *, kv_heads: int, group: int, tiles: int, sizes: Sizes) -> SelectedWorklist:
+    """List the query tiles that selected each block.
+
+    Args:
+        bits: int32 `[B,S,blocks,words]`: bit t % 32 of word t // 32 says whether query tile t selected the block. S is
+            H_kv or H; heads of a group share a row of bits if it is H_kv. Words behind the last tile are 0.
+        group: G, query heads of a key/value head.
+        tiles: query tiles of a head.
+        sizes: of the lists; its `length` is the fewest query tiles of a segment of a cut block.
+    """
+
+    def table(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=bits.device)
+
+    counts = table(3, bits.shape[0] * kv_heads * bits.shape[2])
+    query_tiles, segments = table(sizes.visits), table(3, sizes.segments)
+    _count().run(bits, counts, kv_heads, group, sizes.length)
+    sums = counts.cumsum(1, dtype=torch.int32)
+    _list().run(bits, counts, sums, query_tiles, segments, kv_heads, group, tiles)
+    return SelectedWorklist(counts, sums, query_tiles, segments)

@@ -1,0 +1,274 @@
+"""How a call is run: aligned inputs, the plan that follows from its options, and chunks of query rows.
+
+    prepare     inputs and options -> Call: tensors that kernels can read, and their Plan
+    chunks      ranges of query rows, so that temporary memory stays bounded
+
+forward.py and backward.py both start from a `Call`. Inputs and options are nsa.inputs.NSAInputs and
+nsa.config.NSAConfig; only their fields are read here, they are not imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists
+from cute_kernels.pool.compress import compress_kv
+from cute_kernels.pool.documents import Documents, lay_out
+from cute_kernels.runtime.device import vectorizable
+from cute_kernels.select.topk import Blocks
+from cute_kernels.support import has_atomic_free_backward, tile_rows
+
+CHUNK_BYTES = 8 << 30
+"""The outputs of the three branches of one chunk of query rows take at most this."""
+
+ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight")
+"""Inputs whose rows kernels read as vectors."""
+
+PER_TOKEN = ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "gates")
+"""Inputs `[B,N,heads,...]`, with cu_seqlens `[T,heads,...]`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from options, sizes and the device."""
+
+    config: Any
+    """nsa.config.NSAConfig."""
+    rules: fa4.Rules
+    scale: float
+    """Softmax scale."""
+    tile: int
+    """Query rows that select together; in token mode, rows of a tile of packed documents."""
+    select: Blocks
+    """Blocks of tokens, for the selected branch."""
+    select_cmp: Blocks | None
+    """Blocks of compressed entries, for the compressed branch; None: it attends to all entries."""
+    entry: Keys
+    """Which compressed entries a row sees."""
+    token: Keys
+    """Which tokens a row sees."""
+    atomic_free: bool
+    """Whether backward takes attend/selected_backward.py and attend/window_backward.py where it can, which are faster
+    than FlashAttention-4's kernels and add up in a fixed order."""
+    documents: Documents | None = None
+    """With cu_seqlens: where each document lies in the aligned rows."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call's tensors and its plan. What is computed on first use leaves the window to be launched before it."""
+
+    inputs: Any
+    """nsa.inputs.NSAInputs, rows aligned; packed inputs as one sequence `[1,T,...]`."""
+    attended: Any
+    """The inputs as attention reads them: the same, or packed ones in the aligned rows of `plan.documents`."""
+    plan: Plan
+    saved_cmp: tuple[Tensor, Tensor] | None = None
+    """k_cmp and v_cmp that an earlier call computed."""
+
+    @cached_property
+    def compressed(self) -> tuple[Tensor, Tensor]:
+        """k_cmp and v_cmp `[B,entries,H_kv,D]`, shared by all chunks."""
+        return self.saved_cmp or compress_kv(self.inputs, self.plan.config, self.plan.documents)
+
+    @property
+    def k_cmp(self) -> Tensor:
+        return self.compressed[0]
+
+    @property
+    def v_cmp(self) -> Tensor:
+        return self.compressed[1]
+
+    @cached_property
+    def out(self) -> Tensor:
+        """`[B,N,H,D_v]`, uninitialised; the gate writes it, chunk by chunk."""
+        q = self.inputs.q
+        return torch.empty((*q.shape[:3], self.inputs.v.shape[-1]), dtype=q.dtype, device=q.device)
+
+    @property
+    def result(self) -> Tensor:
+        """`out` as the caller gets it: packed `[T,H,D_v]`."""
+        return self.out if self.plan.documents is None else self.out[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of a sequence, as attention reads them."""
+        return int(self.attended.q.shape[1])
+
+    def query_heads(self, kv_heads: slice) -> slice:
+        """The query heads of a range of key/value heads."""
+        group = self.inputs.q.shape[2] // self.inputs.k.shape[2]
+        return slice(kv_heads.start * group, kv_heads.stop * group)
+
+    def slice_heads(self, kv_heads: slice) -> Call:
+        """The same call for a range of key/value heads and their query heads."""
+        q_heads = self.query_heads(kv_heads)
+
+        def narrow(inputs: Any) -> Any:
+            changed = {}
+            for name in PER_TOKEN:
+                if (tensor := getattr(inputs, name)) is not None:
+                    changed[name] = tensor[:, :, q_heads if name in ("q", "gates") else kv_heads]
+            weight = inputs.gate_proj_weight
+            return replace(inputs, **changed, gate_proj_weight=None if weight is None else weight[q_heads])
+
+        inputs = narrow(self.inputs)
+        attended = inputs if self.attended is self.inputs else narrow(self.attended)
+        k_cmp, v_cmp = self.compressed
+        return Call(inputs, attended, self.plan, (k_cmp[:, :, kv_heads], v_cmp[:, :, kv_heads]))
+
+
+def prepare(
+    inputs: Any, config: Any, saved_cmp: tuple[Tensor, Tensor] | None = None, *, atomic_free: bool = True
+) -> Call:
+    """Align the inputs, lay packed documents out, and plan.
+
+    Args:
+        saved_cmp: k_cmp and v_cmp that were computed before.
+        atomic_free: False: backward takes FlashAttention-4's kernels for every branch, for comparisons.
+    """
+    inputs, rules = _align(inputs), fa4.rules(inputs.q.device)
+    dims = inputs.q.shape[-1], inputs.v.shape[-1]
+    if inputs.cu_seqlens is None:
+        plan = _plan(config, rules, dims, config.num_compressed(inputs.q.shape[1]), atomic_free)
+        return Call(inputs, inputs, plan, saved_cmp)
+    inputs, attended, documents = _unpack(inputs, config, rules)
+    plan = _plan(config, rules, dims, None, atomic_free)
+    return Call(inputs, attended, replace(plan, documents=documents), saved_cmp)
+
+
+@lru_cache(256)
+def _plan(config: Any, rules: fa4.Rules, dims: tuple[int, int], entries: int | None, atomic_free: bool) -> Plan:
+    """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number."""
+    length, stride = config.compress_block_size, config.stride
+    count, width = config.num_cmp_selected_blocks, config.n_block_size
+    selects_entries = count is not None and (entries is None or count * width < entries)
+    return Plan(
+        config=config,
+        rules=rules,
+        scale=config.scale(dims[0]),
+        tile=tile_rows(config, rules),
+        select=Blocks(
+            length,
+            stride,
+            config.select_size,
+            config.num_selected_blocks,
+            init=config.num_init_blocks,
+            local=config.num_local_blocks,
+        ),
+        select_cmp=Blocks(1, 1, width, count, newest=config.causal) if selects_entries else None,
+        entry=Keys(length, stride, config.causal),
+        token=Keys(causal=config.causal),
+        atomic_free=atomic_free and has_atomic_free_backward(rules, *dims),
+    )
+
+
+def _align(inputs: Any) -> Any:
+    """The inputs with every row contiguous and aligned, copied where it was not."""
+    changed = {}
+    if inputs.gates is not None and inputs.gates.stride(-1) != 1:
+        changed["gates"] = inputs.gates.contiguous()
+    for name in ALIGNED:
+        tensor = getattr(inputs, name)
+        if tensor is not None and (aligned := vectorizable(tensor)) is not tensor:
+            changed[name] = aligned
+    return replace(inputs, **changed) if changed else inputs
+
+
+def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:
+    """Packed inputs as one sequence `[1,T,...]`; what attention reads, in aligned rows; where the documents are."""
+    cu_seqlens = inputs.cu_seqlens
+    changed = {name: tensor[None] for name in PER_TOKEN if (tensor := getattr(inputs, name)) is not None}
+    inputs = replace(inputs, **changed, cu_seqlens=None, max_seqlen=None)
+    slc, win = branch_kv(inputs, "slc"), branch_kv(inputs, "win")
+    documents, (q, *aligned_slc) = lay_out(
+        inputs.q,
+        *slc,
+        cu_seqlens,
+        tile=tile_rows(config, rules),
+        length=config.compress_block_size,
+        stride=config.stride,
+    )
+    shared = win[0] is slc[0] and win[1] is slc[1]
+    aligned_win = aligned_slc if shared else documents.align(*win)
+    attended = replace(
+        inputs, q=q, k_slc=aligned_slc[0], v_slc=aligned_slc[1], k_win=aligned_win[0], v_win=aligned_win[1]
+    )
+    return inputs, attended, documents
+
+
+def chunks(call: Call) -> Iterator[tuple[int, int]]:
+    """Ranges of query rows, first and behind the last, to process one after the other."""
+    batch, tokens, heads, _ = call.inputs.q.shape
+    rows = max(call.num_rows, 1)
+    if call.plan.documents is None:
+        rows = chunk_rows(batch, tokens, heads, call.inputs.v.shape[-1], call.plan.tile)
+    for start in range(0, call.num_rows, rows):
+        yield start, min(start + rows, call.num_rows)
+
+
+def chunk_rows(batch: int, tokens: int, heads: int, v_dim: int, tile: int) -> int:
+    """Query rows of a chunk: all, or a multiple of the tile for which three outputs fit CHUNK_BYTES."""
+    per_row = 3 * batch * heads * v_dim * 2
+    if tokens * per_row <= CHUNK_BYTES:
+        return max(tokens, 1)
+    multiple = math.lcm(tile, 256)
+    return max(CHUNK_BYTES // per_row // multiple, 1) * multiple
+
+
+# What both directions tell the branches' kernels
+
+
+def branch_kv(inputs: Any, branch: str) -> tuple[Tensor, Tensor]:
+    """Keys and values of branch "slc" or "win": its own, or the shared ones."""
+    own = getattr(inputs, f"k_{branch}"), getattr(inputs, f"v_{branch}")
+    return (inputs.k, inputs.v) if own[0] is None else own
+
+
+def window_reach(size: int, causal: bool, tokens: int) -> tuple[int, int]:
+    """How many keys left and right of a query are in its window of `size` >= 1, no more than there are tokens.
+
+    FlashAttention-4 adds both to rows in int32, where a window of 2^31 - 1 would wrap around.
+    """
+    left, right = (size - 1, 0) if causal else (size // 2, size // 2)
+    return min(left, tokens), min(right, tokens)
+
+
+def selected_lists(
+    plan: Plan, q: Tensor, k: Tensor, indices: Tensor, start: int, *, width: int | None = None
+) -> BlockLists:
+    """Tile mode: the selected blocks of each query tile, as lists of blocks of `width` keys.
+
+    Args:
+        indices: int32 `[B,S,tiles,k]`, of the rows of q, which begin with row `start`.
+        width: None: the widest blocks that FlashAttention-4 takes and that need no refinement.
+    """
+    size = plan.config.select_size
+    return chosen_lists(
+        indices,
+        q.shape[2],
+        plan.token,
+        size=size,
+        width=width or plan.rules.width(size),
+        rows=plan.tile,
+        num_keys=k.shape[1],
+        rows_from=start,
+        rows_to=start + q.shape[1],
+        entries=False,
+        documents=plan.documents,
+    )
+
+
+def token_mode_options(plan: Plan) -> dict[str, Any]:
+    """Token mode: what the kernels of the selected branch are told of its blocks."""
+    size, documents = plan.config.select_size, plan.documents
+    bounds = None if documents is None else documents.bounds_of_blocks(size)
+    return {"size": size, "scale": plan.scale, "bounds": bounds}

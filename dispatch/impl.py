@@ -1,0 +1,106 @@
+"""A row of the table of implementations (Impl) and the facts of a call that its check reads (Call)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from dispatch.device import package_advice, package_problem
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One row of the table: an implementation of an op.
+
+    Args:
+        op: the op's name, a key of `dispatch.OPS`.
+        backend: its name for users. Several rows may have the same: a backend can come first for some calls and later
+            for others.
+        target: the function, as "module:attribute", imported on first use.
+        check: a predicate on a Call, as "module:attribute", in a module that needs torch alone. It returns the reason
+            why the row cannot run the call, or None.
+        packages: modules of dispatch.device.PACKAGES that it needs. Default: none.
+        training: module with the functions that the op's autograd calls (see the op's autograd.py). Default: None, for
+            an implementation that is differentiable itself.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> impl = dispatch.resolve(dispatch.Call("nsa", "cpu", torch.float32))
+        >>> impl.backend, impl.target
+        ('reference', 'nsa.reference:nsa')
+    """
+
+    op: str
+    backend: str
+    target: str
+    check: str
+    packages: tuple[str, ...] = ()
+    training: str | None = None
+
+    def load_training(self) -> Any:
+        """The module named by `training`, or None."""
+        return None if self.training is None else importlib.import_module(self.training)
+
+    def load(self) -> Callable[..., Any]:
+        """The implementation. Raises whatever its import raises."""
+        implementation: Callable[..., Any] = _attribute(self.target)
+        return implementation
+
+    def refusal(self, call: Call) -> str | None:
+        """The reason why this row cannot run the call, or None."""
+        reason: str | None = _attribute(self.check)(call)
+        if reason is not None:
+            return reason
+        for module in self.packages:
+            reason = package_problem(module, call.device_type)
+            if reason is not None:
+                return reason
+        try:
+            self.load()
+        except (Exception, SystemExit) as error:  # whatever a broken dependency raises at import is the reason
+            module = self.target.partition(":")[0]
+            return f"importing {module} failed: {type(error).__name__}: {error}{package_advice(self.packages)}"
+        return None
+
+
+@dataclass(frozen=True)
+class Call:
+    """The facts by which a backend is chosen; none of them needs tensor values.
+
+    Args:
+        op: the op's name, a key of `dispatch.OPS`.
+        device: of the tensors; a string where torch may not know the type, such as "npu" without torch_npu.
+        dtype: of the tensors.
+        backward: whether gradients are needed. Default: False.
+        named: whether the user asked for this backend by name; set by `explain` and `resolve`. Default: False.
+        options: what the op adds, such as sizes and flags. A row's check ignores what it does not know. Default: none.
+
+    Example:
+        >>> import torch
+        >>> import dispatch
+        >>> dispatch.Call("nsa", torch.device("cuda", 0), torch.bfloat16).device_type
+        'cuda'
+    """
+
+    op: str
+    device: torch.device | str
+    dtype: torch.dtype
+    backward: bool = False
+    named: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def device_type(self) -> str:
+        return str(self.device).partition(":")[0]
+
+
+@cache
+def _attribute(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,68 @@
+"""Checks of arguments that all three ops share: TypeError or ValueError, naming the argument and its value."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from dispatch.registry import short_name
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Of the ops' inputs. Backends take fewer: dispatch names the reason."""
+
+
+def is_finite(number: SupportsFloat) -> bool:
+    """As math.isfinite, but False for integers beyond the range of a float instead of OverflowError."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
+
+
+def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise unless `value` is an int (no bool) from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raise unless each size of a layer is an integer of at least 1."""
+    for name, size in sizes.items():
+        check_integer(name, size, 1)
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless `value` is one of the strings."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_eps(eps: object, name: str = "eps") -> None:
+    """Raise unless the epsilon of a norm is a finite number of at least 0."""
+    if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, Real)):
+        raise TypeError(f"{name} must be a number, got {eps!r}")
+    if not is_finite(eps) or eps < 0:
+        raise ValueError(f"{name} must be finite and at least 0, got {eps}")
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise for sparse and nested tensors: they have no strides, and older nested tensors have no shape either."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.layout is torch.strided else short_name(tensor.layout)
+        raise TypeError(f"{name} must be a dense tensor, got the layout {layout}")

@@ -1,0 +1,35 @@
+"""Registration of PyTorch operators, which torch.compile(fullgraph=True) records as they are.
+
+Dynamo cannot trace validation and dispatch, and need not: a compiled graph calls an operator, whose implementation is
+the eager path. Each op registers a forward with autograd and a backward whose own derivative raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa.common.derivatives import raise_double_backward
+
+
+def register_operator(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define `name` ("nsa_kernels::...") for all devices.
+
+    Args:
+        schema: arguments and results, as torch.library.define takes them.
+        fake: the same call on fake tensors, which gives results without values.
+    """
+    torch.library.define(name, schema)
+    torch.library.impl(name, "default", implementation)
+    torch.library.register_fake(name, fake)
+
+
+def register_double_backward_error(name: str, op: str) -> None:
+    """Make the derivative of a backward operator raise."""
+
+    def differentiate(*_: Any, **__: Any) -> None:
+        raise_double_backward(op)
+
+    torch.library.register_autograd(name, differentiate)

@@ -1,0 +1,12 @@
+"""Fixtures that several tests of cute_kernels share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(params=["sm_90", "sm_100"])
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tiles and lists of which architecture; Blackwell's run on Hopper too."""
+    monkeypatch.setenv("NSA_KERNELS_FA4_STRATEGY", request.param)
+    return str(request.param)

@@ -1,0 +1,99 @@
+"""Tables of the documentation are those of the files they show, and what pages say of these files holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import bench_paper, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = tables.pages()
+TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_pages_show_what_the_files_have(page: Path) -> None:
+    assert tables.rendered(page, TEXT[page]) == TEXT[page], "python -m bench.tables renders it anew"
+
+
+def test_every_table_is_shown() -> None:
+    shown = {name for text in TEXT.values() for _, name, _, _ in tables.MARKED.findall(text)}
+    assert shown == set(tables.TABLES)
+
+
+def test_a_changed_figure_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table: varlen -->\n\n| packed | 1.00 |\n<!-- end -->\nbehind\n")
+    monkeypatch.setattr(tables, "pages", lambda: [page])
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.main(["--check"]) == 1
+    assert "page.md: differs" in capsys.readouterr().out
+    assert "1.00" in page.read_text()
+    assert tables.main([]) == 0
+    pattern = r"before\n<!-- table: varlen -->\n\n30 documents .*\n\n<!-- end -->\nbehind\n"
+    assert re.fullmatch(pattern, page.read_text(), re.DOTALL)
+    assert tables.main(["--check"]) == 0
+    page.write_text("<!-- table: nope -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match=r"page\.md asks for the table 'nope'"):
+        tables.main(["--check"])
+
+
+def test_results_are_those_that_pages_cite() -> None:
+    """Nothing else lies in bench/results but CSV and PNG files of what is cited."""
+    cited = {name for text in TEXT.values() for name in re.findall(r"bench/results/([\w.-]+)", text)}
+    cited |= set(re.findall(r"bench/results/([\w.-]+)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    there = {path.name for path in tables.RESULTS.iterdir() if path.is_file() and path.suffix != ".lock"}
+    assert {name for name in cited if "." in name} <= there
+    assert {name for name in there if name not in cited and Path(name).with_suffix(".json").name not in cited} == set()
+
+
+@pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*-h200*.json")), ids=lambda path: path.stem)
+def test_recorded_runs_are_green_and_reach_their_bars(path: Path) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content.get("gate", "green") in ("green", "unchecked")
+    missed = [bar["bar"] for bar in content.get("bars", ()) if bar["verdict"] != "pass" and "stretch" not in bar["bar"]]
+    assert missed == []
+
+
+def test_no_peer_of_the_paper_is_faster_and_the_bars_are_those_of_the_benchmark() -> None:
+    content = tables.load("paper-h200")
+    queued = {(row["n"], row["pass"]): row for row in content["rows"] if row["mode"] == "queued"}
+    for n, peers in tables.SFNSA.items():
+        for direction, peer in zip(("fwd", "fwd+bwd"), peers, strict=True):
+            row = queued[n << 10, direction]
+            assert row["ms_p50"] < min(peer, row["fla_ms"])
+            assert row["ms_p50"] <= bench_paper.MS_BARS[n << 10][direction][0]
+
+
+def test_the_demo_says_nothing_of_noise() -> None:
+    assert "too noisy" not in {row["faster"] for row in tables.load("e2e-cpu")["rows"]}
+
+
+def test_defaults_are_faster_than_peers_where_pages_say_so() -> None:
+    """docs/results.md lists what is slower: nothing of neighborhood attention and attention residual."""
+    near: list[Any] = [row for row in tables.load("neighborhood-h200")["rows"] if row["default"]]
+    assert all(row["ms_p50"] < min(filter(None, (row["fa4_ms"], row["flex_ms"], row["liger_ms"]))) for row in near)
+    for row in tables.load("attnres-h200")["rows"]:
+        for own, clock in (("ms_p50", ""), ("wall_ms", "_wall")):
+            assert all(row[own] < row[f"{peer}{clock}_ms"] for peer in ("liger", "compile", "eager"))
+
+
+def test_the_file_map_has_every_module() -> None:
+    page = TEXT[ROOT / "docs" / "architecture.md"]
+    shown = tables.MARKED.search(page)
+    assert shown is not None
+    assert shown[2] == "files"
+    listed = set(re.findall(r"^\| `([\w/.]+)` \|", shown[3], re.MULTILINE))
+    for folder in tables.MAPPED:
+        for path in (ROOT / folder).rglob("*.py"):
+            name = path.relative_to(ROOT).as_posix()
+            is_empty_package = path.name == "__init__.py" and not path.read_text(encoding="utf-8").strip()
+            assert is_empty_package or name.replace("__init__.py", "") in listed, f"{name} is not in the file map"
+    assert {name for name in listed if not (ROOT / name).exists()} == set()

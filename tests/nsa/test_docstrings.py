@@ -1,0 +1,85 @@
+"""Docstrings of the public names: complete by themselves, with examples that run on the CPU."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import dispatch
+import nsa
+import nsa.neighborhood
+import nsa.residual
+
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (nsa, dispatch, nsa.neighborhood, nsa.residual)
+    for name in module.__all__
+}
+METHODS = {
+    f"{name}.{method}": getattr(owner, method)
+    for name, owner in PUBLIC.items()
+    for method in ("forward", "forward_aux", "per_tile", "paper")
+    if inspect.isclass(owner) and method in vars(owner)
+}
+NOT_CALLED = {"dispatch.BackendError"}
+"""Public names that users catch and do not call."""
+
+
+def sections(documented: Any) -> dict[str, str]:
+    """The sections of a Google-style docstring by title; the text before the first has the title ""."""
+    parts = re.split(r"^(Args|Attributes|Returns|Raises|Example):\n", inspect.getdoc(documented) or "", flags=re.M)
+    return dict(zip(["", *parts[1::2]], parts[0::2], strict=True))
+
+
+def described(section: str) -> set[str]:
+    """The names that an Args section explains."""
+    return set(re.findall(r"^    (\w+): \S", section, flags=re.M))
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
+def test_every_argument_is_explained(name: str) -> None:
+    documented = {**PUBLIC, **METHODS}[name]
+    parameters = set() if name in NOT_CALLED else set(inspect.signature(documented).parameters) - {"self"}
+    found = sections(documented)
+    assert found[""].strip()
+    assert described(found.get("Args", found.get("Attributes", ""))) == parameters
+
+
+@pytest.mark.parametrize("name", [name for name, item in {**PUBLIC, **METHODS}.items() if not inspect.isclass(item)])
+def test_every_result_is_explained(name: str) -> None:
+    assert sections({**PUBLIC, **METHODS}[name]).get("Returns", "").strip()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NSA_KERNELS_BACKEND", raising=False)
+    torch.manual_seed(0)
+    assert ">>>" in sections(PUBLIC[name]).get("Example", ""), "no example"
+    run_examples(name, PUBLIC[name])
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if ">>>" in (method.__doc__ or "")])
+def test_examples_of_methods_run(name: str) -> None:
+    run_examples(name, METHODS[name], NSAConfig=nsa.NSAConfig)
+
+
+def run_examples(name: str, documented: Any, **names: Any) -> None:
+    """Run a docstring's examples; the failure shows what they printed."""
+    text = inspect.getdoc(documented) or ""
+    test = doctest.DocTestParser().get_doctest(text, names, name, None, None)
+    shown: list[str] = []
+    outcome = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=shown.append)
+    assert outcome.attempted > 0
+    assert outcome.failed == 0, "".join(shown)
+
+
+def test_functions_of_nsa_explain_every_option() -> None:
+    """`help` of one function alone: options are documented once, at NSAConfig, and shown at each function."""
+    options = described(sections(nsa.NSAConfig)["Args"])
+    for function in (nsa.nsa, nsa.nsa_forward, nsa.nsa_forward_aux):
+        assert options <= described(sections(function)["Args"])

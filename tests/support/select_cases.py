@@ -1,0 +1,63 @@
+"""What tests of selection per token share: the oracle's selection, and a check of selected blocks up to near ties."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cute_kernels.select.topk import Blocks
+from nsa import NSAConfig, reference
+from nsa.inputs import NSAInputs
+
+
+def blocks_of(config: NSAConfig) -> Blocks:
+    return Blocks(
+        config.compress_block_size,
+        config.stride,
+        config.select_size,
+        config.num_selected_blocks,
+        init=config.num_init_blocks,
+        local=config.num_local_blocks,
+    )
+
+
+def compressed(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounded compressed keys, fp64 lse of attention to them, and the oracle's selection by them."""
+    k_cmp = reference.pooled(inputs, config)[0].k_cmp
+    assert k_cmp is not None
+    exact = replace(inputs.map(Tensor.double), k_cmp=k_cmp.double(), v_cmp=k_cmp.double())
+    _, aux = reference.nsa(exact, config)
+    return k_cmp, aux.lse_cmp, aux.indices
+
+
+def probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, token: int) -> tuple[Tensor, Tensor]:
+    """fp64 scores `[blocks]` of a token (q `[G,D]`, k_cmp `[entries,D]`, lse `[G]`), and the bound of their errors."""
+    visible, size = config.num_compressed(token + 1), config.select_size
+    keys, scale = k_cmp[:visible].double(), config.scale(q.shape[-1])
+    p = torch.exp(scale * q.double() @ keys.T - lse[:, None]).sum(0)
+    starts = torch.arange(visible, device=q.device) * config.stride
+    begins = torch.arange(token // size + 1, device=q.device)[:, None] * size
+    overlap = (starts + config.compress_block_size).minimum(begins + size) - starts.maximum(begins)
+    scores = (overlap.clamp(min=0).double() / config.compress_block_size) @ p
+    largest = scale * q.double().norm(dim=-1).max() * keys.norm(dim=-1).max()
+    ulps = (q.shape[1] / 8 + 4) * largest + 4 * lse.abs().max() + q.shape[0] + 8
+    return scores, 2**-23 * ulps
+
+
+def check_chosen(
+    got: Tensor, expected: Tensor, inputs: NSAInputs, config: NSAConfig, k_cmp: Tensor, lse: Tensor
+) -> int:
+    """Sets equal the oracle's but for near ties, as select/token.py says. Returns how many differ."""
+    assert got.shape == expected.shape
+    assert torch.equal((got >= 0).sum(-1), (expected >= 0).sum(-1)), "another number of blocks"
+    assert bool(((got[..., 1:] > got[..., :-1]) | (got[..., 1:] == -1)).all()), "not ascending"
+    different = (got != expected).any(-1).nonzero().tolist()
+    for b, h, i in different:
+        group = slice(h * inputs.group_size, (h + 1) * inputs.group_size)
+        scores, bound = probabilities(inputs.q[b, i, group], k_cmp[b, :, h], lse[b, group, i], config, i)
+        ours, theirs = (set(x[b, h, i].tolist()) for x in (got, expected))
+        taken, left = scores[[*(ours - theirs)]].min(), scores[[*(theirs - ours)]].max()
+        assert left - taken <= 2 * bound * left, f"token {i}: took {ours - theirs} for {theirs - ours}"
+    return len(different)

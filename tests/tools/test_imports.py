@@ -1,0 +1,147 @@
+"""Imports go one way: no circle among our modules; cute_kernels follows its layers, nsa.common knows no op."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("nsa", "dispatch", "cute_kernels", "ascend_kernels", "bench")
+
+LAYERS = (
+    "limits",
+    "runtime",
+    "mma",
+    "pool",
+    "lists",
+    "select",
+    "gate",
+    "attend",
+    "fa4",
+    "support",
+    "neighborhood",
+    "plan",
+    "forward",
+    "backward",
+)
+"""Modules and packages of cute_kernels: each imports itself and earlier ones only."""
+
+Graph = Mapping[str, set[str]]
+
+
+def modules(package: str) -> dict[str, Path]:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in paths}
+    return {".".join(p[:-1] if p[-1] == "__init__" else p): path for path, p in parts.items()}
+
+
+def imported(source: str, module: str, known: Mapping[str, object]) -> Iterator[str]:
+    """Modules that the source of `module` imports, of those known; also inside functions and for types alone."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*parent, *filter(None, [node.module])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            names = [name if name in known else base for name in names]
+        yield from (name for name in names if name in known and name != module)
+
+
+def graph(package: str) -> Graph:
+    files = modules(package)
+    return {name: set(imported(path.read_text(encoding="utf-8"), name, files)) for name, path in files.items()}
+
+
+def circle(imports: Graph) -> list[str]:
+    """Modules of one circle of imports, the first also as the last; [] where there is none."""
+    done: set[str] = set()
+
+    def search(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for other in sorted(imports[module]):
+            if found := search(other, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next(filter(None, (search(module, []) for module in imports)), [])
+
+
+def layer(module: str) -> int:
+    return LAYERS.index(module.split(".")[1])
+
+
+def upward(imports: Graph) -> list[str]:
+    """Imports against the order of the layers."""
+    return [
+        f"{module} imports {other}"
+        for module, others in imports.items()
+        for other in sorted(others)
+        if module != "cute_kernels" and layer(other) > layer(module)
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_imports_in_a_circle(package: str) -> None:
+    assert circle(graph(package)) == []
+
+
+def test_what_the_ops_of_nsa_share_knows_none_of_them() -> None:
+    for module, others in graph("nsa").items():
+        if module.startswith("nsa.common"):
+            assert all(other.startswith("nsa.common") for other in others), (module, others)
+
+
+@pytest.mark.parametrize("op", ["", "neighborhood", "residual"])
+def test_every_op_of_nsa_has_the_same_modules(op: str) -> None:
+    names = {path.stem for path in (ROOT / "nsa" / op).glob("*.py")}
+    assert {"api", "validate", "autograd", "ops", "meta", "module"} <= names
+
+
+def test_layers_of_cute_kernels() -> None:
+    imports = graph("cute_kernels")
+    assert {module.split(".")[1] for module in imports if module != "cute_kernels"} == set(LAYERS)
+    assert sum(map(len, imports.values())) > 100
+    assert upward(imports) == []
+
+
+SOURCE = """
+from typing import TYPE_CHECKING
+
+from cute_kernels import limits
+from cute_kernels.fa4.launch import Mask
+
+if TYPE_CHECKING:
+    import cute_kernels.lists.worklist
+
+def plan():
+    from cute_kernels.forward import nsa
+"""
+
+
+def test_every_kind_of_import_is_found() -> None:
+    known = dict.fromkeys([f"cute_kernels.{name}" for name in ("limits", "fa4.launch", "lists.worklist", "forward")])
+    assert set(imported(SOURCE, "cute_kernels.plan", known)) == set(known)
+    relative = "from . import launch\nfrom ..limits import MAX_SIZE"
+    assert set(imported(relative, "cute_kernels.fa4.interface", known)) == {
+        "cute_kernels.fa4.launch",
+        "cute_kernels.limits",
+    }
+
+
+def test_circles_are_found() -> None:
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
+
+
+def test_upward_imports_are_found() -> None:
+    imports = {"cute_kernels.pool.compress": {"cute_kernels.fa4.launch", "cute_kernels.limits"}}
+    assert upward(imports) == ["cute_kernels.pool.compress imports cute_kernels.fa4.launch"]
