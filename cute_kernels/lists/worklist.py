@@ -100,7 +100,7 @@ class Worklist(NamedTuple):
     slot_blocks: Tensor
     """int32 `[B,H_kv,T,n]`: the KV block of each slot, -1: none."""
     query_rows: Tensor
-    """int32 `[B,H_kv,T n]`: slot_idx = token * n + slot of each query row, block after block; read where a tile says."""
+    """int32 `[B,H_kv,T n]`: slot_idx = token * n + slot of each query row, block after block."""
     work_tiles: Tensor
     """int32 `[B,H_kv,3,tiles]`: BLOCK, FIRST and COUNT."""
     counts: Tensor
