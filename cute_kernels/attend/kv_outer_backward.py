@@ -49,13 +49,13 @@ from cute_kernels.attend.warp_rows import SHARED_PERCENT, block_bounds, heads_of
 from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
-    CUT,
     FIRST,
+    SPLITS,
     fake_bounds,
-    fake_places,
-    fake_segments,
-    passes,
-    used_segments,
+    fake_query_rows,
+    fake_tiles,
+    num_work_tiles,
+    worklist_chunks,
 )
 from cute_kernels.mma import wgmma as hopper
 from cute_kernels.mma.mma_sync import (
@@ -122,9 +122,9 @@ class KVOuterBackward:
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
         mLse: cute.Tensor,  # fp32 [B, H, N]
         mDelta: cute.Tensor,
-        mPlaces: cute.Tensor,  # Visits.places
-        mSegments: cute.Tensor,  # Visits.segments
-        mSums: cute.Tensor,  # Visits.sums
+        mPlaces: cute.Tensor,  # Worklist.query_rows
+        mSegments: cute.Tensor,  # Worklist.work_tiles
+        mSums: cute.Tensor,  # Worklist.cum_counts
         mdQ: cute.Tensor,  # [B, H_kv, T n units, G, D]
         mdK: cute.Tensor,  # fp32 [B, N, H_kv, D]
         mdV: cute.Tensor,  # fp32 [B, N, H_kv, D_v]
@@ -196,7 +196,7 @@ class KVOuterBackward:
         sTo = smem.allocate_tensor(Int32, cute.make_layout(TILE), 16)
         sPlace = smem.allocate_tensor(Int32, cute.make_layout(TILE), 16)
 
-        cut, used = used_segments(mSums[batch, kv_head, None, None])
+        cut, used = num_work_tiles(mSums[batch, kv_head, None, None])
         if segment < used:
             gSegment = mSegments[batch, kv_head, None, segment]
             first_key, end = block_bounds(gSegment[BLOCK], self.size, mK.shape[1], mBounds)
@@ -529,9 +529,9 @@ class AddParts:
     @cute.jit
     def __call__(
         self,
-        mCounts: cute.Tensor,  # Visits.counts
-        mSums: cute.Tensor,  # Visits.sums
-        mSegments: cute.Tensor,  # Visits.segments
+        mCounts: cute.Tensor,  # Worklist.counts
+        mSums: cute.Tensor,  # Worklist.cum_counts
+        mSegments: cute.Tensor,  # Worklist.work_tiles
         mParts: cute.Tensor,  # fp32 [B, H_kv, segments of cut blocks, l', dim]
         mX: cute.Tensor,  # fp32 [B, N, H_kv, dim]
         mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
@@ -553,11 +553,11 @@ class AddParts:
     ):
         thread, _, _ = cute.arch.thread_idx()
         segment, head, batch = cute.arch.block_idx()
-        cut, _ = used_segments(mSums[batch, head, None, None])
+        cut, _ = num_work_tiles(mSums[batch, head, None, None])
         if segment < cut:
             block = mSegments[batch, head, BLOCK, segment]
-            segments = mCounts[batch, head, CUT, block]
-            first = mSums[batch, head, CUT, block] - segments
+            segments = mCounts[batch, head, SPLITS, block]
+            first = mSums[batch, head, SPLITS, block] - segments
             first_key, end = block_bounds(block, self.size, mX.shape[1], mBounds)
             vectors = const_expr(self.size * self.dim // SUMMED)
             rSum = cute.make_rmem_tensor(SUMMED, Float32)
@@ -590,8 +590,8 @@ def _visit(
         kernel(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
         *[fake(dtype, None, None, None, columns) for columns in (dim, v_dim, dim, v_dim)],
         *[fake(torch.float32, None, None, None, aligned=False) for _ in range(2)],
-        fake_places(),
-        *[fake_segments() for _ in range(2)],
+        fake_query_rows(),
+        *[fake_tiles() for _ in range(2)],
         fake(dtype, None, None, None, group, dim),
         *[fake(torch.float32, None, None, None, columns) for columns in dims],
         *[fake(torch.float32, None, None, None, size, columns) for columns in dims],
@@ -605,7 +605,7 @@ def _visit(
 def _add_parts(dim: int, size: int, packed: bool) -> Kernel:
     return compile_kernel(
         AddParts(dim, size),
-        *[fake_segments() for _ in range(3)],
+        *[fake_tiles() for _ in range(3)],
         fake(torch.float32, None, None, None, size, dim),
         fake(torch.float32, None, None, None, dim),
         fake_bounds() if packed else None,
@@ -665,13 +665,13 @@ def kv_outer_backward(
     packed = bounds is not None
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, packed, has_warpgroups(q.device)).run
     with SideStreams(q.device) as streams:
-        for number, (visits, batches, of) in enumerate(
-            passes(
+        for number, (worklist, batches, of) in enumerate(
+            worklist_chunks(
                 indices,
                 size=size,
-                length=-(-SEGMENT_ROWS // group),
+                min_rows=-(-SEGMENT_ROWS // group),
                 token_bytes=slots * units * group * dim * q.element_size(),
-                most_bytes=PART_BYTES,
+                max_bytes=PART_BYTES,
                 bounds=bounds,
                 local=local,
             )
@@ -679,29 +679,29 @@ def kv_outer_backward(
             streams.begin()
             if number < STREAMS:
                 sums.append([torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)])
-            pairs, cut = visits.places.shape[:2], visits.sizes.cut
-            parts = torch.empty((*pairs, visits.sizes.visits * units, group, dim), dtype=q.dtype, device=q.device)
+            pairs, cut = worklist.query_rows.shape[:2], worklist.sizes.split_tiles
+            parts = torch.empty((*pairs, worklist.sizes.rows * units, group, dim), dtype=q.dtype, device=q.device)
             cut_parts = [
                 torch.empty((*pairs, max(cut, 1), size, columns), dtype=torch.float32, device=q.device)
                 for columns in (dim, v_dim)
             ]
             queries = slice(of.start * group, of.stop * group)
-            rows = visits.rows()
+            rows = worklist.tokens()
             mine = [x[batches, :, of] for x in sums[number % STREAMS]]
             given = [
                 *[x[batches, rows, queries] for x in (q, do)],
                 *[x[batches, :, of] for x in (k, v)],
                 *[x[batches, queries, rows] for x in (lse, delta)],
             ]
-            with streams.run(visits, parts, cut_parts, given):
-                tables = visits.places, visits.segments, visits.sums
-                visit(*given, *tables, parts, *mine, *cut_parts, bounds, visits.first_token, scale)
+            with streams.run(worklist, parts, cut_parts, given):
+                tables = worklist.query_rows, worklist.work_tiles, worklist.cum_counts
+                visit(*given, *tables, parts, *mine, *cut_parts, bounds, worklist.first_token, scale)
                 if cut > 0:
                     for x, x_parts in zip(mine, cut_parts, strict=True):
                         run = _add_parts(x.shape[-1], size, packed).run
-                        run(visits.counts, visits.sums, visits.segments, x_parts, x, bounds)
-                add_slots(visits, parts, dq[batches, rows, queries], units=units)
-            del parts, cut_parts, given, visits  # the stream holds them as long as it needs them
+                        run(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_parts, x, bounds)
+                add_slots(worklist, parts, dq[batches, rows, queries], units=units)
+            del parts, cut_parts, given, worklist  # the stream holds them as long as it needs them
     for result, *of_streams in zip(results[1:], *sums, strict=True):
         if len(of_streams) > 1:
             torch.add(*of_streams, out=result)

@@ -67,7 +67,7 @@ from cute_kernels.attend.backward_tiles import (
 from cute_kernels.attend.combine_segments import add_partials, chunk_start
 from cute_kernels.lists.query_to_kv import BlockLists, fake_lists
 from cute_kernels.lists.selected_worklist import block_coordinates, fake_query_tiles, fake_table, selected_worklist
-from cute_kernels.lists.worklist import BLOCK, COUNT, CUT, FIRST, Sizes, used_segments
+from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, SPLITS, WorklistSizes, num_work_tiles
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import LANES
 from cute_kernels.mma.wgmma import (
@@ -381,7 +381,7 @@ class SelectedDKV(BackwardDKV):
         work_index, _, _ = cute.arch.block_idx()
         segment_index, key_tile = work_index // self.block_tiles, work_index % self.block_tiles
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cut_segments, segments = used_segments(mSums)
+        cut_segments, segments = num_work_tiles(mSums)
         listed_block, first, query_tiles = Int32(0), Int32(0), Int32(0)
         if segment_index < segments:
             listed_block = mSegments[BLOCK, segment_index]
@@ -675,11 +675,11 @@ class CombineSelectedDKV:
     ):
         thread, _, _ = cute.arch.thread_idx()
         segment, _, _ = cute.arch.block_idx()
-        cut_segments, _ = used_segments(mSums)
+        cut_segments, _ = num_work_tiles(mSums)
         if segment < cut_segments:
             listed_block = mSegments[BLOCK, segment]
-            segments = mCounts[CUT, listed_block]
-            first = mSums[CUT, listed_block] - segments
+            segments = mCounts[SPLITS, listed_block]
+            first = mSums[SPLITS, listed_block] - segments
             num_keys, kv_heads = mdK.shape[1], mdK.shape[2]
             batch, kv_head, block = block_coordinates(listed_block, kv_heads, mdK)
             width = const_expr(combine_segments.VECTOR)
@@ -755,9 +755,11 @@ def _fake_partials(dim: int, size: int) -> Any:
     return fake(torch.float32, None, size // TILE, 2, TILE, dim)
 
 
-def worklist_sizes(query_tiles: int, most: int, blocks: int, partial_bytes: int) -> Sizes:
+def worklist_sizes(query_tiles: int, most: int, blocks: int, partial_bytes: int) -> WorklistSizes:
     """Args: query tiles of all blocks and at most of one; blocks; bytes of a segment's partials."""
-    return Sizes.of(query_tiles, most, blocks, max(MIN_SEGMENT, -(-query_tiles * partial_bytes // WORKSPACE_BYTES)))
+    return WorklistSizes.bound(
+        query_tiles, most, blocks, max(MIN_SEGMENT, -(-query_tiles * partial_bytes // WORKSPACE_BYTES))
+    )
 
 
 def selected_backward(
@@ -855,9 +857,9 @@ def selected_dkv(
     partial_shape = block_tiles, 2, TILE, dim
     sizes = worklist_sizes(batch * heads * tiles * selected, group * tiles, blocks, 4 * math.prod(partial_shape))
     worklist = selected_worklist(bits, kv_heads=kv_heads, group=group, tiles=tiles, sizes=sizes)
-    partials = torch.empty((max(sizes.cut, 1), *partial_shape), dtype=torch.float32, device=q.device)
+    partials = torch.empty((max(sizes.split_tiles, 1), *partial_shape), dtype=torch.float32, device=q.device)
     run = _dkv(dim, q.dtype, causal, size, tile).run
     run(q, do, k, v, lse, delta, *worklist[1:], dk, dv, partials, scale)
-    if sizes.cut > 0:
+    if sizes.split_tiles > 0:
         counts, sums, _, segments = worklist
         _combine(dim, q.dtype, size).run(counts, sums, segments, partials, dk, dv, scale)

@@ -8,8 +8,8 @@ ListQueryTiles    a warp for each block: its query tiles in a fixed order, behin
                   segments
 
 Between them a cumulative sum tells where each block begins. A block that many tiles selected (all may select block 0)
-is cut into segments of at least `Sizes.length` and less than twice as many query tiles. The segments of cut blocks
-come first: they are the longest. Then blocks ascend: causality gives the first ones most query tiles.
+is cut into segments of at least `WorklistSizes.min_rows` and less than twice as many query tiles. The segments of cut
+blocks come first: they are the longest. Then blocks ascend: causality gives the first ones most query tiles.
 
 Blocks are numbered with the key/value head fastest, then the batch, then the block of the sequence.
 
@@ -27,7 +27,7 @@ from cutlass import Int32
 from torch import Tensor
 
 from cute_kernels.lists.query_to_kv import WORD
-from cute_kernels.lists.worklist import VISITS, Sizes, write_counts, write_segments
+from cute_kernels.lists.worklist import ROWS, WorklistSizes, write_counts, write_work_tiles
 from cute_kernels.mma.warp import LANES, lowest_bit, prefix_sum
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 
@@ -114,8 +114,8 @@ class ListQueryTiles:
             batch, kv_head, block = block_coordinates(work_index, kv_heads, mBits)
             select_heads, words = mBits.shape[1] // kv_heads, mBits.shape[3]
             sharing = group // select_heads  # heads with the same selection
-            query_tiles = mCounts[VISITS, work_index]
-            first = mSums[VISITS, work_index] - query_tiles
+            query_tiles = mCounts[ROWS, work_index]
+            first = mSums[ROWS, work_index] - query_tiles
             gQueryTiles = cute.domain_offset((first,), mQueryTiles)
             before = Int32(0)  # bits of the words before
             for i in cutlass.range(select_heads, unroll=1):
@@ -133,7 +133,7 @@ class ListQueryTiles:
                         selected = selected & (selected - 1)
                         index += 1
                     before += cute.arch.shuffle_sync(sums, LANES - 1)
-            write_segments(mCounts, mSums, mSegments, work_index)
+            write_work_tiles(mCounts, mSums, mSegments, work_index)
 
 
 def fake_table() -> Any:
@@ -165,16 +165,16 @@ class SelectedWorklist(NamedTuple):
     """Query tiles of all blocks, and the segments that are the CTAs' work. What lies behind the ends is not written."""
 
     counts: Tensor
-    """int32 `[3,B*H_kv*blocks]`: worklist.VISITS, CUT and WHOLE of each block."""
+    """int32 `[3,B*H_kv*blocks]`: worklist.ROWS, SPLITS and WHOLE of each block."""
     sums: Tensor
     """int32 `[3,B*H_kv*blocks]`: counts with those of all blocks before added."""
     query_tiles: Tensor
-    """int32 `[sizes.visits]`: head of the group * tiles + tile."""
+    """int32 `[sizes.rows]`: head of the group * tiles + tile."""
     segments: Tensor
-    """int32 `[3,sizes.segments]`: worklist.BLOCK, FIRST and COUNT of each segment, those of cut blocks first."""
+    """int32 `[3,sizes.tiles]`: worklist.BLOCK, FIRST and COUNT of each segment, those of cut blocks first."""
 
 
-def selected_worklist(bits: Tensor, *, kv_heads: int, group: int, tiles: int, sizes: Sizes) -> SelectedWorklist:
+def selected_worklist(bits: Tensor, *, kv_heads: int, group: int, tiles: int, sizes: WorklistSizes) -> SelectedWorklist:
     """List the query tiles that selected each block.
 
     Args:
@@ -182,15 +182,15 @@ def selected_worklist(bits: Tensor, *, kv_heads: int, group: int, tiles: int, si
             H_kv or H; heads of a group share a row of bits if it is H_kv. Words behind the last tile are 0.
         group: G, query heads of a key/value head.
         tiles: query tiles of a head.
-        sizes: of the lists; its `length` is the fewest query tiles of a segment of a cut block.
+        sizes: of the lists; its `min_rows` is the fewest query tiles of a segment of a cut block.
     """
 
     def table(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=bits.device)
 
     counts = table(3, bits.shape[0] * kv_heads * bits.shape[2])
-    query_tiles, segments = table(sizes.visits), table(3, sizes.segments)
-    _count().run(bits, counts, kv_heads, group, sizes.length)
+    query_tiles, segments = table(sizes.rows), table(3, sizes.tiles)
+    _count().run(bits, counts, kv_heads, group, sizes.min_rows)
     sums = counts.cumsum(1, dtype=torch.int32)
     _list().run(bits, counts, sums, query_tiles, segments, kv_heads, group, tiles)
     return SelectedWorklist(counts, sums, query_tiles, segments)

@@ -395,10 +395,10 @@ def test_memory_is_bounded(tokens: int, dim: int) -> None:
     tiles, blocks = tokens // tile, kv_heads * tokens // size
     partial_bytes = 2 * 64 * dim * 4
     sizes = worklist_sizes(heads * tiles * count, heads // kv_heads * tiles, blocks, partial_bytes)
-    assert sizes.length >= MIN_SEGMENT
-    assert sizes.segments == blocks + sizes.cut
-    lists = 4 * (6 * blocks + sizes.visits + 3 * sizes.segments)
-    assert sizes.cut * partial_bytes + lists <= (600 << 20 if tokens <= 1 << 22 else 1 << 30)
+    assert sizes.min_rows >= MIN_SEGMENT
+    assert sizes.tiles == blocks + sizes.split_tiles
+    lists = 4 * (6 * blocks + sizes.rows + 3 * sizes.tiles)
+    assert sizes.split_tiles * partial_bytes + lists <= (600 << 20 if tokens <= 1 << 22 else 1 << 30)
 
 
 @CUDA
