@@ -347,8 +347,8 @@ def token_selected_cases() -> Iterator[Case]:
             run = ours(forced._attend, (dim, dim), dtype, group, size, init, local, packed, hopper)
             yield Case("ForcedForward", variant, dim, group, dtype, run)
     for dim, size, packed in itertools.product(DIMS, kv_outer.SIZES, (False, True)):
-        run = ours(kv_outer_backward._add_parts, dim, size, packed)
-        yield Case("AddParts", f"{size},packed" if packed else f"{size}", dim, None, None, run)
+        run = ours(kv_outer_backward._combine_dkv, dim, size, packed)
+        yield Case("CombineDKV", f"{size},packed" if packed else f"{size}", dim, None, None, run)
 
 
 def hopper_cases() -> Iterator[Case]:

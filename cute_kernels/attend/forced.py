@@ -41,7 +41,7 @@ from torch import Tensor
 
 from cute_kernels.attend.combine import CombineInputs
 from cute_kernels.attend.warp_rows import SHARED_PERCENT, CtaContext, WarpRows, block_bounds, heads_of
-from cute_kernels.gate.forward import Gating, fake_rest
+from cute_kernels.gate.forward import Gating, fake_gating
 from cute_kernels.lists.worklist import Worklist, fake_bounds, fake_slots
 from cute_kernels.mma.warp import LANES
 from cute_kernels.pool.documents import TILE, document_at
@@ -364,7 +364,7 @@ def _attend_gated(
         fake(torch.float32, None, None, None, group, aligned=False),
         out,
         fake(torch.float32, None, None, None, aligned=False),
-        *fake_rest(dim, dtype, w_dtype, g_dtype, keeps),
+        *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
         Int32(0),
         Float32(0.0),
     )
@@ -422,6 +422,6 @@ def gated_forced_blocks(
         gating: of these tokens and heads.
         lse: fp32 `[B,H,T]`, where to write that of the selected branch, natural log.
     """
-    how = size, init, local, *gating.how, has_warpgroups(q.device)
+    how = size, init, local, *gating.variant, has_warpgroups(q.device)
     run = _attend_gated(q.shape[3], q.dtype, parts.shape[3], *how).run
-    run(q, k, v, worklist.slot_blocks, parts, part_lse, gating.out, lse, *gating.rest, worklist.first_token, scale)
+    run(q, k, v, worklist.slot_blocks, parts, part_lse, gating.out, lse, *gating.arguments, worklist.first_token, scale)

@@ -49,7 +49,7 @@ from torch import Tensor
 from cute_kernels.attend.combine import BATCH
 from cute_kernels.attend.forced import forced_blocks_forward, gated_forced_blocks, takes_forced
 from cute_kernels.attend.warp_rows import SHARED_PERCENT, WarpRows, block_bounds, heads_of
-from cute_kernels.gate.forward import Gating, fake_rest, gates_of_row, weighted_sum
+from cute_kernels.gate.forward import Gating, fake_gating, row_gates, weighted_sum
 from cute_kernels.limits import TOKEN_SELECT_SIZES
 from cute_kernels.lists.worklist import (
     BLOCK,
@@ -390,7 +390,7 @@ class CombineAndGate(CombinePartials):
                     gW = mW[at.head, b, None]
                     cute.autovec_copy(cute.local_tile(gW, (VECTOR,), (at.vector,)), rW[None, b])
         gG = None if const_expr(mG is None) else mG[at.batch, at.token, at.head, None]
-        rG = gates_of_row(rQ, rW, gG, at.there, self.vectors)
+        rG = row_gates(rQ, rW, gG, at.there, self.vectors)
         if const_expr(mW is not None and mG is not None):
             if at.there & (at.vector == 0):
                 for b in range_constexpr(3):
@@ -443,7 +443,7 @@ def _add_gated(
         out,
         fake(torch.float32, None, None, None, aligned=False),
         None if w_dtype is None else q,
-        *fake_rest(dim, dtype, w_dtype, g_dtype, keeps),
+        *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
     )
 
 
@@ -480,9 +480,9 @@ def add_gated_slots(
         q: `[B,T,H,D]` with D = D_v, read with `gating.gate_proj_weight` only.
     """
     out = gating.out
-    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], *gating.how).run
+    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], *gating.variant).run
     read = None if gating.gate_proj_weight is None else q
-    run(worklist.slot_blocks, parts, part_lse, out, lse, read, *gating.rest)
+    run(worklist.slot_blocks, parts, part_lse, out, lse, read, *gating.arguments)
 
 
 def takes_gating(dims: tuple[int, int], slots: int, packed: bool) -> bool:
@@ -609,7 +609,7 @@ def kv_outer_forward(
             rows = worklist.tokens(first_token)
             tables = worklist.query_rows, worklist.work_tiles, worklist.cum_counts
             some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
-            gated = None if gating is None else gating.part(batches, rows, queries)
+            gated = None if gating is None else gating.narrow(batches, rows, queries)
             with streams.run(worklist, parts, part_lse, some, gated):
                 visit(*some, *tables, parts, part_lse, bounds, worklist.first_token, scale)
                 of_rows = lse[batches, queries, rows]

@@ -148,7 +148,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     patch("forward", "_add_gated", add_gated)
     patch("gate", "_compiled", gated_sum)
     patch("backward", "_visit", kv_outer_backward_twin)
-    patch("backward", "_add_parts", add_parts)
+    patch("backward", "_combine_dkv", add_parts)
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

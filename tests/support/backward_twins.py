@@ -273,7 +273,7 @@ def to_tokens(x: Tensor, documents: Documents | None) -> Tensor:
 
 def query_gradients(
     dq: Tensor,
-    parts: Sequence[Tensor],
+    terms: Sequence[Tensor],
     *,
     logits: Tensor | None = None,
     gate_proj_weight: Tensor | None = None,
@@ -288,14 +288,14 @@ def query_gradients(
 def key_gradients(
     dk: Tensor,
     dv: Tensor,
-    k_parts: Sequence[Tensor],
-    v_parts: Sequence[Tensor],
+    k_terms: Sequence[Tensor],
+    v_terms: Sequence[Tensor],
     *,
     entries: tuple[Tensor, Tensor] | None,
     keys: Keys,
     documents: Documents | None = None,
 ) -> None:
-    for i, (target, parts) in enumerate(((dk, k_parts), (dv, v_parts))):
+    for i, (target, terms) in enumerate(((dk, k_terms), (dv, v_terms))):
         total = sum((to_tokens(part, documents) for part in parts), torch.zeros_like(target))
         if entries is not None:
             start, exists = places_of_entries(entries[i].shape[1], target.shape[1], keys, documents)

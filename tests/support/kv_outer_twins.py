@@ -50,7 +50,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kv_outer, "_add_gated", lambda *_: Twin(partial(add_gated, add_slots)))
     patch.setattr(forced, "_attend_gated", lambda *how: Twin(lambda *x: attend_forced_gated(how, *x)))
     patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
-    patch.setattr(kv_outer_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
+    patch.setattr(kv_outer_backward, "_combine_dkv", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 
 
 def add_up(tile: int, cu_seqlens: Tensor, bounds: Tensor) -> None:
