@@ -10,7 +10,7 @@ P = 0. Sums are fp32. P and dS are rounded to 16 bits before they are multiplied
 KVOuterBackward       a CTA owns 64 keys of a KV block and a work tile of the tokens that selected the block
                       (lists/worklist.py). It gathers their rows of Q and dO, G per token as in pack_gqa, 64 at a time.
                       dK and dV stay in registers; dQ goes to a 16-bit partial of the token's slot. By mma.sync.
-KVOuterBackwardWGMMA  the same by WGMMA, on Hopper. Products are transposed, so P^T and dS^T are A operands in registers.
+KVOuterBackwardWGMMA  the same by WGMMA, on Hopper. Products are transposed: P^T and dS^T are A operands in registers.
 CombinePartials       (kv_outer.py) adds up the partials of dQ in the order of a token's slots.
 CombineDKV            adds up dK and dV of blocks that were split into work tiles, in order.
 
@@ -48,13 +48,13 @@ from cute_kernels.attend.warp_rows import SHARED_PERCENT, block_bounds, heads_of
 from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
-    CUT,
     FIRST,
+    SPLITS,
     fake_bounds,
-    fake_places,
-    fake_segments,
-    passes,
-    used_segments,
+    fake_query_rows,
+    fake_tiles,
+    num_work_tiles,
+    worklist_chunks,
 )
 from cute_kernels.mma import wgmma
 from cute_kernels.mma.mma_sync import (
@@ -181,9 +181,9 @@ class KVOuterBackward:
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
         mLse: cute.Tensor,  # fp32 [B, H, N]
         mDelta: cute.Tensor,
-        mQueryRows: cute.Tensor,  # Visits.places
-        mWorkTiles: cute.Tensor,  # Visits.segments
-        mCumCounts: cute.Tensor,  # Visits.sums
+        mQueryRows: cute.Tensor,  # Worklist.query_rows
+        mWorkTiles: cute.Tensor,  # Worklist.work_tiles
+        mCumCounts: cute.Tensor,  # Worklist.cum_counts
         mdQPartial: cute.Tensor,  # [B, H_kv, T n block_tiles, G, D]
         mdK: cute.Tensor,  # fp32 [B, N, H_kv, D]
         mdV: cute.Tensor,  # fp32 [B, N, H_kv, D_v]
@@ -244,9 +244,12 @@ class KVOuterBackward:
         thread, _, _ = cute.arch.thread_idx()
         work_index, kv_head, batch = cute.arch.block_idx()
         work = WorkTile(work_index // self.block_tiles, kv_head, batch, work_index % self.block_tiles)
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        # Row i of a tile has two threads, i and TILE + i, which write its statistics
+        tile_row, writer = thread % TILE, warp_index // (TILE // LANES)
         shared = self.allocate()
 
-        split_tiles, work_tiles = used_segments(mCumCounts[batch, kv_head, None, None])
+        split_tiles, work_tiles = num_work_tiles(mCumCounts[batch, kv_head, None, None])
         if work.index < work_tiles:
             gWorkTile = mWorkTiles[batch, kv_head, None, work.index]
             first_key, end = block_bounds(gWorkTile[BLOCK], self.size, mK.shape[1], mBounds)
@@ -267,7 +270,7 @@ class KVOuterBackward:
             if num_rows > 0:
                 load_block(mK[batch, None, kv_head, None], shared.sK, first_key, end, thread, THREADS)
                 load_block(mV[batch, None, kv_head, None], shared.sV, first_key, end, thread, THREADS)
-                self.mainloop(rows, shared, dK, dV, gdQPartial, work, first_token, first_key, scale)
+                self.mainloop(rows, shared, dK, dV, gdQPartial, work, first_token, first_key, scale, tile_row, writer)
             self.epilogue(dK, dV, mdK, mdV, mdKPartial, mdVPartial, work, split_tiles, num_rows, first_key, end, scale)
 
     @cute.jit
@@ -282,13 +285,11 @@ class KVOuterBackward:
         first_token: Int32,
         first_key: Int32,
         scale: Float32,
+        tile_row: Int32,
+        writer: Int32,  # 0 or 1: of the two threads of a row
     ):
         """Gather and multiply all rows of the work tile, of which there is at least one."""
-        thread, _, _ = cute.arch.thread_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         num_rows = rows.num_rows
-        # Row i of a tile has two threads, i and TILE + i, which write its statistics
-        tile_row, writer = thread % TILE, warp_index // (TILE // LANES)
 
         # Prologue: gather tile 0
         slot_idx = self.load_slot_idx(rows, tile_row)
@@ -532,8 +533,8 @@ class KVOuterBackward:
 class KVOuterBackwardWGMMA(KVOuterBackward):
     """dQ partials, dK and dV by a warpgroup's WGMMA (sm_90a). Barriers: KVOuterBackward.
 
-    Products are transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are A operands of dV and dK in registers.
-    Only dS^T passes through shared memory, for dQ. S and dP are issued before the next tile is gathered.
+    Products are transposed, S^T = K Q^T and dP^T = V dO^T: P^T and dS^T are A operands of dV and dK in registers. Only
+    dS^T passes through shared memory, for dQ. S and dP are issued before the next tile is gathered.
     """
 
     row_warps = THREADS // LANES
@@ -639,9 +640,9 @@ class CombineDKV:
     @cute.jit
     def __call__(
         self,
-        mCounts: cute.Tensor,  # Visits.counts
-        mCumCounts: cute.Tensor,  # Visits.sums
-        mWorkTiles: cute.Tensor,  # Visits.segments
+        mCounts: cute.Tensor,  # Worklist.counts
+        mCumCounts: cute.Tensor,  # Worklist.cum_counts
+        mWorkTiles: cute.Tensor,  # Worklist.work_tiles
         mPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', dim]
         mX: cute.Tensor,  # fp32 [B, N, H_kv, dim]
         mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
@@ -665,11 +666,11 @@ class CombineDKV:
     ):
         thread, _, _ = cute.arch.thread_idx()
         work_tile, head, batch = cute.arch.block_idx()
-        split_tiles, _ = used_segments(mCumCounts[batch, head, None, None])
+        split_tiles, _ = num_work_tiles(mCumCounts[batch, head, None, None])
         if work_tile < split_tiles:
             block = mWorkTiles[batch, head, BLOCK, work_tile]
-            tiles = mCounts[batch, head, CUT, block]
-            first_tile = mCumCounts[batch, head, CUT, block] - tiles
+            tiles = mCounts[batch, head, SPLITS, block]
+            first_tile = mCumCounts[batch, head, SPLITS, block] - tiles
             first_key, end = block_bounds(block, self.size, mX.shape[1], mBounds)
             width = const_expr(combine_segments.VECTOR)
             vectors = const_expr(self.size * self.dim // width)
@@ -682,13 +683,15 @@ class CombineDKV:
                 if first_key + key < end:
                     gX = cute.local_tile(mX[batch, first_key + key, head, None], (width,), (column,))
                     cute.autovec_copy(gX, rSum)
-                    gPartial = mPartial[batch, head, None, key, None]
-                    add_partials(rSum, partial(self.partial_row, gPartial, first_tile), column, tiles)
+                    partial_row = partial(self.partial_row, mPartial, batch, head, first_tile, key)
+                    add_partials(rSum, partial_row, column, tiles)
                     cute.autovec_copy(rSum, gX)
 
-    def partial_row(self, gPartial: cute.Tensor, first_tile: Int32, start: Int32, i: int) -> cute.Tensor:
+    def partial_row(
+        self, mPartial: cute.Tensor, batch: Int32, head: Int32, first_tile: Int32, key: Int32, start: Int32, i: int
+    ) -> cute.Tensor:
         """As `add_partials` takes it."""
-        return gPartial[first_tile + start + i, None]
+        return mPartial[batch, head, first_tile + start + i, key, None]
 
 
 @compiled_once
@@ -777,12 +780,12 @@ def kv_outer_backward(
     sums: list[list[Tensor]] = []  # fp32 dK and dV of each stream
     with SideStreams(q.device) as streams:
         for chunk, (worklist, batches, kv_slice) in enumerate(
-            passes(
+            worklist_chunks(
                 indices,
                 size=size,
-                length=-(-SEGMENT_ROWS // group),
+                min_rows=-(-SEGMENT_ROWS // group),
                 token_bytes=slots * block_tiles * group * dim * q.element_size(),
-                most_bytes=PART_BYTES,
+                max_bytes=PART_BYTES,
                 bounds=bounds,
                 local=local,
             )
@@ -790,15 +793,15 @@ def kv_outer_backward(
             streams.begin()
             if chunk < STREAMS:
                 sums.append([torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)])
-            pairs, split_tiles = worklist.places.shape[:2], worklist.sizes.cut
-            dq_shape = *pairs, worklist.sizes.visits * block_tiles, group, dim
+            pairs, split_tiles = worklist.query_rows.shape[:2], worklist.sizes.split_tiles
+            dq_shape = *pairs, worklist.sizes.rows * block_tiles, group, dim
             dq_partial = torch.empty(dq_shape, dtype=q.dtype, device=q.device)
             dkv_partial = [
                 torch.empty((*pairs, max(split_tiles, 1), size, columns), dtype=torch.float32, device=q.device)
                 for columns in (dim, v_dim)
             ]
             head_slice = slice(kv_slice.start * group, kv_slice.stop * group)
-            tokens_slice = worklist.rows()
+            tokens_slice = worklist.tokens()
             dkv = [x[batches, :, kv_slice] for x in sums[chunk % STREAMS]]
             inputs = [
                 *[x[batches, tokens_slice, head_slice] for x in (q, do)],
@@ -806,12 +809,12 @@ def kv_outer_backward(
                 *[x[batches, head_slice, tokens_slice] for x in (lse, delta)],
             ]
             with streams.run(worklist, dq_partial, dkv_partial, inputs):
-                tables = worklist.places, worklist.segments, worklist.sums
+                tables = worklist.query_rows, worklist.work_tiles, worklist.cum_counts
                 run(*inputs, *tables, dq_partial, *dkv, *dkv_partial, bounds, worklist.first_token, scale)
                 if split_tiles > 0:
                     for x, x_partial in zip(dkv, dkv_partial, strict=True):
                         combine = _combine_dkv(x.shape[-1], size, packed).run
-                        combine(worklist.counts, worklist.sums, worklist.segments, x_partial, x, bounds)
+                        combine(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_partial, x, bounds)
                 add_slots(worklist, dq_partial, dq[batches, tokens_slice, head_slice], units=block_tiles)
             del dq_partial, dkv_partial, inputs, worklist  # the stream holds them as long as it needs them
     for result, *stream_sums in zip(results[1:], *sums, strict=True):
