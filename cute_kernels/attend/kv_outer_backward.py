@@ -41,8 +41,8 @@ from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from cute_kernels.attend import combine_segments
-from cute_kernels.attend.combine_segments import add_partials, chunk_start
+from cute_kernels.attend import combine_splits
+from cute_kernels.attend.combine_splits import add_partials, chunk_start
 from cute_kernels.attend.kv_outer import add_slots, check_token_selected
 from cute_kernels.attend.warp_rows import SHARED_PERCENT, block_bounds, heads_of
 from cute_kernels.lists.worklist import (
@@ -650,7 +650,7 @@ class CombineDKV:
     ):
         self.kernel(mCounts, mCumCounts, mWorkTiles, mPartial, mX, mBounds).launch(
             grid=[mPartial.shape[2], mPartial.shape[1], mPartial.shape[0]],
-            block=[combine_segments.THREADS, 1, 1],
+            block=[combine_splits.THREADS, 1, 1],
             stream=stream,
         )
 
@@ -672,13 +672,13 @@ class CombineDKV:
             tiles = mCounts[batch, head, SPLITS, block]
             first_tile = mCumCounts[batch, head, SPLITS, block] - tiles
             first_key, end = block_bounds(block, self.size, mX.shape[1], mBounds)
-            width = const_expr(combine_segments.VECTOR)
+            width = const_expr(combine_splits.VECTOR)
             vectors = const_expr(self.size * self.dim // width)
             rSum = cute.make_rmem_tensor(width, Float32)
             chunk = work_tile - first_tile
             stop = chunk_start(chunk + 1, tiles, vectors)
             start = chunk_start(chunk, tiles, vectors) + thread
-            for vector in cutlass.range(start, stop, combine_segments.THREADS, unroll=1):
+            for vector in cutlass.range(start, stop, combine_splits.THREADS, unroll=1):
                 key, column = vector // (self.dim // width), vector % (self.dim // width)
                 if first_key + key < end:
                     gX = cute.local_tile(mX[batch, first_key + key, head, None], (width,), (column,))
