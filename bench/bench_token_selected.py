@@ -325,11 +325,11 @@ def stages(problem: Problem, choice: str, copy_tbs: float, tflops: float) -> lis
 
     def lists() -> None:
         from cute_kernels.attend.kv_outer import PART_BYTES, SEGMENT_ROWS
-        from cute_kernels.lists.worklist import passes
+        from cute_kernels.lists.worklist import worklist_chunks
 
-        length, token_bytes = -(-SEGMENT_ROWS // group), SLOTS * group * DIM * 2
-        how = {"size": SIZE, "length": length, "token_bytes": token_bytes, "most_bytes": PART_BYTES, "bounds": None}
-        for _ in passes(problem.indices, **how):  # type: ignore[arg-type]
+        min_rows, token_bytes = -(-SEGMENT_ROWS // group), SLOTS * group * DIM * 2
+        how = {"size": SIZE, "min_rows": min_rows, "token_bytes": token_bytes, "max_bytes": PART_BYTES, "bounds": None}
+        for _ in worklist_chunks(problem.indices, **how):  # type: ignore[arg-type]
             pass
 
     calls: dict[str, Callable[[], Any]] = {

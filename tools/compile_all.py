@@ -114,7 +114,7 @@ def all_cases() -> Iterator[Case]:
     yield from gate_gradient_cases()
     yield from gradient_sum_cases()
     yield from transposed_list_cases()
-    yield from segment_cases()
+    yield from worklist_cases()
     yield from token_selected_cases()
     if compute_capability(0)[0] == 9:
         yield from hopper_cases()
@@ -285,15 +285,15 @@ def transposed_list_cases() -> Iterator[Case]:
         yield Case("TransposedPrefixLists", "entries" + (",packed" if packed else ""), None, None, None, run)
 
 
-def segment_cases() -> Iterator[Case]:
+def worklist_cases() -> Iterator[Case]:
     from cute_kernels.lists.worklist import _count, _cut, _list, _mark
 
     for packed in (False, True):
         variant = "64,packed" if packed else "64"
-        yield Case("MarkTokens", variant, None, None, None, ours(_mark, 64, packed))
-        yield Case("MarkTokens", f"{variant},1+2", None, None, None, ours(_mark, 64, packed, 1, 2))
-    for kernel, compiled in (("CountTokens", _count), ("ListTokens", _list), ("CutLists", _cut)):
-        yield Case(kernel, "lists", None, None, None, ours(compiled))
+        yield Case("MarkRows", variant, None, None, None, ours(_mark, 64, packed))
+        yield Case("MarkRows", f"{variant},1+2", None, None, None, ours(_mark, 64, packed, 1, 2))
+    for kernel, compiled in (("CountRows", _count), ("ListRows", _list), ("CutWorkTiles", _cut)):
+        yield Case(kernel, "worklist", None, None, None, ours(compiled))
 
 
 def token_selected_cases() -> Iterator[Case]:
@@ -347,8 +347,8 @@ def token_selected_cases() -> Iterator[Case]:
             run = ours(forced._attend, (dim, dim), dtype, group, size, init, local, packed, hopper)
             yield Case("ForcedForward", variant, dim, group, dtype, run)
     for dim, size, packed in itertools.product(DIMS, kv_outer.SIZES, (False, True)):
-        run = ours(kv_outer_backward._add_parts, dim, size, packed)
-        yield Case("AddParts", f"{size},packed" if packed else f"{size}", dim, None, None, run)
+        run = ours(kv_outer_backward._combine_dkv, dim, size, packed)
+        yield Case("CombineDKV", f"{size},packed" if packed else f"{size}", dim, None, None, run)
 
 
 def hopper_cases() -> Iterator[Case]:

@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 
-from cute_kernels.gate.forward import gate_of_logit, partial_logit, weighted_sum
+from cute_kernels.gate.forward import gate_of_logit, partial_dot, weighted_sum
 from cute_kernels.mma.mma_sync import QUAD, as_vectors, vector_strides
 from cute_kernels.mma.warp import LOG2_E
 from cute_kernels.runtime.jit import VECTOR
@@ -186,7 +186,7 @@ def gates_of_quads(rest: CombineInputs, row: Row, sRow: cute.Tensor) -> cute.Ten
             load_pieces(sRow, t * QUAD, rQ)
             for b in range_constexpr(3):
                 load_pieces(rest.gWeight[row.head, b, None], t * QUAD, rWeight)
-                rLogits[t, b] = partial_logit(rQ[None, 0], rWeight[None, 0])
+                rLogits[t, b] = partial_dot(rQ[None, 0], rWeight[None, 0])
         for b in range_constexpr(3):
             for half in range_constexpr(pieces.bit_length() - 1):  # as lanes far apart, before near ones
                 left = const_expr(pieces >> half + 1)

@@ -41,8 +41,8 @@ from torch import Tensor
 
 from cute_kernels.attend.combine import CombineInputs
 from cute_kernels.attend.warp_rows import SHARED_PERCENT, CtaContext, WarpRows, block_bounds, heads_of
-from cute_kernels.gate.forward import Gating, fake_rest
-from cute_kernels.lists.worklist import Visits, fake_bounds, fake_table
+from cute_kernels.gate.forward import Gating, fake_gating
+from cute_kernels.lists.worklist import Worklist, fake_bounds, fake_slots
 from cute_kernels.mma.warp import LANES
 from cute_kernels.pool.documents import TILE, document_at
 from cute_kernels.runtime.device import has_warpgroups
@@ -241,7 +241,7 @@ class ForcedCombineAndGate(ForcedForward):
         mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
         mK: cute.Tensor,  # [B, N, H_kv, D]
         mV: cute.Tensor,  # [B, N, H_kv, D]
-        mBlocks: cute.Tensor,  # Visits.blocks
+        mBlocks: cute.Tensor,  # Worklist.slot_blocks
         mParts: cute.Tensor,  # [B, H_kv, T n, G, D]
         mPartLse: cute.Tensor,  # fp32 [B, H_kv, T n, G]
         mOut: cute.Tensor,  # [B, T, H, D]
@@ -359,12 +359,12 @@ def _attend_gated(
         q,
         k,
         v,
-        fake_table(),
+        fake_slots(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False),
         out,
         fake(torch.float32, None, None, None, aligned=False),
-        *fake_rest(dim, dtype, w_dtype, g_dtype, keeps),
+        *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
         Int32(0),
         Float32(0.0),
     )
@@ -401,7 +401,7 @@ def gated_forced_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    visits: Visits,
+    worklist: Worklist,
     parts: Tensor,
     part_lse: Tensor,
     gating: Gating,
@@ -415,13 +415,13 @@ def gated_forced_blocks(
     """Attend to the forced blocks, add what slots have of the other ones, and the other branches: all of out.
 
     Args:
-        q, k, v, size, scale, init, local: as of `forced_blocks_forward`, with D = D_v, of the visits' tokens.
-        visits: of the blocks that are not forced.
+        q, k, v, size, scale, init, local: as of `forced_blocks_forward`, with D = D_v, of the worklist's tokens.
+        worklist: of the blocks that are not forced.
         parts: `[B,H_kv,T n,G,D]`, o of the slots, read for those that visit a block.
         part_lse: fp32 `[B,H_kv,T n,G]`, likewise.
         gating: of these tokens and heads.
         lse: fp32 `[B,H,T]`, where to write that of the selected branch, natural log.
     """
-    how = size, init, local, *gating.how, has_warpgroups(q.device)
+    how = size, init, local, *gating.variant, has_warpgroups(q.device)
     run = _attend_gated(q.shape[3], q.dtype, parts.shape[3], *how).run
-    run(q, k, v, visits.blocks, parts, part_lse, gating.out, lse, *gating.rest, visits.first_token, scale)
+    run(q, k, v, worklist.slot_blocks, parts, part_lse, gating.out, lse, *gating.arguments, worklist.first_token, scale)

@@ -49,19 +49,19 @@ from torch import Tensor
 from cute_kernels.attend.combine import BATCH
 from cute_kernels.attend.forced import forced_blocks_forward, gated_forced_blocks, takes_forced
 from cute_kernels.attend.warp_rows import SHARED_PERCENT, WarpRows, block_bounds, heads_of
-from cute_kernels.gate.forward import Gating, fake_rest, gates_of_row, weighted_sum
+from cute_kernels.gate.forward import Gating, fake_gating, row_gates, weighted_sum
 from cute_kernels.limits import TOKEN_SELECT_SIZES
 from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
     FIRST,
-    Visits,
+    Worklist,
     fake_bounds,
-    fake_places,
-    fake_segments,
-    fake_table,
-    passes,
-    used_segments,
+    fake_query_rows,
+    fake_slots,
+    fake_tiles,
+    num_work_tiles,
+    worklist_chunks,
 )
 from cute_kernels.mma.warp import LANES, LOG2_E
 from cute_kernels.runtime.device import has_warpgroups, vectorized
@@ -96,9 +96,9 @@ class KVOuterForward(WarpRows):
         mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
         mK: cute.Tensor,  # [B, N, H_kv, D]
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
-        mPlaces: cute.Tensor,  # Visits.places
-        mSegments: cute.Tensor,  # Visits.segments
-        mSums: cute.Tensor,  # Visits.sums
+        mPlaces: cute.Tensor,  # Worklist.query_rows
+        mSegments: cute.Tensor,  # Worklist.work_tiles
+        mSums: cute.Tensor,  # Worklist.cum_counts
         mO: cute.Tensor,  # [B, H_kv, T n, G, D_v]
         mLse: cute.Tensor,  # fp32 [B, H_kv, T n, G]
         mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
@@ -149,7 +149,7 @@ class KVOuterForward(WarpRows):
     ):
         mine = self._begin(mma_s, mma_o, row_layout, key_layout, value_layout)
         segment, kv_head, batch = mine.item, mine.kv_head, mine.batch
-        _, used = used_segments(mSums[batch, kv_head, None, None])
+        _, used = num_work_tiles(mSums[batch, kv_head, None, None])
         if segment < used:
             gSegment = mSegments[batch, kv_head, None, segment]
             first_key, end = block_bounds(gSegment[BLOCK], self.size, mK.shape[1], mBounds)
@@ -209,7 +209,7 @@ class CombinePartials:
     @cute.jit
     def __call__(
         self,
-        mBlocks: cute.Tensor,  # Visits.blocks
+        mBlocks: cute.Tensor,  # Worklist.slot_blocks
         mParts: cute.Tensor,  # [B, H_kv, T n units, G, dim]
         mPartLse: cute.Tensor | None,  # fp32 [B, H_kv, T n, G], when weighted
         mX: cute.Tensor,  # [B, T, H, dim]
@@ -390,7 +390,7 @@ class CombineAndGate(CombinePartials):
                     gW = mW[at.head, b, None]
                     cute.autovec_copy(cute.local_tile(gW, (VECTOR,), (at.vector,)), rW[None, b])
         gG = None if const_expr(mG is None) else mG[at.batch, at.token, at.head, None]
-        rG = gates_of_row(rQ, rW, gG, at.there, self.vectors)
+        rG = row_gates(rQ, rW, gG, at.there, self.vectors)
         if const_expr(mW is not None and mG is not None):
             if at.there & (at.vector == 0):
                 for b in range_constexpr(3):
@@ -407,9 +407,9 @@ def _visit(
     return compile_kernel(
         KVOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
         *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
-        fake_places(),
-        fake_segments(),
-        fake_segments(),
+        fake_query_rows(),
+        fake_tiles(),
+        fake_tiles(),
         fake(dtype, None, None, None, group, v_dim),
         fake(torch.float32, None, None, None, group, aligned=False),
         fake_bounds() if packed else None,
@@ -422,7 +422,7 @@ def _visit(
 def _add(dim: int, dtype: torch.dtype, group: int, *, weighted: bool, units: int, carry: bool) -> Kernel:
     return compile_kernel(
         CombinePartials(dim, group, weighted=weighted, units=units, carry=carry),
-        fake_table(),
+        fake_slots(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
         fake(dtype, None, None, None, dim),
@@ -437,18 +437,18 @@ def _add_gated(
     q, out = (fake(dtype, None, None, None, dim) for _ in range(2))
     return compile_kernel(
         CombineAndGate(dim, group),
-        fake_table(),
+        fake_slots(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False),
         out,
         fake(torch.float32, None, None, None, aligned=False),
         None if w_dtype is None else q,
-        *fake_rest(dim, dtype, w_dtype, g_dtype, keeps),
+        *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
     )
 
 
 def add_slots(
-    visits: Visits,
+    worklist: Worklist,
     parts: Tensor,
     x: Tensor,
     *,
@@ -467,10 +467,12 @@ def add_slots(
         carry: to what x and lse hold, as if that were one more slot; x is not read where lse is -inf.
     """
     run = _add(x.shape[3], x.dtype, parts.shape[3], weighted=lse is not None, units=units, carry=carry).run
-    run(visits.blocks, parts, part_lse, x, lse)
+    run(worklist.slot_blocks, parts, part_lse, x, lse)
 
 
-def add_gated_slots(visits: Visits, parts: Tensor, q: Tensor, gating: Gating, *, part_lse: Tensor, lse: Tensor) -> None:
+def add_gated_slots(
+    worklist: Worklist, parts: Tensor, q: Tensor, gating: Gating, *, part_lse: Tensor, lse: Tensor
+) -> None:
     """Add up o of what the slots of some tokens have, and weigh and add it with the other branches, into `gating.out`.
 
     Args:
@@ -478,9 +480,9 @@ def add_gated_slots(visits: Visits, parts: Tensor, q: Tensor, gating: Gating, *,
         q: `[B,T,H,D]` with D = D_v, read with `gating.gate_proj_weight` only.
     """
     out = gating.out
-    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], *gating.how).run
+    run = _add_gated(out.shape[3], out.dtype, parts.shape[3], *gating.variant).run
     read = None if gating.gate_proj_weight is None else q
-    run(visits.blocks, parts, part_lse, out, lse, read, *gating.rest)
+    run(worklist.slot_blocks, parts, part_lse, out, lse, read, *gating.arguments)
 
 
 def takes_gating(dims: tuple[int, int], slots: int, packed: bool) -> bool:
@@ -588,36 +590,36 @@ def kv_outer_forward(
         forced_blocks_forward(q, k, v, o, lse, size=size, scale=scale, init=init, local=local, **where)
     visit = _visit((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)).run
     with SideStreams(q.device) as streams:
-        for visits, batches, of in passes(
+        for worklist, batches, of in worklist_chunks(
             indices,
             size=size,
-            length=-(-SEGMENT_ROWS // group),
+            min_rows=-(-SEGMENT_ROWS // group),
             token_bytes=slots * group * (v_dim * q.element_size() + 4),
-            most_bytes=PART_BYTES,
+            max_bytes=PART_BYTES,
             first_token=first_token,
             bounds=bounds,
             init=init if forced else 0,
             local=local if forced else 0,
         ):
             streams.begin()
-            shape = (*visits.places.shape, group)
+            shape = (*worklist.query_rows.shape, group)
             parts = torch.empty((*shape, v_dim), dtype=q.dtype, device=q.device)
             part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
             queries = slice(of.start * group, of.stop * group)
-            rows = visits.rows(first_token)
-            tables = visits.places, visits.segments, visits.sums
+            rows = worklist.tokens(first_token)
+            tables = worklist.query_rows, worklist.work_tiles, worklist.cum_counts
             some = q[batches, rows, queries], k[batches, :, of], v[batches, :, of]
-            gated = None if gating is None else gating.part(batches, rows, queries)
-            with streams.run(visits, parts, part_lse, some, gated):
-                visit(*some, *tables, parts, part_lse, bounds, visits.first_token, scale)
+            gated = None if gating is None else gating.narrow(batches, rows, queries)
+            with streams.run(worklist, parts, part_lse, some, gated):
+                visit(*some, *tables, parts, part_lse, bounds, worklist.first_token, scale)
                 of_rows = lse[batches, queries, rows]
                 if gated is None:
                     sums: dict[str, Any] = {"part_lse": part_lse, "lse": of_rows, "carry": forced}
-                    add_slots(visits, parts, o[batches, rows, queries], **sums)
+                    add_slots(worklist, parts, o[batches, rows, queries], **sums)
                 elif forced:
                     how: dict[str, Any] = {"size": size, "scale": scale, "init": init, "local": local}
-                    gated_forced_blocks(*some, visits, parts, part_lse, gated, of_rows, **how)
+                    gated_forced_blocks(*some, worklist, parts, part_lse, gated, of_rows, **how)
                 else:
-                    add_gated_slots(visits, parts, some[0], gated, part_lse=part_lse, lse=of_rows)
-            del parts, part_lse, visits, tables, some, gated, of_rows
+                    add_gated_slots(worklist, parts, some[0], gated, part_lse=part_lse, lse=of_rows)
+            del parts, part_lse, worklist, tables, some, gated, of_rows
     return o, lse

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from cute_kernels.attend.kv_outer import check_token_selected
 from cute_kernels.attend.warp_rows import LOG_2, block_bounds, heads_of
-from cute_kernels.lists.worklist import fake_bounds, fake_table, visited_block
+from cute_kernels.lists.worklist import fake_bounds, fake_slots, selected_block
 from cute_kernels.mma.mma_sync import (
     QUAD,
     acc_as_operand_a,
@@ -202,7 +202,7 @@ class QueryOuterForward:
                 token, block = entry // self.slots, Int32(-1)
                 if token < num_tokens:
                     chosen = gIndices[token, entry % self.slots]
-                    block = visited_block(chosen, first_token + token, ends, self.size, mBounds)
+                    block = selected_block(chosen, first_token + token, ends, self.size, mBounds)
                 sBlock[entry] = block
         cute.arch.sync_threads()
         found = self._list(sBlock, sBits, sFound, sFoundBits, thread)
@@ -350,7 +350,7 @@ def _attend(
     return compile_kernel(
         QueryOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
         *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
-        fake_table(),
+        fake_slots(),
         fake(dtype, None, None, None, v_dim),
         fake(torch.float32, None, None, None, aligned=False),
         fake_bounds() if packed else None,

@@ -284,7 +284,7 @@ def small_passes(patch: pytest.MonkeyPatch, tokens: int = 32, bytes_of_pass: int
     from cute_kernels.attend import kv_outer, kv_outer_backward
     from cute_kernels.lists import worklist
 
-    patch.setattr(worklist, "ALIGNED_TOKENS", tokens)
+    patch.setattr(worklist, "CHUNK_ALIGNMENT", tokens)
     for module in (kv_outer, kv_outer_backward):
         patch.setattr(module, "PART_BYTES", bytes_of_pass)
         patch.setattr(module, "SEGMENT_ROWS", rows)
@@ -324,8 +324,8 @@ def test_twins_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of one head at a time."""
     from cute_kernels.lists import worklist
 
-    monkeypatch.setattr(worklist, "LIST_BYTES", 1)
-    monkeypatch.setattr(worklist, "ALIGNED_TOKENS", 64)
+    monkeypatch.setattr(worklist, "BITMAP_BYTES", 1)
+    monkeypatch.setattr(worklist, "CHUNK_ALIGNMENT", 64)
     make(150, 2, 3, batch=2, device="cpu").check()
 
 
@@ -368,13 +368,13 @@ def test_twins_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("forced", [(1, 2), (0, 2), (2, 0)])
-def test_forced_blocks_are_not_visited(forced: tuple[int, int]) -> None:
-    check_unvisited(forced, "cpu")
+def test_forced_blocks_are_left_out(forced: tuple[int, int]) -> None:
+    check_forced_left_out(forced, "cpu")
 
 
-def check_unvisited(forced: tuple[int, int], device: str) -> None:
-    """Lists hold what is not forced, and all of it."""
-    from cute_kernels.lists.worklist import visits_of
+def check_forced_left_out(forced: tuple[int, int], device: str) -> None:
+    """The worklist holds what is not forced, and all of it."""
+    from cute_kernels.lists.worklist import build_worklist
 
     (init, local), blocks = forced, 7
     indices = random_indices((2, 2), [400], blocks, 5, size=64, forced=forced)
@@ -382,8 +382,8 @@ def check_unvisited(forced: tuple[int, int], device: str) -> None:
     rest = indices.where((indices >= init) & (indices <= own - local), -1)
     assert (rest != indices).any()
     assert (rest >= 0).any()
-    how: dict[str, Any] = {"size": 64, "blocks": blocks, "length": 20, "init": init, "local": local}
-    check_visits(visits_of(indices.to(device), **how), rest, 20)
+    how: dict[str, Any] = {"size": 64, "blocks": blocks, "min_rows": 20, "init": init, "local": local}
+    check_worklist(build_worklist(indices.to(device), **how), rest, 20)
 
 
 @pytest.mark.parametrize(("forced", "expected"), [(True, {"init": 1, "local": 2}), (False, {})])
@@ -418,35 +418,36 @@ def test_indices_of_callers_need_not_hold_forced_blocks(
     tokens=st.integers(1, 300),
     pairs=st.tuples(st.integers(1, 2), st.integers(1, 3)),
     count=st.integers(1, 5),
-    length=st.integers(1, 40),
+    min_rows=st.integers(1, 40),
 )
 @settings(max_examples=15)
-def test_lists_hold_every_visit_once(tokens: int, pairs: tuple[int, int], count: int, length: int) -> None:
-    from cute_kernels.lists.worklist import visits_of
+def test_worklist_holds_every_query_row_once(tokens: int, pairs: tuple[int, int], count: int, min_rows: int) -> None:
+    from cute_kernels.lists.worklist import build_worklist
 
     blocks = -(-tokens // 64)
     indices = random_indices(pairs, [tokens], blocks, count, size=64)
-    check_visits(visits_of(indices, size=64, blocks=blocks, length=length), indices, length)
+    check_worklist(build_worklist(indices, size=64, blocks=blocks, min_rows=min_rows), indices, min_rows)
 
 
-def check_visits(visits: Any, indices: Tensor, length: int) -> None:
-    """Each block's places are its visits, tokens ascending, in segments one behind the other, the cut ones first."""
-    assert torch.equal(visits.blocks.cpu(), indices.cpu())
+def check_worklist(worklist: Any, indices: Tensor, min_rows: int) -> None:
+    """Each block has its query rows, tokens ascending, in adjacent work tiles, those of split blocks first."""
+    assert torch.equal(worklist.slot_blocks.cpu(), indices.cpu())
     slots = indices.shape[3]
     for b in range(indices.shape[0]):
         for h in range(indices.shape[1]):
-            sums = visits.sums[b, h, :, -1].tolist()
+            _, splits, whole = worklist.cum_counts[b, h, :, -1].tolist()
             found: dict[int, list[int]] = {}
-            table = visits.segments[b, h, :, : sums[1] + sums[2]].T.tolist()
-            for i, (block, first, n) in enumerate(table):
-                found.setdefault(block, []).extend(visits.places[b, h, first : first + n].tolist())
-                assert n < 2 * length
-                assert n >= length or i >= sums[1]
-            assert sorted(found) == list(range(visits.counts.shape[3]))
-            for block, places in found.items():
+            tiles = worklist.work_tiles[b, h, :, : splits + whole].T.tolist()
+            for i, (block, first, count) in enumerate(tiles):
+                found.setdefault(block, []).extend(worklist.query_rows[b, h, first : first + count].tolist())
+                assert count < 2 * min_rows
+                assert count >= min_rows or i >= splits
+            assert sorted(found) == list(range(worklist.counts.shape[3]))
+            for block, query_rows in found.items():
                 chosen = (indices[b, h].cpu() == block).flatten().nonzero().flatten().tolist()
-                assert places == chosen
-                assert [place // slots for place in places] == sorted({place // slots for place in places})
+                assert query_rows == chosen
+                tokens = [slot_idx // slots for slot_idx in query_rows]
+                assert tokens == sorted(set(tokens))
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -507,14 +508,14 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
     from bench import results_file
 
     def lists(indices: Tensor, **how: Any) -> Any:
-        assert set(how) == {"size", "length", "token_bytes", "most_bytes", "bounds"}
+        assert set(how) == {"size", "min_rows", "token_bytes", "max_bytes", "bounds"}
         yield indices
 
     for name, value in {"SLOTS": 3, "HEADS": ((4, 2),), "CHOICES": ("random", "text"), "BAR_TOKENS": 150}.items():
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr(bench, "BARS", {(4, 2): {"forward": 1e9, "both": 0.0}})
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr("cute_kernels.lists.worklist.passes", lists)
+    monkeypatch.setattr("cute_kernels.lists.worklist.worklist_chunks", lists)
     monkeypatch.setattr(bench, "capture", lambda call, _: SimpleNamespace(replay=call))
     monkeypatch.setattr(bench, "measure", lambda *_, **__: SimpleNamespace(ms_p50=2.0))
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4.0)
@@ -741,8 +742,8 @@ def forward_from(inputs: Inputs, first: int) -> tuple[Tensor, Tensor]:
 
 @CUDA
 @pytest.mark.parametrize("forced", [(1, 2), (0, 2), (2, 0)])
-def test_forced_blocks_are_not_visited_on_cuda(forced: tuple[int, int]) -> None:
-    check_unvisited(forced, "cuda")
+def test_forced_blocks_are_left_out_on_cuda(forced: tuple[int, int]) -> None:
+    check_forced_left_out(forced, "cuda")
 
 
 @CUDA
@@ -818,13 +819,13 @@ def test_slices_amid_nan() -> None:
 
 
 @CUDA
-def test_lists() -> None:
-    from cute_kernels.lists.worklist import visits_of
+def test_worklist() -> None:
+    from cute_kernels.lists.worklist import build_worklist
 
-    for tokens, length in ((1, 1), (100, 3), (5000, 32), (5000, 1 << 20)):
+    for tokens, min_rows in ((1, 1), (100, 3), (5000, 32), (5000, 1 << 20)):
         blocks = -(-tokens // 64)
         indices = random_indices((2, 3), [tokens], blocks, 7, size=64).cuda()
-        check_visits(visits_of(indices, size=64, blocks=blocks, length=length), indices, length)
+        check_worklist(build_worklist(indices, size=64, blocks=blocks, min_rows=min_rows), indices, min_rows)
 
 
 @CUDA

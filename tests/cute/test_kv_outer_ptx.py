@@ -44,7 +44,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
 
     modules = {
-        "segments": worklist,
+        "worklist": worklist,
         "forward": kv_outer,
         "backward": kv_outer_backward,
         "tiles": query_outer,
@@ -136,10 +136,10 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         return given, tuple(reversed(x[3].shape[:3]))
 
     monkeypatch.setattr(documents, "_bounds", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
-    patch("segments", "_mark", partial(plain, 256, lambda x, *_: x.shape[2] * x.shape[3], ((), (), (), (0,))))
-    patch("segments", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
-    patch("segments", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
-    patch("segments", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
+    patch("worklist", "_mark", partial(plain, 256, lambda x, *_: x.shape[2] * x.shape[3], ((), (), (), (0,))))
+    patch("worklist", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
+    patch("worklist", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
+    patch("worklist", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
     patch("tiles", "_attend", attend_tiles)
     patch("forced", "_attend", attend_forced)
     patch("forced", "_attend_gated", attend_forced_gated)
@@ -148,7 +148,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     patch("forward", "_add_gated", add_gated)
     patch("gate", "_compiled", gated_sum)
     patch("backward", "_visit", kv_outer_backward_twin)
-    patch("backward", "_add_parts", add_parts)
+    patch("backward", "_combine_dkv", add_parts)
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -1,9 +1,9 @@
 """PyTorch twins of the kernels of attention per token, with their arguments, so that what calls them runs on a CPU.
 
-`install` puts them in place of the compiled kernels; lists, passes, slices and buffers between the calls are real. They
-round where the kernels round: P and dS, o and dQ of slots, results. Else they compute in fp64: the order in which BLAS
-sums depends on the CPU and on where a row lies, and may change the last bit of an fp32 sum; of fp64 sums rounded to
-fp32 it changes about one in 2^28.
+`install` puts them in place of the compiled kernels; worklists, chunks, slices and buffers between the calls are real.
+They round where the kernels round: P and dS, partials of o and dQ, results. Else they compute in fp64: the order in
+which BLAS sums depends on the CPU and on where a row lies, and may change the last bit of an fp32 sum; of fp64 sums
+rounded to fp32 it changes about one in 2^28.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
 from cute_kernels.gate import forward as gate
 from cute_kernels.lists import worklist
-from cute_kernels.lists.worklist import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE
+from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, ROWS, SPLITS, WHOLE
 from cute_kernels.pool import documents
 from cute_kernels.pool.documents import LENGTH, ROW, TILE, TOKEN
 
@@ -36,8 +36,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(documents, "_bounds", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
     patch.setattr(worklist, "_mark", lambda size, _, *forced: Twin(lambda *x: mark(size, *x, *forced)))
     patch.setattr(worklist, "_count", lambda: Twin(count))
-    patch.setattr(worklist, "_list", lambda: Twin(list_places))
-    patch.setattr(worklist, "_cut", lambda: Twin(cut))
+    patch.setattr(worklist, "_list", lambda: Twin(list_rows))
+    patch.setattr(worklist, "_cut", lambda: Twin(cut_tiles))
     for module, twin in ((kv_outer, kv_outer_forward_twin), (kv_outer_backward, kv_outer_backward_twin)):
         patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
     patch.setattr(query_outer, "_attend", lambda *how: Twin(lambda *x: attend_tiles(how, *x)))
@@ -50,7 +50,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kv_outer, "_add_gated", lambda *_: Twin(partial(add_gated, add_slots)))
     patch.setattr(forced, "_attend_gated", lambda *how: Twin(lambda *x: attend_forced_gated(how, *x)))
     patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
-    patch.setattr(kv_outer_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
+    patch.setattr(kv_outer_backward, "_combine_dkv", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 
 
 def add_up(tile: int, cu_seqlens: Tensor, bounds: Tensor) -> None:
@@ -61,13 +61,13 @@ def add_up(tile: int, cu_seqlens: Tensor, bounds: Tensor) -> None:
     bounds[LENGTH] = torch.nn.functional.pad(lengths, [0, 1])
 
 
-# Lists
+# Worklist
 
 
 def mark(
     size: int,
     indices: Tensor,
-    blocks: Tensor,
+    slot_blocks: Tensor,
     bits: Tensor,
     bounds: Tensor | None,
     first_token: int,
@@ -82,10 +82,10 @@ def mark(
         position = position - bounds[TOKEN, document]
         before, length = bounds[TILE, document], bounds[LENGTH, document]
     position, before, length = (x[:, None] for x in (position, before, length))
-    visits = (indices >= init) & (indices <= position // size - local) & (position < length)
-    blocks.copy_(torch.where(visits, before + indices, -1))
-    for b, h, token, slot in visits.nonzero().tolist():
-        word = bits[b, h, blocks[b, h, token, slot], token // 32 : token // 32 + 1]
+    is_selected = (indices >= init) & (indices <= position // size - local) & (position < length)
+    slot_blocks.copy_(torch.where(is_selected, before + indices, -1))
+    for b, h, token, slot in is_selected.nonzero().tolist():
+        word = bits[b, h, slot_blocks[b, h, token, slot], token // 32 : token // 32 + 1]
         word |= (1 << token % 32) - (1 << 32 if token % 32 == 31 else 0)
 
 
@@ -93,33 +93,35 @@ def popcount(x: Tensor) -> Tensor:
     return ((x.long()[..., None] >> torch.arange(32)) & 1).sum(-1)
 
 
-def count(bits: Tensor, before: Tensor, counts: Tensor, length: int) -> None:
+def count(bits: Tensor, before: Tensor, counts: Tensor, min_rows: int) -> None:
     ones = popcount(bits)
     before.copy_(ones.cumsum(-1) - ones)
-    visits = ones.sum(-1)
-    counts[:, :, VISITS] = visits
-    counts[:, :, CUT] = torch.where(visits // length > 1, visits // length, 0)
-    counts[:, :, WHOLE] = visits // length <= 1
+    rows = ones.sum(-1)
+    counts[:, :, ROWS] = rows
+    counts[:, :, SPLITS] = torch.where(rows // min_rows > 1, rows // min_rows, 0)
+    counts[:, :, WHOLE] = rows // min_rows <= 1
 
 
-def list_places(blocks: Tensor, bits: Tensor, before: Tensor, counts: Tensor, sums: Tensor, places: Tensor) -> None:
-    slots = blocks.shape[3]
-    for b, h, token, slot in (blocks >= 0).nonzero().tolist():
-        at = b, h, blocks[b, h, token, slot]
-        lower = popcount(bits[at][token // 32] & ((1 << token % 32) - 1))
-        first = sums[b, h, VISITS, at[2]] - counts[b, h, VISITS, at[2]]
-        places[b, h, first + before[at][token // 32] + lower] = token * slots + slot
+def list_rows(
+    slot_blocks: Tensor, bits: Tensor, before: Tensor, counts: Tensor, cum_counts: Tensor, query_rows: Tensor
+) -> None:
+    slots = slot_blocks.shape[3]
+    for b, h, token, slot in (slot_blocks >= 0).nonzero().tolist():
+        block = b, h, slot_blocks[b, h, token, slot]
+        lower = popcount(bits[block][token // 32] & ((1 << token % 32) - 1))
+        first = cum_counts[b, h, ROWS, block[2]] - counts[b, h, ROWS, block[2]]
+        query_rows[b, h, first + before[block][token // 32] + lower] = token * slots + slot
 
 
-def cut(counts: Tensor, sums: Tensor, segments: Tensor) -> None:
+def cut_tiles(counts: Tensor, cum_counts: Tensor, work_tiles: Tensor) -> None:
     for b, h, block in torch.ones(*counts.shape[:2], counts.shape[3]).nonzero().tolist():
-        visits, parts, _ = counts[b, h, :, block].tolist()
-        first, place = int(sums[b, h, VISITS, block]) - visits, int(sums[b, h, CUT, block]) - parts
-        if parts == 0:
-            parts, place = 1, int(sums[b, h, CUT, -1] + sums[b, h, WHOLE, block]) - 1
-        for i in range(parts):
-            n = visits // parts + (i < visits % parts)
-            segments[b, h, :, place + i] = torch.tensor([block, first, n])
+        rows, tiles, _ = counts[b, h, :, block].tolist()
+        first, first_tile = int(cum_counts[b, h, ROWS, block]) - rows, int(cum_counts[b, h, SPLITS, block]) - tiles
+        if tiles == 0:
+            tiles, first_tile = 1, int(cum_counts[b, h, SPLITS, -1] + cum_counts[b, h, WHOLE, block]) - 1
+        for i in range(tiles):
+            n = rows // tiles + (i < rows % tiles)
+            work_tiles[b, h, :, first_tile + i] = torch.tensor([block, first, n])
             first += n
 
 
@@ -159,7 +161,7 @@ def of_ctas(
     made = []
     for b in range(table.shape[0]):
         for h in range(table.shape[1]):
-            cuts = int(sums[b, h, CUT, -1])
+            cuts = int(sums[b, h, SPLITS, -1])
             for index in range(cuts + int(sums[b, h, WHOLE, -1])):
                 start, n = int(table[b, h, FIRST, index]), int(table[b, h, COUNT, index])
                 mine = places[b, h, start : start + n].long()
@@ -398,6 +400,6 @@ def add_parts(
 ) -> None:
     for b in range(parts.shape[0]):
         for h in range(parts.shape[1]):
-            for index in range(int(sums[b, h, CUT, -1])):
+            for index in range(int(sums[b, h, SPLITS, -1])):
                 first, end = block_bounds(int(table[b, h, BLOCK, index]), size, y.shape[1], bounds)
                 y[b, first:end, h] += parts[b, h, index, : end - first]
