@@ -44,8 +44,10 @@ from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from cute_kernels.attend.kv_outer import add_slots, check_token_selected
-from cute_kernels.attend.warp_rows import SHARED_PERCENT, block_bounds, heads_of
+from cute_kernels.attend.checks import check_token_attention
+from cute_kernels.attend.combine import combine_partials
+from cute_kernels.attend.views import block_bounds, group_heads
+from cute_kernels.attend.warp_rows import SMEM_CARVEOUT
 from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
@@ -96,10 +98,10 @@ SUMMED = 4
 BATCH = 4
 """Vectors that a thread loads together."""
 
-PART_BYTES = 512 << 20
+PARTIAL_BYTES = 512 << 20
 """For dQ of a pass's slots; two passes have theirs at a time."""
 
-SEGMENT_ROWS = 4096
+MIN_TILE_ROWS = 4096
 """The fewest rows of a segment of a cut block."""
 
 
@@ -136,8 +138,8 @@ class KVOuterBackward:
         stream: Any,
     ):
         self.kernel(
-            heads_of(mQ, self.group),
-            heads_of(mdO, self.group),
+            group_heads(mQ, self.group),
+            group_heads(mdO, self.group),
             mK,
             mV,
             mLse,
@@ -158,7 +160,7 @@ class KVOuterBackward:
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=SHARED_PERCENT,
+            preferred_smem_carveout=SMEM_CARVEOUT,
         )
 
     @cute.kernel
@@ -644,7 +646,7 @@ def kv_outer_backward(
     Raises:
         ValueError: for what the kernels cannot take.
     """
-    check_token_selected(q, k, v, indices, size, scale, bounds=bounds)
+    check_token_attention(q, k, v, indices, size, scale, bounds=bounds)
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     if do.shape != (batch, tokens, heads, v_dim) or do.dtype != q.dtype or not vectorized(do):
@@ -669,9 +671,9 @@ def kv_outer_backward(
             worklist_chunks(
                 indices,
                 size=size,
-                min_rows=-(-SEGMENT_ROWS // group),
+                min_rows=-(-MIN_TILE_ROWS // group),
                 token_bytes=slots * units * group * dim * q.element_size(),
-                max_bytes=PART_BYTES,
+                max_bytes=PARTIAL_BYTES,
                 bounds=bounds,
                 local=local,
             )
@@ -700,7 +702,7 @@ def kv_outer_backward(
                     for x, x_parts in zip(mine, cut_parts, strict=True):
                         run = _add_parts(x.shape[-1], size, packed).run
                         run(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_parts, x, bounds)
-                add_slots(worklist, parts, dq[batches, rows, queries], units=units)
+                combine_partials(worklist, parts, dq[batches, rows, queries], partials_per_slot=units)
             del parts, cut_parts, given, worklist  # the stream holds them as long as it needs them
     for result, *of_streams in zip(results[1:], *sums, strict=True):
         if len(of_streams) > 1:

@@ -5,8 +5,8 @@
 A row (token and head) belongs to a group of lanes, one vector of 16 bytes each. Sums in fp32, rounded once. Few
 registers, so many rows are in flight: two rows a thread were slower (0.34 ms instead of 0.30 at 128K).
 
-Attention per token has o_slc of a row in registers at its end and can do the same there (token_selected.CombineAndGate,
-attend/combine.py), bit for bit: what makes gates, and `weighted_sum`, are shared.
+Attention per token has o_slc of a row in registers at its end and can do the same there (attend/combine.py,
+attend/combine_rows.py), bit for bit: what makes gates, and `weighted_sum`, are shared.
 
 Projected gates are kept (fp32, 1 % of the bytes) for backward.
 
