@@ -408,7 +408,7 @@ def test_indices_of_callers_need_not_hold_forced_blocks(
         num_init_blocks=1,
         num_local_blocks=2,
     )
-    plan: Any = SimpleNamespace(config=config, documents=None, scale=1.0)
+    plan: Any = SimpleNamespace(config=config, documents=None, scale=1.0, query_outer=None)
     forward.attend_selected(plan, inputs.q, inputs.k, inputs.v, inputs.indices, 0, True, holds_forced=forced)
     assert passed == [expected]
 

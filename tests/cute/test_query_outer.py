@@ -98,21 +98,16 @@ def forward(q: Any, k: Any, v: Any, indices: Any, inputs: Any, **how: Any) -> An
     return query_outer_forward(q, k, v, indices, size=inputs.size, scale=inputs.scale, **how)
 
 
-def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rule() -> None:
     """By shapes alone, unless told otherwise; never for what the kernel refuses."""
-    from cute_kernels.attend import query_outer
+    from cute_kernels.attend.query_outer import takes_query_outer
 
-    assert [query_outer.takes_tiles(group, 16) for group in (1, 16, 32, 63, 64, 128, 129)] == 4 * [False] + [
-        True,
-        True,
-        False,
-    ]
-    assert not query_outer.takes_tiles(64, 2049)
-    monkeypatch.setattr(query_outer, "ALWAYS_TILES", True)
-    assert query_outer.takes_tiles(1, 16)
-    assert not query_outer.takes_tiles(129, 16)
-    monkeypatch.setattr(query_outer, "ALWAYS_TILES", False)
-    assert not query_outer.takes_tiles(64, 16)
+    groups = (1, 16, 32, 63, 64, 128, 129)
+    assert [takes_query_outer(group, 16) for group in groups] == 4 * [False] + [True, True, False]
+    assert not takes_query_outer(64, 2049)
+    assert takes_query_outer(1, 16, True)
+    assert not takes_query_outer(129, 16, True)
+    assert not takes_query_outer(64, 16, False)
 
 
 @pytest.mark.parametrize(
