@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cute.test_kv_outer import GATES, forward_from, make, small_passes
+from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
 from tests.support.kv_outer_twins import Twin, add_up
 from tests.support.ptx import argument, program, tensor_argument
 
@@ -47,7 +47,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         "worklist": worklist,
         "forward": kv_outer,
         "backward": kv_outer_backward,
-        "tiles": query_outer,
+        "query_outer": query_outer,
         "forced": forced,
         "gate": gate,
     }
@@ -102,7 +102,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         ctas = -(-(first_token % size + q.shape[1]) // size) * shares
         return [*some, *map(argument, x[-2:])], (ctas, k.shape[2], k.shape[0])
 
-    def attend_tiles(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
+    def attend_query_outer(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
         some = [argument(k, (3,)), argument(v, (3,)), argument(indices), of_groups(o, how[2]), argument(x[0])]
         some += [argument(y, (0,)) for y in x[1:2] if y is not None]
         grid = (-(-q.shape[1] // query_outer.tile_tokens(how[2])), k.shape[2], k.shape[0])
@@ -140,7 +140,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     patch("worklist", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
     patch("worklist", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
     patch("worklist", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
-    patch("tiles", "_attend", attend_tiles)
+    patch("query_outer", "_attend", attend_query_outer)
     patch("forced", "_attend", attend_forced)
     patch("forced", "_attend_gated", attend_forced_gated)
     patch("forward", "_visit", visit)
@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-TILES = [case for case in CASES if case != "odd group"]
+QUERY_OUTER = [case for case in CASES if case != "odd group"]
 LATE = ["warps, late", "warpgroups, late"]
 EARLY = [("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("warpgroups, early", "D_v, fp16")]
 RACES = ["warps, late, races", "warpgroups, late, races"]
@@ -176,7 +176,7 @@ def test_interpreted(case: str) -> None:
 
 ORDERED: dict[str, Callable[[], None]] = {
     "forward and backward": lambda: make(90, 3, 1, 64, count=2, device="cpu").check(),
-    "tiles": lambda: make(90, 3, 1, 64, count=2, device="cpu").check_forward(tiles=True),
+    "query-outer": lambda: make(90, 3, 1, 64, count=2, device="cpu").check_forward(query_outer=True),
     "forced": lambda: make(140, 3, 1, count=4, forced=(0, 2), device="cpu").check_forward(),
 }
 
@@ -191,16 +191,16 @@ def test_barriers_put_shared_memory_in_order(what: str) -> None:
 
 @pytest.mark.parametrize("interpreted", LATE, indirect=True)
 @pytest.mark.usefixtures("interpreted")
-def test_interpreted_in_passes_and_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_passes(monkeypatch, 64, 1 << 17, 5)
+def test_interpreted_in_chunks_and_work_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch, 64, 1 << 17, 5)
     make([90, 66], 2, 2, count=3, device="cpu").check()
 
 
-@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, TILES)], indirect=["interpreted"])
+@pytest.mark.parametrize(("interpreted", "case"), [*itertools.product(LATE, QUERY_OUTER)], indirect=["interpreted"])
 @pytest.mark.usefixtures("interpreted")
-def test_tiles_interpreted(case: str) -> None:
+def test_query_outer_interpreted(case: str) -> None:
     tokens, options = CASES[case]
-    make(tokens, device="cpu", **options).check_forward(tiles=True)
+    make(tokens, device="cpu", **options).check_forward(query_outer=True)
 
 
 FORCED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
@@ -237,8 +237,8 @@ def test_forced_blocks_interpreted_early() -> None:
     ("tokens", "size", "forced"), [(330, 64, (1, 2)), (330, 64, (0, 2)), (330, 64, (2, 3)), ([70, 0, 330], 64, (1, 2))]
 )
 @pytest.mark.usefixtures("interpreted")
-def test_forced_beside_visited(tokens: Any, size: int, forced: tuple[int, int]) -> None:
-    """All of the forward: forced blocks, visits of the others and their sum; there is no room for (2, 3)."""
+def test_forced_beside_selected(tokens: Any, size: int, forced: tuple[int, int]) -> None:
+    """All of the forward: forced blocks, the other blocks, and the combine; there is no room for (2, 3)."""
     behind = 0 if isinstance(tokens, int) else 5
     inputs = make(tokens, 2, 1, count=sum(forced) + 2, size=size, forced=forced, behind=behind, device="cpu")
     inputs.check_forward()
@@ -257,14 +257,14 @@ def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
 @pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
 @pytest.mark.parametrize("gates", ["projected", "given fp32"])
 @pytest.mark.usefixtures("interpreted")
-def test_gated_in_passes(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes over heads and tokens, with gates that the kernels compute and with given ones."""
-    small_passes(monkeypatch, 64, 1, 40)
+    small_chunks(monkeypatch, 64, 1, 40)
     chosen = torch.full((1, 2, 70, 10), -1, dtype=torch.int32)
     chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
     inputs = make(70, 1, 2, 128, dtype=torch.float16, indices=chosen, device="cpu")
     replace(inputs, forced=forced).check_gated(gates)
-    small_passes(monkeypatch, 40, 1, 40)  # that begin inside of blocks, whose rows CTAs share
+    small_chunks(monkeypatch, 40, 1, 40)  # that begin inside of blocks, whose rows CTAs share
     make(110, 16, 1, count=sum(forced) + 10, forced=forced, device="cpu").check_gated(gates)
 
 

@@ -40,7 +40,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worklist, "_cut", lambda: Twin(cut_tiles))
     for module, twin in ((kv_outer, kv_outer_forward_twin), (kv_outer_backward, kv_outer_backward_twin)):
         patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
-    patch.setattr(query_outer, "_attend", lambda *how: Twin(lambda *x: attend_tiles(how, *x)))
+    patch.setattr(query_outer, "_attend", lambda *how: Twin(lambda *x: query_outer_twin(how, *x)))
     patch.setattr(forced, "_attend", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
     patch.setattr(
         kv_outer,
@@ -195,7 +195,7 @@ def kv_outer_forward_twin(
         o[x.b, x.h, x.places] = (p @ v[x.b, keys, x.h].double()).to(q.dtype)
 
 
-def attend_tiles(
+def query_outer_twin(
     how: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
