@@ -324,11 +324,17 @@ def stages(problem: Problem, choice: str, copy_tbs: float, tflops: float) -> lis
     work["both"] = Work(forward.bytes + backward.bytes, forward.flops + backward.flops)
 
     def lists() -> None:
-        from cute_kernels.attend.kv_outer import PART_BYTES, SEGMENT_ROWS
+        from cute_kernels.attend.kv_outer import MIN_TILE_ROWS, PARTIAL_BYTES
         from cute_kernels.lists.worklist import worklist_chunks
 
-        min_rows, token_bytes = -(-SEGMENT_ROWS // group), SLOTS * group * DIM * 2
-        how = {"size": SIZE, "min_rows": min_rows, "token_bytes": token_bytes, "max_bytes": PART_BYTES, "bounds": None}
+        min_rows, token_bytes = -(-MIN_TILE_ROWS // group), SLOTS * group * DIM * 2
+        how = {
+            "size": SIZE,
+            "min_rows": min_rows,
+            "token_bytes": token_bytes,
+            "max_bytes": PARTIAL_BYTES,
+            "bounds": None,
+        }
         for _ in worklist_chunks(problem.indices, **how):  # type: ignore[arg-type]
             pass
 

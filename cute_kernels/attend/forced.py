@@ -85,7 +85,7 @@ class CtaTokens(NamedTuple):
 
 
 class ForcedForward(WarpRows):
-    """Args: dims of k and v; 16-bit type; G; l', tokens of a block; forced blocks, first and local; whether to use WGMMA."""
+    """Args: dims of k and v; 16-bit type; G; l', tokens of a block; first and local blocks; whether to use WGMMA."""
 
     ctas_per_block = 1
 

@@ -32,8 +32,8 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from cute_kernels.attend.kv_outer import check_token_selected
-from cute_kernels.attend.warp_rows import LOG_2, block_bounds, heads_of
+from cute_kernels.attend.checks import check_token_attention
+from cute_kernels.attend.views import block_bounds, group_heads
 from cute_kernels.lists.worklist import fake_bounds, fake_slots, selected_block
 from cute_kernels.mma.mma_sync import (
     QUAD,
@@ -52,7 +52,7 @@ from cute_kernels.mma.mma_sync import (
     scale_row,
     store_rows,
 )
-from cute_kernels.mma.warp import LANES, LOG2_E
+from cute_kernels.mma.warp import LANES, LN_2, LOG2_E
 from cute_kernels.mma.wgmma import (
     MN,
     REGISTERS,
@@ -132,11 +132,11 @@ class QueryOuterForward:
         stream: Any,
     ):
         self.kernel(
-            heads_of(mQ, self.group),
+            group_heads(mQ, self.group),
             mK,
             mV,
             mIndices,
-            heads_of(mO, self.group),
+            group_heads(mO, self.group),
             mLse,
             mBounds,
             first_token,
@@ -163,9 +163,9 @@ class QueryOuterForward:
         mBounds: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        row_layout: cute.ComposedLayout,
-        key_layout: cute.ComposedLayout,
-        value_layout: cute.ComposedLayout,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, kv_head, batch = cute.arch.block_idx()
@@ -174,9 +174,9 @@ class QueryOuterForward:
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, key_layout)
-        sV = allocate_tiles(smem, self.dtype, value_layout)
-        sQ = allocate_tiles(smem, self.dtype, row_layout)
+        sK = allocate_tiles(smem, self.dtype, k_layout)
+        sV = allocate_tiles(smem, self.dtype, v_layout)
+        sQ = allocate_tiles(smem, self.dtype, q_layout)
         num_slots = const_expr(self.tokens * self.slots)
         sSlotBlock, sSlotBits, sBlock, sBlockBits = (
             smem.allocate_tensor(Int32, cute.make_layout(num_slots), 16) for _ in range(4)
@@ -238,7 +238,7 @@ class QueryOuterForward:
                 self._load(gK, gV, sK, sV, sBlock, step + STAGES - 1, mBounds)
             cute.arch.cp_async_commit_group()
             acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, TILE))
-            self._scores(acc, rQ, sWarpQ, sK, step % STAGES)
+            self._mma_qk(acc, rQ, sWarpQ, sK, step % STAGES)
 
             i_block = step // self.block_tiles
             first_key, _ = block_bounds(sBlock[i_block], self.size, mK.shape[1], mBounds)
@@ -259,7 +259,7 @@ class QueryOuterForward:
                 new_sum = exp2_and_sum(S[None, r, 0, None], scale * LOG2_E, base, rSum[r] * rescale)
                 rMax[r], rSum[r] = new_max, new_sum
                 scale_row(acc_o_mn[None, r, 0, None], rescale)
-            self._add_values(acc_o, acc_as_operand_a(acc, self.dtype), sV, step % STAGES)
+            self._mma_pv(acc_o, acc_as_operand_a(acc, self.dtype), sV, step % STAGES)
 
         for r in range_constexpr(2):
             row_sum = cute.arch.warp_reduction_sum(rSum[r], threads_in_group=QUAD)
@@ -268,7 +268,7 @@ class QueryOuterForward:
             row = warp_index * WARP_ROWS + r * 8 + lane // QUAD
             if (lane % QUAD == 0) & (row <= last_row):
                 base = Float32(0.0) if rMax[r] == -Float32.inf else rMax[r]
-                lse = (base + cute.math.log2(row_sum, fastmath=True)) * LOG_2
+                lse = (base + cute.math.log2(row_sum, fastmath=True)) * LN_2
                 mLse[batch, kv_head * self.group + row % self.group, first + row // self.group] = lse
         rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
         rO.store(acc_o.load().to(self.dtype))
@@ -328,7 +328,7 @@ class QueryOuterForward:
         load_block(gV, sV[None, None, step % STAGES], first, end, thread, THREADS)
 
     @cute.jit
-    def _scores(self, acc: cute.Tensor, rQ: cute.Tensor | None, sWarpQ: cute.Tensor, sK: cute.Tensor, stage: Int32):
+    def _mma_qk(self, acc: cute.Tensor, rQ: cute.Tensor | None, sWarpQ: cute.Tensor, sK: cute.Tensor, stage: Int32):
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, TILE, REGISTERS, K, K)
             issue_mma(mma, as_warpgroup_acc(acc), rQ, smem_operand_b(mma, sK)[None, None, None, stage], False)
@@ -338,7 +338,7 @@ class QueryOuterForward:
             gemm_smem(make_warp_mma(self.dtype, 1), cute.arch.lane_idx(), acc, sWarpQ, sK[None, None, stage], 0)
 
     @cute.jit
-    def _add_values(self, acc: cute.Tensor, rP: cute.Tensor, sV: cute.Tensor, stage: Int32):
+    def _mma_pv(self, acc: cute.Tensor, rP: cute.Tensor, sV: cute.Tensor, stage: Int32):
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, self.v_dim, REGISTERS, K, MN)
             rV = smem_operand_b(mma, transpose_view(sV))[None, None, None, stage]
@@ -350,7 +350,7 @@ class QueryOuterForward:
 
 
 @compiled_once
-def _attend(
+def _compiled(
     dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
 ) -> Kernel:
     dim, v_dim = dims
@@ -382,7 +382,7 @@ def query_outer_forward(
     Raises:
         ValueError: more than ROWS heads a group, or more slots than MAX_SLOTS in a work tile.
     """
-    check_token_selected(q, k, v, indices, size, scale, first_token, bounds)
+    check_token_attention(q, k, v, indices, size, scale, first_token, bounds)
     batch, tokens, heads, dim = q.shape
     group, slots, v_dim = heads // k.shape[2], indices.shape[3], v.shape[3]
     if group > ROWS:
@@ -396,6 +396,6 @@ def query_outer_forward(
         return o.zero_(), lse.fill_(-math.inf)
     if indices.stride(3) != 1:
         indices = indices.clone(memory_format=torch.contiguous_format)
-    attend = _attend((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device))
+    attend = _compiled((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device))
     attend.run(q, k, v, indices, o, lse, bounds, first_token, scale)
     return o, lse

@@ -19,13 +19,13 @@ from tests.support.ptx import argument, program, tensor_argument
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
-def of_groups(x: Tensor, group: int) -> bytes:
+def group_heads(x: Tensor, group: int) -> bytes:
     """[B, N, H, D] as [B, N, H_kv, G, D]."""
     batch, tokens, head, _ = x.stride()
     return tensor_argument(x, [*x.shape[:2], x.shape[2] // group], [batch, tokens, head * group, head])
 
 
-def places_of_tokens(x: Tensor, group: int) -> bytes:
+def group_heads_first(x: Tensor, group: int) -> bytes:
     """[B, N, H, D] as [B, H_kv, N, G, D]."""
     batch, token, head, _ = x.stride()
     return tensor_argument(x, [x.shape[0], x.shape[2] // group, x.shape[1]], [batch, head * group, token, head])
@@ -34,7 +34,7 @@ def places_of_tokens(x: Tensor, group: int) -> bytes:
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run interpreted. Parameter: what multiplies, when copies arrive, and whether races are looked for."""
-    from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
+    from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer
     from cute_kernels.gate import forward as gate
     from cute_kernels.lists import worklist
     from cute_kernels.pool import documents
@@ -46,6 +46,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     modules = {
         "worklist": worklist,
         "forward": kv_outer,
+        "combine": combine,
         "backward": kv_outer_backward,
         "query_outer": query_outer,
         "forced": forced,
@@ -72,54 +73,54 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         given += [argument(y) for y in x[len(statics) :] if y is not None and not isinstance(y, Tensor)]
         return given, (-(-by(*x) // cta), x[0].shape[1], x[0].shape[0])
 
-    def visit(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
+    def kv_outer_forward(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
         statics = (3,), (3,), (), (2,), (2,), (3, 4), (3,), (0,)
         some = [argument(y, static) for y, static in zip((k, v, *x[:6]), statics, strict=True) if y is not None]
-        return [of_groups(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
+        return [group_heads(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
 
-    def attend_forced(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
+    def forced_forward(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
         group, size = how[2:4]
         bounds, first_token, _ = x
         (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
-        some = [argument(k, (3,)), argument(v, (3,)), places_of_tokens(o, group)]
+        some = [argument(k, (3,)), argument(v, (3,)), group_heads_first(o, group)]
         some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
         some += [argument(y, (0,)) for y in x[:1] if y is not None]
         blocks = -(-(first_token % size + q.shape[1]) // size)
         if bounds is not None:
             blocks = (q.shape[1] + (bounds.shape[1] - 1) * (size - 1)) // size
-        return [of_groups(q, group), *some, *map(argument, x[1:])], (blocks, k.shape[2], k.shape[0])
+        return [group_heads(q, group), *some, *map(argument, x[1:])], (blocks, k.shape[2], k.shape[0])
 
-    def attend_forced_gated(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
+    def forced_combine_and_gate(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
         group, size = how[2:4]
-        blocks, parts, part_lse, out, lse, weight, gates, *others, first_token, _ = x
+        slot_blocks, o_partial, lse_partial, out, lse, weight, gates, *others, first_token, _ = x
         (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
-        some = [of_groups(q, group), argument(k, (3,)), argument(v, (3,)), argument(blocks)]
-        some += [argument(parts, (3, 4)), argument(part_lse, (3,)), places_of_tokens(out, group)]
+        some = [group_heads(q, group), argument(k, (3,)), argument(v, (3,)), argument(slot_blocks)]
+        some += [argument(o_partial, (3, 4)), argument(lse_partial, (3,)), group_heads_first(out, group)]
         some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
         some += [] if weight is None else [argument(weight, (1, 2))]
-        some += [places_of_tokens(y, group) for y in (gates, *others) if y is not None]
-        shares = max(1, size * group // forced.SHARE_ROWS)
-        ctas = -(-(first_token % size + q.shape[1]) // size) * shares
+        some += [group_heads_first(y, group) for y in (gates, *others) if y is not None]
+        ctas_per_block = max(1, size * group // forced.CTA_ROWS)
+        ctas = -(-(first_token % size + q.shape[1]) // size) * ctas_per_block
         return [*some, *map(argument, x[-2:])], (ctas, k.shape[2], k.shape[0])
 
     def attend_query_outer(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
-        some = [argument(k, (3,)), argument(v, (3,)), argument(indices), of_groups(o, how[2]), argument(x[0])]
+        some = [argument(k, (3,)), argument(v, (3,)), argument(indices), group_heads(o, how[2]), argument(x[0])]
         some += [argument(y, (0,)) for y in x[1:2] if y is not None]
         grid = (-(-q.shape[1] // query_outer.tile_tokens(how[2])), k.shape[2], k.shape[0])
-        return [of_groups(q, how[2]), *some, *map(argument, x[2:])], grid
+        return [group_heads(q, how[2]), *some, *map(argument, x[2:])], grid
 
-    def kv_outer_backward_twin(how: Any, q: Tensor, do: Tensor, *x: Any) -> Any:
+    def kv_outer_backward_call(how: Any, q: Tensor, do: Tensor, *x: Any) -> Any:
         statics = (3,), (3,), (), (), (), (2,), (2,), (3, 4), (3,), (3,), (3, 4), (3, 4), (0,)
         some = [argument(y, static) for y, static in zip(x[:13], statics, strict=True) if y is not None]
         grid = (x[5].shape[3] * how[4] // 64, x[0].shape[2], x[0].shape[0])
-        return [of_groups(q, how[2]), of_groups(do, how[2]), *some, *map(argument, x[13:])], grid
+        return [group_heads(q, how[2]), group_heads(do, how[2]), *some, *map(argument, x[13:])], grid
 
-    def add_slots(how: Any, blocks: Tensor, *x: Any) -> Any:
+    def combine_partials(how: Any, blocks: Tensor, *x: Any) -> Any:
         return plain(
             128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], ((), (3, 4), (3,), (3,), ()), how, blocks, *x
         )
 
-    def add_gated(how: Any, blocks: Tensor, *x: Any) -> Any:
+    def combine_and_gate(how: Any, blocks: Tensor, *x: Any) -> Any:
         statics = (), (3, 4), (3,), (3,), (), (3,), (1, 2), (3,), (3,), (3,), (3,)
         return plain(128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], statics, how, blocks, *x)
 
@@ -140,14 +141,14 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     patch("worklist", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
     patch("worklist", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
     patch("worklist", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
-    patch("query_outer", "_attend", attend_query_outer)
-    patch("forced", "_attend", attend_forced)
-    patch("forced", "_attend_gated", attend_forced_gated)
-    patch("forward", "_visit", visit)
-    patch("forward", "_add", add_slots)
-    patch("forward", "_add_gated", add_gated)
+    patch("query_outer", "_compiled", attend_query_outer)
+    patch("forced", "_forced", forced_forward)
+    patch("forced", "_forced_combine_and_gate", forced_combine_and_gate)
+    patch("forward", "_compiled", kv_outer_forward)
+    patch("combine", "_combine", combine_partials)
+    patch("combine", "_combine_and_gate", combine_and_gate)
     patch("gate", "_compiled", gated_sum)
-    patch("backward", "_visit", kv_outer_backward_twin)
+    patch("backward", "_visit", kv_outer_backward_call)
     patch("backward", "_add_parts", add_parts)
 
 

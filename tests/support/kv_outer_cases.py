@@ -170,14 +170,14 @@ class Inputs:
 
     def attend_forced(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Of some rows, o and lse of the forced blocks alone; NaN where nothing was written."""
-        from cute_kernels.attend.forced import forced_blocks_forward
+        from cute_kernels.attend.forced import forced_forward
 
         q = self.q[:, rows]
         o = torch.full((*q.shape[:3], self.v.shape[3]), math.nan, dtype=q.dtype, device=q.device)
         lse = torch.full_like(self.shift[:, :, rows], math.nan)
         how = {"first_token": rows.start, **dict(zip(("init", "local"), self.forced, strict=True))}
         k, v = (x if self.bounds is not None else x[:, : rows.stop] for x in (self.k, self.v))
-        forced_blocks_forward(q, k, v, o, lse, size=self.size, scale=self.scale, bounds=self.bounds, **how)
+        forced_forward(q, k, v, o, lse, size=self.size, scale=self.scale, bounds=self.bounds, **how)
         return o, lse
 
     def check_forced(self, first: int = 0, stop: int | None = None) -> None:
@@ -279,5 +279,5 @@ def small_chunks(patch: pytest.MonkeyPatch, tokens: int = 32, chunk_bytes: int =
 
     patch.setattr(worklist, "CHUNK_ALIGNMENT", tokens)
     for module in (kv_outer, kv_outer_backward):
-        patch.setattr(module, "PART_BYTES", chunk_bytes)
-        patch.setattr(module, "SEGMENT_ROWS", rows)
+        patch.setattr(module, "PARTIAL_BYTES", chunk_bytes)
+        patch.setattr(module, "MIN_TILE_ROWS", rows)

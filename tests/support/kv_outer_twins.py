@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
+from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer
 from cute_kernels.gate import forward as gate
 from cute_kernels.lists import worklist
 from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, ROWS, SPLITS, WHOLE
@@ -38,17 +38,13 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worklist, "_count", lambda: Twin(count))
     patch.setattr(worklist, "_list", lambda: Twin(list_rows))
     patch.setattr(worklist, "_cut", lambda: Twin(cut_tiles))
-    for module, twin in ((kv_outer, kv_outer_forward_twin), (kv_outer_backward, kv_outer_backward_twin)):
-        patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
-    patch.setattr(query_outer, "_attend", lambda *how: Twin(lambda *x: query_outer_twin(how, *x)))
-    patch.setattr(forced, "_attend", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
-    patch.setattr(
-        kv_outer,
-        "_add",
-        lambda *_, weighted, units, carry: Twin(lambda *x: (carry_slots if carry else add_slots)(units, *x)),
-    )
-    patch.setattr(kv_outer, "_add_gated", lambda *_: Twin(partial(add_gated, add_slots)))
-    patch.setattr(forced, "_attend_gated", lambda *how: Twin(lambda *x: attend_forced_gated(how, *x)))
+    patch.setattr(kv_outer, "_compiled", lambda *how: Twin(lambda *x: kv_outer_forward_twin(how, *x)))
+    patch.setattr(kv_outer_backward, "_visit", lambda *how: Twin(lambda *x: kv_outer_backward_twin(how, *x)))
+    patch.setattr(query_outer, "_compiled", lambda *how: Twin(lambda *x: query_outer_twin(how, *x)))
+    patch.setattr(forced, "_forced", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
+    patch.setattr(combine, "_combine", combine_twin)
+    patch.setattr(combine, "_combine_and_gate", lambda *_: Twin(partial(combine_and_gate, combine_partials)))
+    patch.setattr(forced, "_forced_combine_and_gate", lambda *how: Twin(lambda *x: forced_combine_and_gate(how, *x)))
     patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
     patch.setattr(kv_outer_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
 
@@ -258,63 +254,70 @@ def attend_forced(
             o[b, token, heads] = (p @ v[b, keys, h].double()).to(o.dtype)
 
 
-def carry_slots(units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor, x: Tensor, lse: Tensor) -> None:
-    """What x and lse hold as one slot more, of a block that is not read."""
-    _, heads, tokens, slots = blocks.shape
-    group = parts.shape[3]
+def combine_twin(*_: Any, weighted: bool, partials_per_slot: int, accumulate: bool) -> Twin:
+    twin = accumulate_partials if accumulate else combine_partials
+    return Twin(partial(twin, partials_per_slot))
 
-    def with_slot(of_slots: Tensor, of_rows: Tensor) -> Tensor:
-        rows = of_rows.unflatten(2, (heads, group)).transpose(1, 2).unsqueeze(3)
-        return torch.cat([rows, of_slots.unflatten(2, (tokens, slots))], 3).flatten(2, 3)
+
+def accumulate_partials(
+    per_slot: int, slot_blocks: Tensor, partials: Tensor, lse_partial: Tensor, x: Tensor, lse: Tensor
+) -> None:
+    """What x and lse hold as one slot more, of a block that is not read."""
+    _, heads, tokens, slots = slot_blocks.shape
+    group = partials.shape[3]
+
+    def with_slot(slots_x: Tensor, rows_x: Tensor) -> Tensor:
+        rows = rows_x.unflatten(2, (heads, group)).transpose(1, 2).unsqueeze(3)
+        return torch.cat([rows, slots_x.unflatten(2, (tokens, slots))], 3).flatten(2, 3)
 
     holds = (lse[:, ::group] > -math.inf)[..., None]
-    there = torch.cat([holds.int() - 1, blocks], 3)
-    values = with_slot(parts, x.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0))
-    add_slots(units, there, values, with_slot(part_lse, lse.transpose(1, 2)), x, lse)
+    with_held = torch.cat([holds.int() - 1, slot_blocks], 3)
+    values = with_slot(partials, x.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0))
+    combine_partials(per_slot, with_held, values, with_slot(lse_partial, lse.transpose(1, 2)), x, lse)
 
 
-def add_slots(
-    units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor | None, x: Tensor, lse: Tensor | None
+def combine_partials(
+    per_slot: int, slot_blocks: Tensor, partials: Tensor, lse_partial: Tensor | None, x: Tensor, lse: Tensor | None
 ) -> None:
-    batch, heads, tokens, slots = blocks.shape
-    group = parts.shape[3]
-    there = (blocks >= 0)[..., None]
-    values = parts.unflatten(2, (tokens, slots, units)).float().masked_fill(~there[..., None, None], 0).sum(4)
-    if part_lse is None or lse is None:
+    batch, heads, tokens, slots = slot_blocks.shape
+    group = partials.shape[3]
+    present = (slot_blocks >= 0)[..., None]
+    values = partials.unflatten(2, (tokens, slots, per_slot)).float().masked_fill(~present[..., None, None], 0).sum(4)
+    if lse_partial is None or lse is None:
         total = values.sum(3)
     else:
-        lses = part_lse.unflatten(2, (tokens, slots)).masked_fill(~there, -math.inf)
+        lses = lse_partial.unflatten(2, (tokens, slots)).masked_fill(~present, -math.inf)
         sums = lses.logsumexp(3)
         lse.copy_(sums.transpose(2, 3).reshape(batch, heads * group, tokens))
-        weights = (lses - sums[:, :, :, None]).exp().masked_fill(~there, 0)
+        weights = (lses - sums[:, :, :, None]).exp().masked_fill(~present, 0)
         total = (weights[..., None] * values).sum(3)
     x.copy_(total.transpose(1, 2).reshape(batch, tokens, heads * group, -1).to(x.dtype))
 
 
-def attend_forced_gated(
+def forced_combine_and_gate(
     how: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    blocks: Tensor,
-    parts: Tensor,
-    part_lse: Tensor,
+    slot_blocks: Tensor,
+    partials: Tensor,
+    lse_partial: Tensor,
     out: Tensor,
     lse: Tensor,
     weight: Tensor | None,
     *rest: Any,
 ) -> None:
     *rest, first_token, scale = rest
-    dim, _, *of_blocks = how[:6]
-    attend_forced((dim, dim, *of_blocks), q, k, v, out, lse, None, first_token, scale)
-    add_gated(carry_slots, blocks, parts, part_lse, out, lse, q, weight, *rest)
+    dim, _, *options = how[:6]
+    attend_forced((dim, dim, *options), q, k, v, out, lse, None, first_token, scale)
+    combine_and_gate(accumulate_partials, slot_blocks, partials, lse_partial, out, lse, q, weight, *rest)
 
 
-def add_gated(
+def combine_and_gate(
     add: Callable[..., None],
-    blocks: Tensor,
-    parts: Tensor,
-    part_lse: Tensor,
+    slot_blocks: Tensor,
+    partials: Tensor,
+    lse_partial: Tensor,
     out: Tensor,
     lse: Tensor,
     q: Tensor | None,
@@ -324,7 +327,7 @@ def add_gated(
     o_win: Tensor,
     o_slc: Tensor | None,
 ) -> None:
-    add(1, blocks, parts, part_lse, out, lse)
+    add(1, slot_blocks, partials, lse_partial, out, lse)
     if o_slc is not None:
         o_slc.copy_(out)
     if weight is not None and gates is None:
