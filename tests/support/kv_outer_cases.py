@@ -34,11 +34,11 @@ def random_indices(
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
     begun = torch.cat([torch.arange(n) // size + 1 for n in lengths])[:, None]
-    place = torch.arange(blocks)
+    block = torch.arange(blocks)
     scores = torch.rand((*shape, tokens, blocks), generator=generator)
-    scores = scores + 0.7 * (place == begun - 1) + 0.7 * (place == 0)
-    scores = scores + 3 * ((place < forced[0]) | (place >= begun - forced[1]))
-    order = scores.masked_fill(place >= begun, -1).argsort(-1, descending=True)[..., :count]
+    scores = scores + 0.7 * (block == begun - 1) + 0.7 * (block == 0)
+    scores = scores + 3 * ((block < forced[0]) | (block >= begun - forced[1]))
+    order = scores.masked_fill(block >= begun, -1).argsort(-1, descending=True)[..., :count]
     chosen = torch.full((*shape, tokens, count), blocks)
     chosen[..., : order.shape[-1]] = order.where(order < begun, blocks)
     chosen = chosen.sort(-1).values

@@ -124,14 +124,14 @@ def cut_tiles(counts: Tensor, cum_counts: Tensor, work_tiles: Tensor) -> None:
 # Attention
 
 
-class Segment(NamedTuple):
+class WorkTile(NamedTuple):
     """What one CTA has."""
 
     b: int
     h: int
     index: int
-    cut: bool
-    places: Tensor
+    is_split: bool
+    query_rows: Tensor
     tokens: Tensor
     """Rows of q."""
     positions: Tensor
@@ -150,19 +150,25 @@ def block_bounds(block: int, size: int, keys: int, bounds: Tensor | None) -> tup
     return first, max(first, min(end, first + size))
 
 
-def of_ctas(
-    how: tuple[Any, ...], keys: int, places: Tensor, table: Tensor, sums: Tensor, bounds: Tensor | None, first: int
-) -> list[Segment]:
+def tiles_of_ctas(
+    how: tuple[Any, ...],
+    keys: int,
+    query_rows: Tensor,
+    work_tiles: Tensor,
+    cum_counts: Tensor,
+    bounds: Tensor | None,
+    first: int,
+) -> list[WorkTile]:
     slots, size = how[3:5]
     made = []
-    for b in range(table.shape[0]):
-        for h in range(table.shape[1]):
-            cuts = int(sums[b, h, SPLITS, -1])
-            for index in range(cuts + int(sums[b, h, WHOLE, -1])):
-                start, n = int(table[b, h, FIRST, index]), int(table[b, h, COUNT, index])
-                mine = places[b, h, start : start + n].long()
-                span = block_bounds(int(table[b, h, BLOCK, index]), size, keys, bounds)
-                made.append(Segment(b, h, index, index < cuts, mine, mine // slots, first + mine // slots, *span))
+    for b in range(work_tiles.shape[0]):
+        for h in range(work_tiles.shape[1]):
+            splits = int(cum_counts[b, h, SPLITS, -1])
+            for index in range(splits + int(cum_counts[b, h, WHOLE, -1])):
+                start, n = int(work_tiles[b, h, FIRST, index]), int(work_tiles[b, h, COUNT, index])
+                rows = query_rows[b, h, start : start + n].long()
+                span = block_bounds(int(work_tiles[b, h, BLOCK, index]), size, keys, bounds)
+                made.append(WorkTile(b, h, index, index < splits, rows, rows // slots, first + rows // slots, *span))
     return made
 
 
@@ -171,9 +177,9 @@ def kv_outer_forward_twin(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: Tensor,
-    table: Tensor,
-    sums: Tensor,
+    query_rows: Tensor,
+    work_tiles: Tensor,
+    cum_counts: Tensor,
     o: Tensor,
     lse: Tensor,
     bounds: Tensor | None,
@@ -181,14 +187,14 @@ def kv_outer_forward_twin(
     scale: float,
 ) -> None:
     group = how[2]
-    for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
+    for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, first_token):
         keys = torch.arange(x.first_key, x.end)
         rows = q[x.b, x.tokens, x.h * group : (x.h + 1) * group].double()
         logits = rows @ k[x.b, keys, x.h].double().T * scale
         logits = logits.masked_fill((keys > x.positions[:, None])[:, None], -math.inf)
-        lse[x.b, x.h, x.places] = logits.logsumexp(-1).float()
+        lse[x.b, x.h, x.query_rows] = logits.logsumexp(-1).float()
         p = logits.softmax(-1).to(q.dtype).double()
-        o[x.b, x.h, x.places] = (p @ v[x.b, keys, x.h].double()).to(q.dtype)
+        o[x.b, x.h, x.query_rows] = (p @ v[x.b, keys, x.h].double()).to(q.dtype)
 
 
 def query_outer_twin(
@@ -361,9 +367,9 @@ def kv_outer_backward_twin(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
-    places: Tensor,
-    table: Tensor,
-    sums: Tensor,
+    query_rows: Tensor,
+    work_tiles: Tensor,
+    cum_counts: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -375,7 +381,7 @@ def kv_outer_backward_twin(
 ) -> None:
     group, size = how[2], how[4]
     units = size // 64
-    for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
+    for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, first_token):
         heads = slice(x.h * group, (x.h + 1) * group)
         sees, gives = (y[x.b, x.tokens, heads].double() for y in (q, do))
         row_lse, row_delta = (y[x.b, heads, x.tokens].T[..., None] for y in (lse, delta))
@@ -387,22 +393,22 @@ def kv_outer_backward_twin(
             p = (sees @ some_k.T * scale - row_lse).masked_fill(~seen, -math.inf).exp()
             ds = (p * (gives @ some_v.T - row_delta)).masked_fill(~seen, 0).to(q.dtype).double()
             p = p.to(q.dtype).double()
-            dq[x.b, x.h, x.places * units + unit] = (ds @ some_k * scale).to(q.dtype)
+            dq[x.b, x.h, x.query_rows * units + unit] = (ds @ some_k * scale).to(q.dtype)
             for y, y_parts, part in (
                 (dk, dk_parts, (torch.einsum("tgk,tgd->kd", ds, sees) * scale).float()),
                 (dv, dv_parts, torch.einsum("tgk,tgd->kd", p, gives).float()),
             ):
-                if x.cut:
+                if x.is_split:
                     y_parts[x.b, x.h, x.index, unit * 64 : unit * 64 + len(keys)] = part
                 else:
                     y[x.b, keys, x.h] += part
 
 
 def add_parts(
-    size: int, counts: Tensor, sums: Tensor, table: Tensor, parts: Tensor, y: Tensor, bounds: Tensor | None
+    size: int, counts: Tensor, cum_counts: Tensor, work_tiles: Tensor, parts: Tensor, y: Tensor, bounds: Tensor | None
 ) -> None:
     for b in range(parts.shape[0]):
         for h in range(parts.shape[1]):
-            for index in range(int(sums[b, h, SPLITS, -1])):
-                first, end = block_bounds(int(table[b, h, BLOCK, index]), size, y.shape[1], bounds)
+            for index in range(int(cum_counts[b, h, SPLITS, -1])):
+                first, end = block_bounds(int(work_tiles[b, h, BLOCK, index]), size, y.shape[1], bounds)
                 y[b, first:end, h] += parts[b, h, index, : end - first]
