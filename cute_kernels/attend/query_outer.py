@@ -182,6 +182,7 @@ class QueryOuterForward:
             smem.allocate_tensor(Int32, cute.make_layout(num_slots), 16) for _ in range(4)
         )
 
+        # Gather q
         first = tile * self.tokens
         num_tokens = cutlass.min(mIndices.shape[2] - first, self.tokens)
         gQ = cute.domain_offset((first, 0, 0), mQ[batch, None, kv_head, None, None])
@@ -196,6 +197,7 @@ class QueryOuterForward:
         gather_rows(as_vectors(gQ), sWarpQ, Int32(start))
         cute.arch.cp_async_commit_group()
 
+        # List the blocks
         gIndices = cute.domain_offset((first, 0), mIndices[batch, kv_head, None, None])
         end = first_token + num_tokens  # read without mBounds; tokens behind the last one are left out below
         for i in range_constexpr((num_slots + THREADS - 1) // THREADS):
@@ -209,6 +211,7 @@ class QueryOuterForward:
         cute.arch.sync_threads()
         num_blocks = self._list_blocks(sSlotBlock, sSlotBits, sBlock, sBlockBits, thread)
 
+        # Prologue
         steps = num_blocks * self.block_tiles
         gK, gV = mK[batch, None, kv_head, None], mV[batch, None, kv_head, None]
         for step in range_constexpr(STAGES - 1):
@@ -229,6 +232,8 @@ class QueryOuterForward:
         acc_o = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, self.v_dim))
         acc_o.fill(0.0)
         acc_o_mn = acc_mn_view(acc_o)
+
+        # Mainloop
         for step in cutlass.range(steps, unroll=1):
             cute.arch.cp_async_wait_group(STAGES - 2)
             if const_expr(self.warpgroups):
@@ -243,28 +248,14 @@ class QueryOuterForward:
             i_block = step // self.block_tiles
             first_key, _ = block_bounds(sBlock[i_block], self.size, mK.shape[1], mBounds)
             first_key += step % self.block_tiles * TILE
-            bits = sBlockBits[i_block]
             S = acc_mn_view(acc)
-            rLastKey = cute.make_rmem_tensor(2, Int32)  # that a row sees
-            for r in range_constexpr(2):
-                is_selected = (bits >> rToken[r] & 1) != 0
-                rLastKey[r] = first_token + rToken[r] - first_key if is_selected else Int32(-1)
-            if cute.arch.vote_any_sync(cutlass.min(rLastKey[0], rLastKey[1]) < TILE - 1):
-                for r in range_constexpr(2):
-                    mask_after(S[None, r, 0, None], rLastKey[r])
-            for r in range_constexpr(2):
-                new_max = cute.arch.fmax(rMax[r], row_max(S[None, r, 0, None]) * (scale * LOG2_E))
-                base = Float32(0.0) if new_max == -Float32.inf else new_max
-                rescale = cute.math.exp2(rMax[r] - base, fastmath=True)
-                new_sum = exp2_and_sum(S[None, r, 0, None], scale * LOG2_E, base, rSum[r] * rescale)
-                rMax[r], rSum[r] = new_max, new_sum
-                scale_row(acc_o_mn[None, r, 0, None], rescale)
+            self._mask(S, sBlockBits[i_block], rToken, first_token, first_key)
+            self._softmax(S, acc_o_mn, rMax, rSum, scale)
             self._mma_pv(acc_o, acc_as_operand_a(acc, self.dtype), sV, step % STAGES)
 
+        # Epilogue
         for r in range_constexpr(2):
-            row_sum = cute.arch.warp_reduction_sum(rSum[r], threads_in_group=QUAD)
-            inverse = Float32(0.0) if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
-            scale_row(acc_o_mn[None, r, 0, None], inverse)
+            row_sum = self._normalize(acc_o_mn[None, r, 0, None], rSum[r])
             row = warp_index * WARP_ROWS + r * 8 + lane // QUAD
             if (lane % QUAD == 0) & (row <= last_row):
                 base = Float32(0.0) if rMax[r] == -Float32.inf else rMax[r]
@@ -321,6 +312,7 @@ class QueryOuterForward:
         step: Int32,
         mBounds: cute.Tensor | None,
     ):
+        """Start copying the keys and values of a step into their stage, by all threads."""
         thread, _, _ = cute.arch.thread_idx()
         first, end = block_bounds(sBlock[step // self.block_tiles], self.size, gK.shape[0], mBounds)
         first += step % self.block_tiles * TILE
@@ -329,6 +321,7 @@ class QueryOuterForward:
 
     @cute.jit
     def _mma_qk(self, acc: cute.Tensor, rQ: cute.Tensor | None, sWarpQ: cute.Tensor, sK: cute.Tensor, stage: Int32):
+        """S of the warp's rows."""
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, TILE, REGISTERS, K, K)
             issue_mma(mma, as_warpgroup_acc(acc), rQ, smem_operand_b(mma, sK)[None, None, None, stage], False)
@@ -338,7 +331,38 @@ class QueryOuterForward:
             gemm_smem(make_warp_mma(self.dtype, 1), cute.arch.lane_idx(), acc, sWarpQ, sK[None, None, stage], 0)
 
     @cute.jit
+    def _mask(self, S: cute.Tensor, bits: Int32, rToken: cute.Tensor, first_token: Int32, first_key: Int32):
+        """Scores of keys that a row does not see become -inf. Args: `bits`: of tokens that selected the block."""
+        rLastKey = cute.make_rmem_tensor(2, Int32)  # that a row sees
+        for r in range_constexpr(2):
+            is_selected = (bits >> rToken[r] & 1) != 0
+            rLastKey[r] = first_token + rToken[r] - first_key if is_selected else Int32(-1)
+        if cute.arch.vote_any_sync(cutlass.min(rLastKey[0], rLastKey[1]) < TILE - 1):
+            for r in range_constexpr(2):
+                mask_after(S[None, r, 0, None], rLastKey[r])
+
+    @cute.jit
+    def _softmax(self, S: cute.Tensor, acc_o_mn: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor, scale: Float32):
+        """A step of the online softmax: S becomes P, and o is rescaled. Maxima are in units of log 2."""
+        for r in range_constexpr(2):
+            new_max = cute.arch.fmax(rMax[r], row_max(S[None, r, 0, None]) * (scale * LOG2_E))
+            base = Float32(0.0) if new_max == -Float32.inf else new_max
+            rescale = cute.math.exp2(rMax[r] - base, fastmath=True)
+            new_sum = exp2_and_sum(S[None, r, 0, None], scale * LOG2_E, base, rSum[r] * rescale)
+            rMax[r], rSum[r] = new_max, new_sum
+            scale_row(acc_o_mn[None, r, 0, None], rescale)
+
+    @cute.jit
+    def _normalize(self, rRow: cute.Tensor, lane_sum: Float32) -> Float32:
+        """A row of o is divided by its sum, which is returned. Args: `lane_sum`: over the lane's columns."""
+        row_sum = cute.arch.warp_reduction_sum(lane_sum, threads_in_group=QUAD)
+        inverse = Float32(0.0) if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
+        scale_row(rRow, inverse)
+        return row_sum
+
+    @cute.jit
     def _mma_pv(self, acc: cute.Tensor, rP: cute.Tensor, sV: cute.Tensor, stage: Int32):
+        """o += P V."""
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, self.v_dim, REGISTERS, K, MN)
             rV = smem_operand_b(mma, transpose_view(sV))[None, None, None, stage]
