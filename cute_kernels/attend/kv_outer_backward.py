@@ -629,7 +629,7 @@ def kv_outer_backward(
     local: int = 0,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `token_selected.kv_outer_forward`.
+    """Gradients of `kv_outer.kv_outer_forward`.
 
     Args:
         q, k, v, indices, size, scale, bounds: as there, all from the first token on.

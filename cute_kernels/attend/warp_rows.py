@@ -200,6 +200,8 @@ class WarpRows:
         first_key = first_keys[-1] - (self.keys - self.size)  # as if nothing lay between the blocks
         row, step = warp_idx * self.rows, const_expr(self.warps * self.rows)
         slot_idx, next_slot_idx = Int32(0), Int32(0)
+
+        # Load: keys, the first rows of q, values
         if num_rows > 0:
             slot_idx = self._slot_idx(gQueryRows, row, num_rows)
             next_slot_idx = self._slot_idx(gQueryRows, row + step, num_rows)
@@ -212,11 +214,13 @@ class WarpRows:
             if const_expr(self.warpgroups):
                 cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
+
         while row - warp_idx % self.mma_warps * self.rows < num_rows:  # the first row of those multiplied together
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             next_row = row + step
             later_slot_idx = self._slot_idx(gQueryRows, next_row + step, num_rows)
+            # S = Q K^T, then the next rows of q
             acc_s = self._mma_qk(mma_qk, lane, sQ_mma, sQ, sK)
             rGates, rBlocks = None, None
             if const_expr(combine is not None):
@@ -228,6 +232,7 @@ class WarpRows:
             if const_expr(self.warpgroups):
                 warpgroup.wait_group(0)
 
+            # Softmax
             token, _ = divide(slot_idx, self.slots)
             last_key = first_token + token - first_key  # that a row sees
             S = acc_mn_view(acc_s)
@@ -236,6 +241,7 @@ class WarpRows:
             if const_expr(combine is None):
                 self._store_lse(gLse, lse, slot_idx, row, num_rows)
 
+            # O = P V, and the epilogue
             my_row = row + lane % self.rows
             _, head = divide(my_row, self.group)
             o_vector = slot_idx * o_strides[0] + head * o_strides[1] if my_row < num_rows else Int32(-1)
