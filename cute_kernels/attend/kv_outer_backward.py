@@ -11,7 +11,7 @@ KVOuterBackward       a CTA owns 64 keys of a KV block and a work tile of the to
                       (lists/worklist.py). It gathers their rows of Q and dO, G per token as in pack_gqa, 64 at a time.
                       dK and dV stay in registers; dQ goes to a 16-bit partial of the token's slot. By mma.sync.
 KVOuterBackwardWGMMA  the same by WGMMA, on Hopper. Products are transposed: P^T and dS^T are A operands in registers.
-CombinePartials       (kv_outer.py) adds up the partials of dQ in the order of a token's slots.
+CombinePartials       (combine.py) adds up the partials of dQ in the order of a token's slots.
 CombineDKV            adds up dK and dV of blocks that were split into work tiles, in order.
 
 Tokens are processed in chunks, which bounds the memory of the partials. Chunks alternate between two side streams
@@ -42,9 +42,11 @@ from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels.attend import combine_splits
+from cute_kernels.attend.checks import check_token_attention
+from cute_kernels.attend.combine import combine_partials
 from cute_kernels.attend.combine_splits import add_partials, chunk_start
-from cute_kernels.attend.kv_outer import add_slots, check_token_selected
-from cute_kernels.attend.warp_rows import SHARED_PERCENT, block_bounds, heads_of
+from cute_kernels.attend.views import block_bounds, group_heads
+from cute_kernels.attend.warp_rows import SMEM_CARVEOUT
 from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
@@ -93,10 +95,10 @@ CTAS = 2
 STAGES = 2
 """Tiles of Q and dO in shared memory: one is multiplied while the next one is gathered."""
 
-PART_BYTES = 512 << 20
+PARTIAL_BYTES = 512 << 20
 """For the dQ partials of a chunk; two chunks have theirs at a time."""
 
-SEGMENT_ROWS = 4096
+MIN_TILE_ROWS = 4096
 """The fewest rows, G per token, of a work tile of a split block."""
 
 
@@ -195,8 +197,8 @@ class KVOuterBackward:
         stream: Any,
     ):
         self.kernel(
-            heads_of(mQ, self.group),
-            heads_of(mdO, self.group),
+            group_heads(mQ, self.group),
+            group_heads(mdO, self.group),
             mK,
             mV,
             mLse,
@@ -217,7 +219,7 @@ class KVOuterBackward:
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=SHARED_PERCENT,
+            preferred_smem_carveout=SMEM_CARVEOUT,
         )
 
     @cute.kernel
@@ -695,7 +697,7 @@ class CombineDKV:
 
 
 @compiled_once
-def _visit(
+def _compiled(
     dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
 ) -> Kernel:
     dim, v_dim = dims
@@ -758,7 +760,7 @@ def kv_outer_backward(
     Raises:
         ValueError: for shapes, dtypes and strides that the kernels do not support.
     """
-    check_token_selected(q, k, v, indices, size, scale, bounds=bounds)
+    check_token_attention(q, k, v, indices, size, scale, bounds=bounds)
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     if do.shape != (batch, tokens, heads, v_dim) or do.dtype != q.dtype or not vectorized(do):
@@ -776,16 +778,16 @@ def kv_outer_backward(
             result.zero_()
         return results
     packed = bounds is not None
-    run = _visit((dim, v_dim), q.dtype, group, slots, size, packed, has_warpgroups(q.device)).run
+    run = _compiled((dim, v_dim), q.dtype, group, slots, size, packed, has_warpgroups(q.device)).run
     sums: list[list[Tensor]] = []  # fp32 dK and dV of each stream
     with SideStreams(q.device) as streams:
         for chunk, (worklist, batches, kv_slice) in enumerate(
             worklist_chunks(
                 indices,
                 size=size,
-                min_rows=-(-SEGMENT_ROWS // group),
+                min_rows=-(-MIN_TILE_ROWS // group),
                 token_bytes=slots * block_tiles * group * dim * q.element_size(),
-                max_bytes=PART_BYTES,
+                max_bytes=PARTIAL_BYTES,
                 bounds=bounds,
                 local=local,
             )
@@ -815,7 +817,9 @@ def kv_outer_backward(
                     for x, x_partial in zip(dkv, dkv_partial, strict=True):
                         combine = _combine_dkv(x.shape[-1], size, packed).run
                         combine(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_partial, x, bounds)
-                add_slots(worklist, dq_partial, dq[batches, tokens_slice, head_slice], units=block_tiles)
+                combine_partials(
+                    worklist, dq_partial, dq[batches, tokens_slice, head_slice], partials_per_slot=block_tiles
+                )
             del dq_partial, dkv_partial, inputs, worklist  # the stream holds them as long as it needs them
     for result, *stream_sums in zip(results[1:], *sums, strict=True):
         if len(stream_sums) > 1:

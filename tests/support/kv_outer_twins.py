@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
+from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer
 from cute_kernels.gate import forward as gate
 from cute_kernels.lists import worklist
 from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, ROWS, SPLITS, WHOLE
@@ -38,19 +38,15 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worklist, "_count", lambda: Twin(count))
     patch.setattr(worklist, "_list", lambda: Twin(list_rows))
     patch.setattr(worklist, "_cut", lambda: Twin(cut_tiles))
-    for module, twin in ((kv_outer, kv_outer_forward_twin), (kv_outer_backward, kv_outer_backward_twin)):
-        patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
-    patch.setattr(query_outer, "_attend", lambda *how: Twin(lambda *x: attend_tiles(how, *x)))
-    patch.setattr(forced, "_attend", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
-    patch.setattr(
-        kv_outer,
-        "_add",
-        lambda *_, weighted, units, carry: Twin(lambda *x: (carry_slots if carry else add_slots)(units, *x)),
-    )
-    patch.setattr(kv_outer, "_add_gated", lambda *_: Twin(partial(add_gated, add_slots)))
-    patch.setattr(forced, "_attend_gated", lambda *how: Twin(lambda *x: attend_forced_gated(how, *x)))
+    patch.setattr(kv_outer, "_compiled", lambda *how: Twin(lambda *x: kv_outer_forward_twin(how, *x)))
+    patch.setattr(kv_outer_backward, "_compiled", lambda *how: Twin(lambda *x: kv_outer_backward_twin(how, *x)))
+    patch.setattr(query_outer, "_compiled", lambda *how: Twin(lambda *x: query_outer_twin(how, *x)))
+    patch.setattr(forced, "_forced", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
+    patch.setattr(combine, "_combine", combine_twin)
+    patch.setattr(combine, "_combine_and_gate", lambda *_: Twin(partial(combine_and_gate, combine_partials)))
+    patch.setattr(forced, "_forced_combine_and_gate", lambda *how: Twin(lambda *x: forced_combine_and_gate(how, *x)))
     patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
-    patch.setattr(kv_outer_backward, "_combine_dkv", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
+    patch.setattr(kv_outer_backward, "_combine_dkv", lambda _, size, packed: Twin(lambda *x: combine_dkv(size, *x)))
 
 
 def add_up(tile: int, cu_seqlens: Tensor, bounds: Tensor) -> None:
@@ -128,14 +124,14 @@ def cut_tiles(counts: Tensor, cum_counts: Tensor, work_tiles: Tensor) -> None:
 # Attention
 
 
-class Segment(NamedTuple):
+class WorkTile(NamedTuple):
     """What one CTA has."""
 
     b: int
     h: int
     index: int
-    cut: bool
-    places: Tensor
+    is_split: bool
+    query_rows: Tensor
     tokens: Tensor
     """Rows of q."""
     positions: Tensor
@@ -154,19 +150,25 @@ def block_bounds(block: int, size: int, keys: int, bounds: Tensor | None) -> tup
     return first, max(first, min(end, first + size))
 
 
-def of_ctas(
-    how: tuple[Any, ...], keys: int, places: Tensor, table: Tensor, sums: Tensor, bounds: Tensor | None, first: int
-) -> list[Segment]:
+def tiles_of_ctas(
+    how: tuple[Any, ...],
+    keys: int,
+    query_rows: Tensor,
+    work_tiles: Tensor,
+    cum_counts: Tensor,
+    bounds: Tensor | None,
+    first: int,
+) -> list[WorkTile]:
     slots, size = how[3:5]
     made = []
-    for b in range(table.shape[0]):
-        for h in range(table.shape[1]):
-            cuts = int(sums[b, h, SPLITS, -1])
-            for index in range(cuts + int(sums[b, h, WHOLE, -1])):
-                start, n = int(table[b, h, FIRST, index]), int(table[b, h, COUNT, index])
-                mine = places[b, h, start : start + n].long()
-                span = block_bounds(int(table[b, h, BLOCK, index]), size, keys, bounds)
-                made.append(Segment(b, h, index, index < cuts, mine, mine // slots, first + mine // slots, *span))
+    for b in range(work_tiles.shape[0]):
+        for h in range(work_tiles.shape[1]):
+            splits = int(cum_counts[b, h, SPLITS, -1])
+            for index in range(splits + int(cum_counts[b, h, WHOLE, -1])):
+                start, n = int(work_tiles[b, h, FIRST, index]), int(work_tiles[b, h, COUNT, index])
+                rows = query_rows[b, h, start : start + n].long()
+                span = block_bounds(int(work_tiles[b, h, BLOCK, index]), size, keys, bounds)
+                made.append(WorkTile(b, h, index, index < splits, rows, rows // slots, first + rows // slots, *span))
     return made
 
 
@@ -175,9 +177,9 @@ def kv_outer_forward_twin(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: Tensor,
-    table: Tensor,
-    sums: Tensor,
+    query_rows: Tensor,
+    work_tiles: Tensor,
+    cum_counts: Tensor,
     o: Tensor,
     lse: Tensor,
     bounds: Tensor | None,
@@ -185,17 +187,17 @@ def kv_outer_forward_twin(
     scale: float,
 ) -> None:
     group = how[2]
-    for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
+    for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, first_token):
         keys = torch.arange(x.first_key, x.end)
         rows = q[x.b, x.tokens, x.h * group : (x.h + 1) * group].double()
         logits = rows @ k[x.b, keys, x.h].double().T * scale
         logits = logits.masked_fill((keys > x.positions[:, None])[:, None], -math.inf)
-        lse[x.b, x.h, x.places] = logits.logsumexp(-1).float()
+        lse[x.b, x.h, x.query_rows] = logits.logsumexp(-1).float()
         p = logits.softmax(-1).to(q.dtype).double()
-        o[x.b, x.h, x.places] = (p @ v[x.b, keys, x.h].double()).to(q.dtype)
+        o[x.b, x.h, x.query_rows] = (p @ v[x.b, keys, x.h].double()).to(q.dtype)
 
 
-def attend_tiles(
+def query_outer_twin(
     how: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
@@ -258,63 +260,70 @@ def attend_forced(
             o[b, token, heads] = (p @ v[b, keys, h].double()).to(o.dtype)
 
 
-def carry_slots(units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor, x: Tensor, lse: Tensor) -> None:
-    """What x and lse hold as one slot more, of a block that is not read."""
-    _, heads, tokens, slots = blocks.shape
-    group = parts.shape[3]
+def combine_twin(*_: Any, weighted: bool, partials_per_slot: int, accumulate: bool) -> Twin:
+    twin = accumulate_partials if accumulate else combine_partials
+    return Twin(partial(twin, partials_per_slot))
 
-    def with_slot(of_slots: Tensor, of_rows: Tensor) -> Tensor:
-        rows = of_rows.unflatten(2, (heads, group)).transpose(1, 2).unsqueeze(3)
-        return torch.cat([rows, of_slots.unflatten(2, (tokens, slots))], 3).flatten(2, 3)
+
+def accumulate_partials(
+    per_slot: int, slot_blocks: Tensor, partials: Tensor, lse_partial: Tensor, x: Tensor, lse: Tensor
+) -> None:
+    """What x and lse hold as one slot more, of a block that is not read."""
+    _, heads, tokens, slots = slot_blocks.shape
+    group = partials.shape[3]
+
+    def with_slot(slots_x: Tensor, rows_x: Tensor) -> Tensor:
+        rows = rows_x.unflatten(2, (heads, group)).transpose(1, 2).unsqueeze(3)
+        return torch.cat([rows, slots_x.unflatten(2, (tokens, slots))], 3).flatten(2, 3)
 
     holds = (lse[:, ::group] > -math.inf)[..., None]
-    there = torch.cat([holds.int() - 1, blocks], 3)
-    values = with_slot(parts, x.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0))
-    add_slots(units, there, values, with_slot(part_lse, lse.transpose(1, 2)), x, lse)
+    with_held = torch.cat([holds.int() - 1, slot_blocks], 3)
+    values = with_slot(partials, x.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0))
+    combine_partials(per_slot, with_held, values, with_slot(lse_partial, lse.transpose(1, 2)), x, lse)
 
 
-def add_slots(
-    units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor | None, x: Tensor, lse: Tensor | None
+def combine_partials(
+    per_slot: int, slot_blocks: Tensor, partials: Tensor, lse_partial: Tensor | None, x: Tensor, lse: Tensor | None
 ) -> None:
-    batch, heads, tokens, slots = blocks.shape
-    group = parts.shape[3]
-    there = (blocks >= 0)[..., None]
-    values = parts.unflatten(2, (tokens, slots, units)).float().masked_fill(~there[..., None, None], 0).sum(4)
-    if part_lse is None or lse is None:
+    batch, heads, tokens, slots = slot_blocks.shape
+    group = partials.shape[3]
+    present = (slot_blocks >= 0)[..., None]
+    values = partials.unflatten(2, (tokens, slots, per_slot)).float().masked_fill(~present[..., None, None], 0).sum(4)
+    if lse_partial is None or lse is None:
         total = values.sum(3)
     else:
-        lses = part_lse.unflatten(2, (tokens, slots)).masked_fill(~there, -math.inf)
+        lses = lse_partial.unflatten(2, (tokens, slots)).masked_fill(~present, -math.inf)
         sums = lses.logsumexp(3)
         lse.copy_(sums.transpose(2, 3).reshape(batch, heads * group, tokens))
-        weights = (lses - sums[:, :, :, None]).exp().masked_fill(~there, 0)
+        weights = (lses - sums[:, :, :, None]).exp().masked_fill(~present, 0)
         total = (weights[..., None] * values).sum(3)
     x.copy_(total.transpose(1, 2).reshape(batch, tokens, heads * group, -1).to(x.dtype))
 
 
-def attend_forced_gated(
+def forced_combine_and_gate(
     how: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    blocks: Tensor,
-    parts: Tensor,
-    part_lse: Tensor,
+    slot_blocks: Tensor,
+    partials: Tensor,
+    lse_partial: Tensor,
     out: Tensor,
     lse: Tensor,
     weight: Tensor | None,
     *rest: Any,
 ) -> None:
     *rest, first_token, scale = rest
-    dim, _, *of_blocks = how[:6]
-    attend_forced((dim, dim, *of_blocks), q, k, v, out, lse, None, first_token, scale)
-    add_gated(carry_slots, blocks, parts, part_lse, out, lse, q, weight, *rest)
+    dim, _, *options = how[:6]
+    attend_forced((dim, dim, *options), q, k, v, out, lse, None, first_token, scale)
+    combine_and_gate(accumulate_partials, slot_blocks, partials, lse_partial, out, lse, q, weight, *rest)
 
 
-def add_gated(
+def combine_and_gate(
     add: Callable[..., None],
-    blocks: Tensor,
-    parts: Tensor,
-    part_lse: Tensor,
+    slot_blocks: Tensor,
+    partials: Tensor,
+    lse_partial: Tensor,
     out: Tensor,
     lse: Tensor,
     q: Tensor | None,
@@ -324,7 +333,7 @@ def add_gated(
     o_win: Tensor,
     o_slc: Tensor | None,
 ) -> None:
-    add(1, blocks, parts, part_lse, out, lse)
+    add(1, slot_blocks, partials, lse_partial, out, lse)
     if o_slc is not None:
         o_slc.copy_(out)
     if weight is not None and gates is None:
@@ -358,9 +367,9 @@ def kv_outer_backward_twin(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
-    places: Tensor,
-    table: Tensor,
-    sums: Tensor,
+    query_rows: Tensor,
+    work_tiles: Tensor,
+    cum_counts: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -372,7 +381,7 @@ def kv_outer_backward_twin(
 ) -> None:
     group, size = how[2], how[4]
     units = size // 64
-    for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
+    for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, first_token):
         heads = slice(x.h * group, (x.h + 1) * group)
         sees, gives = (y[x.b, x.tokens, heads].double() for y in (q, do))
         row_lse, row_delta = (y[x.b, heads, x.tokens].T[..., None] for y in (lse, delta))
@@ -384,22 +393,22 @@ def kv_outer_backward_twin(
             p = (sees @ some_k.T * scale - row_lse).masked_fill(~seen, -math.inf).exp()
             ds = (p * (gives @ some_v.T - row_delta)).masked_fill(~seen, 0).to(q.dtype).double()
             p = p.to(q.dtype).double()
-            dq[x.b, x.h, x.places * units + unit] = (ds @ some_k * scale).to(q.dtype)
+            dq[x.b, x.h, x.query_rows * units + unit] = (ds @ some_k * scale).to(q.dtype)
             for y, y_parts, part in (
                 (dk, dk_parts, (torch.einsum("tgk,tgd->kd", ds, sees) * scale).float()),
                 (dv, dv_parts, torch.einsum("tgk,tgd->kd", p, gives).float()),
             ):
-                if x.cut:
+                if x.is_split:
                     y_parts[x.b, x.h, x.index, unit * 64 : unit * 64 + len(keys)] = part
                 else:
                     y[x.b, keys, x.h] += part
 
 
-def add_parts(
-    size: int, counts: Tensor, sums: Tensor, table: Tensor, parts: Tensor, y: Tensor, bounds: Tensor | None
+def combine_dkv(
+    size: int, counts: Tensor, cum_counts: Tensor, work_tiles: Tensor, parts: Tensor, y: Tensor, bounds: Tensor | None
 ) -> None:
     for b in range(parts.shape[0]):
         for h in range(parts.shape[1]):
-            for index in range(int(sums[b, h, SPLITS, -1])):
-                first, end = block_bounds(int(table[b, h, BLOCK, index]), size, y.shape[1], bounds)
+            for index in range(int(cum_counts[b, h, SPLITS, -1])):
+                first, end = block_bounds(int(work_tiles[b, h, BLOCK, index]), size, y.shape[1], bounds)
                 y[b, first:end, h] += parts[b, h, index, : end - first]
