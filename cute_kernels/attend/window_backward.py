@@ -93,12 +93,8 @@ class Window(NamedTuple):
         """-inf unless the row, `distance` tokens behind the key, sees it."""
         return score if (distance >= 0) & (distance <= self.left) else -Float32.inf
 
-    def overlaps(self, first_row: Int32, first_key: Int32) -> Any:
-        """Whether some row of a tile sees some key of a tile."""
-        return (first_key <= first_row) & (first_key + TILE > first_row - self.left)
-
     def needs_mask(self, first_row: Int32, first_key: Int32) -> Any:
-        """Whether some row of a tile does not see some key of a tile that it overlaps."""
+        """Whether some row of a tile does not see some key of a tile, where others do."""
         return (first_key == first_row) | (first_key < first_row + TILE - 1 - self.left)
 
 
@@ -255,7 +251,7 @@ class WindowDQ(BackwardDQ):
             S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
             first_key, stage = key_tiles.tile(i) * TILE, state.index
             keys_ready.consumer_wait(state)
-            if window.overlaps(first_row, first_key):
+            if (first_key <= first_row) & (first_key + TILE > first_row - window.left):
                 # S = Q K^T, dP = dO V^T
                 issue_mma(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
                 issue_mma(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
@@ -495,7 +491,7 @@ class WindowDKV(BackwardDKV):
                 S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
                 first_row, stage = tile * TILE, state.index
                 rows_ready.consumer_wait(state)
-                if window.overlaps(first_row, first_key):
+                if (first_row >= first_key) & (first_row - window.left < first_key + TILE):
                     # S^T = K Q^T, dP^T = V dO^T
                     issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
                     issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
