@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.cute.test_kv_outer import GATES, forward_from, make, small_passes
 from tests.support import cases
+from tests.support.helpers import assert_rounded_once
 from tests.support.kv_outer_twins import Twin, add_up
 from tests.support.ptx import argument, program, tensor_argument
 
@@ -257,6 +258,20 @@ def test_forced_beside_visited(beside: tuple[Any, tuple[int, int]]) -> None:
 def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
     """Some of a warp's rows are behind the last token."""
     make(201, 3, 1, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check_gated(gates)
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize("projected", [True, False])
+@pytest.mark.usefixtures("interpreted")
+def test_gated_sums_are_rounded_once(projected: bool) -> None:
+    from cute_kernels.gate.forward import gated_sum
+
+    q, *branches, out = torch.randn(5, 1, 100, 3, 64).bfloat16()
+    weight, given = torch.randn(3, 3, 64).bfloat16(), torch.rand(1, 100, 3, 4)[..., 1:]
+    gates = torch.einsum("bnhd,hcd->bnhc", q.double(), weight.double()).sigmoid() if projected else given.double()
+    gated_sum(*branches, out, q=q, **({"gate_proj_weight": weight} if projected else {"gates": given}))
+    exact = sum(gates[..., i, None] * branch.double() for i, branch in enumerate(branches))
+    assert_rounded_once(out, exact, "out")
 
 
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
