@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support import cases
 from tests.support import kv_outer_twins as twins
 from tests.support.helpers import assert_within_budget
 
@@ -311,8 +312,7 @@ def test_twins_of_documents() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("bytes_of_pass", [1, 1 << 18, 1 << 30])
-@pytest.mark.parametrize("rows", [3, 40, 1 << 20])
+@pytest.mark.parametrize(("rows", "bytes_of_pass"), cases.product([3, 40, 1 << 20], [1, 1 << 18, 1 << 30]))
 def test_twins_in_passes_and_segments(rows: int, bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
     small_passes(monkeypatch, 64, bytes_of_pass, rows)
     make(150, 3, 3, batch=2, device="cpu").check()
@@ -351,8 +351,7 @@ def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("gates", "forced"), cases.product(GATES, [(0, 0), (1, 2)]))
 def test_twins_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In one pass, and in passes over batches, heads and tokens; nothing but forced blocks; rows that see nothing."""
     for bytes_of_pass in (1 << 30, 1):

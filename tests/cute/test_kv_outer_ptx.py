@@ -165,9 +165,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 TILES = [case for case in CASES if case != "odd group"]
 LATE = ["warpgroups, late", "warps, late"]
 EARLY = [
-    ("warpgroups, early", "many rows"),
+    ("warpgroups, early", "documents"),
     ("warps, early", "D_v, fp16"),
-    *cases.rest(("warps, early", "many rows"), ("warpgroups, early", "D_v, fp16")),
+    *cases.rest(("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("warpgroups, early", "D_v, fp16")),
 ]
 LATE_IF_FULL = [LATE[0], *cases.rest(LATE[1])]
 RACES = ["warps, late, races", "warpgroups, late, races"]
@@ -252,8 +252,11 @@ def test_forced_beside_visited(beside: tuple[Any, tuple[int, int]]) -> None:
     inputs.check_forward()
 
 
-@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(("gates", "forced"), cases.product(GATES, [(1, 2), (0, 0)]))
+@pytest.mark.parametrize(
+    ("interpreted", "gates", "forced"),
+    cases.product(["warpgroups, late", "warpgroups, early"], GATES, [(1, 2), (0, 0)]),
+    indirect=["interpreted"],
+)
 @pytest.mark.usefixtures("interpreted")
 def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
     """Some of a warp's rows are behind the last token."""
@@ -275,7 +278,7 @@ def test_gated_sums_are_rounded_once(projected: bool) -> None:
 
 
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(("gates", "forced"), cases.product(["projected", "given fp32"], [(1, 2), (0, 0)]))
+@pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), *cases.rest(("given fp32", (0, 0)))])
 @pytest.mark.usefixtures("interpreted")
 def test_gated_in_passes(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes over heads and tokens, with gates that the kernels compute and with given ones."""
@@ -288,7 +291,8 @@ def test_gated_in_passes(gates: str, forced: tuple[int, int], monkeypatch: pytes
     make(110, 16, 1, count=sum(forced) + 10, forced=forced, device="cpu").check_gated(gates)
 
 
-@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
+@pytest.mark.full
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_gated_late() -> None:
     make(140, 3, 2, 128, count=4, forced=(0, 2), device="cpu").check_gated("projected")
