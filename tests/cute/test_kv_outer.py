@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support import cases
 from tests.support import kv_outer_twins as twins
 from tests.support.kv_outer_cases import BF16, FP16, GATES, Inputs, forward_from, make, random_indices, small_chunks
 
@@ -52,8 +53,7 @@ def test_twins_of_documents() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("chunk_bytes", [1, 1 << 18, 1 << 30])
-@pytest.mark.parametrize("rows", [3, 40, 1 << 20])
+@pytest.mark.parametrize(("rows", "chunk_bytes"), cases.product([3, 40, 1 << 20], [1, 1 << 18, 1 << 30]))
 def test_twins_in_chunks_and_work_tiles(rows: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     small_chunks(monkeypatch, 64, chunk_bytes, rows)
     make(150, 3, 3, batch=2, device="cpu").check()
@@ -92,8 +92,7 @@ def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("gates", "forced"), cases.product(GATES, [(0, 0), (1, 2)]))
 def test_twins_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In one chunk, and in chunks of batches, heads and tokens; nothing but forced blocks; rows that see nothing."""
     for chunk_bytes in (1 << 30, 1):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support import cases
+from tests.support.helpers import assert_rounded_once
 from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
 from tests.support.kv_outer_twins import Twin, add_up
 from tests.support.ptx import argument, program, tensor_argument
@@ -165,9 +166,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 QUERY_OUTER = [case for case in CASES if case != "odd group"]
 LATE = ["warpgroups, late", "warps, late"]
 EARLY = [
-    ("warpgroups, early", "many rows"),
+    ("warpgroups, early", "documents"),
     ("warps, early", "D_v, fp16"),
-    *cases.rest(("warps, early", "many rows"), ("warpgroups, early", "D_v, fp16")),
+    *cases.rest(("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("warpgroups, early", "D_v, fp16")),
 ]
 LATE_IF_FULL = [LATE[0], *cases.rest(LATE[1])]
 RACES = ["warps, late, races", "warpgroups, late, races"]
@@ -252,8 +253,11 @@ def test_forced_beside_selected(beside: tuple[Any, tuple[int, int]]) -> None:
     inputs.check_forward()
 
 
-@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(("gates", "forced"), cases.product(GATES, [(1, 2), (0, 0)]))
+@pytest.mark.parametrize(
+    ("interpreted", "gates", "forced"),
+    cases.product(["warpgroups, late", "warpgroups, early"], GATES, [(1, 2), (0, 0)]),
+    indirect=["interpreted"],
+)
 @pytest.mark.usefixtures("interpreted")
 def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
     """Some of a warp's rows are behind the last token."""
@@ -261,10 +265,24 @@ def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(("gates", "forced"), cases.product(["projected", "given fp32"], [(1, 2), (0, 0)]))
+@pytest.mark.parametrize("projected", [True, False])
+@pytest.mark.usefixtures("interpreted")
+def test_gated_sums_are_rounded_once(projected: bool) -> None:
+    from cute_kernels.gate.forward import gated_sum
+
+    q, *branches, out = torch.randn(5, 1, 100, 3, 64).bfloat16()
+    weight, given = torch.randn(3, 3, 64).bfloat16(), torch.rand(1, 100, 3, 4)[..., 1:]
+    gates = torch.einsum("bnhd,hcd->bnhc", q.double(), weight.double()).sigmoid() if projected else given.double()
+    gated_sum(*branches, out, q=q, **({"gate_proj_weight": weight} if projected else {"gates": given}))
+    exact = sum(gates[..., i, None] * branch.double() for i, branch in enumerate(branches))
+    assert_rounded_once(out, exact, "out")
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), *cases.rest(("given fp32", (0, 0)))])
 @pytest.mark.usefixtures("interpreted")
 def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes over heads and tokens, with gates that the kernels compute and with given ones."""
+    """Chunks of heads and tokens, with gates that the kernels compute and with given ones."""
     small_chunks(monkeypatch, 64, 1, 40)
     chosen = torch.full((1, 2, 70, 10), -1, dtype=torch.int32)
     chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
@@ -274,7 +292,8 @@ def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytes
     make(110, 16, 1, count=sum(forced) + 10, forced=forced, device="cpu").check_gated(gates)
 
 
-@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
+@pytest.mark.full
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_gated_late() -> None:
     make(140, 3, 2, 128, count=4, forced=(0, 2), device="cpu").check_gated("projected")
