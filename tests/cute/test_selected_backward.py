@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.helpers import assert_within_budget
+from tests.support.attention_gradients import Branch, check_gradients
 
 CUDA = pytest.mark.cuda
 NOISY = pytest.mark.filterwarnings("default")
@@ -71,25 +71,6 @@ class Inputs:
     size: int
     causal: bool
 
-    def gradients(self, *, low: bool) -> list[Tensor]:
-        """dq, dk and dv in fp64; with `low` in fp32 with P, dS and the results rounded as the kernels round them."""
-        dtype, group = torch.float32 if low else torch.float64, self.q.shape[2] // self.k.shape[2]
-
-        def rounded(x: Tensor) -> Tensor:
-            return x.to(self.q.dtype).to(dtype) if low else x
-
-        q, k, v, do, lse, delta = (x.to(dtype) for x in (self.q, self.k, self.v, self.do, self.lse, self.delta))
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        seen = self.visible & lse.isfinite()[..., None]
-        logits = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale - lse[..., None]
-        p = logits.masked_fill(~seen, -math.inf).exp()
-        dp = torch.einsum("bihd,bjhd->bhij", do, v)
-        ds = rounded((p * (dp - delta[..., None])).masked_fill(~seen, 0))
-        dq = torch.einsum("bhij,bjhd->bihd", ds, k) * self.scale
-        dk = torch.einsum("bhij,bihd->bjhd", ds, q) * self.scale
-        dv = torch.einsum("bhij,bihd->bjhd", rounded(p), do)
-        return [rounded(x) for x in (dq, *(x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv)))]
-
     def run(self, **out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.attend.selected_backward import selected_backward
         from cute_kernels.lists.query_to_kv import Keys, chosen_lists
@@ -114,10 +95,8 @@ class Inputs:
 
     def check(self) -> tuple[Tensor, Tensor, Tensor]:
         got = self.run()
-        named = zip(("dq", "dk", "dv"), got, self.gradients(low=False), self.gradients(low=True), strict=True)
-        for name, mine, oracle, naive in named:
-            # dS of a row with one key is nothing but the difference of two sums in fp32
-            assert_within_budget(mine, oracle, naive, name, slack=1e-4)
+        branches = [Branch(self.visible, self.lse, self.delta)]
+        check_gradients(got, self.q, self.k, self.v, self.do, branches, self.scale)
         return got
 
 
