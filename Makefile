@@ -18,7 +18,7 @@ TEST_EXTRAS := dev,bench
 TEST_SCOPE := --ignore=tests/ascend/lowered
 endif
 
-.PHONY: help demo train-demo needle-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend lint format docs test-gpu compile-all stamp clean distclean
+.PHONY: help demo train-demo needle-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend lint format docs test-gpu bench-gpu compile-all stamp clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -94,6 +94,10 @@ else
 	$(PYTHON) -m pytest -m cuda --require-cuda-extra $(ARGS)
 endif
 
+bench-gpu: ## run the end-to-end benchmark on an NVIDIA GPU, forward and backward; options: ARGS="--seqlens 64K --out file"
+	$(bootstrap) --extras bench,cuda
+	$(VENV_PYTHON) bench/bench_sparse_attn_e2e.py --device cuda --backward $(ARGS)
+
 compile-all: ## compile every CUDA kernel for every architecture, without a GPU (half an hour on two cores)
 	$(bootstrap) --extras dev,bench,cuda
 	$(VENV_PYTHON) tools/compile_all.py $(ARGS)
@@ -117,8 +121,8 @@ docs: ## build the documentation site, strictly, into build/site
 	$(bootstrap) --extras docs
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet --site-dir build/site
 
-clean: ## remove caches and build outputs, but not .cache
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov .commit.json
+clean: ## remove caches and build outputs, but not the toolchains in .cache
+	rm -rf .cache/ptx build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov .commit.json
 	find . \( -path ./$(VENV) -o -path ./.git \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv, the Ascend toolchain and the oldest torch

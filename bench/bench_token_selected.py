@@ -1,18 +1,18 @@
 """Attention of each token to its own blocks alone (the selected branch of the paper's NSA) on an NVIDIA GPU.
 
-B = 1, bf16, D = D_v = 128, l' = 64, n = 16, at 64 query heads over 4 and over 1 and 32 over 8, for some ways to choose:
+B = 1, bf16, D = D_v = 128, l' = 64, n = 16, at 64 query heads over 4 and over 1 and 32 over 8, for these selections:
 
     random   any 16 blocks up to the token's own
     local    the first block, the token's own and the one before, then near ones: with a weight of 1 / distance
-    text     what NSA chooses for the embeddings of a real text (bench/inputs.py)
+    text     what NSA selects for the embeddings of a real text (bench/inputs.py)
     file     --indices FILE: NSAAux.indices of some model, `[1,S,N,16]`, saved by torch.save; its S heads in turn
 
-Stages are replays of CUDA graphs: lists (the choices turned around), forward, tiles (the forward by the other strategy,
-cute_kernels/attend/query_outer.py, whose time depends on what is chosen), backward, both. A floor is the larger of
-the bytes of inputs and outputs at the copy bandwidth measured here and of the products at the peak; what this way to
-compute must move besides is in cute_kernels/token_selected*.py. Before anything is timed, o, dq, dk and dv of samples
-must be within twice the error of the same math in PyTorch, plus one rounding, of fp64. Beside forward and both stands
-fla-core's selected branch for the same choices, as Python calls it, where it runs.
+Stages are replays of CUDA graphs: lists (the worklist alone), forward (KV-outer), tiles (the forward query-outer, whose
+time depends on the selection), backward, both. A floor is the larger of the bytes of inputs and outputs at the copy
+bandwidth measured here and of the products at the peak; what KV-outer must move besides is in
+cute_kernels/attend/kv_outer.py and kv_outer_backward.py. Before anything is timed, o, dq, dk and dv of samples must be
+within twice the error of the same math in PyTorch, plus one rounding, of fp64. fla-core's selected branch for the same
+selection, as Python calls it, is measured beside forward and both, where it runs.
 
 Writes OUT.json (schema: docs/results_files.md) after every choice and number of heads; the same command goes on where
 it was stopped or killed. With --bars also what has to be reached on one H200: the best of the peers that were measured
@@ -100,7 +100,7 @@ class Problem:
 
         return kv_outer_forward(self.q, self.k, self.v, self.indices, **self.how)
 
-    def tiles(self) -> tuple[Tensor, Tensor]:
+    def query_outer(self) -> tuple[Tensor, Tensor]:
         from cute_kernels.attend.query_outer import query_outer_forward
 
         return query_outer_forward(self.q, self.k, self.v, self.indices, **self.how)
@@ -235,7 +235,7 @@ def errors(problem: Problem) -> list[str]:
     group = problem.q.shape[2] // kv_heads
     generator = torch.Generator().manual_seed(1)
     dq, dk, dv = problem.backward()
-    by_tiles, _ = problem.tiles()
+    by_query_outer, _ = problem.query_outer()
     found: list[str] = []
     for kv_head in {0, kv_heads - 1}:
         heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -247,10 +247,10 @@ def errors(problem: Problem) -> list[str]:
         rows = rows_of(problem, kv_head, heads, tokens, keys, seen)
         block = int(torch.randint(-(-n // SIZE), (1,), generator=generator))
         of_block = torch.arange(block * SIZE, min((block + 1) * SIZE, n), device=DEVICE)
-        visitors = (problem.indices[0, kv_head] == block).any(1).nonzero()[:, 0]
-        columns = columns_of(problem, kv_head, heads, visitors, of_block)
+        selecting = (problem.indices[0, kv_head] == block).any(1).nonzero()[:, 0]
+        columns = columns_of(problem, kv_head, heads, selecting, of_block)
         got = {"o": problem.o[0, tokens, heads], "dq": dq[0, tokens, heads]}
-        rows["o by tiles"], got["o by tiles"] = rows["o"], by_tiles[0, tokens, heads]
+        rows["o, query-outer"], got["o, query-outer"] = rows["o"], by_query_outer[0, tokens, heads]
         got |= {"dk": dk[0, of_block, kv_head], "dv": dv[0, of_block, kv_head]}
         for name, (oracle, naive) in {**rows, **columns}.items():
             error = (got[name].double() - oracle).abs().max().item()
@@ -324,18 +324,24 @@ def stages(problem: Problem, choice: str, copy_tbs: float, tflops: float) -> lis
     work["both"] = Work(forward.bytes + backward.bytes, forward.flops + backward.flops)
 
     def lists() -> None:
-        from cute_kernels.attend.kv_outer import PART_BYTES, SEGMENT_ROWS
-        from cute_kernels.lists.worklist import passes
+        from cute_kernels.attend.kv_outer import MIN_TILE_ROWS, PARTIAL_BYTES
+        from cute_kernels.lists.worklist import worklist_chunks
 
-        length, token_bytes = -(-SEGMENT_ROWS // group), SLOTS * group * DIM * 2
-        how = {"size": SIZE, "length": length, "token_bytes": token_bytes, "most_bytes": PART_BYTES, "bounds": None}
-        for _ in passes(problem.indices, **how):  # type: ignore[arg-type]
+        min_rows, token_bytes = -(-MIN_TILE_ROWS // group), SLOTS * group * DIM * 2
+        how = {
+            "size": SIZE,
+            "min_rows": min_rows,
+            "token_bytes": token_bytes,
+            "max_bytes": PARTIAL_BYTES,
+            "bounds": None,
+        }
+        for _ in worklist_chunks(problem.indices, **how):  # type: ignore[arg-type]
             pass
 
     calls: dict[str, Callable[[], Any]] = {
         "lists": lists,
         "forward": problem.forward,
-        "tiles": problem.tiles,
+        "tiles": problem.query_outer,
         "backward": problem.backward,
         "both": lambda: (problem.forward(), problem.backward()),
     }

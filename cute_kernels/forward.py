@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attend.kv_outer import kv_outer_forward, takes_gating
-from cute_kernels.attend.query_outer import query_outer_forward, takes_tiles
+from cute_kernels.attend.query_outer import query_outer_forward, takes_query_outer
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.gate.forward import Gating, gated_sum
 from cute_kernels.lists.query_to_kv import BlockLists, chosen_lists, prefix_lists
@@ -91,6 +91,7 @@ def nsa(
     indices: Tensor | None = None,
     cmp_indices: Tensor | None = None,
     aux: bool = True,
+    query_outer: bool | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...] | None]:
     """The whole forward for checked inputs.
 
@@ -98,11 +99,12 @@ def nsa(
         inputs, config: nsa.inputs.NSAInputs and nsa.config.NSAConfig.
         indices, cmp_indices: use these selections, as in NSAAux, instead of computing them (with `aux` only).
         aux: also return the fields of NSAAux, in its order. Query rows are not chunked then.
+        query_outer: as of `plan.prepare`.
 
     Returns:
         out `[B,N,H,D_v]`, packed `[T,H,D_v]`, and the fields of NSAAux or None.
     """
-    call = prepare(inputs, config)
+    call = prepare(inputs, config, query_outer=query_outer)
     if aux:
         selections = indices, cmp_indices
         branches = attend(
@@ -369,7 +371,7 @@ def attend_selected(
         return _no_keys(q, v)
     if plan.config.token_mode:
         options = token_mode_options(plan)
-        if takes_tiles(q.shape[2] // k.shape[2], indices.shape[3]):
+        if takes_query_outer(q.shape[2] // k.shape[2], indices.shape[3], plan.query_outer):
             return Branch(*query_outer_forward(q, k, v, indices, first_token=start, **options))
         if holds_forced:
             options |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
@@ -424,7 +426,7 @@ def fused_gating(
         keep_slc: write the selected branch's own o too. keep_gates: write projected gates too.
     """
     q, k, v, plan, slots = call.inputs.q, call.inputs.k, call.inputs.v, call.plan, indices.shape[3]
-    if not plan.config.token_mode or takes_tiles(q.shape[2] // k.shape[2], slots):
+    if not plan.config.token_mode or takes_query_outer(q.shape[2] // k.shape[2], slots, plan.query_outer):
         return None
     if not takes_gating((q.shape[3], v.shape[3]), slots, plan.documents is not None):
         return None

@@ -58,6 +58,8 @@ class Plan:
     atomic_free: bool
     """Whether backward takes attend/selected_backward.py and attend/window_backward.py where it can, which are faster
     than FlashAttention-4's kernels and add up in a fixed order."""
+    query_outer: bool | None
+    """Token mode: True or False in place of the rule by which the selected branch takes attend/query_outer.py."""
     documents: Documents | None = None
     """With cu_seqlens: where each document lies in the aligned rows."""
 
@@ -127,21 +129,27 @@ class Call:
 
 
 def prepare(
-    inputs: Any, config: Any, saved_cmp: tuple[Tensor, Tensor] | None = None, *, atomic_free: bool = True
+    inputs: Any,
+    config: Any,
+    saved_cmp: tuple[Tensor, Tensor] | None = None,
+    *,
+    atomic_free: bool = True,
+    query_outer: bool | None = None,
 ) -> Call:
     """Align the inputs, lay packed documents out, and plan.
 
     Args:
         saved_cmp: k_cmp and v_cmp that were computed before.
         atomic_free: False: backward takes FlashAttention-4's kernels for every branch, for comparisons.
+        query_outer: token mode, whether the selected branch runs query-outer; None: by shape (takes_query_outer).
     """
     inputs, rules = _align(inputs), fa4.rules(inputs.q.device)
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     if inputs.cu_seqlens is None:
-        plan = _plan(config, rules, dims, config.num_compressed(inputs.q.shape[1]), atomic_free)
+        plan = _plan(config, rules, dims, config.num_compressed(inputs.q.shape[1]), atomic_free, query_outer)
         return Call(inputs, inputs, plan, saved_cmp)
     inputs, attended, documents = _unpack(inputs, config, rules)
-    plan = _plan(config, rules, dims, None, atomic_free)
+    plan = _plan(config, rules, dims, None, atomic_free, query_outer)
     return Call(inputs, attended, replace(plan, documents=documents), saved_cmp)
 
 
@@ -156,7 +164,14 @@ def selects_entries(config: Any, entries: int | None) -> bool:
 
 
 @lru_cache(256)
-def _plan(config: Any, rules: fa4.Rules, dims: tuple[int, int], entries: int | None, atomic_free: bool) -> Plan:
+def _plan(
+    config: Any,
+    rules: fa4.Rules,
+    dims: tuple[int, int],
+    entries: int | None,
+    atomic_free: bool,
+    query_outer: bool | None,
+) -> Plan:
     """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number."""
     length, stride = config.compress_block_size, config.stride
     return Plan(
@@ -178,6 +193,7 @@ def _plan(config: Any, rules: fa4.Rules, dims: tuple[int, int], entries: int | N
         entry=Keys(length, stride, config.causal),
         token=Keys(causal=config.causal),
         atomic_free=atomic_free and has_atomic_free_backward(rules, *dims),
+        query_outer=query_outer,
     )
 
 

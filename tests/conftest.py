@@ -25,6 +25,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker would start a thread per core; they would wait for each other in busy loops and slow compilers down.
     torch.set_num_threads(1)
 
+COVERING = ("nsa", "dispatch")
+"""Folders of the tests that cover nsa and dispatch by themselves: others, as interpreters of kernels, run slower
+measured."""
 HARDWARE = {"cuda": torch.cuda.is_available}
 MAY_SKIP = {*HARDWARE, "ascend", "cuda_extra"}
 """`ascend`: tests/ascend/lowered/conftest.py skips these without their toolchain; `.ci/run` has it."""
@@ -99,6 +102,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--full"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    if config.pluginmanager.hasplugin("_cov"):
+        for item in items:
+            if item.path.relative_to(config.rootpath / "tests").parts[0] not in COVERING:
+                item.add_marker("no_cover")
     reason = without_cuda_extra(config)
     for item in items:
         if reason is not None and item.get_closest_marker("cuda_extra"):

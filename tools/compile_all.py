@@ -114,7 +114,7 @@ def all_cases() -> Iterator[Case]:
     yield from gate_gradient_cases()
     yield from gradient_sum_cases()
     yield from transposed_list_cases()
-    yield from segment_cases()
+    yield from worklist_cases()
     yield from token_selected_cases()
     if compute_capability(0)[0] == 9:
         yield from hopper_cases()
@@ -285,19 +285,20 @@ def transposed_list_cases() -> Iterator[Case]:
         yield Case("TransposedPrefixLists", "entries" + (",packed" if packed else ""), None, None, None, run)
 
 
-def segment_cases() -> Iterator[Case]:
+def worklist_cases() -> Iterator[Case]:
     from cute_kernels.lists.worklist import _count, _cut, _list, _mark
 
     for packed in (False, True):
         variant = "64,packed" if packed else "64"
-        yield Case("MarkTokens", variant, None, None, None, ours(_mark, 64, packed))
-        yield Case("MarkTokens", f"{variant},1+2", None, None, None, ours(_mark, 64, packed, 1, 2))
-    for kernel, compiled in (("CountTokens", _count), ("ListTokens", _list), ("CutLists", _cut)):
-        yield Case(kernel, "lists", None, None, None, ours(compiled))
+        yield Case("MarkRows", variant, None, None, None, ours(_mark, 64, packed))
+        yield Case("MarkRows", f"{variant},1+2", None, None, None, ours(_mark, 64, packed, 1, 2))
+    for kernel, compiled in (("CountRows", _count), ("ListRows", _list), ("CutWorkTiles", _cut)):
+        yield Case(kernel, "worklist", None, None, None, ours(compiled))
 
 
 def token_selected_cases() -> Iterator[Case]:
-    from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
+    from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer
+    from cute_kernels.limits import TOKEN_SELECT_SIZES
     from cute_kernels.runtime.device import compute_capability
 
     hopper = compute_capability(0)[0] == 9
@@ -305,21 +306,21 @@ def token_selected_cases() -> Iterator[Case]:
         variants = {"64": (64, dim, 16, False)}
         if group == GROUPS[1]:
             variants |= {"64,packed": (64, dim, 16, True), "64,D_v": (64, 192 - dim, 12, False)}
-            variants |= {f"{size}": (size, dim, 16, False) for size in kv_outer.SIZES[1:]}
+            variants |= {f"{size}": (size, dim, 16, False) for size in TOKEN_SELECT_SIZES[1:]}
         for variant, (size, v_dim, slots, packed) in variants.items():
             how = (dim, v_dim), dtype, group, slots, size, packed, hopper
-            yield Case("KVOuterForward", variant, dim, group, dtype, ours(kv_outer._visit, *how))
-            run = ours(kv_outer_backward._visit, *how)
+            yield Case("KVOuterForward", variant, dim, group, dtype, ours(kv_outer._compiled, *how))
+            run = ours(kv_outer_backward._compiled, *how)
             yield Case("KVOuterBackward", variant, dim, group, dtype, run)
-            yield Case("QueryOuterForward", variant, dim, group, dtype, ours(query_outer._attend, *how))
-        adds = {
-            "weighted": (True, 1, False),
-            "weighted,carry": (True, 1, True),
-            "1": (False, 1, False),
-            "2": (False, 2, False),
+            yield Case("QueryOuterForward", variant, dim, group, dtype, ours(query_outer._compiled, *how))
+        combines: dict[str, dict[str, Any]] = {
+            "weighted": {"weighted": True, "partials_per_slot": 1, "accumulate": False},
+            "weighted,accumulate": {"weighted": True, "partials_per_slot": 1, "accumulate": True},
+            "1": {"weighted": False, "partials_per_slot": 1, "accumulate": False},
+            "2": {"weighted": False, "partials_per_slot": 2, "accumulate": False},
         }
-        for variant, (weighted, units, carry) in adds.items():
-            run = ours(kv_outer._add, dim, dtype, group, weighted=weighted, units=units, carry=carry)
+        for variant, options in combines.items():
+            run = ours(combine._combine, dim, dtype, group, **options)
             yield Case("CombinePartials", variant, dim, group, dtype, run)
         fp32 = torch.float32
         gated: dict[str, tuple[Any, Any, bool]] = {
@@ -335,20 +336,20 @@ def token_selected_cases() -> Iterator[Case]:
                 "thirds,kept": (None, None, True),
             }
         for variant, how in gated.items():
-            run = ours(kv_outer._add_gated, dim, dtype, group, *how)
+            run = ours(combine._combine_and_gate, dim, dtype, group, *how)
             yield Case("CombineAndGate", variant, dim, group, dtype, run)
-            run = ours(forced._attend_gated, dim, dtype, group, 64, 1, 2, *how, hopper)
+            run = ours(forced._forced_combine_and_gate, dim, dtype, group, 64, 1, 2, *how, hopper)
             yield Case("ForcedCombineAndGate", variant, dim, group, dtype, run)
         blocks = {"64,1+2": (64, 1, 2, False)}
         if group == GROUPS[1]:
             blocks |= {"64,1+2,packed": (64, 1, 2, True), "64,2+2": (64, 2, 2, False), "64,1": (64, 1, 0, False)}
             blocks |= {"128,1+1": (128, 1, 1, False), "256,0+1": (256, 0, 1, False)}
         for variant, (size, init, local, packed) in blocks.items():
-            run = ours(forced._attend, (dim, dim), dtype, group, size, init, local, packed, hopper)
+            run = ours(forced._forced, (dim, dim), dtype, group, size, init, local, packed, hopper)
             yield Case("ForcedForward", variant, dim, group, dtype, run)
-    for dim, size, packed in itertools.product(DIMS, kv_outer.SIZES, (False, True)):
-        run = ours(kv_outer_backward._add_parts, dim, size, packed)
-        yield Case("AddParts", f"{size},packed" if packed else f"{size}", dim, None, None, run)
+    for dim, size, packed in itertools.product(DIMS, TOKEN_SELECT_SIZES, (False, True)):
+        run = ours(kv_outer_backward._combine_dkv, dim, size, packed)
+        yield Case("CombineDKV", f"{size},packed" if packed else f"{size}", dim, None, None, run)
 
 
 def hopper_cases() -> Iterator[Case]:

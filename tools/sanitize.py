@@ -221,7 +221,7 @@ ENTRIES = NSAConfig(
 )
 TOKENS = NSAConfig.paper(num_selected_blocks=6, window_size=200)
 MANY = {"heads": 16, "kv_heads": 1}
-"""Heads for which blocks of a few hundred tokens have more visits than one segment."""
+"""Heads for which blocks of a few hundred tokens have more query rows than one work tile."""
 MOST: dict[str, Any] = {"heads": 64, "kv_heads": 1, "tokens": 201}
 """Heads for which attend/query_outer.py stands in."""
 

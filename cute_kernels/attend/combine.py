@@ -1,233 +1,341 @@
-"""What slots have of rows, and NSA's other branches, added by the warp that has the rows in an accumulator.
+"""Combine: the partials of each row added up to its result, and, for NSA, gated with the other branches on the way.
 
-    o = sum_s exp(lse_s - lse) o_s        s over what the warp has (warp_rows.py) and the slots that visited a block
+    o = sum_s exp(lse_s - lse) o_s        lse = log sum_s exp(lse_s)        s over the slots of a token with a partial
+    dq = sum_s dq_s                       in the backward, not weighted
     out = g_cmp o_cmp + g_slc o + g_win o_win
 
-A quad has a row, and each of its lanes the 16-byte pieces of it whose numbers it has in the accumulator. So neither the
-warp's own o nor o goes to memory, and q is read once: gates come of the rows in shared memory.
+KV-outer kernels (kv_outer.py, kv_outer_backward.py) write a partial of each slot, `partial[b, h, slot_idx, g]` with
+slot_idx = token * n + slot. A row, token and head, is a group of threads with a vector of 16 bytes each.
 
-Bit for bit what CombinePartials (kv_outer.py) and GatedSum (forward.py) make of o in memory: o is rounded as if it had
-been written, BATCH slots at a time share one base of an online softmax, and lanes add up a logit in the same order.
-LOADS pieces of a lane are under way together.
+CombinePartials   slots in their order, SLOT_BATCH of them loaded at a time, in an online softmax
+CombineAndGate    the same, but o stays in registers: it is gated there with the other branches and written only where
+                  a backward will read it. Bitwise equal to CombinePartials followed by GatedSum (gate/forward.py)
+
+Both are deterministic: the order of the slots is fixed. combine_rows.py combines rows that a warp has in registers.
+
+Floor: the partials are read once, the result is written once. 64K tokens, 64 heads of D = 128, n = 16: 17 GB, 4.1 ms at
+4.2 TB/s. CombineAndGate reads 3.2 GB more, where a gate after CombinePartials moves 5.4 GB, 0.5 ms more.
+
+Limits: dims multiples of 8 whose vectors divide THREADS and, with `accumulate`, lie in one warp; 64-bit offsets.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
+import torch
+from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
+from torch import Tensor
 
-from cute_kernels.gate.forward import gate_of_logit, partial_logit, weighted_sum
-from cute_kernels.mma.mma_sync import QUAD, as_vectors, vector_strides
+from cute_kernels.attend.combine_rows import SLOT_BATCH
+from cute_kernels.gate.forward import Gating, fake_gating, row_gates, weighted_sum
+from cute_kernels.lists.worklist import Worklist, fake_slots
 from cute_kernels.mma.warp import LOG2_E
-from cute_kernels.runtime.jit import VECTOR
+from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
-BATCH = 8
-"""Slots whose weights have one base."""
-
-LOADS = 16
-"""Of 16 bytes, of a lane at a time."""
+THREADS = 128
 
 
-class CombineInputs(NamedTuple):
-    """What is added to rows of the tokens of a CTA, of one batch and key/value head."""
+class RowVector(NamedTuple):
+    """Coordinates of a thread's vector."""
 
-    gBlocks: cute.Tensor
-    """int32 [T, n]: what a slot visited, -1: nothing."""
-    gParts: cute.Tensor
-    """Slots' o, 16 bits [T n, G, D], not read where nothing was visited."""
-    gPartLse: cute.Tensor
-    """fp32 [T n, G], likewise."""
-    gWeight: cute.Tensor | None
-    """[G, 3, D], by which gates are projected."""
-    gGates: cute.Tensor | None
-    """[T, G, 3]: with gWeight where to write gates, if anywhere; without it given ones, else 1/3 each."""
-    gCmp: cute.Tensor
-    """16 bits [T, G, D]."""
-    gWin: cute.Tensor
-    """Likewise."""
-    gSlc: cute.Tensor | None
-    """Likewise, where to write o, if anywhere."""
-
-
-class Row(NamedTuple):
-    """Whose numbers a quad has."""
-
-    token: Int32
+    batch: Int32
+    kv_head: Int32
     head: Int32
-    there: Boolean
-    """Whether there is such a row; else token and head are those of one that is there."""
+    """Of all query heads."""
+    token: Int32
+    head_in_group: Int32
+    vector: Int32
+    is_valid: Boolean
+    """Whether there is such a token."""
+
+    def slice(self, mX: cute.Tensor) -> cute.Tensor:
+        """The vector in [B, T, H, dim]."""
+        return cute.local_tile(mX[self.batch, self.token, self.head, None], (VECTOR,), (self.vector,))
 
 
-@cute.jit
-def load_blocks(rest: CombineInputs, row: Row, start: Int32) -> cute.Tensor:
-    """int32 [BATCH / QUAD]: in lane j of a quad the blocks of slots start + j, start + QUAD + j ...; -1 behind them."""
-    rBlocks = cute.make_rmem_tensor(BATCH // QUAD, Int32)
-    rBlocks.fill(-1)
-    for k in range_constexpr(BATCH // QUAD):
-        slot = start + k * QUAD + cute.arch.lane_idx() % QUAD
-        if row.there & (slot < rest.gBlocks.shape[1]):
-            rBlocks[k] = rest.gBlocks[row.token, slot]
-    return rBlocks
-
-
-@cute.jit
-def of_slot(rX: cute.Tensor, i: cutlass.Constexpr[int]) -> cutlass.Numeric:
-    """Slot i's of a batch, of what a quad's lanes have in the order of `load_blocks`."""
-    lane = cute.arch.lane_idx()
-    return cute.arch.shuffle_sync(rX[i // QUAD], lane - lane % QUAD + i % QUAD)
-
-
-@cute.jit
-def load_part(mVectors: cute.Tensor, first: Int32, block: Int32, rPart: cute.Tensor):
-    """A lane's pieces [VECTOR, pieces] of a slot's o, the first one at a vector's number; zeros if block is negative.
-
-    So little depends on the block that no branch is taken, behind which loads would wait for others.
+class CombinePartials:
+    """Args:
+    dim: columns of a row.
+    group: G.
+    weighted: by the slots' lse, to one softmax over all their keys; else a plain sum.
+    partials_per_slot: that lie one behind the other.
+    accumulate: start from what the rows hold already, weighted by its lse too; not read where that is -inf.
     """
-    rPart.fill(0.0)
-    if block >= 0:
-        piece = cute.domain_offset((0, Int64(first)), mVectors)
-        for t in range_constexpr(cute.size(rPart, mode=[1])):
-            cute.autovec_copy(piece[None, t * QUAD], rPart[None, t])
+
+    def __init__(self, dim: int, group: int, *, weighted: bool, partials_per_slot: int, accumulate: bool) -> None:
+        self.vectors, self.group = dim // VECTOR, group
+        self.weighted, self.partials_per_slot, self.accumulate = weighted, partials_per_slot, accumulate
+        self.rows = THREADS // self.vectors
+
+    @cute.jit
+    def __call__(
+        self,
+        mSlotBlocks: cute.Tensor,  # Worklist.slot_blocks
+        mPartial: cute.Tensor,  # [B, H_kv, T n partials_per_slot, G, dim]
+        mLsePartial: cute.Tensor | None,  # fp32 [B, H_kv, T n, G], when weighted
+        mX: cute.Tensor,  # [B, T, H, dim], the result
+        mLse: cute.Tensor | None,  # fp32 [B, H, T], when weighted
+        stream: Any,
+    ):
+        self.kernel(mSlotBlocks, mPartial, mLsePartial, mX, mLse).launch(**self._launch(mSlotBlocks, stream))
+
+    def _launch(self, mSlotBlocks: cute.Tensor, stream: Any) -> dict[str, Any]:
+        batches, kv_heads, tokens, _ = mSlotBlocks.shape
+        return {
+            "grid": [cute.ceil_div(tokens * self.group, self.rows), kv_heads, batches],
+            "block": [THREADS, 1, 1],
+            "stream": stream,
+        }
+
+    @cute.kernel
+    def kernel(
+        self,
+        mSlotBlocks: cute.Tensor,
+        mPartial: cute.Tensor,
+        mLsePartial: cute.Tensor | None,
+        mX: cute.Tensor,
+        mLse: cute.Tensor | None,
+    ):
+        at = self._row_vector(mSlotBlocks)
+        held_lse = self._load_held_lse(at, mLse)
+        if at.is_valid:
+            rX = self._combine(at, held_lse, mSlotBlocks, mPartial, mLsePartial, mX, mLse)
+            cute.autovec_copy(rX, at.slice(mX))
+
+    @cute.jit
+    def _row_vector(self, mSlotBlocks: cute.Tensor) -> RowVector:
+        thread, _, _ = cute.arch.thread_idx()
+        cta, kv_head, batch = cute.arch.block_idx()
+        vector, row = thread % self.vectors, cta * self.rows + thread // self.vectors
+        token, head_in_group = row // self.group, row % self.group
+        is_valid = token < mSlotBlocks.shape[2]
+        return RowVector(batch, kv_head, kv_head * self.group + head_in_group, token, head_in_group, vector, is_valid)
+
+    @cute.jit
+    def _load_held_lse(self, at: RowVector, mLse: cute.Tensor | None) -> Float32:
+        """lse of what the row holds already; all threads of a warp take part."""
+        held_lse = -Float32.inf
+        if const_expr(self.accumulate):
+            if at.is_valid:
+                held_lse = mLse[at.batch, at.head, at.token]
+            cute.arch.sync_warp()  # a row's threads, of one warp, have read it before one of them writes
+        return held_lse
+
+    @cute.jit
+    def _combine(
+        self,
+        at: RowVector,
+        held_lse: Float32,
+        mSlotBlocks: cute.Tensor,
+        mPartial: cute.Tensor,
+        mLsePartial: cute.Tensor | None,
+        mX: cute.Tensor,
+        mLse: cute.Tensor | None,
+    ) -> cute.Tensor:
+        """The thread's vector of a valid row, rounded to X's type; writes the row's lse."""
+        gSlotBlocks = mSlotBlocks[at.batch, at.kv_head, at.token, None]
+        num_slots = mSlotBlocks.shape[3]
+        row_max, row_sum = -Float32.inf, Float32(0.0)
+        rSum = cute.make_rmem_tensor(VECTOR, Float32)
+        rSum.fill(0.0)
+        if const_expr(self.accumulate):
+            rHeld = cute.make_rmem_tensor(VECTOR, mX.element_type)
+            rHeld.fill(0.0)
+            row_max = held_lse
+            if held_lse > -Float32.inf:
+                cute.autovec_copy(at.slice(mX), rHeld)
+                row_sum = Float32(1.0)
+            rSum.store(rHeld.load().to(Float32))
+        rBlocks = cute.make_rmem_tensor(SLOT_BATCH, Int32)
+        rPartial = cute.make_rmem_tensor((VECTOR, SLOT_BATCH), mPartial.element_type)
+        rWeight = cute.make_rmem_tensor(SLOT_BATCH, Float32)
+        num_partials = num_slots * self.partials_per_slot
+        for start in cutlass.range(0, num_partials, SLOT_BATCH, unroll=1):
+            # Loads wait for nothing but which slots have a partial, and all are issued before one is used
+            rBlocks.fill(-1)
+            for i in range_constexpr(SLOT_BATCH):
+                if start + i < num_partials:
+                    rBlocks[i] = gSlotBlocks[(start + i) // self.partials_per_slot]
+            rPartial.fill(0.0)
+            rWeight.fill(-Float32.inf)
+            for i in range_constexpr(SLOT_BATCH):
+                if rBlocks[i] >= 0:
+                    partial = at.token * num_partials + start + i
+                    gPartial = mPartial[at.batch, at.kv_head, partial, at.head_in_group, None]
+                    cute.autovec_copy(cute.local_tile(gPartial, (VECTOR,), (at.vector,)), rPartial[None, i])
+                    rWeight[i] = Float32(0.0)
+                    if const_expr(self.weighted):
+                        rWeight[i] = mLsePartial[at.batch, at.kv_head, partial, at.head_in_group]
+            new_max = row_max
+            for i in range_constexpr(SLOT_BATCH):
+                new_max = cute.arch.fmax(new_max, rWeight[i])
+            base = Float32(0.0) if new_max == -Float32.inf else new_max
+            scale = cute.math.exp2((row_max - base) * LOG2_E, fastmath=True)
+            row_max, row_sum = new_max, row_sum * scale
+            for j in range_constexpr(VECTOR):
+                rSum[j] = rSum[j] * scale
+            for i in range_constexpr(SLOT_BATCH):
+                weight = cute.math.exp2((rWeight[i] - base) * LOG2_E, fastmath=True)
+                row_sum += weight
+                for j in range_constexpr(VECTOR):
+                    rSum[j] = cute.math.fma(weight, rPartial[j, i].to(Float32), rSum[j])
+        if const_expr(self.weighted):
+            rSum.store(rSum.load() * (Float32(0.0) if row_sum == 0.0 else 1.0 / row_sum))
+            if at.vector == 0:
+                mLse[at.batch, at.head, at.token] = row_max + cute.math.log(row_sum)
+        rX = cute.make_rmem_tensor(VECTOR, mX.element_type)
+        rX.store(rSum.load().to(mX.element_type))
+        return rX
 
 
-@cute.jit
-def load_pieces(gRow: cute.Tensor, first_vector: Int32, rPieces: cute.Tensor):
-    """A lane's pieces [VECTOR, pieces] of a row."""
-    for t in range_constexpr(cute.size(rPieces, mode=[1])):
-        vector = first_vector + t * QUAD + cute.arch.lane_idx() % QUAD
-        cute.autovec_copy(cute.local_tile(gRow, (VECTOR,), (vector,)), rPieces[None, t])
+class CombineAndGate(CombinePartials):
+    """CombinePartials, weighted, whose o stays in registers and is gated there with the other branches.
 
-
-@cute.jit
-def store_pieces(rPieces: cute.Tensor, gRow: cute.Tensor, first_vector: Int32):
-    """A lane's pieces [VECTOR, pieces] of a row."""
-    for t in range_constexpr(cute.size(rPieces, mode=[1])):
-        vector = first_vector + t * QUAD + cute.arch.lane_idx() % QUAD
-        cute.autovec_copy(rPieces[None, t], cute.local_tile(gRow, (VECTOR,), (vector,)))
-
-
-@cute.jit
-def add_slots_of_row(
-    rHeld: cute.Tensor,  # 16 bits [VECTOR, pieces]: a lane's pieces of what the warp has, rounded
-    lse: Float32,  # of that
-    rest: CombineInputs,
-    row: Row,
-    first_vector: Int32,  # of the row's vectors, the first one in the accumulator
-    rBlocks: cute.Tensor,  # of `load_blocks`, of the first slots
-) -> Float32:
-    """rHeld becomes o; returns its lse. All lanes of a warp take part."""
-    pieces = const_expr(cute.size(rHeld, mode=[1]))
-    depth = const_expr(min(BATCH, LOADS // pieces))
-    count = rest.gBlocks.shape[1]
-    of_place, of_head = vector_strides(rest.gParts)
-    mVectors = as_vectors(rest.gParts)
-    mine = row.token * count * of_place + row.head * of_head + first_vector + cute.arch.lane_idx() % QUAD
-    rPart = cute.make_rmem_tensor((VECTOR, pieces, depth), rHeld.element_type)
-    rSum = cute.make_rmem_tensor((VECTOR, pieces), Float32)
-    rMine = cute.make_rmem_tensor(BATCH // QUAD, Int32)
-    rMine.store(rBlocks.load())
-    rWeights = cute.make_rmem_tensor(BATCH // QUAD, Float32)
-    rSum.store(rHeld.load().to(Float32))
-    top, total = lse, Float32(1.0) if lse > -Float32.inf else Float32(0.0)
-    for start in cutlass.range(0, count, BATCH, unroll=1):
-        rWeights.fill(-Float32.inf)
-        for k in range_constexpr(BATCH // QUAD):
-            if rMine[k] >= 0:
-                slot = start + k * QUAD + cute.arch.lane_idx() % QUAD
-                rWeights[k] = rest.gPartLse[row.token * count + slot, row.head]
-        rNext = load_blocks(rest, row, start + BATCH)
-        for first in range_constexpr(0, BATCH, depth):
-            for i in range_constexpr(depth):
-                block = of_slot(rMine, first + i)
-                load_part(mVectors, mine + (start + first + i) * of_place, block, rPart[None, None, i])
-            if const_expr(first == 0):  # of the whole batch, while loads are under way
-                new_top = rWeights[0]
-                for k in range_constexpr(1, BATCH // QUAD):
-                    new_top = cute.arch.fmax(new_top, rWeights[k])
-                new_top = cute.arch.fmax(top, cute.arch.warp_reduction_max(new_top, threads_in_group=QUAD))
-                base = Float32(0.0) if new_top == -Float32.inf else new_top
-                scale = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
-                for k in range_constexpr(BATCH // QUAD):
-                    rWeights[k] = cute.math.exp2((rWeights[k] - base) * LOG2_E, fastmath=True)
-                top, total = new_top, total * scale
-                for t in range_constexpr(pieces):
-                    for j in range_constexpr(VECTOR):
-                        rSum[j, t] = rSum[j, t] * scale
-            for i in range_constexpr(depth):
-                weight = of_slot(rWeights, first + i)
-                total += weight
-                for t in range_constexpr(pieces):
-                    for j in range_constexpr(VECTOR):
-                        rSum[j, t] = cute.math.fma(weight, rPart[j, t, i].to(Float32), rSum[j, t])
-        for k in range_constexpr(BATCH // QUAD):
-            rMine[k] = rNext[k]
-    rSum.store(rSum.load() * (Float32(0.0) if total == 0.0 else 1.0 / total))
-    rHeld.store(rSum.load().to(rHeld.element_type))
-    return top + cute.math.log(total)
-
-
-@cute.jit
-def gates_of_quads(rest: CombineInputs, row: Row, sRow: cute.Tensor) -> cute.Tensor:
-    """The three gates of a row, in all lanes of its quad; projected ones are written where `rest` wants them.
-
-    All lanes of a warp take part. Args: `sRow`: its query.
+    Args: as of CombinePartials.
     """
-    rGates = cute.make_rmem_tensor(3, Float32)
-    rGates.fill(1.0 / 3.0)
-    if const_expr(rest.gWeight is not None):
-        pieces = const_expr(cute.size(sRow) // VECTOR // QUAD)
-        rQ = cute.make_rmem_tensor((VECTOR, 1), sRow.element_type)
-        rWeight = cute.make_rmem_tensor((VECTOR, 1), rest.gWeight.element_type)
-        rLogits = cute.make_rmem_tensor((pieces, 3), Float32)
-        for t in range_constexpr(pieces):
-            load_pieces(sRow, t * QUAD, rQ)
-            for b in range_constexpr(3):
-                load_pieces(rest.gWeight[row.head, b, None], t * QUAD, rWeight)
-                rLogits[t, b] = partial_logit(rQ[None, 0], rWeight[None, 0])
-        for b in range_constexpr(3):
-            for half in range_constexpr(pieces.bit_length() - 1):  # as lanes far apart, before near ones
-                left = const_expr(pieces >> half + 1)
-                for t in range_constexpr(left):
-                    rLogits[t, b] = rLogits[t, b] + rLogits[t + left, b]
-            rGates[b] = gate_of_logit(cute.arch.warp_reduction_sum(rLogits[0, b], threads_in_group=QUAD))
-        if const_expr(rest.gGates is not None):
-            if row.there & (cute.arch.lane_idx() % QUAD == 0):
-                cute.autovec_copy(rGates, rest.gGates[row.token, row.head, None])
-    elif const_expr(rest.gGates is not None):
-        for b in range_constexpr(3):
-            rGates[b] = rest.gGates[row.token, row.head, b].to(Float32)
-    return rGates
+
+    def __init__(self, dim: int, group: int) -> None:
+        super().__init__(dim, group, weighted=True, partials_per_slot=1, accumulate=False)
+
+    @cute.jit
+    def __call__(
+        self,
+        mSlotBlocks: cute.Tensor,
+        mOPartial: cute.Tensor,
+        mLsePartial: cute.Tensor,
+        mOut: cute.Tensor,  # [B, T, H, dim]
+        mLse: cute.Tensor,
+        mQ: cute.Tensor | None,  # [B, T, H, dim], with mW
+        mW: cute.Tensor | None,  # [H, 3, dim]
+        mG: cute.Tensor | None,  # [B, T, H, 3]: without mW read, with it written
+        mCmp: cute.Tensor,  # [B, T, H, dim]
+        mWin: cute.Tensor,
+        mSlc: cute.Tensor | None,  # likewise, where to write the combined o
+        stream: Any,
+    ):
+        self.kernel(mSlotBlocks, mOPartial, mLsePartial, mOut, mLse, mQ, mW, mG, mCmp, mWin, mSlc).launch(
+            **self._launch(mSlotBlocks, stream)
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mSlotBlocks: cute.Tensor,
+        mOPartial: cute.Tensor,
+        mLsePartial: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+        mQ: cute.Tensor | None,
+        mW: cute.Tensor | None,
+        mG: cute.Tensor | None,
+        mCmp: cute.Tensor,
+        mWin: cute.Tensor,
+        mSlc: cute.Tensor | None,
+    ):
+        at = self._row_vector(mSlotBlocks)
+        rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
+        rO = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type)
+        rQ.fill(0.0)
+        rW = None
+        if const_expr(mW is not None):
+            rW = cute.make_rmem_tensor((VECTOR, 3), mW.element_type)
+            rW.fill(0.0)
+        if at.is_valid:
+            rSlc = self._combine(at, -Float32.inf, mSlotBlocks, mOPartial, mLsePartial, mOut, mLse)
+            rO[None, 1].store(rSlc.load())
+            # In flight with the partials these would take 24 registers more: five CTAs per SM, not seven
+            cute.autovec_copy(at.slice(mCmp), rO[None, 0])
+            cute.autovec_copy(at.slice(mWin), rO[None, 2])
+            if const_expr(mSlc is not None):
+                cute.autovec_copy(rO[None, 1], at.slice(mSlc))
+            if const_expr(mW is not None):
+                cute.autovec_copy(at.slice(mQ), rQ)
+                for b in range_constexpr(3):
+                    gW = mW[at.head, b, None]
+                    cute.autovec_copy(cute.local_tile(gW, (VECTOR,), (at.vector,)), rW[None, b])
+        gG = None if const_expr(mG is None) else mG[at.batch, at.token, at.head, None]
+        rG = row_gates(rQ, rW, gG, at.is_valid, self.vectors)
+        if const_expr(mW is not None and mG is not None):
+            if at.is_valid & (at.vector == 0):
+                for b in range_constexpr(3):
+                    gG[b] = rG[b]
+        if at.is_valid:
+            cute.autovec_copy(weighted_sum(rO, rG), at.slice(mOut))
 
 
-@cute.jit
-def finish_row(
-    rRow: cute.Tensor,  # 16 bits (c, n): a row of an accumulator (warp_tiles.numbers), columns as of load_for_quads
-    lse: Float32,
-    rGates: cute.Tensor,
-    rest: CombineInputs,
-    row: Row,
-    first_vector: Int32,
-    rBlocks: cute.Tensor,
-) -> Float32:
-    """rRow becomes out; returns the lse of o. Args: as of `add_slots_of_row`; `rGates`: of `gates_of_quads`."""
-    pieces = const_expr(cute.size(rRow, mode=[1]) // QUAD)
-    rO = cute.make_rmem_tensor((VECTOR, 3, pieces), rRow.element_type)
-    load_pieces(rest.gCmp[row.token, row.head, None], first_vector, rO[None, 0, None])
-    load_pieces(rest.gWin[row.token, row.head, None], first_vector, rO[None, 2, None])
-    rHeld = cute.make_rmem_tensor((VECTOR, pieces), rRow.element_type)
-    for t in range_constexpr(pieces):
-        for j in range_constexpr(VECTOR):
-            rHeld[j, t] = rRow[j % 2, t * QUAD + j // 2]
-    of_all = add_slots_of_row(rHeld, lse, rest, row, first_vector, rBlocks)
-    if const_expr(rest.gSlc is not None):
-        if row.there:
-            store_pieces(rHeld, rest.gSlc[row.token, row.head, None], first_vector)
-    for t in range_constexpr(pieces):
-        rO[None, 1, t].store(rHeld[None, t].load())
-        rOut = weighted_sum(rO[None, None, t], rGates)
-        for j in range_constexpr(VECTOR):
-            rRow[j % 2, t * QUAD + j // 2] = rOut[j]
-    return of_all
+@compiled_once
+def _combine(
+    dim: int, dtype: torch.dtype, group: int, *, weighted: bool, partials_per_slot: int, accumulate: bool
+) -> Kernel:
+    return compile_kernel(
+        CombinePartials(dim, group, weighted=weighted, partials_per_slot=partials_per_slot, accumulate=accumulate),
+        fake_slots(),
+        fake(dtype, None, None, None, group, dim),
+        fake(torch.float32, None, None, None, group, aligned=False) if weighted else None,
+        fake(dtype, None, None, None, dim),
+        fake(torch.float32, None, None, None, aligned=False) if weighted else None,
+    )
+
+
+@compiled_once
+def _combine_and_gate(
+    dim: int, dtype: torch.dtype, group: int, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, keeps: bool
+) -> Kernel:
+    q, out = (fake(dtype, None, None, None, dim) for _ in range(2))
+    return compile_kernel(
+        CombineAndGate(dim, group),
+        fake_slots(),
+        fake(dtype, None, None, None, group, dim),
+        fake(torch.float32, None, None, None, group, aligned=False),
+        out,
+        fake(torch.float32, None, None, None, aligned=False),
+        None if w_dtype is None else q,
+        *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
+    )
+
+
+def combine_partials(
+    worklist: Worklist,
+    partial: Tensor,
+    x: Tensor,
+    *,
+    lse_partial: Tensor | None = None,
+    lse: Tensor | None = None,
+    partials_per_slot: int = 1,
+    accumulate: bool = False,
+) -> None:
+    """Add up the partials of a worklist's tokens.
+
+    Args:
+        partial: `[B,H_kv,T n partials_per_slot,G,dim]`, read for the slots that have a block.
+        x: `[B,T,H,dim]`, where to write.
+        lse_partial, lse: fp32 `[B,H_kv,T n,G]` and `[B,H,T]`: weigh by the first, and write the combined one.
+        accumulate: to what x and lse hold, as if that were one more slot; x is not read where lse is -inf.
+    """
+    run = _combine(
+        x.shape[3],
+        x.dtype,
+        partial.shape[3],
+        weighted=lse is not None,
+        partials_per_slot=partials_per_slot,
+        accumulate=accumulate,
+    ).run
+    run(worklist.slot_blocks, partial, lse_partial, x, lse)
+
+
+def combine_and_gate(
+    worklist: Worklist, o_partial: Tensor, q: Tensor, gating: Gating, *, lse_partial: Tensor, lse: Tensor
+) -> None:
+    """Add up the partials of a worklist's tokens to o, and weigh and add it with the other branches, into `gating.out`.
+
+    Args:
+        o_partial, lse_partial, lse: as of `combine_partials`, where out is x.
+        q: `[B,T,H,D]` with D = D_v, read with `gating.gate_proj_weight` only.
+    """
+    out = gating.out
+    run = _combine_and_gate(out.shape[3], out.dtype, o_partial.shape[3], *gating.variant).run
+    read_q = None if gating.gate_proj_weight is None else q
+    run(worklist.slot_blocks, o_partial, lse_partial, out, lse, read_q, *gating.arguments)

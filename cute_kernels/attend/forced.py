@@ -1,31 +1,30 @@
-"""Attention of each token to the blocks that every token of its block attends to, causal, in one go.
+"""Attention to forced blocks, which all tokens of a block attend to, in one go: the first ones and the local ones.
 
     S_ij = scale q_i . k_j        j <= i in blocks 0 ... init-1 and b-local+1 ... b, b = i // l' (of its document)
     o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
 
-ForcedForward  one CTA: the tokens of one block x the G query heads of a key/value head, and keys and values of their
-              init + local blocks, which are the same for all of them and known without looking at what they chose.
-              All keys of a row are there at once: one softmax (warp_rows.py), then o and lse to where they belong.
-              attend/kv_outer.py would write and read o for each of these blocks.
-ForcedCombineAndGate   the same behind visits of other blocks: a warp adds what the slots have, and the other branches,
-              to the rows that it has in registers (attend/combine.py), and writes NSA's out; o and gates too where a
-              backward will read them. The rows of a block are shared by CTAs of about SHARE_ROWS, so that a pass over
-              some tokens has enough.
+ForcedForward         one CTA: the tokens of one block x the G query heads of a key/value head, and keys and values of
+                      their init + local blocks, the same for all of them whatever they selected. All keys of a row are
+                      there at once (warp_rows.py); o and lse go where the result belongs. kv_outer.py would write and
+                      read a partial for each of these blocks.
+ForcedCombineAndGate  the same after KVOuterForward has attended to the other blocks: the epilogue combines a row in
+                      registers with its partials and gates it with the other branches (combine_rows.py), and writes
+                      NSA's out; o and gates too where a backward will read them. The rows of a block are divided among
+                      CTAs of about CTA_ROWS, so that a chunk of tokens fills the GPU.
 
-Near a document's beginning both kinds of blocks meet: the local ones then begin with block `init`, and the last ones of
-them lie behind the tokens. So nothing counts twice, the keys of a CTA ascend, and what is between them is behind init
-blocks that all its tokens see: only the last block is masked, of the first CTAs of a document all.
+Near the beginning of a document both kinds of blocks would overlap: there the local ones begin with block `init`, and
+the last of them lie behind the tokens. So no key counts twice, the keys of a CTA ascend, and the only gap between them
+is behind init blocks that all its tokens see: only the last block is masked, in a document's first CTAs all blocks.
 
-Floor, 64K tokens, 64 heads over 4, D = 128, l' = 64, init + local = 3: 0.41 TFLOP, 0.69 ms at 600 TFLOP/s, half a block
-of them for nothing; q and o once, 2.1 GB, 0.51 ms at 4.2 TB/s, at the same time; keys and values, 0.4 GB, from L2.
+Four warps and two CTAs per SM where shared memory has room for them (three blocks of 64 for D = D_v = 128: 96 KiB and
+16 KiB for rows, twice), else eight warps.
 
-Four warps and two CTAs of a multiprocessor where shared memory has room for them (three blocks of 64 for D = D_v = 128:
-96 KiB and 16 KiB for rows, twice), else eight warps.
+Floor, 64K tokens, 64 heads over 4, D = 128, l' = 64, init + local = 3: 0.41 TFLOP, 0.69 ms at 600 TFLOP/s, of which
+half a block is masked; q and o once, 2.1 GB, 0.51 ms at 4.2 TB/s, at the same time; keys and values, 0.4 GB, from L2.
+ForcedCombineAndGate for n = 16 reads the partials of 13 slots, 14.0 GB, o_cmp and o_win beside q, and writes out: 18.3
+GB, 4.4 ms; with o and gates 19.5 GB.
 
-ForcedCombineAndGate for n = 16 reads o of 13 slots, 14.0 GB, o_cmp and o_win beside q, and writes out: 18.3 GB, 4.4 ms;
-with o and gates 19.5 GB.
-
-Limits: those of warp_rows.py: (init + local) l' <= MOST_KEYS, for S is in registers; rows start at multiples of 16
+Limits: those of warp_rows.py; (init + local) l' <= MAX_KEYS, since S is in registers; rows start at multiples of 16
 bytes. All blocks that are read must hold finite values up to the last token of the CTA's own block.
 """
 
@@ -39,92 +38,75 @@ import torch
 from cutlass import Float32, Int32, const_expr
 from torch import Tensor
 
-from cute_kernels.attend.combine import CombineInputs
-from cute_kernels.attend.warp_rows import SHARED_PERCENT, CtaContext, WarpRows, block_bounds, heads_of
-from cute_kernels.gate.forward import Gating, fake_rest
-from cute_kernels.lists.worklist import Visits, fake_bounds, fake_table
+from cute_kernels.attend.combine_rows import CombineInputs
+from cute_kernels.attend.views import block_bounds, group_heads, group_heads_first, group_lse_heads
+from cute_kernels.attend.warp_rows import SMEM_CARVEOUT, CtaContext, WarpRows
+from cute_kernels.gate.forward import Gating, fake_gating
+from cute_kernels.lists.worklist import Worklist, fake_bounds, fake_slots
 from cute_kernels.mma.warp import LANES
 from cute_kernels.pool.documents import TILE, document_at
 from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
-MOST_KEYS = 256
-"""Of a CTA."""
+MAX_KEYS = 256
+"""Keys of a CTA."""
 
-SHARE_ROWS = 512
-"""Of a CTA of ForcedCombineAndGate, about, at the fewest."""
+CTA_ROWS = 512
+"""The fewest rows, tokens x G, of a CTA of ForcedCombineAndGate, about."""
 
-SMEM_BYTES = 228 << 10
-"""Of a multiprocessor."""
+SM_SMEM_BYTES = 228 << 10
+"""Shared memory of an SM."""
 
-CTA_BYTES = 1 << 10
+RESERVED_SMEM_BYTES = 1 << 10
 """What each CTA takes of it for itself."""
 
 
 def takes_forced(size: int, init: int, local: int) -> bool:
     """Whether there are forced blocks, and the kernel has room for them. Args: l', and blocks of either kind."""
-    return 0 < (init + local) * size <= MOST_KEYS
+    return 0 < (init + local) * size <= MAX_KEYS
 
 
-def places_of_tokens(mX: cute.Tensor | None, group: int) -> cute.Tensor | None:
-    """[B, T, H, D] as [B, H_kv, T, G, D], if there is such a tensor."""
-    if mX is None:
-        return None
-    grouped = heads_of(mX, group)
-    return cute.make_tensor(grouped.iterator, cute.select(grouped.layout, mode=[0, 2, 1, 3, 4]))
+def slice_cta(mX: cute.Tensor | None, cta: CtaContext, first: Int32) -> cute.Tensor | None:
+    """[rows, G, D] from row `first` on, of the CTA's batch and head of [B, H_kv, rows, G, D]; None stays None."""
+    return None if mX is None else cute.domain_offset((first, 0, 0), mX[cta.batch, cta.kv_head, None, None, None])
 
 
-def statistics_of_tokens(mLse: cute.Tensor, group: int) -> cute.Tensor:
-    """[B, H, T] as [B, H_kv, T, G]."""
-    batches, heads, tokens = mLse.layout.shape
-    of_batch, of_head, of_token = mLse.layout.stride
-    layout = cute.make_layout(
-        (batches, heads // group, tokens, group), stride=(of_batch, of_head * group, of_token, of_head)
-    )
-    return cute.make_tensor(mLse.iterator, layout)
+class CtaTokens(NamedTuple):
+    """The tokens of a CTA, and the keys of its blocks."""
 
-
-def of_cta(mX: cute.Tensor | None, mine: CtaContext, first: Int32) -> cute.Tensor | None:
-    """Of [B, H_kv, places, G, D], if there is such a tensor, what is the CTA's, from a place on."""
-    return None if mX is None else cute.domain_offset((first, 0, 0), mX[mine.batch, mine.kv_head, None, None, None])
-
-
-class Tokens(NamedTuple):
-    """Which tokens a CTA has."""
-
-    before: Int32
-    """Of those that the kernel is given."""
+    first: Int32
+    """The first token, among those that the kernel is given."""
     first_keys: tuple[Int32, ...]
-    """Of each of its blocks."""
+    """The first key of each block."""
     end: Int32
-    """Behind its last token, counted as keys are."""
+    """Behind the last token, counted as keys are."""
     num_rows: Int32
+    """Tokens x G."""
 
 
 class ForcedForward(WarpRows):
     """Args: dims of k and v; 16-bit type; G; l', tokens of a block; first and local blocks; whether to use WGMMA."""
 
-    shares = 1
-    """CTAs of a block."""
+    ctas_per_block = 1
 
     def __init__(
         self, dim: int, v_dim: int, dtype: Any, group: int, size: int, init: int, local: int, warpgroups: bool
     ) -> None:
         super().__init__(dim, v_dim, dtype, group, 1, size, init + local, 4, warpgroups)
-        self.init, self.local, self.ctas = init, local, 2
-        bytes_of_cta = 2 * (self.keys * (dim + v_dim) + self.warps * self.rows * dim) + CTA_BYTES
-        if self.ctas * bytes_of_cta > SMEM_BYTES:
-            self.warps, self.ctas = 8, 1
+        self.init, self.local, self.ctas_per_sm = init, local, 2
+        smem_bytes = 2 * (self.keys * (dim + v_dim) + self.warps * self.rows * dim) + RESERVED_SMEM_BYTES
+        if self.ctas_per_sm * smem_bytes > SM_SMEM_BYTES:
+            self.warps, self.ctas_per_sm = 8, 1
 
     def _launch(self, mQ: cute.Tensor, mK: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32) -> Any:
         blocks = cute.ceil_div(first_token % self.size + mQ.shape[1], self.size)
         if const_expr(mBounds is not None):
             blocks = (mQ.shape[1] + (mBounds.shape[1] - 1) * (self.size - 1)) // self.size  # the most there can be
         return {
-            "grid": [blocks * self.shares, mK.shape[2], mK.shape[0]],
+            "grid": [blocks * self.ctas_per_block, mK.shape[2], mK.shape[0]],
             "block": [self.warps * LANES, 1, 1],
-            "min_blocks_per_mp": self.ctas,
-            "preferred_smem_carveout": SHARED_PERCENT,
+            "min_blocks_per_mp": self.ctas_per_sm,
+            "preferred_smem_carveout": SMEM_CARVEOUT,
         }
 
     @cute.jit
@@ -141,15 +123,15 @@ class ForcedForward(WarpRows):
         stream: Any,
     ):
         self.kernel(
-            heads_of(mQ, self.group),
+            group_heads(mQ, self.group),
             mK,
             mV,
-            places_of_tokens(mO, self.group),
-            statistics_of_tokens(mLse, self.group),
+            group_heads_first(mO, self.group),
+            group_lse_heads(mLse, self.group),
             mBounds,
             first_token,
             scale,
-            *self._operands(),
+            *self._mmas_and_layouts(),
         ).launch(stream=stream, **self._launch(mQ, mK, mBounds, first_token))
 
     @cute.kernel
@@ -163,21 +145,21 @@ class ForcedForward(WarpRows):
         mBounds: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_o: cute.TiledMma,
-        row_layout: cute.ComposedLayout,
-        key_layout: cute.ComposedLayout,
-        value_layout: cute.ComposedLayout,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
     ):
-        mine = self._begin(mma_s, mma_o, row_layout, key_layout, value_layout)
-        at = self._tokens(mine, mQ, mBounds, first_token)
-        self._attend_tokens(mine, at, mQ, mK, mV, mO, mLse, first_token, scale)
+        cta = self._set_up(mma_qk, mma_pv, q_layout, k_layout, v_layout)
+        tokens = self._cta_tokens(cta, mQ, mBounds, first_token)
+        self._attend_tokens(cta, tokens, mQ, mK, mV, mO, mLse, first_token, scale)
 
     @cute.jit
     def _attend_tokens(
         self,
-        mine: CtaContext,
-        at: Tokens,
+        cta: CtaContext,
+        tokens: CtaTokens,
         mQ: cute.Tensor,
         mK: cute.Tensor,
         mV: cute.Tensor,
@@ -185,55 +167,57 @@ class ForcedForward(WarpRows):
         mLse: cute.Tensor,
         first_token: Int32,
         scale: Float32,
-        rest: CombineInputs | None = None,
+        combine: CombineInputs | None = None,
     ):
-        """Args: as of `kernel`; `rest`: as of `_attend`."""
+        """Args: as of `kernel`; `combine`: as of `_attend`."""
         self._attend(
-            mine,
-            cute.domain_offset((0, at.before, 0, 0, 0), mQ),
+            cta,
+            cute.domain_offset((0, tokens.first, 0, 0, 0), mQ),
             mK,
             mV,
             None,
-            cute.domain_offset((0, 0, at.before, 0, 0), mO),
-            cute.domain_offset((0, 0, at.before, 0), mLse),
-            at.first_keys,
-            at.end,
-            at.num_rows,
-            first_token + at.before,
+            cute.domain_offset((0, 0, tokens.first, 0, 0), mO),
+            cute.domain_offset((0, 0, tokens.first, 0), mLse),
+            tokens.first_keys,
+            tokens.end,
+            tokens.num_rows,
+            first_token + tokens.first,
             scale,
-            rest,
+            combine,
         )
 
     @cute.jit
-    def _tokens(self, mine: CtaContext, mQ: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32) -> Tokens:
+    def _cta_tokens(
+        self, cta: CtaContext, mQ: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32
+    ) -> CtaTokens:
         """Args: `mQ`: as of `kernel`."""
-        item, share = mine.item // self.shares, mine.item % self.shares
-        block, number = item, item  # in the sequence or pack; in its document
+        work_idx, part = cta.work_idx // self.ctas_per_block, cta.work_idx % self.ctas_per_block
+        block, block_in_document = work_idx, work_idx  # `block` counts over the sequence or the whole pack
         if const_expr(mBounds is None):
             block += first_token // self.size
-            number = block
+            block_in_document = block
         else:
-            number -= mBounds[TILE, document_at(mBounds[TILE, None], block, 1, 1, 0)]
+            block_in_document -= mBounds[TILE, document_at(mBounds[TILE, None], block, 1, 1, 0)]
         own, end = block_bounds(block, self.size, first_token + mQ.shape[1], mBounds)
-        tokens = const_expr(-(-self.size // self.shares))
-        token = cutlass.max(own + share * tokens, first_token)
-        end = cutlass.min(own + cutlass.min((share + 1) * tokens, self.size), end)
-        first_keys = self._first_keys(own - number * self.size, number)
-        return Tokens(token - first_token, first_keys, end, (end - token) * self.group)
+        part_tokens = const_expr(-(-self.size // self.ctas_per_block))
+        token = cutlass.max(own + part * part_tokens, first_token)
+        end = cutlass.min(own + cutlass.min((part + 1) * part_tokens, self.size), end)
+        first_keys = self._first_keys(own - block_in_document * self.size, block_in_document)
+        return CtaTokens(token - first_token, first_keys, end, (end - token) * self.group)
 
-    def _first_keys(self, document: Int32, number: Int32) -> tuple[Int32, ...]:
-        """Of each block of the CTA. Args: the document's first token, and which of its blocks the CTA's is."""
-        local = document + cutlass.max(number - self.local + 1, self.init) * self.size
+    def _first_keys(self, document: Int32, block: Int32) -> tuple[Int32, ...]:
+        """The first key of each block. Args: first token of the document; the tokens' own block, counted in it."""
+        local = document + cutlass.max(block - self.local + 1, self.init) * self.size
         first = [document + i * self.size for i in range(self.init)]
         return (*first, *(local + i * self.size for i in range(self.local)))
 
 
 class ForcedCombineAndGate(ForcedForward):
-    """ForcedForward of sequences, which writes out in place of o. Args: as of ForcedForward, with one dim."""
+    """ForcedForward of sequences that writes NSA's out in place of o. Args: as of ForcedForward, with D = D_v."""
 
     def __init__(self, dim: int, dtype: Any, group: int, size: int, init: int, local: int, warpgroups: bool) -> None:
         super().__init__(dim, dim, dtype, group, size, init, local, warpgroups)
-        self.shares = max(1, size * group // SHARE_ROWS)
+        self.ctas_per_block = max(1, size * group // CTA_ROWS)
 
     @cute.jit
     def __call__(
@@ -241,9 +225,9 @@ class ForcedCombineAndGate(ForcedForward):
         mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
         mK: cute.Tensor,  # [B, N, H_kv, D]
         mV: cute.Tensor,  # [B, N, H_kv, D]
-        mBlocks: cute.Tensor,  # Visits.blocks
-        mParts: cute.Tensor,  # [B, H_kv, T n, G, D]
-        mPartLse: cute.Tensor,  # fp32 [B, H_kv, T n, G]
+        mSlotBlocks: cute.Tensor,  # Worklist.slot_blocks
+        mOPartial: cute.Tensor,  # [B, H_kv, T n, G, D]
+        mLsePartial: cute.Tensor,  # fp32 [B, H_kv, T n, G]
         mOut: cute.Tensor,  # [B, T, H, D]
         mLse: cute.Tensor,  # fp32 [B, H, T]
         mW: cute.Tensor | None,  # [H, 3, D]
@@ -256,22 +240,22 @@ class ForcedCombineAndGate(ForcedForward):
         stream: Any,
     ):
         self.kernel(
-            heads_of(mQ, self.group),
+            group_heads(mQ, self.group),
             mK,
             mV,
-            mBlocks,
-            mParts,
-            mPartLse,
-            places_of_tokens(mOut, self.group),
-            statistics_of_tokens(mLse, self.group),
+            mSlotBlocks,
+            mOPartial,
+            mLsePartial,
+            group_heads_first(mOut, self.group),
+            group_lse_heads(mLse, self.group),
             mW,
-            places_of_tokens(mG, self.group),
-            places_of_tokens(mCmp, self.group),
-            places_of_tokens(mWin, self.group),
-            places_of_tokens(mSlc, self.group),
+            group_heads_first(mG, self.group),
+            group_heads_first(mCmp, self.group),
+            group_heads_first(mWin, self.group),
+            group_heads_first(mSlc, self.group),
             first_token,
             scale,
-            *self._operands(),
+            *self._mmas_and_layouts(),
         ).launch(stream=stream, **self._launch(mQ, mK, None, first_token))
 
     @cute.kernel
@@ -280,10 +264,10 @@ class ForcedCombineAndGate(ForcedForward):
         mQ: cute.Tensor,  # [B, T, H_kv, G, D]
         mK: cute.Tensor,
         mV: cute.Tensor,
-        mBlocks: cute.Tensor,
-        mParts: cute.Tensor,
-        mPartLse: cute.Tensor,
-        mOut: cute.Tensor,  # [B, H_kv, T, G, D], as what is like it
+        mSlotBlocks: cute.Tensor,
+        mOPartial: cute.Tensor,
+        mLsePartial: cute.Tensor,
+        mOut: cute.Tensor,  # [B, H_kv, T, G, D], like mCmp, mWin and mSlc
         mLse: cute.Tensor,  # [B, H_kv, T, G]
         mW: cute.Tensor | None,
         mG: cute.Tensor | None,  # [B, H_kv, T, G, 3]
@@ -292,34 +276,34 @@ class ForcedCombineAndGate(ForcedForward):
         mSlc: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        mma_s: cute.TiledMma,
-        mma_o: cute.TiledMma,
-        row_layout: cute.ComposedLayout,
-        key_layout: cute.ComposedLayout,
-        value_layout: cute.ComposedLayout,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
     ):
-        mine = self._begin(mma_s, mma_o, row_layout, key_layout, value_layout)
-        at = self._tokens(mine, mQ, None, first_token)
+        cta = self._set_up(mma_qk, mma_pv, q_layout, k_layout, v_layout)
+        tokens = self._cta_tokens(cta, mQ, None, first_token)
         gWeight = None
         if const_expr(mW is not None):
-            gWeight = cute.domain_offset((mine.kv_head * self.group, 0, 0), mW)
-        gGates, gSlc = of_cta(mG, mine, at.before), of_cta(mSlc, mine, at.before)
-        places = at.before * mBlocks.shape[3]
-        rest = CombineInputs(
-            cute.domain_offset((at.before, 0), mBlocks[mine.batch, mine.kv_head, None, None]),
-            of_cta(mParts, mine, places),
-            cute.domain_offset((places, 0), mPartLse[mine.batch, mine.kv_head, None, None]),
-            gWeight,
-            gGates,
-            of_cta(mCmp, mine, at.before),
-            of_cta(mWin, mine, at.before),
-            gSlc,
+            gWeight = cute.domain_offset((cta.kv_head * self.group, 0, 0), mW)
+        gGates, gSlc = slice_cta(mG, cta, tokens.first), slice_cta(mSlc, cta, tokens.first)
+        first_slot = tokens.first * mSlotBlocks.shape[3]
+        combine = CombineInputs(
+            gSlotBlocks=cute.domain_offset((tokens.first, 0), mSlotBlocks[cta.batch, cta.kv_head, None, None]),
+            gOPartial=slice_cta(mOPartial, cta, first_slot),
+            gLsePartial=cute.domain_offset((first_slot, 0), mLsePartial[cta.batch, cta.kv_head, None, None]),
+            gWeight=gWeight,
+            gGates=gGates,
+            gCmp=slice_cta(mCmp, cta, tokens.first),
+            gWin=slice_cta(mWin, cta, tokens.first),
+            gSlc=gSlc,
         )
-        self._attend_tokens(mine, at, mQ, mK, mV, mOut, mLse, first_token, scale, rest)
+        self._attend_tokens(cta, tokens, mQ, mK, mV, mOut, mLse, first_token, scale, combine)
 
 
 @compiled_once
-def _attend(
+def _forced(
     dims: tuple[int, int],
     dtype: torch.dtype,
     group: int,
@@ -341,7 +325,7 @@ def _attend(
 
 
 @compiled_once
-def _attend_gated(
+def _forced_combine_and_gate(
     dim: int,
     dtype: torch.dtype,
     group: int,
@@ -359,18 +343,18 @@ def _attend_gated(
         q,
         k,
         v,
-        fake_table(),
+        fake_slots(),
         fake(dtype, None, None, None, group, dim),
         fake(torch.float32, None, None, None, group, aligned=False),
         out,
         fake(torch.float32, None, None, None, aligned=False),
-        *fake_rest(dim, dtype, w_dtype, g_dtype, keeps),
+        *fake_gating(dim, dtype, w_dtype, g_dtype, keeps),
         Int32(0),
         Float32(0.0),
     )
 
 
-def forced_blocks_forward(
+def forced_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -387,41 +371,41 @@ def forced_blocks_forward(
     """Attend to the first `init` blocks of a document and to `local` blocks that end with the token's own.
 
     Args:
-        q, k, v, size, scale, first_token, bounds: as of `token_selected.kv_outer_forward`, checked.
+        q, k, v, size, scale, first_token, bounds: as of `kv_outer.kv_outer_forward`, checked.
         o: `[B,T,H,D_v]` in q's dtype, where to write; rows aligned.
         lse: fp32 `[B,H,T]`, likewise, natural log. Rows of no document are left as they are, as in o.
         init, local: for which `takes_forced`.
     """
     dims, group = (q.shape[3], v.shape[3]), q.shape[2] // k.shape[2]
-    how = size, init, local, bounds is not None, has_warpgroups(q.device)
-    _attend(dims, q.dtype, group, *how).run(q, k, v, o, lse, bounds, first_token, scale)
+    options = size, init, local, bounds is not None, has_warpgroups(q.device)
+    _forced(dims, q.dtype, group, *options).run(q, k, v, o, lse, bounds, first_token, scale)
 
 
-def gated_forced_blocks(
+def forced_combine_and_gate(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    visits: Visits,
-    parts: Tensor,
-    part_lse: Tensor,
+    worklist: Worklist,
+    o_partial: Tensor,
     gating: Gating,
-    lse: Tensor,
     *,
+    lse_partial: Tensor,
+    lse: Tensor,
     size: int,
     scale: float,
     init: int,
     local: int,
 ) -> None:
-    """Attend to the forced blocks, add what slots have of the other ones, and the other branches: all of out.
+    """Attend to the forced blocks, add the partials of the other blocks, gate with the other branches: `gating.out`.
 
     Args:
-        q, k, v, size, scale, init, local: as of `forced_blocks_forward`, with D = D_v, of the visits' tokens.
-        visits: of the blocks that are not forced.
-        parts: `[B,H_kv,T n,G,D]`, o of the slots, read for those that visit a block.
-        part_lse: fp32 `[B,H_kv,T n,G]`, likewise.
+        q, k, v, size, scale, init, local: as of `forced_forward`, with D = D_v, of the worklist's tokens.
+        worklist: of the blocks that are not forced.
+        o_partial, lse_partial: `[B,H_kv,T n,G,D]` and fp32 `[B,H_kv,T n,G]`, read for the slots that have a block.
         gating: of these tokens and heads.
         lse: fp32 `[B,H,T]`, where to write that of the selected branch, natural log.
     """
-    how = size, init, local, *gating.how, has_warpgroups(q.device)
-    run = _attend_gated(q.shape[3], q.dtype, parts.shape[3], *how).run
-    run(q, k, v, visits.blocks, parts, part_lse, gating.out, lse, *gating.rest, visits.first_token, scale)
+    options = size, init, local, *gating.variant, has_warpgroups(q.device)
+    run = _forced_combine_and_gate(q.shape[3], q.dtype, o_partial.shape[3], *options).run
+    partials = worklist.slot_blocks, o_partial, lse_partial
+    run(q, k, v, *partials, gating.out, lse, *gating.arguments, worklist.first_token, scale)

@@ -1,41 +1,38 @@
-"""Backward of attention of each token to its own blocks of keys (attend/kv_outer.py): keys stay, deterministic.
+"""Backward of token mode, KV-outer: a CTA keeps keys and gathers the rows that selected them. Deterministic.
 
-    P_ij = exp(scale q_i . k_j - lse_i), 0 where i does not see j        dS_ij = P_ij (dO_i . v_j - delta_i)
+    S_ij = scale q_i . k_j            P_ij = exp(S_ij - lse_i), 0 where i does not see j
+    dP_ij = dO_i . v_j                dS_ij = P_ij (dP_ij - delta_i)
     dQ_i = scale sum_j dS_ij k_j      dK_j = scale sum_i dS_ij q_i      dV_j = sum_i P_ij dO_i
 
-lse may be shifted (by the logarithm of a gate): P is what it makes it. Where lse is not finite, P = 0. Sums in fp32; P
-and dS are rounded to 16 bits before they are multiplied, a slot's dQ before slots are added up.
+A gate g_i is applied by shifting its row's lse by -log(g_i): P is then g_i times the softmax. Where lse is not finite,
+P = 0. Sums are fp32. P and dS are rounded to 16 bits before they are multiplied, and so are the partials of dQ.
 
-KVOuterBackward      one CTA: 64 keys of a block, and a segment of the tokens that chose it (worklist.py), 64 gathered
-                    rows of q and dO at a time; dK and dV stay in registers. dQ goes, in 16 bits, to the place of the
-                    token's slot. Of four warps each two share the rows, and the pairs share the columns of all five
-                    products (mma.sync): keys of S and dP, head dim of dQ, dK and dV. P and dS pass through shared
-                    memory.
-KVOuterBackwardWGMMA  the same by WGMMA, on Hopper: transposed, so that P and dS are left operands in registers.
-CombinePartials            the slots' dQ added up in their order.
-AddParts            the segments' dK and dV of blocks that were cut, in order.
+KVOuterBackward       a CTA owns 64 keys of a KV block and a work tile of the tokens that selected the block
+                      (lists/worklist.py). It gathers their rows of Q and dO, G per token as in pack_gqa, 64 at a time.
+                      dK and dV stay in registers; dQ goes to a 16-bit partial of the token's slot. By mma.sync.
+KVOuterBackwardWGMMA  the same by WGMMA, on Hopper. Products are transposed: P^T and dS^T are A operands in registers.
+CombinePartials       (combine.py) adds up the partials of dQ in the order of a token's slots.
+CombineDKV            adds up dK and dV of blocks that were split into work tiles, in order.
 
-dK and dV of all tokens are fp32 sums, one for each stream, to which its passes over tokens add one after the other;
-nothing is atomic. Passes take turns on two streams (streams.py), since lists, sums of segments and the last visits
-of a pass leave most multiprocessors idle: one behind the other, each pass took 0.11 ms more.
+Tokens are processed in chunks, which bounds the memory of the partials. Chunks alternate between two side streams
+(runtime/streams.py): building a worklist, combining, and the last CTAs of a chunk leave most multiprocessors idle. Each
+stream has fp32 dK and dV of all tokens, to which its chunks add one after the other. There are no atomics.
 
-While a tile is multiplied, the next one is gathered: its rows' places are known one tile before, their statistics wait
-in registers.
+Floor: 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms at 600 TFLOP/s (mma.sync), 6.1 ms at 900
+(WGMMA). At the same time 34 GB of dQ partials are written and read, 8.2 ms at 4.2 TB/s, and 34 GB of Q and dO are
+gathered, from L2 where they are there, else in 8.2 ms more. Shared memory: for 64 rows mma.sync moves 330 KB in 2,560
+cycles, 11.6 ms in all; WGMMA moves 160 KB in 1,280 cycles, as many as its products take. Measured once on an H200:
+25.3 ms (mma.sync) and 18.2 ms (WGMMA), bound by memory and L2, not by the products.
 
-Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64: 5.5 TFLOP, 9.2 ms at 600 TFLOP/s (mma.sync), 6.1 ms at 900
-(WGMMA), and 34 GB for the slots' dQ, 8.2 ms at 4.2 TB/s, at the same time; 34 GB of q and dO come from L2 where they
-are there, else 8.2 ms more. For 64 rows, 1,280 cycles of WGMMA, mma.sync moves 330 KB of shared memory, 2,560 cycles or
-11.6 ms in all; WGMMA 160 KB, 1,280 cycles. Seen once on an H200: KVOuterBackward 25.3 ms, KVOuterBackwardWGMMA 18.2,
-for which 10 to 13 were predicted: memory traffic and L2 bound it, not products.
-
-Limits: sm_90a and sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; for T tokens of a pass
-n T G D l' / 64 < 2^34; a token's q and dO less than 2^15 numbers from the next one's; 64-bit offsets; rows start at
-multiples of 16 bytes; what is visited is finite.
+Limits: sm_90a and sm_100a; D and D_v 64 or 128; l' a multiple of 64, up to 256; any G; n T G D l' / 64 < 2^34 for the T
+tokens of a chunk; q and dO of neighboring tokens less than 2^15 elements apart; 64-bit offsets; rows start at multiples
+of 16 bytes; q, k, v and dO are finite in all rows that are gathered.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -44,20 +41,24 @@ from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from cute_kernels.attend.kv_outer import add_slots, check_token_selected
-from cute_kernels.attend.warp_rows import SHARED_PERCENT, block_bounds, heads_of
+from cute_kernels.attend import combine_splits
+from cute_kernels.attend.checks import check_token_attention
+from cute_kernels.attend.combine import combine_partials
+from cute_kernels.attend.combine_splits import add_partials, chunk_start
+from cute_kernels.attend.views import block_bounds, group_heads
+from cute_kernels.attend.warp_rows import SMEM_CARVEOUT
 from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
-    CUT,
     FIRST,
+    SPLITS,
     fake_bounds,
-    fake_places,
-    fake_segments,
-    passes,
-    used_segments,
+    fake_query_rows,
+    fake_tiles,
+    num_work_tiles,
+    worklist_chunks,
 )
-from cute_kernels.mma import wgmma as hopper
+from cute_kernels.mma import wgmma
 from cute_kernels.mma.mma_sync import (
     MMA_K,
     QUAD,
@@ -81,37 +82,97 @@ from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel
 from cute_kernels.runtime.streams import STREAMS, SideStreams
 
 TILE = 64
-"""Keys, and gathered rows, that are multiplied at a time."""
+"""Keys of a CTA, and gathered rows of a tile."""
 
-PAIR = 2
-"""Warps that share rows; there are as many pairs, which share columns."""
+ROW_WARPS = 2
+COLUMN_WARPS = 2
+"""mma.sync: 2 x 2 warps share the rows and columns of every accumulator."""
 
-THREADS = PAIR * PAIR * LANES
+THREADS = ROW_WARPS * COLUMN_WARPS * LANES
 CTAS = 2
+"""Of a multiprocessor."""
+
 STAGES = 2
+"""Tiles of Q and dO in shared memory: one is multiplied while the next one is gathered."""
 
-ADD_THREADS = 256
-SUMMED = 4
-"""fp32 numbers of one vector."""
-BATCH = 4
-"""Vectors that a thread loads together."""
+PARTIAL_BYTES = 512 << 20
+"""For the dQ partials of a chunk; two chunks have theirs at a time."""
 
-PART_BYTES = 512 << 20
-"""For dQ of a pass's slots; two passes have theirs at a time."""
+MIN_TILE_ROWS = 4096
+"""The fewest rows, G per token, of a work tile of a split block."""
 
-SEGMENT_ROWS = 4096
-"""The fewest rows of a segment of a cut block."""
+
+class WorkTile(NamedTuple):
+    """Coordinates of a CTA."""
+
+    index: Int32
+    """In the worklist."""
+    kv_head: Int32
+    batch: Int32
+    key_tile: Int32
+    """Which TILE keys of the KV block."""
+
+
+class Rows(NamedTuple):
+    """The gathered rows of a work tile: row i is head i % G of the (i // G)-th token that selected the block."""
+
+    gQueryRows: cute.Tensor  # int32 [tokens of the work tile]: token * n + slot
+    gQ: cute.Tensor  # [N, G, D]
+    gdO: cute.Tensor  # [N, G, D_v]
+    gLse: cute.Tensor  # fp32 [G, N]
+    gDelta: cute.Tensor
+    num_rows: Int32
+
+
+class Shared(NamedTuple):
+    """Shared memory of a CTA."""
+
+    sQK: cute.Tensor  # (TILE, D, STAGES + 1): stages of Q, then K
+    sdOV: cute.Tensor  # (TILE, D_v, STAGES + 1): stages of dO, then V
+    sPdS: cute.Tensor  # (TILE, TILE, 2): P and dS; WGMMA: (TILE, TILE, 1): dS^T
+    sLse: cute.Tensor  # fp32 (TILE): of each row of the tile that is multiplied, in base 2
+    sDelta: cute.Tensor  # likewise
+    sLastKey: cute.Tensor  # int32 (TILE): the last key that the row sees, counted from the CTA's first one
+    sdQStart: cute.Tensor  # int32 (TILE): the first vector of the row's dQ partial, -1: there is no such row
+    sSlotIdx: cute.Tensor  # int32 (TILE): of each row of the tile that is gathered
+
+    @property
+    def sK(self) -> cute.Tensor:
+        return self.sQK[None, None, STAGES]
+
+    @property
+    def sV(self) -> cute.Tensor:
+        return self.sdOV[None, None, STAGES]
 
 
 class KVOuterBackward:
-    """By warps (mma.sync). Args: dims of k and v; 16-bit type; G; n, slots of a token; l', tokens of a block."""
+    """dQ partials, dK and dV by mma.sync.
 
-    row_warps = PAIR
-    """Warps that share columns of an accumulator: each has 16 of every 16 `row_warps` rows."""
+    All threads gather (cp.async), multiply, and write. While a tile of rows is multiplied, the next one is gathered.
+    A thread reads where a row's token is one tile before the row is gathered. lse and delta of the next tile wait in
+    registers. P and dS pass through shared memory.
+
+    barrier                   before it, all threads have                  after it, threads may
+    prologue, 1st             written sSlotIdx of tile 0                   gather tile 0
+    prologue, 2nd             read sSlotIdx of tile 0                      write sSlotIdx of tile 1
+    mainloop, start of a tile finished the products of the last tile,      multiply the tile, read its statistics,
+                              written the statistics of this tile and      gather the next tile into the stage of the
+                              sSlotIdx of the next one, and awaited        last one
+                              their copies of this tile
+    mma, once a tile          written P and dS; read the statistics and    read P and dS; write the next statistics and
+                              sSlotIdx                                     sSlotIdx
+
+    Args: head dims of k and v; 16-bit type; G, query heads of a key/value head; n, slots of a token; l', tokens of a
+    block.
+    """
+
+    row_warps = ROW_WARPS
+    """Warps that share the rows of an accumulator: each has 16 of every 16 * row_warps rows."""
 
     def __init__(self, dim: int, v_dim: int, dtype: Any, group: int, slots: int, size: int) -> None:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
-        self.units = size // TILE
+        self.block_tiles = size // TILE
+        """Key tiles of a KV block."""
 
     @cute.jit
     def __call__(
@@ -122,43 +183,43 @@ class KVOuterBackward:
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
         mLse: cute.Tensor,  # fp32 [B, H, N]
         mDelta: cute.Tensor,
-        mPlaces: cute.Tensor,  # Visits.places
-        mSegments: cute.Tensor,  # Visits.segments
-        mSums: cute.Tensor,  # Visits.sums
-        mdQ: cute.Tensor,  # [B, H_kv, T n units, G, D]
+        mQueryRows: cute.Tensor,  # Worklist.query_rows
+        mWorkTiles: cute.Tensor,  # Worklist.work_tiles
+        mCumCounts: cute.Tensor,  # Worklist.cum_counts
+        mdQPartial: cute.Tensor,  # [B, H_kv, T n block_tiles, G, D]
         mdK: cute.Tensor,  # fp32 [B, N, H_kv, D]
         mdV: cute.Tensor,  # fp32 [B, N, H_kv, D_v]
-        mdKParts: cute.Tensor,  # fp32 [B, H_kv, segments of cut blocks, l', D]
-        mdVParts: cute.Tensor,  # fp32 [B, H_kv, segments of cut blocks, l', D_v]
+        mdKPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', D]
+        mdVPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', D_v]
         mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
         first_token: Int32,
         scale: Float32,
         stream: Any,
     ):
         self.kernel(
-            heads_of(mQ, self.group),
-            heads_of(mdO, self.group),
+            group_heads(mQ, self.group),
+            group_heads(mdO, self.group),
             mK,
             mV,
             mLse,
             mDelta,
-            mPlaces,
-            mSegments,
-            mSums,
-            mdQ,
+            mQueryRows,
+            mWorkTiles,
+            mCumCounts,
+            mdQPartial,
             mdK,
             mdV,
-            mdKParts,
-            mdVParts,
+            mdKPartial,
+            mdVPartial,
             mBounds,
             first_token,
             scale,
         ).launch(
-            grid=[mSegments.shape[3] * self.units, mK.shape[2], mK.shape[0]],
+            grid=[mWorkTiles.shape[3] * self.block_tiles, mK.shape[2], mK.shape[0]],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=SHARED_PERCENT,
+            preferred_smem_carveout=SMEM_CARVEOUT,
         )
 
     @cute.kernel
@@ -170,355 +231,407 @@ class KVOuterBackward:
         mV: cute.Tensor,
         mLse: cute.Tensor,
         mDelta: cute.Tensor,
-        mPlaces: cute.Tensor,
-        mSegments: cute.Tensor,
-        mSums: cute.Tensor,
-        mdQ: cute.Tensor,
+        mQueryRows: cute.Tensor,
+        mWorkTiles: cute.Tensor,
+        mCumCounts: cute.Tensor,
+        mdQPartial: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
-        mdKParts: cute.Tensor,
-        mdVParts: cute.Tensor,
+        mdKPartial: cute.Tensor,
+        mdVPartial: cute.Tensor,
         mBounds: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        item, kv_head, batch = cute.arch.block_idx()
-        segment, unit = item // self.units, item % self.units
+        work_index, kv_head, batch = cute.arch.block_idx()
+        work = WorkTile(work_index // self.block_tiles, kv_head, batch, work_index % self.block_tiles)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        mine, half = thread % TILE, warp_index // (TILE // LANES)
+        # Row i of a tile has two threads, i and TILE + i, which write its statistics
+        tile_row, writer = thread % TILE, warp_index // (TILE // LANES)
+        shared = self.allocate()
 
-        smem = cutlass.memory.SmemAllocator()
-        sKQ, sVdO, sScores = self._allocate(smem)
-        sLse = smem.allocate_tensor(Float32, cute.make_layout(TILE), 16)
-        sDelta = smem.allocate_tensor(Float32, cute.make_layout(TILE), 16)
-        sSeen = smem.allocate_tensor(Int32, cute.make_layout(TILE), 16)
-        sTo = smem.allocate_tensor(Int32, cute.make_layout(TILE), 16)
-        sPlace = smem.allocate_tensor(Int32, cute.make_layout(TILE), 16)
-
-        cut, used = used_segments(mSums[batch, kv_head, None, None])
-        if segment < used:
-            gSegment = mSegments[batch, kv_head, None, segment]
-            first_key, end = block_bounds(gSegment[BLOCK], self.size, mK.shape[1], mBounds)
-            first_key += unit * TILE
-            num_rows = gSegment[COUNT] * self.group
-            gPlaces = cute.domain_offset((gSegment[FIRST],), mPlaces[batch, kv_head, None])
-            gQ, gdO = mQ[batch, None, kv_head, None, None], mdO[batch, None, kv_head, None, None]
-            gLse = cute.domain_offset((kv_head * self.group, 0), mLse[batch, None, None])
-            gDelta = cute.domain_offset((kv_head * self.group, 0), mDelta[batch, None, None])
-            gdQ = mdQ[batch, kv_head, None, None, None]
-            dK, dV = self._sums(self.dim), self._sums(self.v_dim)
+        split_tiles, work_tiles = num_work_tiles(mCumCounts[batch, kv_head, None, None])
+        if work.index < work_tiles:
+            gWorkTile = mWorkTiles[batch, kv_head, None, work.index]
+            first_key, end = block_bounds(gWorkTile[BLOCK], self.size, mK.shape[1], mBounds)
+            first_key += work.key_tile * TILE
+            num_rows = gWorkTile[COUNT] * self.group
+            rows = Rows(
+                cute.domain_offset((gWorkTile[FIRST],), mQueryRows[batch, kv_head, None]),
+                mQ[batch, None, kv_head, None, None],
+                mdO[batch, None, kv_head, None, None],
+                cute.domain_offset((kv_head * self.group, 0), mLse[batch, None, None]),
+                cute.domain_offset((kv_head * self.group, 0), mDelta[batch, None, None]),
+                num_rows,
+            )
+            gdQPartial = mdQPartial[batch, kv_head, None, None, None]
+            dK, dV = self.make_acc_dkv(self.dim), self.make_acc_dkv(self.v_dim)
             dK.fill(0.0)
             dV.fill(0.0)
             if num_rows > 0:
-                load_block(mK[batch, None, kv_head, None], sKQ[None, None, STAGES], first_key, end, thread, THREADS)
-                load_block(mV[batch, None, kv_head, None], sVdO[None, None, STAGES], first_key, end, thread, THREADS)
-                # Of row `mine`: where its token is in this tile and the next one, and its statistics in this one
-                place = self._place(gPlaces, mine, num_rows)
-                if half == 0:
-                    sPlace[mine] = place
-                cute.arch.sync_threads()
-                self._gather(gQ, sKQ[None, None, 0], sPlace, Int32(0), num_rows)
-                self._gather(gdO, sVdO[None, None, 0], sPlace, Int32(0), num_rows)
-                cute.arch.cp_async_commit_group()
-                lse, delta = self._statistics(gLse, gDelta, place, mine, num_rows)
-                next_place = self._place(gPlaces, TILE + mine, num_rows)
-                cute.arch.sync_threads()
-                for row in cutlass.range(0, num_rows, TILE, unroll=1):
-                    present = (row + mine < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
-                    if half == 0:
-                        sLse[mine] = lse * LOG2_E if present else Float32.inf
-                        # The last key that the row sees
-                        sSeen[mine] = first_token + self._token(place) - first_key
-                        sPlace[mine] = next_place
-                    else:
-                        sDelta[mine] = delta if present else Float32(0.0)
-                        to = (place * self.units + unit, self._head(row + mine), 0)
-                        vector = Int32(cute.crd2idx(to, gdQ.layout) // VECTOR)
-                        sTo[mine] = vector if row + mine < num_rows else Int32(-1)
-                    cute.arch.cp_async_wait_group(0)
-                    self._publish()
-                    cute.arch.sync_threads()
-                    stage, next_stage = (Int32(Uint32(row) // TILE + i) % STAGES for i in range(2))
-                    S, dP = self._start(sKQ, sVdO, stage)
-                    if row + TILE < num_rows:
-                        self._gather(gQ, sKQ[None, None, next_stage], sPlace, row + TILE, num_rows)
-                        self._gather(gdO, sVdO[None, None, next_stage], sPlace, row + TILE, num_rows)
-                        place = next_place
-                        lse, delta = self._statistics(gLse, gDelta, place, row + TILE + mine, num_rows)
-                        next_place = self._place(gPlaces, row + 2 * TILE + mine, num_rows)
-                    cute.arch.cp_async_commit_group()
-                    self._multiply(
-                        S, dP, dK, dV, sKQ, sVdO, sScores, stage, sLse, sDelta, sSeen, sTo, as_vectors(gdQ), scale
-                    )
-
-            keys = cutlass.min(end - first_key, TILE)
-            dK.store(dK.load() * scale)
-            if segment < cut:
-                of_unit = (unit * TILE, 0)
-                self._write(dK, cute.domain_offset(of_unit, mdKParts[batch, kv_head, segment, None, None]), TILE, False)
-                self._write(dV, cute.domain_offset(of_unit, mdVParts[batch, kv_head, segment, None, None]), TILE, False)
-            elif num_rows > 0:
-                self._write(dK, cute.domain_offset((first_key, 0), mdK[batch, None, kv_head, None]), keys, True)
-                self._write(dV, cute.domain_offset((first_key, 0), mdV[batch, None, kv_head, None]), keys, True)
-
-    # How products are made
-
-    def _allocate(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Stages of rows and behind them keys; the same of dO and values; P and dS."""
-        layouts = [
-            smem_tiles(self.dtype, TILE, *of) for of in ((self.dim, 1 + STAGES), (self.v_dim, 1 + STAGES), (TILE, 2))
-        ]
-        sKQ, sVdO, sScores = (smem.allocate_tensor(self.dtype, layout, SMEM_ALIGNMENT) for layout in layouts)
-        return sKQ, sVdO, sScores
-
-    def _sums(self, columns: int) -> cute.Tensor:
-        return accumulator(make_warp_mma(self.dtype, PAIR), (TILE, columns // PAIR))
-
-    def _numbers(self, acc: cute.Tensor) -> cute.Tensor:
-        """As of `warp_tiles.numbers`."""
-        return acc_mn_view(acc)
-
-    def _publish(self) -> None:
-        """Before a barrier: what this thread wrote to shared memory is for products."""
-
-    def _start(self, sKQ: cute.Tensor, sVdO: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """Registers for S and dP; their products may start."""
-        mma = make_warp_mma(self.dtype, PAIR)
-        return accumulator(mma, (TILE, TILE // PAIR)), accumulator(mma, (TILE, TILE // PAIR))
+                load_block(mK[batch, None, kv_head, None], shared.sK, first_key, end, thread, THREADS)
+                load_block(mV[batch, None, kv_head, None], shared.sV, first_key, end, thread, THREADS)
+                self.mainloop(rows, shared, dK, dV, gdQPartial, work, first_token, first_key, scale, tile_row, writer)
+            self.epilogue(dK, dV, mdK, mdV, mdKPartial, mdVPartial, work, split_tiles, num_rows, first_key, end, scale)
 
     @cute.jit
-    def _multiply(
+    def mainloop(
         self,
-        acc: cute.Tensor,  # of _start
+        rows: Rows,
+        shared: Shared,
+        dK: cute.Tensor,
+        dV: cute.Tensor,
+        gdQPartial: cute.Tensor,  # [T n block_tiles, G, D]
+        work: WorkTile,
+        first_token: Int32,
+        first_key: Int32,
+        scale: Float32,
+        tile_row: Int32,
+        writer: Int32,  # 0 or 1: of the two threads of a row
+    ):
+        """Gather and multiply all rows of the work tile, of which there is at least one."""
+        num_rows = rows.num_rows
+
+        # Prologue: gather tile 0
+        slot_idx = self.load_slot_idx(rows, tile_row)
+        if writer == 0:
+            shared.sSlotIdx[tile_row] = slot_idx
+        cute.arch.sync_threads()
+        self.gather(rows, shared, 0, Int32(0))
+        cute.arch.cp_async_commit_group()
+        lse, delta = self.load_stats(rows, slot_idx, tile_row)
+        next_slot_idx = self.load_slot_idx(rows, TILE + tile_row)
+        cute.arch.sync_threads()
+
+        for first_row in cutlass.range(0, num_rows, TILE, unroll=1):
+            # Statistics of this tile, slots of the next one
+            exists = (first_row + tile_row < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
+            if writer == 0:
+                shared.sLse[tile_row] = lse * LOG2_E if exists else Float32.inf
+                shared.sLastKey[tile_row] = first_token + self.token_of(slot_idx) - first_key
+                shared.sSlotIdx[tile_row] = next_slot_idx
+            else:
+                shared.sDelta[tile_row] = delta if exists else Float32(0.0)
+                row_coord = (slot_idx * self.block_tiles + work.key_tile, self.head_of(first_row + tile_row), 0)
+                dq_start = Int32(cute.crd2idx(row_coord, gdQPartial.layout) // VECTOR)
+                shared.sdQStart[tile_row] = dq_start if first_row + tile_row < num_rows else Int32(-1)
+            cute.arch.cp_async_wait_group(0)
+            self.fence_smem()
+            cute.arch.sync_threads()
+
+            # S and dP, or the start of them, while the next tile is gathered
+            stage, next_stage = (Int32(Uint32(first_row) // TILE + i) % STAGES for i in range(2))
+            S, dP = self.start_scores(shared, stage)
+            if first_row + TILE < num_rows:
+                self.gather(rows, shared, next_stage, first_row + TILE)
+                slot_idx = next_slot_idx
+                lse, delta = self.load_stats(rows, slot_idx, first_row + TILE + tile_row)
+                next_slot_idx = self.load_slot_idx(rows, first_row + 2 * TILE + tile_row)
+            cute.arch.cp_async_commit_group()
+            self.mma(S, dP, dK, dV, shared, stage, as_vectors(gdQPartial), scale)
+
+    # ---------------------------------------------------------------- load
+
+    def token_of(self, slot_idx: Int32) -> Int32:
+        return Int32(Uint32(slot_idx) // self.slots)
+
+    def head_of(self, row: Int32) -> Int32:
+        """Of the G query heads."""
+        return Int32(Uint32(row) % self.group)
+
+    @cute.jit
+    def load_slot_idx(self, rows: Rows, row: Int32) -> Int32:
+        """The row's token * n + slot. Behind the end: that of the last row."""
+        return rows.gQueryRows[Int32(Uint32(cutlass.min(row, rows.num_rows - 1)) // self.group)]
+
+    @cute.jit
+    def load_stats(self, rows: Rows, slot_idx: Int32, row: Int32) -> tuple[Float32, Float32]:
+        """lse and delta of a row. Behind the end: those of the last row."""
+        head, token = self.head_of(cutlass.min(row, rows.num_rows - 1)), self.token_of(slot_idx)
+        return rows.gLse[head, token], rows.gDelta[head, token]
+
+    @cute.jit
+    def gather(self, rows: Rows, shared: Shared, stage: Int32, first_row: Int32):
+        """Start copying a tile of Q and of dO. Behind the end: the last row."""
+        for gX, sX in ((rows.gQ, shared.sQK), (rows.gdO, shared.sdOV)):
+            sTile = sX[None, None, stage]
+            row = lane_row(sTile, THREADS)
+            head = self.head_of(cutlass.min(first_row + row, rows.num_rows - 1))
+            start = Int32(cute.crd2idx((self.token_of(shared.sSlotIdx[row]), head, 0), gX.layout) // VECTOR)
+            gather_tile(as_vectors(gX), sTile, start, THREADS)
+
+    def fence_smem(self) -> None:
+        """Before a barrier: make this thread's writes to shared memory visible to MMA. mma.sync needs no fence."""
+
+    # ---------------------------------------------------------------- mma
+
+    def allocate_tiles(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """sQK, sdOV and sPdS of Shared."""
+        sizes = (self.dim, STAGES + 1), (self.v_dim, STAGES + 1), (TILE, 2)
+        layouts = [smem_tiles(self.dtype, TILE, columns, count) for columns, count in sizes]
+        sQK, sdOV, sPdS = (smem.allocate_tensor(self.dtype, layout, SMEM_ALIGNMENT) for layout in layouts)
+        return sQK, sdOV, sPdS
+
+    def allocate(self) -> Shared:
+        smem = cutlass.memory.SmemAllocator()
+        tiles = self.allocate_tiles(smem)
+        types = Float32, Float32, Int32, Int32, Int32
+        return Shared(*tiles, *[smem.allocate_tensor(dtype, cute.make_layout(TILE), 16) for dtype in types])
+
+    def make_acc_dkv(self, columns: int) -> cute.Tensor:
+        """Registers for dK or dV."""
+        return accumulator(make_warp_mma(self.dtype, ROW_WARPS), (TILE, columns // COLUMN_WARPS))
+
+    def mn_view(self, acc: cute.Tensor) -> cute.Tensor:
+        """(c, r, m, n), as of `acc_mn_view`."""
+        return acc_mn_view(acc)
+
+    def start_scores(self, shared: Shared, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """Accumulators of S and dP, whose products may be under way. mma.sync: `mma` issues them."""
+        mma = make_warp_mma(self.dtype, ROW_WARPS)
+        return accumulator(mma, (TILE, TILE // COLUMN_WARPS)), accumulator(mma, (TILE, TILE // COLUMN_WARPS))
+
+    @cute.jit
+    def mma(
+        self,
+        acc_s: cute.Tensor,  # of start_scores
         acc_dp: cute.Tensor,
         dK: cute.Tensor,
         dV: cute.Tensor,
-        sKQ: cute.Tensor,
-        sVdO: cute.Tensor,
-        sScores: cute.Tensor,
+        shared: Shared,
         stage: Int32,
-        sLse: cute.Tensor,
-        sDelta: cute.Tensor,
-        sSeen: cute.Tensor,
-        sTo: cute.Tensor,
-        gdQ: cute.Tensor,  # as of `as_vectors`
+        gdQPartial: cute.Tensor,  # as of `as_vectors`
         scale: Float32,
     ):
-        """All products of a tile of rows: dK and dV grow, dQ is written."""
+        """All products of a tile of rows: adds to dK and dV, writes dQ."""
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        mine, pair, rows_of_pair = thread % (PAIR * LANES), warp_index // PAIR, warp_index % PAIR
-        mma = make_warp_mma(self.dtype, PAIR)
-        sQ, sdO = sKQ[None, None, stage], sVdO[None, None, stage]
-        sK, sV = sKQ[None, None, STAGES], sVdO[None, None, STAGES]
-        sP, sdS = sScores[None, None, 0], sScores[None, None, 1]
-        to = self._rows_to(sTo)
+        mma_thread = thread % (ROW_WARPS * LANES)
+        column_warp, row_warp = warp_index // ROW_WARPS, warp_index % ROW_WARPS
+        mma = make_warp_mma(self.dtype, ROW_WARPS)
+        sQ, sdO = shared.sQK[None, None, stage], shared.sdOV[None, None, stage]
+        sK, sV = shared.sK, shared.sV
+        sP, sdS = shared.sPdS[None, None, 0], shared.sPdS[None, None, 1]
+        dq_start = self.load_dq_start(shared)
 
-        columns = TILE // PAIR
-        acc.fill(0.0)
+        # S = Q K^T, dP = dO V^T
+        columns = TILE // COLUMN_WARPS
+        acc_s.fill(0.0)
         acc_dp.fill(0.0)
-        first = pair * (columns // MMA_K)
-        gemm_smem(mma, mine, acc, sQ, sK, first)
-        gemm_smem(mma, mine, acc_dp, sdO, sV, first)
-        S, dP = acc_mn_view(acc), acc_mn_view(acc_dp)
-        # Tokens ascend: if the first one sees all keys, all see them
-        masked = sSeen[0] < TILE - 1
+        first = column_warp * (columns // MMA_K)
+        gemm_smem(mma, mma_thread, acc_s, sQ, sK, first)
+        gemm_smem(mma, mma_thread, acc_dp, sdO, sV, first)
+
+        # S becomes P, dP becomes dS
+        S, dP = acc_mn_view(acc_s), acc_mn_view(acc_dp)
+        masked = self.is_masked(shared)
         for m in range_constexpr(cute.size(S, mode=[2])):
             for r in range_constexpr(2):
-                place = (m * PAIR + rows_of_pair) * MMA_K + r * 8 + lane // QUAD
-                lse, delta = sLse[place], sDelta[place]
+                row = (m * ROW_WARPS + row_warp) * MMA_K + r * 8 + lane // QUAD
+                lse, delta = shared.sLse[row], shared.sDelta[row]
                 for n in range_constexpr(cute.size(S, mode=[3])):
                     for c in range_constexpr(2):
                         S[c, r, m, n] = probability(S[c, r, m, n], scale, lse)
                 if masked:
-                    seen = sSeen[place]
+                    last_key = shared.sLastKey[row]
                     for n in range_constexpr(cute.size(S, mode=[3])):
                         for c in range_constexpr(2):
-                            key = pair * columns + n * 8 + lane % QUAD * 2 + c
-                            S[c, r, m, n] = S[c, r, m, n] if key <= seen else Float32(0.0)
+                            key = column_warp * columns + n * 8 + lane % QUAD * 2 + c
+                            S[c, r, m, n] = S[c, r, m, n] if key <= last_key else Float32(0.0)
                 for n in range_constexpr(cute.size(S, mode=[3])):
                     for c in range_constexpr(2):
                         dP[c, r, m, n] = S[c, r, m, n] * (dP[c, r, m, n] - delta)
-        store_acc(mma, mine, acc, sP, first)
-        store_acc(mma, mine, acc_dp, sdS, first)
+        store_acc(mma, mma_thread, acc_s, sP, first)
+        store_acc(mma, mma_thread, acc_dp, sdS, first)
         cute.arch.sync_threads()
 
-        first = pair * (self.v_dim // PAIR // MMA_K)
-        gemm_smem(mma, mine, dV, transpose_view(sP), transpose_view(sdO), first, True, True)
-        first = pair * (self.dim // PAIR // MMA_K)
-        gemm_smem(mma, mine, dK, transpose_view(sdS), transpose_view(sQ), first, True, True)
-        dQ = accumulator(mma, (TILE, self.dim // PAIR))
+        # dV += P^T dO, dK += dS^T Q, dQ = dS K
+        first = column_warp * (self.v_dim // COLUMN_WARPS // MMA_K)
+        gemm_smem(mma, mma_thread, dV, transpose_view(sP), transpose_view(sdO), first, True, True)
+        first = column_warp * (self.dim // COLUMN_WARPS // MMA_K)
+        gemm_smem(mma, mma_thread, dK, transpose_view(sdS), transpose_view(sQ), first, True, True)
+        dQ = accumulator(mma, (TILE, self.dim // COLUMN_WARPS))
         dQ.fill(0.0)
-        gemm_smem(mma, mine, dQ, sdS, transpose_view(sK), first, False, True)
-        self._write_rows(dQ, cute.domain_offset((0, pair * (self.dim // PAIR // VECTOR)), gdQ), to, scale)
+        gemm_smem(mma, mma_thread, dQ, sdS, transpose_view(sK), first, False, True)
+        first_vector = column_warp * (self.dim // COLUMN_WARPS // VECTOR)
+        self.store_dq(dQ, cute.domain_offset((0, first_vector), gdQPartial), dq_start, scale)
 
-    # Rows
+    def is_masked(self, shared: Shared) -> Any:
+        """Whether a row of the tile does not see all keys. Tokens ascend: if the first row sees all, all do."""
+        return shared.sLastKey[0] < TILE - 1
 
-    @cute.jit
-    def _place(self, gPlaces: cute.Tensor, row: Int32, num_rows: Int32) -> Int32:
-        """The place of the row's token and slot, of the last row behind the end."""
-        return gPlaces[Int32(Uint32(cutlass.min(row, num_rows - 1)) // self.group)]
-
-    def _token(self, place: Int32) -> Int32:
-        return Int32(Uint32(place) // self.slots)
-
-    def _head(self, row: Int32) -> Int32:
-        return Int32(Uint32(row) % self.group)
+    # ---------------------------------------------------------------- store
 
     @cute.jit
-    def _gather(self, gX: cute.Tensor, sX: cute.Tensor, sPlace: cute.Tensor, first_row: Int32, num_rows: Int32):
-        """Start copying a tile of rows, the last one in place of those behind the end."""
-        row = lane_row(sX, THREADS)
-        head = self._head(cutlass.min(first_row + row, num_rows - 1))
-        start = Int32(cute.crd2idx((self._token(sPlace[row]), head, 0), gX.layout) // VECTOR)
-        gather_tile(as_vectors(gX), sX, start, THREADS)
+    def load_dq_start(self, shared: Shared) -> Int32:
+        """In lane i, sdQStart of row i of those that the warp has of an accumulator."""
+        lane = cute.arch.lane_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        row = (lane // MMA_K * self.row_warps + warp_index % self.row_warps) * MMA_K + lane % MMA_K
+        return shared.sdQStart[row % TILE]
 
     @cute.jit
-    def _statistics(
+    def store_dq(self, dQ: cute.Tensor, gdQPartial: cute.Tensor, dq_start: Int32, scale: Float32):
+        """Write the rows of dQ, scaled and rounded. Args: as of `store_rows`."""
+        rounded = cute.make_rmem_tensor_like(dQ, self.dtype)
+        rounded.store((dQ.load() * scale).to(self.dtype))
+        store_rows(self.mn_view(rounded), gdQPartial, dq_start)
+
+    @cute.jit
+    def epilogue(
         self,
-        gLse: cute.Tensor,  # [G, tokens]
-        gDelta: cute.Tensor,
-        place: Int32,
-        row: Int32,
+        dK: cute.Tensor,
+        dV: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mdKPartial: cute.Tensor,
+        mdVPartial: cute.Tensor,
+        work: WorkTile,
+        split_tiles: Int32,  # work tiles of split blocks, which come first
         num_rows: Int32,
-    ) -> tuple[Float32, Float32]:
-        """lse and delta of a row at its place, of the last one behind the end."""
-        head, token = self._head(cutlass.min(row, num_rows - 1)), self._token(place)
-        return gLse[head, token], gDelta[head, token]
+        first_key: Int32,
+        end: Int32,
+        scale: Float32,
+    ):
+        """Write dK and dV of a split block as partials, else add them to what earlier chunks left."""
+        batch, kv_head = work.batch, work.kv_head
+        keys = cutlass.min(end - first_key, TILE)
+        dK.store(dK.load() * scale)
+        if work.index < split_tiles:
+            start = (work.key_tile * TILE, 0)
+            gdK = cute.domain_offset(start, mdKPartial[batch, kv_head, work.index, None, None])
+            self.store_dkv(dK, gdK, TILE, False)
+            gdV = cute.domain_offset(start, mdVPartial[batch, kv_head, work.index, None, None])
+            self.store_dkv(dV, gdV, TILE, False)
+        elif num_rows > 0:
+            self.store_dkv(dK, cute.domain_offset((first_key, 0), mdK[batch, None, kv_head, None]), keys, True)
+            self.store_dkv(dV, cute.domain_offset((first_key, 0), mdV[batch, None, kv_head, None]), keys, True)
 
     @cute.jit
-    def _rows_to(self, sTo: cute.Tensor) -> Int32:
-        """In lane i, where row i of a warp's rows of an accumulator goes."""
+    def store_dkv(self, acc: cute.Tensor, gX: cute.Tensor, keys: Int32, add: cutlass.Constexpr[bool]):
+        """Write dK or dV to fp32 [keys, columns], or add it to what is there."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return sTo[((lane // MMA_K * self.row_warps + warp_index % self.row_warps) * MMA_K + lane % MMA_K) % TILE]
-
-    @cute.jit
-    def _write_rows(self, acc: cute.Tensor, mX: cute.Tensor, to: Int32, scale: Float32):
-        """Rows of dQ, scaled and rounded."""
-        rounded = cute.make_rmem_tensor_like(acc, self.dtype)
-        rounded.store((acc.load() * scale).to(self.dtype))
-        store_rows(self._numbers(rounded), mX, to)
-
-    @cute.jit
-    def _write(self, acc: cute.Tensor, mX: cute.Tensor, keys: Int32, add: cutlass.Constexpr[bool]):
-        """dK or dV to fp32 [keys, columns], maybe added to what is there."""
-        lane = cute.arch.lane_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        X = self._numbers(acc)
-        _, _, rows, pieces = X.shape
+        X = self.mn_view(acc)
+        _, _, row_tiles, column_tiles = X.shape
         rX, rBefore = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        for m in range_constexpr(rows):
+        for m in range_constexpr(row_tiles):
             for r in range_constexpr(2):
                 key = (m * self.row_warps + warp_index % self.row_warps) * MMA_K + r * 8 + lane // QUAD
                 if key < keys:
-                    for n in range_constexpr(pieces):
-                        place = (warp_index // self.row_warps * pieces + n) * QUAD + lane % QUAD
-                        gX = cute.local_tile(mX[key, None], (2,), (place,))
+                    for n in range_constexpr(column_tiles):
+                        column_pair = (warp_index // self.row_warps * column_tiles + n) * QUAD + lane % QUAD
+                        gPair = cute.local_tile(gX[key, None], (2,), (column_pair,))
                         for c in range_constexpr(2):
                             rX[c] = X[c, r, m, n]
                         if const_expr(add):
-                            cute.autovec_copy(gX, rBefore)
+                            cute.autovec_copy(gPair, rBefore)
                             rX.store(rX.load() + rBefore.load())
-                        cute.autovec_copy(rX, gX)
+                        cute.autovec_copy(rX, gPair)
 
 
 class KVOuterBackwardWGMMA(KVOuterBackward):
-    """By a warpgroup (WGMMA, sm_90a), transposed: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands
-    of dV and dK in registers. dS passes through shared memory for dQ only.
+    """dQ partials, dK and dV by a warpgroup's WGMMA (sm_90a). Barriers: KVOuterBackward.
+
+    Products are transposed, S^T = K Q^T and dP^T = V dO^T: P^T and dS^T are A operands of dV and dK in registers. Only
+    dS^T passes through shared memory, for dQ. S and dP are issued before the next tile is gathered.
     """
 
     row_warps = THREADS // LANES
 
-    def _allocate(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        layouts = [hopper.swizzled_tiles(self.dtype, *of) for of in ((self.dim, 3), (self.v_dim, 3), (TILE, 1))]
-        sKQ, sVdO, sScores = (hopper.allocate_tiles(smem, self.dtype, layout) for layout in layouts)
-        return sKQ, sVdO, sScores
+    def allocate_tiles(self, smem: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        sizes = (self.dim, STAGES + 1), (self.v_dim, STAGES + 1), (TILE, 1)
+        layouts = [wgmma.swizzled_tiles(self.dtype, columns, count) for columns, count in sizes]
+        sQK, sdOV, sPdS = (wgmma.allocate_tiles(smem, self.dtype, layout) for layout in layouts)
+        return sQK, sdOV, sPdS
 
-    def _sums(self, columns: int) -> cute.Tensor:
-        return accumulator(self._mma(columns, hopper.REGISTERS, hopper.K, hopper.MN), (TILE, columns))
+    def make_acc_dkv(self, columns: int) -> cute.Tensor:
+        return accumulator(self.make_mma(columns, wgmma.REGISTERS, wgmma.K, wgmma.MN), (TILE, columns))
 
-    def _numbers(self, acc: cute.Tensor) -> cute.Tensor:
+    def mn_view(self, acc: cute.Tensor) -> cute.Tensor:
         return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, 1, cute.size(acc) // 4)))
 
-    def _publish(self) -> None:
+    def fence_smem(self) -> None:
         cute.arch.fence_view_async_shared()
 
-    def _mma(self, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
-        return hopper.warpgroup_mma(self.dtype, columns, source, left, right)
+    def make_mma(self, columns: int, source: Any, left: Any, right: Any) -> cute.TiledMma:
+        """Args: columns of the accumulator; memory of A; major modes of A and B."""
+        return wgmma.warpgroup_mma(self.dtype, columns, source, left, right)
 
     @cute.jit
-    def _start(self, sKQ: cute.Tensor, sVdO: cute.Tensor, stage: Int32):
-        mma = self._mma(TILE, hopper.SHARED, hopper.K, hopper.K)
+    def start_scores(self, shared: Shared, stage: Int32):
+        """Issue S^T = K Q^T and dP^T = V dO^T, one group each."""
+        mma = self.make_mma(TILE, wgmma.SHARED, wgmma.K, wgmma.K)
         S, dP = accumulator(mma, (TILE, TILE)), accumulator(mma, (TILE, TILE))
-        for acc, sX in ((S, sKQ), (dP, sVdO)):
-            left = hopper.smem_operand_a(mma, sX)[None, None, None, STAGES]
-            right = hopper.smem_operand_b(mma, sX)[None, None, None, stage]
-            hopper.issue_mma(mma, acc, left, right, False)
+        for acc, tiles in ((S, shared.sQK), (dP, shared.sdOV)):
+            left = wgmma.smem_operand_a(mma, tiles)[None, None, None, STAGES]
+            right = wgmma.smem_operand_b(mma, tiles)[None, None, None, stage]
+            wgmma.issue_mma(mma, acc, left, right, False)
         return S, dP
 
     @cute.jit
-    def _multiply(
+    def mma(
         self,
         S: cute.Tensor,
         dP: cute.Tensor,
         dK: cute.Tensor,
         dV: cute.Tensor,
-        sKQ: cute.Tensor,
-        sVdO: cute.Tensor,
-        sScores: cute.Tensor,
+        shared: Shared,
         stage: Int32,
-        sLse: cute.Tensor,
-        sDelta: cute.Tensor,
-        sSeen: cute.Tensor,
-        sTo: cute.Tensor,
-        gdQ: cute.Tensor,
+        gdQPartial: cute.Tensor,
         scale: Float32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        mma_s = self._mma(TILE, hopper.SHARED, hopper.K, hopper.K)
-        mma_dk = self._mma(self.dim, hopper.REGISTERS, hopper.K, hopper.MN)
-        mma_dv = self._mma(self.v_dim, hopper.REGISTERS, hopper.K, hopper.MN)
-        mma_dq = self._mma(self.dim, hopper.SHARED, hopper.MN, hopper.MN)
+        sQK, sdOV, sdS = shared.sQK, shared.sdOV, shared.sPdS
+        mma_s = self.make_mma(TILE, wgmma.SHARED, wgmma.K, wgmma.K)
+        mma_dk = self.make_mma(self.dim, wgmma.REGISTERS, wgmma.K, wgmma.MN)
+        mma_dv = self.make_mma(self.v_dim, wgmma.REGISTERS, wgmma.K, wgmma.MN)
+        mma_dq = self.make_mma(self.dim, wgmma.SHARED, wgmma.MN, wgmma.MN)
         thr_s = mma_s.get_slice(thread)
-        dKrQ = hopper.smem_operand_b(mma_dk, hopper.transpose_view(sKQ))[None, None, None, stage]
-        dVrdO = hopper.smem_operand_b(mma_dv, hopper.transpose_view(sVdO))[None, None, None, stage]
-        dQrdS = hopper.smem_operand_a(mma_dq, hopper.transpose_view(sScores))[None, None, None, 0]
-        dQrK = hopper.smem_operand_b(mma_dq, hopper.transpose_view(sKQ))[None, None, None, STAGES]
+        tdKrQ = wgmma.smem_operand_b(mma_dk, wgmma.transpose_view(sQK))[None, None, None, stage]
+        tdVrdO = wgmma.smem_operand_b(mma_dv, wgmma.transpose_view(sdOV))[None, None, None, stage]
+        tdQrdS = wgmma.smem_operand_a(mma_dq, wgmma.transpose_view(sdS))[None, None, None, 0]
+        tdQrK = wgmma.smem_operand_b(mma_dq, wgmma.transpose_view(sQK))[None, None, None, STAGES]
         every_key = cute.make_layout((TILE, TILE), stride=(0, 1))
-        of_rows = [thr_s.partition_C(cute.make_tensor(x.iterator, every_key)) for x in (sLse, sDelta, sSeen)]
-        tSsLse, tSsDelta, tSsSeen = (x[(None, 0, None), 0, 0] for x in of_rows)
+        stats = shared.sLse, shared.sDelta, shared.sLastKey
+        stats_of_acc = [thr_s.partition_C(cute.make_tensor(x.iterator, every_key)) for x in stats]
+        tSsLse, tSsDelta, tSsLastKey = (x[(None, 0, None), 0, 0] for x in stats_of_acc)
         tScS = thr_s.partition_C(cute.make_identity_tensor((TILE, TILE)))  # (key, row)
-        to = self._rows_to(sTo)
-        masked = sSeen[0] < TILE - 1  # tokens ascend
+        dq_start = self.load_dq_start(shared)
+        masked = self.is_masked(shared)
 
-        rLse = hopper.broadcast_over_rows(tSsLse)
+        # S becomes P while dP is computed; dV += P^T dO
+        rLse = wgmma.broadcast_over_rows(tSsLse)
         warpgroup.wait_group(1)
-        hopper.scores_to_probabilities(S, scale, rLse)
+        wgmma.scores_to_probabilities(S, scale, rLse)
         if masked:
-            for n, r, c in hopper.acc_coordinates(S):
+            for n, r, c in wgmma.acc_coordinates(S):
                 key, _ = tScS[(c, r, n), 0, 0]
-                S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if key <= tSsSeen[c, n] else Float32(0.0)
-        hopper.issue_mma(mma_dv, dV, hopper.acc_as_operand_a(mma_dv, S), dVrdO, True)
-        rDelta = hopper.broadcast_over_rows(tSsDelta)
+                S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if key <= tSsLastKey[c, n] else Float32(0.0)
+        wgmma.issue_mma(mma_dv, dV, wgmma.acc_as_operand_a(mma_dv, S), tdVrdO, True)
+
+        # P becomes dS while dV is computed; dQ = dS K, dK += dS^T Q
+        rDelta = wgmma.broadcast_over_rows(tSsDelta)
         warpgroup.wait_group(1)
-        hopper.score_gradients(S, S, dP, rDelta)
-        rdS = hopper.acc_as_operand_a(mma_dk, S)
-        hopper.stmatrix_tile(mma_s, cute.make_tensor(rdS.iterator, S.layout), sScores[None, None, 0], thread)
-        self._publish()
+        wgmma.score_gradients(S, S, dP, rDelta)
+        rdS = wgmma.acc_as_operand_a(mma_dk, S)
+        wgmma.stmatrix_tile(mma_s, cute.make_tensor(rdS.iterator, S.layout), sdS[None, None, 0], thread)
+        self.fence_smem()
         cute.arch.sync_threads()
         dQ = accumulator(mma_dq, (TILE, self.dim))
-        hopper.issue_mma(mma_dq, dQ, dQrdS, dQrK, False)
-        hopper.issue_mma(mma_dk, dK, rdS, dKrQ, True)
+        wgmma.issue_mma(mma_dq, dQ, tdQrdS, tdQrK, False)
+        wgmma.issue_mma(mma_dk, dK, rdS, tdKrQ, True)
+
+        # dQ is written while dK is computed
         warpgroup.wait_group(1)
-        self._write_rows(dQ, gdQ, to, scale)
+        self.store_dq(dQ, gdQPartial, dq_start, scale)
         warpgroup.wait_group(0)
 
 
-class AddParts:
-    """Adds the sums of the segments of cut blocks, in order. A CTA for each segment: its share of the block's numbers.
+class CombineDKV:
+    """Adds the fp32 partials of split blocks to dK or dV, in order. Each work tile's CTA adds a chunk of its block.
 
     Args: columns of a key, l'.
     """
@@ -529,59 +642,62 @@ class AddParts:
     @cute.jit
     def __call__(
         self,
-        mCounts: cute.Tensor,  # Visits.counts
-        mSums: cute.Tensor,  # Visits.sums
-        mSegments: cute.Tensor,  # Visits.segments
-        mParts: cute.Tensor,  # fp32 [B, H_kv, segments of cut blocks, l', dim]
+        mCounts: cute.Tensor,  # Worklist.counts
+        mCumCounts: cute.Tensor,  # Worklist.cum_counts
+        mWorkTiles: cute.Tensor,  # Worklist.work_tiles
+        mPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', dim]
         mX: cute.Tensor,  # fp32 [B, N, H_kv, dim]
         mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
         stream: Any,
     ):
-        self.kernel(mCounts, mSums, mSegments, mParts, mX, mBounds).launch(
-            grid=[mParts.shape[2], mParts.shape[1], mParts.shape[0]], block=[ADD_THREADS, 1, 1], stream=stream
+        self.kernel(mCounts, mCumCounts, mWorkTiles, mPartial, mX, mBounds).launch(
+            grid=[mPartial.shape[2], mPartial.shape[1], mPartial.shape[0]],
+            block=[combine_splits.THREADS, 1, 1],
+            stream=stream,
         )
 
     @cute.kernel
     def kernel(
         self,
         mCounts: cute.Tensor,
-        mSums: cute.Tensor,
-        mSegments: cute.Tensor,
-        mParts: cute.Tensor,
+        mCumCounts: cute.Tensor,
+        mWorkTiles: cute.Tensor,
+        mPartial: cute.Tensor,
         mX: cute.Tensor,
         mBounds: cute.Tensor | None,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        segment, head, batch = cute.arch.block_idx()
-        cut, _ = used_segments(mSums[batch, head, None, None])
-        if segment < cut:
-            block = mSegments[batch, head, BLOCK, segment]
-            segments = mCounts[batch, head, CUT, block]
-            first = mSums[batch, head, CUT, block] - segments
+        work_tile, head, batch = cute.arch.block_idx()
+        split_tiles, _ = num_work_tiles(mCumCounts[batch, head, None, None])
+        if work_tile < split_tiles:
+            block = mWorkTiles[batch, head, BLOCK, work_tile]
+            tiles = mCounts[batch, head, SPLITS, block]
+            first_tile = mCumCounts[batch, head, SPLITS, block] - tiles
             first_key, end = block_bounds(block, self.size, mX.shape[1], mBounds)
-            vectors = const_expr(self.size * self.dim // SUMMED)
-            rSum = cute.make_rmem_tensor(SUMMED, Float32)
-            rPart = cute.make_rmem_tensor((SUMMED, BATCH), Float32)
-            share = segment - first
-            stop = (share + 1) * vectors // segments
-            for vector in cutlass.range(share * vectors // segments + thread, stop, ADD_THREADS, unroll=1):
-                key, column = vector // (self.dim // SUMMED), vector % (self.dim // SUMMED)
+            width = const_expr(combine_splits.VECTOR)
+            vectors = const_expr(self.size * self.dim // width)
+            rSum = cute.make_rmem_tensor(width, Float32)
+            chunk = work_tile - first_tile
+            stop = chunk_start(chunk + 1, tiles, vectors)
+            start = chunk_start(chunk, tiles, vectors) + thread
+            for vector in cutlass.range(start, stop, combine_splits.THREADS, unroll=1):
+                key, column = vector // (self.dim // width), vector % (self.dim // width)
                 if first_key + key < end:
-                    gX = cute.local_tile(mX[batch, first_key + key, head, None], (SUMMED,), (column,))
+                    gX = cute.local_tile(mX[batch, first_key + key, head, None], (width,), (column,))
                     cute.autovec_copy(gX, rSum)
-                    for start in cutlass.range(0, segments, BATCH, unroll=1):
-                        for i in range_constexpr(BATCH):
-                            rPart[None, i].fill(0.0)
-                            if start + i < segments:
-                                gPart = mParts[batch, head, first + start + i, key, None]
-                                cute.autovec_copy(cute.local_tile(gPart, (SUMMED,), (column,)), rPart[None, i])
-                        for i in range_constexpr(BATCH):
-                            rSum.store(rSum.load() + rPart[None, i].load())
+                    partial_row = partial(self.partial_row, mPartial, batch, head, first_tile, key)
+                    add_partials(rSum, partial_row, column, tiles)
                     cute.autovec_copy(rSum, gX)
+
+    def partial_row(
+        self, mPartial: cute.Tensor, batch: Int32, head: Int32, first_tile: Int32, key: Int32, start: Int32, i: int
+    ) -> cute.Tensor:
+        """As `add_partials` takes it."""
+        return mPartial[batch, head, first_tile + start + i, key, None]
 
 
 @compiled_once
-def _visit(
+def _compiled(
     dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
 ) -> Kernel:
     dim, v_dim = dims
@@ -590,8 +706,8 @@ def _visit(
         kernel(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size),
         *[fake(dtype, None, None, None, columns) for columns in (dim, v_dim, dim, v_dim)],
         *[fake(torch.float32, None, None, None, aligned=False) for _ in range(2)],
-        fake_places(),
-        *[fake_segments() for _ in range(2)],
+        fake_query_rows(),
+        *[fake_tiles() for _ in range(2)],
         fake(dtype, None, None, None, group, dim),
         *[fake(torch.float32, None, None, None, columns) for columns in dims],
         *[fake(torch.float32, None, None, None, size, columns) for columns in dims],
@@ -602,10 +718,10 @@ def _visit(
 
 
 @compiled_once
-def _add_parts(dim: int, size: int, packed: bool) -> Kernel:
+def _combine_dkv(dim: int, size: int, packed: bool) -> Kernel:
     return compile_kernel(
-        AddParts(dim, size),
-        *[fake_segments() for _ in range(3)],
+        CombineDKV(dim, size),
+        *[fake_tiles() for _ in range(3)],
         fake(torch.float32, None, None, None, size, dim),
         fake(torch.float32, None, None, None, dim),
         fake_bounds() if packed else None,
@@ -627,24 +743,24 @@ def kv_outer_backward(
     local: int = 0,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `token_selected.kv_outer_forward`.
+    """Gradients of `kv_outer.kv_outer_forward`. Bitwise the same each time.
 
     Args:
-        q, k, v, indices, size, scale, bounds: as there, all from the first token on.
-        do: `[B,N,H,D_v]`, like q; finite.
-        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Not finite: the row counts nothing.
-        delta: fp32 `[B,H,N]`, likewise: what dP is reduced by, sum(do * o) without a gate. Ignored where lse is not
-            finite.
-        local: leave out the block of each token and those before it, so many in all, where they were chosen.
-        into: dq, dk and dv to write, instead of new ones.
+        q, k, v, indices, size, scale, bounds: as there, of all tokens.
+        do: `[B,N,H,D_v]`, bf16 or fp16 like q; finite.
+        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Rows whose lse is not finite have no gradients.
+        delta: fp32 `[B,H,N]`, last dimension contiguous: sum(do * o), the term that is subtracted from dP. Not used
+            where lse is not finite.
+        local: local blocks to leave out: those that end with the token's own, as many, where they were selected.
+        into: dq, dk and dv to write, instead of new tensors.
 
     Returns:
-        dq, dk, dv. Rows without keys and keys without rows have zeros. Bitwise the same each time.
+        dq, dk, dv. Zeros for rows without keys and keys without rows.
 
     Raises:
-        ValueError: for what the kernels cannot take.
+        ValueError: for shapes, dtypes and strides that the kernels do not support.
     """
-    check_token_selected(q, k, v, indices, size, scale, bounds=bounds)
+    check_token_attention(q, k, v, indices, size, scale, bounds=bounds)
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     if do.shape != (batch, tokens, heads, v_dim) or do.dtype != q.dtype or not vectorized(do):
@@ -654,57 +770,60 @@ def kv_outer_backward(
         if x.shape != (batch, heads, tokens) or x.dtype != torch.float32 or (x.numel() > 0 and x.stride(2) != 1):
             expected = f"fp32 {[batch, heads, tokens]}, its last dimension contiguous"
             raise ValueError(f"{name} must be {expected}, got {x.dtype} {[*x.shape]}, strides {x.stride()}")
-    group, slots, units = heads // kv_heads, indices.shape[3], size // TILE
+    group, slots, block_tiles = heads // kv_heads, indices.shape[3], size // TILE
     results = into or (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
     dq = results[0]
-    sums: list[list[Tensor]] = []
     if q.numel() == 0 or slots == 0:
         for result in results:
             result.zero_()
         return results
     packed = bounds is not None
-    visit = _visit((dim, v_dim), q.dtype, group, slots, size, packed, has_warpgroups(q.device)).run
+    run = _compiled((dim, v_dim), q.dtype, group, slots, size, packed, has_warpgroups(q.device)).run
+    sums: list[list[Tensor]] = []  # fp32 dK and dV of each stream
     with SideStreams(q.device) as streams:
-        for number, (visits, batches, of) in enumerate(
-            passes(
+        for chunk, (worklist, batches, kv_slice) in enumerate(
+            worklist_chunks(
                 indices,
                 size=size,
-                length=-(-SEGMENT_ROWS // group),
-                token_bytes=slots * units * group * dim * q.element_size(),
-                most_bytes=PART_BYTES,
+                min_rows=-(-MIN_TILE_ROWS // group),
+                token_bytes=slots * block_tiles * group * dim * q.element_size(),
+                max_bytes=PARTIAL_BYTES,
                 bounds=bounds,
                 local=local,
             )
         ):
             streams.begin()
-            if number < STREAMS:
+            if chunk < STREAMS:
                 sums.append([torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)])
-            pairs, cut = visits.places.shape[:2], visits.sizes.cut
-            parts = torch.empty((*pairs, visits.sizes.visits * units, group, dim), dtype=q.dtype, device=q.device)
-            cut_parts = [
-                torch.empty((*pairs, max(cut, 1), size, columns), dtype=torch.float32, device=q.device)
+            pairs, split_tiles = worklist.query_rows.shape[:2], worklist.sizes.split_tiles
+            dq_shape = *pairs, worklist.sizes.rows * block_tiles, group, dim
+            dq_partial = torch.empty(dq_shape, dtype=q.dtype, device=q.device)
+            dkv_partial = [
+                torch.empty((*pairs, max(split_tiles, 1), size, columns), dtype=torch.float32, device=q.device)
                 for columns in (dim, v_dim)
             ]
-            queries = slice(of.start * group, of.stop * group)
-            rows = visits.rows()
-            mine = [x[batches, :, of] for x in sums[number % STREAMS]]
-            given = [
-                *[x[batches, rows, queries] for x in (q, do)],
-                *[x[batches, :, of] for x in (k, v)],
-                *[x[batches, queries, rows] for x in (lse, delta)],
+            head_slice = slice(kv_slice.start * group, kv_slice.stop * group)
+            tokens_slice = worklist.tokens()
+            dkv = [x[batches, :, kv_slice] for x in sums[chunk % STREAMS]]
+            inputs = [
+                *[x[batches, tokens_slice, head_slice] for x in (q, do)],
+                *[x[batches, :, kv_slice] for x in (k, v)],
+                *[x[batches, head_slice, tokens_slice] for x in (lse, delta)],
             ]
-            with streams.run(visits, parts, cut_parts, given):
-                tables = visits.places, visits.segments, visits.sums
-                visit(*given, *tables, parts, *mine, *cut_parts, bounds, visits.first_token, scale)
-                if cut > 0:
-                    for x, x_parts in zip(mine, cut_parts, strict=True):
-                        run = _add_parts(x.shape[-1], size, packed).run
-                        run(visits.counts, visits.sums, visits.segments, x_parts, x, bounds)
-                add_slots(visits, parts, dq[batches, rows, queries], units=units)
-            del parts, cut_parts, given, visits  # the stream holds them as long as it needs them
-    for result, *of_streams in zip(results[1:], *sums, strict=True):
-        if len(of_streams) > 1:
-            torch.add(*of_streams, out=result)
+            with streams.run(worklist, dq_partial, dkv_partial, inputs):
+                tables = worklist.query_rows, worklist.work_tiles, worklist.cum_counts
+                run(*inputs, *tables, dq_partial, *dkv, *dkv_partial, bounds, worklist.first_token, scale)
+                if split_tiles > 0:
+                    for x, x_partial in zip(dkv, dkv_partial, strict=True):
+                        combine = _combine_dkv(x.shape[-1], size, packed).run
+                        combine(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_partial, x, bounds)
+                combine_partials(
+                    worklist, dq_partial, dq[batches, tokens_slice, head_slice], partials_per_slot=block_tiles
+                )
+            del dq_partial, dkv_partial, inputs, worklist  # the stream holds them as long as it needs them
+    for result, *stream_sums in zip(results[1:], *sums, strict=True):
+        if len(stream_sums) > 1:
+            torch.add(*stream_sums, out=result)
         else:
-            result.copy_(of_streams[0])
+            result.copy_(stream_sums[0])
     return results

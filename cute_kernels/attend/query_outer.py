@@ -1,23 +1,23 @@
-"""Attention of each token to its own blocks of keys, exact: queries stay, the blocks of all of a tile's tokens come.
+"""Query-outer attention per token, exact: a CTA keeps the query rows of a work tile, and KV blocks stream past them.
 
-    S_ij = scale q_i . k_j        j <= i in the blocks that token i chose
+    S_ij = scale q_i . k_j        j <= i in the blocks that token i selected
     o_i = sum_j exp(S_ij - lse_i) v_j        lse_i = log sum_j exp(S_ij)
 
-Rows are tokens x G heads: those of the G query heads of a key/value head for so many tokens that they fill ROWS. A CTA
-lists the blocks that any of its tokens chose, each with the tokens that did, a bit a token; then it is flash attention
-over this list, with a mask by bits where not all tokens chose. A row's blocks come in ascending order, and what it did
-not choose changes none of its bits: it adds 0 to what is multiplied by 1. So a token's result does not depend on what
-others of its tile choose, and nothing leaks from the future.
+A work tile is as many tokens as fill ROWS query rows with the G heads of their key/value head (pack_gqa). Its CTA lists
+each block that any of its tokens selected once, in ascending order, with a bit for each token that did. The rest is
+flash attention over this list, with scores masked by these bits and by causality. A block that a row did not select
+changes none of its bits: P is 0 and o is rescaled by 1. So the result of a token does not depend on what the others of
+its tile select, and nothing leaks from the future.
 
-Good where neighbours agree: a tile multiplies the union of its tokens' blocks. kv_outer.py, where keys stay, does
-the same work whatever tokens choose. `takes_tiles` picks.
+It pays where neighbors agree, since a tile multiplies the union of its tokens' blocks. kv_outer.py does the same work
+whatever tokens select. `takes_query_outer` decides between them.
 
 Floor, 64K tokens, 64 heads over 4, D = 128, n = 16, l' = 64, u blocks a tile of 8 tokens: u / 16 times 2.2 TFLOP, 3.7
 ms at 600 TFLOP/s; q and o once, 2 GB, 0.5 ms; keys and values from L2, u x 32 KB a tile. Random blocks: u = 98.
-Seen once on an H200: 10 ns for each block of a tile, 7.2 ms at u = 16, 33 ms at u = 98.
+Measured on an H200: 10 ns per block of a tile, 7.2 ms at u = 16, 33 ms at u = 98.
 
 Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; l' a multiple of 64; G up to ROWS; rows start at
-multiples of 16 bytes; every block that is visited must hold finite values behind a token too.
+multiples of 16 bytes; selected blocks must be finite behind a token too.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from cute_kernels.attend.kv_outer import check_token_selected
-from cute_kernels.attend.warp_rows import LOG_2, block_bounds, heads_of
-from cute_kernels.lists.worklist import fake_bounds, fake_table, visited_block
+from cute_kernels.attend.checks import check_token_attention
+from cute_kernels.attend.views import block_bounds, group_heads
+from cute_kernels.lists.worklist import fake_bounds, fake_slots, selected_block
 from cute_kernels.mma.mma_sync import (
     QUAD,
     acc_as_operand_a,
@@ -52,7 +52,7 @@ from cute_kernels.mma.mma_sync import (
     scale_row,
     store_rows,
 )
-from cute_kernels.mma.warp import LANES, LOG2_E
+from cute_kernels.mma.warp import LANES, LN_2, LOG2_E
 from cute_kernels.mma.wgmma import (
     MN,
     REGISTERS,
@@ -74,36 +74,38 @@ WARPS = 8
 THREADS = WARPS * LANES
 WARP_ROWS = 16
 ROWS = WARPS * WARP_ROWS
-"""Of a tile."""
+"""Query rows of a work tile."""
 
-MOST_TOKENS = 32
-"""Of a tile: bits of a word."""
+MAX_TOKENS = 32
+"""Tokens of a work tile: bits of a word."""
 
-TILES_GROUP = 64
-"""The fewest heads a group for which tiles take less time than visits whatever tokens choose (docs/experiments.md)."""
+MAX_SLOTS = 4096
+"""Slots of a work tile's tokens that shared memory has room for."""
 
-ALWAYS_TILES: bool | None = None
-"""True or False instead of the rule: True pays where neighbours choose alike."""
-
-MOST_ENTRIES = 4096
-"""Slots of a tile's tokens: what shared memory has room for."""
+MIN_GROUP = 64
+"""G from which query-outer is faster than KV-outer whatever tokens select (docs/experiments.md)."""
 
 STAGES = 3
-"""Of TILE keys and values that arrive, or are multiplied."""
+"""Buffers of TILE keys and values: one is multiplied while the others fill."""
 
 
 def tile_tokens(group: int) -> int:
-    """Tokens of a tile, for G heads."""
-    return min(MOST_TOKENS, ROWS // group)
+    """Tokens of a work tile, for G heads."""
+    return min(MAX_TOKENS, ROWS // group)
 
 
-def takes_tiles(group: int, slots: int) -> bool:
-    """Whether attention per token goes by tiles: the rule, which sees shapes alone.
+def takes_query_outer(group: int, slots: int, query_outer: bool | None = None) -> bool:
+    """Whether attention per token runs query-outer, by shapes alone.
 
-    By what tokens choose, which would be better, one token's bits would depend on what later ones choose.
+    The selections would decide better, but then the bits of a token would depend on what later tokens select.
+
+    Args:
+        group: G. slots: n.
+        query_outer: True or False instead of the rule, where the kernel takes the shape; True pays where neighbors
+            select alike.
     """
-    fits = group <= ROWS and tile_tokens(group) * slots <= MOST_ENTRIES
-    return fits and (group >= TILES_GROUP if ALWAYS_TILES is None else ALWAYS_TILES)
+    fits = group <= ROWS and tile_tokens(group) * slots <= MAX_SLOTS
+    return fits and (group >= MIN_GROUP if query_outer is None else query_outer)
 
 
 class QueryOuterForward:
@@ -113,7 +115,7 @@ class QueryOuterForward:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
         self.warpgroups = warpgroups
         self.tokens = tile_tokens(group)
-        self.units = size // TILE
+        self.block_tiles = size // TILE
 
     @cute.jit
     def __call__(
@@ -130,11 +132,11 @@ class QueryOuterForward:
         stream: Any,
     ):
         self.kernel(
-            heads_of(mQ, self.group),
+            group_heads(mQ, self.group),
             mK,
             mV,
             mIndices,
-            heads_of(mO, self.group),
+            group_heads(mO, self.group),
             mLse,
             mBounds,
             first_token,
@@ -161,147 +163,143 @@ class QueryOuterForward:
         mBounds: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
-        row_layout: cute.ComposedLayout,
-        key_layout: cute.ComposedLayout,
-        value_layout: cute.ComposedLayout,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        tile, kv_head, batch = cute.arch.block_idx()
+        cta, kv_head, batch = cute.arch.block_idx()
         tiles, _, _ = cute.arch.grid_dim()
-        tile = tiles - 1 - tile  # the longest lists first
+        tile = tiles - 1 - cta  # late tokens have the longest lists
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, key_layout)
-        sV = allocate_tiles(smem, self.dtype, value_layout)
-        sQ = allocate_tiles(smem, self.dtype, row_layout)
-        entries = const_expr(self.tokens * self.slots)
-        sBlock, sBits, sFound, sFoundBits = (
-            smem.allocate_tensor(Int32, cute.make_layout(entries), 16) for _ in range(4)
+        sK = allocate_tiles(smem, self.dtype, k_layout)
+        sV = allocate_tiles(smem, self.dtype, v_layout)
+        sQ = allocate_tiles(smem, self.dtype, q_layout)
+        num_slots = const_expr(self.tokens * self.slots)
+        sSlotBlock, sSlotBits, sBlock, sBlockBits = (
+            smem.allocate_tensor(Int32, cute.make_layout(num_slots), 16) for _ in range(4)
         )
 
+        # Gather q
         first = tile * self.tokens
         num_tokens = cutlass.min(mIndices.shape[2] - first, self.tokens)
         gQ = cute.domain_offset((first, 0, 0), mQ[batch, None, kv_head, None, None])
         gO = cute.domain_offset((first, 0, 0), mO[batch, None, kv_head, None, None])
         first_token += first
-        sRows = sQ[None, None, warp_index * WARP_ROWS // TILE]
-        sMine = cute.local_tile(sRows, (WARP_ROWS, self.dim), (warp_index % (TILE // WARP_ROWS), 0))
-        my_row = warp_index * WARP_ROWS + lane % WARP_ROWS
+        sWarpgroupQ = sQ[None, None, warp_index * WARP_ROWS // TILE]
+        sWarpQ = cute.local_tile(sWarpgroupQ, (WARP_ROWS, self.dim), (warp_index % (TILE // WARP_ROWS), 0))
+        lane_row = warp_index * WARP_ROWS + lane % WARP_ROWS
         last_row = num_tokens * self.group - 1
-        row = cutlass.min(my_row, last_row)
+        row = cutlass.min(lane_row, last_row)
         start = cute.crd2idx((row // self.group, row % self.group, 0), gQ.layout) // VECTOR
-        gather_rows(as_vectors(gQ), sMine, Int32(start))
+        gather_rows(as_vectors(gQ), sWarpQ, Int32(start))
         cute.arch.cp_async_commit_group()
 
+        # List the blocks
         gIndices = cute.domain_offset((first, 0), mIndices[batch, kv_head, None, None])
-        ends = first_token + num_tokens  # of a sequence; tokens behind the last are not here
-        for i in range_constexpr((entries + THREADS - 1) // THREADS):
-            entry = thread + i * THREADS
-            if entry < entries:
-                token, block = entry // self.slots, Int32(-1)
+        end = first_token + num_tokens  # read without mBounds; tokens behind the last one are left out below
+        for i in range_constexpr((num_slots + THREADS - 1) // THREADS):
+            slot_idx = thread + i * THREADS
+            if slot_idx < num_slots:
+                token, block = slot_idx // self.slots, Int32(-1)
                 if token < num_tokens:
-                    chosen = gIndices[token, entry % self.slots]
-                    block = visited_block(chosen, first_token + token, ends, self.size, mBounds)
-                sBlock[entry] = block
+                    chosen = gIndices[token, slot_idx % self.slots]
+                    block = selected_block(chosen, first_token + token, end, self.size, mBounds)
+                sSlotBlock[slot_idx] = block
         cute.arch.sync_threads()
-        found = self._list(sBlock, sBits, sFound, sFoundBits, thread)
+        num_blocks = self._list_blocks(sSlotBlock, sSlotBits, sBlock, sBlockBits, thread)
 
-        steps = found * self.units
+        # Prologue
+        steps = num_blocks * self.block_tiles
         gK, gV = mK[batch, None, kv_head, None], mV[batch, None, kv_head, None]
         for step in range_constexpr(STAGES - 1):
             if step < steps:
-                self._load(gK, gV, sK, sV, sFound, Int32(step), mBounds)
+                self._load(gK, gV, sK, sV, sBlock, Int32(step), mBounds)
             cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(STAGES - 1)
         cute.arch.sync_warp()
         rQ = None
         if const_expr(self.warpgroups):
-            rQ = load_operand_a(warpgroup_mma(self.dtype, TILE, REGISTERS, K, K), sRows)
+            rQ = load_operand_a(warpgroup_mma(self.dtype, TILE, REGISTERS, K, K), sWarpgroupQ)
 
         rToken = cute.make_rmem_tensor(2, Int32)
-        rTop, rTotal = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # top in units of log 2
+        rMax, rSum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # max in units of log 2
         for r in range_constexpr(2):
             rToken[r] = (warp_index * WARP_ROWS + r * 8 + lane // QUAD) // self.group
-            rTop[r], rTotal[r] = -Float32.inf, Float32(0.0)
+            rMax[r], rSum[r] = -Float32.inf, Float32(0.0)
         acc_o = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, self.v_dim))
         acc_o.fill(0.0)
-        sums = acc_mn_view(acc_o)
+        acc_o_mn = acc_mn_view(acc_o)
+
+        # Mainloop
         for step in cutlass.range(steps, unroll=1):
             cute.arch.cp_async_wait_group(STAGES - 2)
             if const_expr(self.warpgroups):
                 cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
             if step + STAGES - 1 < steps:
-                self._load(gK, gV, sK, sV, sFound, step + STAGES - 1, mBounds)
+                self._load(gK, gV, sK, sV, sBlock, step + STAGES - 1, mBounds)
             cute.arch.cp_async_commit_group()
             acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, TILE))
-            self._scores(acc, rQ, sMine, sK, step % STAGES)
+            self._mma_qk(acc, rQ, sWarpQ, sK, step % STAGES)
 
-            place = step // self.units
-            first_key, _ = block_bounds(sFound[place], self.size, mK.shape[1], mBounds)
-            first_key += step % self.units * TILE
-            bits = sFoundBits[place]
+            i_block = step // self.block_tiles
+            first_key, _ = block_bounds(sBlock[i_block], self.size, mK.shape[1], mBounds)
+            first_key += step % self.block_tiles * TILE
             S = acc_mn_view(acc)
-            rSeen = cute.make_rmem_tensor(2, Int32)  # the last key that a row sees
-            for r in range_constexpr(2):
-                chosen = (bits >> rToken[r] & 1) != 0
-                rSeen[r] = first_token + rToken[r] - first_key if chosen else Int32(-1)
-            if cute.arch.vote_any_sync(cutlass.min(rSeen[0], rSeen[1]) < TILE - 1):
-                for r in range_constexpr(2):
-                    mask_after(S[None, r, 0, None], rSeen[r])
-            for r in range_constexpr(2):
-                top = cute.arch.fmax(rTop[r], row_max(S[None, r, 0, None]) * (scale * LOG2_E))
-                base = Float32(0.0) if top == -Float32.inf else top
-                shrunk = cute.math.exp2(rTop[r] - base, fastmath=True)
-                total = exp2_and_sum(S[None, r, 0, None], scale * LOG2_E, base, rTotal[r] * shrunk)
-                rTop[r], rTotal[r] = top, total
-                scale_row(sums[None, r, 0, None], shrunk)
-            self._add_values(acc_o, acc_as_operand_a(acc, self.dtype), sV, step % STAGES)
+            self._mask(S, sBlockBits[i_block], rToken, first_token, first_key)
+            self._softmax(S, acc_o_mn, rMax, rSum, scale)
+            self._mma_pv(acc_o, acc_as_operand_a(acc, self.dtype), sV, step % STAGES)
 
+        # Epilogue
         for r in range_constexpr(2):
-            total = cute.arch.warp_reduction_sum(rTotal[r], threads_in_group=QUAD)
-            share = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-            scale_row(sums[None, r, 0, None], share)
+            row_sum = self._normalize(acc_o_mn[None, r, 0, None], rSum[r])
             row = warp_index * WARP_ROWS + r * 8 + lane // QUAD
             if (lane % QUAD == 0) & (row <= last_row):
-                top = Float32(0.0) if rTop[r] == -Float32.inf else rTop[r]
-                lse = (top + cute.math.log2(total, fastmath=True)) * LOG_2
+                base = Float32(0.0) if rMax[r] == -Float32.inf else rMax[r]
+                lse = (base + cute.math.log2(row_sum, fastmath=True)) * LN_2
                 mLse[batch, kv_head * self.group + row % self.group, first + row // self.group] = lse
         rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
         rO.store(acc_o.load().to(self.dtype))
-        to = cute.crd2idx((my_row // self.group, my_row % self.group, 0), gO.layout) // VECTOR
-        store_rows(acc_mn_view(rO), as_vectors(gO), Int32(to) if my_row <= last_row else Int32(-1))
+        vector = cute.crd2idx((lane_row // self.group, lane_row % self.group, 0), gO.layout) // VECTOR
+        store_rows(acc_mn_view(rO), as_vectors(gO), Int32(vector) if lane_row <= last_row else Int32(-1))
 
     @cute.jit
-    def _list(
-        self, sBlock: cute.Tensor, sBits: cute.Tensor, sFound: cute.Tensor, sFoundBits: cute.Tensor, thread: Int32
+    def _list_blocks(
+        self,
+        sSlotBlock: cute.Tensor,
+        sSlotBits: cute.Tensor,
+        sBlock: cute.Tensor,
+        sBlockBits: cute.Tensor,
+        thread: Int32,
     ) -> Int32:
-        """Write each block once, ascending, and a bit for each token that chose it. Returns how many there are."""
-        entries = const_expr(self.tokens * self.slots)
-        for i in range_constexpr((entries + THREADS - 1) // THREADS):
-            entry = thread + i * THREADS
-            if entry < entries:
-                block, bits, earlier = sBlock[entry], Int32(0), Int32(0)
-                for other in cutlass.range(entries, unroll=8):
-                    same = sBlock[other] == block
+        """Write each block once, ascending, and a bit for each token that selected it. Returns how many there are."""
+        num_slots = const_expr(self.tokens * self.slots)
+        for i in range_constexpr((num_slots + THREADS - 1) // THREADS):
+            slot_idx = thread + i * THREADS
+            if slot_idx < num_slots:
+                block, bits, earlier = sSlotBlock[slot_idx], Int32(0), Int32(0)
+                for other in cutlass.range(num_slots, unroll=8):
+                    same = sSlotBlock[other] == block
                     bits |= Int32(1) << other // self.slots if same else Int32(0)
-                    earlier += Int32(1) if same & (other < entry) else Int32(0)
-                sBits[entry] = bits if (block >= 0) & (earlier == 0) else Int32(0)
+                    earlier += Int32(1) if same & (other < slot_idx) else Int32(0)
+                sSlotBits[slot_idx] = bits if (block >= 0) & (earlier == 0) else Int32(0)
         cute.arch.sync_threads()
-        found = Int32(0)
-        for i in range_constexpr((entries + THREADS - 1) // THREADS):
-            entry = cutlass.min(thread + i * THREADS, entries - 1)
-            block, lower = sBlock[entry], Int32(0)
-            found = Int32(0)
-            for other in cutlass.range(entries, unroll=8):
-                listed = Int32(1) if sBits[other] != 0 else Int32(0)
-                found += listed
-                lower += listed if sBlock[other] < block else Int32(0)
-            if sBits[entry] != 0:
-                sFound[lower], sFoundBits[lower] = block, sBits[entry]
+        num_blocks = Int32(0)
+        for i in range_constexpr((num_slots + THREADS - 1) // THREADS):
+            slot_idx = cutlass.min(thread + i * THREADS, num_slots - 1)
+            block, lower = sSlotBlock[slot_idx], Int32(0)
+            num_blocks = Int32(0)
+            for other in cutlass.range(num_slots, unroll=8):
+                is_first = Int32(1) if sSlotBits[other] != 0 else Int32(0)
+                num_blocks += is_first
+                lower += is_first if sSlotBlock[other] < block else Int32(0)
+            if sSlotBits[slot_idx] != 0:
+                sBlock[lower], sBlockBits[lower] = block, sSlotBits[slot_idx]
         cute.arch.sync_threads()
-        return found
+        return num_blocks
 
     @cute.jit
     def _load(
@@ -310,28 +308,61 @@ class QueryOuterForward:
         gV: cute.Tensor,
         sK: cute.Tensor,
         sV: cute.Tensor,
-        sFound: cute.Tensor,
+        sBlock: cute.Tensor,
         step: Int32,
         mBounds: cute.Tensor | None,
     ):
+        """Start copying the keys and values of a step into their stage, by all threads."""
         thread, _, _ = cute.arch.thread_idx()
-        first, end = block_bounds(sFound[step // self.units], self.size, gK.shape[0], mBounds)
-        first += step % self.units * TILE
+        first, end = block_bounds(sBlock[step // self.block_tiles], self.size, gK.shape[0], mBounds)
+        first += step % self.block_tiles * TILE
         load_block(gK, sK[None, None, step % STAGES], first, end, thread, THREADS)
         load_block(gV, sV[None, None, step % STAGES], first, end, thread, THREADS)
 
     @cute.jit
-    def _scores(self, acc: cute.Tensor, rQ: cute.Tensor | None, sMine: cute.Tensor, sK: cute.Tensor, stage: Int32):
+    def _mma_qk(self, acc: cute.Tensor, rQ: cute.Tensor | None, sWarpQ: cute.Tensor, sK: cute.Tensor, stage: Int32):
+        """S of the warp's rows."""
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, TILE, REGISTERS, K, K)
             issue_mma(mma, as_warpgroup_acc(acc), rQ, smem_operand_b(mma, sK)[None, None, None, stage], False)
             warpgroup.wait_group(0)
         else:
             acc.fill(0.0)
-            gemm_smem(make_warp_mma(self.dtype, 1), cute.arch.lane_idx(), acc, sMine, sK[None, None, stage], 0)
+            gemm_smem(make_warp_mma(self.dtype, 1), cute.arch.lane_idx(), acc, sWarpQ, sK[None, None, stage], 0)
 
     @cute.jit
-    def _add_values(self, acc: cute.Tensor, rP: cute.Tensor, sV: cute.Tensor, stage: Int32):
+    def _mask(self, S: cute.Tensor, bits: Int32, rToken: cute.Tensor, first_token: Int32, first_key: Int32):
+        """Scores of keys that a row does not see become -inf. Args: `bits`: of tokens that selected the block."""
+        rLastKey = cute.make_rmem_tensor(2, Int32)  # that a row sees
+        for r in range_constexpr(2):
+            is_selected = (bits >> rToken[r] & 1) != 0
+            rLastKey[r] = first_token + rToken[r] - first_key if is_selected else Int32(-1)
+        if cute.arch.vote_any_sync(cutlass.min(rLastKey[0], rLastKey[1]) < TILE - 1):
+            for r in range_constexpr(2):
+                mask_after(S[None, r, 0, None], rLastKey[r])
+
+    @cute.jit
+    def _softmax(self, S: cute.Tensor, acc_o_mn: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor, scale: Float32):
+        """A step of the online softmax: S becomes P, and o is rescaled. Maxima are in units of log 2."""
+        for r in range_constexpr(2):
+            new_max = cute.arch.fmax(rMax[r], row_max(S[None, r, 0, None]) * (scale * LOG2_E))
+            base = Float32(0.0) if new_max == -Float32.inf else new_max
+            rescale = cute.math.exp2(rMax[r] - base, fastmath=True)
+            new_sum = exp2_and_sum(S[None, r, 0, None], scale * LOG2_E, base, rSum[r] * rescale)
+            rMax[r], rSum[r] = new_max, new_sum
+            scale_row(acc_o_mn[None, r, 0, None], rescale)
+
+    @cute.jit
+    def _normalize(self, rRow: cute.Tensor, lane_sum: Float32) -> Float32:
+        """A row of o is divided by its sum, which is returned. Args: `lane_sum`: over the lane's columns."""
+        row_sum = cute.arch.warp_reduction_sum(lane_sum, threads_in_group=QUAD)
+        inverse = Float32(0.0) if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
+        scale_row(rRow, inverse)
+        return row_sum
+
+    @cute.jit
+    def _mma_pv(self, acc: cute.Tensor, rP: cute.Tensor, sV: cute.Tensor, stage: Int32):
+        """o += P V."""
         if const_expr(self.warpgroups):
             mma = warpgroup_mma(self.dtype, self.v_dim, REGISTERS, K, MN)
             rV = smem_operand_b(mma, transpose_view(sV))[None, None, None, stage]
@@ -343,14 +374,14 @@ class QueryOuterForward:
 
 
 @compiled_once
-def _attend(
+def _compiled(
     dims: tuple[int, int], dtype: torch.dtype, group: int, slots: int, size: int, packed: bool, warpgroups: bool
 ) -> Kernel:
     dim, v_dim = dims
     return compile_kernel(
         QueryOuterForward(dim, v_dim, CUTE_DTYPES[dtype], group, slots, size, warpgroups),
         *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim)],
-        fake_table(),
+        fake_slots(),
         fake(dtype, None, None, None, v_dim),
         fake(torch.float32, None, None, None, aligned=False),
         fake_bounds() if packed else None,
@@ -370,18 +401,18 @@ def query_outer_forward(
     first_token: int = 0,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `token_selected.kv_outer_forward`, arguments, results and refusals; besides:
+    """As `kv_outer.kv_outer_forward`: the same arguments, results and errors. Besides:
 
     Raises:
-        ValueError: more than ROWS heads a group, or more slots than a tile's lists hold.
+        ValueError: more than ROWS heads a group, or more slots than MAX_SLOTS in a work tile.
     """
-    check_token_selected(q, k, v, indices, size, scale, first_token, bounds)
+    check_token_attention(q, k, v, indices, size, scale, first_token, bounds)
     batch, tokens, heads, dim = q.shape
     group, slots, v_dim = heads // k.shape[2], indices.shape[3], v.shape[3]
     if group > ROWS:
         raise ValueError(f"q must have at most {ROWS} heads for each of k's, got {group}")
-    if tile_tokens(group) * slots > MOST_ENTRIES:
-        most = MOST_ENTRIES // tile_tokens(group)
+    if tile_tokens(group) * slots > MAX_SLOTS:
+        most = MAX_SLOTS // tile_tokens(group)
         raise ValueError(f"indices must have at most {most} slots for {group} heads a group, got {slots}")
     o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
@@ -389,6 +420,6 @@ def query_outer_forward(
         return o.zero_(), lse.fill_(-math.inf)
     if indices.stride(3) != 1:
         indices = indices.clone(memory_format=torch.contiguous_format)
-    attend = _attend((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device))
+    attend = _compiled((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device))
     attend.run(q, k, v, indices, o, lse, bounds, first_token, scale)
     return o, lse

@@ -8,18 +8,18 @@ A gate g_i is applied by shifting its row's lse by -log(g_i): P is then g_i time
 P = 0. Sums are fp32. P and dS are rounded to 16 bits before they are multiplied, results once.
 
 SelectedDQ          a CTA owns 128 query rows of a head and walks over the blocks that their query tile selected.
-SelectedDKV         a CTA owns 64 keys of a KV block and a segment of the query tiles that selected it, 64 rows at a
-                    time. The two consumers take the rows in turn and add their sums at the end.
-CombineSelectedDKV  adds up the segments of a block, in order.
+SelectedDKV         a CTA owns 64 keys of a KV block and a work tile of the query tiles that selected it, 64 rows at
+                    a time. The two consumers take the rows in turn and add their sums at the end.
+CombineSelectedDKV  adds up the partials of a block that was split, in order.
 
 The first two are built on backward_tiles.py: roles of warps, shared memory, loads.
 
 Which (head, tile) selected each block is listed by lists/selected_worklist.py. A block that many tiles selected (all
-may select block 0) is cut into segments; each leaves fp32 partials of dK and dV in global memory.
+may select block 0) is split into work tiles; each leaves an fp32 partial of dK and dV in global memory.
 
 Sizes of grids, lists and memory follow from shapes. There are at most B*H*tiles*k query tiles in the worklist, that
-number divided by the length of a segment is the most segments of cut blocks, and every other block has one segment. 4M
-tokens, 8 heads, 2 key/value heads, k=16: 2.1 million query tiles, 8192 segments of at least 256 query tiles with
+number divided by the fewest of a work tile bounds the work tiles of split blocks, and every other block has one. 4M
+tokens, 8 heads, 2 key/value heads, k=16: 2.1 million query tiles, 8192 work tiles of at least 256 query tiles with
 partials of 64 KiB each (WORKSPACE_BYTES), 17 MB of lists.
 
 Floor: 3 products in SelectedDQ and 4 in SelectedDKV of N k l' D 2 H FLOPs each. 128K tokens, 8 heads of 128, k=16,
@@ -43,7 +43,7 @@ from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from cute_kernels.attend import combine_segments
+from cute_kernels.attend import combine_splits
 from cute_kernels.attend.backward_tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -64,10 +64,10 @@ from cute_kernels.attend.backward_tiles import (
     consumer_state,
     producer_state,
 )
-from cute_kernels.attend.combine_segments import add_partials, chunk_start
+from cute_kernels.attend.combine_splits import add_partials, chunk_start
 from cute_kernels.lists.query_to_kv import BlockLists, fake_lists
 from cute_kernels.lists.selected_worklist import block_coordinates, fake_query_tiles, fake_table, selected_worklist
-from cute_kernels.lists.worklist import BLOCK, COUNT, CUT, FIRST, Sizes, used_segments
+from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, SPLITS, WorklistSizes, num_work_tiles
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import LANES
 from cute_kernels.mma.wgmma import (
@@ -88,11 +88,11 @@ from cute_kernels.mma.wgmma import (
 )
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
-MIN_SEGMENT = 32
-"""The fewest query tiles of a segment of a cut block."""
+MIN_QUERY_TILES = 32
+"""Of a work tile of a split block."""
 
 WORKSPACE_BYTES = 512 << 20
-"""For the partials of segments."""
+"""For the partials of split blocks."""
 
 
 class ListedKeyTiles(NamedTuple):
@@ -316,12 +316,12 @@ class SelectedDKV(BackwardDKV):
         mV: cute.Tensor,
         mLse: cute.Tensor,  # fp32 [B, H, N]
         mDelta: cute.Tensor,
-        mSums: cute.Tensor,  # SelectedWorklist
+        mCumCounts: cute.Tensor,  # SelectedWorklist
         mQueryTiles: cute.Tensor,
-        mSegments: cute.Tensor,
+        mWorkTiles: cute.Tensor,
         mdK: cute.Tensor,  # [B, N_k, H_kv, D]
         mdV: cute.Tensor,
-        mPartials: cute.Tensor,  # fp32 [segments of cut blocks, key tiles of a block, 2, TILE, D]: dK and dV
+        mPartials: cute.Tensor,  # fp32 [work tiles of split blocks, key tiles of a block, 2, TILE, D]: dK and dV
         scale: Float32,
         stream: Any,
     ):
@@ -329,9 +329,9 @@ class SelectedDKV(BackwardDKV):
             *self.tma_copies((mQ, mdO, mK, mV), (mdK, mdV)),
             mLse,
             mDelta,
-            mSums,
+            mCumCounts,
             mQueryTiles,
-            mSegments,
+            mWorkTiles,
             mPartials,
             mQ.shape[1],
             mK.shape[1],
@@ -340,7 +340,7 @@ class SelectedDKV(BackwardDKV):
             scale,
             *self.operands(),
         ).launch(
-            grid=[mSegments.shape[1] * self.block_tiles, 1, 1],
+            grid=[mWorkTiles.shape[1] * self.block_tiles, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -363,9 +363,9 @@ class SelectedDKV(BackwardDKV):
         mdV: cute.Tensor,
         mLse: cute.Tensor,
         mDelta: cute.Tensor,
-        mSums: cute.Tensor,
+        mCumCounts: cute.Tensor,
         mQueryTiles: cute.Tensor,
-        mSegments: cute.Tensor,
+        mWorkTiles: cute.Tensor,
         mPartials: cute.Tensor,
         num_rows: Int32,
         num_keys: Int32,
@@ -379,13 +379,13 @@ class SelectedDKV(BackwardDKV):
     ):
         thread, _, _ = cute.arch.thread_idx()
         work_index, _, _ = cute.arch.block_idx()
-        segment_index, key_tile = work_index // self.block_tiles, work_index % self.block_tiles
+        worklist_index, key_tile = work_index // self.block_tiles, work_index % self.block_tiles
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cut_segments, segments = used_segments(mSums)
+        num_split_tiles, num_tiles = num_work_tiles(mCumCounts)
         listed_block, first, query_tiles = Int32(0), Int32(0), Int32(0)
-        if segment_index < segments:
-            listed_block = mSegments[BLOCK, segment_index]
-            first, query_tiles = mSegments[FIRST, segment_index], mSegments[COUNT, segment_index]
+        if worklist_index < num_tiles:
+            listed_block = mWorkTiles[BLOCK, worklist_index]
+            first, query_tiles = mWorkTiles[FIRST, worklist_index], mWorkTiles[COUNT, worklist_index]
         batch, kv_head, block = block_coordinates(listed_block, kv_heads, mLse)
         work = WorkTile(block * self.block_tiles + key_tile, kv_head, batch)
 
@@ -393,7 +393,7 @@ class SelectedDKV(BackwardDKV):
         shared = self.allocate(smem, key_layout, row_layout)
         sRow = smem.allocate_tensor(Int32, cute.make_layout(STAGES), 16)
 
-        if (segment_index < segments) & (work.tile * TILE < num_keys):
+        if (worklist_index < num_tiles) & (work.tile * TILE < num_keys):
             keys_ready, rows_ready = self.pipelines()
             if warp_index < WARPGROUP_WARPS:  # producer
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -433,8 +433,8 @@ class SelectedDKV(BackwardDKV):
                     consumer,
                 )
                 self.exchange(dK, dV, shared.sQ, consumer)
-                if segment_index < cut_segments:
-                    self.store_partials(dK, dV, mPartials, segment_index, key_tile, mma_dkv, consumer)
+                if worklist_index < num_split_tiles:
+                    self.store_partials(dK, dV, mPartials, worklist_index, key_tile, mma_dkv, consumer)
                 else:
                     self.epilogue(
                         dK, dV, (tma_dk, shared.sK, mdK), (tma_dv, shared.sV, mdV), scale, mma_dkv, work, consumer
@@ -599,17 +599,17 @@ class SelectedDKV(BackwardDKV):
         dK: cute.Tensor,
         dV: cute.Tensor,
         mPartials: cute.Tensor,
-        segment: Int32,
+        worklist_index: Int32,
         key_tile: Int32,
         mma_dkv: cute.TiledMma,
         consumer: Consumer,
     ):
-        """Epilogue of a segment of a cut block: fp32 sums to global memory."""
+        """Epilogue of a work tile of a split block: its fp32 partial to global memory."""
         thr_dkv = mma_dkv.get_slice(consumer.thread)
         if consumer.warpgroup == 0:
-            cute.autovec_copy(dV, thr_dkv.partition_C(mPartials[segment, key_tile, 1, None, None]))
+            cute.autovec_copy(dV, thr_dkv.partition_C(mPartials[worklist_index, key_tile, 1, None, None]))
         else:
-            cute.autovec_copy(dK, thr_dkv.partition_C(mPartials[segment, key_tile, 0, None, None]))
+            cute.autovec_copy(dK, thr_dkv.partition_C(mPartials[worklist_index, key_tile, 0, None, None]))
 
     @cute.jit
     def epilogue(
@@ -638,7 +638,7 @@ class SelectedDKV(BackwardDKV):
 
 
 class CombineSelectedDKV:
-    """Adds up the partials of a block that was cut. A CTA for each segment: its chunk of the block's numbers.
+    """Adds up the partials of a block that was split. A CTA for each: its chunk of the block's numbers.
 
     Args: head dim, keys of a block.
     """
@@ -650,53 +650,53 @@ class CombineSelectedDKV:
     def __call__(
         self,
         mCounts: cute.Tensor,  # SelectedWorklist
-        mSums: cute.Tensor,
-        mSegments: cute.Tensor,
-        mPartials: cute.Tensor,  # fp32 [segments of cut blocks, key tiles of a block, 2, TILE, D]: dK and dV
+        mCumCounts: cute.Tensor,
+        mWorkTiles: cute.Tensor,
+        mPartials: cute.Tensor,  # fp32 [work tiles of split blocks, key tiles of a block, 2, TILE, D]: dK and dV
         mdK: cute.Tensor,  # [B, N_k, H_kv, D]
         mdV: cute.Tensor,
         scale: Float32,
         stream: Any,
     ):
-        self.kernel(mCounts, mSums, mSegments, mPartials, mdK, mdV, scale).launch(
-            grid=[mPartials.shape[0], 1, 1], block=[combine_segments.THREADS, 1, 1], stream=stream
+        self.kernel(mCounts, mCumCounts, mWorkTiles, mPartials, mdK, mdV, scale).launch(
+            grid=[mPartials.shape[0], 1, 1], block=[combine_splits.THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
         self,
         mCounts: cute.Tensor,
-        mSums: cute.Tensor,
-        mSegments: cute.Tensor,
+        mCumCounts: cute.Tensor,
+        mWorkTiles: cute.Tensor,
         mPartials: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         scale: Float32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        segment, _, _ = cute.arch.block_idx()
-        cut_segments, _ = used_segments(mSums)
-        if segment < cut_segments:
-            listed_block = mSegments[BLOCK, segment]
-            segments = mCounts[CUT, listed_block]
-            first = mSums[CUT, listed_block] - segments
+        worklist_index, _, _ = cute.arch.block_idx()
+        num_split_tiles, _ = num_work_tiles(mCumCounts)
+        if worklist_index < num_split_tiles:
+            listed_block = mWorkTiles[BLOCK, worklist_index]
+            splits = mCounts[SPLITS, listed_block]
+            first = mCumCounts[SPLITS, listed_block] - splits
             num_keys, kv_heads = mdK.shape[1], mdK.shape[2]
             batch, kv_head, block = block_coordinates(listed_block, kv_heads, mdK)
-            width = const_expr(combine_segments.VECTOR)
+            width = const_expr(combine_splits.VECTOR)
             vectors = const_expr(self.block_tiles * 2 * TILE * self.dim // width)
             rSum = cute.make_rmem_tensor(width, Float32)
             rOut = cute.make_rmem_tensor(width, mdK.element_type)
-            chunk = segment - first
-            stop = chunk_start(chunk + 1, segments, vectors)
-            start = chunk_start(chunk, segments, vectors) + thread
-            for vector in cutlass.range(start, stop, combine_segments.THREADS, unroll=1):
+            chunk = worklist_index - first
+            stop = chunk_start(chunk + 1, splits, vectors)
+            start = chunk_start(chunk, splits, vectors) + thread
+            for vector in cutlass.range(start, stop, combine_splits.THREADS, unroll=1):
                 column, row = vector % (self.dim // width), vector // (self.dim // width)
                 key_tile, which, key = row // (2 * TILE), row // TILE % 2, row % TILE
                 token = block * (self.block_tiles * TILE) + key_tile * TILE + key
                 if token < num_keys:  # key tiles behind the last key have no partials
                     rSum.fill(0.0)
                     partial_row = partial(self.partial_row, mPartials, first, key_tile, which, key)
-                    add_partials(rSum, partial_row, column, segments)
+                    add_partials(rSum, partial_row, column, splits)
                     if which == 0:
                         rOut.store((rSum.load() * scale).to(mdK.element_type))
                         gOut = cute.local_tile(mdK[batch, token, kv_head, None], (width,), (column,))
@@ -709,7 +709,7 @@ class CombineSelectedDKV:
     def partial_row(
         self, mPartials: cute.Tensor, first: Int32, key_tile: Int32, which: Int32, key: Int32, start: Int32, i: int
     ) -> cute.Tensor:
-        """A row of dK or dV in the partials of segment start + i of the block whose first segment is `first`."""
+        """A row of dK or dV in the partial of split start + i of the block whose first split is work tile `first`."""
         return mPartials[first + start + i, key_tile, which, key, None]
 
 
@@ -755,9 +755,11 @@ def _fake_partials(dim: int, size: int) -> Any:
     return fake(torch.float32, None, size // TILE, 2, TILE, dim)
 
 
-def worklist_sizes(query_tiles: int, most: int, blocks: int, partial_bytes: int) -> Sizes:
-    """Args: query tiles of all blocks and at most of one; blocks; bytes of a segment's partials."""
-    return Sizes.of(query_tiles, most, blocks, max(MIN_SEGMENT, -(-query_tiles * partial_bytes // WORKSPACE_BYTES)))
+def worklist_sizes(query_tiles: int, most: int, blocks: int, partial_bytes: int) -> WorklistSizes:
+    """Args: query tiles of all blocks and at most of one; blocks; bytes of a partial."""
+    return WorklistSizes.bound(
+        query_tiles, most, blocks, max(MIN_QUERY_TILES, -(-query_tiles * partial_bytes // WORKSPACE_BYTES))
+    )
 
 
 def selected_backward(
@@ -855,9 +857,9 @@ def selected_dkv(
     partial_shape = block_tiles, 2, TILE, dim
     sizes = worklist_sizes(batch * heads * tiles * selected, group * tiles, blocks, 4 * math.prod(partial_shape))
     worklist = selected_worklist(bits, kv_heads=kv_heads, group=group, tiles=tiles, sizes=sizes)
-    partials = torch.empty((max(sizes.cut, 1), *partial_shape), dtype=torch.float32, device=q.device)
+    partials = torch.empty((max(sizes.split_tiles, 1), *partial_shape), dtype=torch.float32, device=q.device)
     run = _dkv(dim, q.dtype, causal, size, tile).run
     run(q, do, k, v, lse, delta, *worklist[1:], dk, dv, partials, scale)
-    if sizes.cut > 0:
-        counts, sums, _, segments = worklist
-        _combine(dim, q.dtype, size).run(counts, sums, segments, partials, dk, dv, scale)
+    if sizes.split_tiles > 0:
+        counts, cum_counts, _, work_tiles = worklist
+        _combine(dim, q.dtype, size).run(counts, cum_counts, work_tiles, partials, dk, dv, scale)

@@ -1,13 +1,21 @@
-"""Rows that each warp gathers, against all keys of its CTA at once: the part of attention per token where keys stay.
+"""Attention of query rows that each warp gathers, to keys that its CTA holds as a whole: base of the KV-outer kernels.
 
-A CTA has some blocks of keys and values in shared memory, and rows, tokens x G heads of a key/value head. A warp
-gathers its rows by cp.async, the next ones while it works on these, and needs no other warp's. All keys of a row are
-there at once: one softmax, then o in 16 bits and lse to the row's place. On Hopper (`warpgroups`) a warp takes 16 rows
-at a time, and the four warps of a warpgroup multiply theirs together (WGMMA), q and P from registers; elsewhere each
-multiplies by itself (mma.sync), 32 rows, or 16 where there are more than 64 keys.
+A CTA holds a few blocks of keys and values in shared memory and attends to them with query rows, tokens x G heads of a
+key/value head (pack_gqa). All keys of a row are there at once, so softmax needs no rescaling. KVOuterForward
+(kv_outer.py) has one block, and rows from anywhere; ForcedForward (forced.py) has a few, and the tokens of one block.
 
-V's columns lie in another order in shared memory (load_for_quads), so each lane of a product has 16 bytes of a row of o
-one behind the other and writes them as they are (write_quads).
+    load          once: keys by cp.async; values with columns permuted (mma_sync.load_permuted), so that each lane of a
+                  product has 16 bytes of a row of o and writes them as they are
+    mainloop      per warp, no barrier between warps, self.rows rows at a time:
+      gather q    the next rows, by cp.async, while these are worked on
+      mma_qk      S = Q K^T
+      softmax     mask, P = softmax(scale S), lse
+      mma_pv      O = P V, self.columns columns at a time
+      epilogue    o in 16 bits, or combined with partials and gated (combine_rows.py), to the row's place
+
+With WGMMA (`warpgroups`, sm_90a) a warp takes 16 rows at a time, the four warps of a warpgroup multiply theirs
+together, and q and P are operands in registers. With mma.sync each warp multiplies by itself, 32 rows, or 16 where
+there are more than 64 keys.
 
 Limits: WGMMA on sm_90a, mma.sync on sm_100a; D and D_v 64 or 128; up to 256 keys; vectors of q, and of o, of a CTA are
 less than 2^31 apart.
@@ -15,7 +23,6 @@ less than 2^31 apart.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -23,7 +30,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.attend.combine import BATCH, CombineInputs, Row, finish_row, gates_of_quads, load_blocks
+from cute_kernels.attend.combine_rows import (
+    SLOT_BATCH,
+    CombineInputs,
+    Row,
+    combine_and_gate_row,
+    load_slot_blocks,
+    quad_gates,
+)
 from cute_kernels.mma.mma_sync import (
     MMA_K,
     QUAD,
@@ -44,7 +58,7 @@ from cute_kernels.mma.mma_sync import (
     store_permuted_rows,
     vector_strides,
 )
-from cute_kernels.mma.warp import LANES, LOG2_E, divide
+from cute_kernels.mma.warp import LANES, LN_2, LOG2_E, divide
 from cute_kernels.mma.wgmma import (
     MN,
     REGISTERS,
@@ -59,68 +73,44 @@ from cute_kernels.mma.wgmma import (
     transpose_view,
     warpgroup_mma,
 )
-from cute_kernels.pool.documents import LENGTH, TILE, TOKEN, document_at
 from cute_kernels.runtime.jit import VECTOR
 
 COLUMNS = 32
-"""Of o that a warp has in registers at a time, with mma.sync."""
+"""Columns of o that a warp accumulates at a time, with mma.sync."""
 
-SHARED_PERCENT = 100
-"""Of a multiprocessor's memory for shared memory; without it the compiler asks a GPU."""
-
-LOG_2 = math.log(2)
-
-
-@cute.jit
-def block_bounds(
-    block: Int32, size: cutlass.Constexpr[int], num_keys: Int32, mBounds: cute.Tensor | None
-) -> tuple[Int32, Int32]:
-    """First key of a block, and the first one behind its document."""
-    first, end = block * size, num_keys
-    if const_expr(mBounds is not None):
-        document = document_at(mBounds[TILE, None], block, 1, 1, 0)
-        start = mBounds[TOKEN, document]
-        first, end = start + (block - mBounds[TILE, document]) * size, start + mBounds[LENGTH, document]
-    return first, end
-
-
-def heads_of(mX: cute.Tensor, group: int) -> cute.Tensor:
-    """[B, N, H, D] as [B, N, H_kv, G, D]."""
-    batches, tokens, heads, dim = mX.layout.shape
-    of_batch, of_token, of_head, of_dim = mX.layout.stride
-    layout = cute.make_layout(
-        (batches, tokens, heads // group, group, dim), stride=(of_batch, of_token, of_head * group, of_head, of_dim)
-    )
-    return cute.make_tensor(mX.iterator, layout)
+SMEM_CARVEOUT = 100
+"""Percent of an SM's memory for shared memory; without it the compiler asks a GPU."""
 
 
 class CtaContext(NamedTuple):
-    """What a thread has of its CTA."""
+    """What a thread knows of its CTA throughout the kernel."""
 
     thread: Int32
-    item: Int32
+    work_idx: Int32
+    """blockIdx.x: which work tile, or which block of tokens."""
     kv_head: Int32
     batch: Int32
     lane: Int32
-    warp_index: Int32
+    warp_idx: Int32
     sK: cute.Tensor
+    """[keys, D, 1]."""
     sV: cute.Tensor
-    sRows: cute.Tensor
-    """Those that its warp multiplies together with others."""
-    sMine: cute.Tensor
-    """Those of its warp."""
-    mma_s: cute.TiledMma
-    """How S is multiplied, as `mma_o` o."""
-    mma_o: cute.TiledMma
+    """[keys, D_v, 1], columns permuted."""
+    sQ_mma: cute.Tensor
+    """[rows, D] of all warps that multiply together."""
+    sQ: cute.Tensor
+    """[self.rows, D]: this warp's part of `sQ_mma`."""
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
 
 
 class WarpRows:
     """Args:
     dim, v_dim, dtype: of k and v, 16 bits.
-    group: G.
-    slots: places of a token.
+    group: G, query heads of a key/value head.
+    slots: n; rows are identified by slot_idx = token * n + slot, with n = 1 by the token.
     size: l', tokens of a block.
-    blocks: that a CTA has.
+    blocks: that a CTA holds.
     warps: of a CTA.
     warpgroups: whether to use WGMMA.
     """
@@ -140,149 +130,147 @@ class WarpRows:
         self.dim, self.v_dim, self.dtype, self.group, self.slots, self.size = dim, v_dim, dtype, group, slots, size
         self.blocks, self.warps, self.warpgroups = blocks, warps, warpgroups
         self.keys = blocks * size
-        self.rows = 32 if self.keys == 64 and not warpgroups else 16
-        self.together = WARPGROUP_THREADS // LANES if warpgroups else 1  # warps that multiply together
+        self.rows = 32 if self.keys == 64 and not warpgroups else 16  # of a warp at a time
+        self.mma_warps = WARPGROUP_THREADS // LANES if warpgroups else 1  # that multiply together
         self.columns = v_dim if warpgroups else COLUMNS
 
-    def _operands(self) -> tuple[Any, ...]:
-        """How S and o are multiplied, and how rows, keys and values lie in shared memory."""
+    # Set up
+
+    def _mmas_and_layouts(self) -> tuple[Any, ...]:
+        """Kernel arguments: the MMAs of Q K^T and P V; layouts of q, keys and values in shared memory."""
         return (
-            self._mma(self.keys, K),
-            self._mma(self.v_dim, MN),
-            swizzled_tiles(self.dtype, self.dim, self.warps // self.together, self.rows * self.together),
+            self._make_mma(self.keys, K),
+            self._make_mma(self.v_dim, MN),
+            swizzled_tiles(self.dtype, self.dim, self.warps // self.mma_warps, self.rows * self.mma_warps),
             swizzled_tiles(self.dtype, self.dim, 1, self.keys),
             swizzled_tiles(self.dtype, self.v_dim, 1, self.keys),
         )
 
-    def _mma(self, columns: int, right: Any) -> cute.TiledMma:
+    def _make_mma(self, columns: int, right: Any) -> cute.TiledMma:
         if self.warpgroups:
             return warpgroup_mma(self.dtype, columns, REGISTERS, K, right)
         return make_warp_mma(self.dtype, 1)
 
     @cute.jit
-    def _begin(self, mma_s: cute.TiledMma, mma_o: cute.TiledMma, *layouts: cute.ComposedLayout) -> CtaContext:
-        """Args: of `_operands`."""
-        row_layout, key_layout, value_layout = layouts
+    def _set_up(self, mma_qk: cute.TiledMma, mma_pv: cute.TiledMma, *layouts: cute.ComposedLayout) -> CtaContext:
+        """Allocate shared memory. Args: of `_mmas_and_layouts`."""
+        q_layout, k_layout, v_layout = layouts
         thread, _, _ = cute.arch.thread_idx()
-        item, kv_head, batch = cute.arch.block_idx()
+        work_idx, kv_head, batch = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        my_group = warp_index // self.together
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        mma_idx = warp_idx // self.mma_warps
         smem = cutlass.memory.SmemAllocator()
-        sK = allocate_tiles(smem, self.dtype, key_layout)
-        sV = allocate_tiles(smem, self.dtype, value_layout)
-        sQ = allocate_tiles(smem, self.dtype, row_layout)
-        sRows = sQ[None, None, my_group]
-        sMine = cute.local_tile(sRows, (self.rows, self.dim), (warp_index % self.together, 0))
-        return CtaContext(thread, item, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine, mma_s, mma_o)
+        sK = allocate_tiles(smem, self.dtype, k_layout)
+        sV = allocate_tiles(smem, self.dtype, v_layout)
+        sQ_all = allocate_tiles(smem, self.dtype, q_layout)
+        sQ_mma = sQ_all[None, None, mma_idx]
+        sQ = cute.local_tile(sQ_mma, (self.rows, self.dim), (warp_idx % self.mma_warps, 0))
+        return CtaContext(thread, work_idx, kv_head, batch, lane, warp_idx, sK, sV, sQ_mma, sQ, mma_qk, mma_pv)
+
+    # Mainloop
 
     @cute.jit
     def _attend(
         self,
-        mine: CtaContext,
+        cta: CtaContext,
         mQ: cute.Tensor,  # [B, T, H_kv, G, D]
         mK: cute.Tensor,  # [B, N, H_kv, D]
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
-        gPlaces: cute.Tensor | None,  # int32: of each token of the CTA, T's token * slots + slot; None: 0, 1, 2 ...
-        mO: cute.Tensor,  # [B, H_kv, places, G, D_v]
-        mLse: cute.Tensor,  # fp32 [B, H_kv, places, G]
+        gQueryRows: cute.Tensor | None,  # int32 [tokens]: slot_idx of each of the CTA's tokens; None: 0, 1, 2 ...
+        mO: cute.Tensor,  # [B, H_kv, slot_idx, G, D_v]
+        mLse: cute.Tensor,  # fp32 [B, H_kv, slot_idx, G]
         first_keys: tuple[Int32, ...],  # of each block, ascending
         end: Int32,  # keys from here on are not read
         num_rows: Int32,  # tokens x G
-        first_token: Int32,  # the number of T's first token, counted as keys are
+        first_token: Int32,  # position of T's first token, counted as keys are
         scale: Float32,
-        rest: CombineInputs | None = None,  # with gPlaces None: what makes out of o, which is written in its place
+        combine: CombineInputs | None = None,  # with gQueryRows None: write out of NSA in place of o
     ):
-        """o and lse of all rows.
+        """o and lse of all rows of the CTA.
 
-        A row sees what is not behind its token. So between two blocks other keys may lie only if all tokens see the
-        blocks before these.
+        A row sees the keys up to its token. Between two blocks other keys may lie only if all tokens of the CTA see
+        the blocks before the gap.
         """
-        thread, _, kv_head, batch, lane, warp_index, sK, sV, sRows, sMine, mma_s, mma_o = mine
-        gQ = mQ[batch, None, kv_head, None, None]
-        gO, gLse = mO[batch, kv_head, None, None, None], mLse[batch, kv_head, None, None]
+        thread, kv_head, lane, warp_idx = cta.thread, cta.kv_head, cta.lane, cta.warp_idx
+        sK, sV, sQ_mma, sQ, mma_qk, mma_pv = cta.sK, cta.sV, cta.sQ_mma, cta.sQ, cta.mma_qk, cta.mma_pv
+        gQ = mQ[cta.batch, None, kv_head, None, None]
+        gO, gLse = mO[cta.batch, kv_head, None, None, None], mLse[cta.batch, kv_head, None, None]
         q_strides, o_strides = vector_strides(gQ), vector_strides(gO)
         first_key = first_keys[-1] - (self.keys - self.size)  # as if nothing lay between the blocks
-        row, step = warp_index * self.rows, const_expr(self.warps * self.rows)
-        place, next_place = Int32(0), Int32(0)
+        row, step = warp_idx * self.rows, const_expr(self.warps * self.rows)
+        slot_idx, next_slot_idx = Int32(0), Int32(0)
+
+        # Load: keys, the first rows of q, values
         if num_rows > 0:
-            place, next_place = self._place(gPlaces, row, num_rows), self._place(gPlaces, row + step, num_rows)
-            self._load(load_block, mK[batch, None, kv_head, None], sK, first_keys, end, thread)
+            slot_idx = self._slot_idx(gQueryRows, row, num_rows)
+            next_slot_idx = self._slot_idx(gQueryRows, row + step, num_rows)
+            self._load(load_block, mK[cta.batch, None, kv_head, None], sK, first_keys, end, thread)
             if row < num_rows:
-                gather_rows(as_vectors(gQ), sMine, self._query(q_strides, place, row, num_rows))
+                gather_rows(as_vectors(gQ), sQ, self._q_vector(q_strides, slot_idx, row, num_rows))
             cute.arch.cp_async_commit_group()
-            self._load(load_permuted, mV[batch, None, kv_head, None], sV, first_keys, end, thread)
+            self._load(load_permuted, mV[cta.batch, None, kv_head, None], sV, first_keys, end, thread)
             cute.arch.cp_async_wait_group(0)
             if const_expr(self.warpgroups):
                 cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
-        while row - warp_index % self.together * self.rows < num_rows:  # the first row of those multiplied together
+
+        while row - warp_idx % self.mma_warps * self.rows < num_rows:  # the first row of those multiplied together
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             next_row = row + step
-            later_place = self._place(gPlaces, next_row + step, num_rows)
-            acc = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.keys))
-            if const_expr(self.warpgroups):
-                rK = smem_operand_b(mma_s, sK)[None, None, None, 0]
-                # The warp has read its rows then
-                issue_mma(mma_s, as_warpgroup_acc(acc), load_operand_a(mma_s, sRows), rK, False)
-            else:
-                acc.fill(0.0)
-                gemm_smem(mma_s, lane, acc, sMine, sK[None, None, 0], 0)
-            gates, blocks = None, None
-            if const_expr(rest is not None):
-                gates, blocks = self._start_rest(rest, sMine, place, row, num_rows)
+            later_slot_idx = self._slot_idx(gQueryRows, next_row + step, num_rows)
+            # S = Q K^T, then the next rows of q
+            acc_s = self._mma_qk(mma_qk, lane, sQ_mma, sQ, sK)
+            rGates, rBlocks = None, None
+            if const_expr(combine is not None):
+                rGates, rBlocks = self._load_gates(combine, sQ, slot_idx, row, num_rows)
             cute.arch.sync_warp()
             if next_row < num_rows:
-                gather_rows(as_vectors(gQ), sMine, self._query(q_strides, next_place, next_row, num_rows))
+                gather_rows(as_vectors(gQ), sQ, self._q_vector(q_strides, next_slot_idx, next_row, num_rows))
             cute.arch.cp_async_commit_group()
             if const_expr(self.warpgroups):
                 warpgroup.wait_group(0)
 
-            token, _ = divide(place, self.slots)
-            seen = first_token + token - first_key  # the last key that a row sees
-            S = acc_mn_view(acc)
-            self._hide(S, seen)
+            # Softmax
+            token, _ = divide(slot_idx, self.slots)
+            last_key = first_token + token - first_key  # that a row sees
+            S = acc_mn_view(acc_s)
+            self._mask(S, last_key)
             lse = self._softmax(S, scale)
-            if const_expr(rest is None):
-                self._write_lse(gLse, lse, place, row, num_rows)
+            if const_expr(combine is None):
+                self._store_lse(gLse, lse, slot_idx, row, num_rows)
 
+            # O = P V, and the epilogue
             my_row = row + lane % self.rows
             _, head = divide(my_row, self.group)
-            to = place * o_strides[0] + head * o_strides[1] if my_row < num_rows else Int32(-1)
-            rP = acc_as_operand_a(acc, self.dtype)
-            for part in range_constexpr(self.v_dim // self.columns):
-                acc_o = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.columns))
-                if const_expr(self.warpgroups):
-                    rV = smem_operand_b(mma_o, transpose_view(sV))[None, None, None, 0]
-                    issue_mma(mma_o, as_warpgroup_acc(acc_o), rP, rV, False)
-                    warpgroup.wait_group(0)
-                else:
-                    acc_o.fill(0.0)
-                    sColumns = transpose_view(sV)[None, None, 0]
-                    gemm_registers(mma_o, lane, acc_o, rP, sColumns, part * (COLUMNS // MMA_K), True)
+            o_vector = slot_idx * o_strides[0] + head * o_strides[1] if my_row < num_rows else Int32(-1)
+            rP = acc_as_operand_a(acc_s, self.dtype)
+            for chunk in range_constexpr(self.v_dim // self.columns):
+                acc_o = self._mma_pv(mma_pv, lane, rP, sV, chunk)
                 rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
                 rO.store(acc_o.load().to(self.dtype))
-                if const_expr(rest is not None):
-                    vector = const_expr(part * (self.columns // VECTOR))
-                    of_all = self._finish(acc_mn_view(rO), lse, gates, blocks, rest, place, row, num_rows, vector)
-                    if const_expr(part == 0):
-                        self._write_lse(gLse, of_all, place, row, num_rows)
-                piece = cute.domain_offset((0, part * (self.columns // VECTOR)), as_vectors(gO))
-                store_permuted_rows(acc_mn_view(rO), piece, to)
-            row, place, next_place = next_row, next_place, later_place
+                first_vector = const_expr(chunk * (self.columns // VECTOR))
+                if const_expr(combine is not None):
+                    combined_lse = self._combine_and_gate(
+                        acc_mn_view(rO), lse, rGates, rBlocks, combine, slot_idx, row, num_rows, first_vector
+                    )
+                    if const_expr(chunk == 0):
+                        self._store_lse(gLse, combined_lse, slot_idx, row, num_rows)
+                store_permuted_rows(acc_mn_view(rO), cute.domain_offset((0, first_vector), as_vectors(gO)), o_vector)
+            row, slot_idx, next_slot_idx = next_row, next_slot_idx, later_slot_idx
 
     @cute.jit
     def _load(
         self,
-        load: cutlass.Constexpr[Any],  # load_block or load_for_quads
+        load: cutlass.Constexpr[Any],  # load_block or load_permuted
         gX: cute.Tensor,
         sX: cute.Tensor,
         first_keys: tuple[Int32, ...],
         end: Int32,
         thread: Int32,
     ):
-        """All blocks, by all threads."""
+        """Keys or values of all blocks, by all threads."""
         for i in range_constexpr(self.blocks):
             sBlock = sX[None, None, 0]
             if const_expr(self.blocks > 1):
@@ -290,61 +278,81 @@ class WarpRows:
             load(gX, sBlock, first_keys[i], end, thread, self.warps * LANES)
 
     @cute.jit
-    def _write_lse(self, gLse: cute.Tensor, lse: Float32, place: Int32, first_row: Int32, num_rows: Int32):
-        """Args: lse: as of `_softmax`. place: as of `_place`."""
-        lane = cute.arch.lane_idx()
-        number = lane % QUAD * 8 + lane // QUAD  # of the row whose lse this lane has
-        slot = cute.arch.shuffle_sync(place, number)
-        if (number < self.rows) & (first_row + number < num_rows):
-            _, head = divide(first_row + number, self.group)
-            gLse[slot, head] = lse
-
-    # A lane for each row of a warp
+    def _mma_qk(
+        self, mma: cute.TiledMma, lane: Int32, sQ_mma: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor
+    ) -> cute.Tensor:
+        """S of a warp's rows; with WGMMA it is complete after `wait_group`, and q has been read already."""
+        acc = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.keys))
+        if const_expr(self.warpgroups):
+            rK = smem_operand_b(mma, sK)[None, None, None, 0]
+            issue_mma(mma, as_warpgroup_acc(acc), load_operand_a(mma, sQ_mma), rK, False)
+        else:
+            acc.fill(0.0)
+            gemm_smem(mma, lane, acc, sQ, sK[None, None, 0], 0)
+        return acc
 
     @cute.jit
-    def _place(self, gPlaces: cute.Tensor | None, first_row: Int32, num_rows: Int32) -> Int32:
-        """The row's place, that of the last one behind the end."""
+    def _mma_pv(
+        self, mma: cute.TiledMma, lane: Int32, rP: cute.Tensor, sV: cute.Tensor, chunk: cutlass.Constexpr[int]
+    ) -> cute.Tensor:
+        """A chunk of self.columns columns of o, complete."""
+        acc = accumulator(make_warp_mma(self.dtype, 1), (self.rows, self.columns))
+        if const_expr(self.warpgroups):
+            rV = smem_operand_b(mma, transpose_view(sV))[None, None, None, 0]
+            issue_mma(mma, as_warpgroup_acc(acc), rP, rV, False)
+            warpgroup.wait_group(0)
+        else:
+            acc.fill(0.0)
+            sVt = transpose_view(sV)[None, None, 0]
+            gemm_registers(mma, lane, acc, rP, sVt, chunk * (COLUMNS // MMA_K), True)
+        return acc
+
+    # Rows, each with a lane of its own: lane i has row i of the warp's self.rows
+
+    @cute.jit
+    def _slot_idx(self, gQueryRows: cute.Tensor | None, first_row: Int32, num_rows: Int32) -> Int32:
+        """slot_idx of the lane's row; of the last row behind the end."""
         row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
         token, _ = divide(row, self.group)
-        return token if const_expr(gPlaces is None) else gPlaces[token]
+        return token if const_expr(gQueryRows is None) else gQueryRows[token]
 
     @cute.jit
-    def _query(self, strides: tuple[Int32, Int32], place: Int32, first_row: Int32, num_rows: Int32) -> Int32:
-        """The first vector of the row's query."""
+    def _q_vector(self, strides: tuple[Int32, Int32], slot_idx: Int32, first_row: Int32, num_rows: Int32) -> Int32:
+        """The first vector of the query of the lane's row."""
         row = cutlass.min(first_row + cute.arch.lane_idx() % self.rows, num_rows - 1)
-        token, _ = divide(place, self.slots)
+        token, _ = divide(slot_idx, self.slots)
         _, head = divide(row, self.group)
         return token * strides[0] + head * strides[1]
 
-    # A quad for each row of an accumulator
+    # Softmax, of rows of an accumulator: rows 16 m + i and 16 m + i + 8 belong to quad i
 
     @cute.jit
-    def _hide(self, S: cute.Tensor, seen: Int32):
-        """What is behind the last key that each row sees becomes -inf."""
-        least = cute.arch.shuffle_sync(seen, 0)  # tokens ascend: if the first one sees all keys, all see them
+    def _mask(self, S: cute.Tensor, last_key: Int32):
+        """Keys behind a row's token become -inf. Args: `last_key`: in lane i, the last key that row i sees."""
+        first_row_sees = cute.arch.shuffle_sync(last_key, 0)  # tokens ascend: the other rows see as much or more
         if const_expr(self.blocks > 1):
-            if least < self.keys - self.size:
-                self._mask(S, seen, 0)
-            elif least < self.keys - 1:
-                self._mask(S, seen, self.keys - self.size)
+            if first_row_sees < self.keys - self.size:
+                self._mask_from(S, last_key, 0)
+            elif first_row_sees < self.keys - 1:
+                self._mask_from(S, last_key, self.keys - self.size)
         else:
-            if least < self.keys - 1:
-                self._mask(S, seen, 0)
+            if first_row_sees < self.keys - 1:
+                self._mask_from(S, last_key, 0)
 
     @cute.jit
-    def _mask(self, S: cute.Tensor, seen: Int32, first: cutlass.Constexpr[int]):
-        """Args: `first`: keys before it are seen by all rows."""
+    def _mask_from(self, S: cute.Tensor, last_key: Int32, first: cutlass.Constexpr[int]):
+        """Args: `first`: all rows see the keys before it."""
         lane = cute.arch.lane_idx()
         for m in range_constexpr(self.rows // MMA_K):
             for r in range_constexpr(2):
-                last = cute.arch.shuffle_sync(seen, m * MMA_K + r * 8 + lane // QUAD)
+                last = cute.arch.shuffle_sync(last_key, m * MMA_K + r * 8 + lane // QUAD)
                 mask_after(S[None, r, m, None], last, first)
 
     @cute.jit
     def _softmax(self, S: cute.Tensor, scale: Float32) -> Float32:
-        """S becomes P. Returns lse of row 16 m + 8 r + i in lane 4 i + 2 m + r."""
+        """S becomes P. Returns the lse of row 16 m + 8 r + i in lane 4 i + 2 m + r."""
         lane = cute.arch.lane_idx()
-        my_top, my_total = Float32(0.0), Float32(0.0)
+        my_max, my_sum = Float32(0.0), Float32(0.0)
         for m in range_constexpr(self.rows // MMA_K):
             for r in range_constexpr(2):
                 rRow = S[None, r, m, None]
@@ -352,55 +360,65 @@ class WarpRows:
                 top = Float32(0.0) if top == -Float32.inf else top * (scale * LOG2_E)
                 total = exp2_and_sum(rRow, scale * LOG2_E, top, Float32(0.0))
                 total = cute.arch.warp_reduction_sum(total, threads_in_group=QUAD)
-                share = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-                scale_row(rRow, share)
+                normalizer = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
+                scale_row(rRow, normalizer)
                 if lane % QUAD == 2 * m + r:
-                    my_top, my_total = top, total
-        return (my_top + cute.math.log2(my_total, fastmath=True)) * LOG_2
+                    my_max, my_sum = top, total
+        return (my_max + cute.math.log2(my_sum, fastmath=True)) * LN_2
 
-    # Likewise, what is added to a row
-
-    @cute.jit
-    def _row(self, place: Int32, first_row: Int32, num_rows: Int32, number: Int32) -> Row:
-        """Of a quad, by its number in the warp."""
-        _, head = divide(first_row + number, self.group)
-        return Row(cute.arch.shuffle_sync(place, number), head, first_row + number < num_rows)
+    # Epilogue
 
     @cute.jit
-    def _start_rest(self, rest: CombineInputs, sMine: cute.Tensor, place: Int32, first_row: Int32, num_rows: Int32):
-        """(., r, m): gates, while the rows are in shared memory, and the blocks of the first slots."""
-        gates = cute.make_rmem_tensor((3, 2, self.rows // MMA_K), Float32)
-        blocks = cute.make_rmem_tensor((BATCH // QUAD, 2, self.rows // MMA_K), Int32)
+    def _store_lse(self, gLse: cute.Tensor, lse: Float32, slot_idx: Int32, first_row: Int32, num_rows: Int32):
+        """Args: `lse`: as of `_softmax`. `slot_idx`: as of `_slot_idx`."""
+        lane = cute.arch.lane_idx()
+        i = lane % QUAD * 8 + lane // QUAD  # the row whose lse this lane has
+        to = cute.arch.shuffle_sync(slot_idx, i)
+        if (i < self.rows) & (first_row + i < num_rows):
+            _, head = divide(first_row + i, self.group)
+            gLse[to, head] = lse
+
+    @cute.jit
+    def _quad_row(self, slot_idx: Int32, first_row: Int32, num_rows: Int32, i: Int32) -> Row:
+        """Row i of the warp, for the quad that holds it."""
+        _, head = divide(first_row + i, self.group)
+        return Row(cute.arch.shuffle_sync(slot_idx, i), head, first_row + i < num_rows)
+
+    @cute.jit
+    def _load_gates(self, combine: CombineInputs, sQ: cute.Tensor, slot_idx: Int32, first_row: Int32, num_rows: Int32):
+        """(., r, m): gates, while the rows' queries are in shared memory, and the blocks of their first slots."""
+        rGates = cute.make_rmem_tensor((3, 2, self.rows // MMA_K), Float32)
+        rBlocks = cute.make_rmem_tensor((SLOT_BATCH // QUAD, 2, self.rows // MMA_K), Int32)
         for m in range_constexpr(self.rows // MMA_K):
             for r in range_constexpr(2):
-                number = m * MMA_K + r * 8 + cute.arch.lane_idx() // QUAD
-                row = self._row(place, first_row, num_rows, number)
-                blocks[None, r, m].store(load_blocks(rest, row, Int32(0)).load())
-                gates[None, r, m].store(gates_of_quads(rest, row, sMine[number, None]).load())
-        return gates, blocks
+                i = m * MMA_K + r * 8 + cute.arch.lane_idx() // QUAD
+                row = self._quad_row(slot_idx, first_row, num_rows, i)
+                rBlocks[None, r, m].store(load_slot_blocks(combine, row, Int32(0)).load())
+                rGates[None, r, m].store(quad_gates(combine, row, sQ[i, None]).load())
+        return rGates, rBlocks
 
     @cute.jit
-    def _finish(
+    def _combine_and_gate(
         self,
         rO: cute.Tensor,  # rounded, as of `acc_mn_view`
         lse: Float32,
-        gates: cute.Tensor,  # of `_start_rest`
-        blocks: cute.Tensor,
-        rest: CombineInputs,
-        place: Int32,
+        rGates: cute.Tensor,  # of `_load_gates`
+        rBlocks: cute.Tensor,
+        combine: CombineInputs,
+        slot_idx: Int32,
         first_row: Int32,
         num_rows: Int32,
         first_vector: cutlass.Constexpr[int],
     ) -> Float32:
-        """rO becomes out. Returns the lse of o, in the same lane."""
-        lane, of_all = cute.arch.lane_idx(), lse
+        """rO becomes out. Returns the lse of the selected branch, in the lanes that `lse` has rows in."""
+        lane, combined_lse = cute.arch.lane_idx(), lse
         for m in range_constexpr(self.rows // MMA_K):
             for r in range_constexpr(2):
-                row = self._row(place, first_row, num_rows, m * MMA_K + r * 8 + lane // QUAD)
-                held = cute.arch.shuffle_sync(lse, lane - lane % QUAD + 2 * m + r)
-                total = finish_row(
-                    rO[None, r, m, None], held, gates[None, r, m], rest, row, first_vector, blocks[None, r, m]
+                row = self._quad_row(slot_idx, first_row, num_rows, m * MMA_K + r * 8 + lane // QUAD)
+                own_lse = cute.arch.shuffle_sync(lse, lane - lane % QUAD + 2 * m + r)
+                row_lse = combine_and_gate_row(
+                    rO[None, r, m, None], own_lse, rGates[None, r, m], combine, row, first_vector, rBlocks[None, r, m]
                 )
                 if lane % QUAD == 2 * m + r:
-                    of_all = total
-        return of_all
+                    combined_lse = row_lse
+        return combined_lse

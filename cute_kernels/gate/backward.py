@@ -1,16 +1,18 @@
-"""Backward of gate/forward.py: what every branch and the gates need, in one pass, without a weighted copy of do.
+"""Backward of gate/forward.py: gradients of the gates, and what attention's backward of each branch needs, in one pass.
 
     out = sum_b g_b o_b        delta_b = do . o_b
-    do_b = g_b do              dg_b = delta_b,   d logit_b = delta_b g_b (1 - g_b)
-    dW[h,b] = sum over rows of d logit_b * q
+    do_b = g_b do              dg_b = delta_b,   dlogit_b = delta_b g_b (1 - g_b)
+    dW[h,b] = sum over rows of dlogit_b * q
 
-Attention's backward weighs do by exp(S - lse). With lse_b - log(g_b) instead, it weighs do by g_b exp(S - lse_b), and
+No do_b is written for projected gates. Attention's backward weighs do by P = exp(S - lse). With lse_b - log(g_b) in
+place of lse_b it gets g_b P, and
     dS_b = g_b P (do . v - delta_b) = P (do_b . v - do_b . o_b),
-so a branch reads do itself and a shifted lse. Gates that were given may be negative: then do_b is written, and delta_b
-is that of the rounded do_b: rows that see one key have dS = 0, and two roundings would not cancel.
+so a branch reads do itself and a shifted lse. Given gates may be negative, which has no logarithm: then do_b is
+written, and delta_b is that of the rounded do_b. A row that sees one key has dS = 0, which would not come out if do_b
+and delta_b were rounded apart.
 
-A CTA walks over `chunk` rows of one head; a row belongs to a group of lanes, one vector of 16 bytes each. Partial sums
-of dW stay in registers, one fp32 [3, D] for each CTA, and are added up in a fixed order.
+A CTA walks over a chunk of rows of one head. A row belongs to a group of lanes, each with one vector of 16 bytes. Sums
+of dW over the chunk stay in registers, one fp32 partial [3, D] per CTA; partials are added up in a fixed order.
 
 Floor: q, do and three o's are read once: 1.34 GB at 128K tokens, 8 heads of 128, bf16: 0.32 ms at 4.2 TB/s.
 
@@ -29,19 +31,25 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
+from cute_kernels.gate.forward import BRANCHES, THREADS, lanes_per_row, partial_dot
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
-THREADS = 128
 CHUNK = 256
-MOST_CHUNKS = 2048
+"""Rows of a chunk, or a multiple of it."""
+
+MAX_CHUNKS = 2048
+"""The most chunks of a head: of partials of dW."""
 
 
 class GateGradients:
-    """Args: dims of q and of the outputs."""
+    """Gradients of the gates of a chunk of rows of a head.
+
+    Args: dims of q and of the outputs.
+    """
 
     def __init__(self, dim: int, v_dim: int) -> None:
         self.dim, self.vectors, self.v_vectors = dim, dim // VECTOR, v_dim // VECTOR
-        self.lanes = 1 << (max(self.vectors, self.v_vectors) - 1).bit_length()
+        self.lanes = lanes_per_row(self.vectors, self.v_vectors)
         self.rows = THREADS // self.lanes
 
     @cute.jit
@@ -114,59 +122,62 @@ class GateGradients:
         chunks: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        head, part, batch = cute.arch.block_idx()
-        tokens = cutlass.min((part + 1) * chunk, mDo.shape[1])  # of this CTA: up to here
-        lane, slot = thread % self.lanes, thread // self.lanes
+        head, chunk_index, batch = cute.arch.block_idx()
+        end = cutlass.min((chunk_index + 1) * chunk, mDo.shape[1])  # of the chunk
+        lane, lane_group = thread % self.lanes, thread // self.lanes
         in_q, in_v = lane < self.vectors, lane < self.v_vectors
         outputs, lses, weighted = (mCmp, mSlc, mWin), (mLseCmp, mLseSlc, mLseWin), (mDoCmp, mDoSlc, mDoWin)
         element = mDo.element_type
 
         rQ = cute.make_rmem_tensor(VECTOR, element)
         rDo = cute.make_rmem_tensor(VECTOR, element)
-        rO = cute.make_rmem_tensor((VECTOR, 3), element)
-        rG = cute.make_rmem_tensor(3, Float32)
-        rDelta = cute.make_rmem_tensor(3, Float32)
-        rSum = cute.make_rmem_tensor((VECTOR, 3), Float32)
+        rO = cute.make_rmem_tensor((VECTOR, BRANCHES), element)
+        rG = cute.make_rmem_tensor(BRANCHES, Float32)
+        rDelta = cute.make_rmem_tensor(BRANCHES, Float32)
+        rSum = cute.make_rmem_tensor((VECTOR, BRANCHES), Float32)
         rSum.fill(0.0)
-        rG.fill(1.0 / 3.0)
-        for start in cutlass.range(part * chunk, tokens, self.rows, unroll=2):
-            token = start + slot
-            row, attended = token, token < tokens
+        rG.fill(1.0 / BRANCHES)
+        for start in cutlass.range(chunk_index * chunk, end, self.rows, unroll=2):
+            # Load the row, which lies elsewhere in the outputs of packed documents
+            token = start + lane_group
+            row, exists = token, token < end
             if const_expr(mRows is not None):
-                if token < tokens:
+                if token < end:
                     row = mRows[token]
-                attended = (token < tokens) & (row >= 0)
+                exists = (token < end) & (row >= 0)
             rQ.fill(0.0)
             rDo.fill(0.0)
             rO.fill(0.0)
-            if attended & in_v:
+            if exists & in_v:
                 cute.autovec_copy(cute.local_tile(mDo[batch, token, head, None], (VECTOR,), (lane,)), rDo)
-                for b in range_constexpr(3):
+                for b in range_constexpr(BRANCHES):
                     gO = cute.local_tile(outputs[b][batch, row, head, None], (VECTOR,), (lane,))
                     cute.autovec_copy(gO, rO[None, b])
             if const_expr(mQ is not None):
-                if attended & in_q:
+                if exists & in_q:
                     cute.autovec_copy(cute.local_tile(mQ[batch, token, head, None], (VECTOR,), (lane,)), rQ)
             if const_expr(mG is not None):
-                if attended:
-                    for b in range_constexpr(3):
+                if exists:
+                    for b in range_constexpr(BRANCHES):
                         rG[b] = mG[batch, token, head, b].to(Float32)
-            for b in range_constexpr(3):
+            # Gradients of the gates or of their logits
+            for b in range_constexpr(BRANCHES):
                 rDelta[b] = self._dot(rDo, rO[None, b])
             if const_expr(mQ is not None):
-                for b in range_constexpr(3):
+                for b in range_constexpr(BRANCHES):
                     d_logit = rDelta[b] * rG[b] * (1.0 - rG[b])
-                    if (token < tokens) & (lane == 0):
+                    if (token < end) & (lane == 0):
                         mDg[batch, token, head, b] = d_logit
                     for i in range_constexpr(VECTOR):
                         rSum[i, b] = cute.math.fma(d_logit, rQ[i].to(Float32), rSum[i, b])
             elif const_expr(mDg is not None):
-                if (token < tokens) & (lane == 0):
-                    for b in range_constexpr(3):
+                if (token < end) & (lane == 0):
+                    for b in range_constexpr(BRANCHES):
                         mDg[batch, token, head, b] = rDelta[b].to(mDg.element_type)
+            # What attention's backward of each branch reads
             if const_expr(mDoCmp is None):
-                if attended & (lane == 0):
-                    for b in range_constexpr(3):
+                if exists & (lane == 0):
+                    for b in range_constexpr(BRANCHES):
                         mDelta[b, batch, head, row] = rDelta[b]
                         lse = lses[b][batch, head, row]
                         if lse != -Float32.inf:
@@ -174,56 +185,54 @@ class GateGradients:
                         mShifted[b, batch, head, row] = lse
             else:
                 rWeighted = cute.make_rmem_tensor(VECTOR, element)
-                for b in range_constexpr(3):
+                for b in range_constexpr(BRANCHES):
                     for i in range_constexpr(VECTOR):
                         rWeighted[i] = (rDo[i].to(Float32) * rG[b]).to(element)
-                    delta = self._dot(rWeighted, rO[None, b])  # of what attention's backward reads, rounded
-                    if attended & in_v:
+                    delta = self._dot(rWeighted, rO[None, b])  # of the rounded do_b
+                    if exists & in_v:
                         gDo = cute.local_tile(weighted[b][batch, row, head, None], (VECTOR,), (lane,))
                         cute.autovec_copy(rWeighted, gDo)
-                    if attended & (lane == 0):
+                    if exists & (lane == 0):
                         mDelta[b, batch, head, row] = delta
                         mShifted[b, batch, head, row] = lses[b][batch, head, row]
 
         if const_expr(mQ is not None):
+            # Epilogue: the sums of all lane groups
             smem = cutlass.memory.SmemAllocator()
             sSum = smem.allocate_tensor(
-                Float32, cute.make_ordered_layout((self.dim, 3, self.rows), order=(0, 1, 2)), 16
+                Float32, cute.make_ordered_layout((self.dim, BRANCHES, self.rows), order=(0, 1, 2)), 16
             )
             if in_q:
-                for b in range_constexpr(3):
-                    cute.autovec_copy(rSum[None, b], cute.local_tile(sSum[None, b, slot], (VECTOR,), (lane,)))
+                for b in range_constexpr(BRANCHES):
+                    cute.autovec_copy(rSum[None, b], cute.local_tile(sSum[None, b, lane_group], (VECTOR,), (lane,)))
             cute.arch.sync_threads()
-            for item in cutlass.range(thread, 3 * self.dim, THREADS):
-                b, column = item // self.dim, item % self.dim
+            for i in cutlass.range(thread, BRANCHES * self.dim, THREADS):
+                b, column = i // self.dim, i % self.dim
                 total = Float32(0.0)
-                for i in range_constexpr(self.rows):
-                    total += sSum[column, b, i]
-                mPartial[batch * chunks + part, head, b, column] = total
+                for group in range_constexpr(self.rows):
+                    total += sSum[column, b, group]
+                mPartial[batch * chunks + chunk_index, head, b, column] = total
 
     @cute.jit
     def _dot(self, rX: cute.Tensor, rY: cute.Tensor) -> Float32:
-        """Of two rows, a vector in each lane."""
-        dot = Float32(0.0)
-        for i in range_constexpr(VECTOR):
-            dot = cute.math.fma(rX[i].to(Float32), rY[i].to(Float32), dot)
-        return cute.arch.warp_reduction_sum(dot, threads_in_group=self.lanes)
+        """x . y of two rows, a vector in each lane."""
+        return cute.arch.warp_reduction_sum(partial_dot(rX, rY), threads_in_group=self.lanes)
 
 
 @dataclass(frozen=True)
 class GateResults:
-    """What follows from the gates' gradients."""
+    """Gradients of the gates, and inputs of attention's backward of each branch."""
 
     lse: Tensor
-    """fp32 `[3,B,H,N]`: shifted, so that exp(S - lse) weighs `do`. Unused aligned rows: inf."""
+    """fp32 `[3,B,H,N]`, shifted by -log(g) if gates were projected. Unused aligned rows: inf."""
     delta: Tensor
-    """fp32 `[3,B,H,N]`: do . o of the `do` that belongs to `lse`."""
+    """fp32 `[3,B,H,N]`: do . o, of the weighted do if `do` is not None."""
     do: list[Tensor] | None
-    """Weighted by gates that were given, like the o's; then `lse` is not shifted."""
+    """do of each branch, like its o, weighted by given gates; None: all branches read the same do."""
     logits: Tensor | None
-    """fp32 `[B,N,H,3]`, gradients of projected gates' logits."""
+    """fp32 `[B,N,H,3]`, gradients of the logits of projected gates."""
     gates: Tensor | None
-    """`[B,N,H,3]`, gradients of gates that were given."""
+    """`[B,N,H,3]`, gradients of given gates."""
     gate_proj_weight: Tensor | None
     """fp32 `[H,3,D]`, gradient of the projection."""
 
@@ -235,22 +244,22 @@ def _compiled(
     def values() -> Any:
         return fake(dtype, None, None, None, v_dim)
 
-    def sums() -> Any:
+    def stats() -> Any:
         return fake(torch.float32, None, None, None, aligned=False)
 
-    def per_gate(of: torch.dtype | None) -> Any:
-        return None if of is None else fake(of, None, None, None, 3, aligned=False)
+    def gates(gate_dtype: torch.dtype | None) -> Any:
+        return None if gate_dtype is None else fake(gate_dtype, None, None, None, 3, aligned=False)
 
     given = g_dtype is not None and not projected
     return compile_kernel(
         GateGradients(dim, v_dim),
         fake(dtype, None, None, None, dim) if projected else None,
-        per_gate(g_dtype),
+        gates(g_dtype),
         fake(torch.int32, None, aligned=False) if packed else None,
         *[values() for _ in range(4)],
-        *[sums() for _ in range(3)],
+        *[stats() for _ in range(3)],
         *[fake(torch.float32, 3, None, None, None, aligned=False) for _ in range(2)],
-        per_gate(torch.float32 if projected else g_dtype),
+        gates(torch.float32 if projected else g_dtype),
         fake(torch.float32, None, None, 3, dim, aligned=False) if projected else None,
         *[values() if given else None for _ in range(3)],
         Int32(0),
@@ -267,35 +276,35 @@ def gate_gradients(
     projected: bool,
     rows: Tensor | None = None,
 ) -> GateResults:
-    """From the gradient of the gated sum to what the three branches and the gates get.
+    """From the gradient of the gated sum to those of the gates, and to the inputs of each branch's backward.
 
     Args:
         do: `[B,N,H,D_v]`, bf16 or fp16.
         outputs, lses: of the branches, `[B,N,H,D_v]` and fp32 `[B,H,N]`.
         q: `[B,N,H,D]`, read where gates were projected.
-        gates: `[B,N,H,3]`, those that weighed the outputs; None: 1/3 each.
+        gates: `[B,N,H,3]`, given or projected, as in forward; None: 1/3 each.
         projected: the gates are sigmoids of q . w.
-        rows: int32 `[N]`, where in `outputs` and `lses` the rows of the tokens are, -1: nowhere. B is 1 then.
+        rows: int32 `[N]`, the row in `outputs` and `lses` of each token, -1: none. B is 1 then.
     """
     batch, tokens, heads, v_dim = do.shape
     dim, aligned = q.shape[-1], outputs[0].shape[1]
     device, given = do.device, gates is not None and not projected
 
-    def sums(*shape: int) -> Tensor:
+    def new_stats(*shape: int) -> Tensor:
         if rows is None:
             return torch.empty(shape, dtype=torch.float32, device=device)
         return torch.full(shape, torch.inf, dtype=torch.float32, device=device)
 
-    lse, delta = (sums(3, batch, heads, aligned) for _ in range(2))
+    lse, delta = (new_stats(3, batch, heads, aligned) for _ in range(2))
     if rows is not None:
         delta.zero_()
-    new = torch.empty_like if rows is None else torch.zeros_like
-    weighted = [new(o) for o in outputs] if given else None
-    into: Sequence[Tensor | None] = weighted or (None, None, None)
+    new_output = torch.empty_like if rows is None else torch.zeros_like
+    weighted = [new_output(o) for o in outputs] if given else None
+    optional: Sequence[Tensor | None] = weighted or (None, None, None)
     d_gates = None
     if gates is not None:
         d_gates = torch.empty(gates.shape, dtype=torch.float32 if projected else gates.dtype, device=device)
-    chunk = CHUNK * max(1, -(-batch * tokens // (CHUNK * MOST_CHUNKS)))
+    chunk = CHUNK * max(1, -(-batch * tokens // (CHUNK * MAX_CHUNKS)))
     partial = None
     if projected:
         shape = batch * -(-tokens // chunk), heads, 3, dim
@@ -314,7 +323,7 @@ def gate_gradients(
             delta,
             d_gates,
             partial,
-            *into,
+            *optional,
             chunk,
         )
     return GateResults(

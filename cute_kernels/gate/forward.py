@@ -1,14 +1,15 @@
-"""Gated sum of the three branches in one pass.
+"""Gated sum of the three branches in one pass (NSA, equation 5).
 
     out[i] = sum_b g_b[i] * o_b[i],   g_b[i] = sigmoid(q[i] . w[b])   or given, or 1/3 each
 
-A row (token and head) belongs to a group of lanes, one vector of 16 bytes each. Sums in fp32, rounded once. Few
-registers, so many rows are in flight: two rows a thread were slower (0.34 ms instead of 0.30 at 128K).
+Branches are compressed, selected, window, in this order. A row (token and head) belongs to a group of lanes, each with
+one vector of 16 bytes. Sums are fp32 and rounded once. A thread has one row: two rows a thread, with fewer in flight,
+were slower (0.34 ms instead of 0.30 at 128K tokens).
 
-Attention per token has o_slc of a row in registers at its end and can do the same there (token_selected.CombineAndGate,
-attend/combine.py), bit for bit: what makes gates, and `weighted_sum`, are shared.
+In token mode, kernels at whose end o_slc is in registers apply the gate there (CombineAndGate, ForcedCombineAndGate).
+They take `Gating`, `row_gates` and `weighted_sum` from here and give the same bits.
 
-Projected gates are kept (fp32, 1 % of the bytes) for backward.
+Projected gates are kept for backward: fp32, 1 % of the bytes.
 
 Packed documents (B = 1): the o's come in the aligned rows of pool/documents.py; tokens behind the last document get 0.
 
@@ -33,43 +34,52 @@ from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_on
 
 THREADS = 128
 
+BRANCHES = 3
+"""Compressed, selected, window."""
+
+
+def lanes_per_row(*vectors: int) -> int:
+    """Lanes of a row: a power of two that has one for each of its vectors."""
+    return 1 << (max(vectors) - 1).bit_length()
+
 
 class Gating(NamedTuple):
-    """What some rows of out are made of beside q and o_slc, and where they belong."""
+    """Tensors that a kernel needs to gate o_slc on the way, beside q."""
 
     o_cmp: Tensor
-    """`[B,T,H,D_v]`, as o_win and out."""
+    """`[B,T,H,D_v]`, like o_win and out."""
     o_win: Tensor
     out: Tensor
     gate_proj_weight: Tensor | None
-    """`[H,3,D]`."""
+    """`[H,3,D]`: gates are projected by it."""
     gates: Tensor | None
-    """`[B,T,H,3]`, used as they are; with weight fp32, where to write them, if anywhere; without both 1/3 each."""
+    """`[B,T,H,3]`. Without the weight given gates, None: 1/3 each. With it fp32, where to write them, None: nowhere."""
     o_slc: Tensor | None = None
-    """Like out, where to write it, if anywhere."""
+    """Like out: where to write it; None: nowhere."""
 
-    def part(self, batches: slice, rows: slice, heads: slice) -> Gating:
+    def narrow(self, batches: slice, rows: slice, heads: slice) -> Gating:
+        """The same for some batches, rows and heads."""
         weight = None if self.gate_proj_weight is None else self.gate_proj_weight[heads]
-        of_rows = (None if x is None else x[batches, rows, heads] for x in (*self[:3], self.gates, self.o_slc))
-        o_cmp, o_win, out, gates, o_slc = of_rows
+        views = (None if x is None else x[batches, rows, heads] for x in (*self[:3], self.gates, self.o_slc))
+        o_cmp, o_win, out, gates, o_slc = views
         return Gating(o_cmp, o_win, out, weight, gates, o_slc)  # type: ignore[arg-type]
 
     @property
-    def how(self) -> tuple[torch.dtype | None, torch.dtype | None, bool]:
-        """What kernels that gate on the way are compiled for: types of weight and gates; whether o_slc is written."""
+    def variant(self) -> tuple[torch.dtype | None, torch.dtype | None, bool]:
+        """What a kernel is compiled for: dtypes of weight and gates; whether o_slc is written."""
         w_dtype, g_dtype = (None if x is None else x.dtype for x in (self.gate_proj_weight, self.gates))
         return w_dtype, g_dtype, self.o_slc is not None
 
     @property
-    def rest(self) -> tuple[Tensor | None, ...]:
-        """What they take beside q and out, as `fake_rest` makes it."""
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """What a kernel takes beside q and out, in the order of `fake_gating`."""
         return self.gate_proj_weight, self.gates, self.o_cmp, self.o_win, self.o_slc
 
 
-def fake_rest(
+def fake_gating(
     dim: int, dtype: torch.dtype, w_dtype: torch.dtype | None, g_dtype: torch.dtype | None, keeps: bool
 ) -> tuple[Any, ...]:
-    """What a kernel that gates on the way is compiled with. Args: dim and type of the rows; `Gating.how`."""
+    """`Gating.arguments` to compile with. Args: dim and dtype of the rows; `Gating.variant`."""
     weight = None if w_dtype is None else fake(w_dtype, None, 3, dim)
     gates = None if g_dtype is None else fake(g_dtype, None, None, None, 3, aligned=False)
     o_cmp, o_win, o_slc = (fake(dtype, None, None, None, dim) for _ in range(3))
@@ -77,61 +87,65 @@ def fake_rest(
 
 
 @cute.jit
-def partial_logit(rQ: cute.Tensor, rW: cute.Tensor) -> Float32:
-    """q . w of a lane's vectors."""
-    part = Float32(0.0)
+def partial_dot(rX: cute.Tensor, rY: cute.Tensor) -> Float32:
+    """A lane's share of x . y: the dot product of its vectors."""
+    dot = Float32(0.0)
     for i in range_constexpr(VECTOR):
-        part = cute.math.fma(rQ[i].to(Float32), rW[i].to(Float32), part)
-    return part
+        dot = cute.math.fma(rX[i].to(Float32), rY[i].to(Float32), dot)
+    return dot
 
 
 @cute.jit
 def gate_of_logit(logit: Float32) -> Float32:
+    """sigmoid(logit)."""
     return cute.arch.rcp_approx(1.0 + cute.math.exp2(-logit * LOG2_E, fastmath=True))
 
 
 @cute.jit
-def gates_of_row(
-    rQ: cute.Tensor, rW: cute.Tensor | None, gG: cute.Tensor | None, there: Boolean, lanes: cutlass.Constexpr[int]
+def row_gates(
+    rQ: cute.Tensor, rW: cute.Tensor | None, gG: cute.Tensor | None, exists: Boolean, lanes: cutlass.Constexpr[int]
 ) -> cute.Tensor:
-    """The three gates of a row, for each of its `lanes`. All lanes of a warp take part.
+    """The three gates of a row, in each of its `lanes`. All lanes of a warp must call it.
 
     Args:
-        rQ, rW: a lane's vector of q and `[VECTOR,3]` of its head's weights, which gates are projected by.
-        gG: without rW given gates, which are read of rows that are `there`; else 1/3 each.
+        rQ, rW: a lane's vector of q, and of its head's three weights, `[VECTOR,3]`: gates are projected.
+        gG: without rW, the row's given gates, read if the row `exists`; None: 1/3 each.
     """
-    rG = cute.make_rmem_tensor(3, Float32)
-    rG.fill(1.0 / 3.0)
+    rG = cute.make_rmem_tensor(BRANCHES, Float32)
+    rG.fill(1.0 / BRANCHES)
     if const_expr(rW is not None):
-        for b in range_constexpr(3):
-            part = partial_logit(rQ, rW[None, b])
-            rG[b] = gate_of_logit(cute.arch.warp_reduction_sum(part, threads_in_group=lanes))
+        for b in range_constexpr(BRANCHES):
+            dot = partial_dot(rQ, rW[None, b])
+            rG[b] = gate_of_logit(cute.arch.warp_reduction_sum(dot, threads_in_group=lanes))
     elif const_expr(gG is not None):
-        if there:
-            for b in range_constexpr(3):
+        if exists:
+            for b in range_constexpr(BRANCHES):
                 rG[b] = gG[b].to(Float32)
     return rG
 
 
 @cute.jit
 def weighted_sum(rO: cute.Tensor, rG: cute.Tensor) -> cute.Tensor:
-    """A lane's vector of out from `[VECTOR,3]` of the branches and three gates."""
-    # fma where the compiler could choose, so that all kernels, and variants of them, give the same bits
+    """A lane's vector of out from those of the branches, `[VECTOR,3]`, and three gates."""
+    # Explicit fma: left to the compiler, kernels and their variants would differ in bits
     rOut = cute.make_rmem_tensor(VECTOR, rO.element_type)
     for i in range_constexpr(VECTOR):
         value = rO[i, 0].to(Float32) * rG[0]
-        for b in range_constexpr(1, 3):
+        for b in range_constexpr(1, BRANCHES):
             value = cute.math.fma(rO[i, b].to(Float32), rG[b], value)
         rOut[i] = value.to(rO.element_type)
     return rOut
 
 
 class GatedSum:
-    """Args: dims of q and of the outputs."""
+    """out of a row by a group of lanes.
+
+    Args: dims of q and of the outputs.
+    """
 
     def __init__(self, dim: int, v_dim: int) -> None:
         self.vectors, self.v_vectors = dim // VECTOR, v_dim // VECTOR
-        self.lanes = 1 << (max(self.vectors, self.v_vectors) - 1).bit_length()
+        self.lanes = lanes_per_row(self.vectors, self.v_vectors)
         self.rows = THREADS // self.lanes
 
     @cute.jit
@@ -147,9 +161,9 @@ class GatedSum:
         mOut: cute.Tensor,
         stream: Any,
     ):
-        groups = mOut.shape[0] * cute.ceil_div(mOut.shape[1], self.rows)
+        tiles = mOut.shape[0] * cute.ceil_div(mOut.shape[1], self.rows)
         self.kernel(mQ, mW, mG, mRows, mCmp, mSlc, mWin, mOut).launch(
-            grid=[groups * mOut.shape[2], 1, 1],
+            grid=[tiles * mOut.shape[2], 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
         )
@@ -167,49 +181,51 @@ class GatedSum:
         mOut: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        item, _, _ = cute.arch.block_idx()
+        work_index, _, _ = cute.arch.block_idx()
         _, tokens, heads, _ = mOut.shape
-        head, group = item % heads, item // heads
-        groups = cute.ceil_div(tokens, self.rows)
-        batch = group // groups
+        head, tile = work_index % heads, work_index // heads
+        tiles = cute.ceil_div(tokens, self.rows)
+        batch = tile // tiles
         lane = thread % self.lanes
-        token = group % groups * self.rows + thread // self.lanes
+        token = tile % tiles * self.rows + thread // self.lanes
         in_q, in_v = lane < self.vectors, lane < self.v_vectors
-        row, attended = token, token < tokens
+        # Load: the row of the outputs, and the weights of the head
+        row, exists = token, token < tokens
         if const_expr(mRows is not None):
             if token < tokens:
                 row = mRows[token]
-            attended = (token < tokens) & (row >= 0)
+            exists = (token < tokens) & (row >= 0)
 
         rW = None
         if const_expr(mW is not None):
-            rW = cute.make_rmem_tensor((VECTOR, 3), mW.element_type)
+            rW = cute.make_rmem_tensor((VECTOR, BRANCHES), mW.element_type)
             rW.fill(0.0)
             if in_q:
-                for b in range_constexpr(3):
+                for b in range_constexpr(BRANCHES):
                     cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
 
         branches = (mCmp, mSlc, mWin)
         rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
-        rO = cute.make_rmem_tensor((VECTOR, 3), mOut.element_type)
+        rO = cute.make_rmem_tensor((VECTOR, BRANCHES), mOut.element_type)
         rQ.fill(0.0)
         if const_expr(mRows is not None):
             rO.fill(0.0)
-        if attended:
+        if exists:
             if const_expr(mW is not None):
                 if in_q:
                     cute.autovec_copy(cute.local_tile(mQ[batch, token, head, None], (VECTOR,), (lane,)), rQ)
             if in_v:
-                for b in range_constexpr(3):
+                for b in range_constexpr(BRANCHES):
                     cute.autovec_copy(
                         cute.local_tile(branches[b][batch, row, head, None], (VECTOR,), (lane,)), rO[None, b]
                     )
 
+        # Gate
         gG = None if const_expr(mG is None) else mG[batch, token, head, None]
-        rG = gates_of_row(rQ, rW, gG, attended, self.lanes)
+        rG = row_gates(rQ, rW, gG, exists, self.lanes)
         if const_expr(mW is not None):
             if (token < tokens) & (lane == 0):
-                for b in range_constexpr(3):
+                for b in range_constexpr(BRANCHES):
                     gG[b] = rG[b]
         if (token < tokens) & in_v:
             cute.autovec_copy(weighted_sum(rO, rG), cute.local_tile(mOut[batch, token, head, None], (VECTOR,), (lane,)))
@@ -238,13 +254,13 @@ def gated_sum(
     gates: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor | None:
-    """Weigh and add the branches, into `out`.
+    """Add up the branches, weighted by their gates, into `out` (NSA, equation 5).
 
     Args:
         o_cmp, o_slc, o_win, out: `[B,N,H,D_v]`, bf16 or fp16.
         q: `[B,N,H,D]`, read with `gate_proj_weight` `[H,3,D]` only.
         gates: `[B,N,H,3]`, used as they are; without gates and weight 1/3 each.
-        rows: int32 `[N]`, where in the o's the rows of the tokens are, -1: nowhere. B is 1 then.
+        rows: int32 `[N]`, the row in the o's of each token, -1: none, its out is 0. B is 1 then.
 
     Returns:
         The gates: given, or projected (fp32), or None.

@@ -1,14 +1,14 @@
-"""Gradients of q, k and v: the branches' parts added up in fp32 and rounded once.
+"""Gradients of q, k and v: those of the branches are added up in fp32 and rounded once.
 
-    dq[i] = sum_b dq_b[i] + sum_b d logit_b[i] * w[h,b]
+    dq[i] = sum_b dq_b[i] + sum_b dlogit_b[i] * w[h,b]
     dk[i] = dk_slc[i] + dk_win[i] + 1/l * sum over entries j with j*d <= i < j*d + l of dk_cmp[j]      dv likewise
 
-Every part is optional. A row (token and head) belongs to a group of lanes, one vector of 16 bytes each.
+Every term is optional. A row (token and head) belongs to a group of lanes, each with one vector of 16 bytes.
 
-Packed documents (B = 1): parts of q, k and v come in the aligned rows of documents.py, entries are aligned ones; tokens
-behind the last document get 0.
+Packed documents (B = 1): gradients of the branches come in the aligned rows of pool/documents.py, those of entries in
+aligned entries; tokens behind the last document get 0.
 
-Floor: every part is read once, every sum written once. 128K tokens, 8 heads of 128 for q and 2 for k and v, bf16:
+Floor: every term is read once, every sum written once. 128K tokens, 8 heads of 128 for q and 2 for k and v, bf16:
 1.5 GB, 0.36 ms at 4.2 TB/s.
 
 Limits: head dims multiples of 8, at most 256; 64-bit offsets.
@@ -25,68 +25,70 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
+from cute_kernels.gate.forward import BRANCHES, THREADS, lanes_per_row
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
-THREADS = 128
-BRANCHES = 3
-WHOLE = 2
-"""Branches that attend to the keys themselves."""
+TOKEN_BRANCHES = 2
+"""Branches whose keys are tokens, not compressed entries: selected and window."""
 
 
 @cute.jit
-def _add(rSum: cute.Tensor, gPart: cute.Tensor):
-    """Add a vector of a part."""
-    rPart = cute.make_rmem_tensor(VECTOR, gPart.element_type)
-    cute.autovec_copy(gPart, rPart)
-    rSum.store(rSum.load() + rPart.load().to(Float32))
+def _add(rSum: cute.Tensor, gTerm: cute.Tensor):
+    """Add a vector of global memory to fp32 registers."""
+    rTerm = cute.make_rmem_tensor(VECTOR, gTerm.element_type)
+    cute.autovec_copy(gTerm, rTerm)
+    rSum.store(rSum.load() + rTerm.load().to(Float32))
 
 
 class QueryGradients:
-    """Args: head dim."""
+    """dq of a row by a group of lanes.
+
+    Args: head dim.
+    """
 
     def __init__(self, dim: int) -> None:
         self.vectors = dim // VECTOR
-        self.lanes = 1 << (self.vectors - 1).bit_length()
+        self.lanes = lanes_per_row(self.vectors)
         self.rows = THREADS // self.lanes
 
     @cute.jit
     def __call__(
         self,
         mDq: cute.Tensor,  # [B, N, H, D]
-        mPart0: cute.Tensor | None,  # [B, N, H, D], with mRows aligned rows
-        mPart1: cute.Tensor | None,
-        mPart2: cute.Tensor | None,
+        mTerm0: cute.Tensor | None,  # [B, N, H, D], with mRows aligned rows
+        mTerm1: cute.Tensor | None,
+        mTerm2: cute.Tensor | None,
         mLogits: cute.Tensor | None,  # fp32 [B, N, H, 3]
         mW: cute.Tensor | None,  # [H, 3, D], with mLogits
         mRows: cute.Tensor | None,  # Documents.rows
         stream: Any,
     ):
-        groups = mDq.shape[0] * cute.ceil_div(mDq.shape[1], self.rows)
-        self.kernel(mDq, mPart0, mPart1, mPart2, mLogits, mW, mRows).launch(
-            grid=[groups * mDq.shape[2], 1, 1], block=[THREADS, 1, 1], stream=stream
+        tiles = mDq.shape[0] * cute.ceil_div(mDq.shape[1], self.rows)
+        self.kernel(mDq, mTerm0, mTerm1, mTerm2, mLogits, mW, mRows).launch(
+            grid=[tiles * mDq.shape[2], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
         self,
         mDq: cute.Tensor,
-        mPart0: cute.Tensor | None,
-        mPart1: cute.Tensor | None,
-        mPart2: cute.Tensor | None,
+        mTerm0: cute.Tensor | None,
+        mTerm1: cute.Tensor | None,
+        mTerm2: cute.Tensor | None,
         mLogits: cute.Tensor | None,
         mW: cute.Tensor | None,
         mRows: cute.Tensor | None,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        item, _, _ = cute.arch.block_idx()
+        work_index, _, _ = cute.arch.block_idx()
         _, tokens, heads, _ = mDq.shape
-        head, group = item % heads, item // heads
-        groups = cute.ceil_div(tokens, self.rows)
-        batch = group // groups
+        head, tile = work_index % heads, work_index // heads
+        tiles = cute.ceil_div(tokens, self.rows)
+        batch = tile // tiles
         lane = thread % self.lanes
-        token = group % groups * self.rows + thread // self.lanes
+        token = tile % tiles * self.rows + thread // self.lanes
         if (token < tokens) & (lane < self.vectors):
             row = token
             if const_expr(mRows is not None):
@@ -94,9 +96,9 @@ class QueryGradients:
             rSum = cute.make_rmem_tensor(VECTOR, Float32)
             rSum.fill(0.0)
             if row >= 0:
-                for mPart in (mPart0, mPart1, mPart2):
-                    if const_expr(mPart is not None):
-                        _add(rSum, cute.local_tile(mPart[batch, row, head, None], (VECTOR,), (lane,)))
+                for mTerm in (mTerm0, mTerm1, mTerm2):
+                    if const_expr(mTerm is not None):
+                        _add(rSum, cute.local_tile(mTerm[batch, row, head, None], (VECTOR,), (lane,)))
                 if const_expr(mLogits is not None):
                     rW = cute.make_rmem_tensor(VECTOR, mW.element_type)
                     for b in range_constexpr(BRANCHES):
@@ -110,75 +112,79 @@ class QueryGradients:
 
 
 class KeyGradients:
-    """Args: dims of k and v; l and d; with documents T."""
+    """dk or dv of a row by a group of lanes.
+
+    Args: dims of k and v; l and d of the entries; with documents T.
+    """
 
     def __init__(self, dim: int, v_dim: int, keys: Keys, tile: int) -> None:
         self.vectors, self.v_vectors, self.keys, self.tile = dim // VECTOR, v_dim // VECTOR, keys, tile
-        self.lanes = 1 << (max(self.vectors, self.v_vectors) - 1).bit_length()
+        self.lanes = lanes_per_row(self.vectors, self.v_vectors)
         self.rows = THREADS // self.lanes
 
     @cute.jit
     def __call__(
         self,
         mDk: cute.Tensor,  # [B, N, H_kv, D]
-        mDkPart0: cute.Tensor | None,  # [B, N, H_kv, D], with mRows aligned rows
-        mDkPart1: cute.Tensor | None,
+        mDkTerm0: cute.Tensor | None,  # [B, N, H_kv, D], with mRows aligned rows
+        mDkTerm1: cute.Tensor | None,
         mDkCmp: cute.Tensor | None,  # fp32 [B, entries, H_kv, D]
         mDv: cute.Tensor,
-        mDvPart0: cute.Tensor | None,
-        mDvPart1: cute.Tensor | None,
+        mDvTerm0: cute.Tensor | None,
+        mDvTerm1: cute.Tensor | None,
         mDvCmp: cute.Tensor | None,
         mRows: cute.Tensor | None,  # Documents.rows, .bounds and .tiles
         mBounds: cute.Tensor | None,
         mTiles: cute.Tensor | None,
         stream: Any,
     ):
-        groups = mDk.shape[0] * cute.ceil_div(mDk.shape[1] * mDk.shape[2], self.rows)
-        self.kernel(mDk, mDkPart0, mDkPart1, mDkCmp, mDv, mDvPart0, mDvPart1, mDvCmp, mRows, mBounds, mTiles).launch(
-            grid=[groups, 2, 1], block=[THREADS, 1, 1], stream=stream
+        tiles = mDk.shape[0] * cute.ceil_div(mDk.shape[1] * mDk.shape[2], self.rows)
+        self.kernel(mDk, mDkTerm0, mDkTerm1, mDkCmp, mDv, mDvTerm0, mDvTerm1, mDvCmp, mRows, mBounds, mTiles).launch(
+            grid=[tiles, 2, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
         self,
         mDk: cute.Tensor,
-        mDkPart0: cute.Tensor | None,
-        mDkPart1: cute.Tensor | None,
+        mDkTerm0: cute.Tensor | None,
+        mDkTerm1: cute.Tensor | None,
         mDkCmp: cute.Tensor | None,
         mDv: cute.Tensor,
-        mDvPart0: cute.Tensor | None,
-        mDvPart1: cute.Tensor | None,
+        mDvTerm0: cute.Tensor | None,
+        mDvTerm1: cute.Tensor | None,
         mDvCmp: cute.Tensor | None,
         mRows: cute.Tensor | None,
         mBounds: cute.Tensor | None,
         mTiles: cute.Tensor | None,
     ):
-        _, values, _ = cute.arch.block_idx()
-        if values == 0:
-            self.add_up(mDk, mDkPart0, mDkPart1, mDkCmp, mRows, mBounds, mTiles, self.vectors)
+        _, is_v, _ = cute.arch.block_idx()
+        if is_v == 0:
+            self.sum_row(mDk, mDkTerm0, mDkTerm1, mDkCmp, mRows, mBounds, mTiles, self.vectors)
         else:
-            self.add_up(mDv, mDvPart0, mDvPart1, mDvCmp, mRows, mBounds, mTiles, self.v_vectors)
+            self.sum_row(mDv, mDvTerm0, mDvTerm1, mDvCmp, mRows, mBounds, mTiles, self.v_vectors)
 
     @cute.jit
-    def add_up(
+    def sum_row(
         self,
         mDx: cute.Tensor,
-        mPart0: cute.Tensor | None,
-        mPart1: cute.Tensor | None,
+        mTerm0: cute.Tensor | None,
+        mTerm1: cute.Tensor | None,
         mDxCmp: cute.Tensor | None,
         mRows: cute.Tensor | None,
         mBounds: cute.Tensor | None,
         mTiles: cute.Tensor | None,
         vectors: cutlass.Constexpr[int],
     ):
+        """dx is dk or dv."""
         thread, _, _ = cute.arch.thread_idx()
-        group, _, _ = cute.arch.block_idx()
+        tile, _, _ = cute.arch.block_idx()
         _, tokens, heads, _ = mDx.shape
-        groups = cute.ceil_div(tokens * heads, self.rows)
-        batch = group // groups
+        tiles = cute.ceil_div(tokens * heads, self.rows)
+        batch = tile // tiles
         lane = thread % self.lanes
-        item = group % groups * self.rows + thread // self.lanes
-        token, head = item // heads, item % heads
+        token_and_head = tile % tiles * self.rows + thread // self.lanes
+        token, head = token_and_head // heads, token_and_head % heads
         if (token < tokens) & (lane < vectors):
             row = token
             if const_expr(mRows is not None):
@@ -186,33 +192,34 @@ class KeyGradients:
             rSum = cute.make_rmem_tensor(VECTOR, Float32)
             rSum.fill(0.0)
             if row >= 0:
+                # The means of all entries that the token is in
                 if const_expr(mDxCmp is not None):
-                    position, before, entries = row, Int32(0), mDxCmp.shape[1]
+                    position, first_entry, entries = row, Int32(0), mDxCmp.shape[1]  # of the document
                     if const_expr(mTiles is not None):
                         document = mTiles[DOCUMENT, row // self.tile]
                         position = row - mBounds[ROW, document]
-                        before = mBounds[ENTRY, document]
+                        first_entry = mBounds[ENTRY, document]
                         entries = self.keys.visible(mBounds[LENGTH, document] - 1, entries)
                     length, stride = self.keys.length, self.keys.stride
-                    first = Int32(0) if position < length else (position - length) // stride + 1
-                    last = cutlass.min(position // stride + 1, entries)
-                    for entry in cutlass.range(first, last):
-                        _add(rSum, cute.local_tile(mDxCmp[batch, before + entry, head, None], (VECTOR,), (lane,)))
+                    start = Int32(0) if position < length else (position - length) // stride + 1
+                    stop = cutlass.min(position // stride + 1, entries)
+                    for entry in cutlass.range(start, stop):
+                        _add(rSum, cute.local_tile(mDxCmp[batch, first_entry + entry, head, None], (VECTOR,), (lane,)))
                     rSum.store(rSum.load() * Float32(1.0 / length))
-                for mPart in (mPart0, mPart1):
-                    if const_expr(mPart is not None):
-                        _add(rSum, cute.local_tile(mPart[batch, row, head, None], (VECTOR,), (lane,)))
+                for mTerm in (mTerm0, mTerm1):
+                    if const_expr(mTerm is not None):
+                        _add(rSum, cute.local_tile(mTerm[batch, row, head, None], (VECTOR,), (lane,)))
             rDx = cute.make_rmem_tensor(VECTOR, mDx.element_type)
             rDx.store(rSum.load().to(mDx.element_type))
             cute.autovec_copy(rDx, cute.local_tile(mDx[batch, token, head, None], (VECTOR,), (lane,)))
 
 
 @compiled_once
-def _queries(dim: int, dtype: torch.dtype, parts: int, w_dtype: torch.dtype | None, packed: bool) -> Kernel:
+def _queries(dim: int, dtype: torch.dtype, terms: int, w_dtype: torch.dtype | None, packed: bool) -> Kernel:
     return compile_kernel(
         QueryGradients(dim),
         fake(dtype, None, None, None, dim),
-        *_some(parts, BRANCHES, dtype, dim),
+        *_fake_terms(terms, BRANCHES, dtype, dim),
         None if w_dtype is None else fake(torch.float32, None, None, None, 3, aligned=False),
         None if w_dtype is None else fake(w_dtype, None, 3, dim),
         fake(torch.int32, None, aligned=False) if packed else None,
@@ -220,62 +227,63 @@ def _queries(dim: int, dtype: torch.dtype, parts: int, w_dtype: torch.dtype | No
 
 
 @compiled_once
-def _keys(dims: tuple[int, int], dtype: torch.dtype, parts: int, keys: Keys | None, tile: int, packed: bool) -> Kernel:
+def _keys(dims: tuple[int, int], dtype: torch.dtype, terms: int, keys: Keys | None, tile: int, packed: bool) -> Kernel:
     tensors: list[Any] = []
     for dim in dims:
         entries = None if keys is None else fake(torch.float32, None, None, None, dim)
-        tensors += [fake(dtype, None, None, None, dim), *_some(parts, WHOLE, dtype, dim), entries]
+        tensors += [fake(dtype, None, None, None, dim), *_fake_terms(terms, TOKEN_BRANCHES, dtype, dim), entries]
     rows = fake(torch.int32, None, aligned=False) if packed else None
     tables = fake_tables() if packed else (None, None)
     return compile_kernel(KeyGradients(*dims, keys or Keys(), tile), *tensors, rows, *tables)
 
 
-def _some(count: int, places: int, dtype: torch.dtype, dim: int) -> tuple[Any, ...]:
-    return tuple(fake(dtype, None, None, None, dim) if i < count else None for i in range(places))
+def _fake_terms(terms: int, parameters: int, dtype: torch.dtype, dim: int) -> tuple[Any, ...]:
+    """Terms to compile with, and None for the kernel's other parameters."""
+    return tuple(fake(dtype, None, None, None, dim) if i < terms else None for i in range(parameters))
 
 
-def _fill(parts: Sequence[Tensor], places: int) -> tuple[Tensor | None, ...]:
-    return (*parts, *[None] * (places - len(parts)))
+def _pad(terms: Sequence[Tensor], parameters: int) -> tuple[Tensor | None, ...]:
+    return (*terms, *[None] * (parameters - len(terms)))
 
 
 def query_gradients(
     dq: Tensor,
-    parts: Sequence[Tensor],
+    terms: Sequence[Tensor],
     *,
     logits: Tensor | None = None,
     gate_proj_weight: Tensor | None = None,
     documents: Documents | None = None,
 ) -> None:
-    """Add up into dq.
+    """Add up the terms of dq, into dq.
 
     Args:
-        dq: `[B,N,H,D]`, bf16 or fp16; may be one of the parts.
-        parts: up to three like dq, with documents aligned rows.
-        logits: fp32 `[B,N,H,3]`, with gate_proj_weight `[H,3,D]`.
+        dq: `[B,N,H,D]`, bf16 or fp16; may be one of the terms.
+        terms: dq of up to three branches, like dq, with documents aligned rows.
+        logits: fp32 `[B,N,H,3]`, gradients of the logits, with gate_proj_weight `[H,3,D]`.
     """
     if dq.numel() > 0:
         w_dtype = None if gate_proj_weight is None or logits is None else gate_proj_weight.dtype
         rows = None if documents is None else documents.rows
-        run = _queries(dq.shape[-1], dq.dtype, len(parts), w_dtype, documents is not None).run
-        run(dq, *_fill(parts, BRANCHES), logits, None if w_dtype is None else gate_proj_weight, rows)
+        run = _queries(dq.shape[-1], dq.dtype, len(terms), w_dtype, documents is not None).run
+        run(dq, *_pad(terms, BRANCHES), logits, None if w_dtype is None else gate_proj_weight, rows)
 
 
 def key_gradients(
     dk: Tensor,
     dv: Tensor,
-    k_parts: Sequence[Tensor],
-    v_parts: Sequence[Tensor],
+    k_terms: Sequence[Tensor],
+    v_terms: Sequence[Tensor],
     *,
     entries: tuple[Tensor, Tensor] | None,
     keys: Keys,
     documents: Documents | None = None,
 ) -> None:
-    """Add up into dk and dv.
+    """Add up the terms of dk and dv, into dk and dv.
 
     Args:
         dk, dv: `[B,N,H_kv,D]` and `[...,D_v]`, bf16 or fp16.
-        k_parts, v_parts: up to two each like dk and dv, with documents aligned rows.
-        entries: gradients of pooled entries, fp32 `[B,entries,H_kv,...]`, with documents aligned ones.
+        k_terms, v_terms: dk and dv of up to two branches, like dk and dv, with documents aligned rows.
+        entries: gradients of the compressed entries, fp32 `[B,entries,H_kv,...]`, with documents aligned entries.
         keys: l and d of the entries.
     """
     if dk.numel() > 0:
@@ -284,6 +292,6 @@ def key_gradients(
         if documents is not None:
             tables = documents.rows, documents.bounds, documents.tiles
         dims = dk.shape[-1], dv.shape[-1]
-        run = _keys(dims, dk.dtype, len(k_parts), None if entries is None else keys, tile, documents is not None).run
+        run = _keys(dims, dk.dtype, len(k_terms), None if entries is None else keys, tile, documents is not None).run
         dk_cmp, dv_cmp = entries or (None, None)
-        run(dk, *_fill(k_parts, WHOLE), dk_cmp, dv, *_fill(v_parts, WHOLE), dv_cmp, *tables)
+        run(dk, *_pad(k_terms, TOKEN_BRANCHES), dk_cmp, dv, *_pad(v_terms, TOKEN_BRANCHES), dv_cmp, *tables)

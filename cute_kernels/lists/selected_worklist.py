@@ -5,11 +5,11 @@ head * tiles + tile. They lie one block behind the other, made from bits:
 
 CountQueryTiles   a warp for each block: how many query tiles it has
 ListQueryTiles    a warp for each block: its query tiles in a fixed order, behind those of the blocks before, and its
-                  segments
+                  work tiles
 
 Between them a cumulative sum tells where each block begins. A block that many tiles selected (all may select block 0)
-is cut into segments of at least `Sizes.length` and less than twice as many query tiles. The segments of cut blocks
-come first: they are the longest. Then blocks ascend: causality gives the first ones most query tiles.
+is split into work tiles of at least `WorklistSizes.min_rows` and less than twice as many query tiles. The work tiles of
+split blocks come first: they are the longest. Then blocks ascend: causality gives the first ones most query tiles.
 
 Blocks are numbered with the key/value head fastest, then the batch, then the block of the sequence.
 
@@ -27,7 +27,7 @@ from cutlass import Int32
 from torch import Tensor
 
 from cute_kernels.lists.query_to_kv import WORD
-from cute_kernels.lists.worklist import VISITS, Sizes, write_counts, write_segments
+from cute_kernels.lists.worklist import ROWS, WorklistSizes, write_counts, write_work_tiles
 from cute_kernels.mma.warp import LANES, lowest_bit, prefix_sum
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 
@@ -50,15 +50,15 @@ class CountQueryTiles:
         mCounts: cute.Tensor,  # int32 [3, B * H_kv * blocks]
         kv_heads: Int32,
         group: Int32,  # query heads of a key/value head
-        segment: Int32,  # the fewest query tiles of a segment
+        min_rows: Int32,  # WorklistSizes.min_rows, in query tiles
         stream: Any,
     ):
-        self.kernel(mBits, mCounts, kv_heads, group, segment).launch(
+        self.kernel(mBits, mCounts, kv_heads, group, min_rows).launch(
             grid=[cute.ceil_div(mCounts.shape[1], WARPS), 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mBits: cute.Tensor, mCounts: cute.Tensor, kv_heads: Int32, group: Int32, segment: Int32):
+    def kernel(self, mBits: cute.Tensor, mCounts: cute.Tensor, kv_heads: Int32, group: Int32, min_rows: Int32):
         cta, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         work_index = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -71,26 +71,26 @@ class CountQueryTiles:
                     count += cute.arch.popc(mBits[batch, kv_head * select_heads + i, block, word])
             query_tiles = cute.arch.warp_reduction_sum(count) * (group // select_heads)
             if lane == 0:
-                write_counts(mCounts, work_index, query_tiles, segment)
+                write_counts(mCounts, work_index, query_tiles, min_rows)
 
 
 class ListQueryTiles:
-    """Which (head of the group, query tile) selected a block, in a fixed order, and its segments. A warp for each."""
+    """Which (head of the group, query tile) selected a block, in a fixed order, and its work tiles. A warp for each."""
 
     @cute.jit
     def __call__(
         self,
         mBits: cute.Tensor,  # int32 [B, S, blocks, words]
         mCounts: cute.Tensor,  # int32 [3, B * H_kv * blocks]
-        mSums: cute.Tensor,  # the same, with those of all blocks before added
+        mCumCounts: cute.Tensor,  # the same, cumulative
         mQueryTiles: cute.Tensor,  # int32 [query tiles]: head of the group * tiles + tile
-        mSegments: cute.Tensor,  # int32 [3, segments], those of cut blocks first
+        mWorkTiles: cute.Tensor,  # int32 [3, work tiles], those of split blocks first
         kv_heads: Int32,
         group: Int32,
         tiles: Int32,
         stream: Any,
     ):
-        self.kernel(mBits, mCounts, mSums, mQueryTiles, mSegments, kv_heads, group, tiles).launch(
+        self.kernel(mBits, mCounts, mCumCounts, mQueryTiles, mWorkTiles, kv_heads, group, tiles).launch(
             grid=[cute.ceil_div(mCounts.shape[1], WARPS), 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
         )
 
@@ -99,9 +99,9 @@ class ListQueryTiles:
         self,
         mBits: cute.Tensor,
         mCounts: cute.Tensor,
-        mSums: cute.Tensor,
+        mCumCounts: cute.Tensor,
         mQueryTiles: cute.Tensor,
-        mSegments: cute.Tensor,
+        mWorkTiles: cute.Tensor,
         kv_heads: Int32,
         group: Int32,
         tiles: Int32,
@@ -114,8 +114,8 @@ class ListQueryTiles:
             batch, kv_head, block = block_coordinates(work_index, kv_heads, mBits)
             select_heads, words = mBits.shape[1] // kv_heads, mBits.shape[3]
             sharing = group // select_heads  # heads with the same selection
-            query_tiles = mCounts[VISITS, work_index]
-            first = mSums[VISITS, work_index] - query_tiles
+            query_tiles = mCounts[ROWS, work_index]
+            first = mCumCounts[ROWS, work_index] - query_tiles
             gQueryTiles = cute.domain_offset((first,), mQueryTiles)
             before = Int32(0)  # bits of the words before
             for i in cutlass.range(select_heads, unroll=1):
@@ -133,11 +133,11 @@ class ListQueryTiles:
                         selected = selected & (selected - 1)
                         index += 1
                     before += cute.arch.shuffle_sync(sums, LANES - 1)
-            write_segments(mCounts, mSums, mSegments, work_index)
+            write_work_tiles(mCounts, mCumCounts, mWorkTiles, work_index)
 
 
 def fake_table() -> Any:
-    """SelectedWorklist.counts, .sums or .segments to compile with."""
+    """SelectedWorklist.counts, .cum_counts or .work_tiles to compile with."""
     return fake(torch.int32, 3, None, aligned=False)
 
 
@@ -157,24 +157,24 @@ def _count() -> Kernel:
 
 @compiled_once
 def _list() -> Kernel:
-    counts, sums, segments = (fake_table() for _ in range(3))
-    return compile_kernel(ListQueryTiles(), _fake_bits(), counts, sums, fake_query_tiles(), segments, *[Int32(0)] * 3)
+    tables = [fake_table() for _ in range(3)]
+    return compile_kernel(ListQueryTiles(), _fake_bits(), *tables[:2], fake_query_tiles(), tables[2], *[Int32(0)] * 3)
 
 
 class SelectedWorklist(NamedTuple):
-    """Query tiles of all blocks, and the segments that are the CTAs' work. What lies behind the ends is not written."""
+    """Query tiles of all blocks, and the CTAs' work tiles. What lies behind the ends is not written."""
 
     counts: Tensor
-    """int32 `[3,B*H_kv*blocks]`: worklist.VISITS, CUT and WHOLE of each block."""
-    sums: Tensor
-    """int32 `[3,B*H_kv*blocks]`: counts with those of all blocks before added."""
+    """int32 `[3,B*H_kv*blocks]`: worklist.ROWS, SPLITS and WHOLE of each block."""
+    cum_counts: Tensor
+    """int32 `[3,B*H_kv*blocks]`: inclusive cumulative sums of `counts` over the blocks."""
     query_tiles: Tensor
-    """int32 `[sizes.visits]`: head of the group * tiles + tile."""
-    segments: Tensor
-    """int32 `[3,sizes.segments]`: worklist.BLOCK, FIRST and COUNT of each segment, those of cut blocks first."""
+    """int32 `[sizes.rows]`: head of the group * tiles + tile."""
+    work_tiles: Tensor
+    """int32 `[3,sizes.tiles]`: worklist.BLOCK, FIRST and COUNT of each work tile, those of split blocks first."""
 
 
-def selected_worklist(bits: Tensor, *, kv_heads: int, group: int, tiles: int, sizes: Sizes) -> SelectedWorklist:
+def selected_worklist(bits: Tensor, *, kv_heads: int, group: int, tiles: int, sizes: WorklistSizes) -> SelectedWorklist:
     """List the query tiles that selected each block.
 
     Args:
@@ -182,15 +182,15 @@ def selected_worklist(bits: Tensor, *, kv_heads: int, group: int, tiles: int, si
             H_kv or H; heads of a group share a row of bits if it is H_kv. Words behind the last tile are 0.
         group: G, query heads of a key/value head.
         tiles: query tiles of a head.
-        sizes: of the lists; its `length` is the fewest query tiles of a segment of a cut block.
+        sizes: of the lists; its `min_rows` is the fewest query tiles of a work tile of a split block.
     """
 
     def table(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=bits.device)
 
     counts = table(3, bits.shape[0] * kv_heads * bits.shape[2])
-    query_tiles, segments = table(sizes.visits), table(3, sizes.segments)
-    _count().run(bits, counts, kv_heads, group, sizes.length)
-    sums = counts.cumsum(1, dtype=torch.int32)
-    _list().run(bits, counts, sums, query_tiles, segments, kv_heads, group, tiles)
-    return SelectedWorklist(counts, sums, query_tiles, segments)
+    query_tiles, work_tiles = table(sizes.rows), table(3, sizes.tiles)
+    _count().run(bits, counts, kv_heads, group, sizes.min_rows)
+    cum_counts = counts.cumsum(1, dtype=torch.int32)
+    _list().run(bits, counts, cum_counts, query_tiles, work_tiles, kv_heads, group, tiles)
+    return SelectedWorklist(counts, cum_counts, query_tiles, work_tiles)

@@ -1,28 +1,45 @@
-"""Which tokens visit a block of keys: selections of single tokens, turned around, in segments that are one CTA's work.
+"""The worklist of KV-outer attention: which query rows selected a KV block, cut into work tiles of one CTA each.
 
-    indices  [B,H_kv,T,n]   the blocks that a token chose, in n slots
-    places   [B,H_kv,T n]   block after block the visits to it, token * n + slot, tokens ascending
-    segments [B,H_kv,3,S]   of each segment: its block, and which places are its
+Token mode selects per token: `indices` `[B,H_kv,T,n]` holds in n slots the KV blocks that a token attends to. KV-outer
+kernels need the inverse: for each KV block the tokens that selected it. Such a token, with its G query heads (packed as
+in pack_gqa), is a *query row* of the block. It is listed as `slot_idx = token * n + slot`, which also says where its
+partial goes: `o_partial[b, h, slot_idx]`.
 
-MarkTokens    a thread for each slot: the block that it visits, and bit t of that block's row of bits
-CountTokens   a warp for each block: how many bits lie before each word of its row
-ListTokens    a thread for each slot: the bits before its own tell its place
-CutLists      a warp for each block: its segments
+    l' = 2, n = 2                        blocks   0               1       2
+                slots    slot_idx
+    token 0     0  -      0  1       query_rows | 0  2  4  6  8 | 5  7 | 9 |      tokens ascend within a block
+    token 1     0  -      2  3
+    token 2     0  1      4  5       counts     ROWS    5 2 1   SPLITS  2 0 0   WHOLE  0 1 1
+    token 3     0  1      6  7       cum_counts         5 7 8           2 2 2          0 1 2
+    token 4     0  2      8  9
+                                     work_tiles BLOCK   0 0 1 2         of these blocks,
+                                                FIRST   0 3 5 7         from here on in query_rows,
+                                                COUNT   3 2 2 1         so many query rows
 
-A bit is set by an atomic "or", whose order changes nothing, and every place follows from counts: what comes out is
-bitwise the same each time. A block that many tokens chose (all of them choose block 0) is cut into segments of at least
-`Sizes.length` and less than twice as many visits. The segments of cut blocks come first: they are the longest.
+A block that many tokens selected (all of them select block 0) is split into work tiles of at least
+`WorklistSizes.min_rows` (above: 2) and less than twice as many query rows. The tiles of split blocks come first, since
+they are the longest; blocks that are not split have one tile each, empty if nothing selected them.
 
-A slot visits nothing if it holds -1, a block that begins behind its token, or one of the forced blocks where a caller
-attends to these otherwise. Packed documents (B = 1): chosen blocks count from a document's first token, listed ones
-over all documents, each of which begins with a new one.
+MarkRows       a thread per slot: the block of the slot, and bit t of that block's bitmap
+CountRows      a warp per block: the number of bits before each word of its bitmap, and `counts`
+               (`cum_counts` is a cumulative sum by torch)
+ListRows       a thread per slot: the bits before its own say where in `query_rows` it belongs
+CutWorkTiles   a warp per block: its work tiles
 
-Sizes of lists and grids follow from shapes. Bytes: T n entries are read three times and written twice, and the bits of
-each block, one for each token, five times. T = 16K, n = 16, 4 heads, 1024 blocks: 60 MB, mostly in L2.
+Bits are set by atomic "or", whose order changes nothing, and every position follows from counts: the worklist is
+bitwise the same each time.
 
-Tokens go in passes, as many at a time as keep what a caller writes for each visit, and the bits, below a limit.
+A slot has no block if it holds -1, a block that begins behind its token, or a forced block where a caller attends to
+these otherwise (attend/forced.py). Packed documents (B = 1): selected blocks count from a document's first token, those
+of the worklist over all documents, each of which begins with a new one.
 
-Limits: a token's blocks differ; T n < 2^31 and tokens < 2^31.
+Sizes of tables and grids follow from shapes alone. Bytes: T n entries are read three times and written twice, and the
+bitmaps, one bit per block and token, five times. T = 16K, n = 16, 4 heads, 1024 blocks: 60 MB, mostly in L2.
+
+`worklist_chunks` goes over the tokens, and over batches and heads, in chunks: as many at a time as keep the partials of
+a chunk, and its bitmaps, below a limit.
+
+Limits: the blocks of a token differ; T n < 2^31 and tokens < 2^31.
 """
 
 from __future__ import annotations
@@ -45,81 +62,71 @@ from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 THREADS = 256
 WARPS = 4
 
-LIST_BYTES = 512 << 20
-"""For the bits of a pass, and their counts."""
+BITMAP_BYTES = 512 << 20
+"""Of a chunk's bitmaps and their counts, at most."""
 
-ALIGNED_TOKENS = 256
-"""A pass over some of the tokens takes a multiple of these."""
+CHUNK_ALIGNMENT = 256
+"""Tokens of a chunk are a multiple of this, but for the last chunk's."""
 
-VISITS, CUT, WHOLE = range(3)
-"""Of each block: visits, segments if it is cut, whether it is not."""
+ROWS, SPLITS, WHOLE = range(3)
+"""Of each block: its query rows; its work tiles if it is split, else 0; 1 if it is not split, else 0."""
 
 BLOCK, FIRST, COUNT = range(3)
-"""Of each segment: its block, and which visits are its."""
+"""Of each work tile: its block; the first of its query rows in the list; how many there are."""
 
 
-class Sizes(NamedTuple):
-    """Of lists and of memory for sums, from shapes alone."""
+class WorklistSizes(NamedTuple):
+    """Sizes of tables and of memory for partial sums, from shapes alone."""
 
-    visits: int
-    """The most there can be."""
-    length: int
-    """The fewest visits of a segment of a cut block."""
-    cut: int
-    """The most segments of cut blocks."""
-    segments: int
-    """The most segments."""
+    rows: int
+    """The most query rows that all blocks can have."""
+    min_rows: int
+    """The fewest query rows of a work tile of a split block."""
+    split_tiles: int
+    """The most work tiles of split blocks."""
+    tiles: int
+    """The most work tiles."""
 
     @classmethod
-    def of(cls, visits: int, most: int, blocks: int, length: int) -> Sizes:
-        """Args: visits of all blocks and at most of one; blocks; the fewest visits of a segment of a cut block."""
-        cut = visits // length if most >= 2 * length else 0
-        return cls(visits, length, cut, blocks + cut)
+    def bound(cls, rows: int, max_block_rows: int, blocks: int, min_rows: int) -> WorklistSizes:
+        """Args: query rows of all blocks, and at most of one; blocks; the fewest of a work tile of a split block."""
+        split_tiles = rows // min_rows if max_block_rows >= 2 * min_rows else 0
+        return cls(rows, min_rows, split_tiles, blocks + split_tiles)
+
+
+class Worklist(NamedTuple):
+    """The worklist of a chunk: of the tokens `first_token` ..., some batches and key/value heads."""
+
+    slot_blocks: Tensor
+    """int32 `[B,H_kv,T,n]`: the KV block of each slot, -1: none."""
+    query_rows: Tensor
+    """int32 `[B,H_kv,T n]`: slot_idx = token * n + slot of each query row, block after block."""
+    work_tiles: Tensor
+    """int32 `[B,H_kv,3,tiles]`: BLOCK, FIRST and COUNT."""
+    counts: Tensor
+    """int32 `[B,H_kv,3,blocks]`: ROWS, SPLITS and WHOLE."""
+    cum_counts: Tensor
+    """int32 `[B,H_kv,3,blocks]`: inclusive cumulative sums of `counts` over the blocks."""
+    sizes: WorklistSizes
+    first_token: int
+
+    def tokens(self, first_token: int = 0) -> slice:
+        """The chunk's tokens, counted from `first_token`."""
+        start = self.first_token - first_token
+        return slice(start, start + self.slot_blocks.shape[2])
+
+    def narrow(self, batches: slice, heads: slice) -> Worklist:
+        """The worklist of some of its batches and key/value heads."""
+        tables = (table[batches, heads] for table in self[:5])
+        slot_blocks, query_rows, work_tiles, counts, cum_counts = tables
+        return Worklist(slot_blocks, query_rows, work_tiles, counts, cum_counts, self.sizes, self.first_token)
+
+
+# ---------------------------------------------------------------- what other kernels write or read of a worklist
 
 
 @cute.jit
-def write_segments(mCounts: cute.Tensor, mSums: cute.Tensor, mSegments: cute.Tensor, item: Int32):
-    """The segments of block `item`, by a warp.
-
-    Args:
-        mCounts, mSums: int32 [3, blocks]: VISITS, CUT and WHOLE; alone, and with those of all blocks before added.
-        mSegments: int32 [3, segments], those of cut blocks first.
-    """
-    lane = cute.arch.lane_idx()
-    visits, segments = mCounts[VISITS, item], mCounts[CUT, item]
-    first, first_segment = mSums[VISITS, item] - visits, mSums[CUT, item] - segments
-    if segments == 0:
-        segments, first_segment = Int32(1), mSums[CUT, mCounts.shape[1] - 1] + mSums[WHOLE, item] - 1
-    length, longer = visits // segments, visits % segments  # the first ones have a visit more
-    for i in cutlass.range(lane, segments, LANES, unroll=1):
-        mSegments[BLOCK, first_segment + i] = item
-        mSegments[FIRST, first_segment + i] = first + i * length + cutlass.min(i, longer)
-        mSegments[COUNT, first_segment + i] = length + (Int32(1) if i < longer else Int32(0))
-
-
-@cute.jit
-def write_counts(mCounts: cute.Tensor, item: Int32, visits: Int32, length: Int32):
-    """What `write_segments` and a cumulative sum read, by one thread."""
-    segments = visits // length
-    mCounts[VISITS, item] = visits
-    mCounts[CUT, item] = segments if segments > 1 else Int32(0)
-    mCounts[WHOLE, item] = Int32(0) if segments > 1 else Int32(1)
-
-
-@cute.jit
-def used_segments(mSums: cute.Tensor) -> tuple[Int32, Int32]:
-    """How many segments there are of cut blocks, and of all; what lies behind them is not written.
-
-    Args:
-        mSums: int32 [3, blocks], as of `write_segments`.
-    """
-    last = mSums.shape[1] - 1
-    cut = mSums[CUT, last]
-    return cut, cut + mSums[WHOLE, last]
-
-
-@cute.jit
-def visited_block(
+def selected_block(
     chosen: Int32,
     position: Int32,
     end: Int32,
@@ -128,51 +135,68 @@ def visited_block(
     init: cutlass.Constexpr[int] = 0,
     local: cutlass.Constexpr[int] = 0,
 ) -> Int32:
-    """The block that a slot visits, counted over all documents; -1: nothing.
+    """The KV block that a slot selects, counted over all documents; -1: none.
 
     Args:
         chosen: what the slot holds. position: of its token. end: tokens of the sequence; not read with mBounds.
         mBounds: Documents.bounds, whose tiles are the blocks.
-        init, local: the first blocks of a document, and those that end with the token's own, that are not visited.
+        init, local: forced blocks to leave out: the first ones of a document, and those that end with the token's own.
     """
     before = Int32(0)
     if const_expr(mBounds is not None):
         document = document_at(mBounds[TOKEN, None], position, 1, 1, 0)
         position -= mBounds[TOKEN, document]
         before, end = mBounds[TILE, document], mBounds[LENGTH, document]
-    visits = (chosen >= init) & (chosen <= position // size - local) & (position < end)
-    return before + chosen if visits else Int32(-1)
+    is_selected = (chosen >= init) & (chosen <= position // size - local) & (position < end)
+    return before + chosen if is_selected else Int32(-1)
 
 
-class Visits(NamedTuple):
-    """Lists of the tokens `first_token` ... that visit each block."""
-
-    blocks: Tensor
-    """int32 `[B,H_kv,T,n]`: what a slot visits, -1: nothing."""
-    places: Tensor
-    """int32 `[B,H_kv,T n]`, read where segments say."""
-    segments: Tensor
-    """int32 `[B,H_kv,3,segments]`."""
-    counts: Tensor
-    """int32 `[B,H_kv,3,blocks]`."""
-    sums: Tensor
-    """int32 `[B,H_kv,3,blocks]`: counts with those of all blocks before added."""
-    sizes: Sizes
-    first_token: int
-
-    def rows(self, first_token: int = 0) -> slice:
-        """Its tokens, counted from `first_token`."""
-        start = self.first_token - first_token
-        return slice(start, start + self.blocks.shape[2])
-
-    def part(self, batches: slice, heads: slice) -> Visits:
-        """Of some batches and key/value heads."""
-        blocks, places, segments, counts, sums = (table[batches, heads] for table in self[:5])
-        return Visits(blocks, places, segments, counts, sums, self.sizes, self.first_token)
+@cute.jit
+def write_counts(mCounts: cute.Tensor, block: Int32, rows: Int32, min_rows: Int32):
+    """The column of a block in `counts`, by one thread."""
+    splits = rows // min_rows
+    mCounts[ROWS, block] = rows
+    mCounts[SPLITS, block] = splits if splits > 1 else Int32(0)
+    mCounts[WHOLE, block] = Int32(0) if splits > 1 else Int32(1)
 
 
-class MarkTokens:
-    """Args: tokens of a block; the first and the last blocks that are not visited (`visited_block`)."""
+@cute.jit
+def write_work_tiles(mCounts: cute.Tensor, mCumCounts: cute.Tensor, mWorkTiles: cute.Tensor, block: Int32):
+    """The work tiles of a block, by a warp.
+
+    Args:
+        mCounts, mCumCounts: int32 [3, blocks]: ROWS, SPLITS and WHOLE, and their cumulative sums.
+        mWorkTiles: int32 [3, tiles], those of split blocks first.
+    """
+    lane = cute.arch.lane_idx()
+    rows, tiles = mCounts[ROWS, block], mCounts[SPLITS, block]
+    first, first_tile = mCumCounts[ROWS, block] - rows, mCumCounts[SPLITS, block] - tiles
+    if tiles == 0:
+        tiles, first_tile = Int32(1), mCumCounts[SPLITS, mCounts.shape[1] - 1] + mCumCounts[WHOLE, block] - 1
+    length, longer = rows // tiles, rows % tiles  # the first ones have a row more
+    for i in cutlass.range(lane, tiles, LANES, unroll=1):
+        mWorkTiles[BLOCK, first_tile + i] = block
+        mWorkTiles[FIRST, first_tile + i] = first + i * length + cutlass.min(i, longer)
+        mWorkTiles[COUNT, first_tile + i] = length + (Int32(1) if i < longer else Int32(0))
+
+
+@cute.jit
+def num_work_tiles(mCumCounts: cute.Tensor) -> tuple[Int32, Int32]:
+    """How many work tiles there are of split blocks, and of all; those behind them are not written.
+
+    Args:
+        mCumCounts: int32 [3, blocks].
+    """
+    last = mCumCounts.shape[1] - 1
+    split = mCumCounts[SPLITS, last]
+    return split, split + mCumCounts[WHOLE, last]
+
+
+# ---------------------------------------------------------------- kernels
+
+
+class MarkRows:
+    """Args: l', tokens of a block; the forced blocks that are left out (`selected_block`)."""
 
     def __init__(self, size: int, init: int, local: int) -> None:
         self.size, self.init, self.local = size, init, local
@@ -181,13 +205,13 @@ class MarkTokens:
     def __call__(
         self,
         mIndices: cute.Tensor,  # int32 [B, H_kv, T, n]
-        mBlocks: cute.Tensor,  # likewise
+        mSlotBlocks: cute.Tensor,  # likewise
         mBits: cute.Tensor,  # int32 [B, H_kv, blocks, words], zeros
         mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
         first_token: Int32,
         stream: Any,
     ):
-        self.kernel(mIndices, mBlocks, mBits, mBounds, first_token).launch(
+        self.kernel(mIndices, mSlotBlocks, mBits, mBounds, first_token).launch(
             grid=[cute.ceil_div(mIndices.shape[2] * mIndices.shape[3], THREADS), mIndices.shape[1], mIndices.shape[0]],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -197,27 +221,27 @@ class MarkTokens:
     def kernel(
         self,
         mIndices: cute.Tensor,
-        mBlocks: cute.Tensor,
+        mSlotBlocks: cute.Tensor,
         mBits: cute.Tensor,
         mBounds: cute.Tensor | None,
         first_token: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        group, head, batch = cute.arch.block_idx()
+        cta, head, batch = cute.arch.block_idx()
         tokens, slots = mIndices.shape[2:]
-        item = group * THREADS + thread
-        token, slot = item // slots, item % slots
+        slot_idx = cta * THREADS + thread
+        token, slot = slot_idx // slots, slot_idx % slots
         if token < tokens:
             chosen, end = mIndices[batch, head, token, slot], first_token + tokens
             position = first_token + token
-            visited = visited_block(chosen, position, end, self.size, mBounds, self.init, self.local)
-            if visited >= 0:
-                word = cute.domain_offset((batch, head, visited, token // WORD), mBits)
+            block = selected_block(chosen, position, end, self.size, mBounds, self.init, self.local)
+            if block >= 0:
+                word = cute.domain_offset((batch, head, block, token // WORD), mBits)
                 cute.arch.atomic_or(word.iterator, Int32(1) << token % WORD, sem="relaxed")
-            mBlocks[batch, head, token, slot] = visited
+            mSlotBlocks[batch, head, token, slot] = block
 
 
-class CountTokens:
+class CountRows:
     """A warp for each block."""
 
     @cute.jit
@@ -226,51 +250,51 @@ class CountTokens:
         mBits: cute.Tensor,  # int32 [B, H_kv, blocks, words]
         mBefore: cute.Tensor,  # likewise: bits of the words before
         mCounts: cute.Tensor,  # int32 [B, H_kv, 3, blocks]
-        length: Int32,  # the fewest visits of a segment of a cut block
+        min_rows: Int32,  # WorklistSizes.min_rows
         stream: Any,
     ):
-        self.kernel(mBits, mBefore, mCounts, length).launch(
+        self.kernel(mBits, mBefore, mCounts, min_rows).launch(
             grid=[cute.ceil_div(mBits.shape[2], WARPS), mBits.shape[1], mBits.shape[0]],
             block=[WARPS * LANES, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, mBits: cute.Tensor, mBefore: cute.Tensor, mCounts: cute.Tensor, length: Int32):
+    def kernel(self, mBits: cute.Tensor, mBefore: cute.Tensor, mCounts: cute.Tensor, min_rows: Int32):
         cta, head, batch = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         block = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         words = mBits.shape[3]
         if block < mBits.shape[2]:
-            visits = Int32(0)
+            rows = Int32(0)
             for start in cutlass.range(0, words, LANES, unroll=2):
                 word, count = start + lane, Int32(0)
                 if word < words:
                     count = cute.arch.popc(mBits[batch, head, block, word])
                 sums = prefix_sum(count)
                 if word < words:
-                    mBefore[batch, head, block, word] = visits + sums - count
-                visits += cute.arch.shuffle_sync(sums, LANES - 1)
+                    mBefore[batch, head, block, word] = rows + sums - count
+                rows += cute.arch.shuffle_sync(sums, LANES - 1)
             if lane == 0:
-                write_counts(mCounts[batch, head, None, None], block, visits, length)
+                write_counts(mCounts[batch, head, None, None], block, rows, min_rows)
 
 
-class ListTokens:
+class ListRows:
     """A thread for each slot."""
 
     @cute.jit
     def __call__(
         self,
-        mBlocks: cute.Tensor,  # int32 [B, H_kv, T, n]
+        mSlotBlocks: cute.Tensor,  # int32 [B, H_kv, T, n]
         mBits: cute.Tensor,  # int32 [B, H_kv, blocks, words]
         mBefore: cute.Tensor,  # likewise
         mCounts: cute.Tensor,  # int32 [B, H_kv, 3, blocks]
-        mSums: cute.Tensor,  # likewise
-        mPlaces: cute.Tensor,  # int32 [B, H_kv, T n]
+        mCumCounts: cute.Tensor,  # likewise
+        mQueryRows: cute.Tensor,  # int32 [B, H_kv, T n]
         stream: Any,
     ):
-        self.kernel(mBlocks, mBits, mBefore, mCounts, mSums, mPlaces).launch(
-            grid=[cute.ceil_div(mPlaces.shape[2], THREADS), mPlaces.shape[1], mPlaces.shape[0]],
+        self.kernel(mSlotBlocks, mBits, mBefore, mCounts, mCumCounts, mQueryRows).launch(
+            grid=[cute.ceil_div(mQueryRows.shape[2], THREADS), mQueryRows.shape[1], mQueryRows.shape[0]],
             block=[THREADS, 1, 1],
             stream=stream,
         )
@@ -278,68 +302,72 @@ class ListTokens:
     @cute.kernel
     def kernel(
         self,
-        mBlocks: cute.Tensor,
+        mSlotBlocks: cute.Tensor,
         mBits: cute.Tensor,
         mBefore: cute.Tensor,
         mCounts: cute.Tensor,
-        mSums: cute.Tensor,
-        mPlaces: cute.Tensor,
+        mCumCounts: cute.Tensor,
+        mQueryRows: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        group, head, batch = cute.arch.block_idx()
-        item = group * THREADS + thread
-        if item < mPlaces.shape[2]:
-            token, slot = item // mBlocks.shape[3], item % mBlocks.shape[3]
-            block = mBlocks[batch, head, token, slot]
+        cta, head, batch = cute.arch.block_idx()
+        slot_idx = cta * THREADS + thread
+        if slot_idx < mQueryRows.shape[2]:
+            token, slot = slot_idx // mSlotBlocks.shape[3], slot_idx % mSlotBlocks.shape[3]
+            block = mSlotBlocks[batch, head, token, slot]
             if block >= 0:
                 word = token // WORD
                 lower = mBits[batch, head, block, word] & ((Int32(1) << token % WORD) - 1)
-                first = mSums[batch, head, VISITS, block] - mCounts[batch, head, VISITS, block]
-                mPlaces[batch, head, first + mBefore[batch, head, block, word] + cute.arch.popc(lower)] = item
+                first = mCumCounts[batch, head, ROWS, block] - mCounts[batch, head, ROWS, block]
+                row = first + mBefore[batch, head, block, word] + cute.arch.popc(lower)
+                mQueryRows[batch, head, row] = slot_idx
 
 
-class CutLists:
+class CutWorkTiles:
     """A warp for each block."""
 
     @cute.jit
     def __call__(
         self,
         mCounts: cute.Tensor,  # int32 [B, H_kv, 3, blocks]
-        mSums: cute.Tensor,  # likewise
-        mSegments: cute.Tensor,  # int32 [B, H_kv, 3, segments]
+        mCumCounts: cute.Tensor,  # likewise
+        mWorkTiles: cute.Tensor,  # int32 [B, H_kv, 3, tiles]
         stream: Any,
     ):
-        self.kernel(mCounts, mSums, mSegments).launch(
+        self.kernel(mCounts, mCumCounts, mWorkTiles).launch(
             grid=[cute.ceil_div(mCounts.shape[3], WARPS), mCounts.shape[1], mCounts.shape[0]],
             block=[WARPS * LANES, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, mCounts: cute.Tensor, mSums: cute.Tensor, mSegments: cute.Tensor):
+    def kernel(self, mCounts: cute.Tensor, mCumCounts: cute.Tensor, mWorkTiles: cute.Tensor):
         cta, head, batch = cute.arch.block_idx()
         block = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if block < mCounts.shape[3]:
-            write_segments(
+            write_work_tiles(
                 mCounts[batch, head, None, None],
-                mSums[batch, head, None, None],
-                mSegments[batch, head, None, None],
+                mCumCounts[batch, head, None, None],
+                mWorkTiles[batch, head, None, None],
                 block,
             )
 
 
-def fake_table() -> Any:
-    """A table of four dimensions to compile with."""
+# ---------------------------------------------------------------- compile
+
+
+def fake_slots() -> Any:
+    """`indices`, Worklist.slot_blocks, or another int32 table of four dimensions, to compile with."""
     return fake(torch.int32, None, None, None, None, aligned=False)
 
 
-def fake_segments() -> Any:
-    """Visits.segments, .counts or .sums to compile with."""
+def fake_tiles() -> Any:
+    """Worklist.work_tiles, .counts or .cum_counts to compile with."""
     return fake(torch.int32, None, None, 3, None, aligned=False)
 
 
-def fake_places() -> Any:
-    """Visits.places to compile with."""
+def fake_query_rows() -> Any:
+    """Worklist.query_rows to compile with."""
     return fake(torch.int32, None, None, None, aligned=False)
 
 
@@ -350,85 +378,88 @@ def fake_bounds() -> Any:
 
 @compiled_once
 def _mark(size: int, packed: bool, init: int = 0, local: int = 0) -> Kernel:
-    tables = [fake_table() for _ in range(3)]
-    return compile_kernel(MarkTokens(size, init, local), *tables, fake_bounds() if packed else None, Int32(0))
+    tables = [fake_slots() for _ in range(3)]
+    return compile_kernel(MarkRows(size, init, local), *tables, fake_bounds() if packed else None, Int32(0))
 
 
 @compiled_once
 def _count() -> Kernel:
-    return compile_kernel(CountTokens(), fake_table(), fake_table(), fake_segments(), Int32(0))
+    return compile_kernel(CountRows(), fake_slots(), fake_slots(), fake_tiles(), Int32(0))
 
 
 @compiled_once
 def _list() -> Kernel:
-    tables = [fake_table() for _ in range(3)]
-    return compile_kernel(ListTokens(), *tables, fake_segments(), fake_segments(), fake_places())
+    tables = [fake_slots() for _ in range(3)]
+    return compile_kernel(ListRows(), *tables, fake_tiles(), fake_tiles(), fake_query_rows())
 
 
 @compiled_once
 def _cut() -> Kernel:
-    return compile_kernel(CutLists(), *[fake_segments() for _ in range(3)])
+    return compile_kernel(CutWorkTiles(), *[fake_tiles() for _ in range(3)])
 
 
-def visits_of(
+# ---------------------------------------------------------------- launch
+
+
+def build_worklist(
     indices: Tensor,
     *,
     size: int,
     blocks: int,
-    length: int,
+    min_rows: int,
     first_token: int = 0,
     bounds: Tensor | None = None,
     init: int = 0,
     local: int = 0,
-) -> Visits:
-    """Turn the choices of some tokens around.
+) -> Worklist:
+    """List the query rows of each KV block, and cut the lists into work tiles.
 
     Args:
         indices: int32 `[B,H_kv,T,n]`, at least one, of tokens `first_token` ...; padded with -1.
         size: l', tokens of a block.
-        blocks: the most that tokens up to the last one can visit.
-        length: the fewest visits of a segment of a cut block.
+        blocks: the most that tokens up to the last one can select.
+        min_rows: the fewest query rows of a work tile of a split block.
         bounds: Documents.bounds (documents.bounds_of) with tiles of l' tokens.
-        init, local: the first blocks of a document, and those that end with a token's own, that it does not visit.
+        init, local: forced blocks to leave out: the first ones of a document, and those that end with a token's own.
     """
     batch, heads, tokens, slots = indices.shape
-    sizes = Sizes.of(tokens * slots, tokens, blocks, length)
+    sizes = WorklistSizes.bound(tokens * slots, tokens, blocks, min_rows)
 
     def table(*shape: int) -> Tensor:
         return torch.empty((batch, heads, *shape), dtype=torch.int32, device=indices.device)
 
     bits = torch.zeros((batch, heads, blocks, -(-tokens // WORD)), dtype=torch.int32, device=indices.device)
-    visited, before, counts = torch.empty_like(indices), torch.empty_like(bits), table(3, blocks)
-    places, segments = table(sizes.visits), table(3, sizes.segments)
-    _mark(size, bounds is not None, init, local).run(indices, visited, bits, bounds, first_token)
-    _count().run(bits, before, counts, length)
-    sums = counts.cumsum(3, dtype=torch.int32)
-    _list().run(visited, bits, before, counts, sums, places)
-    _cut().run(counts, sums, segments)
-    return Visits(visited, places, segments, counts, sums, sizes, first_token)
+    slot_blocks, before, counts = torch.empty_like(indices), torch.empty_like(bits), table(3, blocks)
+    query_rows, work_tiles = table(sizes.rows), table(3, sizes.tiles)
+    _mark(size, bounds is not None, init, local).run(indices, slot_blocks, bits, bounds, first_token)
+    _count().run(bits, before, counts, min_rows)
+    cum_counts = counts.cumsum(3, dtype=torch.int32)
+    _list().run(slot_blocks, bits, before, counts, cum_counts, query_rows)
+    _cut().run(counts, cum_counts, work_tiles)
+    return Worklist(slot_blocks, query_rows, work_tiles, counts, cum_counts, sizes, first_token)
 
 
-def passes(
+def worklist_chunks(
     indices: Tensor,
     *,
     size: int,
-    length: int,
+    min_rows: int,
     token_bytes: int,
-    most_bytes: int,
+    max_bytes: int,
     first_token: int = 0,
     bounds: Tensor | None = None,
     init: int = 0,
     local: int = 0,
-) -> Iterator[tuple[Visits, slice, slice]]:
-    """Lists for some tokens, batches and key/value heads at a time, tokens ascending.
+) -> Iterator[tuple[Worklist, slice, slice]]:
+    """Worklists of some tokens, batches and key/value heads at a time, tokens ascending.
 
     Args:
-        indices, size, length, first_token, bounds, init, local: as of `visits_of`, of all tokens.
-        token_bytes: what is written for the visits of a token of one batch and key/value head.
-        most_bytes: what may be written in a pass; passed by only where ALIGNED_TOKENS write more.
+        indices, size, min_rows, first_token, bounds, init, local: as of `build_worklist`, of all tokens.
+        token_bytes: of the partials of a token of one batch and key/value head.
+        max_bytes: of a chunk's partials; exceeded only where CHUNK_ALIGNMENT tokens of one head have more.
 
     Yields:
-        The visits, and which batches and key/value heads they are of.
+        The worklist of a chunk, and which batches and key/value heads it is of.
     """
     batch, heads, tokens, _ = indices.shape
     if indices.stride(3) != 1:
@@ -437,35 +468,35 @@ def passes(
         blocks = -(-(first_token + tokens) // size)
     else:
         blocks, _ = documents.sizes(tokens, bounds.shape[1] - 1, size, 1)
-    per_token = 2 * blocks // 8 + 1  # of bits and their counts
-    step = min(most_bytes // token_bytes, LIST_BYTES // per_token) // ALIGNED_TOKENS * ALIGNED_TOKENS
-    step = max(step, ALIGNED_TOKENS)
-    times = max(-(-tokens // step), 1)  # about as many tokens each
-    step = -(-tokens // (times * ALIGNED_TOKENS)) * ALIGNED_TOKENS
+    per_token = 2 * blocks // 8 + 1  # bytes of bitmaps and their counts
+    step = min(max_bytes // token_bytes, BITMAP_BYTES // per_token) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+    step = max(step, CHUNK_ALIGNMENT)
+    chunks = max(-(-tokens // step), 1)  # of about as many tokens each
+    step = -(-tokens // (chunks * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
-        seen = blocks if bounds is not None else -(-(first_token + stop) // size)
-        listed = LIST_BYTES // (per_token * (stop - start))
-        for batches, kv_heads in shares(slice(0, batch), slice(0, heads), listed):
-            visits = visits_of(
+        begun = blocks if bounds is not None else -(-(first_token + stop) // size)
+        max_pairs = BITMAP_BYTES // (per_token * (stop - start))
+        for batches, kv_heads in _pair_chunks(slice(0, batch), slice(0, heads), max_pairs):
+            worklist = build_worklist(
                 indices[batches, kv_heads, start:stop],
                 size=size,
-                blocks=seen,
-                length=length,
+                blocks=begun,
+                min_rows=min_rows,
                 first_token=first_token + start,
                 bounds=bounds,
                 init=init,
                 local=local,
             )
-            for b, h in shares(batches, kv_heads, most_bytes // (token_bytes * (stop - start))):
+            for b, h in _pair_chunks(batches, kv_heads, max_bytes // (token_bytes * (stop - start))):
                 inner = slice(b.start - batches.start, b.stop - batches.start)
-                yield visits.part(inner, slice(h.start - kv_heads.start, h.stop - kv_heads.start)), b, h
+                yield worklist.narrow(inner, slice(h.start - kv_heads.start, h.stop - kv_heads.start)), b, h
 
 
-def shares(batches: slice, heads: slice, most: int) -> Iterator[tuple[slice, slice]]:
-    """Batches and heads in groups of at most so many pairs, and at least one."""
-    of_heads = heads.stop - heads.start
-    step = max(1, most // of_heads)
+def _pair_chunks(batches: slice, heads: slice, max_pairs: int) -> Iterator[tuple[slice, slice]]:
+    """Batches and heads in chunks of at most `max_pairs` pairs, and at least one."""
+    num_heads = heads.stop - heads.start
+    step = max(1, max_pairs // num_heads)
     for b in range(batches.start, batches.stop, step):
-        for h in range(heads.start, heads.stop, max(1, min(most, of_heads))):
-            yield slice(b, min(b + step, batches.stop)), slice(h, min(h + max(1, most), heads.stop))
+        for h in range(heads.start, heads.stop, max(1, min(max_pairs, num_heads))):
+            yield slice(b, min(b + step, batches.stop)), slice(h, min(h + max(1, max_pairs), heads.stop))

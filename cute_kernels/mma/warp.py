@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 
 LANES = 32
 LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
 
 
 @cute.jit

@@ -15,7 +15,7 @@ from ascend_kernels.launch import recording
 from ascend_kernels.neighborhood import backward as attention_backward
 from ascend_kernels.neighborhood import dense_backward, tiling
 from dispatch import neighborhood_attention_backward
-from tests.support import backward_cases
+from tests.support import backward_cases, cases
 from tests.support.backward_cases import check
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -33,8 +33,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "DENSE_TILES", SMALL)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("window", "dtype"), cases.product(WINDOWS, [torch.float32, torch.float16]))
 def test_every_short_length(window: str, dtype: torch.dtype) -> None:
     """N = 1 ... 50, alternating dtypes; kernel sizes 1 ... 8 with dilations 1 ... 3 come in all pairs."""
     for tokens in range(1 if dtype == torch.float32 else 2, 51, 2):
@@ -50,8 +49,7 @@ def test_every_short_length(window: str, dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("kernel_size", [1, 2, 17, 18, 33, 40])
+@pytest.mark.parametrize(("window", "kernel_size"), cases.product(WINDOWS, [1, 2, 17, 18, 33, 40]))
 def test_borders_of_tiles(window: str, kernel_size: int) -> None:
     check("ascend", 49, path="dense", heads=1, kernel_size=kernel_size, **WINDOWS[window])
 
@@ -72,9 +70,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", ["dense", "sparse"])
-@pytest.mark.parametrize("case", CASES)
-def test_options(case: str, path: str) -> None:
+@pytest.mark.parametrize(("path", "case"), cases.product(["dense", "sparse"], CASES))
+def test_options(path: str, case: str) -> None:
     check("ascend", path=path, **CASES[case])
 
 
@@ -99,8 +96,7 @@ def test_plain_and_persistent_give_the_same_bits(dtype: torch.dtype, monkeypatch
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("path", ["dense", "sparse"])
-@pytest.mark.parametrize("per_chunk", [1, 2, 5])
+@pytest.mark.parametrize(("path", "per_chunk"), cases.product(["dense", "sparse"], [1, 2, 5]))
 def test_chunks_give_the_same_bits(path: str, per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, window = backward_cases.make(20, batch=3, heads=6, kv_heads=3, kernel_size=5)
     whole = neighborhood_attention_backward(*inputs, **window, path=path, backend="ascend")

@@ -18,7 +18,7 @@ from ascend_kernels.neighborhood import band as band_attention
 from ascend_kernels.neighborhood import tiling
 from dispatch import neighborhood_attention
 from nsa.neighborhood.api import neighborhood_attention_forward
-from tests.support import neighborhood_cases
+from tests.support import cases, neighborhood_cases
 from tests.support.band_cases import check
 from tests.support.helpers import make_qkv
 
@@ -45,8 +45,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "DEVICES", few)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("window", "dtype"), cases.product(WINDOWS, [torch.float32, torch.float16]))
 def test_short_lengths(window: str, dtype: torch.dtype) -> None:
     """A sample of N = 1 ... 70 for each window and dtype; kernel sizes 1 ... 8, dilations 1 ... 3."""
     draw = random.Random(f"{window} {dtype}")
@@ -56,8 +55,7 @@ def test_short_lengths(window: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("kernel_size", [1, 2, 16, 17, 40])
+@pytest.mark.parametrize(("window", "kernel_size"), cases.product(WINDOWS, [1, 2, 16, 17, 40]))
 def test_borders_of_tiles(window: str, kernel_size: int) -> None:
     check(run, "ascend", 49, heads=1, kernel_size=kernel_size, dim=20, **WINDOWS[window])
 

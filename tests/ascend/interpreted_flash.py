@@ -17,6 +17,7 @@ from ascend_kernels import device
 from ascend_kernels.launch import recording
 from ascend_kernels.neighborhood import tiling
 from dispatch import neighborhood_attention
+from tests.support import cases
 from tests.support.helpers import make_qkv
 from tests.support.neighborhood_cases import WINDOWS, check
 
@@ -31,8 +32,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, cores: int = 3) -> Iterator[Non
         yield
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("window", "dtype"), cases.product(WINDOWS, [torch.float32, torch.float16]))
 def test_short_lengths(window: str, dtype: torch.dtype) -> None:
     """A sample of N = 1 ... 70 for each window and dtype; tests/ascend executes every one of them, once lowered."""
     draw = random.Random(f"{window} {dtype}")
@@ -41,8 +41,7 @@ def test_short_lengths(window: str, dtype: torch.dtype) -> None:
         check("ascend", tokens, heads=heads, dtype=dtype, kernel_size=size, dilation=dilation, **WINDOWS[window])
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("kernel_size", [1, 2, 17, 18, 33, 40])
+@pytest.mark.parametrize(("window", "kernel_size"), cases.product(WINDOWS, [1, 2, 17, 18, 33, 40]))
 def test_borders_of_tiles(window: str, kernel_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_tiles(monkeypatch):
         check("ascend", 49, heads=1, kernel_size=kernel_size, **WINDOWS[window])
@@ -129,9 +128,9 @@ def test_second_derivatives_are_refused(algorithm: str) -> None:
         first.square().sum().backward()
 
 
-@pytest.mark.parametrize("far", [0, 1, 2], ids=["sequences", "tokens", "heads"])
-@pytest.mark.parametrize("algorithm", ["flash", "band", "dense"])
+@pytest.mark.parametrize(("algorithm", "far"), cases.product(["flash", "band", "dense"], range(3)))
 def test_offsets_beyond_int32(algorithm: str, far: int) -> None:
+    """Args: `far`, the dimension with a large stride: sequences, tokens or heads."""
     sizes: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "dtype": torch.float16}
     check("triton", 21, **sizes, kernel_size=5, dilation=2, boundary="shift", algorithm=algorithm, far=far)
 

@@ -15,6 +15,7 @@ from ascend_kernels import device
 from ascend_kernels.launch import recording
 from ascend_kernels.residual import reference
 from dispatch import attention_residual
+from tests.support import cases
 from tests.support.residual_cases import EPS, check, make, through_the_public_op
 
 BACKENDS = ("ascend", "triton")
@@ -28,22 +29,22 @@ def _few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "GPU_CORES", 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("blocks", [1, 3, 8, 33, 64])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "blocks", "dtype"), cases.product(BACKENDS, [1, 3, 8, 33, 64], [torch.float32, torch.float16])
+)
 def test_blocks(backend: str, blocks: int, dtype: torch.dtype) -> None:
     check(backend, 2, 20, blocks, through_the_public_op, dtype=dtype, batch=2)
 
 
-@pytest.mark.parametrize("dim", [1, 15, 16, 17, 123, 1025, 4096])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "dim"), cases.product(BACKENDS, [1, 15, 16, 17, 123, 1025, 4096]))
 def test_features(backend: str, dim: int) -> None:
     check(backend, 3, dim, 3, through_the_public_op, batch=2)
 
 
-@pytest.mark.parametrize("layout", ["list", "slices", "token-major", "strided"])
-@pytest.mark.parametrize("blocks", [5, 16, 17])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "blocks", "layout"),
+    cases.product(BACKENDS, [5, 16, 17], ["list", "slices", "token-major", "strided"], cover=2),
+)
 def test_layouts(backend: str, blocks: int, layout: str) -> None:
     check(backend, 2, 48 if blocks % 2 else 43, blocks, through_the_public_op, layout=layout, batch=2)
 
@@ -58,8 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "case"), cases.product(BACKENDS, CASES))
 def test_options(backend: str, case: str) -> None:
     check(backend, 2, run=through_the_public_op, **CASES[case])
 
@@ -139,10 +139,9 @@ class Traffic:
     [
         ("ascend", 32, 5, (1, 1, 1)),  # a token is one tile
         ("ascend", 32, 9, (1, 2, 1)),
-        ("ascend", 1040, 5, (1, 2, 1)),
         ("ascend", 2064, 3, (2, 2, 2)),
-        ("triton", 4096, 5, (1, 1, 1)),
         ("triton", 8192, 5, (1, 2, 1)),  # the second time from the L2
+        *cases.rest(("ascend", 1040, 5, (1, 2, 1)), ("triton", 4096, 5, (1, 1, 1))),
     ],
 )
 def test_traffic(

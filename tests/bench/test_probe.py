@@ -590,11 +590,11 @@ def test_a_real_probe_forward_and_backward(tmp_path: Path) -> None:
         tmp_path / "both.json",
         "--backward",
         "--start",
-        "8192",
+        "16384",
         "--granularity",
-        "8192",
+        "16384",
     )
-    assert_consistent(state, 8192)
+    assert_consistent(state, 16384)
 
 
 @pytest.mark.full

@@ -25,6 +25,7 @@ from bench import pass_report
 from bench import probe_max_seqlen as probe
 from bench.report import command_line, replacing, write_csv, write_json
 from bench.results_file import claimed, open_results
+from tests.support import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "0"]
@@ -69,7 +70,7 @@ def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], seconds: f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stop", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("stop", "status"), [(signal.SIGINT, 130), *cases.rest((signal.SIGKILL, -signal.SIGKILL))])
 def test_the_same_command_goes_on(stop: signal.Signals, status: int, tmp_path: Path) -> None:
     out, file = tmp_path / "run", tmp_path / "run.json"
     stopped = start(out)

@@ -14,6 +14,7 @@ from cute_kernels.fa4 import interface as fa4
 from nsa import NSAConfig, reference
 from nsa.inputs import NSAInputs
 from tests.support import backward_twins as twins
+from tests.support import cases
 from tests.support.helpers import make_inputs
 
 RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
@@ -135,20 +136,25 @@ def test_phases_have_as_many_rows_as_entries(
     assert sizes == expected
 
 
-@pytest.mark.parametrize(("chunks", "list_bytes"), [(1, 250), (1, 60), (2, 250), (2, 130), (2, 60)])
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
-        {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "share_heads_in_group": True},
-        {"causal": False},
-    ],
-    ids=str,
+    ("arch", "cut", "changes"),
+    cases.product(
+        RULES,
+        [(1, 250), (1, 60), (2, 250), (2, 130), (2, 60)],
+        [
+            {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
+            {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "share_heads_in_group": True},
+            {"causal": False},
+        ],
+        cover=2,
+    ),
+    indirect=["arch"],
 )
 def test_heads_and_lists_in_chunks(
-    changes: dict[str, Any], chunks: int, list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch
+    arch: str, cut: tuple[int, int], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists of a key/value head take 216 bytes for each batch on sm_90, 120 on sm_100; those of a block take 24."""
+    chunks, list_bytes = cut
     if chunks == 2:
         monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
     monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
@@ -284,12 +290,18 @@ def test_atomic_free_backward_gets_lists_of_its_tiles(size: int, monkeypatch: py
 PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
 
 
-@pytest.mark.parametrize("tokens", [1, 63, 65, 300, 540])
 @pytest.mark.parametrize(
-    "names", [(), ("gate_proj_weight",), ("gates",), ("k_slc", "v_slc"), ("k_win", "v_win")], ids="+".join
+    ("arch", "v_dim", "names", "tokens"),
+    cases.product(
+        RULES,
+        [4, 2],
+        [(), ("gate_proj_weight",), ("gates",), ("k_slc", "v_slc"), ("k_win", "v_win")],
+        [1, 63, 65, 300, 540],
+        cover=2,
+    ),
+    indirect=["arch"],
 )
-@pytest.mark.parametrize("v_dim", [4, 2])
-def test_token_mode(tokens: int, names: tuple[str, ...], v_dim: int, arch: str) -> None:
+def test_token_mode(arch: str, v_dim: int, names: tuple[str, ...], tokens: int) -> None:
     """The window takes the local blocks of the selected branch along where keys and do are the same, and dims."""
     inputs = make_inputs(tokens, heads=4, kv_heads=2, dim=4, v_dim=v_dim, batch=2, seed=tokens)
     check(extras(inputs, names), PAPER)

@@ -92,6 +92,24 @@ def test_chunks_gate_their_own_rows(launched: list[str], monkeypatch: pytest.Mon
     assert "gate" not in launched
 
 
+@pytest.mark.parametrize("query_outer", [True, False])
+def test_a_caller_may_choose_the_kernel_of_the_selected_branch(
+    query_outer: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the rule by shape both times. Query-outer does not gate in its epilogue."""
+
+    def attend(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        launched.append("query-outer")
+        return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    monkeypatch.setattr(forward, "query_outer_forward", attend)
+    group = 2 if query_outer else 64
+    inputs = make_inputs(512, heads=group, kv_heads=1, dim=8, v_dim=8, batch=1, seed=0)
+    forward.nsa(inputs, PAPER, aux=False, query_outer=query_outer)
+    end = ["query-outer", "gate"] if query_outer else ["selected"]
+    assert launched == ["window", "compress", "compressed", "choose", *end]
+
+
 def test_what_was_compressed_before_is_taken(launched: list[str]) -> None:
     inputs = some_inputs()
     k_cmp, v_cmp = inputs.k[:, :31] + 0, inputs.v[:, :31] + 0

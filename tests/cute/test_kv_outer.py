@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,278 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support import cases
 from tests.support import kv_outer_twins as twins
-from tests.support.helpers import assert_within_budget
+from tests.support.kv_outer_cases import BF16, FP16, GATES, Inputs, forward_from, make, random_indices, small_chunks
 
 NOISY = pytest.mark.filterwarnings("default")
 """CuTe DSL warns while it is imported and while it compiles."""
 CUDA = pytest.mark.cuda
-BF16, FP16 = torch.bfloat16, torch.float16
 
 pytestmark = NOISY
-
-
-def random_indices(
-    shape: tuple[int, int],
-    lengths: list[int],
-    blocks: int,
-    count: int,
-    *,
-    size: int,
-    seed: int = 0,
-    forced: tuple[int, int] = (0, 0),
-) -> Tensor:
-    """Some blocks that begin at or before each token, block 0 and its own often among them: ascending, then -1.
-
-    Args:
-        lengths: of documents, one behind the other. blocks: the most that is looked at.
-        forced: blocks at the beginning and at the token that are there wherever they exist.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = sum(lengths)
-    begun = torch.cat([torch.arange(n) // size + 1 for n in lengths])[:, None]
-    place = torch.arange(blocks)
-    scores = torch.rand((*shape, tokens, blocks), generator=generator)
-    scores = scores + 0.7 * (place == begun - 1) + 0.7 * (place == 0)
-    scores = scores + 3 * ((place < forced[0]) | (place >= begun - forced[1]))
-    order = scores.masked_fill(place >= begun, -1).argsort(-1, descending=True)[..., :count]
-    chosen = torch.full((*shape, tokens, count), blocks)
-    chosen[..., : order.shape[-1]] = order.where(order < begun, blocks)
-    chosen = chosen.sort(-1).values
-    return torch.where(chosen < blocks, chosen, -1).int()
-
-
-GATES = {"projected": None, "projected fp32": torch.float32, "given": None, "given fp32": torch.float32, "thirds": None}
-"""Where gates come from, and of which type, if not that of q."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Of both passes. `visible` is bool `[B,H_kv,N,N]`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
-    indices: Tensor
-    visible: Tensor
-    size: int
-    scale: float
-    bounds: Tensor | None
-    """Of packed documents, where they lie."""
-    shift: Tensor
-    """What lse is lowered by for the backward, `[B,H,N]`."""
-    forced: tuple[int, int] = (0, 0)
-    """First and local blocks that all of indices hold."""
-
-    def attend(self, *, low: bool) -> tuple[Tensor, Tensor]:
-        """o and lse in fp64; with `low` in fp32 with P and o rounded."""
-        q, k, v, _ = self._all(low)
-        logits = self._logits(q, k)
-        lse = logits.logsumexp(-1)
-        p = self._rounded((logits - lse[..., None].nan_to_num(0, 0, 0)).exp(), low)
-        return self._rounded(torch.einsum("bhij,bjhd->bihd", p, v), low), lse
-
-    def statistics(self) -> tuple[Tensor, Tensor]:
-        """lse and delta as the backward is given them."""
-        o, lse = self.attend(low=False)
-        delta = (o * self.do.double()).sum(-1).transpose(1, 2)
-        lse, delta = ((lse - self.shift).float(), delta.float())
-        return lse, delta.clone(memory_format=torch.contiguous_format)
-
-    def gradients(self, *, low: bool) -> list[Tensor]:
-        """dq, dk and dv in fp64; with `low` in fp32 with P, dS and the results rounded."""
-        q, k, v, do = self._all(low)
-        lse, delta = (x.to(q.dtype)[..., None] for x in self.statistics())
-        p = (self._logits(q, k) - lse.nan_to_num(0, 0, 0)).exp()
-        ds = self._rounded(p * (torch.einsum("bihd,bjhd->bhij", do, v) - delta), low)
-        dq = torch.einsum("bhij,bjhd->bihd", ds, k) * self.scale
-        dk = torch.einsum("bhij,bihd->bjhd", ds, q) * self.scale
-        dv = torch.einsum("bhij,bihd->bjhd", self._rounded(p, low), do)
-        kv_heads = self.k.shape[2]
-        dk, dv = (x.unflatten(2, (kv_heads, -1)).sum(3) for x in (dk, dv))
-        return [self._rounded(x, low) for x in (dq, dk, dv)]
-
-    def _all(self, low: bool) -> list[Tensor]:
-        dtype, group = torch.float32 if low else torch.float64, self.q.shape[2] // self.k.shape[2]
-        q, k, v, do = (x.to(dtype) for x in (self.q, self.k, self.v, self.do))
-        return [q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), do]
-
-    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
-        visible = self.visible.repeat_interleave(q.shape[2] // self.visible.shape[1], 1)
-        return (torch.einsum("bihd,bjhd->bhij", q, k) * self.scale).masked_fill(~visible, -math.inf)
-
-    def _rounded(self, x: Tensor, low: bool) -> Tensor:
-        return x.to(self.q.dtype).to(x.dtype) if low else x
-
-    def forward(self, *, tiles: bool = False, gating: Any = None) -> tuple[Tensor, Tensor]:
-        from cute_kernels.attend.kv_outer import kv_outer_forward
-        from cute_kernels.attend.query_outer import query_outer_forward
-
-        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
-        if tiles:
-            return query_outer_forward(self.q, self.k, self.v, self.indices, **how)
-        how |= dict(zip(("init", "local"), self.forced, strict=True))
-        return kv_outer_forward(self.q, self.k, self.v, self.indices, gating=gating, **how)
-
-    def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
-
-        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
-        if lse is None or delta is None:
-            lse, delta = self.statistics()
-        return kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
-
-    def check_forward(self, *, tiles: bool = False) -> None:
-        o, lse = self.forward(tiles=tiles)
-        oracle, expected = self.attend(low=False)
-        naive, naive_lse = self.attend(low=True)
-        assert_within_budget(o, oracle, naive, "o")
-        there = expected.isfinite()
-        assert torch.equal(lse == -math.inf, ~there)
-        assert not o.transpose(1, 2)[~there].any()
-        assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
-
-    def check_gated(self, gates: str) -> None:
-        """What the selected branch writes beside lse: bitwise what gating its o gives. Args: `gates`, of GATES."""
-        from cute_kernels.gate.forward import Gating, gated_sum
-
-        generator = torch.Generator().manual_seed(2)
-        batch, tokens, heads, dim = self.q.shape
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.q.device, GATES[gates] or self.q.dtype)
-
-        # Rows of some later queries' chunk, amid what must not be touched
-        o_cmp, o_win = (normal(batch, tokens, heads, dim).to(self.q.dtype) for _ in range(2))
-        around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=self.q.dtype, device=self.q.device)
-        out, kept = around[:, 1:-1], around.clone()
-        weight = normal(heads, 3, dim) if gates.startswith("projected") else None
-        given = normal(batch, tokens, heads, 4)[..., 1:] if gates.startswith("given") else None
-        o, lse = self.forward()
-        used = gated_sum(o_cmp, o, o_win, kept[:, 1:-1], q=self.q, gate_proj_weight=weight, gates=given)
-        for keeps in (False, True):
-            around.fill_(math.nan)
-            o_slc, gates_used = (torch.full_like(o, math.nan) if keeps else None), given
-            if weight is not None:
-                gates_used = torch.full_like(used, math.nan) if keeps else None
-            got, got_lse = self.forward(gating=Gating(o_cmp, o_win, out, weight, gates_used, o_slc))
-            assert out.isfinite().all()
-            assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
-            assert torch.equal(got_lse, lse)
-            assert got is (o_slc if keeps else out)
-            if keeps:
-                assert torch.equal(got, o)
-                assert weight is None or torch.equal(gates_used, used)
-
-    def attend_forced(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Of some rows, o and lse of the forced blocks alone; NaN where nothing was written."""
-        from cute_kernels.attend.forced import forced_blocks_forward
-
-        q = self.q[:, rows]
-        o = torch.full((*q.shape[:3], self.v.shape[3]), math.nan, dtype=q.dtype, device=q.device)
-        lse = torch.full_like(self.shift[:, :, rows], math.nan)
-        how = {"first_token": rows.start, **dict(zip(("init", "local"), self.forced, strict=True))}
-        k, v = (x if self.bounds is not None else x[:, : rows.stop] for x in (self.k, self.v))
-        forced_blocks_forward(q, k, v, o, lse, size=self.size, scale=self.scale, bounds=self.bounds, **how)
-        return o, lse
-
-    def check_forced(self, first: int = 0, stop: int | None = None) -> None:
-        """Of indices that hold the forced blocks alone. Args: the rows."""
-        rows = slice(first, self.q.shape[1] if stop is None else stop)
-        o, lse = self.attend_forced(rows)
-        (oracle, expected), (naive, naive_lse) = (self.attend(low=low) for low in (False, True))
-        oracle, naive, o = (x.transpose(1, 2) for x in (oracle[:, rows], naive[:, rows], o))
-        expected, naive_lse = expected[..., rows], naive_lse[..., rows]
-        there = expected.isfinite()
-        assert o[~there].isnan().all()
-        assert lse[~there].isnan().all()
-        assert_within_budget(o[there], oracle[there], naive[there], "o")
-        assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
-
-    def check(self) -> None:
-        self.check_forward()
-        named = zip(
-            ("dq", "dk", "dv"), self.backward(), self.gradients(low=False), self.gradients(low=True), strict=True
-        )
-        for name, got, gradient, low in named:
-            # dS of a row with one key is nothing but the difference of two sums in fp32
-            assert_within_budget(got, gradient, low, name, slack=1e-4)
-
-
-def make(
-    tokens: int | list[int],
-    group: int = 4,
-    kv_heads: int = 2,
-    dim: int = 64,
-    v_dim: int | None = None,
-    *,
-    batch: int = 1,
-    dtype: torch.dtype = BF16,
-    count: int | None = 4,
-    size: int = 64,
-    indices: Tensor | None = None,
-    behind: int = 0,
-    forced: tuple[int, int] = (0, 0),
-    device: str = "cuda",
-) -> Inputs:
-    """Normal inputs.
-
-    Args:
-        tokens: of each batch; or of documents, with `behind` more behind the last one.
-        forced: blocks that all tokens choose; 0 more are chosen with `count` None.
-    """
-    lengths = [tokens] if isinstance(tokens, int) else tokens
-    packed, n = not isinstance(tokens, int), sum(lengths) + behind
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    v_dim, heads = v_dim or dim, group * kv_heads
-    q, do = normal(batch, n, heads, dim), normal(batch, n, heads, v_dim)
-    k, v = normal(batch, n, kv_heads, dim), normal(batch, n, kv_heads, v_dim)
-    blocks = max(1, -(-max(lengths, default=0) // size))
-    if indices is None:
-        count = sum(forced) if count is None else count
-        indices = random_indices((batch, kv_heads), lengths, blocks, count, size=size, forced=forced)
-        rest = torch.zeros((batch, kv_heads, behind, count), dtype=torch.int32)  # chosen by tokens of no document
-        indices = torch.cat([indices, rest], 2)
-    visible = torch.zeros((batch, kv_heads, n, n), dtype=torch.bool)
-    start = 0
-    for length in lengths:
-        here, position = slice(start, start + length), torch.arange(length)
-        mine = indices[:, :, here].long()
-        chosen = torch.zeros((batch, kv_heads, length, blocks + 1), dtype=torch.bool)
-        chosen.scatter_(3, mine.where((mine >= 0) & (mine < blocks), blocks), True)
-        keys = chosen[..., :blocks].repeat_interleave(size, 3)[..., :length]
-        visible[:, :, here, here] = keys & (position <= position[:, None])
-        start += length
-    bounds = None
-    if packed:
-        from cute_kernels.pool import documents
-
-        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-        bounds = documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
-    shift = 2 * torch.rand((batch, heads, n), generator=generator).to(device)
-    tensors = q, k, v, do, indices.to(device), visible.to(device)
-    return Inputs(*tensors, size, dim**-0.5, bounds, shift, forced)
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     twins.install(monkeypatch)
-
-
-def small_passes(patch: pytest.MonkeyPatch, tokens: int = 32, bytes_of_pass: int = 1, rows: int = 1) -> None:
-    """Passes of few tokens and heads, and segments of few rows."""
-    from cute_kernels.attend import kv_outer, kv_outer_backward
-    from cute_kernels.lists import worklist
-
-    patch.setattr(worklist, "ALIGNED_TOKENS", tokens)
-    for module in (kv_outer, kv_outer_backward):
-        patch.setattr(module, "PART_BYTES", bytes_of_pass)
-        patch.setattr(module, "SEGMENT_ROWS", rows)
 
 
 # ---------------------------------------------------------------- what calls the kernels, with their twins
@@ -300,9 +42,9 @@ def test_twins(tokens: int, group: int, size: int) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_twins_of_tiles() -> None:
-    make(200, 3, size=64, device="cpu").check_forward(tiles=True)
-    make([70, 0, 1, 66], 2, behind=3, device="cpu").check_forward(tiles=True)
+def test_twins_of_query_outer() -> None:
+    make(200, 3, size=64, device="cpu").check_forward(query_outer=True)
+    make([70, 0, 1, 66], 2, behind=3, device="cpu").check_forward(query_outer=True)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -311,21 +53,20 @@ def test_twins_of_documents() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("bytes_of_pass", [1, 1 << 18, 1 << 30])
-@pytest.mark.parametrize("rows", [3, 40, 1 << 20])
-def test_twins_in_passes_and_segments(rows: int, bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_passes(monkeypatch, 64, bytes_of_pass, rows)
+@pytest.mark.parametrize(("rows", "chunk_bytes"), cases.product([3, 40, 1 << 20], [1, 1 << 18, 1 << 30]))
+def test_twins_in_chunks_and_work_tiles(rows: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch, 64, chunk_bytes, rows)
     make(150, 3, 3, batch=2, device="cpu").check()
     make([90, 60], 2, 2, device="cpu").check()
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_twins_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists of one head at a time."""
+def test_twins_of_small_bitmaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worklists of one head at a time."""
     from cute_kernels.lists import worklist
 
-    monkeypatch.setattr(worklist, "LIST_BYTES", 1)
-    monkeypatch.setattr(worklist, "ALIGNED_TOKENS", 64)
+    monkeypatch.setattr(worklist, "BITMAP_BYTES", 1)
+    monkeypatch.setattr(worklist, "CHUNK_ALIGNMENT", 64)
     make(150, 2, 3, batch=2, device="cpu").check()
 
 
@@ -345,18 +86,17 @@ def test_twins_without_keys() -> None:
 @pytest.mark.parametrize("forced", [(1, 2), (0, 2), (1, 1), (2, 0), (2, 3)])
 def test_twins_of_forced_blocks(forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, as none or all are attended to in one go: there is no room for (2, 3)."""
-    small_passes(monkeypatch, 64, 1 << 18, 40)
+    small_chunks(monkeypatch, 64, 1 << 18, 40)
     make(400, 3, 2, batch=2, count=sum(forced) + 1, forced=forced, device="cpu").check()
     make([270, 0, 1, 129, 64], 2, behind=9, count=sum(forced) + 1, forced=forced, device="cpu").check()
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("forced", [(0, 0), (1, 2)])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("gates", "forced"), cases.product(GATES, [(0, 0), (1, 2)]))
 def test_twins_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one pass, and in passes over batches, heads and tokens; nothing but forced blocks; rows that see nothing."""
-    for bytes_of_pass in (1 << 30, 1):
-        small_passes(monkeypatch, 64, bytes_of_pass, 40)
+    """In one chunk, and in chunks of batches, heads and tokens; nothing but forced blocks; rows that see nothing."""
+    for chunk_bytes in (1 << 30, 1):
+        small_chunks(monkeypatch, 64, chunk_bytes, 40)
         make(300, 3, 2, batch=2, count=sum(forced) + 2, forced=forced, device="cpu").check_gated(gates)
     if sum(forced) > 0:
         make(200, 2, count=None, forced=forced, device="cpu").check_gated(gates)
@@ -368,13 +108,13 @@ def test_twins_gated_on_the_way(gates: str, forced: tuple[int, int], monkeypatch
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("forced", [(1, 2), (0, 2), (2, 0)])
-def test_forced_blocks_are_not_visited(forced: tuple[int, int]) -> None:
-    check_unvisited(forced, "cpu")
+def test_forced_blocks_are_left_out(forced: tuple[int, int]) -> None:
+    check_forced_left_out(forced, "cpu")
 
 
-def check_unvisited(forced: tuple[int, int], device: str) -> None:
-    """Lists hold what is not forced, and all of it."""
-    from cute_kernels.lists.worklist import visits_of
+def check_forced_left_out(forced: tuple[int, int], device: str) -> None:
+    """The worklist holds what is not forced, and all of it."""
+    from cute_kernels.lists.worklist import build_worklist
 
     (init, local), blocks = forced, 7
     indices = random_indices((2, 2), [400], blocks, 5, size=64, forced=forced)
@@ -382,8 +122,8 @@ def check_unvisited(forced: tuple[int, int], device: str) -> None:
     rest = indices.where((indices >= init) & (indices <= own - local), -1)
     assert (rest != indices).any()
     assert (rest >= 0).any()
-    how: dict[str, Any] = {"size": 64, "blocks": blocks, "length": 20, "init": init, "local": local}
-    check_visits(visits_of(indices.to(device), **how), rest, 20)
+    how: dict[str, Any] = {"size": 64, "blocks": blocks, "min_rows": 20, "init": init, "local": local}
+    check_worklist(build_worklist(indices.to(device), **how), rest, 20)
 
 
 @pytest.mark.parametrize(("forced", "expected"), [(True, {"init": 1, "local": 2}), (False, {})])
@@ -408,7 +148,7 @@ def test_indices_of_callers_need_not_hold_forced_blocks(
         num_init_blocks=1,
         num_local_blocks=2,
     )
-    plan: Any = SimpleNamespace(config=config, documents=None, scale=1.0)
+    plan: Any = SimpleNamespace(config=config, documents=None, scale=1.0, query_outer=None)
     forward.attend_selected(plan, inputs.q, inputs.k, inputs.v, inputs.indices, 0, True, holds_forced=forced)
     assert passed == [expected]
 
@@ -418,35 +158,36 @@ def test_indices_of_callers_need_not_hold_forced_blocks(
     tokens=st.integers(1, 300),
     pairs=st.tuples(st.integers(1, 2), st.integers(1, 3)),
     count=st.integers(1, 5),
-    length=st.integers(1, 40),
+    min_rows=st.integers(1, 40),
 )
 @settings(max_examples=15)
-def test_lists_hold_every_visit_once(tokens: int, pairs: tuple[int, int], count: int, length: int) -> None:
-    from cute_kernels.lists.worklist import visits_of
+def test_worklist_holds_every_query_row_once(tokens: int, pairs: tuple[int, int], count: int, min_rows: int) -> None:
+    from cute_kernels.lists.worklist import build_worklist
 
     blocks = -(-tokens // 64)
     indices = random_indices(pairs, [tokens], blocks, count, size=64)
-    check_visits(visits_of(indices, size=64, blocks=blocks, length=length), indices, length)
+    check_worklist(build_worklist(indices, size=64, blocks=blocks, min_rows=min_rows), indices, min_rows)
 
 
-def check_visits(visits: Any, indices: Tensor, length: int) -> None:
-    """Each block's places are its visits, tokens ascending, in segments one behind the other, the cut ones first."""
-    assert torch.equal(visits.blocks.cpu(), indices.cpu())
+def check_worklist(worklist: Any, indices: Tensor, min_rows: int) -> None:
+    """Each block has its query rows, tokens ascending, in adjacent work tiles, those of split blocks first."""
+    assert torch.equal(worklist.slot_blocks.cpu(), indices.cpu())
     slots = indices.shape[3]
     for b in range(indices.shape[0]):
         for h in range(indices.shape[1]):
-            sums = visits.sums[b, h, :, -1].tolist()
+            _, splits, whole = worklist.cum_counts[b, h, :, -1].tolist()
             found: dict[int, list[int]] = {}
-            table = visits.segments[b, h, :, : sums[1] + sums[2]].T.tolist()
-            for i, (block, first, n) in enumerate(table):
-                found.setdefault(block, []).extend(visits.places[b, h, first : first + n].tolist())
-                assert n < 2 * length
-                assert n >= length or i >= sums[1]
-            assert sorted(found) == list(range(visits.counts.shape[3]))
-            for block, places in found.items():
+            tiles = worklist.work_tiles[b, h, :, : splits + whole].T.tolist()
+            for i, (block, first, count) in enumerate(tiles):
+                found.setdefault(block, []).extend(worklist.query_rows[b, h, first : first + count].tolist())
+                assert count < 2 * min_rows
+                assert count >= min_rows or i >= splits
+            assert sorted(found) == list(range(worklist.counts.shape[3]))
+            for block, query_rows in found.items():
                 chosen = (indices[b, h].cpu() == block).flatten().nonzero().flatten().tolist()
-                assert places == chosen
-                assert [place // slots for place in places] == sorted({place // slots for place in places})
+                assert query_rows == chosen
+                tokens = [slot_idx // slots for slot_idx in query_rows]
+                assert tokens == sorted(set(tokens))
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -467,10 +208,10 @@ def test_benchmark_sees_wrong_results(choice: str, monkeypatch: pytest.MonkeyPat
     assert {text.partition(" of head")[0] for text in bench.errors(replace(problem, q=q))} == {"o"}
     backward = problem.backward()
     monkeypatch.setattr(bench.Problem, "backward", lambda _: [1.1 * x for x in backward])
-    by_tiles = [1.1 * x for x in problem.tiles()]
-    monkeypatch.setattr(bench.Problem, "tiles", lambda _: by_tiles)
+    query_outer = [1.1 * x for x in problem.query_outer()]
+    monkeypatch.setattr(bench.Problem, "query_outer", lambda _: query_outer)
     found = {text.partition(" of head")[0] for text in bench.errors(problem)}
-    assert found == {"o by tiles", "dq", "dk", "dv"}
+    assert found == {"o, query-outer", "dq", "dk", "dv"}
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -507,14 +248,14 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
     from bench import results_file
 
     def lists(indices: Tensor, **how: Any) -> Any:
-        assert set(how) == {"size", "length", "token_bytes", "most_bytes", "bounds"}
+        assert set(how) == {"size", "min_rows", "token_bytes", "max_bytes", "bounds"}
         yield indices
 
     for name, value in {"SLOTS": 3, "HEADS": ((4, 2),), "CHOICES": ("random", "text"), "BAR_TOKENS": 150}.items():
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr(bench, "BARS", {(4, 2): {"forward": 1e9, "both": 0.0}})
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr("cute_kernels.lists.worklist.passes", lists)
+    monkeypatch.setattr("cute_kernels.lists.worklist.worklist_chunks", lists)
     monkeypatch.setattr(bench, "capture", lambda call, _: SimpleNamespace(replay=call))
     monkeypatch.setattr(bench, "measure", lambda *_, **__: SimpleNamespace(ms_p50=2.0))
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4.0)
@@ -712,9 +453,9 @@ def test_gated_on_the_way(
     if sum(forced) > 0:
         for size, others in ((64, (2, 2)), (128, (1, 1)), (256, (0, 1)), (64, (0, 1))):
             make(1100, 16, 2, 128, dtype=dtype, count=12, size=size, forced=others).check_gated(gates)
-    small_passes(monkeypatch, 256, 1, 100)
+    small_chunks(monkeypatch, 256, 1, 100)
     make(1500, 6, 3, batch=2, dtype=dtype, count=8, forced=forced).check_gated(gates)
-    small_passes(monkeypatch, 40, 1, 100)  # that begin inside of blocks
+    small_chunks(monkeypatch, 40, 1, 100)  # that begin inside of blocks
     make(700, 16, 2, dtype=dtype, count=8, forced=forced).check_gated(gates)
 
 
@@ -729,20 +470,10 @@ def test_forced_blocks_of_later_queries(first: int) -> None:
     assert torch.equal(some_lse, lse[..., first:])
 
 
-def forward_from(inputs: Inputs, first: int) -> tuple[Tensor, Tensor]:
-    from cute_kernels.attend.kv_outer import kv_outer_forward
-
-    q, indices = inputs.q[:, first:], inputs.indices[:, :, first:]
-    how = dict(zip(("init", "local"), inputs.forced, strict=True))
-    return kv_outer_forward(
-        q, inputs.k, inputs.v, indices, size=inputs.size, scale=inputs.scale, first_token=first, **how
-    )
-
-
 @CUDA
 @pytest.mark.parametrize("forced", [(1, 2), (0, 2), (2, 0)])
-def test_forced_blocks_are_not_visited_on_cuda(forced: tuple[int, int]) -> None:
-    check_unvisited(forced, "cuda")
+def test_forced_blocks_are_left_out_on_cuda(forced: tuple[int, int]) -> None:
+    check_forced_left_out(forced, "cuda")
 
 
 @CUDA
@@ -756,14 +487,14 @@ def test_rows_without_keys() -> None:
 
 @CUDA
 @pytest.mark.parametrize("rows", [1, 100, 1000])
-@pytest.mark.parametrize("bytes_of_pass", [1, 1 << 22])
-def test_passes_and_segments(rows: int, bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 22])
+def test_chunks_and_work_tiles(rows: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(1500, 6, 3, batch=2, forced=(1, 2) if rows == 100 else (0, 0))
     whole = inputs.forward()
-    small_passes(monkeypatch, 256, bytes_of_pass, rows)
+    small_chunks(monkeypatch, 256, chunk_bytes, rows)
     inputs.check()
     for got, expected in zip(inputs.forward(), whole, strict=True):
-        assert torch.equal(got, expected), "how work is cut must not change the forward"
+        assert torch.equal(got, expected), "chunks and work tiles must not change the forward"
     make([900, 300], 6, 3).check()
 
 
@@ -807,9 +538,9 @@ def test_slices_amid_nan() -> None:
     def amid_nan(x: Tensor, dims: tuple[int, int]) -> Tensor:
         shape = [size + 3 * (dim in dims) for dim, size in enumerate(x.shape)]
         around = torch.full(shape, math.nan, dtype=x.dtype, device=x.device)
-        places = tuple(slice(1 if dim in dims else 0, size + (dim in dims)) for dim, size in enumerate(x.shape))
-        around[places] = x
-        return around[places]
+        inside = tuple(slice(1 if dim in dims else 0, size + (dim in dims)) for dim, size in enumerate(x.shape))
+        around[inside] = x
+        return around[inside]
 
     moved = replace(inputs, **{name: amid_nan(getattr(inputs, name), (1, 2)) for name in ("q", "k", "v", "do")})
     got = *moved.forward(), *moved.backward(amid_nan(lse, (1, 2)), amid_nan(delta, (1, 2)))
@@ -818,13 +549,13 @@ def test_slices_amid_nan() -> None:
 
 
 @CUDA
-def test_lists() -> None:
-    from cute_kernels.lists.worklist import visits_of
+def test_worklist() -> None:
+    from cute_kernels.lists.worklist import build_worklist
 
-    for tokens, length in ((1, 1), (100, 3), (5000, 32), (5000, 1 << 20)):
+    for tokens, min_rows in ((1, 1), (100, 3), (5000, 32), (5000, 1 << 20)):
         blocks = -(-tokens // 64)
         indices = random_indices((2, 3), [tokens], blocks, 7, size=64).cuda()
-        check_visits(visits_of(indices, size=64, blocks=blocks, length=length), indices, length)
+        check_worklist(build_worklist(indices, size=64, blocks=blocks, min_rows=min_rows), indices, min_rows)
 
 
 @CUDA
@@ -840,9 +571,9 @@ def test_without_wgmma(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @CUDA
-@pytest.mark.parametrize("bytes_of_pass", [1, 1 << 30], ids=["many passes", "one pass"])
-def test_graph(bytes_of_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_passes(monkeypatch, 256, bytes_of_pass, 1000)
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 30], ids=["many chunks", "one chunk"])
+def test_graph(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch, 256, chunk_bytes, 1000)
     inputs = make(1000, 16, 2, 128)
     lse, delta = inputs.statistics()
     expected = *inputs.forward(), *inputs.backward(lse, delta)

@@ -11,21 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cute.test_kv_outer import GATES, forward_from, make, small_passes
 from tests.support import cases
+from tests.support.helpers import assert_rounded_once
+from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
 from tests.support.kv_outer_twins import Twin, add_up
 from tests.support.ptx import argument, program, tensor_argument
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
-def of_groups(x: Tensor, group: int) -> bytes:
+def group_heads(x: Tensor, group: int) -> bytes:
     """[B, N, H, D] as [B, N, H_kv, G, D]."""
     batch, tokens, head, _ = x.stride()
     return tensor_argument(x, [*x.shape[:2], x.shape[2] // group], [batch, tokens, head * group, head])
 
 
-def places_of_tokens(x: Tensor, group: int) -> bytes:
+def group_heads_first(x: Tensor, group: int) -> bytes:
     """[B, N, H, D] as [B, H_kv, N, G, D]."""
     batch, token, head, _ = x.stride()
     return tensor_argument(x, [x.shape[0], x.shape[2] // group, x.shape[1]], [batch, head * group, token, head])
@@ -34,7 +35,7 @@ def places_of_tokens(x: Tensor, group: int) -> bytes:
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run interpreted. Parameter: what multiplies, when copies arrive, and whether races are looked for."""
-    from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
+    from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer
     from cute_kernels.gate import forward as gate
     from cute_kernels.lists import worklist
     from cute_kernels.pool import documents
@@ -44,10 +45,11 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
 
     modules = {
-        "segments": worklist,
+        "worklist": worklist,
         "forward": kv_outer,
+        "combine": combine,
         "backward": kv_outer_backward,
-        "tiles": query_outer,
+        "query_outer": query_outer,
         "forced": forced,
         "gate": gate,
     }
@@ -72,54 +74,54 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         given += [argument(y) for y in x[len(statics) :] if y is not None and not isinstance(y, Tensor)]
         return given, (-(-by(*x) // cta), x[0].shape[1], x[0].shape[0])
 
-    def visit(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
+    def kv_outer_forward(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
         statics = (3,), (3,), (), (2,), (2,), (3, 4), (3,), (0,)
         some = [argument(y, static) for y, static in zip((k, v, *x[:6]), statics, strict=True) if y is not None]
-        return [of_groups(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
+        return [group_heads(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
 
-    def attend_forced(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
+    def forced_forward(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
         group, size = how[2:4]
         bounds, first_token, _ = x
         (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
-        some = [argument(k, (3,)), argument(v, (3,)), places_of_tokens(o, group)]
+        some = [argument(k, (3,)), argument(v, (3,)), group_heads_first(o, group)]
         some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
         some += [argument(y, (0,)) for y in x[:1] if y is not None]
         blocks = -(-(first_token % size + q.shape[1]) // size)
         if bounds is not None:
             blocks = (q.shape[1] + (bounds.shape[1] - 1) * (size - 1)) // size
-        return [of_groups(q, group), *some, *map(argument, x[1:])], (blocks, k.shape[2], k.shape[0])
+        return [group_heads(q, group), *some, *map(argument, x[1:])], (blocks, k.shape[2], k.shape[0])
 
-    def attend_forced_gated(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
+    def forced_combine_and_gate(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
         group, size = how[2:4]
-        blocks, parts, part_lse, out, lse, weight, gates, *others, first_token, _ = x
+        slot_blocks, o_partial, lse_partial, out, lse, weight, gates, *others, first_token, _ = x
         (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
-        some = [of_groups(q, group), argument(k, (3,)), argument(v, (3,)), argument(blocks)]
-        some += [argument(parts, (3, 4)), argument(part_lse, (3,)), places_of_tokens(out, group)]
+        some = [group_heads(q, group), argument(k, (3,)), argument(v, (3,)), argument(slot_blocks)]
+        some += [argument(o_partial, (3, 4)), argument(lse_partial, (3,)), group_heads_first(out, group)]
         some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
         some += [] if weight is None else [argument(weight, (1, 2))]
-        some += [places_of_tokens(y, group) for y in (gates, *others) if y is not None]
-        shares = max(1, size * group // forced.SHARE_ROWS)
-        ctas = -(-(first_token % size + q.shape[1]) // size) * shares
+        some += [group_heads_first(y, group) for y in (gates, *others) if y is not None]
+        ctas_per_block = max(1, size * group // forced.CTA_ROWS)
+        ctas = -(-(first_token % size + q.shape[1]) // size) * ctas_per_block
         return [*some, *map(argument, x[-2:])], (ctas, k.shape[2], k.shape[0])
 
-    def attend_tiles(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
-        some = [argument(k, (3,)), argument(v, (3,)), argument(indices), of_groups(o, how[2]), argument(x[0])]
+    def attend_query_outer(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
+        some = [argument(k, (3,)), argument(v, (3,)), argument(indices), group_heads(o, how[2]), argument(x[0])]
         some += [argument(y, (0,)) for y in x[1:2] if y is not None]
         grid = (-(-q.shape[1] // query_outer.tile_tokens(how[2])), k.shape[2], k.shape[0])
-        return [of_groups(q, how[2]), *some, *map(argument, x[2:])], grid
+        return [group_heads(q, how[2]), *some, *map(argument, x[2:])], grid
 
-    def kv_outer_backward_twin(how: Any, q: Tensor, do: Tensor, *x: Any) -> Any:
+    def kv_outer_backward_call(how: Any, q: Tensor, do: Tensor, *x: Any) -> Any:
         statics = (3,), (3,), (), (), (), (2,), (2,), (3, 4), (3,), (3,), (3, 4), (3, 4), (0,)
         some = [argument(y, static) for y, static in zip(x[:13], statics, strict=True) if y is not None]
         grid = (x[5].shape[3] * how[4] // 64, x[0].shape[2], x[0].shape[0])
-        return [of_groups(q, how[2]), of_groups(do, how[2]), *some, *map(argument, x[13:])], grid
+        return [group_heads(q, how[2]), group_heads(do, how[2]), *some, *map(argument, x[13:])], grid
 
-    def add_slots(how: Any, blocks: Tensor, *x: Any) -> Any:
+    def combine_partials(how: Any, blocks: Tensor, *x: Any) -> Any:
         return plain(
             128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], ((), (3, 4), (3,), (3,), ()), how, blocks, *x
         )
 
-    def add_gated(how: Any, blocks: Tensor, *x: Any) -> Any:
+    def combine_and_gate(how: Any, blocks: Tensor, *x: Any) -> Any:
         statics = (), (3, 4), (3,), (3,), (), (3,), (1, 2), (3,), (3,), (3,), (3,)
         return plain(128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], statics, how, blocks, *x)
 
@@ -129,26 +131,26 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         batch, tokens, heads, dim = x[-1].shape
         return given, (batch * -(-tokens * dim // (128 * 8)) * heads, 1, 1)
 
-    def add_parts(how: Any, *x: Any) -> Any:
+    def combine_dkv(how: Any, *x: Any) -> Any:
         given = [
             argument(y, s) for y, s in zip(x, ((2,), (2,), (2,), (3, 4), (3,), (0,)), strict=True) if y is not None
         ]
         return given, tuple(reversed(x[3].shape[:3]))
 
     monkeypatch.setattr(documents, "_bounds", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
-    patch("segments", "_mark", partial(plain, 256, lambda x, *_: x.shape[2] * x.shape[3], ((), (), (), (0,))))
-    patch("segments", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
-    patch("segments", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
-    patch("segments", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
-    patch("tiles", "_attend", attend_tiles)
-    patch("forced", "_attend", attend_forced)
-    patch("forced", "_attend_gated", attend_forced_gated)
-    patch("forward", "_visit", visit)
-    patch("forward", "_add", add_slots)
-    patch("forward", "_add_gated", add_gated)
+    patch("worklist", "_mark", partial(plain, 256, lambda x, *_: x.shape[2] * x.shape[3], ((), (), (), (0,))))
+    patch("worklist", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
+    patch("worklist", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
+    patch("worklist", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
+    patch("query_outer", "_compiled", attend_query_outer)
+    patch("forced", "_forced", forced_forward)
+    patch("forced", "_forced_combine_and_gate", forced_combine_and_gate)
+    patch("forward", "_compiled", kv_outer_forward)
+    patch("combine", "_combine", combine_partials)
+    patch("combine", "_combine_and_gate", combine_and_gate)
     patch("gate", "_compiled", gated_sum)
-    patch("backward", "_visit", kv_outer_backward_twin)
-    patch("backward", "_add_parts", add_parts)
+    patch("backward", "_compiled", kv_outer_backward_call)
+    patch("backward", "_combine_dkv", combine_dkv)
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -161,12 +163,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-TILES = [case for case in CASES if case != "odd group"]
+QUERY_OUTER = [case for case in CASES if case != "odd group"]
 LATE = ["warpgroups, late", "warps, late"]
 EARLY = [
-    ("warpgroups, early", "many rows"),
+    ("warpgroups, early", "documents"),
     ("warps, early", "D_v, fp16"),
-    *cases.rest(("warps, early", "many rows"), ("warpgroups, early", "D_v, fp16")),
+    *cases.rest(("warps, early", "many rows"), ("warpgroups, early", "many rows"), ("warpgroups, early", "D_v, fp16")),
 ]
 LATE_IF_FULL = [LATE[0], *cases.rest(LATE[1])]
 RACES = ["warps, late, races", "warpgroups, late, races"]
@@ -181,7 +183,7 @@ def test_interpreted(case: str) -> None:
 
 ORDERED: dict[str, Callable[[], None]] = {
     "forward and backward": lambda: make(90, 3, 1, 64, count=2, device="cpu").check(),
-    "tiles": lambda: make(90, 3, 1, 64, count=2, device="cpu").check_forward(tiles=True),
+    "query-outer": lambda: make(90, 3, 1, 64, count=2, device="cpu").check_forward(query_outer=True),
     "forced": lambda: make(140, 3, 1, count=4, forced=(0, 2), device="cpu").check_forward(),
 }
 
@@ -196,16 +198,16 @@ def test_barriers_put_shared_memory_in_order(what: str) -> None:
 
 @pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
 @pytest.mark.usefixtures("interpreted")
-def test_interpreted_in_passes_and_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_passes(monkeypatch, 64, 1 << 17, 5)
+def test_interpreted_in_chunks_and_work_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch, 64, 1 << 17, 5)
     make([90, 66], 2, 2, count=3, device="cpu").check()
 
 
-@pytest.mark.parametrize(("interpreted", "case"), cases.product(LATE, TILES), indirect=["interpreted"])
+@pytest.mark.parametrize(("interpreted", "case"), cases.product(LATE, QUERY_OUTER), indirect=["interpreted"])
 @pytest.mark.usefixtures("interpreted")
-def test_tiles_interpreted(case: str) -> None:
+def test_query_outer_interpreted(case: str) -> None:
     tokens, options = CASES[case]
-    make(tokens, device="cpu", **options).check_forward(tiles=True)
+    make(tokens, device="cpu", **options).check_forward(query_outer=True)
 
 
 FORCED: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
@@ -243,16 +245,19 @@ def test_forced_blocks_interpreted_early() -> None:
     indirect=["interpreted"],
 )
 @pytest.mark.usefixtures("interpreted")
-def test_forced_beside_visited(beside: tuple[Any, tuple[int, int]]) -> None:
-    """All of the forward: forced blocks, visits of the others and their sum; there is no room for (2, 3)."""
+def test_forced_beside_selected(beside: tuple[Any, tuple[int, int]]) -> None:
+    """All of the forward: forced blocks, the other blocks, and the combine; there is no room for (2, 3)."""
     tokens, forced = beside
     behind = 0 if isinstance(tokens, int) else 5
     inputs = make(tokens, 2, 1, count=sum(forced) + 2, forced=forced, behind=behind, device="cpu")
     inputs.check_forward()
 
 
-@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(("gates", "forced"), cases.product(GATES, [(1, 2), (0, 0)]))
+@pytest.mark.parametrize(
+    ("interpreted", "gates", "forced"),
+    cases.product(["warpgroups, late", "warpgroups, early"], GATES, [(1, 2), (0, 0)]),
+    indirect=["interpreted"],
+)
 @pytest.mark.usefixtures("interpreted")
 def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
     """Some of a warp's rows are behind the last token."""
@@ -260,20 +265,35 @@ def test_gated_on_the_way(gates: str, forced: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(("gates", "forced"), cases.product(["projected", "given fp32"], [(1, 2), (0, 0)]))
+@pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.usefixtures("interpreted")
-def test_gated_in_passes(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes over heads and tokens, with gates that the kernels compute and with given ones."""
-    small_passes(monkeypatch, 64, 1, 40)
+def test_gated_sums_are_rounded_once(projected: bool) -> None:
+    from cute_kernels.gate.forward import gated_sum
+
+    q, *branches, out = torch.randn(5, 1, 100, 3, 64).bfloat16()
+    weight, given = torch.randn(3, 3, 64).bfloat16(), torch.rand(1, 100, 3, 4)[..., 1:]
+    gates = torch.einsum("bnhd,hcd->bnhc", q.double(), weight.double()).sigmoid() if projected else given.double()
+    gated_sum(*branches, out, q=q, **({"gate_proj_weight": weight} if projected else {"gates": given}))
+    exact = sum(gates[..., i, None] * branch.double() for i, branch in enumerate(branches))
+    assert_rounded_once(out, exact, "out")
+
+
+@pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
+@pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), *cases.rest(("given fp32", (0, 0)))])
+@pytest.mark.usefixtures("interpreted")
+def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of heads and tokens, with gates that the kernels compute and with given ones."""
+    small_chunks(monkeypatch, 64, 1, 40)
     chosen = torch.full((1, 2, 70, 10), -1, dtype=torch.int32)
     chosen[..., 66:, 9] = 1  # nothing before, and nothing in the first slots that are loaded together
     inputs = make(70, 1, 2, 128, dtype=torch.float16, indices=chosen, device="cpu")
     replace(inputs, forced=forced).check_gated(gates)
-    small_passes(monkeypatch, 40, 1, 40)  # that begin inside of blocks, whose rows CTAs share
+    small_chunks(monkeypatch, 40, 1, 40)  # that begin inside of blocks, whose rows CTAs share
     make(110, 16, 1, count=sum(forced) + 10, forced=forced, device="cpu").check_gated(gates)
 
 
-@pytest.mark.parametrize("interpreted", LATE_IF_FULL, indirect=True)
+@pytest.mark.full
+@pytest.mark.parametrize("interpreted", LATE, indirect=True)
 @pytest.mark.usefixtures("interpreted")
 def test_forced_blocks_gated_late() -> None:
     make(140, 3, 2, 128, count=4, forced=(0, 2), device="cpu").check_gated("projected")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.helpers import assert_within_budget
+from tests.support.attention_gradients import Branch, check_gradients
 
 CUDA = pytest.mark.cuda
 NOISY = pytest.mark.filterwarnings("default")
@@ -71,25 +71,6 @@ class Inputs:
     size: int
     causal: bool
 
-    def gradients(self, *, low: bool) -> list[Tensor]:
-        """dq, dk and dv in fp64; with `low` in fp32 with P, dS and the results rounded as the kernels round them."""
-        dtype, group = torch.float32 if low else torch.float64, self.q.shape[2] // self.k.shape[2]
-
-        def rounded(x: Tensor) -> Tensor:
-            return x.to(self.q.dtype).to(dtype) if low else x
-
-        q, k, v, do, lse, delta = (x.to(dtype) for x in (self.q, self.k, self.v, self.do, self.lse, self.delta))
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        seen = self.visible & lse.isfinite()[..., None]
-        logits = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale - lse[..., None]
-        p = logits.masked_fill(~seen, -math.inf).exp()
-        dp = torch.einsum("bihd,bjhd->bhij", do, v)
-        ds = rounded((p * (dp - delta[..., None])).masked_fill(~seen, 0))
-        dq = torch.einsum("bhij,bjhd->bihd", ds, k) * self.scale
-        dk = torch.einsum("bhij,bihd->bjhd", ds, q) * self.scale
-        dv = torch.einsum("bhij,bihd->bjhd", rounded(p), do)
-        return [rounded(x) for x in (dq, *(x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv)))]
-
     def run(self, **out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.attend.selected_backward import selected_backward
         from cute_kernels.lists.query_to_kv import Keys, chosen_lists
@@ -114,10 +95,8 @@ class Inputs:
 
     def check(self) -> tuple[Tensor, Tensor, Tensor]:
         got = self.run()
-        named = zip(("dq", "dk", "dv"), got, self.gradients(low=False), self.gradients(low=True), strict=True)
-        for name, mine, oracle, naive in named:
-            # dS of a row with one key is nothing but the difference of two sums in fp32
-            assert_within_budget(mine, oracle, naive, name, slack=1e-4)
+        branches = [Branch(self.visible, self.lse, self.delta)]
+        check_gradients(got, self.q, self.k, self.v, self.do, branches, self.scale)
         return got
 
 
@@ -239,7 +218,7 @@ def test_nothing_chosen() -> None:
 @NOISY
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
-def test_sink_is_cut_into_segments(size: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sink_is_split(size: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels.attend import selected_backward as module
 
     tiles = -(-3000 // 256)
@@ -248,10 +227,10 @@ def test_sink_is_cut_into_segments(size: int, shared: bool, monkeypatch: pytest.
     inputs = make(3000, 8, 2, batch=2, size=size, indices=indices)
     whole = inputs.check()
     for length in (1, 3, 8):
-        monkeypatch.setattr(module, "MIN_SEGMENT", length)
-        cut = inputs.check()
-        assert torch.equal(cut[0], whole[0])
-        for x, again in zip(cut, inputs.run(), strict=True):
+        monkeypatch.setattr(module, "MIN_QUERY_TILES", length)
+        split = inputs.check()
+        assert torch.equal(split[0], whole[0])
+        for x, again in zip(split, inputs.run(), strict=True):
             assert torch.equal(x, again)
 
 
@@ -317,9 +296,9 @@ class Worklist:
     """What CountQueryTiles, the cumulative sum and ListQueryTiles make, without what lies behind the ends."""
 
     counts: Tensor
-    sums: Tensor
+    cum_counts: Tensor
     query_tiles: list[int]
-    segments: list[tuple[int, int, int]]
+    work_tiles: list[tuple[int, int, int]]
 
 
 def model_worklist(bits: Tensor, heads: int, kv_heads: int, tiles: int, length: int) -> Worklist:
@@ -329,7 +308,7 @@ def model_worklist(bits: Tensor, heads: int, kv_heads: int, tiles: int, length: 
     group, shared = heads // kv_heads, heads // select_heads
     counts: list[tuple[int, int, int]] = []
     query_tiles: list[int] = []
-    cut: list[tuple[int, int, int]] = []
+    split: list[tuple[int, int, int]] = []
     whole: list[tuple[int, int, int]] = []
     for item in range(blocks * batch * kv_heads):
         block, b, h = item // kv_heads // batch, item // kv_heads % batch, item % kv_heads
@@ -339,15 +318,15 @@ def model_worklist(bits: Tensor, heads: int, kv_heads: int, tiles: int, length: 
             for tile in chosen[b, h * (group // shared) + i, block].nonzero().flatten().tolist()
             for j in range(shared)
         ]
-        segments = len(of_block) // length
-        counts.append((len(of_block), segments if segments > 1 else 0, int(segments < 2)))
-        segments = max(segments, 1)
-        lengths = [len(of_block) // segments + (i < len(of_block) % segments) for i in range(segments)]
+        splits = len(of_block) // length
+        counts.append((len(of_block), splits if splits > 1 else 0, int(splits < 2)))
+        splits = max(splits, 1)
+        lengths = [len(of_block) // splits + (i < len(of_block) % splits) for i in range(splits)]
         for i, n in enumerate(lengths):
-            (cut if segments > 1 else whole).append((item, len(query_tiles) + sum(lengths[:i]), n))
+            (split if splits > 1 else whole).append((item, len(query_tiles) + sum(lengths[:i]), n))
         query_tiles += of_block
     table = torch.tensor(counts, dtype=torch.int32).T.contiguous()
-    return Worklist(table, table.cumsum(1, dtype=torch.int32), query_tiles, cut + whole)
+    return Worklist(table, table.cumsum(1, dtype=torch.int32), query_tiles, split + whole)
 
 
 @given(
@@ -359,7 +338,7 @@ def model_worklist(bits: Tensor, heads: int, kv_heads: int, tiles: int, length: 
     count=st.integers(1, 6),
 )
 def test_model_of_worklist(tokens: int, kv_heads: int, group: int, shared: bool, length: int, count: int) -> None:
-    """Each selection is listed once; segments follow one another; those of cut blocks have at least `length`."""
+    """Each selection is listed once; work tiles follow one another; those of split blocks have at least `length`."""
     tiles, blocks, heads = -(-tokens // 256), -(-tokens // 64), group * kv_heads
     select_heads = kv_heads if shared else heads
     indices = random_indices((2, select_heads), tiles, blocks, count, tile=256, size=64, causal=True)
@@ -368,7 +347,7 @@ def test_model_of_worklist(tokens: int, kv_heads: int, group: int, shared: bool,
     made = model_worklist(model_bits(indices, blocks), heads, kv_heads, tiles, length)
     assert len(made.query_tiles) == int(chosen.sum())
     covered = 0
-    for item, first, n in sorted(made.segments, key=lambda segment: segment[1:]):
+    for item, first, n in sorted(made.work_tiles, key=lambda work_tile: work_tile[1:]):
         assert first == covered or n == 0
         covered += n
         block, b, h = item // kv_heads // 2, item // kv_heads % 2, item % kv_heads
@@ -377,11 +356,11 @@ def test_model_of_worklist(tokens: int, kv_heads: int, group: int, shared: bool,
             assert chosen[b, head, tile, block]
             chosen[b, head, tile, block] = False
     assert not chosen.any(), "a selection that is not listed"
-    cut = int(made.sums[1, -1])
-    assert cut + int(made.sums[2, -1]) == len(made.segments)
-    assert all(length <= n < 2 * length for _, _, n in made.segments[:cut])
-    assert all(n < 2 * length for _, _, n in made.segments)
-    assert cut <= len(made.query_tiles) // length
+    split = int(made.cum_counts[1, -1])
+    assert split + int(made.cum_counts[2, -1]) == len(made.work_tiles)
+    assert all(length <= n < 2 * length for _, _, n in made.work_tiles[:split])
+    assert all(n < 2 * length for _, _, n in made.work_tiles)
+    assert split <= len(made.query_tiles) // length
 
 
 @pytest.mark.cuda_extra
@@ -389,16 +368,16 @@ def test_model_of_worklist(tokens: int, kv_heads: int, group: int, shared: bool,
 @pytest.mark.parametrize("tokens", [1 << 12, 1 << 17, 1 << 20, 1 << 22, 1 << 24])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_memory_is_bounded(tokens: int, dim: int) -> None:
-    from cute_kernels.attend.selected_backward import MIN_SEGMENT, worklist_sizes
+    from cute_kernels.attend.selected_backward import MIN_QUERY_TILES, worklist_sizes
 
     heads, kv_heads, count, tile, size = 8, 2, 16, 256, 64
     tiles, blocks = tokens // tile, kv_heads * tokens // size
     partial_bytes = 2 * 64 * dim * 4
     sizes = worklist_sizes(heads * tiles * count, heads // kv_heads * tiles, blocks, partial_bytes)
-    assert sizes.length >= MIN_SEGMENT
-    assert sizes.segments == blocks + sizes.cut
-    lists = 4 * (6 * blocks + sizes.visits + 3 * sizes.segments)
-    assert sizes.cut * partial_bytes + lists <= (600 << 20 if tokens <= 1 << 22 else 1 << 30)
+    assert sizes.min_rows >= MIN_QUERY_TILES
+    assert sizes.tiles == blocks + sizes.split_tiles
+    lists = 4 * (6 * blocks + sizes.rows + 3 * sizes.tiles)
+    assert sizes.split_tiles * partial_bytes + lists <= (600 << 20 if tokens <= 1 << 22 else 1 << 30)
 
 
 @CUDA
@@ -420,14 +399,14 @@ def test_worklist(tokens: int, length: int, shared: bool) -> None:
         return torch.full(shape, -7, dtype=torch.int32, device="cuda")
 
     counts, query_tiles = table(3, blocks * 2 * kv_heads), table(2 * heads * tiles * 5)
-    segments = table(3, counts.shape[1] + query_tiles.shape[0] // length)
+    work_tiles = table(3, counts.shape[1] + query_tiles.shape[0] // length)
     _count().run(bits, counts, kv_heads, heads // kv_heads, length)
-    sums = counts.cumsum(1, dtype=torch.int32)
-    _list().run(bits, counts, sums, query_tiles, segments, kv_heads, heads // kv_heads, tiles)
+    cum_counts = counts.cumsum(1, dtype=torch.int32)
+    _list().run(bits, counts, cum_counts, query_tiles, work_tiles, kv_heads, heads // kv_heads, tiles)
     assert torch.equal(counts.cpu(), expected.counts)
-    assert torch.equal(sums.cpu(), expected.sums)
+    assert torch.equal(cum_counts.cpu(), expected.cum_counts)
     assert query_tiles.tolist()[: len(expected.query_tiles)] == expected.query_tiles
     assert bool((query_tiles[len(expected.query_tiles) :] == -7).all())
-    used = len(expected.segments)
-    assert [tuple(segment) for segment in segments[:, :used].T.tolist()] == expected.segments
-    assert bool((segments[:, used:] == -7).all())
+    used = len(expected.work_tiles)
+    assert [tuple(work_tile) for work_tile in work_tiles[:, :used].T.tolist()] == expected.work_tiles
+    assert bool((work_tiles[:, used:] == -7).all())

@@ -1,4 +1,4 @@
-"""Partials of cut blocks (selected_backward.CombineSelectedDKV), as the compiler's PTX, interpreted on a CPU."""
+"""Partials of split blocks (selected_backward.CombineSelectedDKV), as the compiler's PTX, interpreted on a CPU."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ pytestmark = pytest.mark.filterwarnings("default")
 def test_partials_are_added_up() -> None:
     """Two blocks of 128 keys, of which the second one has ten: its second key tile has no partials, and none are read.
 
-    There is memory for two segments more than there are.
+    There is memory for two work tiles more than there are.
     """
     from cute_kernels.attend import selected_backward
     from cute_kernels.lists.worklist import BLOCK
 
-    cut, num_keys, dim, scale = (3, 2), 138, 64, 0.5
-    counts = torch.tensor([[9, 6], cut, [0, 0]], dtype=torch.int32)
-    sums = counts.cumsum(1, dtype=torch.int32)
-    segments = torch.empty((3, sum(cut) + 2), dtype=torch.int32)
-    segments[BLOCK, : sum(cut)] = torch.tensor([0, 0, 0, 1, 1])
-    partials = torch.empty((segments.shape[1], 2, 2, 64, dim))
+    splits, num_keys, dim, scale = (3, 2), 138, 64, 0.5
+    counts = torch.tensor([[9, 6], splits, [0, 0]], dtype=torch.int32)
+    cum_counts = counts.cumsum(1, dtype=torch.int32)
+    work_tiles = torch.empty((3, sum(splits) + 2), dtype=torch.int32)
+    work_tiles[BLOCK, : sum(splits)] = torch.tensor([0, 0, 0, 1, 1])
+    partials = torch.empty((work_tiles.shape[1], 2, 2, 64, dim))
     written = [partials[:3], partials[3:5, :1]]
     for x in written:
         x.normal_()
     gradients = [torch.empty((1, num_keys, 1, dim), dtype=torch.bfloat16) for _ in range(2)]
-    tensors = [counts, sums, segments, partials, *gradients]
+    tensors = [counts, cum_counts, work_tiles, partials, *gradients]
     statics = (0,), (0,), (0,), (1, 2, 3, 4), (3,), (3,)
     given = [argument(x, static) for x, static in zip(tensors, statics, strict=True)]
     combine = program(selected_backward._combine, dim, torch.bfloat16, 128)

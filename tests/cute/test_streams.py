@@ -168,7 +168,7 @@ def test_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def used(streams: Streams) -> set[str]:
-    """Names of those that a call of two passes runs on."""
+    """Names of those that a call of two chunks runs on."""
     names = set()
     with SideStreams(DEVICE) as side:
         for _ in range(STREAMS):

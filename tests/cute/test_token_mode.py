@@ -11,10 +11,10 @@ from torch import Tensor
 
 from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
-from tests.cute.test_kv_outer import small_passes
 from tests.support.causality import assert_causal
 from tests.support.cute_cases import BF16, FP16, check_forward, check_gradients, gate_weight, like, on_gpu
 from tests.support.helpers import assert_as_alone
+from tests.support.kv_outer_cases import small_chunks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
@@ -103,7 +103,7 @@ def test_nothing_depends_on_later_tokens() -> None:
 
 
 @pytest.mark.parametrize("source", ["projected", "given", "thirds"])
-def test_chunks_of_queries_and_passes_change_nothing(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_queries_and_worklist_chunks_change_nothing(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does whether the gate is a kernel of its own, as it is where aux is asked for."""
     from cute_kernels import plan
 
@@ -117,7 +117,7 @@ def test_chunks_of_queries_and_passes_change_nothing(source: str, monkeypatch: p
     assert torch.equal(nsa_forward(q, k, v, **gates[source], config=PAPER), expected)
     monkeypatch.setattr(plan, "CHUNK_BYTES", 1 << 20)
     assert plan.chunk_rows(2, 3000, 8, 128, 256) < 3000
-    small_passes(monkeypatch, 256, 1 << 20, 100)
+    small_chunks(monkeypatch, 256, 1 << 20, 100)
     assert torch.equal(nsa_forward(q, k, v, **gates[source], config=PAPER), expected)
 
 

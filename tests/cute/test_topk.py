@@ -17,6 +17,7 @@ from cute_kernels.select.tile import TileTopK
 from cute_kernels.select.token import KEY_TILE, LOG2_E, THREADS, TokenTopK
 from cute_kernels.select.topk import INIT_END, LOCAL_BEGIN, LOCAL_END, NUM_VISIBLE, Blocks, TopKList
 from nsa import NSAConfig, reference
+from tests.support import cases
 from tests.support import select_token_model as model
 from tests.support.lanes import LANES, WARP, Cta, Memory, Mma, Shared, plain
 
@@ -54,8 +55,9 @@ def expected_list(scores: np.ndarray[Any, Any], forced: set[int], count: int) ->
     return chosen + [-1] * (count - len(chosen))
 
 
-@pytest.mark.parametrize("order", ["random", "ties", "rising", "falling", "few", "with NaN"])
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    ("count", "order"), cases.product(COUNTS, ["random", "ties", "rising", "falling", "few", "with NaN"])
+)
 def test_merged_chunks_are_the_best_blocks(count: int, order: str) -> None:
     generator = np.random.default_rng(count)
     chunks = 1 if order == "few" else 4
@@ -85,9 +87,9 @@ def test_merged_chunks_are_the_best_blocks(count: int, order: str) -> None:
     assert bool((sValues.values[1:count] <= sValues.values[: count - 1]).all())
 
 
-@pytest.mark.parametrize(("init", "local"), [(0, 0), (1, 2), (3, 1), (0, 5)])
-@pytest.mark.parametrize("tile", [1, 48, 256])
-def test_forced_blocks_are_the_reference(init: int, local: int, tile: int) -> None:
+@pytest.mark.parametrize(("tile", "forced"), cases.product([1, 48, 256], [(0, 0), (1, 2), (3, 1), (0, 5)]))
+def test_forced_blocks_are_the_reference(tile: int, forced: tuple[int, int]) -> None:
+    init, local = forced
     tokens = 700
     spec = replace(SPEC, init=init, local=local)
     topk = make_topk(spec, tile)

@@ -9,21 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.helpers import assert_within_budget
+from tests.support.attention_gradients import Branch, check_gradients
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 CUDA = pytest.mark.cuda
 BF16, FP16 = torch.bfloat16, torch.float16
 LOCAL = pytest.mark.parametrize("local", [None, (64, 2)], ids=["window", "local-selected"])
-
-
-@dataclass(frozen=True)
-class Branch:
-    """What a branch sees, bool `[N,N]`, and its statistics, fp32 `[B,H,N]`."""
-
-    pairs: Tensor
-    lse: Tensor
-    delta: Tensor
 
 
 @dataclass(frozen=True)
@@ -41,29 +32,6 @@ class Inputs:
     @property
     def scale(self) -> float:
         return self.q.shape[-1] ** -0.5
-
-    def gradients(self, *, low: bool) -> list[Tensor]:
-        """dq, dk and dv in fp64; with `low` in fp32 with P, dS and the results rounded as the kernels round them."""
-        dtype, group = torch.float32 if low else torch.float64, self.q.shape[2] // self.k.shape[2]
-
-        def rounded(x: Tensor) -> Tensor:
-            return x.to(self.q.dtype).to(dtype) if low else x
-
-        q, k, v, do = (x.to(dtype) for x in (self.q, self.k, self.v, self.do))
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        logits = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale
-        dp = torch.einsum("bihd,bjhd->bhij", do, v)
-        p, ds = torch.zeros_like(logits), torch.zeros_like(logits)
-        for branch in self.branches:
-            seen = branch.pairs & branch.lse.isfinite()[..., None]
-            lse, delta = (x.to(dtype)[..., None] for x in (branch.lse, branch.delta))
-            mine = (logits - lse).masked_fill(~seen, -math.inf).exp()
-            p += mine
-            ds += (mine * (dp - delta)).masked_fill(~seen, 0)
-        dq = torch.einsum("bhij,bjhd->bihd", rounded(ds), k) * self.scale
-        dk = torch.einsum("bhij,bihd->bjhd", rounded(ds), q) * self.scale
-        dv = torch.einsum("bhij,bihd->bjhd", rounded(p), do)
-        return [rounded(x) for x in (dq, *(x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv)))]
 
     def run(self) -> list[Tensor]:
         """Into memory that holds NaN."""
@@ -90,10 +58,7 @@ class Inputs:
 
     def check(self) -> list[Tensor]:
         got = self.run()
-        named = zip(("dq", "dk", "dv"), got, self.gradients(low=False), self.gradients(low=True), strict=True)
-        for name, mine, oracle, naive in named:
-            # dS of a row with one key is nothing but the difference of two sums in fp32
-            assert_within_budget(mine, oracle, naive, name, slack=1e-4)
+        check_gradients(got, self.q, self.k, self.v, self.do, self.branches, self.scale)
         return got
 
 

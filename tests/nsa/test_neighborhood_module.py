@@ -135,6 +135,7 @@ def test_trains_like_plain_pytorch(window: dict[str, Any]) -> None:
     assert curve[-1] < 0.05 * curve[0]
 
 
+@pytest.mark.full
 def test_trains_like_plain_pytorch_in_the_interpreter() -> None:
     assert_passes_interpreted("tests/ascend/interpreted_training.py")
 

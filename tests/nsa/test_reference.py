@@ -389,7 +389,7 @@ def test_a_nan_reaches_no_earlier_tile_head_group_or_document(name: str, bad: fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["seed", "paper"])
+@pytest.mark.parametrize("preset", ["seed", pytest.param("paper", marks=pytest.mark.full)])
 def test_16k_tokens_run_in_under_4_gib(preset: str) -> None:
     """In a process of its own, whose peak resident memory counts the interpreter and torch as well."""
     script = f"""

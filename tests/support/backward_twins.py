@@ -163,9 +163,9 @@ def add_pairs(
     dp = torch.einsum("bihd,bjhd->bhij", do, v_all)
     p, ds = torch.zeros_like(scores), torch.zeros_like(scores)
     for pairs, lse, delta in branches:
-        mine = (scores - lse[..., None]).exp().masked_fill(~(pairs & lse.isfinite()[..., None]), 0.0)
-        p += mine
-        ds += mine * (dp - delta[..., None])
+        p_branch = (scores - lse[..., None]).exp().masked_fill(~(pairs & lse.isfinite()[..., None]), 0.0)
+        p += p_branch
+        ds += p_branch * (dp - delta[..., None])
     dq, dk, dv = into
     dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, k_all) * scale)
     dk.copy_(torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (-1, group)).sum(3) * scale)
@@ -273,13 +273,13 @@ def to_tokens(x: Tensor, documents: Documents | None) -> Tensor:
 
 def query_gradients(
     dq: Tensor,
-    parts: Sequence[Tensor],
+    terms: Sequence[Tensor],
     *,
     logits: Tensor | None = None,
     gate_proj_weight: Tensor | None = None,
     documents: Documents | None = None,
 ) -> None:
-    total = sum((to_tokens(part, documents) for part in parts), torch.zeros_like(dq))
+    total = sum((to_tokens(term, documents) for term in terms), torch.zeros_like(dq))
     if logits is not None and gate_proj_weight is not None:
         total = total + torch.einsum("bnhg,hgd->bnhd", logits, gate_proj_weight)
     dq.copy_(total)
@@ -288,15 +288,15 @@ def query_gradients(
 def key_gradients(
     dk: Tensor,
     dv: Tensor,
-    k_parts: Sequence[Tensor],
-    v_parts: Sequence[Tensor],
+    k_terms: Sequence[Tensor],
+    v_terms: Sequence[Tensor],
     *,
     entries: tuple[Tensor, Tensor] | None,
     keys: Keys,
     documents: Documents | None = None,
 ) -> None:
-    for i, (target, parts) in enumerate(((dk, k_parts), (dv, v_parts))):
-        total = sum((to_tokens(part, documents) for part in parts), torch.zeros_like(target))
+    for i, (target, terms) in enumerate(((dk, k_terms), (dv, v_terms))):
+        total = sum((to_tokens(term, documents) for term in terms), torch.zeros_like(target))
         if entries is not None:
             start, exists = places_of_entries(entries[i].shape[1], target.shape[1], keys, documents)
             tokens = (start[exists, None] + torch.arange(keys.length)).flatten()

@@ -1,9 +1,9 @@
 """PyTorch twins of the kernels of attention per token, with their arguments, so that what calls them runs on a CPU.
 
-`install` puts them in place of the compiled kernels; lists, passes, slices and buffers between the calls are real. They
-round where the kernels round: P and dS, o and dQ of slots, results. Else they compute in fp64: the order in which BLAS
-sums depends on the CPU and on where a row lies, and may change the last bit of an fp32 sum; of fp64 sums rounded to
-fp32 it changes about one in 2^28.
+`install` puts them in place of the compiled kernels; worklists, chunks, slices and buffers between the calls are real.
+They round where the kernels round: P and dS, partials of o and dQ, results. Else they compute in fp64: the order in
+which BLAS sums depends on the CPU and on where a row lies, and may change the last bit of an fp32 sum; of fp64 sums
+rounded to fp32 it changes about one in 2^28.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.attend import forced, kv_outer, kv_outer_backward, query_outer
+from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer
 from cute_kernels.gate import forward as gate
 from cute_kernels.lists import worklist
-from cute_kernels.lists.worklist import BLOCK, COUNT, CUT, FIRST, VISITS, WHOLE
+from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, ROWS, SPLITS, WHOLE
 from cute_kernels.pool import documents
 from cute_kernels.pool.documents import LENGTH, ROW, TILE, TOKEN
 
@@ -36,21 +36,17 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(documents, "_bounds", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
     patch.setattr(worklist, "_mark", lambda size, _, *forced: Twin(lambda *x: mark(size, *x, *forced)))
     patch.setattr(worklist, "_count", lambda: Twin(count))
-    patch.setattr(worklist, "_list", lambda: Twin(list_places))
-    patch.setattr(worklist, "_cut", lambda: Twin(cut))
-    for module, twin in ((kv_outer, kv_outer_forward_twin), (kv_outer_backward, kv_outer_backward_twin)):
-        patch.setattr(module, "_visit", lambda *how, twin=twin: Twin(lambda *x: twin(how, *x)))
-    patch.setattr(query_outer, "_attend", lambda *how: Twin(lambda *x: attend_tiles(how, *x)))
-    patch.setattr(forced, "_attend", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
-    patch.setattr(
-        kv_outer,
-        "_add",
-        lambda *_, weighted, units, carry: Twin(lambda *x: (carry_slots if carry else add_slots)(units, *x)),
-    )
-    patch.setattr(kv_outer, "_add_gated", lambda *_: Twin(partial(add_gated, add_slots)))
-    patch.setattr(forced, "_attend_gated", lambda *how: Twin(lambda *x: attend_forced_gated(how, *x)))
+    patch.setattr(worklist, "_list", lambda: Twin(list_rows))
+    patch.setattr(worklist, "_cut", lambda: Twin(cut_tiles))
+    patch.setattr(kv_outer, "_compiled", lambda *how: Twin(lambda *x: kv_outer_forward_twin(how, *x)))
+    patch.setattr(kv_outer_backward, "_compiled", lambda *how: Twin(lambda *x: kv_outer_backward_twin(how, *x)))
+    patch.setattr(query_outer, "_compiled", lambda *how: Twin(lambda *x: query_outer_twin(how, *x)))
+    patch.setattr(forced, "_forced", lambda *how: Twin(lambda *x: attend_forced(how, *x)))
+    patch.setattr(combine, "_combine", combine_twin)
+    patch.setattr(combine, "_combine_and_gate", lambda *_: Twin(partial(combine_and_gate, combine_partials)))
+    patch.setattr(forced, "_forced_combine_and_gate", lambda *how: Twin(lambda *x: forced_combine_and_gate(how, *x)))
     patch.setattr(gate, "_compiled", lambda *_: Twin(gated_sum))
-    patch.setattr(kv_outer_backward, "_add_parts", lambda _, size, packed: Twin(lambda *x: add_parts(size, *x)))
+    patch.setattr(kv_outer_backward, "_combine_dkv", lambda _, size, packed: Twin(lambda *x: combine_dkv(size, *x)))
 
 
 def add_up(tile: int, cu_seqlens: Tensor, bounds: Tensor) -> None:
@@ -61,13 +57,13 @@ def add_up(tile: int, cu_seqlens: Tensor, bounds: Tensor) -> None:
     bounds[LENGTH] = torch.nn.functional.pad(lengths, [0, 1])
 
 
-# Lists
+# Worklist
 
 
 def mark(
     size: int,
     indices: Tensor,
-    blocks: Tensor,
+    slot_blocks: Tensor,
     bits: Tensor,
     bounds: Tensor | None,
     first_token: int,
@@ -82,10 +78,10 @@ def mark(
         position = position - bounds[TOKEN, document]
         before, length = bounds[TILE, document], bounds[LENGTH, document]
     position, before, length = (x[:, None] for x in (position, before, length))
-    visits = (indices >= init) & (indices <= position // size - local) & (position < length)
-    blocks.copy_(torch.where(visits, before + indices, -1))
-    for b, h, token, slot in visits.nonzero().tolist():
-        word = bits[b, h, blocks[b, h, token, slot], token // 32 : token // 32 + 1]
+    is_selected = (indices >= init) & (indices <= position // size - local) & (position < length)
+    slot_blocks.copy_(torch.where(is_selected, before + indices, -1))
+    for b, h, token, slot in is_selected.nonzero().tolist():
+        word = bits[b, h, slot_blocks[b, h, token, slot], token // 32 : token // 32 + 1]
         word |= (1 << token % 32) - (1 << 32 if token % 32 == 31 else 0)
 
 
@@ -93,47 +89,49 @@ def popcount(x: Tensor) -> Tensor:
     return ((x.long()[..., None] >> torch.arange(32)) & 1).sum(-1)
 
 
-def count(bits: Tensor, before: Tensor, counts: Tensor, length: int) -> None:
+def count(bits: Tensor, before: Tensor, counts: Tensor, min_rows: int) -> None:
     ones = popcount(bits)
     before.copy_(ones.cumsum(-1) - ones)
-    visits = ones.sum(-1)
-    counts[:, :, VISITS] = visits
-    counts[:, :, CUT] = torch.where(visits // length > 1, visits // length, 0)
-    counts[:, :, WHOLE] = visits // length <= 1
+    rows = ones.sum(-1)
+    counts[:, :, ROWS] = rows
+    counts[:, :, SPLITS] = torch.where(rows // min_rows > 1, rows // min_rows, 0)
+    counts[:, :, WHOLE] = rows // min_rows <= 1
 
 
-def list_places(blocks: Tensor, bits: Tensor, before: Tensor, counts: Tensor, sums: Tensor, places: Tensor) -> None:
-    slots = blocks.shape[3]
-    for b, h, token, slot in (blocks >= 0).nonzero().tolist():
-        at = b, h, blocks[b, h, token, slot]
-        lower = popcount(bits[at][token // 32] & ((1 << token % 32) - 1))
-        first = sums[b, h, VISITS, at[2]] - counts[b, h, VISITS, at[2]]
-        places[b, h, first + before[at][token // 32] + lower] = token * slots + slot
+def list_rows(
+    slot_blocks: Tensor, bits: Tensor, before: Tensor, counts: Tensor, cum_counts: Tensor, query_rows: Tensor
+) -> None:
+    slots = slot_blocks.shape[3]
+    for b, h, token, slot in (slot_blocks >= 0).nonzero().tolist():
+        block = b, h, slot_blocks[b, h, token, slot]
+        lower = popcount(bits[block][token // 32] & ((1 << token % 32) - 1))
+        first = cum_counts[b, h, ROWS, block[2]] - counts[b, h, ROWS, block[2]]
+        query_rows[b, h, first + before[block][token // 32] + lower] = token * slots + slot
 
 
-def cut(counts: Tensor, sums: Tensor, segments: Tensor) -> None:
+def cut_tiles(counts: Tensor, cum_counts: Tensor, work_tiles: Tensor) -> None:
     for b, h, block in torch.ones(*counts.shape[:2], counts.shape[3]).nonzero().tolist():
-        visits, parts, _ = counts[b, h, :, block].tolist()
-        first, place = int(sums[b, h, VISITS, block]) - visits, int(sums[b, h, CUT, block]) - parts
-        if parts == 0:
-            parts, place = 1, int(sums[b, h, CUT, -1] + sums[b, h, WHOLE, block]) - 1
-        for i in range(parts):
-            n = visits // parts + (i < visits % parts)
-            segments[b, h, :, place + i] = torch.tensor([block, first, n])
+        rows, tiles, _ = counts[b, h, :, block].tolist()
+        first, first_tile = int(cum_counts[b, h, ROWS, block]) - rows, int(cum_counts[b, h, SPLITS, block]) - tiles
+        if tiles == 0:
+            tiles, first_tile = 1, int(cum_counts[b, h, SPLITS, -1] + cum_counts[b, h, WHOLE, block]) - 1
+        for i in range(tiles):
+            n = rows // tiles + (i < rows % tiles)
+            work_tiles[b, h, :, first_tile + i] = torch.tensor([block, first, n])
             first += n
 
 
 # Attention
 
 
-class Segment(NamedTuple):
+class WorkTile(NamedTuple):
     """What one CTA has."""
 
     b: int
     h: int
     index: int
-    cut: bool
-    places: Tensor
+    is_split: bool
+    query_rows: Tensor
     tokens: Tensor
     """Rows of q."""
     positions: Tensor
@@ -152,19 +150,25 @@ def block_bounds(block: int, size: int, keys: int, bounds: Tensor | None) -> tup
     return first, max(first, min(end, first + size))
 
 
-def of_ctas(
-    how: tuple[Any, ...], keys: int, places: Tensor, table: Tensor, sums: Tensor, bounds: Tensor | None, first: int
-) -> list[Segment]:
+def tiles_of_ctas(
+    how: tuple[Any, ...],
+    keys: int,
+    query_rows: Tensor,
+    work_tiles: Tensor,
+    cum_counts: Tensor,
+    bounds: Tensor | None,
+    first: int,
+) -> list[WorkTile]:
     slots, size = how[3:5]
     made = []
-    for b in range(table.shape[0]):
-        for h in range(table.shape[1]):
-            cuts = int(sums[b, h, CUT, -1])
-            for index in range(cuts + int(sums[b, h, WHOLE, -1])):
-                start, n = int(table[b, h, FIRST, index]), int(table[b, h, COUNT, index])
-                mine = places[b, h, start : start + n].long()
-                span = block_bounds(int(table[b, h, BLOCK, index]), size, keys, bounds)
-                made.append(Segment(b, h, index, index < cuts, mine, mine // slots, first + mine // slots, *span))
+    for b in range(work_tiles.shape[0]):
+        for h in range(work_tiles.shape[1]):
+            splits = int(cum_counts[b, h, SPLITS, -1])
+            for index in range(splits + int(cum_counts[b, h, WHOLE, -1])):
+                start, n = int(work_tiles[b, h, FIRST, index]), int(work_tiles[b, h, COUNT, index])
+                rows = query_rows[b, h, start : start + n].long()
+                span = block_bounds(int(work_tiles[b, h, BLOCK, index]), size, keys, bounds)
+                made.append(WorkTile(b, h, index, index < splits, rows, rows // slots, first + rows // slots, *span))
     return made
 
 
@@ -173,9 +177,9 @@ def kv_outer_forward_twin(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: Tensor,
-    table: Tensor,
-    sums: Tensor,
+    query_rows: Tensor,
+    work_tiles: Tensor,
+    cum_counts: Tensor,
     o: Tensor,
     lse: Tensor,
     bounds: Tensor | None,
@@ -183,17 +187,17 @@ def kv_outer_forward_twin(
     scale: float,
 ) -> None:
     group = how[2]
-    for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
+    for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, first_token):
         keys = torch.arange(x.first_key, x.end)
         rows = q[x.b, x.tokens, x.h * group : (x.h + 1) * group].double()
         logits = rows @ k[x.b, keys, x.h].double().T * scale
         logits = logits.masked_fill((keys > x.positions[:, None])[:, None], -math.inf)
-        lse[x.b, x.h, x.places] = logits.logsumexp(-1).float()
+        lse[x.b, x.h, x.query_rows] = logits.logsumexp(-1).float()
         p = logits.softmax(-1).to(q.dtype).double()
-        o[x.b, x.h, x.places] = (p @ v[x.b, keys, x.h].double()).to(q.dtype)
+        o[x.b, x.h, x.query_rows] = (p @ v[x.b, keys, x.h].double()).to(q.dtype)
 
 
-def attend_tiles(
+def query_outer_twin(
     how: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
@@ -256,63 +260,70 @@ def attend_forced(
             o[b, token, heads] = (p @ v[b, keys, h].double()).to(o.dtype)
 
 
-def carry_slots(units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor, x: Tensor, lse: Tensor) -> None:
-    """What x and lse hold as one slot more, of a block that is not read."""
-    _, heads, tokens, slots = blocks.shape
-    group = parts.shape[3]
+def combine_twin(*_: Any, weighted: bool, partials_per_slot: int, accumulate: bool) -> Twin:
+    twin = accumulate_partials if accumulate else combine_partials
+    return Twin(partial(twin, partials_per_slot))
 
-    def with_slot(of_slots: Tensor, of_rows: Tensor) -> Tensor:
-        rows = of_rows.unflatten(2, (heads, group)).transpose(1, 2).unsqueeze(3)
-        return torch.cat([rows, of_slots.unflatten(2, (tokens, slots))], 3).flatten(2, 3)
+
+def accumulate_partials(
+    per_slot: int, slot_blocks: Tensor, partials: Tensor, lse_partial: Tensor, x: Tensor, lse: Tensor
+) -> None:
+    """What x and lse hold as one slot more, of a block that is not read."""
+    _, heads, tokens, slots = slot_blocks.shape
+    group = partials.shape[3]
+
+    def with_slot(slots_x: Tensor, rows_x: Tensor) -> Tensor:
+        rows = rows_x.unflatten(2, (heads, group)).transpose(1, 2).unsqueeze(3)
+        return torch.cat([rows, slots_x.unflatten(2, (tokens, slots))], 3).flatten(2, 3)
 
     holds = (lse[:, ::group] > -math.inf)[..., None]
-    there = torch.cat([holds.int() - 1, blocks], 3)
-    values = with_slot(parts, x.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0))
-    add_slots(units, there, values, with_slot(part_lse, lse.transpose(1, 2)), x, lse)
+    with_held = torch.cat([holds.int() - 1, slot_blocks], 3)
+    values = with_slot(partials, x.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0))
+    combine_partials(per_slot, with_held, values, with_slot(lse_partial, lse.transpose(1, 2)), x, lse)
 
 
-def add_slots(
-    units: int, blocks: Tensor, parts: Tensor, part_lse: Tensor | None, x: Tensor, lse: Tensor | None
+def combine_partials(
+    per_slot: int, slot_blocks: Tensor, partials: Tensor, lse_partial: Tensor | None, x: Tensor, lse: Tensor | None
 ) -> None:
-    batch, heads, tokens, slots = blocks.shape
-    group = parts.shape[3]
-    there = (blocks >= 0)[..., None]
-    values = parts.unflatten(2, (tokens, slots, units)).float().masked_fill(~there[..., None, None], 0).sum(4)
-    if part_lse is None or lse is None:
+    batch, heads, tokens, slots = slot_blocks.shape
+    group = partials.shape[3]
+    present = (slot_blocks >= 0)[..., None]
+    values = partials.unflatten(2, (tokens, slots, per_slot)).float().masked_fill(~present[..., None, None], 0).sum(4)
+    if lse_partial is None or lse is None:
         total = values.sum(3)
     else:
-        lses = part_lse.unflatten(2, (tokens, slots)).masked_fill(~there, -math.inf)
+        lses = lse_partial.unflatten(2, (tokens, slots)).masked_fill(~present, -math.inf)
         sums = lses.logsumexp(3)
         lse.copy_(sums.transpose(2, 3).reshape(batch, heads * group, tokens))
-        weights = (lses - sums[:, :, :, None]).exp().masked_fill(~there, 0)
+        weights = (lses - sums[:, :, :, None]).exp().masked_fill(~present, 0)
         total = (weights[..., None] * values).sum(3)
     x.copy_(total.transpose(1, 2).reshape(batch, tokens, heads * group, -1).to(x.dtype))
 
 
-def attend_forced_gated(
+def forced_combine_and_gate(
     how: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    blocks: Tensor,
-    parts: Tensor,
-    part_lse: Tensor,
+    slot_blocks: Tensor,
+    partials: Tensor,
+    lse_partial: Tensor,
     out: Tensor,
     lse: Tensor,
     weight: Tensor | None,
     *rest: Any,
 ) -> None:
     *rest, first_token, scale = rest
-    dim, _, *of_blocks = how[:6]
-    attend_forced((dim, dim, *of_blocks), q, k, v, out, lse, None, first_token, scale)
-    add_gated(carry_slots, blocks, parts, part_lse, out, lse, q, weight, *rest)
+    dim, _, *options = how[:6]
+    attend_forced((dim, dim, *options), q, k, v, out, lse, None, first_token, scale)
+    combine_and_gate(accumulate_partials, slot_blocks, partials, lse_partial, out, lse, q, weight, *rest)
 
 
-def add_gated(
+def combine_and_gate(
     add: Callable[..., None],
-    blocks: Tensor,
-    parts: Tensor,
-    part_lse: Tensor,
+    slot_blocks: Tensor,
+    partials: Tensor,
+    lse_partial: Tensor,
     out: Tensor,
     lse: Tensor,
     q: Tensor | None,
@@ -322,7 +333,7 @@ def add_gated(
     o_win: Tensor,
     o_slc: Tensor | None,
 ) -> None:
-    add(1, blocks, parts, part_lse, out, lse)
+    add(1, slot_blocks, partials, lse_partial, out, lse)
     if o_slc is not None:
         o_slc.copy_(out)
     if weight is not None and gates is None:
@@ -356,9 +367,9 @@ def kv_outer_backward_twin(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
-    places: Tensor,
-    table: Tensor,
-    sums: Tensor,
+    query_rows: Tensor,
+    work_tiles: Tensor,
+    cum_counts: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -370,7 +381,7 @@ def kv_outer_backward_twin(
 ) -> None:
     group, size = how[2], how[4]
     units = size // 64
-    for x in of_ctas(how, k.shape[1], places, table, sums, bounds, first_token):
+    for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, first_token):
         heads = slice(x.h * group, (x.h + 1) * group)
         sees, gives = (y[x.b, x.tokens, heads].double() for y in (q, do))
         row_lse, row_delta = (y[x.b, heads, x.tokens].T[..., None] for y in (lse, delta))
@@ -382,22 +393,22 @@ def kv_outer_backward_twin(
             p = (sees @ some_k.T * scale - row_lse).masked_fill(~seen, -math.inf).exp()
             ds = (p * (gives @ some_v.T - row_delta)).masked_fill(~seen, 0).to(q.dtype).double()
             p = p.to(q.dtype).double()
-            dq[x.b, x.h, x.places * units + unit] = (ds @ some_k * scale).to(q.dtype)
+            dq[x.b, x.h, x.query_rows * units + unit] = (ds @ some_k * scale).to(q.dtype)
             for y, y_parts, part in (
                 (dk, dk_parts, (torch.einsum("tgk,tgd->kd", ds, sees) * scale).float()),
                 (dv, dv_parts, torch.einsum("tgk,tgd->kd", p, gives).float()),
             ):
-                if x.cut:
+                if x.is_split:
                     y_parts[x.b, x.h, x.index, unit * 64 : unit * 64 + len(keys)] = part
                 else:
                     y[x.b, keys, x.h] += part
 
 
-def add_parts(
-    size: int, counts: Tensor, sums: Tensor, table: Tensor, parts: Tensor, y: Tensor, bounds: Tensor | None
+def combine_dkv(
+    size: int, counts: Tensor, cum_counts: Tensor, work_tiles: Tensor, parts: Tensor, y: Tensor, bounds: Tensor | None
 ) -> None:
     for b in range(parts.shape[0]):
         for h in range(parts.shape[1]):
-            for index in range(int(sums[b, h, CUT, -1])):
-                first, end = block_bounds(int(table[b, h, BLOCK, index]), size, y.shape[1], bounds)
+            for index in range(int(cum_counts[b, h, SPLITS, -1])):
+                first, end = block_bounds(int(work_tiles[b, h, BLOCK, index]), size, y.shape[1], bounds)
                 y[b, first:end, h] += parts[b, h, index, : end - first]

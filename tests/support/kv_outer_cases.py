@@ -1,0 +1,266 @@
+"""Inputs of attention per token, their fp64 oracle, and checks of the KV-outer and query-outer kernels against it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.attention_gradients import Branch, check_gradients
+from tests.support.helpers import assert_within_budget
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def random_indices(
+    shape: tuple[int, int],
+    lengths: list[int],
+    blocks: int,
+    count: int,
+    *,
+    size: int,
+    seed: int = 0,
+    forced: tuple[int, int] = (0, 0),
+) -> Tensor:
+    """Some blocks that begin at or before each token, block 0 and its own often among them: ascending, then -1.
+
+    Args:
+        lengths: of documents, one behind the other. blocks: the most that is looked at.
+        forced: blocks at the beginning and at the token that are there wherever they exist.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    begun = torch.cat([torch.arange(n) // size + 1 for n in lengths])[:, None]
+    block = torch.arange(blocks)
+    scores = torch.rand((*shape, tokens, blocks), generator=generator)
+    scores = scores + 0.7 * (block == begun - 1) + 0.7 * (block == 0)
+    scores = scores + 3 * ((block < forced[0]) | (block >= begun - forced[1]))
+    order = scores.masked_fill(block >= begun, -1).argsort(-1, descending=True)[..., :count]
+    chosen = torch.full((*shape, tokens, count), blocks)
+    chosen[..., : order.shape[-1]] = order.where(order < begun, blocks)
+    chosen = chosen.sort(-1).values
+    return torch.where(chosen < blocks, chosen, -1).int()
+
+
+GATES = {"projected": None, "projected fp32": torch.float32, "given": None, "given fp32": torch.float32, "thirds": None}
+"""Where gates come from, and of which type, if not that of q."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of forward and backward. `visible` is bool `[B,H_kv,N,N]`: the keys that each token sees."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    indices: Tensor
+    visible: Tensor
+    size: int
+    scale: float
+    bounds: Tensor | None
+    """Of packed documents, where they lie."""
+    shift: Tensor
+    """What lse is lowered by for the backward, `[B,H,N]`."""
+    forced: tuple[int, int] = (0, 0)
+    """First and local blocks that all of indices hold."""
+
+    def attend(self, *, low: bool) -> tuple[Tensor, Tensor]:
+        """o and lse in fp64; with `low` in fp32 with P and o rounded."""
+        dtype, group = torch.float32 if low else torch.float64, self.q.shape[2] // self.k.shape[2]
+
+        def rounded(x: Tensor) -> Tensor:
+            return x.to(self.q.dtype).to(dtype) if low else x
+
+        q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+        logits = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale
+        logits = logits.masked_fill(~self._visible_to_heads(), -math.inf)
+        lse = logits.logsumexp(-1)
+        p = rounded((logits - lse[..., None].nan_to_num(0, 0, 0)).exp())
+        return rounded(torch.einsum("bhij,bjhd->bihd", p, v)), lse
+
+    def _visible_to_heads(self) -> Tensor:
+        """bool `[B,H,N,N]`."""
+        return self.visible.repeat_interleave(self.q.shape[2] // self.visible.shape[1], 1)
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """lse and delta as the backward is given them."""
+        o, lse = self.attend(low=False)
+        delta = (o * self.do.double()).sum(-1).transpose(1, 2)
+        lse, delta = ((lse - self.shift).float(), delta.float())
+        return lse, delta.clone(memory_format=torch.contiguous_format)
+
+    def forward(self, *, query_outer: bool = False, gating: Any = None) -> tuple[Tensor, Tensor]:
+        from cute_kernels.attend.kv_outer import kv_outer_forward
+        from cute_kernels.attend.query_outer import query_outer_forward
+
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
+        if query_outer:
+            return query_outer_forward(self.q, self.k, self.v, self.indices, **how)
+        how |= dict(zip(("init", "local"), self.forced, strict=True))
+        return kv_outer_forward(self.q, self.k, self.v, self.indices, gating=gating, **how)
+
+    def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
+
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
+        if lse is None or delta is None:
+            lse, delta = self.statistics()
+        return kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
+
+    def check_forward(self, *, query_outer: bool = False) -> None:
+        o, lse = self.forward(query_outer=query_outer)
+        oracle, expected = self.attend(low=False)
+        naive, naive_lse = self.attend(low=True)
+        assert_within_budget(o, oracle, naive, "o")
+        there = expected.isfinite()
+        assert torch.equal(lse == -math.inf, ~there)
+        assert not o.transpose(1, 2)[~there].any()
+        assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
+
+    def check_gated(self, gates: str) -> None:
+        """What the selected branch writes beside lse: bitwise what gating its o gives. Args: `gates`, of GATES."""
+        from cute_kernels.gate.forward import Gating, gated_sum
+
+        generator = torch.Generator().manual_seed(2)
+        batch, tokens, heads, dim = self.q.shape
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.q.device, GATES[gates] or self.q.dtype)
+
+        # Rows of some later queries' chunk, amid what must not be touched
+        o_cmp, o_win = (normal(batch, tokens, heads, dim).to(self.q.dtype) for _ in range(2))
+        around = torch.full((batch, tokens + 2, heads, dim), math.nan, dtype=self.q.dtype, device=self.q.device)
+        out, kept = around[:, 1:-1], around.clone()
+        weight = normal(heads, 3, dim) if gates.startswith("projected") else None
+        given = normal(batch, tokens, heads, 4)[..., 1:] if gates.startswith("given") else None
+        o, lse = self.forward()
+        used = gated_sum(o_cmp, o, o_win, kept[:, 1:-1], q=self.q, gate_proj_weight=weight, gates=given)
+        for keeps in (False, True):
+            around.fill_(math.nan)
+            o_slc, gates_used = (torch.full_like(o, math.nan) if keeps else None), given
+            if weight is not None:
+                gates_used = torch.full_like(used, math.nan) if keeps else None
+            got, got_lse = self.forward(gating=Gating(o_cmp, o_win, out, weight, gates_used, o_slc))
+            assert out.isfinite().all()
+            assert torch.equal(around.nan_to_num(9e3), kept.nan_to_num(9e3))
+            assert torch.equal(got_lse, lse)
+            assert got is (o_slc if keeps else out)
+            if keeps:
+                assert torch.equal(got, o)
+                assert weight is None or torch.equal(gates_used, used)
+
+    def attend_forced(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Of some rows, o and lse of the forced blocks alone; NaN where nothing was written."""
+        from cute_kernels.attend.forced import forced_forward
+
+        q = self.q[:, rows]
+        o = torch.full((*q.shape[:3], self.v.shape[3]), math.nan, dtype=q.dtype, device=q.device)
+        lse = torch.full_like(self.shift[:, :, rows], math.nan)
+        how = {"first_token": rows.start, **dict(zip(("init", "local"), self.forced, strict=True))}
+        k, v = (x if self.bounds is not None else x[:, : rows.stop] for x in (self.k, self.v))
+        forced_forward(q, k, v, o, lse, size=self.size, scale=self.scale, bounds=self.bounds, **how)
+        return o, lse
+
+    def check_forced(self, first: int = 0, stop: int | None = None) -> None:
+        """Of indices that hold the forced blocks alone. Args: the rows."""
+        rows = slice(first, self.q.shape[1] if stop is None else stop)
+        o, lse = self.attend_forced(rows)
+        (oracle, expected), (naive, naive_lse) = (self.attend(low=low) for low in (False, True))
+        oracle, naive, o = (x.transpose(1, 2) for x in (oracle[:, rows], naive[:, rows], o))
+        expected, naive_lse = expected[..., rows], naive_lse[..., rows]
+        there = expected.isfinite()
+        assert o[~there].isnan().all()
+        assert lse[~there].isnan().all()
+        assert_within_budget(o[there], oracle[there], naive[there], "o")
+        assert_within_budget(lse[there], expected[there], naive_lse[there], "lse", slack=1e-5)
+
+    def check(self) -> None:
+        self.check_forward()
+        branches = [Branch(self._visible_to_heads(), *self.statistics())]
+        check_gradients(self.backward(), self.q, self.k, self.v, self.do, branches, self.scale)
+
+
+def make(
+    tokens: int | list[int],
+    group: int = 4,
+    kv_heads: int = 2,
+    dim: int = 64,
+    v_dim: int | None = None,
+    *,
+    batch: int = 1,
+    dtype: torch.dtype = BF16,
+    count: int | None = 4,
+    size: int = 64,
+    indices: Tensor | None = None,
+    behind: int = 0,
+    forced: tuple[int, int] = (0, 0),
+    device: str = "cuda",
+) -> Inputs:
+    """Normal inputs.
+
+    Args:
+        tokens: of each batch; or of documents, with `behind` more behind the last one.
+        forced: blocks that all tokens choose; 0 more are chosen with `count` None.
+    """
+    lengths = [tokens] if isinstance(tokens, int) else tokens
+    packed, n = not isinstance(tokens, int), sum(lengths) + behind
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    v_dim, heads = v_dim or dim, group * kv_heads
+    q, do = normal(batch, n, heads, dim), normal(batch, n, heads, v_dim)
+    k, v = normal(batch, n, kv_heads, dim), normal(batch, n, kv_heads, v_dim)
+    blocks = max(1, -(-max(lengths, default=0) // size))
+    if indices is None:
+        count = sum(forced) if count is None else count
+        indices = random_indices((batch, kv_heads), lengths, blocks, count, size=size, forced=forced)
+        rest = torch.zeros((batch, kv_heads, behind, count), dtype=torch.int32)  # chosen by tokens of no document
+        indices = torch.cat([indices, rest], 2)
+    visible = torch.zeros((batch, kv_heads, n, n), dtype=torch.bool)
+    start = 0
+    for length in lengths:
+        here, position = slice(start, start + length), torch.arange(length)
+        mine = indices[:, :, here].long()
+        chosen = torch.zeros((batch, kv_heads, length, blocks + 1), dtype=torch.bool)
+        chosen.scatter_(3, mine.where((mine >= 0) & (mine < blocks), blocks), True)
+        keys = chosen[..., :blocks].repeat_interleave(size, 3)[..., :length]
+        visible[:, :, here, here] = keys & (position <= position[:, None])
+        start += length
+    bounds = None
+    if packed:
+        from cute_kernels.pool import documents
+
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        bounds = documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
+    shift = 2 * torch.rand((batch, heads, n), generator=generator).to(device)
+    tensors = q, k, v, do, indices.to(device), visible.to(device)
+    return Inputs(*tensors, size, dim**-0.5, bounds, shift, forced)
+
+
+def forward_from(inputs: Inputs, first: int) -> tuple[Tensor, Tensor]:
+    from cute_kernels.attend.kv_outer import kv_outer_forward
+
+    q, indices = inputs.q[:, first:], inputs.indices[:, :, first:]
+    how = dict(zip(("init", "local"), inputs.forced, strict=True))
+    return kv_outer_forward(
+        q, inputs.k, inputs.v, indices, size=inputs.size, scale=inputs.scale, first_token=first, **how
+    )
+
+
+def small_chunks(patch: pytest.MonkeyPatch, tokens: int = 32, chunk_bytes: int = 1, rows: int = 1) -> None:
+    """Chunks of few tokens and heads, and work tiles of few rows."""
+    from cute_kernels.attend import kv_outer, kv_outer_backward
+    from cute_kernels.lists import worklist
+
+    patch.setattr(worklist, "CHUNK_ALIGNMENT", tokens)
+    for module in (kv_outer, kv_outer_backward):
+        patch.setattr(module, "PARTIAL_BYTES", chunk_bytes)
+        patch.setattr(module, "MIN_TILE_ROWS", rows)
