@@ -296,7 +296,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         return tile_bits(chunk.branches.indices, size=config.select_size, num_keys=n, entries=False)
 
     def transposed(chunk: HeadChunk) -> None:
-        size, width = config.select_size, plan.rules.width(config.select_size)
+        size, width = config.select_size, plan.rules.backward_width(config.select_size)
         for _ in backward.list_chunks(plan, chunk.slc, bits(chunk), size=size, width=width, entries=False):
             pass
 

@@ -239,7 +239,7 @@ def backward_compressed(
             batch,
             q.shape[2],
             keys,
-            width=plan.rules.widths[0],
+            width=plan.rules.backward_widths[0],
             rows=plan.rules.rows,
             num_keys=k.shape[1],
             num_rows=num_rows,
@@ -347,7 +347,7 @@ def backward_selected(
             dv=gradients.dv,
         )
         return
-    for part in list_chunks(plan, gradients, bits, size=size, width=plan.rules.width(size), entries=False):
+    for part in list_chunks(plan, gradients, bits, size=size, width=plan.rules.backward_width(size), entries=False):
         where = {"first_row": part.first_row, "first_key": part.first_key}
         fa4.selected_backward(part.gradients, part.lists, causal=causal, scale=plan.scale, **where)
 

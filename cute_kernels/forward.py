@@ -377,7 +377,7 @@ def attend_selected(
             options |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
         return Branch(*kv_outer_forward(q, k, v, indices, first_token=start, gating=gating, **options))
     lists = selected_lists(plan, q, k, indices, start)
-    return Branch(*fa4.selected(q, k, v, lists, causal=causal, first_row=start, scale=plan.scale, lse=lse))
+    return Branch(*fa4.selected(q, k, v, lists, causal=causal, scale=plan.scale, lse=lse))
 
 
 def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:

@@ -127,7 +127,7 @@ def tile_rows(config: Any, rules: Any) -> int:
 
 def has_atomic_free_backward(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
     """Whether kernels without atomics exist for backward: attend/selected_backward.py, attend/window_backward.py."""
-    return SELECT_UNIT in rules.widths and dim == v_dim
+    return SELECT_UNIT in rules.backward_widths and dim == v_dim
 
 
 def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
@@ -137,7 +137,7 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
     """
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     got = None
-    if SELECT_UNIT not in rules.widths:
+    if SELECT_UNIT not in rules.backward_widths:
         got = "Blackwell's tiles"
     elif not (config.token_mode or has_atomic_free_backward(rules, *dims)):
         got = f"D={dims[0]}, D_v={dims[1]}"
@@ -170,8 +170,8 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
         return f"takes q_tile_size in multiples of {rules.rows} on this device, got {config.q_tile_size}"
     if config.select_size % SELECT_UNIT:
         return f"takes select_block_size in multiples of {SELECT_UNIT}, got {config.select_size}"
-    if config.num_cmp_selected_blocks is not None and config.n_block_size not in rules.widths:
-        widths = " or ".join(map(str, sorted(rules.widths)))
+    if config.num_cmp_selected_blocks is not None and config.n_block_size not in rules.backward_widths:
+        widths = " or ".join(map(str, sorted(rules.backward_widths)))
         return f"takes n_block_size {widths} on this device, got {config.n_block_size}"
     count = max(config.num_selected_blocks, config.num_cmp_selected_blocks or 0)
     if count > MAX_BLOCKS:

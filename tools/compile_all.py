@@ -183,8 +183,6 @@ def list_cases() -> Iterator[Case]:
     variants = {
         "64-in-64": (tokens, 64, 64),
         "128-in-64": (tokens, 128, 64),
-        "64-in-128,bits": (tokens, 64, 128),
-        "192-in-128,bits": (tokens, 192, 128),
         "64-in-64,not-causal": (Keys(causal=False), 64, 64),
         "entries,128-in-128": (entries, 128, 128),
     }
@@ -397,11 +395,10 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         q, k, v = (empty(batch, n, h, dim, dtype=dtype) for n, h in ((rows, heads), (keys, kv_heads), (keys, kv_heads)))
         function(q, k, v, *arguments, scale=scale, lse=lse, **options)
 
-    def chosen(keys: int, width: int, bits: bool = False) -> BlockLists:
+    def chosen(keys: int, width: int) -> BlockLists:
         """As of lists.query_to_kv.chosen_lists."""
         counts, indices = (batch, heads, rows // tile), (batch, heads, rows // tile, keys // width)
-        lists = BlockLists(empty(*counts), empty(*indices), empty(*counts), empty(*indices), tile, width)
-        return replace(lists, bits=empty(batch, heads, rows // tile, 2), bit_keys=64) if bits else lists
+        return BlockLists(empty(*counts), empty(*indices), empty(*counts), empty(*indices), tile, width)
 
     def prefix(keys: int, width: int, packed: bool = False) -> BlockLists:
         """As of prefix_lists, stored once for all heads, `full` blocks also for all tiles unless packed."""
@@ -421,9 +418,8 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         shifts = (lambda: empty(rows // tile)) if packed else lambda: None
         return lambda: call(fa4.compressed, entries, lists(), shifts=shifts(), lse=lse, **options)
 
-    def selected(width: int, *, causal: bool = True, bits: bool = False, lse: bool = False) -> Callable[[], None]:
-        options = {"causal": causal, "first_row": 0}
-        return lambda: call(fa4.selected, rows, chosen(rows, width, bits), lse=lse, **options)
+    def selected(width: int, *, causal: bool = True, lse: bool = False) -> Callable[[], None]:
+        return lambda: call(fa4.selected, rows, chosen(rows, width), lse=lse, causal=causal)
 
     def window(lse: bool = False, packed: bool = False) -> Callable[[], None]:
         documents = (lambda: Varlen(empty(9), empty(9), empty(8))) if packed else lambda: None
@@ -441,8 +437,6 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         ("fa4.selected", f"{narrow}-wide,lse"): selected(narrow, lse=True),
         ("fa4.selected", f"{narrow}-wide,not-causal"): selected(narrow, causal=False),
         ("fa4.selected", f"{wide}-wide"): selected(wide),
-        ("fa4.selected", f"{wide}-wide,bits"): selected(wide, bits=True),
-        ("fa4.selected", f"{wide}-wide,bits,not-causal"): selected(wide, bits=True, causal=False),
         ("fa4.window", "window"): window(),
         ("fa4.window", "window,lse"): window(lse=True),
         ("fa4.window", "window,packed"): window(packed=True),
@@ -502,7 +496,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
     def compressed(every_head: bool = False, packed: bool = False) -> Callable[[], None]:
         return lambda: fa4.compressed_backward(
             gradients(entries),
-            lists(entries, rules.widths[0], every_head=every_head),
+            lists(entries, rules.backward_widths[0], every_head=every_head),
             length=32,
             stride=16,
             first_row=0,
@@ -534,7 +528,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
         ("fa4.window_backward", "window,packed"): window(packed=True),
         ("fa4.window_backward", "neighborhood"): lambda: neighborhood(dim, group, dtype, backward=True),
     }
-    for width in rules.widths:
+    for width in rules.backward_widths:
         bits = width > 64
         variants["fa4.selected_backward", f"{width}-wide"] = selected(width)
         variants["fa4.selected_backward", f"{width}-wide,not-causal"] = selected(width, causal=False)

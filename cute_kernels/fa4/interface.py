@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cute_kernels.fa4.launch import ONE_TILE, WINDOW_TILE, Mask, attend, differentiate
+from cute_kernels.fa4.launch import NARROW, ONE_TILE, WINDOW_TILE, Mask, attend, differentiate
 from cute_kernels.fa4.launch import Gradients as Gradients
 from cute_kernels.fa4.launch import window_tile_n as window_tile_n
 from cute_kernels.limits import MAX_LIST_WIDTH
@@ -49,14 +49,23 @@ class Rules:
     rows: int
     """Query tiles are multiples of this."""
     widths: tuple[int, ...]
-    """Keys of a listed block, widest first."""
+    """Keys of a block that the forward lists, widest first. The narrowest divides every selected block."""
+    backward_widths: tuple[int, ...]
+    """The same of the backward."""
 
     def width(self, size: int) -> int:
-        """The widest listed blocks that are exact for selected blocks of `size` keys, else the narrowest, with bits."""
-        return next((w for w in self.widths if size % w == 0), self.widths[-1])
+        """The forward's blocks for selected blocks of `size` keys: the widest that divide it."""
+        return next(width for width in self.widths if size % width == 0)
+
+    def backward_width(self, size: int) -> int:
+        """The backward's blocks: the widest that divide `size`, else the narrowest, refined by bits."""
+        return next((width for width in self.backward_widths if size % width == 0), self.backward_widths[-1])
 
 
-RULES = {9: Rules(rows=128, widths=(MAX_LIST_WIDTH, 64)), 10: Rules(rows=256, widths=(MAX_LIST_WIDTH,))}
+RULES = {
+    9: Rules(rows=128, widths=(MAX_LIST_WIDTH, NARROW), backward_widths=(MAX_LIST_WIDTH, NARROW)),
+    10: Rules(rows=256, widths=(MAX_LIST_WIDTH, NARROW), backward_widths=(MAX_LIST_WIDTH,)),
+}
 """By major compute capability."""
 
 WINDOW_ALIGNMENT = math.lcm(WINDOW_TILE[1], ONE_TILE)
@@ -117,21 +126,11 @@ def selected(
     lists: BlockLists,
     *,
     causal: bool,
-    first_row: int,
     scale: float,
     lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over listed blocks of tokens: token j is visible to row i if listed and, causal, j <= first_row + i.
-
-    Args:
-        first_row: with `causal`, number of keys minus number of queries.
-    """
-    if lists.bits is None:
-        mask = Mask(causal=causal, lists=lists)
-    else:
-        mask_mod = _chosen(lists.bit_keys, lists.rows, q.shape[2] // lists.bits.shape[1], causal)
-        mask = Mask(lists=lists, mask_mod=mask_mod, scalars=(first_row,), tensors=[lists.bits])
-    return attend(q, k, v, mask, scale=scale, lse=lse)
+    """Attention over listed blocks of tokens: row i of M sees token j of N if listed and, causal, j <= i + N - M."""
+    return attend(q, k, v, Mask(causal=causal, lists=lists), scale=scale, lse=lse)
 
 
 def window(
@@ -203,7 +202,7 @@ def selected_backward(
     """
     if lists.bits is not None:
         group = gradients.q.shape[2] // lists.bits.shape[1]
-        mask_mod = _chosen_by_tile(lists.bit_keys, lists.rows, group, causal)
+        mask_mod = _chosen(lists.bit_keys, lists.rows, group, causal)
         scalars: tuple[int, ...] = first_row // lists.rows, first_key, first_row - first_key
         mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=[lists.bits])
     else:
@@ -295,7 +294,7 @@ def _ended_in_tile(length: int, stride: int, rows: int) -> Any:
 
 
 @once
-def _chosen_by_tile(bit_keys: int, rows: int, group: int, causal: bool) -> Any:
+def _chosen(bit_keys: int, rows: int, group: int, causal: bool) -> Any:
     """Token j is visible iff the bit of its block is set for the row's tile and, with causality, j <= i.
 
     Scalars: the first tile, the first key, and the first row minus the first key.
@@ -311,25 +310,6 @@ def _chosen_by_tile(bit_keys: int, rows: int, group: int, causal: bool) -> Any:
         inside = utils.scalar_to_ssa((word >> (tile % 32)) & 1, cutlass.Int32) == 1
         if cutlass.const_expr(causal):
             inside = inside & (token <= row + scalars[2])
-        return inside
-
-    return chosen
-
-
-@once
-def _chosen(bit_keys: int, rows: int, group: int, causal: bool) -> Any:
-    """Token j is visible iff its bit is set for the row's tile and, with causality, j <= i."""
-    import cutlass
-    from cutlass import cute
-    from flash_attn.cute import utils
-
-    @cute.jit
-    def chosen(batch, head, row, token, seqlen_info, tensors, scalars):  # type: ignore[no-untyped-def]
-        bit = token[0] // bit_keys
-        word = tensors[0][batch[0], head[0] // group, row[0] // rows, bit // 32]
-        inside = utils.scalar_to_ssa((word >> (bit % 32)) & 1, cutlass.Int32) == 1
-        if cutlass.const_expr(causal):
-            inside = inside & (token <= row + scalars[0])
         return inside
 
     return chosen

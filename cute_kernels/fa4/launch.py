@@ -3,14 +3,14 @@
     attend          forward
     differentiate   backward
 
-FA4 spends 0.1 ms of Python on every forward and more on every backward. On sm_90 what it compiles depends on
-`_signature` alone, so the first call of a signature records which kernels FA4 used, and later calls launch those.
-sm_100's kernels also depend on sizes and cannot be tested here, so there every call goes through FA4's interface.
+FA4 spends 0.1 ms of Python on every forward and more on every backward. What it compiles depends on `_signature`
+alone, so the first call of a signature records which kernels FA4 used, and later calls launch those with the arguments
+that FA4 would give them (tests/cute/test_fa4_launch.py compares both).
 
 FA4 looks its kernels up, compiles those that are missing and launches them in one function, so every call through its
-interface holds COMPILING from beginning to end: on sm_90 first calls, and `_signature`'s exceptions; on sm_100 all
-calls. A thread then waits for another one's compilation even if FA4 already has its kernels. Beyond that it loses
-little: Python runs one thread's 0.1 ms at a time anyway.
+interface holds COMPILING from beginning to end: first calls, and `_signature`'s exceptions. A thread then waits for
+another one's compilation even if FA4 already has its kernels. Beyond that it loses little: Python runs one thread's
+0.1 ms at a time anyway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cute_kernels.pool.documents import Varlen
 
 NARROW = 64
-"""Width of listed blocks for which sm_90's backward needs other tiles than FA4 chooses."""
+"""Width of listed blocks for which sm_90's backward and sm_100's forward need other tiles than FA4 chooses."""
 
 FEW_DOCUMENTS = 256
 """For more documents FA4 builds tables of them first."""
@@ -118,11 +118,11 @@ def _aux(scalars: tuple[int, ...]) -> Any:
 
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *more: Any) -> Any:
-    """Everything FA4's choice of sm_90 kernels depends on; None where its own checks are needed."""
-    major, _ = compute_capability(q.device.index or 0)
-    if major != 9 or q.numel() == 0 or k.numel() == 0:
-        return None
-    if mask.tensors is not None and any(t.dim() > 1 for t in mask.tensors):
+    """Everything FA4's choice of kernels depends on; None where its own checks are needed.
+
+    FA4's environment variables are taken to stay as they are while the process runs.
+    """
+    if q.numel() == 0 or k.numel() == 0:
         return None
     if mask.documents is not None and len(mask.documents.seqused) > FEW_DOCUMENTS:
         return None
@@ -131,8 +131,19 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *more: Any) -> Any:
         listed = (mask.lists.rows, mask.lists.width, *map(_broadcast, mask.lists.tensors))
     sizes = (*q.shape[-2:], *v.shape[-2:], *map(_broadcast, (q, k, v)))
     left, right = mask.window
-    kinds = (mask.causal, left is None, right is None, mask.documents is None, mask.tensors is None)
-    return (q.device, q.dtype, sizes, kinds, listed, mask.mask_mod, *more)
+    kinds = (mask.causal, left is None, right is None, mask.documents is None)
+    tensors = None if mask.tensors is None else tuple(tuple(min(n, 2) for n in x.stride()) for x in mask.tensors)
+    return (q.device, q.dtype, sizes, kinds, listed, mask.mask_mod, tensors, *more)
+
+
+def _is_blackwell(q: Tensor) -> bool:
+    return compute_capability(q.device.index or 0)[0] == 10
+
+
+def _row_tiles(q: Tensor, k: Tensor, packs: bool) -> int:
+    """Tiles of ONE_TILE rows, up to 3: FA4 has a forward for one, for two and for more of them on sm_100."""
+    heads = q.shape[-2] // k.shape[-2] if packs else 1
+    return min(-(-q.shape[-3] * heads // ONE_TILE), 3)
 
 
 def _broadcast(x: Tensor) -> Any:
@@ -183,7 +194,7 @@ def _recording(*functions: Any) -> Iterator[list[_Recorder]]:
 
 
 _FORWARD: dict[Any, Callable[..., None]] = {}
-"""Compiled sm_90 kernels by signature."""
+"""Compiled kernels by signature."""
 
 
 def attend(
@@ -203,19 +214,23 @@ def attend(
     """
     # A caller's o and lse may have any strides, as those of a dilated neighborhood do
     window_tiles = into is None and mask.window != (None, None) and packs_gqa(q, k)
-    signature = _signature(q, k, v, mask, lse, window_tiles)
+    packs = window_tiles and mask.documents is None
+    signature = _signature(q, k, v, mask, lse, window_tiles, _row_tiles(q, k, packs))
     run = _FORWARD.get(signature)
     if run is None:
         with COMPILING:
             return _attend_by_interface(signature, q, k, v, mask, scale, lse, window_tiles, into)
     *batch, rows, heads, _ = q.shape
+    options: tuple[Any, ...] = (mask.sparse(), mask.aux(), None, None)  # FA4's scheduler needs no tables
+    if _is_blackwell(q):
+        options = (None, *options, *[None] * 5, rows)  # no factors of fp8 either
     sums: Tensor | None
     if into is None:
         o = torch.empty((*batch, rows, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
         sums = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
     else:
         o, sums = into
-    run(q, k, v, o, sums, scale, *mask.bounds(), None, *mask.window, None, mask.sparse(), mask.aux(), None, None)
+    run(q, k, v, o, sums, scale, *mask.bounds(), None, *mask.window, None, *options)
     return o, sums
 
 
@@ -239,6 +254,8 @@ def _attend_by_interface(
     options = {"softmax_scale": scale, "return_lse": lse, "pack_gqa": packs, **results, **mask.interface()}
     if window_tiles and window_tile_n(q, k, v) == WINDOW_TILE[1]:
         options["tile_mn"] = WINDOW_TILE
+    elif mask.lists is not None and mask.lists.width == NARROW and _is_blackwell(q):
+        options["tile_mn"] = ONE_TILE, NARROW
     with _recording(_flash_attn_fwd) as (recorder,):
         o, sums, *_ = _flash_attn_fwd(*qkv, **options)
     if signature is not None and recorder.used:
@@ -278,10 +295,11 @@ class Gradients:
 
 
 class _Backward(NamedTuple):
-    """Compiled sm_90 kernels: preprocess (do . o, zeros for dq), the mainloop, and postprocess (fp32 sums rounded)."""
+    """Compiled kernels: preprocess (do . o, zeros for dq), the mainloop, and postprocess (fp32 sums rounded)."""
 
     tile_rows: int
     tile_keys: int
+    """Of one CTA, or of two that share their tiles."""
     before: Callable[..., None]
     main: Callable[..., None]
     after: list[Callable[..., None]]
@@ -372,10 +390,18 @@ def _differentiate_by_interface(
         finally:
             interface._tile_size_bwd_sm90 = fa4_tiles
     if signature is not None and main.used:
-        chosen = tiles[-1]
-        _BACKWARD[signature] = _Backward(
-            chosen.m_block_size, chosen.n_block_size, before.used[-1], main.used[-1], after.used
-        )
+        rows, keys = (tiles[-1].m_block_size, tiles[-1].n_block_size) if tiles else _tiles_on_blackwell(given, mask)
+        _BACKWARD[signature] = _Backward(rows, keys, before.used[-1], main.used[-1], after.used)
+
+
+def _tiles_on_blackwell(given: Gradients, mask: Mask) -> tuple[int, int]:
+    """Rows and keys of a tile, as FA4 decides between one CTA and two."""
+    from flash_attn.cute.block_sparsity import block_sparse_bwd_supports_2cta
+    from flash_attn.cute.utils import _get_disable_2cta_default
+
+    lists = mask.interface()["block_sparse_tensors"]
+    pairs = given.q.shape[-1] >= ONE_TILE and not _get_disable_2cta_default()
+    return ONE_TILE, 2 * ONE_TILE if pairs and block_sparse_bwd_supports_2cta(lists, ONE_TILE) else ONE_TILE
 
 
 def _narrow_tiles() -> Any:

@@ -22,10 +22,13 @@ import torch
 from cutlass import Int32, const_expr
 from torch import Tensor
 
-from cute_kernels.lists.query_to_kv import THREADS, WORD, BlockLists, Keys, fake_lists, int32_tensors
+from cute_kernels.lists.query_to_kv import THREADS, BlockLists, Keys, fake_lists, int32_tensors
 from cute_kernels.mma.warp import LANES, lowest_bit, prefix_sum
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, SHIFT, Documents, document_at, fake_tables
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
+
+WORD = 32
+"""Bits of a word."""
 
 WARPS = 4
 

@@ -15,7 +15,6 @@ Kernels here are one thread per tile: bytes and time are negligible (a few micro
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,6 @@ from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents,
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 
 THREADS = 128
-WORD = 32
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,9 @@ class BlockLists:
     width: int
     """Keys of a block."""
     bits: Tensor | None = None
-    """Where listed blocks hold keys that were not chosen, int32 `[B,S,M,words]` for S select heads. Bit b of word w
-    tells whether the `bit_keys` keys from (32 w + b) * bit_keys on were; a mask_mod must apply it to `mask` blocks."""
+    """Of backward's lists whose blocks are wider than chosen ones: `kv_to_query.tile_bits`, for a mask_mod."""
     bit_keys: int = 0
-    """Keys of one bit."""
+    """Keys of a chosen block, if there are bits."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -83,16 +80,14 @@ class ChosenLists:
     Args:
         keys: what the blocks consist of.
         size: keys of a chosen block.
-        width: keys of a listed block. Where it does not divide `size`, bits tell what was chosen inside.
+        width: keys of a listed block, which divides `size`.
         rows: query rows of a tile, with documents T.
         entries: keys are compressed entries, not tokens.
     """
 
     def __init__(self, keys: Keys, size: int, width: int, rows: int, *, entries: bool) -> None:
         self.keys, self.width, self.rows, self.entries = keys, width, rows, entries
-        self.unit = math.gcd(size, width)  # keys of a unit: chosen and listed blocks are whole units
-        self.units = size // self.unit  # of a chosen block
-        self.exact = size % width == 0
+        self.parts = size // width  # listed blocks of a chosen one
 
     @cute.jit
     def __call__(
@@ -102,7 +97,6 @@ class ChosenLists:
         mMaskIndex: cute.Tensor,  # [B, H, tiles, K]
         mFullCount: cute.Tensor,
         mFullIndex: cute.Tensor,
-        mBits: cute.Tensor | None,  # [B, S, tiles, words], zeros
         mBounds: cute.Tensor | None,  # Documents.bounds
         mTiles: cute.Tensor | None,  # Documents.tiles
         num_keys: Int32,
@@ -116,7 +110,6 @@ class ChosenLists:
             mMaskIndex,
             mFullCount,
             mFullIndex,
-            mBits,
             mBounds,
             mTiles,
             num_keys,
@@ -132,7 +125,6 @@ class ChosenLists:
         mMaskIndex: cute.Tensor,
         mFullCount: cute.Tensor,
         mFullIndex: cute.Tensor,
-        mBits: cute.Tensor | None,
         mBounds: cute.Tensor | None,
         mTiles: cute.Tensor | None,
         num_keys: Int32,
@@ -158,44 +150,16 @@ class ChosenLists:
             listed_before = base // self.width
             mask_index, full_index = mMaskIndex[batch, head, tile, None], mFullIndex[batch, head, tile, None]
             masks, fulls = Int32(0), Int32(0)
-            count = mIndices.shape[3] * self.units
-            if const_expr(self.exact):
-                for i in cutlass.range(count):
-                    chosen = mIndices[batch, select_head, tile, i // self.units]
-                    block = chosen * self.units + i % self.units
-                    if (chosen >= 0) & (block * self.width < seen):
-                        if (block + 1) * self.width <= seen_by_all:
-                            full_index[fulls] = listed_before + block
-                            fulls += 1
-                        else:
-                            mask_index[masks] = listed_before + block
-                            masks += 1
-            else:
-                # Several units may lie in one listed block, next to each other in the ascending list.
-                parts = const_expr(self.width // self.unit)
-                first_of_group = head % (heads // mIndices.shape[1]) == 0
-                block, present = Int32(-1), Int32(0)
-                for i in cutlass.range(count + 1):
-                    unit = Int32(-1)
-                    if i < count:
-                        chosen = mIndices[batch, select_head, tile, i // self.units]
-                        if chosen >= 0:
-                            unit = chosen * self.units + i % self.units
-                    here = unit // parts if unit >= 0 else Int32(-1)
-                    if here != block:
-                        if (block >= 0) & (block * self.width < seen):
-                            if (present == parts) & ((block + 1) * self.width <= seen_by_all):
-                                full_index[fulls] = listed_before + block
-                                fulls += 1
-                            else:
-                                mask_index[masks] = listed_before + block
-                                masks += 1
-                        block, present = here, Int32(0)
-                    present += 1
-                    if (unit >= 0) & (unit * self.unit < num_keys) & first_of_group:
-                        bit = base // self.unit + unit
-                        word = mBits[batch, select_head, tile, bit // WORD]
-                        mBits[batch, select_head, tile, bit // WORD] = word | (Int32(1) << bit % WORD)
+            for i in cutlass.range(mIndices.shape[3] * self.parts):
+                chosen = mIndices[batch, select_head, tile, i // self.parts]
+                block = chosen * self.parts + i % self.parts
+                if (chosen >= 0) & (block * self.width < seen):
+                    if (block + 1) * self.width <= seen_by_all:
+                        full_index[fulls] = listed_before + block
+                        fulls += 1
+                    else:
+                        mask_index[masks] = listed_before + block
+                        masks += 1
             mMaskCount[batch, head, tile] = masks
             mFullCount[batch, head, tile] = fulls
 
@@ -283,12 +247,10 @@ def fake_lists() -> list[Any]:
 @compiled_once
 def _chosen(keys: Keys, size: int, width: int, rows: int, *, entries: bool, packed: bool) -> Kernel:
     indices = fake(torch.int32, None, None, None, None, aligned=False)
-    bits = fake(torch.int32, None, None, None, None, aligned=False) if size % width else None
     return compile_kernel(
         ChosenLists(keys, size, width, rows, entries=entries),
         indices,
         *fake_lists(),
-        bits,
         *(fake_tables() if packed else (None, None)),
         *[Int32(0)] * 3,
     )
@@ -324,28 +286,23 @@ def chosen_lists(
         indices: int32 `[B,S,tiles,k]`, ascending, padded with -1, for the tiles of query rows `rows_from` ...
             `rows_to` - 1.
         heads: query heads H, a multiple of S.
-        size, width: keys of a chosen and of a listed block.
+        size, width: keys of a chosen and of a listed block; `width` divides `size`.
         rows: query rows of a tile.
         entries: the blocks consist of compressed entries, not of tokens.
         documents: then `num_keys`, `rows_from` and `rows_to` are those of the aligned buffers.
     """
-    batch, select_heads, tiles, count = indices.shape
-    device = indices.device
-    unit = math.gcd(size, width)
-    touched = -(-(size + width - unit) // width)  # listed blocks that one chosen block can touch
-    places = max(1, min(count * touched, -(-num_keys // width)))
+    if size % width:
+        raise ValueError(f"listed blocks must divide chosen ones, got {width} and {size} keys")
+    batch, _, tiles, count = indices.shape
+    places = max(1, min(count * (size // width), -(-num_keys // width)))
     counts = ((batch, heads, tiles), (heads * tiles, tiles, 1), batch * heads * tiles)
     listed = ((batch, heads, tiles, places), (heads * tiles * places, tiles * places, places, 1), counts[2] * places)
-    mask_count, full_count, mask_index, full_index = int32_tensors(device, counts, counts, listed, listed)
-    bits = None
-    if size % width:
-        words = max(2, -(-num_keys // (unit * WORD)))  # FA4 wants exactly one dimension of stride 1
-        bits = torch.zeros((batch, select_heads, tiles, words), dtype=torch.int32, device=device)
+    mask_count, full_count, mask_index, full_index = int32_tensors(indices.device, counts, counts, listed, listed)
     if mask_count.numel() > 0:
         run = _chosen(keys, size, width, rows, entries=entries, packed=documents is not None).run
         tables: tuple[Any, Any] = (None, None) if documents is None else (documents.bounds, documents.tiles)
-        run(indices, mask_count, mask_index, full_count, full_index, bits, *tables, num_keys, rows_from, rows_to)
-    return BlockLists(mask_count, mask_index, full_count, full_index, rows, width, bits, unit)
+        run(indices, mask_count, mask_index, full_count, full_index, *tables, num_keys, rows_from, rows_to)
+    return BlockLists(mask_count, mask_index, full_count, full_index, rows, width)
 
 
 def prefix_lists(

@@ -26,7 +26,7 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from cute_kernels.lists.query_to_kv import WORD
+from cute_kernels.lists.kv_to_query import WORD
 from cute_kernels.lists.worklist import ROWS, WorklistSizes, write_counts, write_work_tiles
 from cute_kernels.mma.warp import LANES, lowest_bit, prefix_sum
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake

@@ -53,7 +53,7 @@ import torch
 from cutlass import Int32, const_expr
 from torch import Tensor
 
-from cute_kernels.lists.query_to_kv import WORD
+from cute_kernels.lists.kv_to_query import WORD
 from cute_kernels.mma.warp import LANES, prefix_sum
 from cute_kernels.pool import documents
 from cute_kernels.pool.documents import LENGTH, TILE, TOKEN, document_at

@@ -1,10 +1,13 @@
-"""Calls that go straight to a kernel that FA4 compiled (launch.py), against FA4's own keys, without compiling.
+"""Calls that go straight to a kernel that FA4 compiled (launch.py), against FA4's own calls, without compiling.
 
-FA4's interface is called with tensors that have no data, and a cache that claims to hold every kernel it asks for.
+FA4's interface is called with tensors that have no data, and a cache that claims to hold every kernel it asks for. A
+signature is enough if, over the product of what calls can differ in, calls of one signature ask for the same kernels,
+and a call that goes straight to them gives them what FA4 itself would.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,61 +19,96 @@ from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability
 
 pytestmark = [pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
 
+IS_STATIC_PERSISTENT = -9
+"""Place in the forward's key of what FA4 tells to sm_100's kernel alone."""
+ARCHS = {90: ("sm_90a", "132"), 100: ("sm_100a", "148")}
+"""FA4's name of an architecture: CuTe DSL's, and how many multiprocessors such a GPU has."""
+
 
 class Cache:
-    """Of compiled kernels: holds all of them, and remembers which one was asked for last."""
+    """Of compiled kernels: holds all of them, and remembers which were asked for and what they were given."""
 
-    def __init__(self) -> None:
-        self.asked: Any = None
+    def __init__(self, name: str, calls: list[tuple[Any, ...]]) -> None:
+        self.name, self.calls = name, calls
 
     def __contains__(self, key: Any) -> bool:
-        self.asked = key
         return True
 
     def __getitem__(self, key: Any) -> Callable[..., None]:
-        return lambda *_: None
+        return lambda *given: self.calls.append((self.name, key, *map(shown, given)))
+
+
+def shown(x: Any) -> Any:
+    """An argument as far as it can be told without data: of a tensor its type, shape and strides."""
+    if isinstance(x, Tensor):
+        return x.dtype, tuple(x.shape), x.stride()
+    if isinstance(x, (tuple, list)):
+        return tuple(map(shown, x))
+    return getattr(x, "value", x)
 
 
 class Kernels(NamedTuple):
     signature: Any
     """Ours; None: every call takes FA4's own way."""
-    keys: tuple[Any, ...]
-    """FA4's, of each of its functions that compile."""
+    calls: list[tuple[Any, ...]]
+    """Function of FA4's that compiles, its key, and what the kernel was given."""
+
+    @property
+    def keys(self) -> list[tuple[Any, ...]]:
+        """Without what changes no kernel."""
+        if compute_capability(0)[0] != 9:
+            return [call[:2] for call in self.calls]
+        persistent = IS_STATIC_PERSISTENT
+        return [
+            (name, key[:persistent] + key[persistent + 1 :] if name == "_flash_attn_fwd" else key)
+            for name, key, *_ in self.calls
+        ]
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Kernels]]:
-    """Which kernels a call takes on sm_90. Args: `backward`; what is changed of the plain call."""
+class Host:
+    """What launch.py does on a GPU of an architecture."""
+
+    def __init__(self, calls: list[tuple[Any, ...]], signatures: list[Any]) -> None:
+        self.calls, self.signatures = calls, signatures
+
+    def __call__(self, backward: bool, *, again: bool = False, **changes: Any) -> Kernels:
+        """Args: `again`, with the kernels that were recorded before; what is changed of the plain call."""
+        from cute_kernels.fa4 import launch
+
+        if not again:
+            launch._FORWARD.clear()
+            launch._BACKWARD.clear()
+        self.calls.clear()
+        (differentiate if backward else attend)(Call(**changes))
+        return Kernels(self.signatures[-1], [*self.calls])
+
+
+@pytest.fixture(params=ARCHS, ids=lambda arch: f"sm_{arch}")
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     from flash_attn.cute import interface
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from cute_kernels.fa4 import launch
 
-    caches = []
+    host = Host([], [])
     for name in ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert"):
-        caches.append(Cache())
-        monkeypatch.setattr(getattr(interface, name), "compile_cache", caches[-1])
-    monkeypatch.setattr(interface, "_get_device_arch", lambda: 90)
-    monkeypatch.setenv(TARGET_VARIABLE, "sm_90a")
-    monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
+        monkeypatch.setattr(getattr(interface, name), "compile_cache", Cache(name, host.calls))
+    target, multiprocessors = ARCHS[request.param]
+    monkeypatch.setattr(interface, "_get_device_arch", lambda: request.param)
+    monkeypatch.setenv(TARGET_VARIABLE, target)
+    monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", multiprocessors)
+    monkeypatch.setattr(Tensor, "is_cuda", True)  # as FA4 wants it, also of meta tensors
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # there is none
+    monkeypatch.setattr(launch, "_FORWARD", {})
+    monkeypatch.setattr(launch, "_BACKWARD", {})
     compute_capability.cache_clear()
-    signatures = []
     real = launch._signature
 
     def spy(*arguments: Any) -> Any:
-        signatures.append(real(*arguments))
-        return signatures[-1]
+        host.signatures.append(real(*arguments))
+        return host.signatures[-1]
 
     monkeypatch.setattr(launch, "_signature", spy)
-
-    def of(backward: bool, **changes: Any) -> Kernels:
-        for cache in caches:
-            cache.asked = None
-        with FakeTensorMode():
-            (differentiate if backward else attend)(Call(**changes))
-        return Kernels(signatures[-1], tuple(cache.asked for cache in caches))
-
-    yield of
+    yield host
     compute_capability.cache_clear()
 
 
@@ -107,8 +145,10 @@ class Call(NamedTuple):
     scale: float = 0.1
 
     def tensor(self, name: str, tokens: int, heads: int, dim: int) -> Tensor:
+        """Of strides that no other tensor has, so that it can be told from others of its shape."""
         batch = () if self.documents else (1 if name in self.expanded else self.batch,)
-        made = torch.empty((*batch, tokens, heads, dim), dtype=self.dtype, device="cuda")
+        more = 1 + ["q", "k", "v", "o", "do", "dq", "dk", "dv"].index(name)
+        made = torch.empty((*batch, tokens, heads + more, dim), dtype=self.dtype, device="meta")[..., :heads, :]
         return made.expand(self.batch, -1, -1, -1) if name in self.expanded else made
 
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +164,7 @@ class Call(NamedTuple):
         from cute_kernels.pool.documents import Varlen
 
         def int32(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device="cuda")
+            return torch.empty(shape, dtype=torch.int32, device="meta")
 
         more: dict[str, Any] = {}
         if self.lists is not None:
@@ -149,7 +189,7 @@ def attend(call: Call) -> None:
 
     into = None
     if call.into:
-        lse = torch.empty((call.batch, call.heads, call.rows), dtype=torch.float32, device="cuda")
+        lse = torch.empty((call.batch, call.heads, call.rows), dtype=torch.float32, device="meta")
         into = call.tensor("o", call.rows, call.heads, call.v_dim), lse
     launch.attend(*call.qkv(), call.visible(False), scale=call.scale, lse=call.lse, into=into)
 
@@ -160,8 +200,8 @@ def differentiate(call: Call) -> None:
     q, k, v = call.qkv()
     o, do = (call.tensor(name, call.rows, call.heads, call.v_dim) for name in ("o", "do"))
     shape = (call.heads, call.rows) if call.documents else (call.batch, call.heads, call.rows)
-    lse = torch.empty(shape, dtype=torch.float32, device="cuda")
-    results = (torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in (q, k, v))
+    lse = torch.empty(shape, dtype=torch.float32, device="meta")
+    results = (call.tensor(name, *x.shape[-3:]) for name, x in (("dq", q), ("dk", k), ("dv", v)))
     given = launch.Gradients(q, k, v, o, do, lse, *results)
     launch.differentiate(given, call.visible(True), scale=call.scale)
 
@@ -198,18 +238,27 @@ FORWARD = {
 }
 BACKWARD = {
     "few rows": ({}, {"rows": 60}),
-    "few keys": ({}, {"keys": 60}),
+    "few keys": ({"dim": 64, "v_dim": 64}, {"dim": 64, "v_dim": 64, "keys": 60}),
     "do of one batch": ({}, {"expanded": "do"}),
     "keys of a listed block": (LISTED, {"lists": (128, 64)}),
 }
 CASES = [(False, case) for case in {**OTHERS, **FORWARD}] + [(True, case) for case in {**OTHERS, **BACKWARD}]
 
 
+def fitting(changes: dict[str, Any], backward: bool) -> dict[str, Any]:
+    """The call with listed tiles that the architecture takes: on sm_100 twice as many rows, in backward keys too."""
+    if "lists" not in changes or compute_capability(0)[0] != 10:
+        return changes
+    rows, width = changes["lists"]
+    return {**changes, "lists": (2 * rows, 2 * width if backward else width)}
+
+
 @pytest.mark.parametrize(
     ("backward", "case"), CASES, ids=lambda x: x if isinstance(x, str) else ["forward", "backward"][x]
 )
-def test_other_kernels_have_another_signature(backward: bool, case: str, kernels: Callable[..., Kernels]) -> None:
-    one, other = (kernels(backward, **changes) for changes in {**OTHERS, **(BACKWARD if backward else FORWARD)}[case])
+def test_other_kernels_have_another_signature(backward: bool, case: str, kernels: Host) -> None:
+    calls = {**OTHERS, **(BACKWARD if backward else FORWARD)}[case]
+    one, other = (kernels(backward, **fitting(changes, backward)) for changes in calls)
     assert one.keys != other.keys, "FA4 takes the same kernels"
     assert None not in (one.signature, other.signature)
     assert one.signature != other.signature
@@ -219,9 +268,52 @@ def test_other_kernels_have_another_signature(backward: bool, case: str, kernels
 @pytest.mark.parametrize("plain", [{}, MASKED, WINDOW], ids=["all", "lists", "window"])
 @pytest.mark.parametrize("changes", [{"batch": 1}, {"rows": 5000}, {"keys": 5000}, {"scale": 0.2}], ids=str)
 def test_one_signature_serves_all_sizes(
-    changes: dict[str, Any], plain: dict[str, Any], backward: bool, kernels: Callable[..., Kernels]
+    changes: dict[str, Any], plain: dict[str, Any], backward: bool, kernels: Host
 ) -> None:
+    plain = fitting(plain, backward)
     one, other = kernels(backward, **plain), kernels(backward, **plain, **changes)
     assert one.keys == other.keys
     assert one.signature == other.signature
     assert one.signature is not None
+
+
+SIZES = [1, 60, 128, 129, 256, 257, 300, 1024]
+SEEN: list[dict[str, Any]] = [
+    {},
+    {"seen": {"causal": True}},
+    WINDOW,
+    {**WINDOW, "into": True},
+    {"seen": {"window": (100, None)}},
+    {"seen": {"causal": True}, **LISTED},
+    {**LISTED, "one_list": True},
+    {"lists": (256, 128)},
+    {"seen": {"mask_mod": everything}, "lists": (128, 64)},
+    {**MASKED, "tables": 1},
+    {**MASKED, "tables": 4},
+    {"seen": {"causal": True}, "documents": 3},
+    {**WINDOW, "documents": 3},
+]
+HEADS = [(4, 4), (4, 2), (16, 1), (12, 1)]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("seen", SEEN, ids=str)
+def test_calls_of_one_signature_take_the_same_kernels(seen: dict[str, Any], backward: bool, kernels: Host) -> None:
+    """Every call is made twice, as FA4 makes it and straight: with the same kernels and the same arguments."""
+    if backward and ("into" in seen or ("documents" in seen and "mask_mod" in seen["seen"])):
+        seen = WINDOW
+    known: dict[Any, list[tuple[Any, ...]]] = {}
+    dims = [(64, 64), (128, 128), (128, 64)]
+    for rows, keys, (heads, kv_heads), (dim, v_dim) in itertools.product(SIZES, SIZES, HEADS, dims):
+        if "documents" in seen and rows != keys:
+            continue
+        changes = fitting({"batch": 1 + rows % 2, "lse": keys % 2 == 0, **seen}, backward)
+        sizes = {"rows": rows, "keys": keys, "heads": heads, "kv_heads": kv_heads, "dim": dim, "v_dim": v_dim}
+        by_fa4 = kernels(backward, **changes, **sizes)
+        straight = kernels(backward, again=True, **changes, **sizes)
+        assert by_fa4.signature is not None
+        assert by_fa4.signature == straight.signature
+        assert by_fa4.calls
+        assert known.setdefault(by_fa4.signature, by_fa4.keys) == by_fa4.keys, sizes
+        assert [call[2:] for call in straight.calls] == [call[2:] for call in by_fa4.calls], sizes
+    assert len(known) > len(dims)

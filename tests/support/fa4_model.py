@@ -98,8 +98,7 @@ def chosen_lists(
     """What cute_kernels.lists.query_to_kv.chosen_lists gives."""
     chosen = _chosen_blocks(indices, -(-num_keys // size))
     mask, full = _kinds(chosen, heads, keys, size, width, rows, num_keys, torch.arange(rows_from, rows_to))
-    bits, bit_keys = _forward_bits(chosen, size, width, num_keys)
-    return Lists(*_listed(mask), *_listed(full), rows, width, bits, bit_keys)
+    return Lists(*_listed(mask), *_listed(full), rows, width)
 
 
 def prefix_lists(
@@ -207,14 +206,6 @@ def _kinds(
     some = wanted.any(-1) & torch.stack(seen)
     full = some & wanted.all(-1) & torch.stack(seen_by_all)
     return some & ~full, full
-
-
-def _forward_bits(chosen: Tensor, size: int, width: int, num_keys: int) -> tuple[Tensor | None, int]:
-    """BlockLists.bits, where `width` asks for them, and BlockLists.bit_keys."""
-    unit = math.gcd(size, width)
-    if size % width == 0:
-        return None, unit
-    return _packed(chosen.repeat_interleave(size // unit, dim=-1)[..., : -(-num_keys // unit)]), unit
 
 
 def _packed(flags: Tensor) -> Tensor:
@@ -359,8 +350,8 @@ def _check(arch: str, lists: Lists, num_rows: int) -> None:
         raise ValueError(f"query tiles must be multiples of {unit} rows on {arch}, got {lists.rows}")
     if arch == "sm_90" and (not 0 < lists.width <= 128 or lists.width % 16):
         raise ValueError(f"blocks must have 128 keys or a smaller multiple of 16 on {arch}, got {lists.width}")
-    if arch == "sm_100" and (lists.width <= 0 or lists.width % 128):
-        raise ValueError(f"blocks must have a multiple of 128 keys on {arch}, got {lists.width}")
+    if arch == "sm_100" and (lists.width <= 0 or lists.width % 64):
+        raise ValueError(f"blocks must have a multiple of 64 keys on {arch}, got {lists.width}")
     tiles = -(-num_rows // lists.rows)
     if lists.mask_count.shape[2] != tiles or lists.full_count.shape[2] != tiles:
         raise ValueError(
@@ -462,20 +453,12 @@ def selected(
     lists: Lists,
     *,
     causal: bool,
-    first_row: int,
     scale: float,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """What cute_kernels.fa4.interface.selected gives."""
     sizes: dict[str, Any] = {"num_rows": q.shape[1], "num_keys": k.shape[1]}
-
-    def pairs(batch: int, head: int) -> Tensor:
-        if lists.bits is None:
-            return visible_pairs(arch, lists, batch, head, causal=causal, **sizes)
-        chosen = _chosen(lists, batch, head, q.shape[2], causal=causal, first_row=first_row)
-        return visible_pairs(arch, lists, batch, head, mask_mod=chosen, **sizes)
-
-    return attend(q, k, v, pairs, scale, dtype)
+    return attend(q, k, v, lambda b, head: visible_pairs(arch, lists, b, head, causal=causal, **sizes), scale, dtype)
 
 
 def selected_backward(
@@ -493,27 +476,18 @@ def selected_backward(
 
     def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
         words = None if lists.bits is None else lists.bits[batch, head // (heads // lists.bits.shape[1])]
-        chosen = _chosen_by_tile(lists, words, causal=causal, first_row=first_row, first_key=first_key)
+        chosen = _chosen(lists, words, causal=causal, first_row=first_row, first_key=first_key)
         return backward_pairs(arch, lists, batch, head, num_rows=num_rows, num_keys=num_keys, mask_mod=chosen)
 
     attend_backward(gradients, pairs, scale)
 
 
-def _chosen(lists: Lists, batch: int, head: int, heads: int, *, causal: bool, first_row: int) -> MaskMod:
-    """Whether the token's bit is set for the row's tile and, with causality, the token is not behind the row."""
-    assert lists.bits is not None
-    words = lists.bits[batch, head // (heads // lists.bits.shape[1])]  # [tiles, words]
+def _chosen(lists: Lists, words: Tensor | None, *, causal: bool, first_row: int, first_key: int) -> MaskMod:
+    """Whether the token's bit is set for the row's tile and, with causality, the token is not behind the row.
 
-    def chosen(row: Tensor, key: Tensor) -> Tensor:
-        bit = key // lists.bit_keys
-        inside = (words[row // lists.rows, bit // WORD] >> (bit % WORD)) & 1 == 1
-        return inside & (key <= row + first_row) if causal else inside
-
-    return chosen
-
-
-def _chosen_by_tile(lists: Lists, words: Tensor | None, *, causal: bool, first_row: int, first_key: int) -> MaskMod:
-    """As `_chosen`, by `words [blocks, words]` of tile_bits if there are any, which count all rows and keys."""
+    Args:
+        words: `[blocks, words]` of tile_bits, which count all rows and keys; None: every listed block was chosen whole.
+    """
 
     def chosen(row: Tensor, key: Tensor) -> Tensor:
         row, key = row + first_row, key + first_key
