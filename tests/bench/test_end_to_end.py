@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import sys
 import types
 from dataclasses import replace
@@ -24,17 +23,10 @@ from bench.timing import GIB, Timing, measure, peak_memory
 from dispatch import Call
 from nsa import NSAConfig, nsa_forward_aux
 from nsa.reference import nsa_tiles
+from tests.support.bench_helpers import documented_fields
 
 CPU = torch.device("cpu")
-SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "results_files.md"
 SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "0"]
-
-
-def documented_fields() -> set[str]:
-    """The fields of a row, as docs/results_files.md lists them."""
-    match = re.search(r"A row of `bench_sparse_attn_e2e.py`:\n`(.*?)`", SCHEMAS.read_text(), re.DOTALL)
-    assert match is not None
-    return set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", match[1])))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +45,7 @@ def test_writes_what_it_promises(options: list[str], tmp_path: Path, capsys: pyt
     assert content["gate"] == "green"
     assert {"device", "versions", "commit"} <= set(content)
     for row in content["rows"]:
-        assert set(row) == documented_fields()
+        assert set(row) == documented_fields("bench_sparse_attn_e2e.py")
         assert 0 <= row["error"] <= row["error_budget"] < 0.1
         assert row["recompute"] == ("--recompute" in options)
         if row["pass"] == "fwd+bwd":
