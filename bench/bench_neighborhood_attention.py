@@ -240,7 +240,7 @@ def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> Truth:
     """Results in fp64 on SEGMENTS runs of rows.
 
     A run's gradients follow from the tokens within two windows of it: keys depend on queries a window away, and these
-    on keys another window away. So bench/oracles.py runs on such a piece of the sequence, which begins with residue
+    on keys another window away. So bench/oracles.py runs on such a part of the sequence, which begins with residue
     class 0. Budget: as it says, of its error in the inputs' own dtype.
     """
     tensors = [tensor.detach() for tensor in (problem.q, problem.k, problem.v)]
@@ -251,10 +251,10 @@ def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> Truth:
     errors, largest = dict.fromkeys(exact, 0.0), dict.fromkeys(exact, 0.0)
     for run in runs:
         begin = max(0, run.start - reach) // shape.dilation * shape.dilation
-        piece = slice(begin, min(run.stop + reach, tokens))
+        part = slice(begin, min(run.stop + reach, tokens))
         inner = slice(run.start - begin, run.stop - begin)
-        some = [tensor[:, piece] for tensor in (*tensors, do)]
-        oracle, naive = _results(shape, [tensor.double() for tensor in some]), _results(shape, some)
+        inputs = [tensor[:, part] for tensor in (*tensors, do)]
+        oracle, naive = _results(shape, [tensor.double() for tensor in inputs]), _results(shape, inputs)
         for name, right in oracle.items():
             exact[name].append(right[:, inner])
             error = (naive[name][:, inner] - right[:, inner]).abs().amax().item()

@@ -833,8 +833,8 @@ def show(rows: list[Row], out: Path) -> None:
     Console(width=max(console.width, TABLE_WIDTH)).print(table)
     best = max(rows, key=lambda row: row.speedup)
     faster = sorted({row.n for row in rows if row.speedup > 1})
-    some = " in at least one row each" if varying else ""
-    crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{some}" if faster else "at none of these N"
+    in_which_rows = " in at least one row each" if varying else ""
+    crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{in_which_rows}" if faster else "at none of these N"
     console.print(
         f"What this says: {costs(best)} NSA is faster {crossover}; best: {best.speedup:.2f}x at N = {best.n:,}. "
         f"Errors are the largest against fp64 on {SAMPLED_ROWS} rows or more (all, if N is smaller)"
