@@ -253,7 +253,7 @@ def _elements_per_vector(addresses: list[int], itemsize: int) -> int:
 
 
 def _offset_table(listed: list[Tensor], on_npu: bool) -> tuple[Tensor, Tensor, int]:
-    """The tensor at the lowest address, the table of offsets of all from it in vectors, and the elements of a vector."""
+    """The tensor at the lowest address, the table of offsets of all from it, in vectors, and elements of a vector."""
     base = min(listed, key=Tensor.data_ptr)
     itemsize = base.element_size()
     distances = [block.data_ptr() - base.data_ptr() for block in listed]
