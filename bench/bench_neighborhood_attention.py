@@ -42,7 +42,7 @@ from dispatch import neighborhood_attention
 SHAPES = {
     "tiny": [Neighborhood(1, 2, 256, 32, 7), Neighborhood(2, 2, 301, 16, 8, 3)],
     # Liger's benchmark, without its projections; it takes as many tokens as fit its [B,H,N,N]
-    "seed": [
+    "liger": [
         Neighborhood(2, 8, 2048, 64, 7),
         Neighborhood(4, 12, 2048, 64, 7),
         Neighborhood(2, 16, 2048, 64, 9),
@@ -190,11 +190,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         type=_shapes,
         metavar="B,H,S,D,k[,dilation]",
-        help=f"problems, or sets of them: {', '.join(SHAPES)}; default: seed long, on a CPU tiny",
+        help=f"problems, or sets of them: {', '.join(SHAPES)}; default: liger long, on a CPU tiny",
     )
     add("--backend", help="as in neighborhood_attention; default: every one that can run")
     add("--algorithm", default="auto", help="as in neighborhood_attention; default: %(default)s")
-    return parse_options(parser, argv, [SHAPES["tiny"]], [SHAPES["seed"], SHAPES["long"]])
+    return parse_options(parser, argv, [SHAPES["tiny"]], [SHAPES["liger"], SHAPES["long"]])
 
 
 def _shapes(text: str) -> list[Neighborhood]:

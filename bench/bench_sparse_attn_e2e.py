@@ -45,6 +45,7 @@ from bench.common import (
     choose_dense,
     nsa_facts,
     positive,
+    preset_name,
     resolve_sizes,
 )
 from bench.extras import needed
@@ -523,7 +524,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
     add = options.add_argument
-    add("--preset", choices=PRESETS, default="seed", help="NSAConfig.seed() or .paper(); default: %(default)s")
+    add("--preset", type=preset_name, choices=PRESETS, default="per_tile", help="of NSAConfig; default: %(default)s")
     add("--block-sizes", type=_list(positive), metavar="L,...", help="compress_block_size; l' follows")
     add("--select-size", type=positive, metavar="L'", help="select_block_size")
     add("--num-cmp", type=_list(_count_or_none), metavar="C,...", help="num_cmp_selected_blocks, such as none,16")

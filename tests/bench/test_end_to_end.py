@@ -295,7 +295,7 @@ def test_options_on_top_of_a_preset() -> None:
         found: list[NSAConfig] = e2e.parse([*SMALL, *options]).configs
         return found
 
-    assert configs() == [NSAConfig.seed()]
+    assert configs() == configs("--preset", "seed") == [NSAConfig.per_tile()]
     assert configs("--preset", "paper", "--k", "3") == [NSAConfig.paper(num_selected_blocks=3)]
     assert configs("--preset", "paper", "--num-cmp", "none") == [NSAConfig.paper()]
     assert [c.select_size for c in configs("--block-sizes", "32,64", "--select-size", "128")] == [128, 128]
@@ -635,7 +635,7 @@ def first_blocks(problem: Problem, config: NSAConfig) -> torch.Tensor:
 )
 def test_every_tile_selects_the_sink(dim: int, options: dict[str, int]) -> None:
     sizes = Sizes(batch=2, tokens=2000, heads=4, kv_heads=2, dim=dim)
-    config = NSAConfig.seed(num_selected_blocks=2, q_tile_size=256, **options)
+    config = NSAConfig.per_tile(num_selected_blocks=2, q_tile_size=256, **options)
     sink = make_problem("sink", sizes, device=CPU, dtype=torch.float32)
     assert first_blocks(sink, config) == 1
     assert first_blocks(make_problem("random", sizes, device=CPU, dtype=torch.float32), config) < 0.9
