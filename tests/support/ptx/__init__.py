@@ -35,7 +35,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-PTX_CACHE = Path(__file__).resolve().parents[2] / ".cache" / "ptx"
+PTX_CACHE = Path(__file__).resolve().parents[3] / ".cache" / "ptx"
 """Compiled PTX, shared by test processes and by later runs; `make clean` removes it."""
 ARCH = "sm_90a"
 LANES = 32
