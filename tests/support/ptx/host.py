@@ -284,7 +284,7 @@ def packed(type_: str, value: Any, maps: list[TensorMap]) -> Packed | None:
     """A kernel's parameter; None: nothing of it is left at run time."""
     if isinstance(value, TensorMap):
         maps.append(value)
-        return Packed(tensor_map.handle(len(maps) - 1), 64)
+        return Packed(tensor_map.blob(len(maps) - 1), 64)
     if isinstance(value, Atom):
         parts = [packed(t, x, maps) for t, x in zip(value.types, value.operands, strict=True)]
         return structure(part for part in parts if part is not None) if parts else None
@@ -560,10 +560,9 @@ def _print(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
     raise NotImplementedError(f"cute.print{operation.text}")
 
 
-def _only_off(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
-    """Attributes of a launch that nothing here depends on while they are off."""
+def _cooperative(host: Host, operation: Operation, values: list[Any]) -> list[Any]:
     if values[1] != 0:
-        raise NotImplementedError(f"{operation.name} = {values[1]}")
+        raise NotImplementedError("a cooperative launch")
     return []
 
 
@@ -572,8 +571,9 @@ CONTROL: dict[str, Callable[[Host, Operation, list[Any]], list[Any]]] = {
     "scf.for": _for,
     "cuda.launch_cfg.create": _configure,
     "cuda.launch_cfg.cluster_dim": _cluster,
-    "cuda.launch_cfg.cooperative": _only_off,
-    "cuda.launch_cfg.programmatic_stream_serialization_allowed": _only_off,
+    "cuda.launch_cfg.cooperative": _cooperative,
+    # Whether it may begin before the launch in front of it has ended; it need not
+    "cuda.launch_cfg.programmatic_stream_serialization_allowed": lambda host, operation, values: [],
     "cuda.launch_ex": _launch,
     "cuda.return_if_error": lambda host, operation, values: [],
     "cute.kernel_smem_size": _shared,

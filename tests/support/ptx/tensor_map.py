@@ -1,8 +1,4 @@
-"""Tensor maps: what TMA copies boxes of.
-
-A kernel is given 128 bytes that only the driver can make. In their place stand a word that no driver writes and the
-map's number among those of its launch.
-"""
+"""A tensor map, as kernels that copy by TMA are given one: what the driver encodes into 128 bytes, in the open."""
 
 from __future__ import annotations
 
@@ -10,55 +6,47 @@ import struct
 from typing import NamedTuple
 
 BYTES = 128
-MAGIC = int.from_bytes(b"TMA map:", "little")
-MOST_DIMENSIONS = 5
-MOST_OF_A_BOX = 256
-"""Elements in one dimension."""
-ALIGNMENT = 16
-"""Of the address and of strides, in bytes."""
+MAGIC = 0x0070_616D_726F_736E
+"""Marks the 128 bytes of a parameter as a stand-in, behind which comes the number of its map in the launch."""
 
 
 class TensorMap(NamedTuple):
-    """Dimensions come with the contiguous one first."""
+    """Dimensions go from the contiguous one outwards."""
 
     address: int
     item: int
     """Bytes of an element."""
     kind: str
-    """Of an element, as the IR names it: bf16, f16, f32, ..."""
+    """Of an element: bf16, f16, f32, ..."""
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    """Bytes."""
+    """In bytes; the first is `item`."""
     box: tuple[int, ...]
+    """Elements that one instruction copies."""
     swizzle: int
-    """Bytes within which 16-byte parts change places, 0: none."""
+    """Bytes of a row of the pattern in shared memory: 0, 32, 64 or 128."""
 
     def check(self) -> None:
-        """Raises ValueError where the driver refuses to make such a map (cuTensorMapEncodeTiled)."""
-        wrong = (
-            not 1 <= len(self.sizes) <= MOST_DIMENSIONS
-            or not len(self.sizes) == len(self.strides) == len(self.box)
-            or self.address % ALIGNMENT
-            or any(not 1 <= size <= 1 << 32 for size in self.sizes)
-            or self.strides[0] != self.item
-            or any(stride % ALIGNMENT or not 0 <= stride < 1 << 40 for stride in self.strides[1:])
-            or any(not 1 <= size <= MOST_OF_A_BOX for size in self.box)
-            or self.box[0] * self.item % ALIGNMENT
-            or self.swizzle not in (0, 32, 64, 128)
-            or (self.swizzle and self.box[0] * self.item > self.swizzle)
-        )
-        if wrong:
-            raise ValueError(f"no tensor map can be made of {self}")
+        """Raises ValueError for what cuTensorMapEncodeTiled refuses (CUDA driver API, Tensor Map Object Management)."""
+        rank = len(self.sizes)
+        if not 1 <= rank <= 5 or len(self.strides) != rank or len(self.box) != rank:
+            raise ValueError(f"sizes {self.sizes}, strides {self.strides} and box {self.box} of a tensor map")
+        if self.address % 16 or self.strides[0] != self.item or any(x % 16 for x in self.strides[1:]):
+            raise ValueError(f"address {self.address:#x} or strides {self.strides}: not multiples of 16 bytes")
+        if not all(1 <= x <= 1 << 32 for x in self.sizes) or not all(1 <= x <= 256 for x in self.box):
+            raise ValueError(f"sizes {self.sizes} or box {self.box} of a tensor map")
+        row = self.box[0] * self.item
+        if self.swizzle not in (0, 32, 64, 128) or row % 16 or (self.swizzle and row > self.swizzle):
+            raise ValueError(f"rows of {row} bytes with a swizzle of {self.swizzle}")
 
 
-def handle(number: int) -> bytes:
-    """What a kernel is given for the map of that number of its launch."""
-    return struct.pack("<QQ", MAGIC, number).ljust(BYTES, b"\0")
+def blob(number: int) -> bytes:
+    """The parameter that stands for the launch's map of this number."""
+    return struct.pack("<QI", MAGIC, number).ljust(BYTES, b"\0")
 
 
-def number_of(given: bytes) -> int:
-    """Which of its launch's maps a kernel was given."""
-    magic, number = struct.unpack_from("<QQ", given)
-    if len(given) != BYTES or magic != MAGIC:
-        raise ValueError(f"not a tensor map: {given!r}")
+def number_of(parameter: bytes) -> int:
+    magic, number = struct.unpack_from("<QI", parameter)
+    if len(parameter) != BYTES or magic != MAGIC:
+        raise ValueError("a copy by TMA with a parameter that is no tensor map")
     return int(number)
