@@ -27,7 +27,7 @@ from tests.support.ptx.tensor_map import TensorMap
 
 ITEMS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i32": torch.int32, "i64": torch.int64}
 """Elements of tensors, as the IR names them."""
-FIXED = re.compile(r"!cute\.(layout|composed_layout|shape|stride|int_tuple|coord|tile|swizzle)<")
+FIXED = re.compile(r"!cute\.(layout|composed_layout|shape|stride|int_tuple|arith_tuple_iter|coord|tile|swizzle)<")
 """Types whose value is known where nothing of them is dynamic."""
 
 
@@ -168,6 +168,13 @@ def layout_of(text: str) -> Layout:
     return Layout(tuple_of(shape), tuple_of(stride))
 
 
+def tile_of(text: str) -> Any:
+    """A layout, None for '_', or a tuple of these."""
+    if text[0] == "[":
+        return tuple(map(tile_of, split(text[1:-1], ";")))
+    return None if text == "_" else layout_of(text)
+
+
 def quoted(type_: str) -> list[str]:
     return re.findall(r'"([^"]*)"', type_)
 
@@ -175,13 +182,12 @@ def quoted(type_: str) -> list[str]:
 def template(type_: str) -> Any:
     """The value that a type tells, with Dynamic leaves."""
     kind = type_.partition("<")[0]
-    if kind in ("!cute.shape", "!cute.stride", "!cute.int_tuple", "!cute.coord"):
+    if kind in ("!cute.shape", "!cute.stride", "!cute.int_tuple", "!cute.coord", "!cute.arith_tuple_iter"):
         return tuple_of(quoted(type_)[0])
     if kind == "!cute.layout":
         return layout_of(quoted(type_)[0])
     if kind == "!cute.tile":
-        (text,) = quoted(type_)
-        return tuple(map(layout_of, split(text[1:-1], ";"))) if text[0] == "[" else layout_of(text)
+        return tile_of(quoted(type_)[0])
     if kind == "!cute.memref":
         return View(Dynamic(64), layout_of(quoted(type_)[-1]))  # type: ignore[arg-type]
     if kind == "!cute.coord_tensor":
@@ -631,6 +637,35 @@ def _slice(operation: Operation, x: Any, at: Any) -> Any:
     return Layout(*(tuple(of[i] for i in kept) for of in x))
 
 
+def _group(operation: Operation, x: Any) -> Any:
+    """cute.group_modes: modes from <a, b> on become one, a up to but without b."""
+    bounds = re.search(r"<(\d+), (\d+)>", operation.text)
+    if bounds is None:
+        raise NotImplementedError(f"cute.group_modes{operation.text}")
+    first, end = map(int, bounds.groups())
+    if isinstance(x, View):
+        return x._replace(layout=_group(operation, x.layout))
+    if not isinstance(x, Layout):
+        raise NotImplementedError(f"cute.group_modes : {operation.types}")
+    return Layout(*((*of[:first], of[first:end], *of[end:]) for of in x))
+
+
+def _offset(operation: Operation, at: Any, layout: Layout) -> int:
+    """cute.crd2idx, '_' being the first coordinate."""
+    if not isinstance(at, tuple) or any(isinstance(x, tuple) for x in (*at, *layout.shape)):
+        raise NotImplementedError(f"cute.crd2idx : {operation.types}")
+    return sum((i or 0) * stride for i, stride in zip(at, layout.stride, strict=True))
+
+
+def _make_view(operation: Operation, first: Any, layout: Layout) -> Any:
+    return (Coordinates if operation.types.startswith("!cute.coord_tensor") else View)(first, layout)
+
+
+def _first(operation: Operation, x: Any) -> Any:
+    """cute.get_iter."""
+    return x.first if isinstance(x, Coordinates) else x.address
+
+
 def _scalars(operation: Operation, x: Any) -> list[Any]:
     return [number for number, _ in dynamic(template(operation.types), x)]
 
@@ -826,8 +861,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "cute.make_tile": _filled,
     "cute.make_layout": _make_layout,
     "cute.make_identity_layout": _identity,
-    "cute.make_view": lambda operation, address, layout: View(address, layout),
-    "cute.get_iter": lambda operation, view: view.address,
+    "cute.make_view": _make_view,
+    "cute.get_iter": _first,
+    "cute.group_modes": _group,
+    "cute.crd2idx": _offset,
     "cute.add_offset": _shift_pointer,
     "cute.get_layout": _layout,
     "cute.get_shape": lambda operation, layout: layout.shape,
