@@ -139,6 +139,7 @@ def split(text: str, by: str) -> list[str]:
 
 
 MAKE = ("layout", "composed_layout", "ordered_layout", "identity_layout", "view", "tiled_mma", "tiled_copy")
+KEPT = re.compile(r"^!|^ *cuda\.kernel @|cute\.memref\.alloca\(\) {smem")
 TELL_RESULTS = ("cute.static", *(f"cute.make_{name}" for name in MAKE))
 """Operations that are written with the type of their result alone."""
 LEAF = re.compile(r"\?(?:\{([^}]*)\})?|(-?\d+)((?:@\d+)*)|_")
@@ -363,6 +364,13 @@ def _operation(line: str) -> Operation:
     return Operation(found, name, text, operands, " : ".join(types), [])
 
 
+def host_part(ir: str) -> str:
+    """The IR without what kernels do: types, their allocations of shared memory, and the host function."""
+    start = ir.rindex("  func.func @cutlass___call")
+    lines = [line for line in ir[:start].splitlines() if KEPT.search(line)]
+    return "\n".join([*lines, ir[start:]])
+
+
 class Module:
     """IR of a host function and of the kernels that it launches."""
 
@@ -375,7 +383,9 @@ class Module:
             (name.strip(), self.resolved(of)) for name, of in (split(x, ": ") for x in split(signature, ","))
         ]
         self.operations = parse(self.resolved(body))
-        self.kernels = dict(re.findall(r"^    cuda\.kernel @(\w+)(.*?)^    }$", ir[:start], re.MULTILINE | re.DOTALL))
+        self.kernels = {
+            kernel.partition("(")[0]: kernel for kernel in re.split(r"^ *cuda\.kernel @", ir[:start], flags=re.M)[1:]
+        }
 
     def resolved(self, text: str) -> str:
         return re.sub(r"!\w+\b(?!\.)", lambda found: self.aliases.get(found[0], found[0]), text)

@@ -1,0 +1,146 @@
+"""Compiled kernels that run interpreted: their host side by host.py, their PTX as program.py does.
+
+    interpret     what a `compiled_once` function of cute_kernels compiles, as a function of torch tensors on a CPU
+    compiling     the same for any code that calls cute.compile, as FlashAttention-4's host side does
+
+CuTe DSL compiles without a GPU and writes PTX and IR itself, by its options (KEEP). Of the IR, what launches need is
+kept with the PTX in CACHE, so that later processes need not compile again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from tests.support.ptx import Program
+from tests.support.ptx.host import flat, host_part, launches_of
+
+CACHE = Path(__file__).resolve().parents[3] / ".cache" / "ptx"
+"""Compiled PTX and IR, shared by test processes and by later runs; `make clean` removes it."""
+
+
+class Artefacts(NamedTuple):
+    ptx: str
+    ir: str
+    """Of the host, and of shared memory."""
+
+
+class Interpreted(NamedTuple):
+    """In place of a compiled function."""
+
+    artefacts: Artefacts
+    options: dict[str, Any]
+    """Of `Program.launch`: when copies arrive, who goes ahead, ..."""
+
+    def __call__(self, *arguments: Any) -> None:
+        """Args: as the compiled function takes them, tensors on the CPU, without a stream."""
+        ptx, ir = self.artefacts
+        tensors = [x for x in flat(arguments) if isinstance(x, Tensor)]
+        for launch in launches_of(ir, arguments):
+            launch.check(ptx)
+            given = [x for x in launch.arguments if len(x) > 1]
+            program(ptx).run(given, launch.grid, tensors, **self.options)
+
+
+class Kernel(NamedTuple):
+    """In place of jit.Kernel."""
+
+    compiled: Interpreted
+
+    @property
+    def run(self) -> Interpreted:
+        return self.compiled
+
+
+@lru_cache(256)
+def program(ptx: str) -> Program:
+    return Program(ptx)
+
+
+def interpret(
+    compiled: Callable[..., Any], *how: Any, arch: str = "sm_90a", options: dict[str, Any] | None = None, **named: Any
+) -> Interpreted:
+    """What a `compiled_once` function compiles for these arguments and an architecture.
+
+    Args:
+        options: of `Program.launch`.
+    """
+    from cute_kernels.runtime import disk_cache
+
+    build = inspect.unwrap(compiled)
+    asked = f"{build.__module__}.{build.__qualname__} {how!r} {sorted(named.items())!r}"
+    key = disk_cache.key_of(asked, arch=arch, interpreted=True)
+
+    def make() -> Artefacts:
+        with compiling(arch, lambda make: make()):
+            made: Artefacts = build(*how, **named).compiled
+        return made
+
+    return Interpreted(kept(key, make), options or {})
+
+
+@contextmanager
+def compiling(arch: str, handle: Callable[[Callable[[], Artefacts]], Any]) -> Iterator[None]:
+    """Inside, cute.compile compiles for an architecture.
+
+    Args:
+        handle: is given a function that compiles, and returns what cute.compile is to return.
+    """
+    import cutlass.cute as cute
+
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    real = getattr(cute.compile, "__wrapped__", cute.compile)
+
+    @wraps(real)
+    def compile_(*arguments: Any, options: str = "", **named: Any) -> Any:
+        return handle(lambda: _compile(real, arch, *arguments, options=options, **named))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cute, "compile", compile_)
+        # As CUTE_DSL_ARCH sets it, which is read when CuTe DSL is imported
+        patch.setattr(CuTeDSL._get_dsl().envar, "arch", arch)
+        yield
+
+
+def _compile(compile_: Callable[..., Any], arch: str, *arguments: Any, options: str, **named: Any) -> Artefacts:
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    environment = CuTeDSL._get_dsl().envar
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as dump:
+        # As CUTE_DSL_KEEP=ir and CUTE_DSL_DUMP_DIR set them
+        patch.setattr(environment, "keep_ir_clean", True)
+        patch.setattr(environment, "dump_dir", dump)
+        options = f"{options} --gpu-arch {arch} --keep-ptx --dump-dir {dump}"
+        made = compile_(*arguments, options=options, **named)
+        return Artefacts(made.__ptx__, host_part(made.__mlir__))
+
+
+@lru_cache(1024)
+def _loaded(path: Path) -> Artefacts:
+    return Artefacts(path.read_text(), path.with_suffix(".mlir").read_text())
+
+
+def kept(key: str, make: Callable[[], Artefacts]) -> Artefacts:
+    """What CACHE has under a key, else what `make` makes; of processes that want it, one makes it."""
+    path = CACHE / f"{key}.ptx"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                made = make()
+                path.with_suffix(".mlir").write_text(made.ir)
+                new = path.with_suffix(".new")
+                new.write_text(made.ptx)
+                new.replace(path)
+    return _loaded(path)
