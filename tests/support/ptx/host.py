@@ -391,17 +391,20 @@ class Module:
         return re.sub(r"!\w+\b(?!\.)", lambda found: self.aliases.get(found[0], found[0]), text)
 
     def shared_bytes(self, kernel: str) -> int:
-        """What a kernel's allocations of shared memory take."""
-        total = 0
-        allocated = re.findall(r"cute\.memref\.alloca\(\)(.*?) : (!.*)", self.kernels[kernel])
-        for facts, of in allocated:
-            type_ = self.resolved(of)
-            if ", smem," not in type_:
-                continue
-            size, alignment = re.fullmatch(r'!cute\.memref<i8, smem, align<(\d+)>, "(\d+):1">', type_).groups()[::-1]
-            if total % int(alignment) or "smem.partition_id = 1 " not in facts:
-                raise NotImplementedError(f"an allocation of shared memory behind {total} bytes: {facts} {type_}")
-            total += int(size)
+        """What a kernel's allocations of shared memory take: one partition after the other, as its PTX has them."""
+        found = []
+        for facts, of in re.findall(r"cute\.memref\.alloca\(\) {smem(.*?)} : (!.*)", self.kernels[kernel]):
+            partition = re.match(r"\.partition_id = (\d+) ", facts)
+            size = re.fullmatch(r'!cute\.memref<i8, smem, align<(\d+)>, "(\d+):1">', self.resolved(of))
+            if partition is None or size is None:
+                raise NotImplementedError(f"an allocation of shared memory: {facts} {self.resolved(of)}")
+            found.append((int(partition[1]), int(size[1]), int(size[2])))
+        total, last = 0, 0
+        for partition_, alignment, size_ in sorted(found, key=lambda one: one[0]):
+            if partition_ == last and total % alignment:
+                raise NotImplementedError(f"shared memory aligned to {alignment} bytes behind {total}")
+            total += -total % alignment + size_
+            last = partition_
         return total
 
 
