@@ -4,7 +4,7 @@
     compiling     the same for any code that calls cute.compile, as FlashAttention-4's host side does
 
 CuTe DSL compiles without a GPU and writes PTX and IR itself, by its options (KEEP). Of the IR, what launches need is
-kept with the PTX in CACHE, so that later processes need not compile again.
+kept with the PTX in PTX_CACHE, so that later processes need not compile again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from tests.support.ptx import Program
 from tests.support.ptx.host import flat, host_part, launches_of
+from tests.support.ptx.program import Program
 
-CACHE = Path(__file__).resolve().parents[3] / ".cache" / "ptx"
+PTX_CACHE = Path(__file__).resolve().parents[3] / ".cache" / "ptx"
 """Compiled PTX and IR, shared by test processes and by later runs; `make clean` removes it."""
 
 
@@ -46,9 +46,7 @@ class Interpreted(NamedTuple):
         ptx, ir = self.artefacts
         tensors = [x for x in flat(arguments) if isinstance(x, Tensor)]
         for launch in launches_of(ir, arguments):
-            launch.check(ptx)
-            given = [x for x in launch.arguments if len(x) > 1]
-            program(ptx).run(given, launch.grid, tensors, **self.options)
+            program(ptx).launch(launch, tensors, **self.options)
 
 
 class Kernel(NamedTuple):
@@ -131,10 +129,10 @@ def _loaded(path: Path) -> Artefacts:
 
 
 def kept(key: str, make: Callable[[], Artefacts]) -> Artefacts:
-    """What CACHE has under a key, else what `make` makes; of processes that want it, one makes it."""
-    path = CACHE / f"{key}.ptx"
+    """What PTX_CACHE has under a key, else what `make` makes; of processes that want it, one makes it."""
+    path = PTX_CACHE / f"{key}.ptx"
     if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
+        PTX_CACHE.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
