@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability, has_warpgroups, multiprocessors
-from tests.support.ptx.compiled import Artefacts, Interpreted, Kernel, compiling, interpret, kept
+from tests.support.ptx.compiled import Artefacts, Interpreted, Schedule, compiling, interpret_kernels, kept
 
 MODULES = ("backward", "forward", "neighborhood")
 """Of cute_kernels, which import all others."""
@@ -40,17 +40,16 @@ GPUS = {"sm_90": Gpu("sm_90a", 90, 132), "sm_100": Gpu("sm_100a", 100, 148)}
 
 
 @contextmanager
-def interpreted_gpu(arch: str, **options: Any) -> Iterator[None]:
-    """Inside, calls with CPU tensors run as on a GPU of GPUS.
-
-    Args:
-        options: of `Program.launch`.
-    """
+def interpreted_gpu(arch: str, schedule: Schedule = Schedule()) -> Iterator[None]:
+    """Inside, calls with CPU tensors run as on a GPU of GPUS."""
     gpu = GPUS[arch]
+    for name in MODULES:
+        importlib.import_module(f"cute_kernels.{name}")
     with pytest.MonkeyPatch.context() as patch:
         _answer_for_the_driver(patch, gpu)
-        _interpret_ours(patch, gpu, options)
-        fa4 = _Fa4(gpu, options)
+        ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "cute_kernels"]
+        interpret_kernels(patch, ours, gpu.target, schedule)
+        fa4 = _Fa4(gpu, schedule)
         fa4.replace_caches(patch)
         compute_capability.cache_clear()
         with compiling(gpu.target, fa4.compile):
@@ -74,23 +73,11 @@ def _replace(patch: pytest.MonkeyPatch, package: str, old: Any, new: Any) -> Non
                 patch.setattr(module, name, new)
 
 
-def _interpret_ours(patch: pytest.MonkeyPatch, gpu: Gpu, options: dict[str, Any]) -> None:
-    for name in MODULES:
-        importlib.import_module(f"cute_kernels.{name}")
-    from cute_kernels.runtime import jit
-
-    def interpreted(compiled: Callable[..., Any]) -> Callable[..., Kernel]:
-        return cache(lambda *how, **named: Kernel(interpret(compiled, *how, arch=gpu.target, options=options, **named)))
-
-    for compiled in jit.REMEMBERING:
-        _replace(patch, "cute_kernels", compiled, interpreted(compiled))
-
-
 class _Fa4:
-    """FlashAttention-4's caches: its Python looks a kernel up, and compiles it where CACHE does not have it."""
+    """FlashAttention-4's caches: its Python looks a kernel up, and compiles it where PTX_CACHE does not have it."""
 
-    def __init__(self, gpu: Gpu, options: dict[str, Any]) -> None:
-        self.gpu, self.options = gpu, options
+    def __init__(self, gpu: Gpu, schedule: Schedule) -> None:
+        self.gpu, self.schedule = gpu, schedule
         self.asked = ""
         """The kernel that was not known, which is compiled next."""
 
@@ -122,7 +109,7 @@ class _Fa4:
         if not self.asked or " at 0x" in self.asked:
             raise ValueError(f"no name that lasts for what FlashAttention-4 compiles: {self.asked!r}")
         key, self.asked = hashlib.sha256(repr(facts).encode()).hexdigest(), ""
-        return Interpreted(kept(key, make), self.options)
+        return Interpreted(kept(key, make), self.schedule)
 
 
 class _Cache:

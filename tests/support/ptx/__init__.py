@@ -19,7 +19,7 @@ other. With an `Observer`, whatever it looks for: races, in order.py. Not found:
 Instructions, modifiers and descriptors that are not here raise NotImplementedError.
 """
 
-from tests.support.ptx.compiled import PTX_CACHE, Kernel, interpret
+from tests.support.ptx.compiled import PTX_CACHE, Schedule, interpret, interpret_kernels
 from tests.support.ptx.host import launches_of
 from tests.support.ptx.launch import Launch
 from tests.support.ptx.observer import Observer, Operation, Region
@@ -30,17 +30,18 @@ from tests.support.ptx.values import bf16_bits, bf16_numbers, product
 
 __all__ = [
     "PTX_CACHE",
-    "Kernel",
     "Launch",
     "Observer",
     "Operation",
     "Order",
     "Program",
     "Region",
+    "Schedule",
     "TensorMap",
     "bf16_bits",
     "bf16_numbers",
     "interpret",
+    "interpret_kernels",
     "launches_of",
     "product",
 ]

@@ -1,7 +1,8 @@
 """Compiled kernels that run interpreted: their host side by host.py, their PTX as program.py does.
 
-    interpret     what a `compiled_once` function of cute_kernels compiles, as a function of torch tensors on a CPU
-    compiling     the same for any code that calls cute.compile, as FlashAttention-4's host side does
+    interpret           what a `compiled_once` function of cute_kernels compiles, for torch tensors on a CPU
+    interpret_kernels   all that modules of cute_kernels compile
+    compiling           what any code compiles with cute.compile, as FlashAttention-4's host side does
 
 CuTe DSL compiles without a GPU and writes PTX and IR itself, by its options (KEEP). Of the IR, what launches need is
 kept with the PTX in PTX_CACHE, so that later processes need not compile again.
@@ -12,16 +13,18 @@ from __future__ import annotations
 import fcntl
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 from torch import Tensor
 
 from tests.support.ptx.host import flat, host_part, launches_of
+from tests.support.ptx.observer import Observer
 from tests.support.ptx.program import Program
 
 PTX_CACHE = Path(__file__).resolve().parents[3] / ".cache" / "ptx"
@@ -34,19 +37,27 @@ class Artefacts(NamedTuple):
     """Of the host, and of shared memory."""
 
 
+class Schedule(NamedTuple):
+    """How launches run, as `Program.launch` says."""
+
+    late: bool = True
+    ahead: slice = slice(0)
+    observer: Callable[[], Observer] = Observer
+    """Of each launch its own."""
+
+
 class Interpreted(NamedTuple):
     """In place of a compiled function."""
 
     artefacts: Artefacts
-    options: dict[str, Any]
-    """Of `Program.launch`: when copies arrive, who goes ahead, ..."""
+    schedule: Schedule = Schedule()
 
     def __call__(self, *arguments: Any) -> None:
         """Args: as the compiled function takes them, tensors on the CPU, without a stream."""
-        ptx, ir = self.artefacts
+        (ptx, ir), (late, ahead, observer) = self
         tensors = [x for x in flat(arguments) if isinstance(x, Tensor)]
         for launch in launches_of(ir, arguments):
-            program(ptx).launch(launch, tensors, **self.options)
+            program(ptx).launch(launch, tensors, late, ahead, observer())
 
 
 class Kernel(NamedTuple):
@@ -65,13 +76,9 @@ def program(ptx: str) -> Program:
 
 
 def interpret(
-    compiled: Callable[..., Any], *how: Any, arch: str = "sm_90a", options: dict[str, Any] | None = None, **named: Any
+    compiled: Callable[..., Any], *how: Any, arch: str = "sm_90a", schedule: Schedule = Schedule(), **named: Any
 ) -> Interpreted:
-    """What a `compiled_once` function compiles for these arguments and an architecture.
-
-    Args:
-        options: of `Program.launch`.
-    """
+    """What a `compiled_once` function compiles for these arguments and an architecture."""
     from cute_kernels.runtime import disk_cache
 
     build = inspect.unwrap(compiled)
@@ -83,7 +90,22 @@ def interpret(
             made: Artefacts = build(*how, **named).compiled
         return made
 
-    return Interpreted(kept(key, make), options or {})
+    return Interpreted(kept(key, make), schedule)
+
+
+def interpret_kernels(
+    patch: pytest.MonkeyPatch, modules: Iterable[ModuleType], arch: str = "sm_90a", schedule: Schedule = Schedule()
+) -> None:
+    """Replaces the `compiled_once` functions that modules of cute_kernels have."""
+    from cute_kernels.runtime import jit
+
+    def interpreted(compiled: Any) -> Any:
+        return cache(lambda *how, **named: Kernel(interpret(compiled, *how, arch=arch, schedule=schedule, **named)))
+
+    for module in modules:
+        for name, value in [*vars(module).items()]:
+            if any(value is compiled for compiled in jit.REMEMBERING):
+                patch.setattr(module, name, interpreted(value))
 
 
 @contextmanager
