@@ -89,11 +89,11 @@ class Program(Listing):
         races: bool = False,
     ) -> None:
         """A launch without clusters and tensor maps. Args: `races`, whether to look for races (order.py)."""
-        from tests.support.ptx.order import RaceObserver
+        from tests.support.ptx.order import Order
 
         block = self.block[0], self.block[1], self.block[2]
         launch = Launch([*arguments], grid, block, (1, 1, 1), SHARED_BYTES, [])
-        self.launch(launch, tensors, late, ahead, RaceObserver() if races else None)
+        self.launch(launch, tensors, late, ahead, Order() if races else None)
 
 
 def storages_of(tensors: Sequence[Tensor | None]) -> list[Storage]:
