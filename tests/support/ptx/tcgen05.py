@@ -61,6 +61,7 @@ def allocate(program: Program, of: Instruction, group: str) -> Run:
         cta.tensor[:, free[0] : free[0] + columns] = NAN
         cta.shared[where : where + 4].view("u4")[0] = free[0]
         cta.observer.shared(threads.some(threads.lanes == 0), "write", np.array([where]), 4)
+        cta.observer.owns_tensor_memory(threads, free[0], columns)
 
     return run
 
@@ -78,6 +79,7 @@ def deallocate(program: Program, of: Instruction, group: str) -> Run:
                 f"tcgen05.dealloc of {columns} columns from {start}, where {cta.allocated} are allocated"
             )
         del cta.allocated[start]
+        cta.observer.owns_tensor_memory(threads, start, columns)
 
     return run
 
