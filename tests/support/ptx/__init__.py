@@ -1,7 +1,7 @@
 """A machine that runs the PTX of CuTe kernels where no GPU is: for tests.
 
-    program(compiled function) -> Program.run(arguments, grid, tensors)     a kernel of ours
-    Program(ptx).launch(Launch, tensors)                                    any kernel, with clusters and tensor maps
+    interpret(compiled function)(tensors, numbers)      a kernel of ours: its host side by host.py, its PTX
+    Program(ptx).launch(Launch, tensors)                any kernel
 
 One cluster of CTAs after the other. Of a CTA's threads those with the lowest program counter run together, in NumPy;
 threads that diverge so meet again as on a GPU, and wait for each other at barriers. Where warps have different parts,
@@ -19,8 +19,9 @@ other. With an `Observer`, whatever it looks for: races, in order.py. Not found:
 Instructions, modifiers and descriptors that are not here raise NotImplementedError.
 """
 
-from tests.support.ptx.compiled import PTX_CACHE, program
-from tests.support.ptx.launch import Launch, argument, tensor_argument
+from tests.support.ptx.compiled import PTX_CACHE, Schedule, interpret, interpret_kernels
+from tests.support.ptx.host import launches_of
+from tests.support.ptx.launch import Launch
 from tests.support.ptx.observer import Observer, Operation, Region
 from tests.support.ptx.order import Order
 from tests.support.ptx.program import Program
@@ -35,11 +36,12 @@ __all__ = [
     "Order",
     "Program",
     "Region",
+    "Schedule",
     "TensorMap",
-    "argument",
     "bf16_bits",
     "bf16_numbers",
+    "interpret",
+    "interpret_kernels",
+    "launches_of",
     "product",
-    "program",
-    "tensor_argument",
 ]

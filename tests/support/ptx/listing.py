@@ -47,12 +47,18 @@ class Listing:
     """The one kernel of a PTX module."""
 
     def __init__(self, ptx: str) -> None:
+        entries = re.findall(r"\.entry (\w+)\(", ptx)
+        if len(entries) != 1:
+            raise NotImplementedError(f"a module of {len(entries)} kernels: {entries}")
+        (self.name,) = entries
         head, _, body = ptx.partition(".reqntid")
         block, _, _ = body.partition("\n")
         self.block = tuple(int(x) for x in block.split(","))
         self.threads = self.block[0] * self.block[1] * self.block[2]
-        # But for flags of WGMMA, bytes that no kernel reads
-        self.parameters = re.findall(r"\.param.*?\s(\w+_param_\d+)\b(?!\[1\])", head)
+        declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) (\w+)(?:\[(\d+)\])?", head)
+        self.parameters = [name for _, name, _ in declared]
+        self.parameter_sizes = [int(count or 1) * int(KINDS[kind][1:]) for kind, _, count in declared]
+        """Bytes."""
         self.symbols = re.findall(r"\.shared .*?(\w+)\[\]", head)
         """Dynamic shared memory."""
         self.kinds: dict[str, str] = {}

@@ -121,7 +121,7 @@ def load_parameter(program: Program, of: Instruction, kind: str) -> Run:
 
 @opcode(
     r"(ld|st)\.(?:relaxed\.\w+\.|volatile\.|weak\.)?(global|shared|shared::cta)"
-    r"(?:\.nc|\.L1::\w+|\.L2::\w+)*(?:\.v\d)?\.(\w+)"
+    r"(?:\.nc|\.c[agsv]|\.wb|\.wt|\.lu|\.L1::\w+|\.L2::\w+)*(?:\.v\d)?\.(\w+)"
 )
 def access(program: Program, of: Instruction, what: str, space: str, kind: str) -> Run:
     load, shared = what == "ld", space != "global"

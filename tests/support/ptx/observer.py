@@ -93,7 +93,7 @@ class Observer:
         """By threads."""
 
     def committed(self, barrier: tuple[Cta, int], phase: int, operations: list[Operation]) -> None:
-        """By tcgen05.commit: these products have ended, started since the thread's last commit, and all earlier ones."""
+        """By tcgen05.commit: these products have ended, those since the thread's last commit, and all before."""
 
     def completes(self, operation: Operation, phase: int) -> None:
         """An operation reports its bytes to its mbarrier."""

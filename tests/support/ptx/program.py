@@ -64,36 +64,27 @@ class Program(Listing):
         observer: Observer | None = None,
     ) -> None:
         """Args: all tensors that the kernel may use; when operations end; the threads of a CTA that go ahead."""
-        if launch.block != self.block:
-            raise ValueError(f"a block of {launch.block} threads, the kernel requires {self.block}")
-        if len(launch.arguments) != len(self.parameters):
-            raise ValueError(f"{len(launch.arguments)} arguments, the kernel has {len(self.parameters)}")
-        if not 0 <= launch.shared_bytes <= SHARED_BYTES:
-            raise ValueError(f"shared_bytes is {launch.shared_bytes}, at most {SHARED_BYTES}")
+        self.check(launch)
         clusters = [n // of for n, of in zip(launch.grid, launch.cluster, strict=True)]
-        if tuple(n * of for n, of in zip(clusters, launch.cluster, strict=True)) != launch.grid:
-            raise ValueError(f"a grid of {launch.grid} in clusters of {launch.cluster}")
-        for tensor_map in launch.tensor_maps:
-            tensor_map.check()
         cluster = Cluster(self, launch, storages_of(tensors), late, ahead, observer or Observer())
         for place in np.ndindex(*clusters[::-1]):
             cluster.run(place[::-1])
 
-    def run(
-        self,
-        arguments: Sequence[bytes],
-        grid: Dim3,
-        tensors: Sequence[Tensor | None],
-        late: bool = True,
-        ahead: slice = slice(0),
-        races: bool = False,
-    ) -> None:
-        """A launch without clusters and tensor maps. Args: `races`, whether to look for races (order.py)."""
-        from tests.support.ptx.order import Order
-
-        block = self.block[0], self.block[1], self.block[2]
-        launch = Launch([*arguments], grid, block, (1, 1, 1), SHARED_BYTES, [])
-        self.launch(launch, tensors, late, ahead, Order() if races else None)
+    def check(self, launch: Launch) -> None:
+        """Raises ValueError for a launch that is not this kernel's, or that a driver refuses."""
+        if launch.kernel != self.name:
+            raise ValueError(f"a launch of {launch.kernel}, not of {self.name}")
+        if launch.block != self.block:
+            raise ValueError(f"a block of {launch.block} threads, the kernel requires {self.block}")
+        sizes = [len(argument) for argument in launch.arguments]
+        if sizes != self.parameter_sizes:
+            raise ValueError(f"arguments of {sizes} bytes, the kernel's parameters have {self.parameter_sizes}")
+        if not 0 <= launch.shared_bytes <= SHARED_BYTES:
+            raise ValueError(f"shared_bytes is {launch.shared_bytes}, at most {SHARED_BYTES}")
+        if min(launch.grid) < 1 or any(n % of for n, of in zip(launch.grid, launch.cluster, strict=True)):
+            raise ValueError(f"a grid of {launch.grid} in clusters of {launch.cluster}")
+        for tensor_map in launch.tensor_maps:
+            tensor_map.check()
 
 
 def storages_of(tensors: Sequence[Tensor | None]) -> list[Storage]:
