@@ -76,14 +76,6 @@ def wait(program: Program, of: Instruction, reads: str | None) -> Run:
     return run
 
 
-def end_stores(cta: Cta) -> None:
-    """What the kernel's end waits for."""
-    for groups in stores_of(cta).values():
-        groups.commit()
-        for store in groups.wait(0):
-            store.end()
-
-
 # Boxes of tensors
 
 
@@ -251,7 +243,9 @@ def start(threads: Threads, store: Store) -> None:
     threads.cta.observer.starts(threads, store.operation)
     for thread in threads.numbers.tolist():
         stores_of(threads.cta).setdefault(thread, Groups()).started.append(store)
-    if not threads.cta.cluster.late:
+    if threads.cta.cluster.late:
+        threads.cta.cluster.at_end.append(store.end)
+    else:
         store.end()
 
 
