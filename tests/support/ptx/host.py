@@ -310,7 +310,10 @@ def packed(type_: str, value: Any, maps: list[TensorMap]) -> Packed | None:
         shape, stride = (integers(*x) for x in zip(pattern.layout, value.layout, strict=True))
         return structure([integer(value.address, 64), structure([shape, stride])])
     if isinstance(pattern, Coordinates):
-        parts_ = [integers(pattern.first, value.first), *(integers(*x) for x in zip(pattern.layout, value.layout, strict=True))]
+        parts_ = [
+            integers(pattern.first, value.first),
+            *(integers(*x) for x in zip(pattern.layout, value.layout, strict=True)),
+        ]
         whole = structure(parts_)
     elif isinstance(pattern, Layout):
         whole = structure(integers(*x) for x in zip(pattern, value, strict=True))
