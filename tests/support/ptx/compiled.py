@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from tests.support.ptx.host import flat, host_part, launches_of
+from tests.support.ptx.host import flat, launches_of
+from tests.support.ptx.ir import host_part
 from tests.support.ptx.observer import Observer
 from tests.support.ptx.program import Program
 
