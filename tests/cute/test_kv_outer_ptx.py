@@ -1,4 +1,4 @@
-"""The kernels of attention per token, as the compiler's PTX, interpreted on a CPU (tests/support/ptx/), against fp64."""
+"""The kernels of attention per token, as the compiler's PTX, interpreted on a CPU, against fp64."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.ptx import arithmetic, bulk, mbarrier, memory, tcgen05, warp_mma, warps, wgmma  # noqa: F401
 from tests.support.ptx.cluster import Cluster
 from tests.support.ptx.decode import Run, decode
-from tests.support.ptx.launch import Dim3, Launch
+from tests.support.ptx.launch import Launch
 from tests.support.ptx.listing import Listing
 from tests.support.ptx.memory import Storage
 from tests.support.ptx.observer import Observer
