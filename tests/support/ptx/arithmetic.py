@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.support.ptx.decode import Run, opcode, unsupported
 from tests.support.ptx.listing import Instruction, names
-from tests.support.ptx.values import TYPES, bf16_bits, bf16_numbers, rounded_to_bf16
+from tests.support.ptx.values import TYPES, bf16_bits, bf16_numbers, numbers, rounded_to_bf16
 
 if TYPE_CHECKING:
     from tests.support.ptx.program import Program
@@ -269,9 +269,29 @@ def fma(program: Program, of: Instruction) -> Run:
     return given(program, of, "f4", ["f4", "f4", "f4"], fused)
 
 
-@opcode(r"fma\.rn\.f32\.bf16")
-def mixed_fma(program: Program, of: Instruction) -> Run:
-    return given(program, of, "f4", ["u2", "u2", "f4"], lambda x, y, z: fused(bf16_numbers(x), bf16_numbers(y), z))
+@opcode(r"fma\.rn\.f32\.(bf16|f16)")
+def mixed_fma(program: Program, of: Instruction, kind: str) -> Run:
+    """The factors are of 16 bits."""
+    return given(program, of, "f4", ["u2", "u2", "f4"], lambda x, y, z: fused(numbers(x, kind), numbers(y, kind), z))
+
+
+@opcode(r"(add|sub)(?:\.rn)?\.bf16x2")
+def bf16_pairs(program: Program, of: Instruction, what: str) -> Run:
+    def function(x: Any, y: Any) -> Any:
+        left, right = (bf16_numbers(v).astype("f8") for v in (x, y))
+        exact = FLOAT[what](left, right)
+        single = exact.astype("f4")
+        single = np.where(np.abs(single) > np.abs(exact), np.nextafter(single, np.float32(0)), single)
+        odd = single.view("u4") | (single != exact)  # to odd, so that what follows rounds as if once
+        return bf16_bits(odd.view("f4"))
+
+    to, *keys = (program.key(operand, "u2x2") for operand in of.operands)
+
+    def run(threads: Threads) -> None:
+        v = threads.views
+        np.copyto(v[to], function(*[v[key] for key in keys]), where=threads.where_pairs)
+
+    return run
 
 
 def sum_rounded_down(x: Any, y: Any) -> Any:

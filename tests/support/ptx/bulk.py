@@ -76,14 +76,6 @@ def wait(program: Program, of: Instruction, reads: str | None) -> Run:
     return run
 
 
-def end_stores(cta: Cta) -> None:
-    """What the kernel's end waits for."""
-    for groups in stores_of(cta).values():
-        groups.commit()
-        for store in groups.wait(0):
-            store.end()
-
-
 # Boxes of tensors
 
 

@@ -32,6 +32,7 @@ class Cluster:
     ) -> None:
         self.program, self.launch, self.storages = program, launch, storages
         self.late, self.observer = late, observer
+        self.watched = observer.watches(program)
         self.arguments, self.tensor_maps = launch.arguments, launch.tensor_maps
         self.ahead = sum(1 << thread for thread in range(program.threads)[ahead])
         x, y, z = launch.cluster
@@ -78,6 +79,8 @@ class Cluster:
         try:
             while threads is not None:
                 cta.pc = at
+                if at in self.watched:
+                    self.observer.uses(threads)
                 turn = code[at](threads)
                 if turn is None:
                     at += 1

@@ -70,14 +70,14 @@ def barrier_at(cta: Cta, offset: int) -> Barrier:
     check_aligned(offset, 8)
     if offset not in cta.barriers:
         raise RuntimeError(f"no mbarrier at {offset:#x} of {cta}")
-    if cta.has_ended:
-        raise RuntimeError(f"mbarrier {offset:#x} of {cta}, which has returned")
     return cta.barriers[offset]
 
 
 def barrier_of(cta: Cta, address: int, remote: bool) -> Barrier:
     """Args: `remote`, whether it is a shared::cluster address, which other CTAs of the cluster may own."""
     owner, offset = cta_of(cta, address, 8) if remote else (cta, offset_in_own(cta, address, 8))
+    if owner.has_ended and owner is not cta:
+        raise RuntimeError(f"mbarrier {offset:#x} of {owner}, which has returned")
     return barrier_at(owner, offset)
 
 

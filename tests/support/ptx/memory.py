@@ -13,6 +13,7 @@ import numpy as np
 from tests.support.ptx.decode import Run, opcode, unsupported
 from tests.support.ptx.groups import Groups
 from tests.support.ptx.listing import Instruction, names
+from tests.support.ptx.observer import Operation, Region
 from tests.support.ptx.registers import LANES
 from tests.support.ptx.values import TYPES
 
@@ -120,7 +121,7 @@ def load_parameter(program: Program, of: Instruction, kind: str) -> Run:
 
 @opcode(
     r"(ld|st)\.(?:relaxed\.\w+\.|volatile\.|weak\.)?(global|shared|shared::cta)"
-    r"(?:\.nc|\.L1::\w+|\.L2::\w+)*(?:\.v\d)?\.(\w+)"
+    r"(?:\.nc|\.c[agsv]|\.wb|\.wt|\.lu|\.L1::\w+|\.L2::\w+)*(?:\.v\d)?\.(\w+)"
 )
 def access(program: Program, of: Instruction, what: str, space: str, kind: str) -> Run:
     load, shared = what == "ld", space != "global"
@@ -203,8 +204,6 @@ def atomic(program: Program, of: Instruction, what: str, space: str, operation: 
                 numbers[where] = values[1][i] if old == values[0][i] else old
             else:
                 numbers[where] = ATOMIC[operation](old, values[0][i])
-        if space == "global":
-            check_written(before.view("u1").reshape(-1, size))
         if target is not None:
             threads.put(target, before)
 
@@ -259,7 +258,7 @@ def copy(program: Program, of: Instruction) -> Run:
         at = to.of(threads)
         check_aligned(at, size)
         place = offset_in_own(cta, at, size)
-        cta.observer.shared(threads, "write", place, size)
+        cta.observer.starts(threads, Operation(threads, "cp.async", [], [Region(cta, "shared", place, size)]))
         address = source.of(threads)
         check_aligned(address, size)
         memory, where = in_tensors(cta, address, size)
@@ -298,7 +297,6 @@ def wait_for_copies(program: Program, of: Instruction) -> Run:
             for to, data in copies[thread].wait(most):
                 if cta.cluster.late:
                     cta.shared[to : to + len(data)] = data
-                cta.observer.shared(cta.threads(1 << thread), "write", np.array([to]), len(data))
         cta.observer.waits_group(threads, "cp.async", most, False)
 
     return run

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from tests.support.ptx.cta import Cta
+    from tests.support.ptx.program import Program
     from tests.support.ptx.registers import Threads
 
 
@@ -42,6 +43,12 @@ class Operation:
 class Observer:
     """Does nothing with any event."""
 
+    def watches(self, program: Program) -> set[int]:
+        """Instructions before which `uses` is called."""
+        return set()
+
+    def uses(self, threads: Threads) -> None: ...
+
     def begin(self, ctas: list[Cta]) -> None:
         """The CTAs of a cluster start."""
 
@@ -55,6 +62,9 @@ class Observer:
 
     def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
         """tcgen05.ld (read) or st (write): `count` columns of the quarter of lanes of each whole warp."""
+
+    def owns_tensor_memory(self, threads: Threads, column: int, count: int) -> None:
+        """tcgen05.alloc or dealloc: nobody else may access these columns before the one, or after the other."""
 
     # Asynchronous operations
 
@@ -83,7 +93,7 @@ class Observer:
         """By threads."""
 
     def committed(self, barrier: tuple[Cta, int], phase: int, operations: list[Operation]) -> None:
-        """By tcgen05.commit: these products have ended, started since the thread's last commit, and all earlier ones."""
+        """By tcgen05.commit: these products have ended, those since the thread's last commit, and all before."""
 
     def completes(self, operation: Operation, phase: int) -> None:
         """An operation reports its bytes to its mbarrier."""

@@ -1,109 +1,266 @@
-"""Races between warps in shared memory, found while a kernel runs: vector clocks of warps.
-
-Found are accesses by two warps, one of them a write, that no barrier puts in order, and WGMMA of what was written
-without a proxy fence. Not found: races inside of a warp or in global memory, and a missing wgmma.fence.
-"""
+"""Tells `Clocks` of what a machine runs: an observer that finds races, in shared memory and TMEM of each cluster."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.support.ptx.observer import Observer, Operation
+from tests.support.ptx.clocks import ADVICE, COLUMNS, LANES, SHARED_CELL, Clocks, Finding
+from tests.support.ptx.listing import names
+from tests.support.ptx.observer import Observer, Operation, Region
 
 if TYPE_CHECKING:
     from tests.support.ptx.cta import Cta
+    from tests.support.ptx.program import Program
     from tests.support.ptx.registers import Threads
 
-SHARED_BYTES = 227 << 10
+WARPS_OF_GROUP = 4
+QUARTER = LANES // 4
+"""Of the lanes of TMEM, that a warp reaches."""
+TEXT = 120
+"""Most characters of an instruction in a message."""
+IN_REGISTERS = ("tcgen05.ld.", "wgmma.mma_async.")
+"""What writes registers after the instruction has been executed."""
 
 
-class Order:
-    """What barriers put in order, and the last accesses of each 2 bytes of shared memory: vector clocks of warps."""
-
-    def __init__(self, warps: int) -> None:
-        self.warps = np.arange(warps)
-        self.clock = np.eye(warps, dtype="i4")
-        """[w, v]: up to which of its steps between barriers warp v is before warp w."""
-        self.arrived: dict[int, Any] = {}
-        self.read = np.zeros((warps, SHARED_BYTES // 2), "i4")
-        """When each warp read last."""
-        self.written, self.fenced = np.zeros((2, SHARED_BYTES // 2), "i4")
-        """When it was written, and when that was made known to WGMMA, -1: not yet."""
-        self.writer = np.zeros(SHARED_BYTES // 2, "i4")
-
-    def arrive(self, number: int, warps: Any) -> None:
-        before = self.clock[warps].max(0)
-        self.arrived[number] = np.maximum(before, self.arrived.get(number, before))
-        self.clock[warps, warps] += 1
-
-    def release(self, number: int, waiting: Any) -> None:
-        self.clock[waiting] = np.maximum(self.clock[waiting], self.arrived.pop(number))
-
-    def _expect(self, warp: Any, other: Any, when: Any, what: str) -> None:
-        wrong = (warp != other) & (when > self.clock[warp, other])
-        if wrong.any():
-            one, two = (np.broadcast_to(x, wrong.shape)[wrong][0] for x in (warp, other))
-            raise RuntimeError(f"no barrier between warp {two} and warp {one}, which {what}")
-
-    def reads(self, warp: Any, place: Any) -> None:
-        """Args: the warp of each thread, and which pairs of bytes it reads."""
-        warp = warp[:, None]
-        self._expect(warp, self.writer[place], self.written[place], "reads what the other wrote")
-        self.read[warp, place] = self.clock[warp, warp]
-
-    def writes(self, warp: Any, place: Any) -> None:
-        warp, others = warp[:, None], self.warps[:, None, None]
-        self._expect(warp, self.writer[place], self.written[place], "overwrites what the other wrote")
-        self._expect(warp, others, self.read[others, place], "overwrites what the other read")
-        self.writer[place], self.written[place], self.fenced[place] = warp, self.clock[warp, warp], -1
-
-    def fence(self, warps: Any) -> None:
-        """What these warps wrote is for WGMMA, too."""
-        of = np.isin(self.writer, warps) & (self.fenced < 0)
-        self.fenced[of] = self.clock[self.writer[of], self.writer[of]]
-
-    def multiplies(self, warps: Any, place: Any) -> None:
-        if (self.fenced[place] < 0).any():
-            raise RuntimeError("WGMMA reads what was written without a proxy fence")
-        place = np.broadcast_to(place.flatten(), (len(warps), place.size))
-        self._expect(warps[:, None], self.writer[place], self.fenced[place], "multiplies what the other made known")
-        self.reads(warps, place)
+class RaceError(RuntimeError):
+    """Two accesses that nothing puts in order, or another finding."""
 
 
-class RaceObserver(Observer):
-    """Tells `Order` of each CTA's accesses and barriers."""
+class Order(Observer):
+    """Raises RaceError for the first finding; `keep_going`: collects them, in the order in which they were found.
+
+    `advice` holds what is none, but relies on more than the PTX ISA says: see `clocks`.
+    """
+
+    def __init__(self, keep_going: bool = False) -> None:
+        self.keep_going = keep_going
+        self.findings: list[Finding] = []
+        self.advice: list[Finding] = []
+        self._known: set[tuple[str, int, int]] = set()
+        self._watched: dict[int, list[str]] = {}
+
+    def watches(self, program: Program) -> set[int]:
+        """Instructions that use registers which tcgen05.ld or wgmma use."""
+        late = {
+            register
+            for of in program.instructions
+            if of.name.startswith(IN_REGISTERS)
+            for operand in of.operands[:2]
+            if operand[0] != "["
+            for register in names(operand)
+        }
+        for at, of in enumerate(program.instructions):
+            used = [x for operand in of.operands for x in names(operand.strip("[]").partition("+")[0].strip())]
+            if not of.name.startswith(IN_REGISTERS) and (used := [x for x in used if x in late]):
+                self._watched[at] = used
+        return {*self._watched}
 
     def begin(self, ctas: list[Cta]) -> None:
-        if len(ctas) > 1:
-            raise NotImplementedError("races in a cluster")
-        self.order = Order(len(ctas[0].register_limits))
+        self.program = ctas[0].cluster.program
+        self.warps = self.program.threads // 32
+        self.clocks = Clocks(len(ctas) * self.warps, len(ctas), self._text, self._found)
+
+    def end(self, ctas: list[Cta]) -> None:
+        self.clocks.finish()
+
+    def _text(self, point: int) -> str:
+        text = self.program.instructions[point].text
+        return f"{point}: {text if len(text) <= TEXT else text[: TEXT - 3] + '...'}"
+
+    def _found(self, finding: Finding) -> None:
+        key = finding.kind, finding.first, finding.second
+        if key not in self._known:
+            self._known.add(key)
+            (self.advice if finding.kind in ADVICE else self.findings).append(finding)
+            if finding.kind not in ADVICE and not self.keep_going:
+                raise RaceError(finding.text)
+
+    # Who, and where
+
+    def _warps(self, threads: Threads) -> Iterator[int]:
+        """Numbered through the cluster; the clocks are told where they are."""
+        self.clocks.point = threads.cta.pc
+        return (threads.cta.rank * self.warps + warp for warp in threads.warps)
+
+    def _groups(self, threads: Threads) -> list[tuple[int, list[int]]]:
+        """Warpgroups, and their warps."""
+        warps = [*self._warps(threads)]
+        groups = sorted({warp // WARPS_OF_GROUP for warp in warps})
+        return [(group, [warp for warp in warps if warp // WARPS_OF_GROUP == group]) for group in groups]
+
+    @staticmethod
+    def _cells(region: Region) -> Any:
+        if region.space == "tensor":
+            return region.places
+        return shared_cells(region.places, region.size)
+
+    @staticmethod
+    def _key(barrier: tuple[Cta, int]) -> tuple[int, int]:
+        return barrier[0].rank, barrier[1]
+
+    # Accesses of threads
 
     def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
-        where = (places[:, None] + np.arange(0, size, 2)) // 2
-        (self.order.reads if kind == "read" else self.order.writes)(threads.warp_of, where)
+        clocks, cta = self.clocks, threads.cta.rank
+        access = {"read": clocks.reads, "write": clocks.writes, "atomic": clocks.adds}[kind]
+        places = np.asarray(places)
+        for warp, own in zip(self._warps(threads), threads.warps, strict=True):
+            mine = places if len(threads.warps) == 1 else places[threads.warp_of == own]
+            access(warp, np.unique(shared_cells(mine, size)), cta)
+
+    def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
+        of = self.program.instructions[threads.cta.pc]
+        for warp, own in zip(self._warps(threads), threads.warps, strict=True):
+            lanes = own % WARPS_OF_GROUP * QUARTER + np.arange(QUARTER)
+            cells = lanes[:, None] * COLUMNS + np.arange(column, column + count)
+            if kind == "read":
+                self.clocks.load_tmem(warp, cells, names(of.operands[0]), threads.cta.rank)
+            else:
+                self.clocks.store_tmem(warp, cells, threads.cta.rank)
+
+    def owns_tensor_memory(self, threads: Threads, column: int, count: int) -> None:
+        cells = np.arange(LANES)[:, None] * COLUMNS + np.arange(column, column + count)
+        for warp in self._warps(threads):
+            self.clocks.own_tmem(warp, cells, threads.cta.rank)
+
+    def uses(self, threads: Threads) -> None:
+        for warp in self._warps(threads):
+            self.clocks.use(warp, self._watched[threads.cta.pc])
+
+    # Asynchronous operations
 
     def starts(self, threads: Threads, operation: Operation) -> None:
-        self._multiplies(operation, np.array(threads.warps))
+        clocks, kind = self.clocks, operation.kind
+        if kind == "wgmma":
+            of = self.program.instructions[threads.cta.pc]
+            registers = [x for operand in of.operands[:2] if operand[0] == "{" for x in names(operand)]
+            for group, warps in self._groups(threads):
+                for warp in warps:
+                    clocks.multiply_registers(warp, registers)
+                for region in operation.reads:
+                    clocks.multiply(group, warps, self._cells(region), region.cta.rank)
+            return
+        for warp in self._warps(threads):
+            if kind == "tcgen05.mma":
+                self._multiply(warp, operation)
+            elif kind in ("tensor load", "bulk load"):
+                self._load(warp, operation)
+            elif kind in ("tensor store", "bulk store", "bulk reduce"):
+                for region in operation.reads:
+                    clocks.bulk_store(warp, self._cells(region), region.cta.rank)
+            elif kind == "cp.async":
+                for region in operation.writes:
+                    own = np.asarray(region.places)[threads.warp_of == warp % self.warps]
+                    clocks.copy(warp, shared_cells(own, region.size), region.cta.rank)
+            else:
+                raise NotImplementedError(f"races with {kind}")
 
-    def ends(self, operation: Operation) -> None:
-        if operation.kind == "wgmma":
-            first = operation.warp
-            self._multiplies(operation, np.arange(first, first + 4))
-
-    def _multiplies(self, operation: Operation, warps: Any) -> None:
-        if operation.kind != "wgmma":
-            raise NotImplementedError(f"races with {operation.kind}")
+    def _load(self, warp: int, operation: Operation) -> None:
+        if operation.barrier is None:
+            raise ValueError(f"{operation.kind} without an mbarrier")
+        key = self._key(operation.barrier)
         for region in operation.reads:
-            self.order.multiplies(warps, region.places // 2)
+            self.clocks.bulk_load(warp, key, self._cells(region), region.cta.rank, writes=False)
+        for region in operation.writes:
+            self.clocks.bulk_load(warp, key, self._cells(region), region.cta.rank)
+
+    def _multiply(self, warp: int, operation: Operation) -> None:
+        result = operation.writes[0]
+        accumulator = int(result.places.flat[0]), result.places.shape
+        factors = [x for x in operation.reads if not any(x is of for of in operation.writes)]
+        parts = [(self.clocks.shared if x.space == "shared" else self.clocks.tmem, x) for x in factors]
+        reads = [(memory[x.cta.rank], self._cells(x)) for memory, x in parts]
+        writes = [(self.clocks.tmem[x.cta.rank], self._cells(x)) for x in operation.writes]
+        self.clocks.mma(warp, reads, writes, accumulator)
+
+    def commits(self, threads: Threads, barriers: list[tuple[Cta, int]]) -> None:
+        for warp in self._warps(threads):
+            self.clocks.commit_mma(warp, [self._key(barrier) for barrier in barriers])
+
+    def commits_group(self, threads: Threads, kind: str) -> None:
+        if kind == "wgmma":
+            for group, _ in self._groups(threads):
+                self.clocks.commit_products(group)
+            return
+        for warp in self._warps(threads):
+            (self.clocks.commit_copies if kind == "cp.async" else self.clocks.commit_bulk)(warp)
+
+    def waits_group(self, threads: Threads, kind: str, most: int, reads: bool) -> None:
+        if kind == "wgmma":
+            for group, warps in self._groups(threads):
+                self.clocks.wait_products(group, warps, most)
+            return
+        for warp in self._warps(threads):
+            (self.clocks.wait_copies if kind == "cp.async" else self.clocks.wait_bulk)(warp, most)
+
+    def waits_tensor_memory(self, threads: Threads, kind: str) -> None:
+        for warp in self._warps(threads):
+            (self.clocks.wait_loads if kind == "ld" else self.clocks.wait_stores)(warp)
+
+    # mbarriers
+
+    def _is_relaxed(self, threads: Threads) -> bool:
+        return ".relaxed" in self.program.instructions[threads.cta.pc].name
+
+    def initializes(self, threads: Threads, barrier: tuple[Cta, int], count: int) -> None:
+        for warp in self._warps(threads):
+            self.clocks.init(warp, self._key(barrier))
+
+    def arrives(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+        for warp in self._warps(threads):
+            self.clocks.arrive_at(warp, self._key(barrier), self._is_relaxed(threads))
+
+    def committed(self, barrier: tuple[Cta, int], phase: int, operations: list[Operation]) -> None:
+        self.clocks.arrive_committed(self._key(barrier))
+
+    def completes(self, operation: Operation, phase: int) -> None:
+        self.clocks.point = operation.pc
+
+    def finishes_phase(self, barrier: tuple[Cta, int], phase: int) -> None:
+        self.clocks.complete(self._key(barrier))
+
+    def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
+        for warp in self._warps(threads):
+            self.clocks.wait_for(warp, self._key(barrier), self._is_relaxed(threads))
+
+    # Barriers of threads
 
     def arrives_at(self, threads: Threads, number: int) -> None:
-        self.order.arrive(number, np.array(threads.warps))
+        self.clocks.arrive((threads.cta.rank, number), self._warps(threads))
 
     def releases(self, cta: Cta, number: int, warps: list[int]) -> None:
-        self.order.release(number, np.array(warps, int))
+        self.clocks.release((cta.rank, number), [cta.rank * self.warps + warp for warp in warps])
+
+    def arrives_at_cluster(self, threads: Threads) -> None:
+        self.clocks.arrive("cluster", self._warps(threads))
+
+    def releases_cluster(self, ctas: list[Cta]) -> None:
+        self.clocks.meet("cluster")
+
+    def waits_for_cluster(self, threads: Threads) -> None:
+        self.clocks.learn("cluster", self._warps(threads))
+
+    # Fences
 
     def fences(self, threads: Threads, kind: str) -> None:
-        if kind.startswith("fence.proxy.async"):
-            self.order.fence(np.array(threads.warps))
+        """Of memory (fence.acq_rel and the like): nothing, for barriers release and acquire as well."""
+        for warp in self._warps(threads):
+            if kind.startswith("fence.proxy.async"):
+                self.clocks.fence_proxy(warp)
+            elif kind.startswith("fence.mbarrier_init"):
+                self.clocks.fence_init(warp)
+            elif kind == "wgmma.fence":
+                self.clocks.fence_registers(warp)
+            elif kind.startswith("tcgen05.fence::before"):
+                self.clocks.fence_tmem_before(warp)
+            elif kind.startswith("tcgen05.fence::after"):
+                self.clocks.fence_tmem_after(warp)
+
+
+def shared_cells(places: Any, size: int) -> Any:
+    """Args: first bytes, and how many from each."""
+    first = np.asarray(places)[..., None] // SHARED_CELL
+    return (first + np.arange(max(1, size // SHARED_CELL))).reshape(-1)

@@ -61,6 +61,7 @@ def allocate(program: Program, of: Instruction, group: str) -> Run:
         cta.tensor[:, free[0] : free[0] + columns] = NAN
         cta.shared[where : where + 4].view("u4")[0] = free[0]
         cta.observer.shared(threads.some(threads.lanes == 0), "write", np.array([where]), 4)
+        cta.observer.owns_tensor_memory(threads, free[0], columns)
 
     return run
 
@@ -78,6 +79,7 @@ def deallocate(program: Program, of: Instruction, group: str) -> Run:
                 f"tcgen05.dealloc of {columns} columns from {start}, where {cta.allocated} are allocated"
             )
         del cta.allocated[start]
+        cta.observer.owns_tensor_memory(threads, start, columns)
 
     return run
 
@@ -214,7 +216,7 @@ class Shape(NamedTuple):
     def of(cls, descriptor: int, pair: bool) -> Shape:
         rows, columns = (descriptor >> 24 & 31) << 4, (descriptor >> 17 & 63) << 3
         others = descriptor & ~(31 << 24 | 63 << 17 | 0b11 << 15 | 0b111 << 10 | 0b111 << 7)
-        if others != 1 << 4 or rows not in ((256,) if pair else (128, 64)):
+        if others != 1 << 4 or rows not in ((256, 128) if pair else (128, 64)):
             raise NotImplementedError(f"an instruction descriptor {descriptor:#x}: {rows} x {columns}")
         if columns % 16 or not 16 <= columns <= 256:
             raise NotImplementedError(f"an instruction descriptor {descriptor:#x}: {columns} columns")
@@ -231,10 +233,28 @@ def layout_of(descriptor: int) -> Layout:
     return Layout(start, leading, stride, SWIZZLES[swizzle])
 
 
-def lanes_of(rows: int) -> Any:
-    """The lanes of TMEM that hold a CTA's rows: all, or of 64 rows, 16 in each quarter."""
-    row = np.arange(rows)
-    return row if rows == TENSOR_LANES else row // 16 * LANES + row % 16
+class Sums(NamedTuple):
+    """Where a product puts what belongs to one CTA (PTX ISA, data path layouts A, B, D and F)."""
+
+    lanes: Any
+    """Of each row of what is stored."""
+    columns: int
+    halves: bool
+    """Whether lanes from 64 on hold the second half of the columns of rows that lanes 0 to 63 have."""
+
+    @classmethod
+    def of(cls, rows: int, columns: int, pair: bool) -> Sums:
+        """Args: of the CTA."""
+        row = np.arange(TENSOR_LANES)
+        if rows == TENSOR_LANES:
+            return cls(row, columns, False)
+        if pair:
+            return cls(row, columns // 2, True)
+        return cls(row[:rows] // 16 * LANES + row[:rows] % 16, columns, False)
+
+    def stored(self, total: Any) -> Any:
+        """Args: (row, column)."""
+        return np.concatenate(np.split(total, 2, axis=1)) if self.halves else total
 
 
 class Factor(NamedTuple):
@@ -271,7 +291,7 @@ class Started:
 @opcode(r"tcgen05\.mma\.cta_group::([12])\.kind::f16" + COLLECTOR)
 def multiply(program: Program, of: Instruction, group: str) -> Run:
     pair, in_tensor = group == "2", of.operands[1][0] == "["
-    target = address_of(program, of.operands[0])
+    to_tensor = address_of(program, of.operands[0])
     left_tensor = address_of(program, of.operands[1]) if in_tensor else None
     left_key = None if in_tensor else program.key(of.operands[1], "u8")
     right_key, shape_key = program.key(of.operands[2], "u8"), program.key(of.operands[3], "u4")
@@ -286,10 +306,10 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
         if any(threads.views[key][0] for key in left_out):
             raise NotImplementedError("tcgen05.mma that leaves lanes out")
         shape = Shape.of(int(threads.views[shape_key][0]), pair)
-        to, add = int(target.of(threads)[0]), bool(threads.views[add_key][0])
+        to, add = int(to_tensor.of(threads)[0]), bool(threads.views[add_key][0])
         ctas = pair_of(cta) if pair else [cta]
         rows, columns = shape.rows // len(ctas), shape.columns // len(ctas)
-        lanes = lanes_of(rows)
+        sums = Sums.of(rows, shape.columns, pair)
         first, column = to >> 16, to & 0xFFFF
         if first:
             raise NotImplementedError(f"tcgen05.mma into lanes from {first} on")
@@ -297,15 +317,15 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
         rights = [Factor(each, shape.right_kind, right_at) for each in ctas]
         if left_tensor is not None:
             at = int(left_tensor.of(threads)[0])
-            if at >> 16 or shape.transposed[0]:
-                raise NotImplementedError("tcgen05.mma of a left operand in TMEM, transposed or not from lane 0 on")
-            lefts = [Factor(each, shape.kind, None, lanes, at & 0xFFFF) for each in ctas]
+            if at >> 16 or shape.transposed[0] or sums.halves:
+                raise NotImplementedError("tcgen05.mma of a left operand in TMEM, but rows of k from lane 0 on")
+            lefts = [Factor(each, shape.kind, None, sums.lanes, at & 0xFFFF) for each in ctas]
         else:
             left_at = places(layout_of(int(threads.views[left_key][0])), rows, shape.transposed[0])
             lefts = [Factor(each, shape.kind, left_at) for each in ctas]
         for each in ctas:
-            check_allocated(each, column, shape.columns)
-        written = lanes[:, None] * TENSOR_COLUMNS + np.arange(column, column + shape.columns)
+            check_allocated(each, column, sums.columns)
+        written = sums.lanes[:, None] * TENSOR_COLUMNS + np.arange(column, column + sums.columns)
         writes = [Region(each, "tensor", written, 4) for each in ctas]
         reads = [factor.region for factor in (*lefts, *rights)] + (writes if add else [])
         operation = Operation(threads, "tcgen05.mma", reads, writes)
@@ -315,14 +335,10 @@ def multiply(program: Program, of: Instruction, group: str) -> Run:
         def end() -> None:
             right = np.concatenate([factor.values() for factor in rights])
             for each, left in zip(ctas, lefts, strict=True):
-                sums = each.tensor[:, column : column + shape.columns].view("f4")
-                total = left.values() @ right.T
-                if rows < TENSOR_LANES:
-                    sums[lanes] = sums[lanes] + total if add else total
-                elif add:
-                    sums += total
-                else:
-                    sums[...] = total
+                target = each.tensor.view("f4")[:, column : column + sums.columns]
+                total = sums.stored(left.values() @ right.T)
+                before = target[sums.lanes] if add else 0
+                target[sums.lanes] = before + total
             cta.observer.ends(operation)
 
         cta.cluster.later(end)

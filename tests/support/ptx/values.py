@@ -36,8 +36,8 @@ def bf16_numbers(bits: Any) -> Any:
 
 
 def numbers(bits: Any, kind: str) -> Any:
-    """Args: 16 bits each, contiguous; bf16 or f16. As fp32."""
-    return bf16_numbers(bits) if kind == "bf16" else bits.view("f2").astype("f4")
+    """Args: 16 bits each; bf16 or f16. As fp32."""
+    return bf16_numbers(bits) if kind == "bf16" else np.ascontiguousarray(bits).view("f2").astype("f4")
 
 
 def product(left: Any, right: Any) -> Any:
