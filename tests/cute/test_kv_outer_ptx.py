@@ -12,8 +12,7 @@ import torch
 from tests.support import cases
 from tests.support.helpers import assert_rounded_once
 from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
-from tests.support.ptx import Observer, Schedule, interpret_kernels
-from tests.support.ptx.order import RaceObserver
+from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -30,7 +29,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     for module in (kv_outer, kv_outer_backward, query_outer, forced):
         monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
     modules = worklist, kv_outer, combine, kv_outer_backward, query_outer, forced, gate, documents
-    schedule = Schedule(late=copies == "late", observer=RaceObserver if races else Observer)
+    schedule = Schedule(late=copies == "late", observer=Order if races else Observer)
     interpret_kernels(monkeypatch, modules, schedule=schedule)
 
 
