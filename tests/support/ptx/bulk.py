@@ -243,7 +243,9 @@ def start(threads: Threads, store: Store) -> None:
     threads.cta.observer.starts(threads, store.operation)
     for thread in threads.numbers.tolist():
         stores_of(threads.cta).setdefault(thread, Groups()).started.append(store)
-    if not threads.cta.cluster.late:
+    if threads.cta.cluster.late:
+        threads.cta.cluster.at_end.append(store.end)
+    else:
         store.end()
 
 
