@@ -100,6 +100,11 @@ def integers(program: Program, of: Instruction, what: str, kind: str) -> Run:
     return binary(program, of, BINARY[what], TYPES[kind])
 
 
+@opcode(r"(min|max)\.relu\.s32")
+def integers_from_zero(program: Program, of: Instruction, what: str) -> Run:
+    return given(program, of, "i4", ["i4", "i4"], lambda x, y: np.maximum(BINARY[what](x, y), 0))
+
+
 @opcode(r"(and|or|xor)\.(b16|b32|b64|pred)")
 def logic(program: Program, of: Instruction, what: str, kind: str) -> Run:
     return binary(program, of, BINARY[what], TYPES[kind])

@@ -213,18 +213,22 @@ def report_later(threads: Threads, operation: Operation, barrier: Any, size: int
     r"(?:\.L2::cache_hint)?"
 )
 def store_tensor(program: Program, of: Instruction, reduces: str | None, rank: str, adds: str | None) -> Run:
-    """All lanes of a warp that name one box store it once; an addition takes one thread."""
+    """All lanes of a warp that name one box store it once; an addition takes one thread of a warp."""
     pointer, corner = coordinates(program, of, of.operands[0], rank)
     address = address_of(program, of.operands[1])
     if bool(reduces) != bool(adds):
         raise unsupported(of, "a reduction")
 
     def run(threads: Threads) -> None:
+        for warp in threads.warps:
+            store(threads if len(threads.warps) == 1 else threads.some(threads.warp_of == warp))
+
+    def store(threads: Threads) -> None:
         cta = threads.cta
         columns = [threads.take(pointer), *(threads.take(key) for key in corner), address.of(threads)]
         given = {tuple(int(x[i]) for x in columns) for i in range(threads.count)}
-        if len(given) > 1 or len(threads.warps) > 1:
-            raise RuntimeError(f"several stores by TMA at once, by threads of warps {threads.warps}")
+        if len(given) > 1:
+            raise RuntimeError(f"several stores by TMA at once, by threads of warp {threads.warps[0]}")
         if reduces:
             threads.one("an addition by TMA")
         ((where, *at, shared),) = given
