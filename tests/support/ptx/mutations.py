@@ -24,12 +24,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import pytest
 
-from tests.support.ptx.clocks import Finding
+from tests.support.ptx.clocks import Key
 from tests.support.ptx.observer import Operation
-from tests.support.ptx.order import Order
+from tests.support.ptx.order import Order, RaceError
 from tests.support.ptx.program import Code, Program, storages_of
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def delete_each(kernel: str, case: Case, chosen: Sequence[int] | None = None) ->
     program, base = case.program, Effects()
     if wrong := case.run(program, base, True):
         raise ValueError(f"{kernel} as it is: {wrong}")
-    known = {key_of(x) for x in (*base.findings, *base.advice)}
+    known = {finding.key for finding in (*base.findings, *base.advice)}
     idle = base.idle()
     deletions = []
     for at in candidates(program) if chosen is None else chosen:
@@ -155,28 +154,23 @@ def delete_each(kernel: str, case: Case, chosen: Sequence[int] | None = None) ->
     return deletions
 
 
-def noticed(mutant: Program, case: Case, known: set[tuple[str, int, int]]) -> str:
+def noticed(mutant: Program, case: Case, known: set[Key]) -> str:
     """What notices that an instruction is missing; nothing: empty."""
     for late in (True, False):
-        order = Order(keep_going=True)
+        order = Order(known=known)
         try:
-            wrong = case.run(mutant, order, late)
-            error = f"results: {wrong}" if wrong else ""
+            if wrong := case.run(mutant, order, late):
+                return f"results: {wrong}"
+        except RaceError as raised:
+            return f"race: {raised}"
         except (RuntimeError, MemoryError) as raised:
-            error = str(raised)
-        races = [x for x in order.findings if key_of(x) not in known]
-        advice = [x for x in order.advice if key_of(x) not in known]
-        if races:
-            return f"race: {races[0].text}"
-        if error:
-            return ("deadlock: " if "wait for each other" in error else "") + error.partition("\n")[0]
-        if advice:
-            return f"advice: {advice[0].text}"
+            if order.findings:
+                return f"race: {order.findings[0]}"
+            error, _, _ = str(raised).partition("\n")
+            return f"deadlock: {error}" if "wait for each other" in error else f"error: {error}"
+        if order.advice:
+            return f"advice: {order.advice[0]}"
     return ""
-
-
-def key_of(finding: Finding) -> tuple[str, int, int]:
-    return finding.kind, finding.first, finding.second
 
 
 class Event(NamedTuple):
@@ -296,13 +290,11 @@ class Effects(Order):
         self._event(threads, "arrival", (key, self._phases.get(key, 0)))
 
     def releases(self, cta: Cta, number: int, warps: list[int]) -> None:
-        before = self.clocks.clock.copy()
         super().releases(cta, number, warps)
         key = cta.rank, number
         numbers = tuple(cta.rank * self.warps + warp for warp in warps)
         self._clusters[-1].append(Event(numbers, "wait", -1, (key, self._phases.get(key, 0))))
         self._phases[key] = self._phases.get(key, 0) + 1
-        del before
 
     def commits_group(self, threads: Threads, kind: str) -> None:
         super().commits_group(threads, kind)
