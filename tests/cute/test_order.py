@@ -1,4 +1,4 @@
-"""The happens-before checker (tests/support/ptx/clocks.py and order.py): each rule with what it asks for, and without."""
+"""The happens-before checker (tests/support/ptx/clocks.py, order.py): each rule with what it asks for, and without."""
 
 from __future__ import annotations
 
@@ -535,7 +535,7 @@ shl.b32 %r4, %r1, 4;
 add.u32 %r4, %r4, %r3;
 ld.param.u64 %rd1, [kernel_param_0];
 """
-"""p1: warp 0, p2: its first thread, p3: that of warp 1, p4: warp 4, p5: nobody; r4: 16 bytes of each thread from r3 on."""
+"""p1: warp 0, p2: its first thread, p3: that of warp 1, p4: warp 4, p5: nobody; r4: each thread's 16 bytes from r3 on."""
 TILE = 64 << 32 | 1 << 46
 """A descriptor of rows of 128 bytes at the start of shared memory, without the kind of swizzle."""
 
@@ -567,7 +567,7 @@ SAMPLES = {
         ld.shared.b32 %r9, [%r3];
         """,
         64,
-        {left_out: (RACE, "cp.async.cg", "ld.shared") for left_out in ("commit", "wait", "barrier")},
+        dict.fromkeys(("commit", "wait", "barrier"), (RACE, "cp.async.cg", "ld.shared")),
     ),
     "a bulk load": Sample(
         """
@@ -602,7 +602,7 @@ SAMPLES = {
         {
             "visible": (PROXY, "st.shared.b32 [%r4]", "cp.async.bulk"),
             "written": (RACE, "st.shared.b32 [%r4]", "cp.async.bulk"),
-            **{left_out: (RACE, "cp.async.bulk", "st.shared.b32 [%r3]") for left_out in ("commit", "wait", "read")},
+            **dict.fromkeys(("commit", "wait", "read"), (RACE, "cp.async.bulk", "st.shared.b32 [%r3]")),
         },
     ),
     "TMEM": Sample(
@@ -668,7 +668,7 @@ SAMPLES = {
             "visible": (PROXY, "st.shared", "wgmma.mma_async"),
             "written": (RACE, "st.shared", "wgmma.mma_async"),
             "registers": (REGISTER_FENCE, "wgmma.mma_async", "wgmma.mma_async"),
-            **{left_out: (RACE, "wgmma.mma_async", "st.shared.b32 [%r4], %r2") for left_out in ("commit", "wait")},
+            **dict.fromkeys(("commit", "wait"), (RACE, "wgmma.mma_async", "st.shared.b32 [%r4], %r2")),
         },
     ),
     "relaxed": Sample(
@@ -690,7 +690,7 @@ SAMPLES = {
         @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;
         """,
         160,
-        {left_out: (RACE, "tcgen05.st", "tcgen05.ld") for left_out in ("before", "after")},
+        dict.fromkeys(("before", "after"), (RACE, "tcgen05.st", "tcgen05.ld")),
     ),
 }
 LEFT_OUT = [(name, left_out) for name, sample in SAMPLES.items() for left_out in ("", *sample.found)]

@@ -8,7 +8,7 @@
 A finding is two accesses of one cell, one of them a write, where the earlier is not in the clock of the later, with the
 program points of both. A wait that is left out so is found in any schedule in which both accesses are executed.
 
-Each agent has one number in every clock, its time (Lamport; as vector clocks of threads, with asynchronous agents added):
+Each agent has one number in every clock, its time; agents are not only threads:
     warp                 counts what it hands on, at arrivals and fences; its own accesses are in order
     mbarrier             phases: a copy (cp.async.bulk ... mbarrier) is done with the phase that it completes
     tensor pipe of a warp    tcgen05.mma in order; tcgen05.commit hands on how far it is, at an mbarrier

@@ -137,11 +137,9 @@ class Order(Observer):
     def starts(self, threads: Threads, operation: Operation) -> None:
         clocks, kind = self.clocks, operation.kind
         if kind == "wgmma":
-            of = self.program.instructions[threads.cta.pc]
-            registers = [x for operand in of.operands[:2] if operand[0] == "{" for x in names(operand)]
             for group, warps in self._groups(threads):
                 for warp in warps:
-                    clocks.multiply_registers(warp, registers)
+                    clocks.multiply_registers(warp, self._registers(threads))
                 for region in operation.reads:
                     clocks.multiply(group, warps, self._cells(region), region.cta.rank)
             return
@@ -159,6 +157,11 @@ class Order(Observer):
                     clocks.copy(warp, shared_cells(own, region.size), region.cta.rank)
             else:
                 raise NotImplementedError(f"races with {kind}")
+
+    def _registers(self, threads: Threads) -> list[str]:
+        """Of a product: sums, and a left operand that is there."""
+        of = self.program.instructions[threads.cta.pc]
+        return [x for operand in of.operands[:2] if operand[0] == "{" for x in names(operand)]
 
     def _load(self, warp: int, operation: Operation) -> None:
         if operation.barrier is None:
