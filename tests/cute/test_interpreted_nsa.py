@@ -1,4 +1,4 @@
-"""NSA as on NVIDIA GPUs, step by step on a CPU: all Python, lists, launches and PTX, forward and backward, against fp64.
+"""NSA as on NVIDIA GPUs, step by step on a CPU: Python, lists, launches, PTX; forward and backward against fp64.
 
 Every kernel that a call takes runs interpreted (tests/support/interpreted_gpu.py), FlashAttention-4's among them.
 """
