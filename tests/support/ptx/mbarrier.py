@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -66,6 +66,16 @@ class Barrier:
         return f"mbarrier {self.offset:#x} of {self.cta} ({state})"
 
 
+class Phase(NamedTuple):
+    """What threads wait for."""
+
+    barrier: Barrier
+    number: int
+
+    def __str__(self) -> str:
+        return f"the end of phase {self.number} of {self.barrier}"
+
+
 def barrier_at(cta: Cta, offset: int) -> Barrier:
     check_aligned(offset, 8)
     if offset not in cta.barriers:
@@ -120,7 +130,7 @@ def invalidate(program: Program, of: Instruction) -> Run:
     return run
 
 
-@opcode(r"mbarrier\.arrive(?:\.release\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64")
+@opcode(r"mbarrier\.arrive(?:\.(?:release|relaxed)\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64")
 def arrive(program: Program, of: Instruction, expects: str | None, space: str) -> Run:
     """Each thread by itself, once or by a count; the state that it returns has no use here, so `_` or never read."""
     address = address_of(program, of.operands[1])
@@ -154,7 +164,7 @@ def expect(program: Program, of: Instruction, space: str) -> Run:
     return run
 
 
-@opcode(r"mbarrier\.(try_wait|test_wait)\.parity(?:\.acquire\.(?:cta|cluster))?\.shared(?:::cta)?\.b64")
+@opcode(r"mbarrier\.(try_wait|test_wait)\.parity(?:\.(?:acquire|relaxed)\.(?:cta|cluster))?\.shared(?:::cta)?\.b64")
 def wait(program: Program, of: Instruction, what: str) -> Run:
     """test_wait looks once. try_wait suspends its threads until the phase is over: when it gives up is not defined."""
     to, address = program.key(of.operands[0], "?"), address_of(program, of.operands[1])
@@ -178,7 +188,7 @@ def wait(program: Program, of: Instruction, what: str) -> Run:
                 some.put(to, over)
                 continue
             waiting |= some.bits
-            cta.block(cta.pc, some, f"the end of phase {barrier.phase} of {barrier!r}")
+            cta.block(cta.pc, some, Phase(barrier, barrier.phase))
             barrier.waiting.append((cta.pc, some.bits))
         return Flow(cta.pc + 1, cta.threads(threads.bits & ~waiting)) if waiting else None
 
