@@ -1,35 +1,20 @@
-"""The kernels of attention per token, as the compiler's PTX, interpreted on a CPU (ptx.py), against fp64."""
+"""The kernels of attention per token, as the compiler's PTX, interpreted on a CPU, against fp64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support import cases
 from tests.support.helpers import assert_rounded_once
 from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
-from tests.support.kv_outer_twins import Twin, add_up
-from tests.support.ptx import argument, program, tensor_argument
+from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-
-
-def group_heads(x: Tensor, group: int) -> bytes:
-    """[B, N, H, D] as [B, N, H_kv, G, D]."""
-    batch, tokens, head, _ = x.stride()
-    return tensor_argument(x, [*x.shape[:2], x.shape[2] // group], [batch, tokens, head * group, head])
-
-
-def group_heads_first(x: Tensor, group: int) -> bytes:
-    """[B, N, H, D] as [B, H_kv, N, G, D]."""
-    batch, token, head, _ = x.stride()
-    return tensor_argument(x, [x.shape[0], x.shape[2] // group, x.shape[1]], [batch, head * group, token, head])
 
 
 @pytest.fixture
@@ -43,114 +28,9 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     by, copies, *races = request.param.split(", ")
     for module in (kv_outer, kv_outer_backward, query_outer, forced):
         monkeypatch.setattr(module, "has_warpgroups", lambda _: by == "warpgroups")
-
-    modules = {
-        "worklist": worklist,
-        "forward": kv_outer,
-        "combine": combine,
-        "backward": kv_outer_backward,
-        "query_outer": query_outer,
-        "forced": forced,
-        "gate": gate,
-    }
-    real = {(of, name): getattr(m, name) for of, m in modules.items() for name in vars(m) if name[0] == "_"}
-
-    def patch(of: str, name: str, launch: Callable[..., tuple[list[bytes], tuple[int, int, int]]]) -> None:
-        def compiled(*how: Any, **named: Any) -> Twin:
-            def run(*x: Any) -> None:
-                arguments, grid = launch(how, *x)
-                tensors = [y for y in x if isinstance(y, Tensor)]
-                program(real[of, name], *how, **named).run(
-                    arguments, grid, tensors, copies == "late", races=bool(races)
-                )
-
-            return Twin(run)
-
-        monkeypatch.setattr(modules[of], name, compiled)
-
-    def plain(cta: int, by: Callable[..., int], statics: tuple[tuple[int, ...], ...], _: Any, *x: Any) -> Any:
-        """A kernel whose grid is (rounded up `by` / `cta`, heads, batches) of its first tensor."""
-        given = [argument(y, static) for y, static in zip(x, statics, strict=False) if y is not None]
-        given += [argument(y) for y in x[len(statics) :] if y is not None and not isinstance(y, Tensor)]
-        return given, (-(-by(*x) // cta), x[0].shape[1], x[0].shape[0])
-
-    def kv_outer_forward(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
-        statics = (3,), (3,), (), (2,), (2,), (3, 4), (3,), (0,)
-        some = [argument(y, static) for y, static in zip((k, v, *x[:6]), statics, strict=True) if y is not None]
-        return [group_heads(q, how[2]), *some, *map(argument, x[6:])], (x[1].shape[3], k.shape[2], k.shape[0])
-
-    def forced_forward(how: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *x: Any) -> Any:
-        group, size = how[2:4]
-        bounds, first_token, _ = x
-        (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
-        some = [argument(k, (3,)), argument(v, (3,)), group_heads_first(o, group)]
-        some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
-        some += [argument(y, (0,)) for y in x[:1] if y is not None]
-        blocks = -(-(first_token % size + q.shape[1]) // size)
-        if bounds is not None:
-            blocks = (q.shape[1] + (bounds.shape[1] - 1) * (size - 1)) // size
-        return [group_heads(q, group), *some, *map(argument, x[1:])], (blocks, k.shape[2], k.shape[0])
-
-    def forced_combine_and_gate(how: Any, q: Tensor, k: Tensor, v: Tensor, *x: Any) -> Any:
-        group, size = how[2:4]
-        slot_blocks, o_partial, lse_partial, out, lse, weight, gates, *others, first_token, _ = x
-        (of_batch, of_head, _), shape = lse.stride(), (q.shape[0], q.shape[2] // group, q.shape[1])
-        some = [group_heads(q, group), argument(k, (3,)), argument(v, (3,)), argument(slot_blocks)]
-        some += [argument(o_partial, (3, 4)), argument(lse_partial, (3,)), group_heads_first(out, group)]
-        some += [tensor_argument(lse, shape, [of_batch, of_head * group, of_head])]
-        some += [] if weight is None else [argument(weight, (1, 2))]
-        some += [group_heads_first(y, group) for y in (gates, *others) if y is not None]
-        ctas_per_block = max(1, size * group // forced.CTA_ROWS)
-        ctas = -(-(first_token % size + q.shape[1]) // size) * ctas_per_block
-        return [*some, *map(argument, x[-2:])], (ctas, k.shape[2], k.shape[0])
-
-    def attend_query_outer(how: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, *x: Any) -> Any:
-        some = [argument(k, (3,)), argument(v, (3,)), argument(indices), group_heads(o, how[2]), argument(x[0])]
-        some += [argument(y, (0,)) for y in x[1:2] if y is not None]
-        grid = (-(-q.shape[1] // query_outer.tile_tokens(how[2])), k.shape[2], k.shape[0])
-        return [group_heads(q, how[2]), *some, *map(argument, x[2:])], grid
-
-    def kv_outer_backward_call(how: Any, q: Tensor, do: Tensor, *x: Any) -> Any:
-        statics = (3,), (3,), (), (), (), (2,), (2,), (3, 4), (3,), (3,), (3, 4), (3, 4), (0,)
-        some = [argument(y, static) for y, static in zip(x[:13], statics, strict=True) if y is not None]
-        grid = (x[5].shape[3] * how[4] // 64, x[0].shape[2], x[0].shape[0])
-        return [group_heads(q, how[2]), group_heads(do, how[2]), *some, *map(argument, x[13:])], grid
-
-    def combine_partials(how: Any, blocks: Tensor, *x: Any) -> Any:
-        return plain(
-            128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], ((), (3, 4), (3,), (3,), ()), how, blocks, *x
-        )
-
-    def combine_and_gate(how: Any, blocks: Tensor, *x: Any) -> Any:
-        statics = (), (3, 4), (3,), (3,), (), (3,), (1, 2), (3,), (3,), (3,), (3,)
-        return plain(128 * 8 // how[0], lambda b, *_: b.shape[2] * how[2], statics, how, blocks, *x)
-
-    def gated_sum(how: Any, *x: Any) -> Any:
-        statics = (3,), (1, 2), (3,), (), (3,), (3,), (3,), (3,)
-        given = [argument(y, static) for y, static in zip(x, statics, strict=True) if y is not None]
-        batch, tokens, heads, dim = x[-1].shape
-        return given, (batch * -(-tokens * dim // (128 * 8)) * heads, 1, 1)
-
-    def combine_dkv(how: Any, *x: Any) -> Any:
-        given = [
-            argument(y, s) for y, s in zip(x, ((2,), (2,), (2,), (3, 4), (3,), (0,)), strict=True) if y is not None
-        ]
-        return given, tuple(reversed(x[3].shape[:3]))
-
-    monkeypatch.setattr(documents, "_bounds", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
-    patch("worklist", "_mark", partial(plain, 256, lambda x, *_: x.shape[2] * x.shape[3], ((), (), (), (0,))))
-    patch("worklist", "_count", partial(plain, 4, lambda x, *_: x.shape[2], ((), (), (2,))))
-    patch("worklist", "_list", partial(plain, 256, lambda *x: x[5].shape[2], ((), (), (), (2,), (2,), ())))
-    patch("worklist", "_cut", partial(plain, 4, lambda x, *_: x.shape[3], ((2,), (2,), (2,))))
-    patch("query_outer", "_compiled", attend_query_outer)
-    patch("forced", "_forced", forced_forward)
-    patch("forced", "_forced_combine_and_gate", forced_combine_and_gate)
-    patch("forward", "_compiled", kv_outer_forward)
-    patch("combine", "_combine", combine_partials)
-    patch("combine", "_combine_and_gate", combine_and_gate)
-    patch("gate", "_compiled", gated_sum)
-    patch("backward", "_compiled", kv_outer_backward_call)
-    patch("backward", "_combine_dkv", combine_dkv)
+    modules = worklist, kv_outer, combine, kv_outer_backward, query_outer, forced, gate, documents
+    schedule = Schedule(late=copies == "late", observer=Order if races else Observer)
+    interpret_kernels(monkeypatch, modules, schedule=schedule)
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""The interpreter of PTX (tests/support/ptx.py), and the BLAS that its sums must not depend on."""
+"""The interpreter of PTX (tests/support/ptx/), and the BLAS that its sums must not depend on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.support import ptx
 
@@ -49,71 +48,3 @@ def test_products_of_a_row_are_the_same_bits_wherever_it_lies() -> None:
     whole = ptx.product(left, right)
     assert np.array_equal(ptx.product(left[:, ::-1], right), whole[:, ::-1])
     assert np.array_equal(ptx.product(left[1:2, 3:4], right[:, 5:6]), whole[1:2, 3:4, 5:6])
-
-
-# Races: warps 0 and 1, which write and read one place
-
-
-@pytest.fixture
-def order() -> ptx.Order:
-    return ptx.Order(2)
-
-
-ZERO, ONE, BOTH, PLACE = np.array([0]), np.array([1]), np.array([0, 1]), np.array([[7]])
-
-
-def meet(order: ptx.Order) -> None:
-    order.arrive(0, ZERO)
-    order.arrive(0, ONE)
-    order.release(0, BOTH)
-
-
-@pytest.mark.parametrize("first", ["reads", "writes"])
-@pytest.mark.parametrize("second", ["reads", "writes"])
-def test_accesses_need_a_barrier_between_them(first: str, second: str, order: ptx.Order) -> None:
-    getattr(order, first)(ZERO, PLACE)
-    getattr(order, second)(ZERO, PLACE)  # a warp's own
-    meet(order)
-    getattr(order, second)(ONE, PLACE)
-    getattr(order, first)(ONE, np.array([[8]]))
-    if first == second == "reads":
-        order.reads(ZERO, PLACE)
-        return
-    with pytest.raises(RuntimeError, match="no barrier between warp 1 and warp 0"):
-        getattr(order, first)(ZERO, PLACE)
-
-
-def test_who_only_arrives_waits_for_nobody(order: ptx.Order) -> None:
-    order.writes(ZERO, PLACE)
-    order.arrive(1, ZERO)
-    order.arrive(1, ONE)
-    order.release(1, ONE)
-    order.writes(ONE, PLACE)
-    with pytest.raises(RuntimeError, match="warp 1 and warp 0, which reads what the other wrote"):
-        order.reads(ZERO, PLACE)
-
-
-def test_what_is_written_behind_an_arrival_is_not_known(order: ptx.Order) -> None:
-    order.arrive(1, ZERO)
-    order.writes(ZERO, PLACE)
-    order.arrive(1, ONE)
-    order.release(1, ONE)
-    with pytest.raises(RuntimeError, match="warp 0 and warp 1, which overwrites what the other wrote"):
-        order.writes(ONE, PLACE)
-
-
-@pytest.mark.parametrize("fence", ["none", "of the reader", "behind the barrier", "before the barrier"])
-def test_products_need_a_fence_of_the_writer_before_the_barrier(fence: str, order: ptx.Order) -> None:
-    order.writes(ZERO, PLACE)
-    if fence == "before the barrier":
-        order.fence(ZERO)
-    meet(order)
-    if fence == "of the reader":
-        order.fence(ONE)
-    if fence == "behind the barrier":
-        order.fence(ZERO)
-    if fence == "before the barrier":
-        order.multiplies(ONE, PLACE)
-        return
-    with pytest.raises(RuntimeError, match=r"without a proxy fence|what the other made known"):
-        order.multiplies(ONE, PLACE)

@@ -1,4 +1,4 @@
-"""The kernels of query_to_kv.py, as the compiler's PTX, interpreted on a CPU (ptx.py), against the definition.
+"""The kernels of query_to_kv.py, as the compiler's PTX, interpreted on a CPU, against the definition.
 
 Tiles of few rows and blocks of few keys, so that every length ends and begins somewhere else in them.
 """
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, LENGTH, ROW
-from tests.support.kv_outer_twins import Twin
-from tests.support.ptx import argument, program
+from tests.support.ptx import interpret_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -30,25 +29,7 @@ UNWRITTEN = torch.iinfo(torch.int32).max
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels.lists import query_to_kv
 
-    def patch(name: str, items: Callable[..., int]) -> None:
-        real = getattr(query_to_kv, name)
-
-        def compiled(*how: Any, **named: Any) -> Twin:
-            def run(*x: Any) -> None:
-                tensors, numbers = [y for y in x if isinstance(y, Tensor)], x[-3:]
-                statics = [(0,) if y.dim() == 2 else () for y in tensors]  # of a table of documents, its rows
-                given = [*map(argument, tensors, statics), *map(argument, numbers)]
-                program(real, *how, **named).run(given, (-(-items(*x) // query_to_kv.THREADS), 1, 1), tensors)
-
-            return Twin(run)
-
-        monkeypatch.setattr(query_to_kv, name, compiled)
-
-    def of_prefix(mask_count: Tensor, mask_index: Tensor, full_count: Tensor, full_index: Tensor, *x: Any) -> int:
-        return max(mask_count.shape[2], full_index.shape[3]) if x[0] is None else mask_count.shape[2]
-
-    patch("_chosen", lambda indices, mask_count, *_: mask_count.numel())
-    patch("_prefix", of_prefix)
+    interpret_kernels(monkeypatch, [query_to_kv])
 
 
 class Sees(NamedTuple):

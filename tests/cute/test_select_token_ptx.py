@@ -1,4 +1,4 @@
-"""The kernel of token.py, as the compiler's PTX, interpreted on a CPU (tests/support/ptx.py), against the reference."""
+"""The kernel of token.py, as the compiler's PTX, interpreted on a CPU, against the reference."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.helpers import make_qkv
-from tests.support.kv_outer_twins import Twin, add_up
-from tests.support.ptx import argument, program
+from tests.support.kv_outer_twins import add_up
+from tests.support.ptx import Schedule, interpret_kernels
 from tests.support.select_cases import blocks_of, check_chosen, compressed
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -37,30 +37,16 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     instruction, _, copies = request.param.partition(", ")
     from cute_kernels.select import token
 
-    real = token._compiled
-
-    def compiled(*how: Any) -> Twin:
-        def run(q: Tensor, k: Tensor, lse: Tensor, indices: Tensor, *others: Any) -> None:
-            *x, ctas = others
-            statics = (3,), (3,), (), (3,)
-            given = [argument(y, static) for y, static in zip((q, k, lse, indices), statics, strict=True)]
-            given += [argument(y, (0,)) if isinstance(y, Tensor) else argument(y) for y in x if y is not None]
-            tiling = token.choose_tiling(how[1], how[2], how[3])
-            assert tiling is not None
-            work_tiles = -(-q.shape[1] // tiling.tokens) * k.shape[2] * q.shape[0]
-            tensors = [y for y in (q, k, lse, indices, *x) if isinstance(y, Tensor)]
-            grid = min(work_tiles, ctas), 1, 1
-            # Select warps go ahead and overwrite as early as they can, or load as late as they can for the MMA warps
-            ahead = slice(MMA_THREADS) if copies == "late" else slice(MMA_THREADS, THREADS)
-            program(real, *how[:-1], instruction == "wgmma").run(given, grid, tensors, copies == "late", ahead)
-
-        return Twin(run)
+    late = copies == "late"
+    # Select warps go ahead and overwrite as early as they can, or load as late as they can for the MMA warps
+    schedule = Schedule(late, slice(MMA_THREADS) if late else slice(MMA_THREADS, THREADS))
+    interpret_kernels(monkeypatch, [token], schedule=schedule)
+    monkeypatch.setattr(token, "has_warpgroups", lambda _: instruction == "wgmma")
 
     def by_ctas(*arguments: Any, ctas: int, **keywords: Any) -> Tensor:
         monkeypatch.setattr(token, "multiprocessors", lambda _: ctas)
         return token.token_topk(*arguments, **keywords)
 
-    monkeypatch.setattr(token, "_compiled", compiled)
     return by_ctas
 
 

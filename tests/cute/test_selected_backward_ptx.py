@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.ptx import argument, program
+from tests.support.ptx import interpret
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -28,11 +28,8 @@ def test_partials_are_added_up() -> None:
     for x in written:
         x.normal_()
     gradients = [torch.empty((1, num_keys, 1, dim), dtype=torch.bfloat16) for _ in range(2)]
-    tensors = [counts, cum_counts, work_tiles, partials, *gradients]
-    statics = (0,), (0,), (0,), (1, 2, 3, 4), (3,), (3,)
-    given = [argument(x, static) for x, static in zip(tensors, statics, strict=True)]
-    combine = program(selected_backward._combine, dim, torch.bfloat16, 128)
-    combine.run([*given, argument(scale)], (partials.shape[0], 1, 1), tensors)
+    combine = interpret(selected_backward._combine, dim, torch.bfloat16, 128)
+    combine(counts, cum_counts, work_tiles, partials, *gradients, scale)
     totals = torch.cat([x.sum(0).transpose(0, 1).flatten(1, 2) for x in written], 1)[:, :num_keys]
     for got, total, factor in zip(gradients, totals, (scale, 1.0), strict=True):
         # Sums in another order may round to the next number

@@ -1,0 +1,169 @@
+"""Compiled kernels that run interpreted: their host side by host.py, their PTX as program.py does.
+
+    interpret           what a `compiled_once` function of cute_kernels compiles, for torch tensors on a CPU
+    interpret_kernels   all that modules of cute_kernels compile
+    compiling           what any code compiles with cute.compile, as FlashAttention-4's host side does
+
+CuTe DSL compiles without a GPU and writes PTX and IR itself, by its options (KEEP). Of the IR, what launches need is
+kept with the PTX in PTX_CACHE, so that later processes need not compile again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache, wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from tests.support.ptx.host import flat, launches_of
+from tests.support.ptx.ir import host_part
+from tests.support.ptx.observer import Observer
+from tests.support.ptx.program import Program
+
+PTX_CACHE = Path(__file__).resolve().parents[3] / ".cache" / "ptx"
+"""Compiled PTX and IR, shared by test processes and by later runs; `make clean` removes it."""
+
+
+class Artefacts(NamedTuple):
+    ptx: str
+    ir: str
+    """Of the host, and of shared memory."""
+
+
+class Schedule(NamedTuple):
+    """How launches run, as `Program.launch` says."""
+
+    late: bool = True
+    ahead: slice = slice(0)
+    observer: Callable[[], Observer] = Observer
+    """Of each launch its own."""
+
+
+LATE = Schedule()
+
+
+class Interpreted(NamedTuple):
+    """In place of a compiled function."""
+
+    artefacts: Artefacts
+    schedule: Schedule = LATE
+
+    def __call__(self, *arguments: Any) -> None:
+        """Args: as the compiled function takes them, tensors on the CPU, without a stream."""
+        (ptx, ir), (late, ahead, observer) = self
+        tensors = [x for x in flat(arguments) if isinstance(x, Tensor)]
+        for launch in launches_of(ir, arguments):
+            program(ptx).launch(launch, tensors, late, ahead, observer())
+
+
+class Kernel(NamedTuple):
+    """In place of jit.Kernel."""
+
+    compiled: Interpreted
+
+    @property
+    def run(self) -> Interpreted:
+        return self.compiled
+
+
+@lru_cache(256)
+def program(ptx: str) -> Program:
+    return Program(ptx)
+
+
+def interpret(
+    compiled: Callable[..., Any], *how: Any, arch: str = "sm_90a", schedule: Schedule = LATE, **named: Any
+) -> Interpreted:
+    """What a `compiled_once` function compiles for these arguments and an architecture."""
+    from cute_kernels.runtime import disk_cache
+
+    build = inspect.unwrap(compiled)
+    asked = f"{build.__module__}.{build.__qualname__} {how!r} {sorted(named.items())!r}"
+    key = disk_cache.key_of(asked, arch=arch, interpreted=True)
+
+    def make() -> Artefacts:
+        with compiling(arch, lambda make: make()):
+            made: Artefacts = build(*how, **named).compiled
+        return made
+
+    return Interpreted(kept(key, make), schedule)
+
+
+def interpret_kernels(
+    patch: pytest.MonkeyPatch, modules: Iterable[ModuleType], arch: str = "sm_90a", schedule: Schedule = LATE
+) -> None:
+    """Replaces the `compiled_once` functions that modules of cute_kernels have."""
+    from cute_kernels.runtime import jit
+
+    def interpreted(compiled: Any) -> Any:
+        return cache(lambda *how, **named: Kernel(interpret(compiled, *how, arch=arch, schedule=schedule, **named)))
+
+    for module in modules:
+        for name, value in [*vars(module).items()]:
+            if any(value is compiled for compiled in jit.REMEMBERING):
+                patch.setattr(module, name, interpreted(value))
+
+
+@contextmanager
+def compiling(arch: str, handle: Callable[[Callable[[], Artefacts]], Any]) -> Iterator[None]:
+    """Inside, cute.compile compiles for an architecture.
+
+    Args:
+        handle: is given a function that compiles, and returns what cute.compile is to return.
+    """
+    import cutlass.cute as cute
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    real = getattr(cute.compile, "__wrapped__", cute.compile)
+
+    @wraps(real)
+    def compile_(*arguments: Any, options: str = "", **named: Any) -> Any:
+        return handle(lambda: _compile(real, arch, *arguments, options=options, **named))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cute, "compile", compile_)
+        # As CUTE_DSL_ARCH sets it, which is read when CuTe DSL is imported
+        patch.setattr(CuTeDSL._get_dsl().envar, "arch", arch)
+        yield
+
+
+def _compile(compile_: Callable[..., Any], arch: str, *arguments: Any, options: str, **named: Any) -> Artefacts:
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    environment = CuTeDSL._get_dsl().envar
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as dump:
+        # As CUTE_DSL_KEEP=ir and CUTE_DSL_DUMP_DIR set them
+        patch.setattr(environment, "keep_ir_clean", True)
+        patch.setattr(environment, "dump_dir", dump)
+        options = f"{options} --gpu-arch {arch} --keep-ptx --dump-dir {dump}"
+        made = compile_(*arguments, options=options, **named)
+        return Artefacts(made.__ptx__, host_part(made.__mlir__))
+
+
+@lru_cache(1024)
+def _loaded(path: Path) -> Artefacts:
+    return Artefacts(path.read_text(), path.with_suffix(".mlir").read_text())
+
+
+def kept(key: str, make: Callable[[], Artefacts]) -> Artefacts:
+    """What PTX_CACHE has under a key, else what `make` makes; of processes that want it, one makes it."""
+    path = PTX_CACHE / f"{key}.ptx"
+    if not path.exists():
+        PTX_CACHE.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                made = make()
+                path.with_suffix(".mlir").write_text(made.ir)
+                new = path.with_suffix(".new")
+                new.write_text(made.ptx)
+                new.replace(path)
+    return _loaded(path)
