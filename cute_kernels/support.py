@@ -41,6 +41,8 @@ def check(call: Any) -> str | None:
     rules = fa4.rules(torch.device(call.device))
     if rules is None or inputs is None or config is None:
         return None
+    if inputs.continues:
+        return "takes as many queries as keys: q_start and cu_seqlens_k are not supported yet"
     reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)
     if reason is None and call.backward:
         reason = _refusal_of_backward(inputs, config, rules)
