@@ -19,6 +19,7 @@ from tests.support.helpers import make_inputs
 
 RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
 SOME = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50, q_tile_size=256)
+PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
 
 
 @pytest.fixture(params=RULES)
@@ -199,6 +200,66 @@ def test_optional_tensors(names: tuple[str, ...], one_chunk: bool, arch: str, mo
     check(extras(some_inputs(300), names), SOME)
 
 
+# Queries that continue a sequence
+
+
+def last_queries(inputs: NSAInputs, first: int) -> NSAInputs:
+    gates = None if inputs.gates is None else inputs.gates[:, first:]
+    return replace(inputs, q=inputs.q[:, first:], gates=gates)
+
+
+@pytest.mark.parametrize("batch", [1, 2], ids=["phases", "lists"])
+@pytest.mark.parametrize(("first", "tokens"), [(256, 257), (256, 540), (512, 520), (512, 700)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compress_stride": 8},
+        {"compress_stride": 5},
+        {"compress_block_size": 64},
+        {"compress_block_size": 512},
+        {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
+        {"select_block_size": 192},
+        {"window_size": 0},
+        {"window_size": 2**31 - 1},
+    ],
+    ids=str,
+)
+def test_last_queries(changes: dict[str, Any], first: int, tokens: int, batch: int, arch: str) -> None:
+    check(last_queries(some_inputs(tokens, batch=batch), first), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize(
+    "names", [("gate_proj_weight",), ("w_k_compress",), ("k_cmp", "v_cmp"), ("k_win", "v_win"), ("gates",)]
+)
+def test_optional_tensors_of_last_queries(names: tuple[str, ...], arch: str) -> None:
+    check(last_queries(extras(some_inputs(300), names), 256), SOME)
+
+
+@pytest.mark.parametrize("list_bytes", [200, 60])
+@pytest.mark.parametrize("changes", [{}, {"num_cmp_selected_blocks": 3, "compress_block_size": 1}], ids=str)
+def test_lists_of_last_queries_in_chunks(
+    changes: dict[str, Any], list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
+    check(last_queries(some_inputs(1100), 512), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize("batch", [1, 2], ids=["phases", "lists"])
+@pytest.mark.parametrize(
+    ("first", "tokens"), [(1, 2), (63, 200), (64, 65), (300, 540), (299, 540), (304, 540), (304, 310)]
+)
+def test_last_queries_of_token_mode(first: int, tokens: int, batch: int, arch: str) -> None:
+    """Any start; phases from multiples of the stride."""
+    check(last_queries(some_inputs(tokens, batch=batch), first), PAPER)
+
+
+@pytest.mark.parametrize("config", [SOME, PAPER], ids=["tile", "token"])
+def test_no_queries(config: NSAConfig, arch: str) -> None:
+    check(last_queries(some_inputs(512), 512), config)
+
+
 # Packed documents
 
 LENGTHS = (1, 0, 70, 300, 16)
@@ -286,8 +347,6 @@ def test_atomic_free_backward_gets_lists_of_its_tiles(size: int, monkeypatch: py
 
 
 # Token mode
-
-PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,12 @@ def window_backward(
             rows = {name: x[..., there] if name == "lse" else x[:, there] for name, x in vars(gradients).items()}
             window_backward(fa4.Gradients(**rows), left=left, right=right, scale=scale)
         return
-    row = torch.arange(gradients.q.shape[1])[:, None]
+    row = torch.arange(gradients.q.shape[1])[:, None] + gradients.k.shape[1] - gradients.q.shape[1]
     key = torch.arange(gradients.k.shape[1])
+    seen = (key >= row - left) & (key <= row + right)
+    assert bool(seen.any(0).all()), "FlashAttention-4 may not write dk and dv of a tile of keys that no row sees"
     assert max(left, right) + max(len(row), len(key)) < 2**31, "FlashAttention-4 adds them in int32"
-    differentiate(gradients, (key >= row - left) & (key <= row + right), scale)
+    differentiate(gradients, seen, scale)
 
 
 # Token mode, where tokens number the keys and rows alike
@@ -115,10 +117,11 @@ def kv_outer_backward(
     scale: float,
     local: int,
     into: tuple[Tensor, Tensor, Tensor],
+    first_token: int = 0,
     bounds: None = None,
 ) -> None:
-    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
-    row, blocks = torch.arange(tokens)[:, None], -(-tokens // size)
+    tokens, group = first_token + q.shape[1], q.shape[2] // k.shape[2]
+    row, blocks = torch.arange(first_token, tokens)[:, None], -(-tokens // size)
     kept = indices.long().where((indices >= 0) & (indices <= row // size - local), blocks)
     chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool).scatter_(3, kept, True)[..., :blocks]
     pairs = chosen.repeat_interleave(size, 3)[..., :tokens] & (torch.arange(tokens) <= row)
@@ -187,7 +190,7 @@ def tile_bits(
 def transposed_lists(
     bits: Tensor, heads: int, keys: Keys, *, rows: int, documents: Documents | None = None, **sizes: Any
 ) -> model.Lists:
-    positions = None
+    positions = sizes.pop("first_row", 0) + torch.arange(sizes["num_rows"])
     if documents is not None:
         positions = torch.arange(sizes["num_rows"]) + documents.shifts.repeat_interleave(rows)
     return model.transposed_lists(bits, heads, keys_of_model(keys), rows=rows, positions=positions, **sizes)
@@ -203,11 +206,12 @@ def transposed_prefix_lists(
     num_keys: int,
     num_rows: int,
     device: torch.device,
+    first_row: int = 0,
     documents: Documents | None = None,
 ) -> model.Lists:
     sizes = {"width": width, "rows": rows, "num_keys": num_keys, "num_rows": num_rows}
     if documents is None:
-        return model.transposed_prefix_lists(batch, heads, keys_of_model(keys), **sizes)
+        return model.transposed_prefix_lists(batch, heads, keys_of_model(keys), **sizes, first_row=first_row)
     # Every tile chooses the blocks of its document
     blocks = torch.arange(-(-num_keys // width))
     of_block = torch.searchsorted(documents.bounds[ENTRY, :-1].contiguous(), blocks * width, right=True) - 1
