@@ -208,29 +208,37 @@ def last_queries(inputs: NSAInputs, first: int) -> NSAInputs:
     return replace(inputs, q=inputs.q[:, first:], gates=gates)
 
 
-@pytest.mark.parametrize("batch", [1, 2], ids=["phases", "lists"])
-@pytest.mark.parametrize(("first", "tokens"), [(256, 257), (256, 540), (512, 520), (512, 700)])
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"compress_stride": 8},
-        {"compress_stride": 5},
-        {"compress_block_size": 64},
-        {"compress_block_size": 512},
-        {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
-        {"select_block_size": 192},
-        {"window_size": 0},
-        {"window_size": 2**31 - 1},
-    ],
-    ids=str,
+    ("arch", "batch", "at", "changes"),
+    cases.product(
+        RULES,
+        [1, 2],
+        [(256, 257), (256, 540), (512, 520), (512, 700)],
+        [
+            {},
+            {"compress_stride": 8},
+            {"compress_stride": 5},
+            {"compress_block_size": 64},
+            {"compress_block_size": 512},
+            {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
+            {"select_block_size": 192},
+            {"window_size": 0},
+            {"window_size": 2**31 - 1},
+        ],
+        cover=2,
+    ),
+    indirect=["arch"],
 )
-def test_last_queries(changes: dict[str, Any], first: int, tokens: int, batch: int, arch: str) -> None:
+def test_last_queries(changes: dict[str, Any], at: tuple[int, int], batch: int, arch: str) -> None:
+    """The compressed branch by phases for one sequence, by lists for two."""
+    first, tokens = at
     check(last_queries(some_inputs(tokens, batch=batch), first), replace(SOME, **changes))
 
 
 @pytest.mark.parametrize(
-    "names", [("gate_proj_weight",), ("w_k_compress",), ("k_cmp", "v_cmp"), ("k_win", "v_win"), ("gates",)]
+    "names",
+    [("gate_proj_weight",), ("gates",), ("w_k_compress",), ("k_cmp", "v_cmp"), ("k_win", "v_win")],
+    ids="+".join,
 )
 def test_optional_tensors_of_last_queries(names: tuple[str, ...], arch: str) -> None:
     check(last_queries(extras(some_inputs(300), names), 256), SOME)
