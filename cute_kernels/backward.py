@@ -349,6 +349,7 @@ def backward_selected(
             size=size,
             causal=causal,
             scale=plan.scale,
+            first_token=plan.first_row,
             dq=gradients.dq,
             dk=gradients.dk,
             dv=gradients.dv,
@@ -374,13 +375,17 @@ def backward_window(
         local: local blocks of the selected branch, whose gradients are added here (`local_selected`).
     """
     left, right = window_reach(plan.config.window_size, plan.config.causal, gradients.k.shape[1])
-    unseen = max(0, plan.first_row - left)
-    if unseen > 0:  # keys that no row's window reaches
+    takes_atomic_free = _takes_atomic_free_window(plan)
+    unseen = max(0, plan.first_row - left)  # keys that no row's window reaches
+    if takes_atomic_free:
+        whole = TILE if local is None else local.size
+        unseen = unseen // whole * whole
+    if unseen > 0:
         for name in ("dk", "dv"):
             getattr(gradients, name)[:, :unseen] = 0
         reached = {name: getattr(gradients, name)[:, unseen:] for name in ("k", "v", "dk", "dv")}
         gradients = replace(gradients, **reached)
-    if _takes_atomic_free_window(plan):
+    if takes_atomic_free:
         window_backward(
             gradients.q,
             gradients.k,
@@ -391,6 +396,7 @@ def backward_window(
             left=left,
             scale=plan.scale,
             into=(gradients.dq, gradients.dk, gradients.dv),
+            first_token=plan.first_row - unseen,
             local_selected=local,
         )
         return
@@ -416,7 +422,7 @@ def local_selected(chunk: Call, gated: GateResults) -> LocalSelected | None:
 
 def _takes_atomic_free_window(plan: Plan) -> bool:
     """Whether attend/window_backward.py takes the window."""
-    return plan.atomic_free and plan.config.causal and plan.documents is None
+    return plan.atomic_free and plan.config.causal and plan.documents is None and plan.first_row % TILE == 0
 
 
 class ListChunk(NamedTuple):

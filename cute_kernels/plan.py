@@ -149,7 +149,7 @@ def prepare(
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     if inputs.cu_seqlens is None:
         entries, first = config.num_compressed(inputs.k.shape[1]), inputs.first_token
-        plan = _plan(config, rules, dims, entries, atomic_free and first == 0, query_outer)
+        plan = _plan(config, rules, dims, entries, atomic_free, query_outer)
         return Call(inputs, inputs, replace(plan, first_row=first) if first else plan, saved_cmp)
     inputs, attended, documents = _unpack(inputs, config, rules)
     plan = _plan(config, rules, dims, None, atomic_free, query_outer)

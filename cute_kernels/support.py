@@ -155,8 +155,6 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
         got = f"D={dims[0]}, D_v={dims[1]}"
     elif inputs.cu_seqlens is not None:
         got = "cu_seqlens"
-    elif inputs.first_token and not config.token_mode:
-        got = f"q_start={inputs.first_token} and q_tile_size={config.q_tile_size}"
     elif inputs.first_token % config.stride:
         got = f"q_start={inputs.first_token}, stride={config.stride}"
     elif config.num_cmp_selected_blocks is not None:
@@ -166,9 +164,8 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
     if got is None:
         return None
     return (
-        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens, q_start and "
-        "num_cmp_selected_blocks, and a stride that divides compress_block_size (and q_start, which q_tile_size=1 "
-        f"takes), got {got}"
+        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens and "
+        f"num_cmp_selected_blocks, and a stride that divides compress_block_size and q_start, got {got}"
     )
 
 

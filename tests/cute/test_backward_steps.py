@@ -14,7 +14,7 @@ from cute_kernels.fa4 import interface as fa4
 from nsa import NSAConfig, reference
 from nsa.inputs import NSAInputs
 from tests.support import backward_twins as twins
-from tests.support import cases
+from tests.support import cases, forward_twins
 from tests.support.helpers import make_inputs
 
 RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
@@ -36,13 +36,13 @@ def oracle(inputs: NSAInputs, config: NSAConfig, do: Tensor, **fixed: Any) -> di
     return dict(zip(wanted, gradients, strict=True))
 
 
-def check(inputs: NSAInputs, config: NSAConfig) -> None:
+def check(inputs: NSAInputs, config: NSAConfig, **how: Any) -> None:
     out, aux = reference.nsa(inputs, config)
     do = torch.randn_like(out)
     saved = twins.saved(inputs, config, aux).to_list()
     like = forward.nsa_saved_like(inputs, config, recompute=False)
     assert [tensor.shape for tensor in saved] == [tensor.shape for tensor in like]
-    got = backward.nsa_backward(inputs, config, saved, do)
+    got = backward.nsa_backward(inputs, config, saved, do, **how)
     fixed = {} if inputs.packed else {"indices": aux.indices, "cmp_indices": aux.cmp_indices}
     expected = oracle(inputs, config, do, **fixed)
     assert set(got) == set(expected)
@@ -254,13 +254,30 @@ def test_lists_of_last_queries_in_chunks(
     check(last_queries(some_inputs(1100), 512), replace(SOME, **changes))
 
 
+@pytest.mark.parametrize("v_dim", [2, 4])
 @pytest.mark.parametrize("batch", [1, 2], ids=["phases", "lists"])
 @pytest.mark.parametrize(
-    ("first", "tokens"), [(1, 2), (63, 200), (64, 65), (300, 540), (299, 540), (304, 540), (304, 310)]
+    ("first", "tokens"), [(1, 2), (63, 200), (64, 65), (300, 540), (299, 540), (304, 540), (304, 310), (448, 700)]
 )
-def test_last_queries_of_token_mode(first: int, tokens: int, batch: int, arch: str) -> None:
-    """Any start; phases from multiples of the stride."""
-    check(last_queries(some_inputs(tokens, batch=batch), first), PAPER)
+def test_last_queries_of_token_mode(first: int, tokens: int, batch: int, v_dim: int, arch: str) -> None:
+    """Any start; phases from multiples of the stride, the window with local blocks from multiples of its tiles."""
+    inputs = make_inputs(tokens, heads=4, kv_heads=2, dim=4, v_dim=v_dim, batch=batch, seed=tokens)
+    check(last_queries(inputs, first), PAPER)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("first", [0, 256, 512])
+@pytest.mark.parametrize(
+    "changes", [{}, {"select_block_size": 128}, {"share_heads_in_group": True, "window_size": 300}], ids=str
+)
+def test_kernels_without_atomics(
+    changes: dict[str, Any], first: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What D = D_v takes on Hopper, for all queries and for the last ones."""
+    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    monkeypatch.setattr(plan, "chosen_lists", forward_twins.chosen_lists)
+    inputs = last_queries(make_inputs(700, heads=4, kv_heads=2, dim=4, v_dim=4, batch=2, seed=1), first)
+    check(inputs, replace(SOME, **changes), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("config", [SOME, PAPER], ids=["tile", "token"])
