@@ -662,6 +662,9 @@ class Cta:
         if what in ("shl", "shr"):
             x, by = self.get(operands[1], kind), self.get(operands[2], "u4").astype(kind)
             return x << by if what == "shl" else x >> by
+        if name[:3] == ("shf", "l", "wrap"):
+            low, high, by = (self.get(operand, "u4").astype("u8") for operand in operands[1:])
+            return (high << 32 | low) << by % 32 >> 32
         x = [self.get(operand, kind) for operand in operands[1:]]
         if name[1] == "hi":
             product = np.asarray(x[0], object) * np.asarray(x[1], object)
