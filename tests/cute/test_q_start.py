@@ -244,7 +244,7 @@ def test_nothing_depends_on_later_tokens(config: NSAConfig, strategy: str) -> No
     "config", [NSAConfig(), NSAConfig(q_tile_size=1, num_init_blocks=1, num_local_blocks=2)], ids=["tile", "token"]
 )
 def test_more_than_two_billion_elements_of_keys(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk at the end of them, against fp64, with its shares of dk and dv: 120 GiB, most of it fp32 sums of dk, dv."""
+    """A chunk at the end of them, against fp64, with its shares of dk and dv; in 120 GiB, for fp32 sums of both."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     tokens, rows = (1 << 31) // (KV_HEADS * DIM) + 4 * TILE, 2 * TILE
     start, generator = tokens - rows, torch.Generator("cuda").manual_seed(0)
