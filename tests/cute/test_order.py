@@ -12,7 +12,19 @@ import pytest
 import torch
 
 from tests.support.ptx import Launch, Program, clocks
-from tests.support.ptx.clocks import END, INIT, PHASE, PIPELINE, PROXY, RACE, REGISTER_FENCE, REGISTERS, REUSE, Clocks
+from tests.support.ptx.clocks import (
+    END,
+    INIT,
+    LANES_RACE,
+    PHASE,
+    PIPELINE,
+    PROXY,
+    RACE,
+    REGISTER_FENCE,
+    REGISTERS,
+    REUSE,
+    Clocks,
+)
 from tests.support.ptx.order import Order, RaceError
 
 Step = Callable[[Clocks], None]
@@ -149,6 +161,27 @@ def test_order_is_handed_on() -> None:
     assert not run(*steps, warps=3)
     for left_out in (1, 2):
         assert run(*[None if i == left_out else step for i, step in enumerate(steps)], warps=3) == only(RACE, 0, 3)
+
+
+@pytest.mark.parametrize("between", ["nothing", "bar.warp.sync", "barrier"])
+def test_lanes_of_a_warp_need_a_barrier_between_their_accesses(between: str) -> None:
+    def access(writes: bool, *lanes: int) -> Step:
+        cells, of = np.repeat(HERE, len(lanes)), np.tile(np.array(lanes), len(HERE))
+        return lambda clocks: (clocks.writes if writes else clocks.reads)(0, cells, 0, of)
+
+    def meets_here(of: Clocks) -> None:
+        of.sync([0])
+        if between == "barrier":
+            meets(of)
+
+    step = None if between == "nothing" else meets_here
+    found = only(LANES_RACE, 0, 2) if step is None else []
+    assert run(access(True, 1), step, access(False, 2)) == found
+    assert run(access(True, 1), step, access(True, 2)) == found
+    assert run(access(False, 1), step, access(True, 2)) == found
+    assert run(access(False, 1, 2), step, access(True, 2)) == found
+    assert not run(access(True, 1), step, access(False, 1), access(True, 1))
+    assert not run(access(False, 1), step, access(False, 2))
 
 
 def test_atomics_are_in_any_order_with_each_other_alone() -> None:
@@ -535,7 +568,7 @@ shl.b32 %r4, %r1, 4;
 add.u32 %r4, %r4, %r3;
 ld.param.u64 %rd1, [kernel_param_0];
 """
-"""p1: warp 0, p2: its first thread, p3: that of warp 1, p4: warp 4, p5: nobody; r4: each thread's 16 bytes from r3 on."""
+"""p1: warp 0, p2: its first thread, p3: that of warp 1, p4: warp 4, p5: nobody; r4: a thread's 16 bytes from r3 on."""
 TILE = 64 << 32 | 1 << 46
 """A descriptor of rows of 128 bytes at the start of shared memory, without the kind of swizzle."""
 
@@ -549,6 +582,15 @@ class Sample(NamedTuple):
 
 
 SAMPLES = {
+    "lanes": Sample(
+        """
+        st.shared.b32 [%r4], %r1;
+        bar.warp.sync -1; // together
+        ld.shared.b32 %r9, [%r3];
+        """,
+        32,
+        {"together": (LANES_RACE, "st.shared", "ld.shared")},
+    ),
     "barrier": Sample(
         """
         @%p1 st.shared.b32 [%r4], %r1;
@@ -620,7 +662,7 @@ SAMPLES = {
         """,
         160,
         {
-            "allocated": (RACE, "tcgen05.alloc", "ld.shared"),
+            "allocated": (LANES_RACE, "tcgen05.alloc", "ld.shared"),  # before the warps are compared
             "stored": (RACE, "tcgen05.st", "tcgen05.ld"),
             "handed on": (RACE, "tcgen05.st", "tcgen05.ld"),
             "loaded": (RACE, "tcgen05.ld", "tcgen05.dealloc"),
@@ -646,7 +688,7 @@ SAMPLES = {
         64,
         {
             "visible": (PROXY, "st.shared", "tcgen05.mma"),
-            "written": (RACE, "tcgen05.alloc", "ld.shared"),
+            "written": (LANES_RACE, "tcgen05.alloc", "ld.shared"),
             "done": (RACE, "tcgen05.mma", "st.shared.b32 [%r4], %r2"),
         },
     ),

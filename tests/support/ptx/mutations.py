@@ -8,8 +8,8 @@ What is executed and not noticed must change nothing. Why, is told by what the i
     FIRST       a wait for the phase before an mbarrier's first: nobody has used its stage yet
     KNOWN       a wait for what its warps knew already
     WRITTEN     a proxy fence behind which its warps have written nothing
-    COVERED     a fence of mbarrier.init, or a barrier of threads, before another one of the same warps, without anything
-                between them that it might order
+    COVERED     a fence of mbarrier.init, or a barrier of threads, before another one of the same warps, and nothing
+                between them
     LAST        a wait behind which its warps access nothing, nor hand on to who does
     UNHEARD     an arrival for which nobody waits who accesses anything then
     ALIGNED     bar.warp.sync where the warp has done nothing since it last was together
@@ -179,11 +179,11 @@ def noticed(mutant: Program, case: Case, known: set[Key]) -> str:
 class Event(NamedTuple):
     warps: tuple[int, ...]
     kind: str
-    """access, arrival, wait, release (of a barrier of threads); or, of what fences are for: init fence, use of mbarriers
-    by the async proxy, register fence, use of registers, multiply."""
+    """access, arrival, wait, release (of a barrier of threads); or, of what fences are for: init fence, use of
+    mbarriers by the async proxy, register fence, use of registers, multiply."""
     at: int
     what: Any = None
-    """Of arrival, wait and release: the barrier and its phase, or the warps' group and its number. Of registers: names."""
+    """Of arrival, wait and release: the barrier and its phase, or the warps' groups and which. Of registers: names."""
 
 
 class Effects(Order):

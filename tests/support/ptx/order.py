@@ -105,11 +105,15 @@ class Order(Observer):
 
     def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
         clocks, cta = self.clocks, threads.cta.rank
-        access = {"read": clocks.reads, "write": clocks.writes, "atomic": clocks.adds}[kind]
-        places = np.asarray(places)
+        places, lanes = np.asarray(places), threads.lanes
         for warp, own in zip(self._warps(threads), threads.warps, strict=True):
-            mine = places if len(threads.warps) == 1 else places[threads.warp_of == own]
-            access(warp, np.unique(shared_cells(mine, size)), cta)
+            of_warp = threads.warp_of == own
+            cells = shared_cells(places[of_warp], size)
+            if kind == "atomic":
+                clocks.adds(warp, cells, cta)
+            else:
+                access = clocks.reads if kind == "read" else clocks.writes
+                access(warp, cells, cta, np.repeat(lanes[of_warp], len(cells) // len(lanes[of_warp])))
 
     def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
         of = self.program.instructions[threads.cta.pc]
@@ -233,8 +237,12 @@ class Order(Observer):
 
     # Barriers of threads
 
+    def syncs_warps(self, threads: Threads) -> None:
+        self.clocks.sync(self._warps(threads))
+
     def arrives_at(self, threads: Threads, number: int) -> None:
         self.clocks.arrive((threads.cta.rank, number), self._warps(threads))
+        self.clocks.sync(self._warps(threads))
 
     def releases(self, cta: Cta, number: int, warps: list[int]) -> None:
         self.clocks.release((cta.rank, number), [cta.rank * self.warps + warp for warp in warps])
