@@ -1,4 +1,4 @@
-"""The kernels of attention per token, as the compiler's PTX, interpreted on a CPU (ptx/), against fp64."""
+"""The kernels of attention per token, as the compiler's PTX, interpreted on a CPU, against fp64."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from tests.support import cases
 from tests.support.helpers import assert_rounded_once
 from tests.support.kv_outer_cases import GATES, forward_from, make, small_chunks
-from tests.support.ptx import Observer, Schedule, interpret_kernels
-from tests.support.ptx.order import Order
+from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

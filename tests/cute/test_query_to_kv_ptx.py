@@ -1,4 +1,4 @@
-"""The kernels of query_to_kv.py, as the compiler's PTX, interpreted on a CPU (tests/support/ptx/), against the definition.
+"""The kernels of query_to_kv.py, as the compiler's PTX, interpreted on a CPU, against the definition.
 
 Tiles of few rows and blocks of few keys, so that every length ends and begins somewhere else in them.
 """

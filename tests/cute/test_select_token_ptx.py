@@ -1,4 +1,4 @@
-"""The kernel of token.py, as the compiler's PTX, interpreted on a CPU (tests/support/ptx/), against the reference."""
+"""The kernel of token.py, as the compiler's PTX, interpreted on a CPU, against the reference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A GPU that interprets: cute_kernels' and FlashAttention-4's host code and kernels run on CPU tensors.
 
-Everything in Python is real, and so are the kernels that it chooses, their host side and their PTX (tests/support/ptx/).
+All Python is real, and so are the kernels that it chooses: their host side and their PTX (tests/support/ptx/).
 Only what asks a driver is answered here: capability, multiprocessors, whether a tensor is on a GPU. Launches run one
 after the other, so side streams do nothing.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability, has_warpgroups, multiprocessors
-from tests.support.ptx.compiled import Artefacts, Interpreted, Schedule, compiling, interpret_kernels, kept
+from tests.support.ptx.compiled import LATE, Artefacts, Interpreted, Schedule, compiling, interpret_kernels, kept
 
 MODULES = ("backward", "forward", "neighborhood")
 """Of cute_kernels, which import all others."""
@@ -40,7 +40,7 @@ GPUS = {"sm_90": Gpu("sm_90a", 90, 132), "sm_100": Gpu("sm_100a", 100, 148)}
 
 
 @contextmanager
-def interpreted_gpu(arch: str, schedule: Schedule = Schedule()) -> Iterator[None]:
+def interpreted_gpu(arch: str, schedule: Schedule = LATE) -> Iterator[None]:
     """Inside, calls with CPU tensors run as on a GPU of GPUS."""
     gpu = GPUS[arch]
     for name in MODULES:

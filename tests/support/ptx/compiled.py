@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from tests.support.ptx.host import flat, host_part, launches_of
+from tests.support.ptx.host import flat, launches_of
+from tests.support.ptx.ir import host_part
 from tests.support.ptx.observer import Observer
 from tests.support.ptx.program import Program
 
@@ -46,11 +47,14 @@ class Schedule(NamedTuple):
     """Of each launch its own."""
 
 
+LATE = Schedule()
+
+
 class Interpreted(NamedTuple):
     """In place of a compiled function."""
 
     artefacts: Artefacts
-    schedule: Schedule = Schedule()
+    schedule: Schedule = LATE
 
     def __call__(self, *arguments: Any) -> None:
         """Args: as the compiled function takes them, tensors on the CPU, without a stream."""
@@ -76,7 +80,7 @@ def program(ptx: str) -> Program:
 
 
 def interpret(
-    compiled: Callable[..., Any], *how: Any, arch: str = "sm_90a", schedule: Schedule = Schedule(), **named: Any
+    compiled: Callable[..., Any], *how: Any, arch: str = "sm_90a", schedule: Schedule = LATE, **named: Any
 ) -> Interpreted:
     """What a `compiled_once` function compiles for these arguments and an architecture."""
     from cute_kernels.runtime import disk_cache
@@ -94,7 +98,7 @@ def interpret(
 
 
 def interpret_kernels(
-    patch: pytest.MonkeyPatch, modules: Iterable[ModuleType], arch: str = "sm_90a", schedule: Schedule = Schedule()
+    patch: pytest.MonkeyPatch, modules: Iterable[ModuleType], arch: str = "sm_90a", schedule: Schedule = LATE
 ) -> None:
     """Replaces the `compiled_once` functions that modules of cute_kernels have."""
     from cute_kernels.runtime import jit
@@ -116,7 +120,6 @@ def compiling(arch: str, handle: Callable[[Callable[[], Artefacts]], Any]) -> It
         handle: is given a function that compiles, and returns what cute.compile is to return.
     """
     import cutlass.cute as cute
-
     from cutlass.cutlass_dsl import CuTeDSL
 
     real = getattr(cute.compile, "__wrapped__", cute.compile)

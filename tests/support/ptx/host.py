@@ -1,11 +1,11 @@
 """The host side of a compiled kernel, interpreted: from its IR and torch tensors to the launches it asks for.
 
-    operations of the last function, one after the other -> values: numbers, tuples, layouts, views of memory
+    operations of the host function, one after the other -> values: numbers, tuples, layouts, views of memory
     cuda.launch_ex -> a Launch: grid, parameters as bytes, tensor maps
 
-CuTe DSL writes the IR itself (`--keep-ir`). Types carry all that is static: where a type has no '?', the value of an
-operation of the `cute` dialect is its type, and what is computed must agree with its type otherwise. Whatever is not
-known here raises NotImplementedError; what the host prints as an error, or does not fit its types, ValueError.
+Where a type has no '?', the value of an operation of the `cute` dialect is its type; whatever is computed must agree
+with its type. What is not known here raises NotImplementedError; what the host prints as an error, and what does not
+fit its type, ValueError.
 """
 
 from __future__ import annotations
@@ -13,402 +13,38 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tests.support.ptx import tensor_map
+from tests.support.ptx.ir import (
+    FIXED,
+    Atom,
+    Basis,
+    Composed,
+    Coordinates,
+    Dynamic,
+    Layout,
+    Module,
+    Operation,
+    View,
+    dynamic,
+    fill,
+    layout_of,
+    leaves,
+    split,
+    template,
+)
 from tests.support.ptx.launch import Launch
+from tests.support.ptx.parameters import packed
 from tests.support.ptx.tensor_map import TensorMap
 
 ITEMS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i32": torch.int32, "i64": torch.int64}
 """Elements of tensors, as the IR names them."""
-FIXED = re.compile(r"!cute\.(layout|composed_layout|shape|stride|int_tuple|arith_tuple_iter|coord|tile|swizzle)<")
-"""Types whose value is known where nothing of them is dynamic."""
-
-
-# Types and values
-
-
-class Dynamic(NamedTuple):
-    """A leaf of a type that is known at run time: '?', '?{i64 div=8}'."""
-
-    bits: int = 32
-    divisor: int = 1
-
-
-class Basis(NamedTuple):
-    """A leaf of strides that leads to coordinates: 16@1@0 is 16 along mode 1 of mode 0."""
-
-    factor: int
-    modes: tuple[int, ...]
-
-
-class Layout(NamedTuple):
-    shape: Any
-    """An int, or a tuple of such."""
-    stride: Any
-
-
-class Composed(NamedTuple):
-    """A layout whose offsets are swizzled, as the IR writes that: S<3,4,3> o 0."""
-
-    swizzle: str
-    layout: Layout
-
-
-class View(NamedTuple):
-    """A tensor in memory."""
-
-    address: int
-    layout: Layout
-
-
-class Coordinates(NamedTuple):
-    """A tensor of coordinates."""
-
-    first: Any
-    layout: Layout
-
-
-class Atom(NamedTuple):
-    """What a kernel is given of an instruction."""
-
-    operands: tuple[Any, ...]
-    types: tuple[str, ...]
-
-
-class Configuration:
-    """Of a launch."""
-
-    def __init__(self, block: Any, grid: Any, shared_bytes: int) -> None:
-        self.block, self.grid, self.shared_bytes = block, grid, shared_bytes
-        self.cluster = (1, 1, 1)
-
-
-class Operation(NamedTuple):
-    results: list[str]
-    name: str
-    text: str
-    """Behind the name, up to the types."""
-    operands: list[str]
-    types: str
-    regions: list[Any]
-    """Lists of operations."""
-
-    @property
-    def result_types(self) -> list[str]:
-        """As far as the IR says them."""
-        parts = split(self.types, "->" if "->" in self.types else " to ")
-        if len(parts) < 2 and self.name not in TELL_RESULTS:
-            return []
-        result = parts[-1]
-        return split(result[1:-1], ",") if result[0] == "(" else [result]
-
-    @property
-    def operand_types(self) -> list[str]:
-        operands = split(self.types, "->")[0]
-        return [x for part in split(operands, ",") for x in (split(part[1:-1], ",") if part[:1] == "(" else [part])]
-
-
-def split(text: str, by: str) -> list[str]:
-    """Parts between separators outside of all brackets and quotes."""
-    parts, depth, start, at, quoted = [], 0, 0, 0, False
-    while at < len(text):
-        if text[at] == '"':
-            quoted = not quoted
-        elif quoted:
-            pass
-        elif text.startswith(by, at) and depth == 0:
-            parts.append(text[start:at].strip())
-            at += len(by)
-            start = at
-            continue
-        elif text.startswith("->", at):
-            at += 1
-        elif text[at] in "(<[{":
-            depth += 1
-        elif text[at] in ")>]}":
-            depth -= 1
-        at += 1
-    return [*parts, text[start:].strip()] if text[start:].strip() or parts else []
-
-
-MAKE = ("layout", "composed_layout", "ordered_layout", "identity_layout", "view", "tiled_mma", "tiled_copy")
-KEPT = re.compile(r"^!|^ *cuda\.kernel @|cute\.memref\.alloca\(\) {smem")
-TELL_RESULTS = ("cute.static", *(f"cute.make_{name}" for name in MAKE))
-"""Operations that are written with the type of their result alone."""
-LEAF = re.compile(r"\?(?:\{([^}]*)\})?|(-?\d+)((?:@\d+)*)|_")
-
-
-@lru_cache(4096)
-def tuple_of(text: str) -> Any:
-    """What a type says of a tuple: ints, Basis, Dynamic, None for '_', and tuples of these."""
-    text = text.strip()
-    if text[0] == "(":
-        return tuple(map(tuple_of, split(text[1:-1], ",")))
-    match = LEAF.fullmatch(text)
-    if match is None:
-        raise NotImplementedError(f"{text!r} in a type")
-    if text == "_":
-        return None
-    if text[0] == "?":
-        facts = (match[1] or "").split()
-        bits = next((int(fact[1:]) for fact in facts if re.fullmatch(r"i\d+", fact)), 32)
-        divisor = next((int(fact.removeprefix("div=")) for fact in facts if fact.startswith("div=")), 1)
-        return Dynamic(bits, divisor)
-    return Basis(int(match[2]), tuple(map(int, match[3][1:].split("@")))) if match[3] else int(match[2])
-
-
-def layout_of(text: str) -> Layout:
-    shape, stride = split(text, ":")
-    return Layout(tuple_of(shape), tuple_of(stride))
-
-
-def tile_of(text: str) -> Any:
-    """A layout, None for '_', or a tuple of these."""
-    if text[0] == "[":
-        return tuple(map(tile_of, split(text[1:-1], ";")))
-    return None if text == "_" else layout_of(text)
-
-
-def quoted(type_: str) -> list[str]:
-    return re.findall(r'"([^"]*)"', type_)
-
-
-def template(type_: str) -> Any:
-    """The value that a type tells, with Dynamic leaves."""
-    kind = type_.partition("<")[0]
-    if kind in ("!cute.shape", "!cute.stride", "!cute.int_tuple", "!cute.coord", "!cute.arith_tuple_iter"):
-        return tuple_of(quoted(type_)[0])
-    if kind == "!cute.layout":
-        return layout_of(quoted(type_)[0])
-    if kind == "!cute.tile":
-        return tile_of(quoted(type_)[0])
-    if kind == "!cute.memref":
-        return View(Dynamic(64), layout_of(quoted(type_)[-1]))  # type: ignore[arg-type]
-    if kind == "!cute.coord_tensor":
-        first, layout = quoted(type_)
-        return Coordinates(tuple_of(first), layout_of(layout))
-    if kind in ("!cute.i32", "!cute.i64"):
-        divisor = re.search(r"divby (\d+)", type_)
-        return Dynamic(int(kind[-2:]), int(divisor[1]) if divisor else 1)
-    if re.fullmatch(r"i\d+", kind):
-        return Dynamic(int(kind[1:]))
-    if kind == "!cute.composed_layout":
-        swizzle, _, layout = quoted(type_)[0].rpartition(" o ")
-        if "?" in swizzle:
-            raise NotImplementedError(f"a value of type {type_}")
-        return Composed(swizzle, layout_of(layout))
-    if kind == "!cute.swizzle":
-        return quoted(type_)[0]
-    raise NotImplementedError(f"a value of type {type_}")
-
-
-def leaves(x: Any) -> Iterator[Any]:
-    if isinstance(x, tuple) and not isinstance(x, (Dynamic, Basis)):
-        for part in x:
-            yield from leaves(part)
-    else:
-        yield x
-
-
-def is_fixed(type_: str) -> bool:
-    return bool(FIXED.match(type_)) and "?" not in type_
-
-
-def fill(pattern: Any, numbers: Iterator[int]) -> Any:
-    """With numbers for Dynamic leaves."""
-    if isinstance(pattern, Dynamic):
-        return next(numbers)
-    if isinstance(pattern, tuple) and not isinstance(pattern, Basis):
-        parts = [fill(part, numbers) for part in pattern]
-        return type(pattern)(*parts) if hasattr(pattern, "_fields") else tuple(parts)
-    return pattern
-
-
-def dynamic(pattern: Any, value: Any) -> Iterator[tuple[int, Dynamic]]:
-    """What is dynamic of a value, in order. Raises ValueError where the value is not of its type."""
-    if isinstance(pattern, Dynamic):
-        if isinstance(value, tuple) or value % pattern.divisor:
-            raise ValueError(f"{value} is not a multiple of {pattern.divisor}")
-        if not -(1 << pattern.bits - 1) <= value < 1 << pattern.bits:
-            raise ValueError(f"{value} does not fit {pattern.bits} bits")
-        yield value, pattern
-    elif isinstance(pattern, tuple) and not isinstance(pattern, Basis):
-        if not isinstance(value, tuple) or len(pattern) != len(value):
-            raise ValueError(f"{value} is not {pattern}")
-        for part, of in zip(pattern, value, strict=True):
-            yield from dynamic(part, of)
-    elif pattern != value:
-        raise ValueError(f"{value} where {pattern} is compiled in")
-
-
-# Parameters of kernels
-
-
-class Packed(NamedTuple):
-    """Bytes as a struct of C has them."""
-
-    data: bytes
-    alignment: int
-
-
-def structure(parts: Iterable[Packed]) -> Packed:
-    data, alignment = b"", 1
-    for part in parts:
-        data += bytes(-len(data) % part.alignment) + part.data
-        alignment = max(alignment, part.alignment)
-    return Packed(data + bytes(-len(data) % alignment), alignment)
-
-
-def integer(value: int, bits: int) -> Packed:
-    size = max(1, bits // 8)
-    return Packed((value & (1 << 8 * size) - 1).to_bytes(size, "little"), size)
-
-
-def integers(pattern: Any, value: Any) -> Packed:
-    return structure(integer(number, of.bits) for number, of in dynamic(pattern, value))
-
-
-def divisor(number: int) -> Packed:
-    """What n // number needs: (t + (n - t >> s1)) >> s2 for the upper half t of the product n m.
-
-    Granlund and Montgomery, Division by invariant integers using multiplication (PLDI 1994), figure 4.1.
-    """
-    if not 1 <= number < 1 << 31:
-        raise ValueError(f"a fast division by {number}")
-    bits = (number - 1).bit_length()
-    multiplier = (1 << 32) * ((1 << bits) - number) // number + 1
-    return Packed(struct.pack("<iIBBxx", number, multiplier, min(bits, 1), max(bits - 1, 0)), 4)
-
-
-def packed(type_: str, value: Any, maps: list[TensorMap]) -> Packed | None:
-    """A kernel's parameter; None: nothing of it is left at run time."""
-    if isinstance(value, TensorMap):
-        maps.append(value)
-        return Packed(tensor_map.blob(len(maps) - 1), 64)
-    if isinstance(value, Atom):
-        parts = [packed(t, x, maps) for t, x in zip(value.types, value.operands, strict=True)]
-        return structure(part for part in parts if part is not None) if parts else None
-    if type_.startswith("!cute.fast_divmod_divisor<32>"):
-        return divisor(value)
-    if type_ == "f32":
-        return Packed(struct.pack("<f", value), 4)
-    if vector := re.fullmatch(r"vector<(\d+)x(i\d+)>", type_):
-        bits = int(vector[2][1:])
-        data = b"".join(integer(number, bits).data for number in value)
-        return Packed(data, len(data))
-    pattern = template(type_)
-    if isinstance(pattern, Composed):
-        pattern, value = pattern.layout, value.layout
-    if isinstance(pattern, View):
-        shape, stride = (integers(*x) for x in zip(pattern.layout, value.layout, strict=True))
-        return structure([integer(value.address, 64), structure([shape, stride])])
-    if isinstance(pattern, Coordinates):
-        parts_ = [
-            integers(pattern.first, value.first),
-            *(integers(*x) for x in zip(pattern.layout, value.layout, strict=True)),
-        ]
-        whole = structure(parts_)
-    elif isinstance(pattern, Layout):
-        whole = structure(integers(*x) for x in zip(pattern, value, strict=True))
-    else:
-        whole = integers(pattern, value)
-    return whole if whole.data else None
-
-
-# Operations
-
-
-def parse(text: str) -> list[Operation]:
-    """Operations of a function's body."""
-    lines = iter(text.splitlines())
-    return _block(lines)
-
-
-def _block(lines: Iterator[str]) -> list[Operation]:
-    """Up to the closing brace; raises StopIteration's meaning by returning at the end."""
-    operations: list[Operation] = []
-    for line in lines:
-        line = line.strip()
-        if not line:
-            continue
-        if line == "}":
-            return operations
-        if line == "} else {":
-            operations.append(Operation([], "else", "", [], "", []))
-            return operations
-        opens = line.endswith("{")
-        operation = _operation(line[:-1] if opens else line)
-        while opens:
-            region = _block(lines)
-            opens = bool(region) and region[-1].name == "else"
-            operation.regions.append(region[:-1] if opens else region)
-        operations.append(operation)
-    return operations
-
-
-def _operation(line: str) -> Operation:
-    match = re.fullmatch(r"(?:([%\w, :]+?) = )?([a-z_]+(?:\.[\w.]+)?)(.*)", line)
-    if match is None:
-        raise NotImplementedError(f"a line of IR: {line}")
-    results, name, rest = match.groups()
-    text, *types = split(rest, " : ")
-    found = []
-    for result in split(results or "", ","):
-        of, _, count = result.partition(":")
-        found += [f"{of}#{i}" for i in range(int(count))] if count else [of]
-    operands = [] if name == "scf.for" else re.findall(r"%[\w#]+", re.sub(r'"[^"]*"', "", text))
-    return Operation(found, name, text, operands, " : ".join(types), [])
-
-
-def host_part(ir: str) -> str:
-    """The IR without what kernels do: types, their allocations of shared memory, and the host function."""
-    start = ir.rindex("  func.func @cutlass___call")
-    lines = [line for line in ir[:start].splitlines() if KEPT.search(line)]
-    return "\n".join([*lines, ir[start:]])
-
-
-class Module:
-    """IR of a host function and of the kernels that it launches."""
-
-    def __init__(self, ir: str) -> None:
-        self.aliases = dict(re.findall(r"^(![\w]+) = (.*)$", ir, re.MULTILINE))
-        start = ir.rindex("func.func @cutlass___call")
-        head, _, body = ir[start:].partition(" {\n")
-        signature = head[head.index("(") + 1 : head.rindex(") -> i32")]
-        self.arguments = [
-            (name.strip(), self.resolved(of)) for name, of in (split(x, ": ") for x in split(signature, ","))
-        ]
-        self.operations = parse(self.resolved(body))
-        self.kernels = {
-            kernel.partition("(")[0]: kernel for kernel in re.split(r"^ *cuda\.kernel @", ir[:start], flags=re.M)[1:]
-        }
-
-    def resolved(self, text: str) -> str:
-        return re.sub(r"!\w+\b(?!\.)", lambda found: self.aliases.get(found[0], found[0]), text)
-
-    def shared_bytes(self, kernel: str) -> int:
-        """What a kernel's allocations of shared memory take: one partition after the other, as its PTX has them."""
-        found = []
-        for facts, of in re.findall(r"cute\.memref\.alloca\(\) {smem(.*?)} : (!.*)", self.kernels[kernel]):
-            partition = re.match(r"\.partition_id = (\d+) ", facts)
-            size = re.fullmatch(r'!cute\.memref<i8, smem, align<(\d+)>, "(\d+):1">', self.resolved(of))
-            if partition is None or size is None:
-                raise NotImplementedError(f"an allocation of shared memory: {facts} {self.resolved(of)}")
-            found.append((int(partition[1]), int(size[1]), int(size[2])))
-        total, last = 0, 0
-        for partition_, alignment, size_ in sorted(found, key=lambda one: one[0]):
-            if partition_ == last and total % alignment:
-                raise NotImplementedError(f"shared memory aligned to {alignment} bytes behind {total}")
-            total += -total % alignment + size_
-            last = partition_
-        return total
 
 
 @lru_cache(64)
@@ -435,8 +71,12 @@ def flat(arguments: Any) -> Iterator[Any]:
             yield x
 
 
-class Returned(Exception):
-    """The host function ends."""
+class Configuration:
+    """Of a launch."""
+
+    def __init__(self, block: Any, grid: Any, shared_bytes: int) -> None:
+        self.block, self.grid, self.shared_bytes = block, grid, shared_bytes
+        self.cluster = (1, 1, 1)
 
 
 class Host:
@@ -463,7 +103,7 @@ class Host:
             if operation.name in ("scf.yield", "return"):
                 return values
             types = operation.result_types
-            if operation.name.startswith("cute.") and types and all(map(is_fixed, types)):
+            if operation.has_fixed_results:
                 results = [template(of) for of in types]
             else:
                 results = self.execute(operation, values)
@@ -504,13 +144,11 @@ def argument(type_: str, given: Any) -> Any:
             raise ValueError(f"a tensor at {view.address:#x} where the host takes {type_}")
         return view
     number = getattr(given, "value", given)
-    if type_ == "f32" and isinstance(number, (int, float)):
-        return float(np.float32(number))
-    if re.fullmatch(r"i\d+", type_) and isinstance(number, int):
-        return next(dynamic(template(type_), int(number)))[0]
-    if isinstance(given, Tensor) or type(number) not in (int, float, bool):
+    if type_ != "f32" and not re.fullmatch(r"i\d+", type_):
+        raise NotImplementedError(f"an argument of type {type_}, given {shown(given)}")
+    if not isinstance(number, (int, float) if type_ == "f32" else int):
         raise ValueError(f"{shown(given)} where the host takes {type_}")
-    raise NotImplementedError(f"an argument of type {type_}, given {shown(given)}")
+    return float(np.float32(number)) if type_ == "f32" else next(dynamic(template(type_), int(number)))[0]
 
 
 def shown(x: Any) -> str:
