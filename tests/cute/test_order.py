@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.ptx import Launch, Program, clocks
+from tests.support.ptx import assembly, clocks
 from tests.support.ptx.clocks import (
     END,
     INIT,
@@ -551,22 +550,18 @@ def test_a_cta_ends_after_what_reaches_it(what: str, waited: bool) -> None:
 # Programs, of which one line is left out
 
 
-HEAD = """
-.extern .shared .align 1024 .b8 memory[];
-.visible .entry kernel(.param .u64 kernel_param_0) .reqntid {threads}, 1, 1
-{{
-.reg .pred %p<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;
-mov.u32 %r1, %tid.x;
+BEGIN = """
+mov.u32 %r1, %r0;
+mov.u32 %r3, %r2;
 shr.u32 %r2, %r1, 5;
 setp.eq.u32 %p1, %r2, 0;
 setp.eq.u32 %p2, %r1, 0;
 setp.eq.u32 %p3, %r1, 32;
 setp.eq.u32 %p4, %r2, 4;
 setp.ne.u32 %p5, %r1, %r1;
-mov.u32 %r3, memory;
 shl.b32 %r4, %r1, 4;
 add.u32 %r4, %r4, %r3;
-ld.param.u64 %rd1, [kernel_param_0];
+ld.param.b64 %rd1, [kernel_param_1];
 """
 """p1: warp 0, p2: its first thread, p3: that of warp 1, p4: warp 4, p5: nobody; r4: a thread's 16 bytes from r3 on."""
 TILE = 64 << 32 | 1 << 46
@@ -743,15 +738,14 @@ LEFT_OUT = [(name, left_out) for name, sample in SAMPLES.items() for left_out in
 def test_programs(name: str, left_out: str, late: bool) -> None:
     sample = SAMPLES[name]
     lines = [line for line in sample.text.splitlines() if not left_out or not line.endswith(f"// {left_out}")]
-    program = Program("\n".join([HEAD.format(threads=sample.threads), *lines, "ret;", "}"]))
+    body = "\n".join([BEGIN, *lines])
     memory = torch.arange(256, dtype=torch.int32)
-    launch = Launch("kernel", [struct.pack("<Q", memory.data_ptr())], (1, 1, 1), program.block, (1, 1, 1), 1 << 15, [])
     if not left_out:
-        program.launch(launch, [memory], late, observer=Order())
+        assembly.run(body, memory, threads=sample.threads, late=late, observer=Order())
         return
     kind, first, second = sample.found[left_out]
     with pytest.raises(RaceError) as raised:
-        program.launch(launch, [memory], late, observer=Order())
+        assembly.run(body, memory, threads=sample.threads, late=late, observer=Order())
     message = (
         re.escape(kind) + r" \[\d+: [^\[]*" + re.escape(first) + r".*\] where .* and \[\d+: .*" + re.escape(second)
     )

@@ -71,10 +71,21 @@ class Case:
         """As those that later runs must have."""
         self._results = [x.clone() for x in self.tensors]
 
-    def run(self, program: Program, observer: Observer | None, late: bool) -> str:
-        """What is wrong with the results; nothing: empty."""
+    def of_one_cta(self) -> Case:
+        """The same of the first CTA, or cluster, alone."""
+        self._restore()
+        case = Case(self.program, self.launch._replace(grid=self.launch.cluster), self.tensors)
+        case.program.launch(case.launch, case.tensors)
+        case.keep_results()
+        return case
+
+    def _restore(self) -> None:
         for memory, before in zip(self._memory, self._before, strict=True):
             memory[...] = before
+
+    def run(self, program: Program, observer: Observer | None, late: bool) -> str:
+        """What is wrong with the results; nothing: empty."""
+        self._restore()
         program.launch(self.launch, self.tensors, late, observer=observer)
         for number, (got, expected) in enumerate(zip(self.tensors, self._results, strict=True)):
             if not is_close(got, expected):
