@@ -183,6 +183,28 @@ def test_lanes_of_a_warp_need_a_barrier_between_their_accesses(between: str) -> 
     assert not run(access(False, 1), step, access(False, 2))
 
 
+def test_what_a_lane_has_copied_others_know_after_its_wait_and_a_barrier() -> None:
+    def copies(of: Clocks) -> None:
+        of.copy(0, HERE, 0, np.full(len(HERE), 1))
+        of.commit_copies(0)
+
+    def waits_for(of: Clocks) -> None:
+        of.wait_copies(0, 0)
+
+    def together(of: Clocks) -> None:
+        of.sync([0])
+
+    def reads_by(lane: int) -> Step:
+        return lambda of: of.reads(0, HERE, 0, np.full(len(HERE), lane))
+
+    assert not run(copies, waits_for, together, reads_by(2))
+    assert not run(copies, waits_for, reads_by(1))
+    assert run(copies, waits_for, None, reads_by(2)) == only(LANES_RACE, 0, 3)
+    assert run(copies, together, waits_for, reads_by(2)) == only(LANES_RACE, 0, 3)
+    assert run(reads_by(2), None, copies) == only(LANES_RACE, 0, 2)
+    assert not run(reads_by(2), together, copies)
+
+
 def test_atomics_are_in_any_order_with_each_other_alone() -> None:
     def adds(warp: int) -> Step:
         return lambda of: of.adds(warp, HERE)
@@ -601,7 +623,7 @@ SAMPLES = {
         cp.async.commit_group; // commit
         cp.async.wait_group 0; // wait
         bar.sync 0; // barrier
-        ld.shared.b32 %r9, [%r3];
+        @!%p1 ld.shared.b32 %r9, [%r3];
         """,
         64,
         dict.fromkeys(("commit", "wait", "barrier"), (RACE, "cp.async.cg", "ld.shared")),

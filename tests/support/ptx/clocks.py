@@ -133,6 +133,9 @@ def lane_of(cell: int) -> str:
 
 SEVERAL = 32
 """In place of a lane."""
+WRITE, READ = 0, 1
+PENDING = 1 << 30
+"""The epoch of a copy that is not waited for."""
 
 
 class Unused(NamedTuple):
@@ -147,6 +150,8 @@ class Groups:
 
     def __init__(self, agent: int) -> None:
         self.agent, self.committed, self.last = agent, 0, 0
+        self.pending: deque[tuple[int, Memory, Any]] = deque()
+        """Of cp.async: the group, and what it writes, which only the lane that waits knows to be written."""
         self.last_read: Access | None = None
         """Of shared memory, to be waited for before the CTA ends."""
 
@@ -326,29 +331,28 @@ class Clocks:
     def _access_by_threads(self, warp: int, cells: Any, cta: int, lanes: Any, writes: bool) -> None:
         access = self._generic(warp, writes)
         if lanes is not None:
-            self._compare_lanes(self.shared[cta], cells, access, lanes)
+            self._compare_lanes(warp, self.shared[cta], cells, access, lanes)
         self._access(self.shared[cta], cells, access, self.clock[warp])
 
-    def _compare_lanes(self, memory: Memory, cells: Any, access: Access, lanes: Any) -> None:
+    def _compare_lanes(self, warp: int, memory: Memory, cells: Any, access: Access, lanes: Any) -> None:
         """Between lanes of one warp, bar.warp.sync or a barrier orders accesses."""
-        warp, epoch = access.agent, self._epochs[access.agent]
-        own = warp * 64 + lanes
-        for kind in (0, 1) if access.writes else (0,):
-            last = memory.threads[kind, cells]
-            wrong = (last // 64 == warp) & (last != own) & (memory.epochs[kind, cells] == epoch)
+        own, epoch = warp * 64 + lanes, self._epochs[warp]
+        for kind in (WRITE, READ) if access.writes else (WRITE,):
+            last, when = memory.threads[kind, cells], memory.epochs[kind, cells]
+            wrong = (last // 64 == warp) & (last != own) & (when >= epoch)
             if wrong.any():
-                cell = int(cells[np.argmax(wrong)])
-                state = self.states[memory.states[cell]]
-                first = next(x for x in (state.write, *state.reads) if x and x.agent == warp and x.writes != bool(kind))
-                self._found(
-                    LANES_RACE, first, access, f"{memory.name}, {memory.place(cell)}, of lane {lanes[np.argmax(wrong)]}"
-                )
-        kind = 0 if access.writes else 1
-        last, known = memory.threads[kind, cells], memory.epochs[kind, cells] == epoch
+                place = int(np.argmax(wrong))
+                state = self.states[memory.states[cells[place]]]
+                first = state.write if kind == WRITE else next(x for x in state.reads if x.agent == warp)
+                if first is not None:
+                    where = f"{memory.name}, {memory.place(int(cells[place]))}, of lane {lanes[place]}"
+                    self._found(LANES_RACE, first, access, where)
+        kind = WRITE if access.writes else READ
+        last, when = memory.threads[kind, cells], memory.epochs[kind, cells]
         memory.threads[kind, cells] = own
-        several = (memory.threads[kind, cells] != own) | (known & (last // 64 == warp) & (last != own))
+        several = (memory.threads[kind, cells] != own) | ((when >= epoch) & (last // 64 == warp) & (last != own))
         memory.threads[kind, cells[several]] = warp * 64 + SEVERAL
-        memory.epochs[kind, cells] = epoch
+        memory.epochs[kind, cells] = epoch if access.is_generic and access.agent == warp else PENDING
 
     def sync(self, warps: Iterable[int]) -> None:
         """bar.warp.sync, or a barrier of all threads of these warps."""
@@ -474,15 +478,24 @@ class Clocks:
         for warp in warps:
             self._learns(warp, groups.agent, groups.committed - most)
 
-    def copy(self, warp: int, cells: Any, cta: int = 0) -> None:
-        """cp.async: the generic proxy writes shared memory."""
-        self._start(self._of("copies of warp", warp), self.shared[cta], cells, self.clock[warp], True, True)
+    def copy(self, warp: int, cells: Any, cta: int = 0, lanes: Any = None) -> None:
+        """cp.async: the generic proxy writes shared memory. Args: as those of `writes`."""
+        groups, memory = self._of("copies of warp", warp), self.shared[cta]
+        if lanes is not None:
+            access = Access(groups.agent, groups.committed + 1, self.point, True, True)
+            self._compare_lanes(warp, memory, cells, access, lanes)
+            groups.pending.append((groups.committed + 1, memory, cells))
+        self._start(groups, memory, cells, self.clock[warp], True, True)
 
     def commit_copies(self, warp: int) -> None:
         self._of("copies of warp", warp).committed += 1
 
     def wait_copies(self, warp: int, most: int) -> None:
-        self._wait(self._of("copies of warp", warp), [warp], most)
+        groups = self._of("copies of warp", warp)
+        self._wait(groups, [warp], most)
+        while groups.pending and groups.pending[0][0] <= groups.committed - most:
+            _, memory, cells = groups.pending.popleft()
+            memory.epochs[WRITE, cells] = np.minimum(memory.epochs[WRITE, cells], self._epochs[warp])
 
     def bulk_load(self, warp: int, key: Hashable, cells: Any, cta: int = 0, writes: bool = True) -> None:
         """cp.async.bulk into shared memory, or out of it into another CTA's: completes bytes of an mbarrier's phase."""

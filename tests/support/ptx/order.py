@@ -157,8 +157,10 @@ class Order(Observer):
                     clocks.bulk_store(warp, self._cells(region), region.cta.rank)
             elif kind == "cp.async":
                 for region in operation.writes:
-                    own = np.asarray(region.places)[threads.warp_of == warp % self.warps]
-                    clocks.copy(warp, shared_cells(own, region.size), region.cta.rank)
+                    of_warp = threads.warp_of == warp % self.warps
+                    cells = shared_cells(np.asarray(region.places)[of_warp], region.size)
+                    lanes = threads.lanes[of_warp]
+                    clocks.copy(warp, cells, region.cta.rank, np.repeat(lanes, len(cells) // len(lanes)))
             else:
                 raise NotImplementedError(f"races with {kind}")
 
@@ -194,6 +196,8 @@ class Order(Observer):
             for group, _ in self._groups(threads):
                 self.clocks.commit_products(group)
             return
+        if kind == "cp.async":
+            threads.whole_warps("cp.async.commit_group")  # whose lanes have as many groups
         for warp in self._warps(threads):
             (self.clocks.commit_copies if kind == "cp.async" else self.clocks.commit_bulk)(warp)
 
