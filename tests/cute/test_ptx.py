@@ -49,4 +49,3 @@ def test_products_of_a_row_are_the_same_bits_wherever_it_lies() -> None:
     whole = ptx.product(left, right)
     assert np.array_equal(ptx.product(left[:, ::-1], right), whole[:, ::-1])
     assert np.array_equal(ptx.product(left[1:2, 3:4], right[:, 5:6]), whole[1:2, 3:4, 5:6])
-

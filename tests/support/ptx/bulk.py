@@ -220,11 +220,15 @@ def store_tensor(program: Program, of: Instruction, reduces: str | None, rank: s
         raise unsupported(of, "a reduction")
 
     def run(threads: Threads) -> None:
+        for warp in threads.warps:
+            store(threads if len(threads.warps) == 1 else threads.some(threads.warp_of == warp))
+
+    def store(threads: Threads) -> None:
         cta = threads.cta
         columns = [threads.take(pointer), *(threads.take(key) for key in corner), address.of(threads)]
         given = {tuple(int(x[i]) for x in columns) for i in range(threads.count)}
-        if len(given) > 1 or len(threads.warps) > 1:
-            raise RuntimeError(f"several stores by TMA at once, by threads of warps {threads.warps}")
+        if len(given) > 1:
+            raise RuntimeError(f"several stores by TMA at once, by threads of warp {threads.warps[0]}")
         if reduces:
             threads.one("an addition by TMA")
         ((where, *at, shared),) = given
@@ -243,7 +247,9 @@ def start(threads: Threads, store: Store) -> None:
     threads.cta.observer.starts(threads, store.operation)
     for thread in threads.numbers.tolist():
         stores_of(threads.cta).setdefault(thread, Groups()).started.append(store)
-    if not threads.cta.cluster.late:
+    if threads.cta.cluster.late:
+        threads.cta.cluster.at_end.append(store.end)
+    else:
         store.end()
 
 

@@ -41,6 +41,8 @@ class Cluster:
     def run(self, place: tuple[int, ...]) -> None:
         """Args: which cluster of the grid, x first."""
         self.under_way: deque[Callable[[], None]] = deque()
+        self.at_end: list[Callable[[], None]] = []
+        """Operations that nobody has waited for, which may end this late."""
         self.arrived = [0 for _ in self.ctas]
         """Bits of the threads of each CTA that have arrived at barrier.cluster."""
         for cta in self.ctas:
@@ -49,6 +51,8 @@ class Cluster:
         with np.errstate(all="ignore"):
             while self._go_on():
                 pass
+        for end in self.at_end:
+            end()
         for cta in self.ctas:
             cta.end()
         self.observer.end(self.ctas)

@@ -77,7 +77,7 @@ def barrier_of(cta: Cta, address: int, remote: bool) -> Barrier:
     """Args: `remote`, whether it is a shared::cluster address, which other CTAs of the cluster may own."""
     owner, offset = cta_of(cta, address, 8) if remote else (cta, offset_in_own(cta, address, 8))
     if owner.has_ended and owner is not cta:
-        raise RuntimeError(f"mbarrier {offset:#x} of {owner}, which has returned")
+        cta.observer.reaches_returned(cta, (owner, offset))
     return barrier_at(owner, offset)
 
 

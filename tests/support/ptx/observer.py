@@ -103,6 +103,9 @@ class Observer:
     def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
         """With success: the threads know that this phase is over."""
 
+    def reaches_returned(self, cta: Cta, barrier: tuple[Cta, int]) -> None:
+        """A thread or an operation of a CTA reaches an mbarrier of another one, all of whose threads have returned."""
+
     # Barriers of threads
 
     def arrives_at(self, threads: Threads, number: int) -> None:
