@@ -19,7 +19,7 @@ other. With an `Observer`, whatever it looks for: races, in order.py. Not found:
 Instructions, modifiers and descriptors that are not here raise NotImplementedError.
 """
 
-from tests.support.ptx.compiled import PTX_CACHE, Schedule, interpret, interpret_kernels
+from tests.support.ptx.compiled import PTX_CACHE, Launched, Schedule, interpret, interpret_kernels
 from tests.support.ptx.host import launches_of
 from tests.support.ptx.launch import Launch
 from tests.support.ptx.observer import Observer, Operation, Region
@@ -31,6 +31,7 @@ from tests.support.ptx.values import bf16_bits, bf16_numbers, product
 __all__ = [
     "PTX_CACHE",
     "Launch",
+    "Launched",
     "Observer",
     "Operation",
     "Order",
