@@ -1,14 +1,19 @@
-"""The happens-before checker (tests/support/ptx/clocks.py): each rule with what it asks for, and without."""
+"""The happens-before checker (tests/support/ptx/clocks.py, order.py): each rule with what it asks for, and without."""
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
-from tests.support.ptx import clocks
+from tests.support.ptx import Launch, Program, clocks
 from tests.support.ptx.clocks import END, INIT, PHASE, PIPELINE, PROXY, RACE, REGISTER_FENCE, REGISTERS, REUSE, Clocks
+from tests.support.ptx.order import Order, RaceError
 
 Step = Callable[[Clocks], None]
 HERE = np.arange(64)
@@ -17,9 +22,9 @@ FULL, EMPTY = (0, 0x10), (0, 0x18)
 """mbarriers."""
 
 
-def run(*steps: Step | None, warps: int = 2) -> list[tuple[str, int, int]]:
+def run(*steps: Step | None, warps: int = 2, ctas: int = 1) -> list[tuple[str, int, int]]:
     """Kinds of findings, and between which of the steps. None: a step that is left out."""
-    of = Clocks(warps)
+    of = Clocks(warps, ctas)
     for point, step in enumerate(steps):
         if step is not None:
             of.point = point
@@ -326,7 +331,7 @@ def test_shared_memory_is_written_after_bulk_stores_have_read_it() -> None:
     for left_out in (1, 2):
         some = [None if i == left_out else step for i, step in enumerate(steps)]
         assert run(*some, writes(0)) == only(RACE, 0, 3)
-        assert run(*some, None, finishes) == only(END, 0, 4)
+        assert run(*some, None, finishes) == only(END, 0, 0)
 
 
 # Warpgroups
@@ -485,3 +490,227 @@ def test_ctas_of_a_cluster_have_memories_of_their_own() -> None:
     assert not [*of_clocks(False, 1)]
     assert not [*of_clocks(True, 0)]
     assert [kind for kind, *_ in of_clocks(False, 0)] == [RACE]
+
+
+@pytest.mark.parametrize("what", ["arrives", "commits", "loads"])
+@pytest.mark.parametrize("waited", [True, False])
+def test_a_cta_ends_after_what_reaches_it(what: str, waited: bool) -> None:
+    """Warp 1 of CTA 1 arrives at an mbarrier of CTA 0, or the CTA's own copy does."""
+
+    def finish(of: Clocks) -> None:
+        of.finish()
+
+    def step(of: Clocks) -> None:
+        if what == "arrives":
+            of.arrive_at(1, FULL)
+        elif what == "commits":
+            of.mma(1, [], [(of.tmem[1], RESULT)], 0)
+            of.commit_mma(1, [FULL])
+            of.arrive_committed(FULL)
+        else:
+            of.bulk_load(0, FULL, HERE)
+        of.complete(FULL)
+
+    steps = [begins(FULL), step, waits(0, FULL) if waited else None, finish]
+    assert run(*steps, ctas=2) == ([] if waited else only(END, 1, 1))
+
+
+# Programs, of which one line is left out
+
+
+HEAD = """
+.extern .shared .align 1024 .b8 memory[];
+.visible .entry kernel(.param .u64 kernel_param_0) .reqntid {threads}, 1, 1
+{{
+.reg .pred %p<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;
+mov.u32 %r1, %tid.x;
+shr.u32 %r2, %r1, 5;
+setp.eq.u32 %p1, %r2, 0;
+setp.eq.u32 %p2, %r1, 0;
+setp.eq.u32 %p3, %r1, 32;
+setp.eq.u32 %p4, %r2, 4;
+setp.ne.u32 %p5, %r1, %r1;
+mov.u32 %r3, memory;
+shl.b32 %r4, %r1, 4;
+add.u32 %r4, %r4, %r3;
+ld.param.u64 %rd1, [kernel_param_0];
+"""
+"""p1: warp 0, p2: its first thread, p3: that of warp 1, p4: warp 4, p5: nobody; r4: each thread's 16 bytes from r3 on."""
+TILE = 64 << 32 | 1 << 46
+"""A descriptor of rows of 128 bytes at the start of shared memory, without the kind of swizzle."""
+
+
+class Sample(NamedTuple):
+    text: str
+    """Lines end with a name of what is left out."""
+    threads: int
+    found: dict[str, tuple[str, str, str]]
+    """What is found without a line: a kind, and instructions."""
+
+
+SAMPLES = {
+    "barrier": Sample(
+        """
+        @%p1 st.shared.b32 [%r4], %r1;
+        bar.sync 0; // barrier
+        @!%p1 ld.shared.b32 %r9, [%r3];
+        """,
+        64,
+        {"barrier": (RACE, "st.shared", "ld.shared")},
+    ),
+    "cp.async": Sample(
+        """
+        cp.async.cg.shared.global [%r4], [%rd1], 16, 16;
+        cp.async.commit_group; // commit
+        cp.async.wait_group 0; // wait
+        bar.sync 0; // barrier
+        ld.shared.b32 %r9, [%r3];
+        """,
+        64,
+        dict.fromkeys(("commit", "wait", "barrier"), (RACE, "cp.async.cg", "ld.shared")),
+    ),
+    "a bulk load": Sample(
+        """
+        @%p2 mbarrier.init.shared.b64 [%r3+2048], 1;
+        @%p2 fence.mbarrier_init.release.cluster; // known
+        bar.sync 0; // barrier
+        @%p3 mbarrier.arrive.expect_tx.shared.b64 %rd2, [%r3+2048], 64;
+        @%p3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd1], 64, [%r3+2048];
+        $AGAIN: mbarrier.try_wait.parity.shared.b64 %p6, [%r3+2048], 0; // done
+        @!%p6 bra $AGAIN; // done
+        ld.shared.b32 %r9, [%r3];
+        """,
+        64,
+        {
+            "known": (INIT, "mbarrier.init", "cp.async.bulk"),
+            "barrier": (RACE, "mbarrier.init", "mbarrier.arrive.expect_tx"),
+            "done": (RACE, "cp.async.bulk", "ld.shared"),
+        },
+    ),
+    "a bulk store": Sample(
+        """
+        st.shared.b32 [%r4], %r1;
+        fence.proxy.async.shared::cta; // visible
+        bar.sync 0; // written
+        @%p2 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r3], 1024;
+        @%p2 cp.async.bulk.commit_group; // commit
+        @%p2 cp.async.bulk.wait_group.read 0; // wait
+        bar.sync 0; // read
+        @%p3 st.shared.b32 [%r3], 1;
+        """,
+        64,
+        {
+            "visible": (PROXY, "st.shared.b32 [%r4]", "cp.async.bulk"),
+            "written": (RACE, "st.shared.b32 [%r4]", "cp.async.bulk"),
+            **dict.fromkeys(("commit", "wait", "read"), (RACE, "cp.async.bulk", "st.shared.b32 [%r3]")),
+        },
+    ),
+    "TMEM": Sample(
+        """
+        @%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 32;
+        bar.sync 0; // allocated
+        ld.shared.b32 %r5, [%r3];
+        @%p1 tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5], {%r1};
+        @%p1 tcgen05.wait::st.sync.aligned; // stored
+        bar.sync 0; // handed on
+        @%p4 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r9}, [%r5];
+        @%p4 tcgen05.wait::ld.sync.aligned; // loaded
+        bar.sync 0; // freed
+        @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;
+        """,
+        160,
+        {
+            "allocated": (RACE, "tcgen05.alloc", "ld.shared"),
+            "stored": (RACE, "tcgen05.st", "tcgen05.ld"),
+            "handed on": (RACE, "tcgen05.st", "tcgen05.ld"),
+            "loaded": (RACE, "tcgen05.ld", "tcgen05.dealloc"),
+            "freed": (RACE, "tcgen05.ld", "tcgen05.dealloc"),
+        },
+    ),
+    "tcgen05.mma": Sample(
+        f"""
+        @%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3+16384], 32;
+        @%p2 mbarrier.init.shared.b64 [%r3+16392], 1;
+        st.shared.b32 [%r4], %r1;
+        fence.proxy.async.shared::cta; // visible
+        bar.sync 0; // written
+        ld.shared.b32 %r5, [%r3+16384];
+        mov.b64 %rd2, {TILE | 2 << 61};
+        @%p2 tcgen05.mma.cta_group::1.kind::f16 [%r5], %rd2, %rd2, {1 << 4 | 1 << 7 | 1 << 10 | 2 << 17 | 8 << 24}, %p5;
+        @%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r3+16392];
+        $AGAIN: mbarrier.try_wait.parity.shared.b64 %p6, [%r3+16392], 0; // done
+        @!%p6 bra $AGAIN; // done
+        st.shared.b32 [%r4], %r2;
+        @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;
+        """,
+        64,
+        {
+            "visible": (PROXY, "st.shared", "tcgen05.mma"),
+            "written": (RACE, "tcgen05.alloc", "ld.shared"),
+            "done": (RACE, "tcgen05.mma", "st.shared.b32 [%r4], %r2"),
+        },
+    ),
+    "wgmma": Sample(
+        f"""
+        st.shared.b32 [%r4], %r1;
+        fence.proxy.async.shared::cta; // visible
+        bar.sync 0; // written
+        mov.b64 %rd2, {(TILE & ~(1 << 46)) | 1 << 62};
+        mov.b32 %r6, 0;
+        wgmma.fence.sync.aligned; // registers
+        wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r6, %r7, %r8, %r9}}, %rd2, %rd2, %p5, 1, 1, 0, 0;
+        wgmma.commit_group.sync.aligned; // commit
+        wgmma.wait_group.sync.aligned 0; // wait
+        st.shared.b32 [%r4], %r2;
+        """,
+        128,
+        {
+            "visible": (PROXY, "st.shared", "wgmma.mma_async"),
+            "written": (RACE, "st.shared", "wgmma.mma_async"),
+            "registers": (REGISTER_FENCE, "wgmma.mma_async", "wgmma.mma_async"),
+            **dict.fromkeys(("commit", "wait"), (RACE, "wgmma.mma_async", "st.shared.b32 [%r4], %r2")),
+        },
+    ),
+    "relaxed": Sample(
+        """
+        @%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 32;
+        @%p2 mbarrier.init.shared.b64 [%r3+8], 1;
+        bar.sync 0;
+        ld.shared.b32 %r5, [%r3];
+        @%p1 tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5], {%r1};
+        @%p1 tcgen05.wait::st.sync.aligned;
+        @%p1 tcgen05.fence::before_thread_sync; // before
+        @%p2 mbarrier.arrive.relaxed.cluster.shared.b64 %rd2, [%r3+8];
+        $AGAIN: mbarrier.try_wait.parity.relaxed.cluster.shared.b64 %p6, [%r3+8], 0;
+        @!%p6 bra $AGAIN;
+        tcgen05.fence::after_thread_sync; // after
+        @%p4 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r9}, [%r5];
+        @%p4 tcgen05.wait::ld.sync.aligned;
+        bar.sync 0;
+        @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;
+        """,
+        160,
+        dict.fromkeys(("before", "after"), (RACE, "tcgen05.st", "tcgen05.ld")),
+    ),
+}
+LEFT_OUT = [(name, left_out) for name, sample in SAMPLES.items() for left_out in ("", *sample.found)]
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize(("name", "left_out"), LEFT_OUT)
+def test_programs(name: str, left_out: str, late: bool) -> None:
+    sample = SAMPLES[name]
+    lines = [line for line in sample.text.splitlines() if not left_out or not line.endswith(f"// {left_out}")]
+    program = Program("\n".join([HEAD.format(threads=sample.threads), *lines, "ret;", "}"]))
+    memory = torch.arange(256, dtype=torch.int32)
+    launch = Launch("kernel", [struct.pack("<Q", memory.data_ptr())], (1, 1, 1), program.block, (1, 1, 1), 1 << 15, [])
+    if not left_out:
+        program.launch(launch, [memory], late, observer=Order())
+        return
+    kind, first, second = sample.found[left_out]
+    with pytest.raises(RaceError) as raised:
+        program.launch(launch, [memory], late, observer=Order())
+    message = (
+        re.escape(kind) + r" \[\d+: [^\[]*" + re.escape(first) + r".*\] where .* and \[\d+: .*" + re.escape(second)
+    )
+    assert re.match(message, str(raised.value))

@@ -8,7 +8,7 @@
 A finding is two accesses of one cell, one of them a write, where the earlier is not in the clock of the later, with the
 program points of both. A wait that is left out so is found in any schedule in which both accesses are executed.
 
-Each agent has one number in every clock, its time (Lamport; as vector clocks of threads, with asynchronous agents added):
+Each agent has one number in every clock, its time; agents are not only threads:
     warp                 counts what it hands on, at arrivals and fences; its own accesses are in order
     mbarrier             phases: a copy (cp.async.bulk ... mbarrier) is done with the phase that it completes
     tensor pipe of a warp    tcgen05.mma in order; tcgen05.commit hands on how far it is, at an mbarrier
@@ -26,7 +26,8 @@ Rules, by section of the PTX ISA (9.x):
         tcgen05.commit with an mbarrier.
     "Specialized Inter-thread Synchronization": tcgen05.fence is needed where arrival or wait are relaxed only.
     "mbarrier phase": who waits by parity must have done so before the next phase completes.
-    "cp.async.bulk.wait_group": a CTA may not end before bulk stores have read its shared memory.
+    "cp.async.bulk.wait_group", "mapa": a CTA may not end before bulk stores have read its shared memory, before copies
+        have written it, and before other CTAs have arrived at its mbarriers.
 
 Advice, apart from findings, is what the ISA's text does not promise, and kernels of CUTLASS and FlashAttention-4 do:
     registers    TMEM is written again after tcgen05.ld of it whose registers were all used, without tcgen05.wait::ld
@@ -89,6 +90,10 @@ class State(NamedTuple):
     """The last of each agent since."""
 
 
+Key = tuple[str, int, int]
+"""A kind of finding, and between which program points."""
+
+
 class Finding(NamedTuple):
     """The first of its kind between two instructions."""
 
@@ -97,6 +102,10 @@ class Finding(NamedTuple):
     second: int
     """Program points."""
     text: str
+
+    @property
+    def key(self) -> Key:
+        return self.kind, self.first, self.second
 
     def __str__(self) -> str:
         return self.text
@@ -146,6 +155,8 @@ class Mbarrier:
         """Clocks: of arrivals in this phase, and at the end of the one before."""
         self.commits: deque[Any] = deque()
         """Clocks of tcgen05.commit that have not arrived, and program points."""
+        self.last: dict[int, tuple[int, Access]] = {}
+        """By program point, of what the CTA must not end before: its phase, and the last time."""
         self.waits: dict[int, tuple[int, int]] = {}
         """Of a warp: the phases that it last knew to be complete, and when by its time."""
         self.waited_at: dict[int, int] = {}
@@ -166,7 +177,7 @@ class Clocks:
         found: Callable[[Finding], None] = lambda finding: None,
     ) -> None:
         self.warps, self.describe, self.found, self.point = warps, describe, found, -1
-        self.findings: dict[tuple[str, int, int], Finding] = {}
+        self.findings: dict[Key, Finding] = {}
         """Advice too."""
         self.names: list[str] = []
         self._agents: dict[tuple[str, Hashable], int] = {}
@@ -194,19 +205,26 @@ class Clocks:
     # Findings
 
     def finish(self) -> None:
-        """All threads have ended."""
+        """All threads have returned."""
+        for key, barrier in self._mbarriers.items():
+            known = self.clock[self._of_cta(key), ORDERED].max(0)
+            for phase, last in barrier.last.values():
+                if known[barrier.agent] <= phase and known[last.agent] < last.time:
+                    self._unfinished(last, f"mbarrier {key}")
         for groups in self._groups.values():
             last = groups.last_read
             if last is not None and self.clock[:, ORDERED, groups.agent].max() < last.time:
-                end = Access(last.agent, last.time, self.point, False, True, "is not waited for")
-                self._found(END, last, end, "shared memory")
+                self._unfinished(last, "shared memory")
+
+    def _unfinished(self, access: Access, place: str) -> None:
+        self._found(END, access, access._replace(detail="is not waited for"), place)
 
     def _found(self, kind: str, first: Access, second: Access, place: str) -> None:
-        key = kind, first.point, second.point
-        if key not in self.findings:
+        if (kind, first.point, second.point) not in self.findings:
             text = f"{kind} {self._shown(first)} and {self._shown(second)}: {place}"
-            self.findings[key] = Finding(*key, text)
-            self.found(self.findings[key])
+            finding = Finding(kind, first.point, second.point, text)
+            self.findings[finding.key] = finding
+            self.found(finding)
 
     def _shown(self, access: Access) -> str:
         verb = access.detail if isinstance(access.detail, str) else "writes" if access.writes else "reads"
@@ -357,7 +375,21 @@ class Clocks:
             barrier.is_relaxed = True
             np.maximum(barrier.arriving, self._published[warp], out=barrier.arriving)
         else:
+            self._reach(key, self._generic(warp, True)._replace(detail="arrives"), warp)
             self._hand_on(warp, barrier.arriving)
+
+    def _of_cta(self, key: Hashable) -> slice:
+        """The warps of an mbarrier's CTA."""
+        count = self.warps // len(self.shared)
+        rank = key[0] if isinstance(key, tuple) else 0
+        return slice(rank * count, (rank + 1) * count)
+
+    def _reach(self, key: Hashable, access: Access, warp: int) -> None:
+        """An arrival, or bytes, from another CTA must be there before the CTA ends."""
+        own = self._of_cta(key)
+        if not own.start <= warp < own.stop:
+            barrier = self._mbarriers[key]
+            barrier.last[access.point] = barrier.phase, access
 
     def complete(self, key: Hashable) -> None:
         """All arrivals of the phase, and all bytes that it expects, are there."""
@@ -414,6 +446,7 @@ class Clocks:
         barrier = self._mbarrier(warp, key, False)
         access = Access(barrier.agent, barrier.phase + 1, self.point, writes, False)
         self._access(self.shared[cta], cells, access, self.clock[warp])
+        barrier.last[self.point] = barrier.phase, access
         self._hand_on(warp, barrier.arriving)
 
     def bulk_store(self, warp: int, cells: Any, cta: int = 0) -> None:
@@ -458,7 +491,9 @@ class Clocks:
         clock = self.clock[warp].copy()
         clock[[ORDERED, CONSUMED], pipe.agent] = pipe.last
         for key in keys:
-            self._mbarrier(warp, key, False).commits.append((clock, self.point))
+            barrier = self._mbarrier(warp, key, False)
+            barrier.commits.append((clock, self.point))
+            self._reach(key, Access(barrier.agent, barrier.phase + 1, self.point, True, False, "arrives"), warp)
         self._tick(warp)
 
     def arrive_committed(self, key: Hashable) -> None:
@@ -489,8 +524,17 @@ class Clocks:
     def wait_stores(self, warp: int) -> None:
         self._wait(self._of("TMEM stores of warp", warp), [warp], 0)
 
-    def own_tmem(self, warp: int, cells: Any, cta: int = 0) -> None:
-        """tcgen05.alloc or .dealloc: all others' accesses are behind the one, and before the other."""
+    def own_tmem(self, warp: int, cells: Any, cta: int = 0, pair: Hashable = None) -> None:
+        """tcgen05.alloc or .dealloc: all others' accesses are behind the one, and before the other.
+
+        Args: `pair`, of alloc.cta_group::2, which returns when both CTAs have executed it.
+        """
+        if pair is not None:
+            agent = self._agent("allocation of pair", pair)
+            self._learns(warp, agent, 1)
+            access = Access(agent, 1, self.point, True, False, "allocates")
+            self._access(self.tmem[cta], cells, access, self.clock[warp])
+            return
         access = Access(warp, self._now(warp), self.point, True, True)
         self._access(self.tmem[cta], cells, access._replace(is_generic=False), self.clock[warp])
 

@@ -120,7 +120,7 @@ def invalidate(program: Program, of: Instruction) -> Run:
     return run
 
 
-@opcode(r"mbarrier\.arrive(?:\.release\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64")
+@opcode(r"mbarrier\.arrive(?:\.(?:release|relaxed)\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64")
 def arrive(program: Program, of: Instruction, expects: str | None, space: str) -> Run:
     """Each thread by itself, once or by a count; the state that it returns has no use here, so `_` or never read."""
     address = address_of(program, of.operands[1])
@@ -154,7 +154,7 @@ def expect(program: Program, of: Instruction, space: str) -> Run:
     return run
 
 
-@opcode(r"mbarrier\.(try_wait|test_wait)\.parity(?:\.acquire\.(?:cta|cluster))?\.shared(?:::cta)?\.b64")
+@opcode(r"mbarrier\.(try_wait|test_wait)\.parity(?:\.(?:acquire|relaxed)\.(?:cta|cluster))?\.shared(?:::cta)?\.b64")
 def wait(program: Program, of: Instruction, what: str) -> Run:
     """test_wait looks once. try_wait suspends its threads until the phase is over: when it gives up is not defined."""
     to, address = program.key(of.operands[0], "?"), address_of(program, of.operands[1])

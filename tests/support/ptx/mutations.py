@@ -1,6 +1,6 @@
 """Kernels without one of the instructions that order them, and whether anything notices.
 
-    recorded launch -> its candidates -> for each: the program without it -> run with `Order`, late and early -> Deletion
+    recorded launch -> its candidates -> for each: the program without it -> run, late and early -> Deletion
 
 What is executed and not noticed must change nothing. Why, is told by what the instruction did in the unchanged kernel
 (`Effects`), where that is one of:
@@ -8,10 +8,12 @@ What is executed and not noticed must change nothing. Why, is told by what the i
     FIRST       a wait for the phase before an mbarrier's first: nobody has used its stage yet
     KNOWN       a wait for what its warps knew already
     WRITTEN     a proxy fence behind which its warps have written nothing
-    COVERED     a fence of mbarrier.init that a later one of the same warp makes up for, before anyone knows of either
+    COVERED     a fence of mbarrier.init, or a barrier of threads, before another one of the same warps, without anything
+                between them that it might order
     LAST        a wait behind which its warps access nothing, nor hand on to who does
     UNHEARD     an arrival for which nobody waits who accesses anything then
     ALIGNED     bar.warp.sync where the warp has done nothing since it last was together
+    UNTOUCHED   wgmma.fence where registers of the products behind it were not used since another one
 
 Others are for a reader to explain.
 """
@@ -24,12 +26,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import pytest
 
-from tests.support.ptx.clocks import Finding
+from tests.support.ptx.clocks import Key
 from tests.support.ptx.observer import Operation
-from tests.support.ptx.order import Order
+from tests.support.ptx.order import Order, RaceError
 from tests.support.ptx.program import Code, Program, storages_of
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ ORDERS = re.compile(
 FIRST = "nobody has used its stage before"
 KNOWN = "what it waits for is known to its warps already"
 WRITTEN = "its warps have written nothing since their last proxy fence"
-COVERED = "a later fence of its warp makes the same mbarriers known, and nobody uses them before"
+COVERED = "the next one of the same warps orders as much, and nothing is done between them"
 LAST = "behind it its warps access nothing, nor hand on to a warp that does"
 UNHEARD = "nobody waits for it who accesses anything then"
 ALIGNED = "its warp has done nothing since it last was together"
+UNTOUCHED = "the registers of products behind it have not been used since another one"
 CLOSE = 1e-3
 """Results differ by no more, of the largest, as additions in another order may."""
 
@@ -144,7 +146,7 @@ def delete_each(kernel: str, case: Case, chosen: Sequence[int] | None = None) ->
     program, base = case.program, Effects()
     if wrong := case.run(program, base, True):
         raise ValueError(f"{kernel} as it is: {wrong}")
-    known = {key_of(x) for x in (*base.findings, *base.advice)}
+    known = {finding.key for finding in (*base.findings, *base.advice)}
     idle = base.idle()
     deletions = []
     for at in candidates(program) if chosen is None else chosen:
@@ -155,37 +157,33 @@ def delete_each(kernel: str, case: Case, chosen: Sequence[int] | None = None) ->
     return deletions
 
 
-def noticed(mutant: Program, case: Case, known: set[tuple[str, int, int]]) -> str:
+def noticed(mutant: Program, case: Case, known: set[Key]) -> str:
     """What notices that an instruction is missing; nothing: empty."""
     for late in (True, False):
-        order = Order(keep_going=True)
+        order = Order(known=known)
         try:
-            wrong = case.run(mutant, order, late)
-            error = f"results: {wrong}" if wrong else ""
+            if wrong := case.run(mutant, order, late):
+                return f"results: {wrong}"
+        except RaceError as raised:
+            return f"race: {raised}"
         except (RuntimeError, MemoryError) as raised:
-            error = str(raised)
-        races = [x for x in order.findings if key_of(x) not in known]
-        advice = [x for x in order.advice if key_of(x) not in known]
-        if races:
-            return f"race: {races[0].text}"
-        if error:
-            return ("deadlock: " if "wait for each other" in error else "") + error.partition("\n")[0]
-        if advice:
-            return f"advice: {advice[0].text}"
+            if order.findings:
+                return f"race: {order.findings[0]}"
+            error, _, _ = str(raised).partition("\n")
+            return f"deadlock: {error}" if "wait for each other" in error else f"error: {error}"
+        if order.advice:
+            return f"advice: {order.advice[0]}"
     return ""
-
-
-def key_of(finding: Finding) -> tuple[str, int, int]:
-    return finding.kind, finding.first, finding.second
 
 
 class Event(NamedTuple):
     warps: tuple[int, ...]
     kind: str
-    """access, arrival, wait, or commit and wait of a group."""
+    """access, arrival, wait, release (of a barrier of threads); or, of what fences are for: init fence, use of mbarriers
+    by the async proxy, register fence, use of registers, multiply."""
     at: int
     what: Any = None
-    """The mbarrier and phase, the named barrier and how often it was complete, or the group."""
+    """Of arrival, wait and release: the barrier and its phase, or the warps' group and its number. Of registers: names."""
 
 
 class Effects(Order):
@@ -206,14 +204,16 @@ class Effects(Order):
     def idle(self) -> dict[int, str]:
         """Candidates that need not be there for this launch, and why."""
         reasons = {at: why for at, why in self._did.items() if why}
-        useful, seen = set(), set()
-        for events in self._clusters:
-            some, all_ = useful_of(events)
-            useful |= some
-            seen |= all_
-        for at in seen - useful:
-            kind = self.program.instructions[at].name
-            reasons.setdefault(at, UNHEARD if "arrive" in kind or "commit" in kind else LAST)
+        for analyse, why in (
+            (ordering, ""),
+            (fencing_mbarriers, COVERED),
+            (meeting, COVERED),
+            (fencing_registers, UNTOUCHED),
+        ):
+            seen, useful = (set().union(*sets) for sets in zip(*map(analyse, self._clusters), strict=True))
+            for at in seen - useful:
+                arrives = re.search("arrive|commit", self.program.instructions[at].name)
+                reasons.setdefault(at, why or (UNHEARD if arrives else LAST))
         return reasons
 
     def watches(self, program: Program) -> set[int]:
@@ -225,6 +225,7 @@ class Effects(Order):
             self.executed.add(threads.cta.pc)
         else:
             super().uses(threads)
+            self._event(threads, "use of registers", self._watched[threads.cta.pc])
 
     def begin(self, ctas: list[Cta]) -> None:
         super().begin(ctas)
@@ -232,10 +233,16 @@ class Effects(Order):
         self._wrote.clear()
         self._apart.clear()
         self._phases: dict[Any, int] = {}
-        self._groups_done: dict[tuple[str, int], int] = {}
+        """How many phases of barriers of threads, commits to an mbarrier, and groups of a warp there were."""
 
     def _event(self, threads: Threads, kind: str, what: Any = None) -> None:
         self._clusters[-1].append(Event(tuple(self._warps(threads)), kind, threads.cta.pc, what))
+
+    def _count(self, key: Any) -> int:
+        """Before this one."""
+        count = self._phases.get(key, 0)
+        self._phases[key] = count + 1
+        return count
 
     def _tell(self, at: int, why: str) -> None:
         """Args: why nothing was done this time; empty: something was."""
@@ -260,6 +267,12 @@ class Effects(Order):
     def starts(self, threads: Threads, operation: Operation) -> None:
         super().starts(threads, operation)
         self._event(threads, "access")
+        if operation.kind == "cp.async":
+            self._wrote.update(self._warps(threads))
+        if operation.kind == "wgmma":
+            self._event(threads, "multiply", self._registers(threads))
+        if operation.barrier is not None:
+            self._event(threads, "use of mbarriers")
 
     def waits_tensor_memory(self, threads: Threads, kind: str) -> None:
         super().waits_tensor_memory(threads, kind)
@@ -277,10 +290,10 @@ class Effects(Order):
 
     def commits(self, threads: Threads, barriers: list[tuple[Cta, int]]) -> None:
         super().commits(threads, barriers)
-        for barrier in barriers:  # in order, and one completes a phase
+        self._event(threads, "use of mbarriers")
+        for barrier in barriers:  # in order; one completes a phase
             key = self._key(barrier)
-            self._event(threads, "arrival", (key, self._phases.get(key, 0)))
-            self._phases[key] = self._phases.get(key, 0) + 1
+            self._event(threads, "arrival", (key, self._count(key)))
 
     def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
         warps = [*self._warps(threads)]
@@ -292,32 +305,26 @@ class Effects(Order):
 
     def arrives_at(self, threads: Threads, number: int) -> None:
         super().arrives_at(threads, number)
-        key = threads.cta.rank, number
+        key = threads.cta.rank, "threads", number
         self._event(threads, "arrival", (key, self._phases.get(key, 0)))
+        if "sync" in self.program.instructions[threads.cta.pc].name:
+            self._apart.difference_update(self._warps(threads))
 
     def releases(self, cta: Cta, number: int, warps: list[int]) -> None:
-        before = self.clocks.clock.copy()
         super().releases(cta, number, warps)
-        key = cta.rank, number
+        key = cta.rank, "threads", number
         numbers = tuple(cta.rank * self.warps + warp for warp in warps)
-        self._clusters[-1].append(Event(numbers, "wait", -1, (key, self._phases.get(key, 0))))
-        self._phases[key] = self._phases.get(key, 0) + 1
-        del before
+        self._clusters[-1].append(Event(numbers, "release", -1, (key, self._count(key))))
 
     def commits_group(self, threads: Threads, kind: str) -> None:
         super().commits_group(threads, kind)
-        for warp in self._warps(threads):
-            key = kind, warp
-            self._groups_done[key] = self._groups_done.get(key, 0) + 1
-        self._event(threads, "arrival", (("group", kind, threads.cta.rank, *threads.warps), self._group(threads, kind)))
+        key = kind, *self._warps(threads)
+        self._event(threads, "arrival", (key, self._count(key)))
 
     def waits_group(self, threads: Threads, kind: str, most: int, reads: bool) -> None:
         super().waits_group(threads, kind, most, reads)
-        last = self._group(threads, kind) - most
-        self._event(threads, "wait", (("group", kind, threads.cta.rank, *threads.warps), last))
-
-    def _group(self, threads: Threads, kind: str) -> int:
-        return max(self._groups_done.get((kind, warp), 0) for warp in self._warps(threads))
+        key = kind, *self._warps(threads)
+        self._event(threads, "wait", (key, self._phases.get(key, 0) - 1 - most))
 
     def fences(self, threads: Threads, kind: str) -> None:
         super().fences(threads, kind)
@@ -325,25 +332,91 @@ class Effects(Order):
         if kind.startswith("fence.proxy.async"):
             self._tell(threads.cta.pc, WRITTEN if self._wrote.isdisjoint(warps) else "")
             self._wrote -= warps
+        elif kind.startswith("fence.mbarrier_init"):
+            self._event(threads, "init fence")
+        elif kind == "wgmma.fence":
+            self._event(threads, "register fence")
 
 
-def useful_of(events: list[Event]) -> tuple[set[int], set[int]]:
-    """Instructions of arrivals and waits that order something; and all of them. Walks back from the end."""
+# Of the events of a cluster: instructions of a kind, and those of them that matter
+
+
+def ordering(events: list[Event]) -> tuple[set[int], set[int]]:
+    """Arrivals and waits matter if an access of who waits comes behind them, or of whom that one hands on to."""
     useful, seen = set(), set()
     needs: set[int] = set()
-    """Warps that access something later, or hand on to who does."""
+    """Warps that access something later, or hand on to who does; walking back from the end."""
     heard: dict[Any, int] = {}
     """Of a barrier, the last phase that somebody waits for who needs it."""
     for event in reversed(events):
         if event.kind == "access":
             needs.update(event.warps)
-            continue
-        key, phase = event.what
-        if event.kind == "wait" and not needs.isdisjoint(event.warps):
-            heard[key] = max(phase, heard.get(key, phase))
-            useful.add(event.at)
-        elif event.kind == "arrival" and phase <= heard.get(key, -1):
-            needs.update(event.warps)
-            useful.add(event.at)
-        seen.add(event.at)
-    return useful, seen - {-1}
+        elif event.kind in ("wait", "release", "arrival"):
+            key, phase = event.what
+            seen.add(event.at)
+            if event.kind != "arrival" and not needs.isdisjoint(event.warps):
+                heard[key] = max(phase, heard.get(key, phase))
+                useful.add(event.at)
+            elif event.kind == "arrival" and phase <= heard.get(key, -1):
+                needs.update(event.warps)
+                useful.add(event.at)
+    return seen - {-1}, useful
+
+
+def fencing_mbarriers(events: list[Event]) -> tuple[set[int], set[int]]:
+    """A fence of mbarrier.init matters if it is the last of its warp before the async proxy uses any."""
+    seen, useful = set(), set()
+    last: dict[int, int] = {}
+    for event in events:
+        if event.kind == "init fence":
+            seen.add(event.at)
+            last.update(dict.fromkeys(event.warps, event.at))
+        elif event.kind == "use of mbarriers":
+            useful.update(last.values())
+            last.clear()
+    return seen, useful
+
+
+def meeting(events: list[Event]) -> tuple[set[int], set[int]]:
+    """A barrier of threads matters if its warps do anything else before they have met there again."""
+    seen, useful = set(), set()
+    arrived: dict[Any, set[int]] = {}
+    met: dict[Any, tuple[set[int], set[int]]] = {}
+    """The last time: warps that waited, and instructions."""
+    for event in events:
+        if event.kind == "arrival" and "threads" in event.what[0]:
+            arrived.setdefault(event.what[0], set()).add(event.at)
+        elif event.kind == "release":
+            key, _ = event.what
+            if key in met and not met[key][0] <= {*event.warps}:
+                useful |= met[key][1]
+            met[key] = {*event.warps}, arrived.pop(key)
+            seen |= met[key][1]
+        elif event.kind in ("access", "arrival", "wait"):
+            for key in [key for key, (warps, _) in met.items() if not warps.isdisjoint(event.warps)]:
+                useful |= met.pop(key)[1]
+    return seen, useful
+
+
+def fencing_registers(events: list[Event]) -> tuple[set[int], set[int]]:
+    """wgmma.fence matters if it alone is between the use of a register and a product, or before the first product."""
+    seen, useful = set(), set()
+    fences: dict[tuple[int, str], list[int]] = {}
+    """Of a warp and a register, since it was used; "first": since the kernel began."""
+    for event in events:
+        for warp in event.warps:
+            if event.kind == "register fence":
+                seen.add(event.at)
+                fences.setdefault((warp, "first"), [])
+                for key, since in fences.items():
+                    if key[0] == warp:
+                        since.append(event.at)
+            elif event.kind == "use of registers":
+                fences.update({(warp, register): [] for register in event.what})
+            elif event.kind == "multiply":
+                for register in ("first", *event.what):
+                    since = fences.get((warp, register), [])
+                    if len(since) == 1:
+                        useful.add(since[0])
+                    since[:] = [-1, -1]
+    return seen, useful

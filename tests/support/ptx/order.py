@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.support.ptx.clocks import ADVICE, COLUMNS, LANES, SHARED_CELL, Clocks, Finding
+from tests.support.ptx.clocks import ADVICE, COLUMNS, LANES, SHARED_CELL, Clocks, Finding, Key
 from tests.support.ptx.listing import names
 from tests.support.ptx.observer import Observer, Operation, Region
 
@@ -35,11 +35,12 @@ class Order(Observer):
     `advice` holds what is none, but relies on more than the PTX ISA says: see `clocks`.
     """
 
-    def __init__(self, keep_going: bool = False) -> None:
+    def __init__(self, keep_going: bool = False, known: Collection[Key] = ()) -> None:
+        """Args: keys of findings, and of advice, to be left out."""
         self.keep_going = keep_going
         self.findings: list[Finding] = []
         self.advice: list[Finding] = []
-        self._known: set[tuple[str, int, int]] = set()
+        self._known = {*known}
         self._watched: dict[int, list[str]] = {}
 
     def watches(self, program: Program) -> set[int]:
@@ -71,9 +72,8 @@ class Order(Observer):
         return f"{point}: {text if len(text) <= TEXT else text[: TEXT - 3] + '...'}"
 
     def _found(self, finding: Finding) -> None:
-        key = finding.kind, finding.first, finding.second
-        if key not in self._known:
-            self._known.add(key)
+        if finding.key not in self._known:
+            self._known.add(finding.key)
             (self.advice if finding.kind in ADVICE else self.findings).append(finding)
             if finding.kind not in ADVICE and not self.keep_going:
                 raise RaceError(finding.text)
@@ -123,8 +123,10 @@ class Order(Observer):
 
     def owns_tensor_memory(self, threads: Threads, column: int, count: int) -> None:
         cells = np.arange(LANES)[:, None] * COLUMNS + np.arange(column, column + count)
+        rank, name = threads.cta.rank, self.program.instructions[threads.cta.pc].name
+        pair = rank // 2 if name.startswith("tcgen05.alloc.cta_group::2") else None
         for warp in self._warps(threads):
-            self.clocks.own_tmem(warp, cells, threads.cta.rank)
+            self.clocks.own_tmem(warp, cells, rank, pair)
 
     def uses(self, threads: Threads) -> None:
         for warp in self._warps(threads):
@@ -135,11 +137,9 @@ class Order(Observer):
     def starts(self, threads: Threads, operation: Operation) -> None:
         clocks, kind = self.clocks, operation.kind
         if kind == "wgmma":
-            of = self.program.instructions[threads.cta.pc]
-            registers = [x for operand in of.operands[:2] if operand[0] == "{" for x in names(operand)]
             for group, warps in self._groups(threads):
                 for warp in warps:
-                    clocks.multiply_registers(warp, registers)
+                    clocks.multiply_registers(warp, self._registers(threads))
                 for region in operation.reads:
                     clocks.multiply(group, warps, self._cells(region), region.cta.rank)
             return
@@ -157,6 +157,11 @@ class Order(Observer):
                     clocks.copy(warp, shared_cells(own, region.size), region.cta.rank)
             else:
                 raise NotImplementedError(f"races with {kind}")
+
+    def _registers(self, threads: Threads) -> list[str]:
+        """Of a product: sums, and a left operand that is there."""
+        of = self.program.instructions[threads.cta.pc]
+        return [x for operand in of.operands[:2] if operand[0] == "{" for x in names(operand)]
 
     def _load(self, warp: int, operation: Operation) -> None:
         if operation.barrier is None:
