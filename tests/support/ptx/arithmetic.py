@@ -152,11 +152,13 @@ def extract(program: Program, of: Instruction, letter: str, bits: str) -> Run:
     kind, size = TYPES[letter + bits], int(bits)
 
     def function(x: Any, start: Any, length: Any) -> Any:
-        start, length = start & np.uint32(255), np.minimum(length & np.uint32(255), np.uint32(size))
-        up = np.uint32(size) - length
-        part = np.right_shift(x, start) if letter == "u" else np.right_shift(x, np.minimum(start, np.uint32(size - 1)))
-        moved = np.left_shift(part.view(f"u{size // 8}"), up).view(kind)
-        return np.where(length == 0, 0, np.right_shift(moved, np.minimum(up, np.uint32(size - 1))))
+        start = np.minimum(start & np.uint32(255), size - (letter == "s")).astype(kind)
+        length = np.minimum(length & np.uint32(255), np.uint32(size))
+        up = (size - length).astype(kind)
+        part = np.right_shift(x, start)
+        if letter == "u":
+            return np.where(length == size, part, part & ~(~np.array(0, kind) << length.astype(kind)))
+        return np.where(length == 0, 0, np.right_shift(np.left_shift(part, up), up))
 
     return given(program, of, kind, [kind, "u4", "u4"], function)
 

@@ -213,7 +213,7 @@ def report_later(threads: Threads, operation: Operation, barrier: Any, size: int
     r"(?:\.L2::cache_hint)?"
 )
 def store_tensor(program: Program, of: Instruction, reduces: str | None, rank: str, adds: str | None) -> Run:
-    """All lanes of a warp that name one box store it once; an addition takes one thread."""
+    """All lanes of a warp that name one box store it once; an addition takes one thread of a warp."""
     pointer, corner = coordinates(program, of, of.operands[0], rank)
     address = address_of(program, of.operands[1])
     if bool(reduces) != bool(adds):

@@ -35,7 +35,8 @@ class Waiting(NamedTuple):
 
     at: int
     bits: int
-    what: str
+    what: object
+    """Described when the message is made."""
 
 
 class Cta:
@@ -111,7 +112,7 @@ class Cta:
                 return Flow(at, self.threads(bits))
         return None
 
-    def block(self, at: int, threads: Threads, what: str) -> None:
+    def block(self, at: int, threads: Threads, what: object) -> None:
         self.blocked[threads.bits] = Waiting(at, threads.bits, what)
 
     def unblock(self, at: int, bits: int) -> None:

@@ -144,13 +144,11 @@ def argument(type_: str, given: Any) -> Any:
             raise ValueError(f"a tensor at {view.address:#x} where the host takes {type_}")
         return view
     number = getattr(given, "value", given)
-    if type_ == "f32" and isinstance(number, (int, float)):
-        return float(np.float32(number))
-    if re.fullmatch(r"i\d+", type_) and isinstance(number, int):
-        return next(dynamic(template(type_), int(number)))[0]
-    if isinstance(given, Tensor) or type(number) not in (int, float, bool):
+    if type_ != "f32" and not re.fullmatch(r"i\d+", type_):
+        raise NotImplementedError(f"an argument of type {type_}, given {shown(given)}")
+    if not isinstance(number, (int, float) if type_ == "f32" else int):
         raise ValueError(f"{shown(given)} where the host takes {type_}")
-    raise NotImplementedError(f"an argument of type {type_}, given {shown(given)}")
+    return float(np.float32(number)) if type_ == "f32" else next(dynamic(template(type_), int(number)))[0]
 
 
 def shown(x: Any) -> str:

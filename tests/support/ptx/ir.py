@@ -190,7 +190,7 @@ def dynamic(pattern: Any, value: Any) -> Iterator[tuple[int, Dynamic]]:
     if isinstance(pattern, Dynamic):
         if isinstance(value, tuple) or value % pattern.divisor:
             raise ValueError(f"{value} is not a multiple of {pattern.divisor}")
-        if not -(1 << pattern.bits - 1) <= value < 1 << pattern.bits:
+        if not -(1 << pattern.bits - 1) <= value < 1 << max(pattern.bits - 1, 1):
             raise ValueError(f"{value} does not fit {pattern.bits} bits")
         yield value, pattern
     elif isinstance(pattern, tuple) and not isinstance(pattern, Basis):

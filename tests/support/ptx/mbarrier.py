@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +64,16 @@ class Barrier:
     def __repr__(self) -> str:
         state = f"phase {self.phase}, {self.pending} of {self.count} arrivals and {self.bytes} bytes pending"
         return f"mbarrier {self.offset:#x} of {self.cta} ({state})"
+
+
+class Phase(NamedTuple):
+    """What threads wait for."""
+
+    barrier: Barrier
+    number: int
+
+    def __str__(self) -> str:
+        return f"the end of phase {self.number} of {self.barrier}"
 
 
 def barrier_at(cta: Cta, offset: int) -> Barrier:
@@ -178,7 +188,7 @@ def wait(program: Program, of: Instruction, what: str) -> Run:
                 some.put(to, over)
                 continue
             waiting |= some.bits
-            cta.block(cta.pc, some, f"the end of phase {barrier.phase} of {barrier!r}")
+            cta.block(cta.pc, some, Phase(barrier, barrier.phase))
             barrier.waiting.append((cta.pc, some.bits))
         return Flow(cta.pc + 1, cta.threads(threads.bits & ~waiting)) if waiting else None
 
