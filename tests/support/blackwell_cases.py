@@ -41,7 +41,9 @@ SUM_SLACK = 1e-5
 """Of lse: sums in fp32."""
 EX2_SLACK = 8.8e-5
 """Of lse, too: FlashAttention-4's sm_100 forward takes some powers of two from a cubic, this far off in relation."""
-HOPPER_ONLY = re.compile(r"attend\.(selected|window)_backward\.|lists\.selected_worklist\.|.*(use_wgmma|warpgroups)=True")
+HOPPER_ONLY = re.compile(
+    r"attend\.(selected|window)_backward\.|lists\.selected_worklist\.|.*(use_wgmma|warpgroups)=True"
+)
 """Forms of kernels that no sm_100 GPU runs."""
 SCHEDULES = {"late": Schedule(late=True), "early": Schedule(late=False)}
 """When asynchronous operations end: as late as they may, or at once."""
@@ -101,8 +103,8 @@ class Form:
     tokens: tuple[int, int] = (300, 257)
     """Two lengths to run."""
     batch: int = 1
-    v_dim: int | None = None
-    """None: as D."""
+    mixed: bool = False
+    """D_v is the other of 64 and 128."""
     empty_tiles: bool = False
     """Selected: one tile has no block."""
 
@@ -125,11 +127,11 @@ FORMS: dict[str, Form] = {
     "selected, blocks of 64": Form("selected", NSAConfig(select_block_size=64), empty_tiles=True),
     "selected, blocks of 128": Form("selected", NSAConfig(select_block_size=128), empty_tiles=True),
     "selected, not causal": Form("selected", NSAConfig(select_block_size=64, causal=False)),
-    "selected, D and D_v": Form("selected", NSAConfig(select_block_size=64), v_dim=64),
+    "selected, D and D_v": Form("selected", NSAConfig(select_block_size=64), mixed=True),
     "window": Form("window", NSAConfig(window_size=100), batch=2),
     "window, not causal": Form("window", NSAConfig(window_size=100, causal=False)),
     "window, one tile": Form("window", NSAConfig(window_size=30), (1, 77)),
-    "window, D and D_v": Form("window", NSAConfig(window_size=150), v_dim=64),
+    "window, D and D_v": Form("window", NSAConfig(window_size=150), mixed=True),
 }
 
 
@@ -153,7 +155,8 @@ class Attention:
         form = FORMS[self.form]
         rows = form.tokens[self.length]
         keys = form.config.num_compressed(rows) if form.branch == "compressed" else rows
-        sizes = {"d": self.dim, "d_v": form.v_dim or self.dim, "dtype": _name(self.dtype), "group": self.group}
+        v_dim = 192 - self.dim if form.mixed else self.dim
+        sizes = {"d": self.dim, "d_v": v_dim, "dtype": _name(self.dtype), "group": self.group}
         return {"form": self.form, **sizes, "rows": rows, "keys": keys}
 
     def run(self, execution: Execution) -> None:
@@ -246,9 +249,14 @@ class Attention:
 TILES = NSAConfig(num_selected_blocks=3, window_size=100)
 TOKENS = NSAConfig.paper(num_selected_blocks=6, window_size=200)
 ENTRIES = NSAConfig(
-    compress_block_size=4, select_block_size=64, num_selected_blocks=3, num_cmp_selected_blocks=2, n_block_size=128
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=64,
+    num_selected_blocks=3,
+    num_cmp_selected_blocks=2,
+    n_block_size=128,
 )
-LENGTHS = (0, 301, 1, 64, 255)
+LENGTHS = (0, 259, 1, 64)
 MANY: dict[str, Any] = {"heads": 16, "kv_heads": 1}
 """Heads for which blocks of a few hundred tokens have more query rows than one work tile."""
 MOST: dict[str, Any] = {"heads": 64, "kv_heads": 1}
@@ -258,7 +266,7 @@ OWN_KEYS = ("k_slc", "v_slc", "k_win", "v_win")
 PRESET = "paper preset"
 
 CALLS: dict[str, Call] = {
-    PRESET: Call(NSAConfig.paper(), 300, heads=4, kv_heads=1, dim=128, v_dim=128, tensors=("gate_proj_weight",)),
+    PRESET: Call(NSAConfig.paper(), 200, heads=4, kv_heads=1, dim=128, v_dim=128, tensors=("gate_proj_weight",)),
     "tiles": Call(TILES, tensors=("gate_proj_weight", *OWN_KEYS)),
     "tiles, batch, overlapping blocks": Call(
         NSAConfig(
@@ -283,13 +291,13 @@ CALLS: dict[str, Call] = {
     "tiles, documents": Call(TILES, documents=LENGTHS, tensors=("gate_proj_weight", *OWN_KEYS)),
     "tiles, documents, chosen entries": Call(ENTRIES, documents=LENGTHS, tensors=("gates",)),
     "tiles, one token": Call(TILES, 1, heads=2, kv_heads=1),
-    "tokens": Call(TOKENS, 333, tensors=("gate_proj_weight",), **MANY),
-    "tokens, own keys": Call(TOKENS, 257, tensors=("gates", *OWN_KEYS), dim=128, v_dim=128),
+    "tokens": Call(TOKENS, 201, tensors=("gate_proj_weight",), **MANY),
+    "tokens, own keys": Call(TOKENS, 193, tensors=("gates", *OWN_KEYS), dim=128, v_dim=128),
     "tokens, nothing forced": Call(
         NSAConfig.paper(
             select_block_size=256, num_selected_blocks=2, num_init_blocks=0, num_local_blocks=0, window_size=100
         ),
-        tokens=641,
+        tokens=577,
         dim=128,
         v_dim=64,
         dtype=FP16,
@@ -304,7 +312,7 @@ CALLS: dict[str, Call] = {
     "tokens, documents": Call(TOKENS, documents=LENGTHS, recompute=True, **MANY),
     "tokens, 64 heads": Call(TOKENS, 130, **MOST),
     "tokens, 64 heads, documents": Call(TOKENS, documents=(70, 61), **MOST),
-    "tokens, D_v": Call(TOKENS, 201, v_dim=128, **MANY),
+    "tokens, D_v": Call(TOKENS, 130, v_dim=128, **MANY),
 }
 
 
@@ -363,7 +371,9 @@ def check_nsa(
     for name, x in got.items():
         rows = len(exact["out"]) if inputs.cu_seqlens is not None and x.shape[0] == inputs.q.shape[0] else None
         slack = 0.0 if name == "out" else SLACK
-        execution.compare("out" if name == "out" else f"gradient of {name}", x[:rows], exact[name][:rows], low[name][:rows], slack)
+        execution.compare(
+            "out" if name == "out" else f"gradient of {name}", x[:rows], exact[name][:rows], low[name][:rows], slack
+        )
 
 
 def _documents(
@@ -469,6 +479,26 @@ def table() -> list[tuple[Case, str, bool]]:
 def missing(executed: Iterable[str]) -> list[str]:
     """Forms of our kernels, of those that an sm_100 GPU runs, that are not among the executed."""
     return sorted(form for form in every_form() - {*executed} if not HOPPER_ONLY.match(form))
+
+
+# Findings that are understood
+
+
+KNOWN = {
+    "a store of the last stage is not waited for": re.compile(
+        r"FlashAttentionBackwardSm100: the CTA ends during \[\d+: cp\.(reduce\.)?async\.bulk\."
+    ),
+}
+"""By a name that docs/blackwell.md explains: findings in unchanged kernels."""
+
+
+def known(finding: str) -> str | None:
+    """The name of a finding that is understood."""
+    return next((name for name, pattern in KNOWN.items() if pattern.match(finding)), None)
+
+
+def unknown(findings: Iterable[str]) -> list[str]:
+    return [found for found in findings if known(found) is None]
 
 
 # Running them
