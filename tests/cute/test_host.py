@@ -53,7 +53,7 @@ module attributes {{gpu.container_module}} {{
     %cfg = cuda.launch_cfg.create<max_attrs = 17 : i32> (blockDim = (%c128_i32, %c1_i32, %c1_i32), \
 dynamicSmemBytes = %s, gridDim = (%x, %c1_i32, %c1_i32), stream = %arg3) : i32, i32, i32, i64, i32, i32, i32, \
 !cuda.stream -> !cuda.launch_cfg<max_attrs = 17>
-    %r = cuda.launch_ex @kernels::@scale<%cfg> ({parameters}) {{assume_kernel_attr = #cuda.assume_kernel_attr<true>}} : \
+    %r = cuda.launch_ex @kernels::@scale<%cfg> ({parameters}) {{assume = true}} : \
 !cuda.launch_cfg<max_attrs = 17>, ({types}) -> !cuda.result
     %c = cuda.cast %r : !cuda.result -> i32
     cuda.return_if_error %c : i32

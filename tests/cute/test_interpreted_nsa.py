@@ -1,0 +1,82 @@
+"""NSA as on NVIDIA GPUs, step by step on a CPU: Python, lists, launches, PTX; forward and backward against fp64.
+
+Every kernel that a call takes runs interpreted (tests/support/interpreted_gpu.py), FlashAttention-4's among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import oracles
+from cute_kernels import backward, forward
+from nsa import NSAAux, NSAConfig, reference
+from nsa.inputs import NSAInputs
+from tests.support.cute_cases import SLACK, assert_agrees_with_oracle, gradients
+from tests.support.helpers import assert_within_budget, make_qkv
+from tests.support.interpreted_gpu import GPUS, interpreted_gpu
+from tests.support.ptx import Schedule
+
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
+
+
+LSE_ERROR = {"sm_90": 1e-5, "sm_100": 1e-5 + 8.8e-5}
+"""On sm_100 FlashAttention-4 takes some powers of two from a cubic polynomial (utils.POLY_EX2), whose relative error is
+up to 8.8e-5, and so that of their sum: its logarithm is off by no more."""
+
+
+class Case(NamedTuple):
+    tokens: int
+    config: NSAConfig
+    heads: int = 2
+    kv_heads: int = 1
+    dim: int = 64
+
+    @property
+    def inputs(self) -> NSAInputs:
+        weight = torch.randn(self.heads, 3, self.dim) * self.dim**-0.5
+        qkv = make_qkv(self.tokens, self.heads, self.kv_heads, self.dim, dtype=torch.bfloat16)
+        return NSAInputs(*qkv, gate_proj_weight=weight.bfloat16())
+
+
+CASES = {
+    # Every token selects: blocks of 64 tokens by overlapping entries of 16, some forced
+    "tokens": Case(
+        250, NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_blocks=4, window_size=30)
+    ),
+    # Tiles of 256 select 2 of 5 blocks
+    "tiles": Case(300, NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50)),
+}
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("arch", GPUS)
+def test_forward_and_backward(arch: str, case: str, late: bool) -> None:
+    """Of the same selections."""
+    inputs, config = CASES[case].inputs, CASES[case].config
+    do = torch.randn_like(inputs.q)
+    with interpreted_gpu(arch, Schedule(late=late)):
+        out, given = forward.nsa(inputs, config)
+        saved_out, saved = forward.nsa_saving(inputs, config, recompute=False)
+        got = backward.nsa_backward(inputs, config, saved, do)
+    assert given is not None
+    aux = NSAAux(*given)
+    assert_agrees_with_oracle(inputs, config, out, aux, lse_error=LSE_ERROR[arch])
+    assert torch.equal(out, saved_out)
+    assert_gradients(got, inputs, config, aux, do)
+
+
+def assert_gradients(got: dict[str, Tensor], inputs: NSAInputs, config: NSAConfig, aux: NSAAux, do: Tensor) -> None:
+    """Each within the budget of helpers.py."""
+    fixed: dict[str, Any] = {"indices": aux.indices.long()}
+    fixed["cmp_indices"] = None if aux.cmp_indices is None else aux.cmp_indices.long()
+    doubled = inputs.map(Tensor.double)
+    expected = gradients(lambda leaves: reference.nsa(leaves, config, **fixed)[0], doubled, do.double())
+    naive = gradients(lambda leaves: oracles.nsa(leaves, config, **fixed)[0], inputs, do)
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        assert_within_budget(gradient, expected[name], naive[name], f"gradient of {name}", slack=SLACK)
