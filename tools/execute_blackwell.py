@@ -14,11 +14,11 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,6 +29,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.report import RESULTS, command_line, environment, relative, write_json
 
 OUT = RESULTS / "blackwell-executed.json"
+BAR = 0.85
+"""Of deletions that are executed and not known to change nothing, those that must be found."""
+
+
+class Task(NamedTuple):
+    name: str
+    function: Callable[[Any], Any]
+    argument: Any
 
 
 def run_case(index: int) -> dict[str, Any]:
@@ -54,29 +62,38 @@ def run_case(index: int) -> dict[str, Any]:
     }
 
 
-def rows_of(indices: Sequence[int], jobs: int, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """As they are done; what raised is a problem."""
-    from tests.support import blackwell_cases as blackwell
+def run_deletions(direction: str) -> list[dict[str, Any]]:
+    """Of FlashAttention-4's "forward" or "backward", in this process."""
+    from tests.support import deletion_cases
+    from tests.support.blackwell_cases import kernel_class
+    from tests.support.ptx.mutations import delete_each
 
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    case = deletion_cases.fa4_case(getattr(deletion_cases, direction))
+    return [deletion._asdict() for deletion in delete_each(kernel_class(case.program.name), case)]
+
+
+def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Any]]:
+    """Tasks and what they return, or raised, as they are done."""
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        futures = {pool.submit(run_case, index): index for index in indices}
+        futures = {pool.submit(task.function, task.argument): task for task in tasks}
         for future in as_completed(futures):
-            index = futures[future]
-            try:
-                yield index, future.result()
-            except Exception as problem:
-                case, schedule, _ = blackwell.table()[index]
-                problems.append(f"{case.name}, {schedule}: {type(problem).__name__}: {problem}")
+            yield futures[future], future.exception() or future.result()
 
 
-def problems_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def problems_of(cases: Sequence[dict[str, Any]], deletions: Sequence[dict[str, Any]]) -> Iterator[str]:
     from tests.support import blackwell_cases as blackwell
 
-    for row in rows:
+    for row in cases:
         name = f"{row['case']}, {row['schedule']}"
         if not row["error"] <= row["budget"]:
             yield f"{name}: the error of {row['result']} is {row['error']:.3e}, its budget {row['budget']:.3e}"
         yield from (f"{name}: {found}" for found in blackwell.unknown(row["findings"]))
+    for kernel in dict.fromkeys(row["kernel"] for row in deletions):
+        found = [row["found"] for row in deletions if row["kernel"] == kernel and row["executed"] and not row["reason"]]
+        if sum(found) < BAR * len(found):
+            yield f"{kernel}: {sum(found)} of {len(found)} deletions were found"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,31 +102,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Execute every kernel of Blackwell on a CPU.")
     parser.add_argument("--out", type=Path, default=OUT, help=f"JSON file (default: {relative(OUT)})")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
-    parser.add_argument("--match", default="", help="only cases whose name holds this, which misses kernels")
+    parser.add_argument("--match", default="", help="only cases whose name holds this, and no deletions")
     parser.add_argument("--list", action="store_true", help="name the cases and run none")
     args = parser.parse_args(argv)
     table = blackwell.table()
-    indices = [i for i, (case, _, _) in enumerate(table) if args.match in case.name]
-    if not indices:
+    chosen = [i for i, (case, _, _) in enumerate(table) if args.match in case.name]
+    if not chosen:
         parser.error(f"--match {args.match!r} fits none of {len(table)} cases")
+    tasks = [Task(f"{table[i][0].name}, {table[i][1]}", run_case, i) for i in chosen]
     if args.list:
-        print(*(f"{table[i][0].name}, {table[i][1]}" for i in indices), sep="\n")
+        print(*(task.name for task in tasks), sep="\n")
         return 0
-    rows, problems = {}, []
+    if not args.match:
+        tasks += [Task(f"deletions, {direction}", run_deletions, direction) for direction in ("forward", "backward")]
+    results: dict[str, Any] = {}
+    problems = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns) as progress:
-        task = progress.add_task("cases", total=len(indices))
-        for index, row in rows_of(indices, args.jobs, problems):
-            rows[index] = row
-            progress.update(task, completed=len(rows) + len(problems), description=row["case"][:40])
-    ordered = [rows[i] for i in sorted(rows)]
-    problems += problems_of(ordered)
+        bar = progress.add_task("", total=len(tasks))
+        for task, result in run_all(tasks, args.jobs):
+            if isinstance(result, BaseException):
+                problems.append(f"{task.name}: {type(result).__name__}: {result}")
+            else:
+                results[task.name] = result
+            progress.update(bar, advance=1, description=task.name[:60])
+    done = [(task, results[task.name]) for task in tasks if task.name in results]
+    cases = [result for task, result in done if task.function is run_case]
+    deletions = [row for task, result in done if task.function is run_deletions for row in result]
+    problems += problems_of(cases, deletions)
     if not args.match:
-        missing = blackwell.missing(form for row in ordered for form in row["forms"])
+        missing = blackwell.missing(form for row in cases for form in row["forms"])
         problems += [f"{form} was not executed" for form in missing]
-    facts = {**environment(torch.device("cpu")), "device": "interpreted"}
-    write_json(args.out, {**facts, "command": command_line(argv), "cases": ordered})
-    print(*(problems or [f"{len(ordered)} cases, each within its budget"]), sep="\n")
+    facts = {**environment(torch.device("cpu")), "device": "interpreted", "command": command_line(argv)}
+    write_json(args.out, {**facts, "cases": cases, "deletions": deletions})
+    print(*(problems or [f"{len(cases)} cases, each within its budget"]), sep="\n")
     return 1 if problems else 0
 
 

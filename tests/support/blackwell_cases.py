@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -485,11 +485,12 @@ def missing(executed: Iterable[str]) -> list[str]:
 
 
 KNOWN = {
-    "a store of the last stage is not waited for": re.compile(
-        r"FlashAttentionBackwardSm100: the CTA ends during \[\d+: cp\.(reduce\.)?async\.bulk\."
+    "last stage": re.compile(r"FlashAttentionBackwardSm100: the CTA ends during \[\d+: cp\.(reduce\.)?async\.bulk\."),
+    "pair": re.compile(
+        r"FlashAttention(Forward|Backward)Sm100: the CTA ends during \[\d+: tcgen05\.commit\.cta_group::2\.\S+multicast"
     ),
 }
-"""By a name that docs/blackwell.md explains: findings in unchanged kernels."""
+"""Findings in unchanged kernels, by names that docs/blackwell.md explains."""
 
 
 def known(finding: str) -> str | None:

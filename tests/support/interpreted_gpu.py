@@ -1,8 +1,9 @@
 """A GPU that interprets: cute_kernels' and FlashAttention-4's host code and kernels run on CPU tensors.
 
 All Python is real, and so are the kernels that it chooses: their host side and their PTX (tests/support/ptx/).
-Only what asks a driver is answered here: capability, multiprocessors, whether a tensor is on a GPU, and whether there is
-one, so that `nsa(..., backend="cute")` takes CPU tensors. Launches run one after the other, so side streams do nothing.
+Only what asks a driver is answered here: capability, multiprocessors, whether a tensor is on a GPU, and whether there
+is one, so that `nsa(..., backend="cute")` takes CPU tensors. Launches run one after the other, so side streams do
+nothing.
 """
 
 from __future__ import annotations
