@@ -90,6 +90,12 @@ def test_record_is_of_this_table_and_of_every_kernel() -> None:
     assert not blackwell.unknown(found for row in record["cases"] for found in row["findings"])
 
 
+def test_few_calls_launch_every_form() -> None:
+    record = json.loads((RESULTS / "blackwell-executed.json").read_text(encoding="utf-8"))
+    few = (form for row in record["cases"] if row["case"] in blackwell.FEW for form in row["forms"])
+    assert not blackwell.missing(few)
+
+
 def test_a_kernel_that_no_case_launches_is_missed() -> None:
     missing = blackwell.missing([])
     assert "attend.query_outer._compiled packed=True" in missing
