@@ -645,7 +645,7 @@ def blackwell_deletions(page: Path) -> Lines:
         )
         every = sum(row["kernel"] == kernel for row in deletions)
         share = f"{100 * len(found) / len(matter):.0f} %" if matter else ""
-        cells.append([f"`{kernel}`", *map(str, (every, len(rows), len(rows) - len(matter), len(found))), share, by])
+        cells.append([kernel, *map(str, (every, len(rows), len(rows) - len(matter), len(found))), share, by])
     head = ["kernel", "instructions that order", "executed", "change nothing", "found", "of those that matter", "by"]
     yield from table(head, cells)
     yield ""
@@ -653,9 +653,7 @@ def blackwell_deletions(page: Path) -> Lines:
     yield from table(["why it changes nothing", "deletions"], ([why, str(n)] for why, n in reasons.most_common()))
     if missed := [row for row in deletions if row["executed"] and not row["found"] and not row["reason"]]:
         yield ""
-        yield from table(
-            ["not found", "in"], ([f"`{row['at']}: {row['instruction'][:90]}`", f"`{row['kernel']}`"] for row in missed)
-        )
+        yield from table(["not found", "in"], ([f"`{row['instruction'][:90]}`", row["kernel"]] for row in missed))
 
 
 # README

@@ -2,7 +2,8 @@
 """Executes every kernel that a Blackwell GPU runs, instruction by instruction on a CPU -> OUT (docs/blackwell.md).
 
     cases of tests/support/blackwell_cases.py, each in one of some processes: errors against fp64, findings of races
-    deletions of tests/support/ptx/mutations.py: the instructions that order a kernel, one left out at a time
+    deletions of tests/support/ptx/mutations.py: the instructions that order a kernel, one left out at a time. Reasons
+        why a deletion changes nothing that a run cannot tell are kept from OUT, by kernel and instruction
 
 The exit status is 1 if a result is beyond its budget, a case raised, a finding is not understood, or a kernel of ours
 was not executed. Needs no GPU, and the packages of the `cuda` and `dev` extras.
@@ -11,6 +12,7 @@ was not executed. Needs no GPU, and the packages of the `cuda` and `dev` extras.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
@@ -30,7 +32,9 @@ from bench.report import RESULTS, command_line, environment, relative, write_jso
 
 OUT = RESULTS / "blackwell-executed.json"
 BAR = 0.85
-"""Of deletions that are executed and not known to change nothing, those that must be found."""
+"""Of deletions that are executed and not seen to change nothing, those that must be found."""
+MOST = 240
+"""Characters of an instruction, and of what noticed a deletion."""
 
 
 class Task(NamedTuple):
@@ -62,16 +66,32 @@ def run_case(index: int) -> dict[str, Any]:
     }
 
 
-def run_deletions(direction: str) -> list[dict[str, Any]]:
-    """Of FlashAttention-4's "forward" or "backward", in this process."""
+def run_deletions(group: str) -> list[dict[str, Any]]:
+    """Of the kernels of a group, in this process."""
     from tests.support import deletion_cases
-    from tests.support.blackwell_cases import kernel_class
     from tests.support.ptx.mutations import delete_each
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    case = deletion_cases.fa4_case(getattr(deletion_cases, direction))
-    return [deletion._asdict() for deletion in delete_each(kernel_class(case.program.name), case)]
+    found = []
+    for kernel, case in deletion_cases.named_cases(group).items():
+        for of in delete_each(kernel, case):
+            instruction = f"{of.at}: {of.instruction}"[:MOST]
+            found.append({**of._asdict(), "instruction": instruction, "by": of.by[:MOST]})
+            del found[-1]["at"]
+    return found
+
+
+def with_reasons(deletions: Sequence[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+    """Of deletions that nothing noticed, reasons that were written into the earlier file by hand."""
+    earlier = json.loads(out.read_text(encoding="utf-8"))["deletions"] if out.exists() else []
+    reasons = {(row["kernel"], row["instruction"]): row["reason"] for row in earlier if not row["found"]}
+    return [
+        row
+        if row["found"] or row["reason"]
+        else {**row, "reason": reasons.get((row["kernel"], row["instruction"]), "")}
+        for row in deletions
+    ]
 
 
 def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Any]]:
@@ -98,6 +118,7 @@ def problems_of(cases: Sequence[dict[str, Any]], deletions: Sequence[dict[str, A
 
 def main(argv: Sequence[str] | None = None) -> int:
     from tests.support import blackwell_cases as blackwell
+    from tests.support import deletion_cases
 
     parser = argparse.ArgumentParser(description="Execute every kernel of Blackwell on a CPU.")
     parser.add_argument("--out", type=Path, default=OUT, help=f"JSON file (default: {relative(OUT)})")
@@ -114,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*(task.name for task in tasks), sep="\n")
         return 0
     if not args.match:
-        tasks += [Task(f"deletions, {direction}", run_deletions, direction) for direction in ("forward", "backward")]
+        tasks += [Task(f"deletions, {group}", run_deletions, group) for group in deletion_cases.GROUPS]
     results: dict[str, Any] = {}
     problems = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -134,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = blackwell.missing(form for row in cases for form in row["forms"])
         problems += [f"{form} was not executed" for form in missing]
     facts = {**environment(torch.device("cpu")), "device": "interpreted", "command": command_line(argv)}
-    write_json(args.out, {**facts, "cases": cases, "deletions": deletions})
+    write_json(args.out, {**facts, "cases": cases, "deletions": with_reasons(deletions, args.out)})
     print(*(problems or [f"{len(cases)} cases, each within its budget"]), sep="\n")
     return 1 if problems else 0
 

@@ -256,11 +256,9 @@ ENTRIES = NSAConfig(
     num_cmp_selected_blocks=3,
     n_block_size=128,
 )
-LENGTHS = (0, 259, 1, 64)
+LENGTHS = (0, 131, 1, 64)
 MANY: dict[str, Any] = {"heads": 16, "kv_heads": 1}
 """Heads for which blocks of a few hundred tokens have more query rows than one work tile."""
-MOST: dict[str, Any] = {"heads": 64, "kv_heads": 1}
-"""Heads for which attend/query_outer.py stands in."""
 OWN_KEYS = ("k_slc", "v_slc", "k_win", "v_win")
 """So that dk and dv of each branch are told apart."""
 PRESET = "paper preset"
@@ -310,9 +308,10 @@ CALLS: dict[str, Call] = {
         tensors=("gates",),
     ),
     "tokens, documents": Call(TOKENS, documents=LENGTHS, recompute=True, **MANY),
-    "tokens, 64 heads": Call(TOKENS, 130, **MOST),
-    "tokens, 64 heads, documents": Call(TOKENS, documents=(70, 61), **MOST),
+    "tokens, 64 heads": Call(TOKENS, 40, heads=64, kv_heads=1),
     "tokens, D_v": Call(TOKENS, 130, v_dim=128, **MANY),
+    "tokens, query-outer": Call(TOKENS, 130),
+    "tokens, query-outer, documents": Call(TOKENS, documents=(70, 0, 61)),
 }
 
 
@@ -322,11 +321,13 @@ FEW = (
     "tiles, documents, chosen entries",
     "tokens, nothing forced, batch",
     "tokens, documents",
-    "tokens, 64 heads",
-    "tokens, 64 heads, documents",
     "tokens, D_v",
+    "tokens, query-outer",
+    "tokens, query-outer, documents",
 )
 """Those that together launch every form of our kernels."""
+QUERY_OUTER = ("tokens, query-outer", "tokens, query-outer, documents")
+"""Forward alone, with the kernel that groups of 64 heads take (attend/query_outer.py)."""
 
 
 @dataclass(frozen=True)
@@ -347,6 +348,10 @@ class Whole:
 
         call = CALLS[self.name]
         inputs, config = call.inputs("cpu"), call.config
+        if self.name in QUERY_OUTER:
+            out, aux = forward.nsa(inputs, config, query_outer=True)
+            check_nsa(execution, inputs, config, None, {"out": out}, _selections(aux))
+            return
         shape = (*inputs.q.shape[:-1], call.v_dim)
         do = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(call.dtype)
         out, saved = forward.nsa_saving(inputs, config, recompute=call.recompute)
@@ -366,11 +371,11 @@ def check_nsa(
     execution: Execution,
     inputs: NSAInputs,
     config: NSAConfig,
-    do: Tensor,
+    do: Tensor | None,
     got: Mapping[str, Tensor],
     selections: tuple[Tensor, Tensor | None],
 ) -> None:
-    """out, and gradients under the names of inputs, for the blocks that the kernels chose."""
+    """out, and with `do` gradients under the names of inputs, for the blocks that the kernels chose."""
     expected = []
     for dtype in (torch.float64, inputs.q.dtype):
         leaves = inputs.map(lambda x, dtype=dtype: x.to(dtype).requires_grad_())
@@ -380,9 +385,11 @@ def check_nsa(
         ]
         out = parts[0] if inputs.cu_seqlens is None else torch.cat([part.flatten(0, 1) for part in parts])
         names = [name for name in leaves.tensors() if name in got]
-        rows = do[: out.shape[0]] if inputs.cu_seqlens is not None else do
-        of = torch.autograd.grad(out, [getattr(leaves, name) for name in names], rows.to(out.dtype))
-        expected.append({"out": out.detach(), **dict(zip(names, of, strict=True))})
+        expected.append({"out": out.detach()})
+        if do is not None:
+            rows = do if inputs.cu_seqlens is None else do[: out.shape[0]]
+            of = torch.autograd.grad(out, [getattr(leaves, name) for name in names], rows.to(out.dtype))
+            expected[-1].update(zip(names, of, strict=True))
     exact, low = expected
     if missing := set(got) ^ set(exact):
         raise ValueError(f"results that only one side has: {missing}")

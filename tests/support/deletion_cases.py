@@ -1,16 +1,33 @@
-"""Launches of FlashAttention-4 on Blackwell from which instructions are left out (tests/support/ptx/mutations.py)."""
+"""Launches from which instructions that order are left out, one at a time (tests/support/ptx/mutations.py)."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.support import fa4_model as model
 from tests.support.interpreted_gpu import interpreted_gpu
+from tests.support.kv_outer_cases import make
+from tests.support.ptx import interpret_kernels
 from tests.support.ptx.mutations import Case, recorded
+
+GROUPS = ("FlashAttention-4, sm_100a", "wgmma", "mma")
+"""FlashAttention-4's forward and backward; and ours per token, by what multiplies on sm_90a."""
+
+
+def named_cases(group: str) -> dict[str, Case]:
+    """Those of one of GROUPS."""
+    if group == GROUPS[0]:
+        return {
+            "FlashAttentionForwardSm100, D 64, bf16": fa4_case(forward),
+            "FlashAttentionBackwardSm100, D 128, bf16": fa4_case(backward),
+        }
+    return {f"{name}, {group}, sm_90a": case for name, case in per_token_cases(group == "wgmma").items()}
 
 
 def listed(lists: model.Lists) -> list[Tensor]:
@@ -60,3 +77,20 @@ def fa4_case(make_call: Callable[[], Callable[[], object]]) -> Case:
     with interpreted_gpu("sm_100"), recorded() as launches:
         make_call()()
     return max(launches, key=lambda case: len(case.program.instructions)).of_one_cta()
+
+
+def per_token_cases(warpgroups: bool) -> dict[str, Case]:
+    """By the names of kernels, forward and backward."""
+    from cute_kernels.attend import combine, kv_outer, kv_outer_backward
+    from cute_kernels.lists import worklist
+
+    with pytest.MonkeyPatch.context() as patch, recorded() as launches:
+        for module in (kv_outer, kv_outer_backward):
+            patch.setattr(module, "has_warpgroups", lambda _: warpgroups)
+        interpret_kernels(patch, (worklist, combine, kv_outer, kv_outer_backward))
+        make(90, 3, 1, 64, count=2, device="cpu").check()
+    named = [(re.search(r"KVOuter[A-Za-z]+", case.program.name), case) for case in launches]
+    found = {name[0]: case for name, case in named if name}
+    if len(found) != 2:
+        raise ValueError(f"kernels {[*found]}")
+    return found

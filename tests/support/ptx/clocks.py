@@ -20,12 +20,12 @@ Rules, by section of the PTX ISA (9.x):
     "Async proxy", "membar / fence": what threads wrote reaches copies and products (wgmma, tcgen05.mma) only through
         fence.proxy.async. The writer must execute it before it hands on: stricter than "along the causality path", and
         what CUTLASS does. The end of a copy or product needs no fence, it has one.
-    "fence": mbarrier.init reaches other agents through fence.mbarrier_init, or fence.proxy.async, of who did it.
+    "membar / fence": mbarrier.init reaches other agents through fence.mbarrier_init or fence.proxy.async of who did it.
     "Pipelined tcgen05 Instructions": of asynchronous ones, products of one shape into one accumulator are in order.
     "Non-pipelined instructions": others need tcgen05.wait::ld and ::st before the thread hands on or goes on, and
         tcgen05.commit with an mbarrier.
     "Specialized Inter-thread Synchronization": tcgen05.fence is needed where arrival or wait are relaxed only.
-    "mbarrier phase": who waits by parity must have done so before the next phase completes.
+    "Phase of the mbarrier object": who waits by parity must have done so before the next phase completes.
     "bar.warp.sync": it, or a barrier of threads, is between accesses of one cell by two lanes of a warp.
     "cp.async.bulk.wait_group", "mapa": a CTA may not end before bulk stores have read its shared memory, before copies
         have written it, and before other CTAs have arrived at its mbarriers.

@@ -250,6 +250,14 @@ class Effects(Order):
         self._phases[key] = count + 1
         return count
 
+    @contextmanager
+    def _learning(self, threads: Threads, otherwise: str = KNOWN) -> Iterator[None]:
+        """Tells whether clocks of the threads' warps change inside."""
+        warps = [*self._warps(threads)]
+        before = self.clocks.clock[warps]
+        yield
+        self._tell(threads.cta.pc, otherwise if (before == self.clocks.clock[warps]).all() else "")
+
     def _tell(self, at: int, why: str) -> None:
         """Args: why nothing was done this time; empty: something was."""
         self._did[at] = why and self._did.get(at, why)
@@ -287,7 +295,8 @@ class Effects(Order):
             self._event(threads, "use of mbarriers")
 
     def waits_tensor_memory(self, threads: Threads, kind: str) -> None:
-        super().waits_tensor_memory(threads, kind)
+        with self._learning(threads):
+            super().waits_tensor_memory(threads, kind)
         if kind == "ld":
             self._event(threads, "wait TMEM")
         self._apart.difference_update(self._warps(threads))
@@ -310,11 +319,8 @@ class Effects(Order):
             self._event(threads, "arrival", (key, self._count(key)))
 
     def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
-        warps = [*self._warps(threads)]
-        before = self.clocks.clock[warps]
-        super().waits(threads, barrier, phase)
-        same = (before == self.clocks.clock[warps]).all()
-        self._tell(threads.cta.pc, FIRST if phase < 0 else KNOWN if same else "")
+        with self._learning(threads, FIRST if phase < 0 else KNOWN):
+            super().waits(threads, barrier, phase)
         self._event(threads, "wait", (self._key(barrier), phase))
 
     def arrives_at(self, threads: Threads, number: int) -> None:
@@ -336,7 +342,8 @@ class Effects(Order):
         self._event(threads, "arrival", (key, self._count(key)))
 
     def waits_group(self, threads: Threads, kind: str, most: int, reads: bool) -> None:
-        super().waits_group(threads, kind, most, reads)
+        with self._learning(threads):
+            super().waits_group(threads, kind, most, reads)
         if kind == "cp.async":
             self._apart.update(self._warps(threads))
         key = kind, *self._warps(threads)
