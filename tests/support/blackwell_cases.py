@@ -248,6 +248,8 @@ class Attention:
 
 TILES = NSAConfig(num_selected_blocks=3, window_size=100)
 TOKENS = NSAConfig.paper(num_selected_blocks=6, window_size=200)
+SELECTED = NSAConfig.paper(compress_block_size=256, compress_stride=64, num_selected_blocks=6, window_size=0)
+"""Below 256 tokens nothing but the selected branch, with its forced blocks."""
 ENTRIES = NSAConfig(
     compress_block_size=4,
     compress_stride=1,
@@ -308,8 +310,8 @@ CALLS: dict[str, Call] = {
         tensors=("gates",),
     ),
     "tokens, documents": Call(TOKENS, documents=LENGTHS, recompute=True, **MANY),
-    "tokens, 64 heads": Call(TOKENS, 40, heads=64, kv_heads=1),
-    "tokens, D_v": Call(TOKENS, 130, v_dim=128, **MANY),
+    "tokens, 64 heads": Call(SELECTED, 130, heads=64, kv_heads=1),
+    "tokens, D_v": Call(TOKENS, 130, v_dim=128),
     "tokens, query-outer": Call(TOKENS, 130),
     "tokens, query-outer, documents": Call(TOKENS, documents=(70, 0, 61)),
 }
@@ -321,6 +323,7 @@ FEW = (
     "tiles, documents, chosen entries",
     "tokens, nothing forced, batch",
     "tokens, documents",
+    "tokens, 64 heads",
     "tokens, D_v",
     "tokens, query-outer",
     "tokens, query-outer, documents",
