@@ -18,6 +18,7 @@ import nsa.reference as reference
 from bench import oracles
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
+from tests.support import cases as few
 from tests.support.helpers import SMALL, assert_rounded_once, assert_within_budget, make_inputs, make_qkv
 from tests.support.live_memory import PeakBytes
 from tests.support.loop_oracle import nsa_document, nsa_packed
@@ -223,8 +224,7 @@ def test_fewest_blocks_of_entries_that_a_tile_needs() -> None:
 # Gradients
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("gate", ["given", "projected"])
+@pytest.mark.parametrize(("name", "gate"), few.product(SMALL, ["given", "projected"]))
 def test_gradcheck(name: str, gate: str) -> None:
     """Everything differentiable, with the selection fixed (it is not differentiated, and must not jump under eps)."""
     cmp_blocks = None if SMALL[name].num_cmp_selected_blocks is None else 5

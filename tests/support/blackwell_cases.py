@@ -317,18 +317,8 @@ CALLS: dict[str, Call] = {
 }
 
 
-FEW = (
-    PRESET,
-    "tiles, chosen entries, learned compression",
-    "tiles, documents, chosen entries",
-    "tokens, nothing forced, batch",
-    "tokens, documents",
-    "tokens, 64 heads",
-    "tokens, D_v",
-    "tokens, query-outer",
-    "tokens, query-outer, documents",
-)
-"""Those that together launch every form of our kernels."""
+PACKED = ("tokens, documents", "tiles, documents, chosen entries")
+"""What `make test` runs of CALLS; calls of one length go through dispatch there."""
 QUERY_OUTER = ("tokens, query-outer", "tokens, query-outer, documents")
 """Forward alone, with the kernel that groups of 64 heads take (attend/query_outer.py)."""
 
@@ -491,7 +481,7 @@ def table() -> list[tuple[Case, str, bool]]:
     """Cases, the schedules that they run by, and whether `make test` runs them.
 
     Of branches, every three values of axes come together, in `make test` every two. Of whole calls, `make test` runs
-    those of FEW.
+    those of PACKED.
     """
     pairs, triples = (covering([len(axis) for axis in AXES], cover) for cover in (2, 3))
     rows: list[tuple[Case, str, bool]] = []
@@ -500,7 +490,7 @@ def table() -> list[tuple[Case, str, bool]]:
         rows.append((Attention(*values), schedule, places in pairs))
     for i, name in enumerate(CALLS):
         for schedule in SCHEDULES:
-            rows.append((Whole(name), schedule, name in FEW and schedule == [*SCHEDULES][i % 2]))
+            rows.append((Whole(name), schedule, name in PACKED and schedule == [*SCHEDULES][i % 2]))
     rows += [
         (Neighborhood(name), schedule, (name, schedule) == (DILATED, "late"))
         for name in WINDOWS
