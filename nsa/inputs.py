@@ -153,12 +153,12 @@ class NSAInputs:
 
     def narrow(self, config: NSAConfig) -> NSAInputs:
         """The same call without an integer q_start: keys end with the last query, so that N_k - N_q is the start."""
-        if self.packed or isinstance(self.q_start, Tensor):
+        if isinstance(self.q_start, Tensor) or (self.q_start is None and (self.packed or self.q_sum is None)):
             return self
         stop = self.first_token + self.q.shape[1]
         q_sum = self.q_sum if self.first_token % config.q_tile_size else None  # a sum of no queries
         if stop == self.k.shape[1]:
-            return self if q_sum is self.q_sum and self.q_start is None else replace(self, q_start=None, q_sum=q_sum)
+            return replace(self, q_start=None, q_sum=q_sum)
         kept = dict.fromkeys(KEY_NAMES, stop) | dict.fromkeys(ENTRY_NAMES, config.num_compressed(stop))
         given = self.tensors()
         changed: dict[str, Any] = {name: given[name][:, :count] for name, count in kept.items() if name in given}
@@ -188,9 +188,6 @@ class NSAInputs:
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(getattr(self, name)).__name__}")
         dtype, device = self.q.dtype, self.q.device
         check_dtype("q", self.q)
-        weights = (dtype, torch.float32)
-        allowed = {"gates": weights, "gate_proj_weight": weights, "q_sum": (torch.promote_types(dtype, torch.float32),)}
-        allowed |= dict.fromkeys(INTEGER_NAMES, (torch.int32,))
         for name in TENSOR_NAMES:
             tensor = getattr(self, name)
             if tensor is None or (name == "q_start" and isinstance(tensor, int) and not isinstance(tensor, bool)):
@@ -198,8 +195,8 @@ class NSAInputs:
             if not isinstance(tensor, Tensor):
                 also = "an integer, " if name == "q_start" else ""
                 raise TypeError(f"{name} must be {also}a torch.Tensor or None, got {type(tensor).__name__}")
-            if tensor.dtype not in allowed.get(name, (dtype,)):
-                wanted = " or ".join(dict.fromkeys(map(short_name, allowed.get(name, (dtype,)))))
+            if tensor.dtype not in (allowed := _dtypes(name, dtype)):
+                wanted = " or ".join(dict.fromkeys(map(short_name, allowed)))
                 because = "" if name in INTEGER_NAMES else f" (q is {short_name(dtype)})"
                 raise TypeError(f"{name} must be {wanted}{because}, got {short_name(tensor.dtype)}")
             check_dense(name, tensor)
@@ -302,6 +299,8 @@ class NSAInputs:
 
     def _check_start(self, config: NSAConfig) -> None:
         start = self.q_start
+        if self.q_sum is None and not self.continues:
+            return
         if self.continues and not config.causal:
             if start is None:
                 sizes = "cu_seqlens_k" if self.packed else f"N_q={self.q.shape[1]}, N_k={self.k.shape[1]}"
@@ -385,6 +384,15 @@ ENTRY_NAMES = ("k_cmp", "v_cmp")
 
 INTEGER_NAMES = ("cu_seqlens", "cu_seqlens_k", "q_start")
 """Tensors of int32."""
+
+
+def _dtypes(name: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What a tensor may have beside q's dtype."""
+    if name in ("gates", "gate_proj_weight"):
+        return dtype, torch.float32
+    if name in INTEGER_NAMES:
+        return (torch.int32,)
+    return (torch.promote_types(dtype, torch.float32) if name == "q_sum" else dtype,)
 
 
 def _check_bounds(name: str, bounds: list[int], total: int) -> None:
