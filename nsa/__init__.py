@@ -34,6 +34,7 @@ from nsa.inputs import NSAAux  # noqa: E402
 from nsa.module import NSAttention  # noqa: E402
 from nsa.neighborhood.api import neighborhood_attention  # noqa: E402
 from nsa.neighborhood.module import NeighborhoodAttention, NeighborhoodAttentionLayer  # noqa: E402
+from nsa.neighborhood.rolling import NeighborhoodCache  # noqa: E402
 from nsa.residual.api import attention_residual  # noqa: E402
 from nsa.residual.module import AttentionResidual  # noqa: E402
 
@@ -46,6 +47,7 @@ __all__ = [
     "NSAttention",
     "NeighborhoodAttention",
     "NeighborhoodAttentionLayer",
+    "NeighborhoodCache",
     "PageTable",
     "attention_residual",
     "neighborhood_attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 import dispatch
 from dispatch.registry import short_name
@@ -33,6 +34,13 @@ def check_cache(cache: NSACache, config: NSAConfig | None) -> NSAConfig:
     return config
 
 
+def _has_gradients(inputs: NSAInputs, config: NSAConfig) -> bool:
+    """Whether a tensor or a parameter of `compress` requires a gradient; of a plain function nobody knows."""
+    pools = config.compress if isinstance(config.compress, tuple) else (config.compress,)
+    learned = [p for pool in pools if isinstance(pool, nn.Module) for p in pool.parameters()]
+    return any(tensor.requires_grad for tensor in (*inputs.tensors().values(), *learned))
+
+
 def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> dispatch.Impl:
     """Check the tensors against options and cache, and find the backend that takes the call.
 
@@ -41,16 +49,16 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
         RuntimeError: where a gradient is needed.
         dispatch.BackendError: when no backend can run the call.
     """
-    inputs.check(config)
     q, k, v = inputs.q, inputs.k, inputs.v
+    if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)) and q.shape[1] != k.shape[1]:  # else: more keys
+        raise ValueError(f"k must have q's N_q={q.shape[1]} new tokens, got shape {list(k.shape)}")
+    inputs.check(config)
     if q.device != cache.table.device:
         raise ValueError(f"q must be on the cache's device {cache.table.device}, got {q.device}")
     if q.dtype != cache.dtype:
         raise TypeError(f"q must be {short_name(cache.dtype)}, as the cache is, got {short_name(q.dtype)}")
     if q.shape[0] != cache.table.batch or q.shape[1] == 0:
         raise ValueError(f"q must have B={cache.table.batch} sequences and N_q >= 1 tokens, got shape {list(q.shape)}")
-    if k.shape[1] != q.shape[1]:
-        raise ValueError(f"k must have q's N_q={q.shape[1]} new tokens, got shape {list(k.shape)}")
     if tuple(k.shape[2:]) != (cache.heads_kv, cache.dim):
         raise ValueError(f"k must have the cache's [H_kv,D] = {[cache.heads_kv, cache.dim]}, got shape {list(k.shape)}")
     if v.shape[3] != cache.dim_v:
@@ -63,7 +71,7 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
             raise ValueError(
                 f"{name} goes with separate_kv=True of the cache: {given}, separate_kv={cache.separate_kv}"
             )
-    if torch.is_grad_enabled() and inputs.needs_grad(config):
+    if torch.is_grad_enabled() and _has_gradients(inputs, config):
         raise RuntimeError("nsa_with_cache has no gradient, and one is needed: call it under torch.no_grad()")
     table = cache.table
     if table.open is None and table.num_layers > 1:
