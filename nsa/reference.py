@@ -37,6 +37,11 @@ not reused but mapped anew each time (measured in docs/experiments.md)."""
 DEFAULT_CHUNK_BYTES = 512 << 20
 
 
+def chunk_bytes(device: torch.device) -> int:
+    """Rough size of a chunk's temporaries on a device."""
+    return CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES)
+
+
 QUERY_NAMES = ("q", "gates")
 """Tensors with a row for each query."""
 
@@ -359,8 +364,7 @@ def tiles_per_chunk(q: Tensor, v: Tensor, num_tokens: int, tile_size: int, confi
     # About three live copies of the logits (logits, mask, probabilities); scores and overlap of all blocks.
     per_tile = 3 * heads * tile_size * (max(entries, gathered) + dim)
     per_tile += select_heads * gathered * (dim + v_dim) + heads * (entries + 4 * blocks)
-    budget = CHUNK_BYTES.get(q.device.type, DEFAULT_CHUNK_BYTES)
-    return max(1, budget // max(1, batch * per_tile * q.dtype.itemsize))
+    return max(1, chunk_bytes(q.device) // max(1, batch * per_tile * q.dtype.itemsize))
 
 
 def _rows(tiles: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:

@@ -27,6 +27,7 @@ from nsa.reference import (
     attend_window,
     block_end,
     branch_gates,
+    chunk_bytes,
     in_sum_dtype,
     pool_functions,
     score,
@@ -74,7 +75,8 @@ def append(inputs: NSAInputs, exact: NSAInputs, config: NSAConfig, cache: NSACac
     first = (-((length - 1 - begin) // stride)).clamp(min=0)  # the first entry whose last token is not before `begin`
     entries = first + torch.arange(-(-step.num_tokens // stride), device=begin.device)
     complete = block_end(entries, config) < begin + step.counts[:, None]
-    at_once = max(1, -(-(1 << 16) // length))
+    per_entry = len(begin) * length * cache.heads_kv * (cache.dim + cache.dim_v) * exact.q.dtype.itemsize
+    at_once = max(1, chunk_bytes(begin.device) // max(1, per_entry))
     for part, whole in zip(entries.split(at_once, 1), complete.split(at_once, 1), strict=True):
         tokens = part[..., None] * stride + torch.arange(length, device=begin.device)
         rows = cache.table.rows(tokens).clamp(min=0)

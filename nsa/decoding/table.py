@@ -290,13 +290,13 @@ class PageTable:
         self._own_open_pages()
 
     def truncate(self, lengths: int | Tensor) -> None:
-        """Cut sequences to at most these lengths, in all layers, free their pages and clear all flags of overflow.
+        """Cut sequences to at most these lengths, in all layers, free their pages and clear their flags of overflow.
 
         In tile mode a length inside a tile must lie in the tile that is open, whose queries the cache has; to check it
         the lengths are read on the host.
 
         Args:
-            lengths: of all sequences, or int32 `[B]` on the device. Shorter sequences stay as they are.
+            lengths: of all sequences, or int32 `[B]` on the device. Shorter sequences stay as they are, flags, too.
 
         Raises:
             TypeError, ValueError: naming the argument, its value and what was expected.
@@ -312,8 +312,8 @@ class PageTable:
             check_integer("lengths", lengths, 0)
             cut = self.seqlens.clamp(max=lengths)
         self._each(lambda layer: layer.check_truncation(cut))
+        self.overflowed &= self.seqlens < lengths
         self.seqlens.copy_(cut)
-        self.overflowed.zero_()
         self._free_pages_behind(cut)
         self._own_open_pages()
 

@@ -29,7 +29,7 @@ from tests.support.cache_cases import (
 )
 from tests.support.helpers import SMALL, assert_rounded_once, make_inputs
 from tests.support.loop_oracle import nsa_document
-from tests.support.reference_cases import cases
+from tests.support.reference_cases import cases, configs
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -148,22 +148,49 @@ class Beams:
         self.config, self.texts, self.next = config, [[] for _ in range(batch)], 0
         self.cache = cache_for(make_inputs(1, heads=2, kv_heads=1, dim=4, batch=batch), config, max_tokens, **options)
 
-    def step(self, count: int) -> None:
+    def step(self, count: int, counts: list[int] | None = None) -> None:
+        """New tokens, compared with recomputation. A sequence without room must be the one that overflows."""
         new = [[(self.next + b * count + i) % 400 for i in range(count)] for b in range(len(self.texts))]
         self.next += count * len(self.texts)
         tensors = {n: torch.cat([t[:, own] for own in new]) for n, t in self.pool.tensors().items()}
+        if counts is not None:
+            tensors["counts"] = torch.tensor(counts, dtype=torch.int32)
         out = nsa_with_cache(cache=self.cache, **tensors)
-        for b, own in enumerate(new):
-            self.texts[b] = self.texts[b] + own
+        for b, (own, real) in enumerate(zip(new, counts or [count] * len(new), strict=True)):
+            if len(self.texts[b]) + real > self.cache.table.capacity:
+                assert self.cache.table.overflowed[b]
+            if self.cache.table.overflowed[b]:
+                assert out[b].isnan().all()
+                continue
+            self.texts[b] = self.texts[b] + own[:real]
             whole = NSAInputs(**{n: t[:, self.texts[b]] for n, t in self.pool.tensors().items()})
-            rows = range(len(self.texts[b]) - count, len(self.texts[b]))
-            close(out[b : b + 1], recomputed(whole, self.config, rows), f"sequence {b}")
-        self.cache.check()
+            rows = range(len(self.texts[b]) - real, len(self.texts[b]))
+            if real:
+                close(out[b : b + 1, :real], recomputed(whole, self.config, rows), f"sequence {b}")
+            assert not out[b, real:].any()
+        assert self.cache.seqlens.tolist() == [len(text) for text in self.texts]
+
+    def truncate(self, lengths: list[int]) -> None:
+        self.cache.truncate(torch.tensor(lengths, dtype=torch.int32))
+        self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+        assert self.cache.seqlens.tolist() == [len(text) for text in self.texts]
+        poison(self.cache)
 
     def reorder(self, rows: list[int]) -> None:
         self.cache.reorder(torch.tensor(rows))
         self.texts = [self.texts[row] for row in rows]
         poison(self.cache)
+
+    def check_pages(self) -> None:
+        """Each page is counted as often as it is held, and where a sequence goes on writing it is held once."""
+        table, size = self.cache.table, self.cache.table.page_size
+        assert table.page_uses is not None
+        held = table.block_table[table.block_table >= 0]
+        assert torch.equal(table.page_uses.long(), held.long().bincount(minlength=table.num_pages))
+        for b, text in enumerate(self.texts):
+            assert (table.block_table[b] >= 0).sum() == -(-len(text) // size)
+            if len(text) % size and not table.overflowed[b]:
+                assert table.page_uses[table.block_table[b, len(text) // size]] == 1
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -200,11 +227,8 @@ def test_truncated_sequences_go_on(name: str) -> None:
     beams.step(37)
     beams.reorder([0, 0])
     tile = SMALL[name].q_tile_size
-    for lengths in ([33, 37], [32, 32], [20, 44] if tile == 1 else [16, 32]):
-        beams.cache.truncate(torch.tensor(lengths, dtype=torch.int32))
-        beams.texts = [text[:length] for text, length in zip(beams.texts, lengths, strict=True)]
-        assert beams.cache.seqlens.tolist() == [len(text) for text in beams.texts]
-        poison(beams.cache)
+    for lengths in ([33, 37], [32, 32], [20, 35] if tile == 1 else [16, 32]):
+        beams.truncate(lengths)
         beams.step(3)
         beams.step(1)
     beams.cache.reset()
@@ -212,6 +236,39 @@ def test_truncated_sequences_go_on(name: str) -> None:
     assert (beams.cache.table.block_table == -1).all()
     beams.texts = [[], []]
     beams.step(5)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_order_of_operations(data: st.DataObject) -> None:
+    """Steps, beams and cuts over pages of any size that may run out; free pages are NaN, counts of uses are right."""
+    config = data.draw(configs().filter(lambda config: config.causal))
+    size = data.draw(st.sampled_from([1, 3, 8, 20]))
+    fewest = -(-24 // size)
+    pages = data.draw(st.sampled_from([fewest, 2 * fewest, 3 * fewest]))
+    beams = Beams(config, 3, 24, page_size=size, pages=pages)
+    for operation in data.draw(st.lists(st.sampled_from(["step", "step", "reorder", "truncate"]), max_size=8)):
+        if operation == "step":
+            count = data.draw(st.integers(1, 9))
+            beams.step(count, [data.draw(st.integers(0, count)) for _ in range(3)])
+        elif operation == "reorder":
+            beams.reorder([data.draw(st.integers(0, 2)) for _ in range(3)])
+        else:
+            tile, lengths = config.q_tile_size, [len(text) for text in beams.texts]
+            cuts = [data.draw(st.integers((max(n, 1) - 1) // tile * tile, n)) for n in lengths]
+            if data.draw(st.booleans()):
+                cuts = [cut // tile * tile for cut in cuts]
+            beams.truncate(cuts)
+        beams.check_pages()
+
+
+def test_a_cut_clears_only_the_flags_of_what_it_cuts() -> None:
+    inputs, cache = overflowing("paper")
+    nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49), counts=torch.tensor([0, 9, 0], dtype=torch.int32))
+    cache.truncate(torch.tensor([0, 41, 3], dtype=torch.int32))
+    assert cache.table.overflowed.tolist() == [False, True, False]
+    cache.truncate(torch.tensor([0, 40, 3], dtype=torch.int32))
+    assert not cache.table.overflowed.any()
 
 
 def test_cuts_that_need_forgotten_queries_raise() -> None:
@@ -354,6 +411,10 @@ def test_other_refusals() -> None:
         cache.truncate(-1)
     with pytest.raises(ValueError, match="max_tokens must be at least 64, got 10"):
         cache.table.grow(10)
+    with torch.inference_mode():
+        append(cache, make_inputs(3), [2, 1])
+    append(cache, make_inputs(3), [2, 1])
+    assert cache.seqlens.tolist() == [6]
     with pytest.raises(RuntimeError, match=r"^nsa_with_cache does not support torch\.vmap"):
         torch.vmap(lambda x: nsa_with_cache(x, x[..., :2, :], x[..., :2, :], cache))(torch.randn(3, 1, 1, 4, 16))
     with pytest.raises(Exception, match=r"nsa_with_cache does not support torch\.compile"):
@@ -488,6 +549,28 @@ def test_nothing_is_read_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch)
         for start, count in ((0, 40), (40, 1), (41, 8)):
             counts = torch.full((2,), count, dtype=torch.int32)
             nsa_with_cache(cache=cache, **tokens_of(inputs, start, start + count), counts=counts)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", SMALL)
+def test_a_captured_step_is_replayed_as_lengths_grow(name: str) -> None:
+    config, inputs = SMALL[name], make_inputs(60, batch=2, device="cuda")
+    cache = cache_for(inputs, config, 64, page_size=16, device="cuda")
+    own = {n: t.clone() for n, t in tokens_of(inputs, 0, 1).items()}
+    append(cache, inputs, [1] * 3, backend="reference")
+    cache.reset()
+    for pages in cache.pages.values():
+        pages.fill_(torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nsa_with_cache(cache=cache, **own, backend="reference")
+    for step in range(60):
+        for n, tensor in tokens_of(inputs, step, step + 1).items():
+            own[n].copy_(tensor.clone())
+        graph.replay()
+        prefix = {n: t.cpu() for n, t in tokens_of(inputs, 0, step + 1).items()}
+        close(out.cpu(), nsa_forward(**prefix, config=config)[:, -1:])  # type: ignore[arg-type]
+    assert cache.seqlens.tolist() == [60, 60]
 
 
 def test_an_empty_batch() -> None:
