@@ -270,7 +270,7 @@ class PageTable:
         """Sequence b becomes what sequence rows[b] is, in all layers: beams, or copies of a shared prefix.
 
         Full pages are shared; the page that a sequence goes on writing is copied. A sequence that finds no free page
-        for its copy overflows.
+        for its copy overflows and is empty.
 
         Args:
             rows: int32 or int64 `[B]` on the device.
@@ -291,6 +291,8 @@ class PageTable:
 
     def truncate(self, lengths: int | Tensor) -> None:
         """Cut sequences to at most these lengths, in all layers, free their pages and clear their flags of overflow.
+
+        A sequence that is cut inside a page that others hold, too, gets a copy as in `reorder`.
 
         In tile mode a length inside a tile must lie in the tile that is open, whose queries the cache has; to check it
         the lengths are read on the host.
@@ -416,7 +418,10 @@ class PageTable:
         self._count_uses()
 
     def _own_open_pages(self) -> None:
-        """Give each sequence a page of its own where it goes on writing inside one that others hold, too."""
+        """Give each sequence a page of its own where it goes on writing inside one that others hold, too.
+
+        One that finds none is emptied and flagged: others may write over what it shares with them.
+        """
         column = (self.seqlens.long() // self.page_size).clamp(max=self.block_table.shape[1] - 1)[:, None]
         inside = self.seqlens % self.page_size > 0
         page = self.block_table.gather(1, column)[:, 0]
@@ -426,10 +431,13 @@ class PageTable:
         only_open = same.sum(1) == self._uses[page.clamp(min=0).long()]  # nobody holds it as a full page
         copied = inside & ~(first & only_open)
         pages, granted = self._take(copied[:, None])
-        self.overflowed |= ~granted
+        lost = copied & ~granted
         copied &= granted
         self._each(lambda layer: layer.copy_pages(page.clamp(min=0).long(), pages[:, 0], copied))
         self.block_table.scatter_(1, column, torch.where(copied, pages[:, 0].to(torch.int32), page)[:, None])
+        self.overflowed |= lost
+        self.seqlens.masked_fill_(lost, 0)
+        self.block_table.masked_fill_(lost[:, None], -1)
         self._count_uses()
 
 
