@@ -168,7 +168,8 @@ class PageTable:
         inside = (positions >= 0) & (columns < self.block_table.shape[1])
         columns = columns.clamp(0, self.block_table.shape[1] - 1)
         pages = self.block_table.long().gather(1, columns.flatten(1)).reshape(positions.shape)
-        return torch.where(inside & (pages >= 0), pages * self.page_size + positions % self.page_size, -1)
+        inside &= (pages >= 0) & (pages < self.num_pages)
+        return torch.where(inside, pages * self.page_size + positions % self.page_size, -1)
 
     # Steps
 
@@ -232,15 +233,17 @@ class PageTable:
         """Pages for `wanted` more tokens of each sequence, at most num_tokens; flags for those that have no room."""
         size, columns = self.page_size, self.block_table.shape[1]
         after = self.seqlens.long() + wanted
+        full = (wanted > 0) & (after > self.capacity)
+        if self.page_uses is None:  # the engine has put them there, or has not
+            absent = (self.block_table < 0) | (self.block_table >= self.num_pages)
+            needed = torch.arange(columns, device=self.device) * size < after[:, None]
+            self.overflowed |= full | ((wanted > 0) & (absent & needed).any(1))
+            return
         most = min(columns, (num_tokens - 1) // size + 2)  # pages that num_tokens tokens can touch
         touched = (self.seqlens.long() // size)[:, None] + torch.arange(most, device=self.device)
         inside = touched * size < after[:, None]
-        full = (wanted > 0) & (after > self.capacity)
         touched = touched.clamp(max=columns - 1)
         missing = inside & (self.block_table.gather(1, touched) < 0) & ~(full | self.overflowed)[:, None]
-        if self.page_uses is None:
-            self.overflowed |= full | missing.any(1)
-            return
         pages, granted = self._take(missing)
         self.overflowed |= full | ~granted
         held = missing & granted[:, None]

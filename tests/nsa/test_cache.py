@@ -569,6 +569,13 @@ def test_an_engine_allocates_and_advances() -> None:
     assert out[0].isnan().all()
     close(out[1:], recomputed(sequence(inputs, 1), config, [24]))
     assert table.overflowed.tolist() == [True, False]
+    table.overflowed.zero_()
+    for page in (-1, 8):  # inside a sequence, too, but only of one that has new tokens
+        block_table[0, 1] = page
+        for row in (0, 1):
+            counts = torch.tensor([row == 0, row == 1], dtype=torch.int32)
+            assert append(cache, inputs, [1], start, counts=counts).isnan().any() == (row == 0)
+            table.overflowed.zero_()
     with pytest.raises(RuntimeError, match="truncate is the engine's"):
         cache.truncate(3)
     for wrong, message in (
