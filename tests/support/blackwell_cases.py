@@ -512,6 +512,10 @@ KNOWN = {
     "pair": re.compile(
         r"FlashAttention(Forward|Backward)Sm100: the CTA ends during \[\d+: tcgen05\.commit\.cta_group::2\.\S+multicast"
     ),
+    "same number": re.compile(
+        r"TileTopK: no bar\.warp\.sync between \[\d+: ld\.shared\.b32 (%r\d+), (\[\S+\])\] where warp (\d+) reads "
+        r"and \[\d+: st\.shared\.b32 \2, \1\] where warp \3 writes"
+    ),
 }
 """Findings in unchanged kernels, by names that docs/blackwell.md explains."""
 
