@@ -1,6 +1,6 @@
 """Every kernel that a Blackwell GPU runs, executed on a CPU: tests/support/blackwell_cases.py says what and how.
 
-The pairwise part of the table here, all of it in `make test-blackwell`. bench/results/blackwell-executed.json holds
+A small part of the table here, all of it in `make test-blackwell`. bench/results/blackwell-executed.json holds
 what tools/execute_blackwell.py recorded of it.
 """
 

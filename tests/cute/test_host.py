@@ -317,7 +317,7 @@ class Asked:
         self.calls: list[tuple[list[Tensor], Launch]] = []
 
     def launch(self, interpreted: Interpreted, *arguments: Any) -> None:
-        artefacts, _ = interpreted
+        artefacts = interpreted.artefacts
         for one in launches_of(artefacts.ir, arguments):
             Program(artefacts.ptx).check(one)
             self.calls.append(([x for x in flat(arguments) if isinstance(x, Tensor)], one))

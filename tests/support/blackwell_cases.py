@@ -317,8 +317,6 @@ CALLS: dict[str, Call] = {
 }
 
 
-PACKED = ("tokens, documents", "tiles, documents, chosen entries")
-"""What `make test` runs of CALLS; calls of one length go through dispatch there."""
 QUERY_OUTER = ("tokens, query-outer", "tokens, query-outer, documents")
 """Forward alone, with the kernel that groups of 64 heads take (attend/query_outer.py)."""
 
@@ -480,17 +478,15 @@ AXES: tuple[Sequence[Any], ...] = (
 def table() -> list[tuple[Case, str, bool]]:
     """Cases, the schedules that they run by, and whether `make test` runs them.
 
-    Of branches, every three values of axes come together, in `make test` every two. Of whole calls, `make test` runs
-    those of PACKED.
+    Of branches, every three values of axes come together; `make test` runs each value once, and no whole calls: there
+    calls go through dispatch.
     """
-    pairs, triples = (covering([len(axis) for axis in AXES], cover) for cover in (2, 3))
+    few, pairs, triples = (covering([len(axis) for axis in AXES], cover) for cover in (1, 2, 3))
     rows: list[tuple[Case, str, bool]] = []
-    for places in sorted(pairs | triples):
+    for places in sorted(few | pairs | triples):
         *values, schedule = (axis[i] for axis, i in zip(AXES, places, strict=True))
-        rows.append((Attention(*values), schedule, places in pairs))
-    for i, name in enumerate(CALLS):
-        for schedule in SCHEDULES:
-            rows.append((Whole(name), schedule, name in PACKED and schedule == [*SCHEDULES][i % 2]))
+        rows.append((Attention(*values), schedule, places in few))
+    rows += [(Whole(name), schedule, False) for name in CALLS for schedule in SCHEDULES]
     rows += [
         (Neighborhood(name), schedule, (name, schedule) == (DILATED, "late"))
         for name in WINDOWS

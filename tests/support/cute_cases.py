@@ -174,7 +174,7 @@ def alone_documents(inputs: NSAInputs, config: NSAConfig, lengths: tuple[int, ..
         tiles = slice(tile, tile := tile - (start - stop) // config.q_tile_size)
         entries = slice(entry, entry := entry + config.num_compressed(stop - start))
         if start < stop:
-            yield Alone(reference._slice_document(inputs, tokens, entries), tokens, tiles, entries)
+            yield Alone(reference._slice_document(inputs, tokens, tokens, entries), tokens, tiles, entries)
 
 
 def part_of(aux: NSAAux, document: Alone) -> dict[str, Tensor]:
