@@ -31,7 +31,7 @@ demo: ## set up and run the short benchmark demo, on this machine's device (on a
 
 train-demo: ## set up and train tiny language models with dense attention, NSA and parts of NSA, on the CPU (two minutes of one core)
 	$(bootstrap) --extras bench
-	$(VENV_PYTHON) examples/train_text.py --device cpu
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) examples/train_text.py --device cpu
 
 needle-demo: ## set up and train tiny models to look up values by far keys, with dense attention, NSA and parts of NSA, on the CPU
 	$(bootstrap) --extras bench

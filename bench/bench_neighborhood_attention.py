@@ -42,7 +42,7 @@ from dispatch import neighborhood_attention
 SHAPES = {
     "tiny": [Neighborhood(1, 2, 256, 32, 7), Neighborhood(2, 2, 301, 16, 8, 3)],
     # Liger's benchmark, without its projections; it takes as many tokens as fit its [B,H,N,N]
-    "seed": [
+    "liger": [
         Neighborhood(2, 8, 2048, 64, 7),
         Neighborhood(4, 12, 2048, 64, 7),
         Neighborhood(2, 16, 2048, 64, 9),
@@ -190,11 +190,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         type=_shapes,
         metavar="B,H,S,D,k[,dilation]",
-        help=f"problems, or sets of them: {', '.join(SHAPES)}; default: seed long, on a CPU tiny",
+        help=f"problems, or sets of them: {', '.join(SHAPES)}; default: liger long, on a CPU tiny",
     )
     add("--backend", help="as in neighborhood_attention; default: every one that can run")
     add("--algorithm", default="auto", help="as in neighborhood_attention; default: %(default)s")
-    return parse_options(parser, argv, [SHAPES["tiny"]], [SHAPES["seed"], SHAPES["long"]])
+    return parse_options(parser, argv, [SHAPES["tiny"]], [SHAPES["liger"], SHAPES["long"]])
 
 
 def _shapes(text: str) -> list[Neighborhood]:
@@ -240,7 +240,7 @@ def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> Truth:
     """Results in fp64 on SEGMENTS runs of rows.
 
     A run's gradients follow from the tokens within two windows of it: keys depend on queries a window away, and these
-    on keys another window away. So bench/oracles.py runs on such a piece of the sequence, which begins with residue
+    on keys another window away. So bench/oracles.py runs on such a part of the sequence, which begins with residue
     class 0. Budget: as it says, of its error in the inputs' own dtype.
     """
     tensors = [tensor.detach() for tensor in (problem.q, problem.k, problem.v)]
@@ -251,10 +251,10 @@ def make_truth(shape: Neighborhood, problem: Problem, do: Tensor) -> Truth:
     errors, largest = dict.fromkeys(exact, 0.0), dict.fromkeys(exact, 0.0)
     for run in runs:
         begin = max(0, run.start - reach) // shape.dilation * shape.dilation
-        piece = slice(begin, min(run.stop + reach, tokens))
+        part = slice(begin, min(run.stop + reach, tokens))
         inner = slice(run.start - begin, run.stop - begin)
-        some = [tensor[:, piece] for tensor in (*tensors, do)]
-        oracle, naive = _results(shape, [tensor.double() for tensor in some]), _results(shape, some)
+        inputs = [tensor[:, part] for tensor in (*tensors, do)]
+        oracle, naive = _results(shape, [tensor.double() for tensor in inputs]), _results(shape, inputs)
         for name, right in oracle.items():
             exact[name].append(right[:, inner])
             error = (naive[name][:, inner] - right[:, inner]).abs().amax().item()

@@ -45,6 +45,7 @@ from bench.common import (
     choose_dense,
     nsa_facts,
     positive,
+    preset_name,
     resolve_sizes,
 )
 from bench.extras import needed
@@ -523,7 +524,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     options = parser.add_argument_group("options of NSA (see NSAConfig); lists make a row for each combination")
     add = options.add_argument
-    add("--preset", choices=PRESETS, default="seed", help="NSAConfig.seed() or .paper(); default: %(default)s")
+    add("--preset", type=preset_name, choices=PRESETS, default="per_tile", help="of NSAConfig; default: %(default)s")
     add("--block-sizes", type=_list(positive), metavar="L,...", help="compress_block_size; l' follows")
     add("--select-size", type=positive, metavar="L'", help="select_block_size")
     add("--num-cmp", type=_list(_count_or_none), metavar="C,...", help="num_cmp_selected_blocks, such as none,16")
@@ -833,8 +834,8 @@ def show(rows: list[Row], out: Path) -> None:
     Console(width=max(console.width, TABLE_WIDTH)).print(table)
     best = max(rows, key=lambda row: row.speedup)
     faster = sorted({row.n for row in rows if row.speedup > 1})
-    some = " in at least one row each" if varying else ""
-    crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{some}" if faster else "at none of these N"
+    in_which_rows = " in at least one row each" if varying else ""
+    crossover = f"at N = {', '.join(f'{n:,}' for n in faster)}{in_which_rows}" if faster else "at none of these N"
     console.print(
         f"What this says: {costs(best)} NSA is faster {crossover}; best: {best.speedup:.2f}x at N = {best.n:,}. "
         f"Errors are the largest against fp64 on {SAMPLED_ROWS} rows or more (all, if N is smaller)"

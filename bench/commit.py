@@ -40,10 +40,10 @@ def commit(root: Path = ROOT) -> str:
     differing = [path for path, digest in files.items() if digest_of(root / path) != digest]
     if not differing:
         return named
-    some = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
+    examples = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
     print(
-        f"{len(differing)} of {len(files)} files differ from those that {STAMP_NAME} names ({some}), so results will "
-        f"name {named}+changes",
+        f"{len(differing)} of {len(files)} files differ from those that {STAMP_NAME} names ({examples}), so results "
+        f"will name {named}+changes",
         file=sys.stderr,
     )
     return f"{named}+changes"

@@ -19,7 +19,12 @@ from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PRESETS: dict[str, Callable[..., NSAConfig]] = {"seed": NSAConfig.seed, "paper": NSAConfig.paper}
+PRESETS: dict[str, Callable[..., NSAConfig]] = {"per_tile": NSAConfig.per_tile, "paper": NSAConfig.paper}
+
+
+def preset_name(name: str) -> str:
+    """Argument type: a name of PRESETS. "seed", as per_tile was called, is taken too."""
+    return "per_tile" if name == "seed" else name
 
 
 def positive(text: str) -> int:

@@ -63,8 +63,8 @@ class Neighborhood:
         return self.kernel_size - 1 - self.left
 
     def __str__(self) -> str:
-        numbers = (self.batch, self.heads, self.tokens, self.dim, self.kernel_size)
-        return ",".join(map(str, numbers if self.dilation == 1 else (*numbers, self.dilation)))
+        sizes = (self.batch, self.heads, self.tokens, self.dim, self.kernel_size)
+        return ",".join(map(str, sizes if self.dilation == 1 else (*sizes, self.dilation)))
 
     def label(self) -> str:
         """For the axis of a plot."""

@@ -86,13 +86,13 @@ def block_mask(problem: Neighborhood, device: torch.device) -> BlockMask:
     first = torch.arange(0, tokens, FLEX_BLOCK, device=device)
     last = first + FLEX_BLOCK - 1
     rows_first, rows_last = first[:, None], last[:, None]
-    some = (first <= rows_last + right) & (last >= rows_first - left)
-    every = (first >= rows_last - left) & (last <= rows_first + right) & (last < tokens) & (rows_last < tokens)
+    any_visible = (first <= rows_last + right) & (last >= rows_first - left)
+    all_visible = (first >= rows_last - left) & (last <= rows_first + right) & (last < tokens) & (rows_last < tokens)
     if dilation > 1:
-        every = torch.zeros_like(every)
+        all_visible = torch.zeros_like(all_visible)
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~every),
-        *_listed(every),
+        *_listed(any_visible & ~all_visible),
+        *_listed(all_visible),
         BLOCK_SIZE=FLEX_BLOCK,
         mask_mod=visible,
         seq_lengths=(tokens, tokens),

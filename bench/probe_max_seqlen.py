@@ -48,6 +48,7 @@ from bench.common import (
     choose_dense,
     nsa_facts,
     positive,
+    preset_name,
     resolve_sizes,
 )
 from bench.extras import needed
@@ -151,7 +152,7 @@ class Settings:
 
     @property
     def config(self) -> NSAConfig:
-        return PRESETS[self.preset or "seed"](**self.options)
+        return PRESETS[self.preset or "per_tile"](**self.options)
 
     def sizes(self, tokens: int) -> Sizes:
         return Sizes(self.batch, tokens, self.heads, self.kv_heads, self.dim)
@@ -203,7 +204,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--op", choices=("nsa", "dense"), default="nsa", help="dense: causal FlashAttention-4 or PyTorch SDPA")
     add("--backward", action="store_true", help="probe forward + backward")
     add("--recompute", action="store_true", help="with --backward: keep less and compute it again, as in nsa")
-    add("--preset", choices=PRESETS, help="NSAConfig.seed() or .paper(); default: seed")
+    add("--preset", type=preset_name, choices=PRESETS, help="NSAConfig.per_tile() or .paper(); default: per_tile")
     for option in CONFIG_OPTIONS:
         add(f"--{option.replace('_', '-')}", type=int, metavar="N", help="as in NSAConfig; default: the preset's")
     add_sizes(parser)
@@ -268,7 +269,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings, str]:
         kv_heads=arguments.kv_heads,
         dim=arguments.dim,
         input=arguments.input,
-        preset=(arguments.preset or "seed") if arguments.op == "nsa" else None,
+        preset=(arguments.preset or "per_tile") if arguments.op == "nsa" else None,
         options=options,
         backend=arguments.backend,
         dense=None,

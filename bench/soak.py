@@ -90,7 +90,7 @@ SIZES = {
         kv_heads=2,
         pairs=2,
         tokens=16384,
-        tile=NSAConfig.seed(num_selected_blocks=8, window_size=256),
+        tile=NSAConfig.per_tile(num_selected_blocks=8, window_size=256),
         token=NSAConfig.paper(num_selected_blocks=8, window_size=256),
     ),
     "cpu": Sizes(
@@ -99,7 +99,7 @@ SIZES = {
         kv_heads=1,
         pairs=1,
         tokens=28,
-        tile=NSAConfig.seed(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16),
+        tile=NSAConfig.per_tile(compress_block_size=8, num_selected_blocks=3, window_size=12, q_tile_size=16),
         token=NSAConfig.paper(
             compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=12
         ),

@@ -380,16 +380,16 @@ def token_selected(page: Path) -> Lines:
     }
     cells = []
     for n, h, h_kv, choice in dict.fromkeys(key[:4] for key in rows):
-        of = {stage: row for (*key, stage), row in rows.items() if key == [n, h, h_kv, choice]}
-        fla = of["forward"]["fla_ms"], of["both"]["fla_ms"]
+        stages = {stage: row for (*key, stage), row in rows.items() if key == [n, h, h_kv, choice]}
+        fla = stages["forward"]["fla_ms"], stages["both"]["fla_ms"]
         cells.append(
             [
                 tokens(n),
                 f"{h} over {h_kv}",
                 names[choice],
-                ms(of["forward"]["ms"]),
-                ms(of["tiles"]["ms"]),
-                ms(of["both"]["ms"]),
+                ms(stages["forward"]["ms"]),
+                ms(stages["tiles"]["ms"]),
+                ms(stages["both"]["ms"]),
                 "takes no 4 heads a group" if None in fla else " / ".join(map(ms, fla)),
             ]
         )

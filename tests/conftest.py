@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -31,6 +32,7 @@ measured."""
 HARDWARE = {"cuda": torch.cuda.is_available}
 MAY_SKIP = {*HARDWARE, "ascend", "cuda_extra"}
 """`ascend`: tests/ascend/lowered/conftest.py skips these without their toolchain; `.ci/run` has it."""
+ADDRESS = re.compile(r"\bat 0x[0-9a-f]+", re.IGNORECASE)
 CUDA_EXTRA = [package for package in PACKAGES if package.extra == "cuda"]
 
 
@@ -85,9 +87,21 @@ def without_cuda_extra(config: pytest.Config) -> str | None:
     return f'needs {", ".join(absent)}, not installed here: pip install -e ".[cuda]"'
 
 
+def without_addresses(report: pytest.CollectReport) -> pytest.CollectReport:
+    """The report, failed where the name of a test holds an address: another process would name it otherwise."""
+    named = [node.nodeid for node in report.result if isinstance(node, pytest.Item) and ADDRESS.search(node.nodeid)]
+    if report.passed and named:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"the name of {named[0]} holds an address, as {len(named) - 1} more here do: pytest-xdist refuses names "
+            "that differ between processes, so give `ids=` that are alike in all of them"
+        )
+    return report
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """A module of tests that cannot be imported without the `cuda` extra skips as a whole."""
+    """A module of tests that cannot be imported without the `cuda` extra skips as a whole; names hold no addresses."""
     report = yield
     reason = without_cuda_extra(collector.config) if report.failed else None
     error = report.call.excinfo.value.__cause__ if reason else None
@@ -95,7 +109,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
         missing = (error.name or "").partition(".")[0]
         if missing in {package.module.partition(".")[0] for package in CUDA_EXTRA}:
             report.outcome, report.longrepr = "skipped", (str(collector.path), None, f"Skipped: {reason}")
-    return report
+    return without_addresses(report)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

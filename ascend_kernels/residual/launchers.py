@@ -203,7 +203,7 @@ def _block_arguments(
     on_npu = backend == "ascend"
     weights = [weight for weight in (w_query, w_norm) if weight is not None]
     weights = [readable(weight.float() if on_npu else weight, backend) for weight in weights]
-    constants: dict[str, Any] = {"ADDRESS": STACKED.value, "UNIT": 1, "BRANCHES": on_npu, "FLAT": False}
+    constants: dict[str, Any] = {"ADDRESS": STACKED.value, "VECTOR": 1, "BRANCHES": on_npu, "FLAT": False}
     pointers: dict[str, Any] = dict.fromkeys(POINTER_NAMES)
     table, listed = weights[0], []
     if isinstance(blocks, Tensor):
@@ -217,10 +217,10 @@ def _block_arguments(
         if len(listed) <= MAX_POINTERS:
             constants["ADDRESS"] = POINTERS.value
             addresses = [block.data_ptr() for block in listed]
-            constants["UNIT"] = 1 if on_npu else _elements_per_unit(addresses, rows.element_size())
+            constants["VECTOR"] = 1 if on_npu else _elements_per_vector(addresses, rows.element_size())
             pointers = {name: listed[i] if i < len(listed) else rows for i, name in enumerate(pointers)}
         else:
-            pointers["p_0"], table, constants["UNIT"] = _offset_table(listed, on_npu)
+            pointers["p_0"], table, constants["VECTOR"] = _offset_table(listed, on_npu)
             constants["ADDRESS"] = TABLE.value
     arguments = {
         **pointers,
@@ -247,27 +247,27 @@ def _is_flat(tensor: Tensor) -> bool:
     return tensor.shape[-3] == 1 or tensor.stride(-3) == tensor.shape[-2] * tensor.stride(-2)
 
 
-def _elements_per_unit(addresses: list[int], itemsize: int) -> int:
+def _elements_per_vector(addresses: list[int], itemsize: int) -> int:
     """Elements in 16 bytes if all addresses, or distances of addresses, are multiples of 16 bytes; else 1."""
     return 16 // itemsize if all(address % 16 == 0 for address in addresses) else 1
 
 
 def _offset_table(listed: list[Tensor], on_npu: bool) -> tuple[Tensor, Tensor, int]:
-    """The tensor at the lowest address, the table of offsets of all from it in units, and the elements of a unit."""
+    """The tensor at the lowest address, the table of offsets of all from it, in vectors, and elements of a vector."""
     base = min(listed, key=Tensor.data_ptr)
     itemsize = base.element_size()
     distances = [block.data_ptr() - base.data_ptr() for block in listed]
-    unit = 1 if on_npu else _elements_per_unit(distances, itemsize)
+    vector = 1 if on_npu else _elements_per_vector(distances, itemsize)
     offsets = [distance // itemsize for distance in distances]
     table = torch.empty(len(listed), dtype=torch.int64, device=base.device)
     for start in range(0, len(listed), MAX_POINTERS):
-        chunk = [offset // unit for offset in offsets[start : start + MAX_POINTERS]]
+        chunk = [offset // vector for offset in offsets[start : start + MAX_POINTERS]]
         padded = [WIDE.value + offset for offset in chunk + [0] * (MAX_POINTERS - len(chunk))]
         arguments = {"p_table": table[start:], "num_offsets": len(chunk), **dict(zip(OFFSETS, padded, strict=True))}
         launch(table_kernel, (1,), arguments, {})
     if len({block.untyped_storage().data_ptr() for block in listed}) == 1:  # cover the storage that all share
         base = base.as_strided((max(offsets) + _extent(base),), (1,))
-    return base, table, unit
+    return base, table, vector
 
 
 def _extent(tensor: Tensor) -> int:

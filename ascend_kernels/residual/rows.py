@@ -4,10 +4,10 @@ A token has L rows of D features, one of each block. Blocks are read where they 
 
     STACKED     one tensor: its first block, and a stride
     POINTERS    a list of up to MAX_POINTERS tensors: a pointer to each
-    TABLE       a longer list: the tensor at the lowest address, and a table of int64 offsets from it, in units of UNIT
-                elements
+    TABLE       a longer list: the tensor at the lowest address, and a table of int64 offsets from it, in vectors
 
-UNIT is the number of elements in 16 bytes, which GPUs load at once, where all tensors lie at multiples of that; else 1.
+VECTOR is the number of elements in 16 bytes, which GPUs load at once, where all tensors lie at multiples of that; else
+1.
 A tile is ROWS rows of a token, masked at the last block and at the last feature.
 """
 
@@ -102,7 +102,7 @@ def load_by_branches(
 def load_tile(
     i_step, num_blocks, i_offset, block_stride, o_dim, end_dim, p_table,
     p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-    ROWS: tl.constexpr, ADDRESS: tl.constexpr, UNIT: tl.constexpr, BRANCHES: tl.constexpr,
+    ROWS: tl.constexpr, ADDRESS: tl.constexpr, VECTOR: tl.constexpr, BRANCHES: tl.constexpr,
 ):  # fmt: skip
     """Rows i_step * ROWS ... of a token as `[ROWS, BLOCK_D]`, zeros where there is no row, and from end_dim on.
 
@@ -128,10 +128,10 @@ def load_tile(
                 o_row,
                 p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
             )  # fmt: skip
-            if ROWS > 1 and UNIT > 1:
+            if ROWS > 1 and VECTOR > 1:
                 p_rows = tl.multiple_of(p_rows, [16, 16])
         elif ADDRESS == TABLE:
-            p_rows = p_0 + tl.load(p_table + o_row, mask=exists, other=0) * UNIT
+            p_rows = p_0 + tl.load(p_table + o_row, mask=exists, other=0) * VECTOR
         else:
             p_rows = p_0 + tl.cast(o_row, tl.int64) * block_stride
         b_tile = tl.load(p_rows + i_offset + o_dims, mask=mask, other=0.0)

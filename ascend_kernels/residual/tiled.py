@@ -68,7 +68,7 @@ def scores_kernel(
     p_15,
     BLOCK_D: tl.constexpr,
     ADDRESS: tl.constexpr,
-    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
     BRANCHES: tl.constexpr,
 ) -> None:
     """Scores and rstd."""
@@ -84,7 +84,7 @@ def scores_kernel(
                 b_x = load_tile(
                     i_block, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
                     p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-                    1, ADDRESS, UNIT, BRANCHES,
+                    1, ADDRESS, VECTOR, BRANCHES,
                 )  # fmt: skip
                 b_x = b_x.to(tl.float32)
                 b_squares += b_x * b_x
@@ -126,7 +126,7 @@ def mix_kernel(
     p_15,
     BLOCK_D: tl.constexpr,
     ADDRESS: tl.constexpr,
-    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
     BRANCHES: tl.constexpr,
 ) -> None:
     """out. num_work: tiles of features of all tokens."""
@@ -142,7 +142,7 @@ def mix_kernel(
             b_x = load_tile(
                 i_block, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
                 p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-                1, ADDRESS, UNIT, BRANCHES,
+                1, ADDRESS, VECTOR, BRANCHES,
             )  # fmt: skip
             b_alpha = tl.exp(tl.load(p_scores + i_scores + i_block + tl.arange(0, 1)) - b_lse)
             b_out += tl.sum(b_alpha[:, None] * b_x.to(tl.float32), 0)
@@ -184,7 +184,7 @@ def products_kernel(
     p_15,
     BLOCK_D: tl.constexpr,
     ADDRESS: tl.constexpr,
-    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
     BRANCHES: tl.constexpr,
 ) -> None:
     """dp and delta. A tile of do is read once, together with those of all blocks; their dp are one vector."""
@@ -201,7 +201,7 @@ def products_kernel(
                 b_x = load_tile(
                     i_block, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
                     p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-                    1, ADDRESS, UNIT, BRANCHES,
+                    1, ADDRESS, VECTOR, BRANCHES,
                 )  # fmt: skip
                 b_product = tl.sum(tl.sum(b_x.to(tl.float32) * b_do[None, :], 1), 0)
                 b_dp += tl.where(o_row == i_block, b_product, 0.0)
@@ -254,7 +254,7 @@ def gradients_kernel(
     p_15,
     BLOCK_D: tl.constexpr,
     ADDRESS: tl.constexpr,
-    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
     BRANCHES: tl.constexpr,
 ) -> None:
     """dV, and partial sums of t. The grid is num_dim_tiles times num_splits: each split takes a part of the tokens."""
@@ -275,7 +275,7 @@ def gradients_kernel(
             b_x = load_tile(
                 i_block, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
                 p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-                1, ADDRESS, UNIT, BRANCHES,
+                1, ADDRESS, VECTOR, BRANCHES,
             )  # fmt: skip
             b_x = tl.sum(b_x.to(tl.float32), 0)
             o_row = i_block + tl.arange(0, 1)

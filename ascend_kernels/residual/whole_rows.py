@@ -92,7 +92,7 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     ADDRESS: tl.constexpr,
-    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
     BRANCHES: tl.constexpr,
     FLAT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -116,7 +116,7 @@ def forward_kernel(
         b_x = load_tile(
             i_step, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
             p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-            ROWS, ADDRESS, UNIT, BRANCHES,
+            ROWS, ADDRESS, VECTOR, BRANCHES,
         )  # fmt: skip
         b_x = b_x.to(tl.float32)
         o_row = i_step * ROWS + tl.arange(0, ROWS)
@@ -193,7 +193,7 @@ def backward_kernel(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     ADDRESS: tl.constexpr,
-    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
     BRANCHES: tl.constexpr,
     FLAT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -220,7 +220,7 @@ def backward_kernel(
         b_x = load_tile(
             i_step, num_blocks, i_offset, block_stride, o_dim, dim, p_table,
             p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-            ROWS, ADDRESS, UNIT, BRANCHES,
+            ROWS, ADDRESS, VECTOR, BRANCHES,
         )  # fmt: skip
         b_x = b_x.to(tl.float32)
         o_row = i_step * ROWS + tl.arange(0, ROWS)

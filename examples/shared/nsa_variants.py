@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,14 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.common import DTYPES, SDPA, choose_backend, choose_dense, nsa_facts
+from bench.common import DTYPES, PRESETS, SDPA, choose_backend, choose_dense, nsa_facts, preset_name
 from bench.inputs import Sizes
 from examples.shared.byte_models import MODEL_OPTIONS, ByteModel, Defaults, DenseAttention, add_numbers, rotate
 from nsa import NSAConfig, NSAttention
-
-PRESETS: dict[str, Callable[..., NSAConfig]] = {"per_tile": NSAConfig.per_tile, "paper": NSAConfig.paper}
-FORMER_PRESETS = {"seed": "per_tile"}
-"""Former names on the command line."""
 
 BRANCHES = ("compressed", "selected", "window")
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -175,7 +171,7 @@ def add_nsa_options(
     group = parser.add_argument_group("options of NSA (see NSAConfig)")
     group.add_argument(
         "--preset",
-        type=lambda name: FORMER_PRESETS.get(name, name),
+        type=preset_name,
         choices=PRESETS,
         default=preset,
         help="NSAConfig.per_tile() or .paper(), which selects per token with overlapping compressed blocks; it changes "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import sys
 import types
 from dataclasses import replace
@@ -24,17 +23,10 @@ from bench.timing import GIB, Timing, measure, peak_memory
 from dispatch import Call
 from nsa import NSAConfig, nsa_forward_aux
 from nsa.reference import nsa_tiles
+from tests.support.bench_helpers import documented_fields
 
 CPU = torch.device("cpu")
-SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "results_files.md"
 SMALL = ["--device", "cpu", "--heads", "2", "--dim", "16", "--seconds", "0"]
-
-
-def documented_fields() -> set[str]:
-    """The fields of a row, as docs/results_files.md lists them."""
-    match = re.search(r"A row of `bench_sparse_attn_e2e.py`:\n`(.*?)`", SCHEMAS.read_text(), re.DOTALL)
-    assert match is not None
-    return set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", match[1])))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +45,7 @@ def test_writes_what_it_promises(options: list[str], tmp_path: Path, capsys: pyt
     assert content["gate"] == "green"
     assert {"device", "versions", "commit"} <= set(content)
     for row in content["rows"]:
-        assert set(row) == documented_fields()
+        assert set(row) == documented_fields("bench_sparse_attn_e2e.py")
         assert 0 <= row["error"] <= row["error_budget"] < 0.1
         assert row["recompute"] == ("--recompute" in options)
         if row["pass"] == "fwd+bwd":
@@ -303,7 +295,7 @@ def test_options_on_top_of_a_preset() -> None:
         found: list[NSAConfig] = e2e.parse([*SMALL, *options]).configs
         return found
 
-    assert configs() == [NSAConfig.seed()]
+    assert configs() == configs("--preset", "seed") == [NSAConfig.per_tile()]
     assert configs("--preset", "paper", "--k", "3") == [NSAConfig.paper(num_selected_blocks=3)]
     assert configs("--preset", "paper", "--num-cmp", "none") == [NSAConfig.paper()]
     assert [c.select_size for c in configs("--block-sizes", "32,64", "--select-size", "128")] == [128, 128]
@@ -643,7 +635,7 @@ def first_blocks(problem: Problem, config: NSAConfig) -> torch.Tensor:
 )
 def test_every_tile_selects_the_sink(dim: int, options: dict[str, int]) -> None:
     sizes = Sizes(batch=2, tokens=2000, heads=4, kv_heads=2, dim=dim)
-    config = NSAConfig.seed(num_selected_blocks=2, q_tile_size=256, **options)
+    config = NSAConfig.per_tile(num_selected_blocks=2, q_tile_size=256, **options)
     sink = make_problem("sink", sizes, device=CPU, dtype=torch.float32)
     assert first_blocks(sink, config) == 1
     assert first_blocks(make_problem("random", sizes, device=CPU, dtype=torch.float32), config) < 0.9

@@ -93,8 +93,8 @@ def test_the_kernels_interpreted_are_no_default() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--shapes", "1,2,3"], "must be tiny, seed, long or B,H,S,D,k[,dilation], got '1,2,3'"),
-        (["--shapes", "1,2,64,16,0"], "must be tiny, seed, long or B,H,S,D,k[,dilation], got '1,2,64,16,0'"),
+        (["--shapes", "1,2,3"], "must be tiny, liger, long or B,H,S,D,k[,dilation], got '1,2,3'"),
+        (["--shapes", "1,2,64,16,0"], "must be tiny, liger, long or B,H,S,D,k[,dilation], got '1,2,64,16,0'"),
         (["--modes", "sideways"], "invalid choice: 'sideways'"),
     ],
 )
@@ -452,7 +452,7 @@ def test_work_of_wide_windows_and_two_slices() -> None:
 
 def test_the_documented_model_is_computed() -> None:
     page = (DOCS / "neighborhood_attention.md").read_text(encoding="utf-8")
-    assert neighborhood_table([bench.SHAPES["seed"][1], *bench.SHAPES["long"]]) in page
+    assert neighborhood_table([bench.SHAPES["liger"][1], *bench.SHAPES["long"]]) in page
 
 
 def test_the_picture_is_the_definition() -> None:

@@ -295,18 +295,18 @@ def test_learned_compression_of_packed_documents(config: NSAConfig) -> None:
     learned = replace(config, compress=tuple(pools))
     parameters = [p for pool in pools for p in pool.parameters()]
 
-    def of(do: Tensor, *qkv: Tensor, **keywords: Any) -> list[Tensor]:
+    def gradients_of(do: Tensor, *qkv: Tensor, **keywords: Any) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in qkv]
         out = nsa(*leaves, config=learned, **keywords)
         # A document without a whole block has no entries, and nothing to do with the pools
         return list(torch.autograd.grad(out, [*leaves, *parameters], do, materialize_grads=True))
 
-    got = of(do, *qkv, cu_seqlens=bounds)
+    got = gradients_of(do, *qkv, cu_seqlens=bounds)
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     for start, stop in pairwise(bounds.tolist()):
         if start == stop:
             continue
-        alone = of(do[None, start:stop], *(x[None, start:stop] for x in qkv))
+        alone = gradients_of(do[None, start:stop], *(x[None, start:stop] for x in qkv))
         for name, whole, part in zip("qkv", got[:3], alone[:3], strict=True):
             # k and v have a gradient of attention, one through the pools, and autograd's sum of both
             assert_as_alone(whole[None, start:stop], part, f"{name}, {stop - start} long", roundings=3)

@@ -13,21 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.kernel_classes import our_kernels
 from tools import compile_all as tool
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "compile_all.py"
-
-
-def our_kernels(arch: str = "sm_90a") -> set[str]:
-    """Classes with a kernel for the architecture, as the sources of cute_kernels define them."""
-    return {
-        node.name
-        for path in (ROOT / "cute_kernels").rglob("*.py")
-        if arch == "sm_90a" or path.stem not in tool.HOPPER_MODULES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef) and any(getattr(member, "name", "") == "kernel" for member in node.body)
-    }
 
 
 def fa4_calls() -> set[str]:

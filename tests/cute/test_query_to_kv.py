@@ -351,8 +351,8 @@ def test_negative_blocks_are_refused() -> None:
 
 
 MALFORMED: dict[str, tuple[list[list[int]], list[list[int]]]] = {
-    "ragged mask block not visited first": ([[2, 1], [2, 0], [2]], [[], [], []]),
-    "ragged full block not visited first": ([[], [], []], [[2, 1], [2, 0], [2, 1, 0]]),
+    "ragged mask block not processed first": ([[2, 1], [2, 0], [2]], [[], [], []]),
+    "ragged full block not processed first": ([[], [], []], [[2, 1], [2, 0], [2, 1, 0]]),
     "ragged block in both lists": ([[0, 2], [2], []], [[1, 2], [2, 0], [2]]),
     "listed twice": ([[1, 1], [0, 0, 2], []], [[0], [0, 1], [1, 1, 1]]),
     "diagonal and future blocks in full": ([[], [0], []], [[0, 1, 2], [0, 1, 2], [0, 1, 2]]),
@@ -381,8 +381,8 @@ def assert_predicted(
     assert_within_budget(got_o, o, low_o, f"o of {name}")
     empty = lse == -math.inf
     assert torch.equal(got_lse == -math.inf, empty), f"rows without keys of {name}"
-    some = ~empty
-    assert_within_budget(got_lse[some], lse[some], low_lse[some], f"lse of {name}")
+    finite = ~empty
+    assert_within_budget(got_lse[finite], lse[finite], low_lse[finite], f"lse of {name}")
 
 
 @pytest.mark.cuda

@@ -50,8 +50,8 @@ def model_bits(indices: Tensor, blocks: int) -> Tensor:
     chosen = tiles_of_blocks(indices, blocks).transpose(2, 3)
     words = max(2, -(-chosen.shape[3] // 32))
     chosen = torch.nn.functional.pad(chosen, [0, words * 32 - chosen.shape[3]]).unflatten(3, (words, 32))
-    numbers = (chosen.long() << torch.arange(32, device=indices.device)).sum(-1)
-    return torch.where(numbers < 1 << 31, numbers, numbers - (1 << 32)).int()
+    packed = (chosen.long() << torch.arange(32, device=indices.device)).sum(-1)
+    return torch.where(packed < 1 << 31, packed, packed - (1 << 32)).int()
 
 
 @dataclass(frozen=True)

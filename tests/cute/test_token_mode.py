@@ -158,17 +158,17 @@ def test_gradients_of_packed_documents(recompute: bool) -> None:
     do = like(tokens, 8, 128)
     do[sum(lengths) :] = torch.nan  # belongs to no document
 
-    def of(do: Tensor, *qkv: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
+    def gradients_of(do: Tensor, *qkv: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in qkv]
         out = nsa(*leaves, config=PAPER, recompute=recompute, **keywords)
         return torch.autograd.grad(out, leaves, do)
 
-    got = of(do, *qkv, cu_seqlens=bounds)
+    got = gradients_of(do, *qkv, cu_seqlens=bounds)
     start = 0
     for length in lengths:
         here = slice(start, start := start + length)
         if length > 0:
-            alone = of(do[None, here], *(x[None, here] for x in qkv))
+            alone = gradients_of(do[None, here], *(x[None, here] for x in qkv))
             for name, whole, part in zip("qkv", got, alone, strict=True):
                 assert_as_alone(whole[None, here], part, f"{name}, {length} long")
     for gradient in got:

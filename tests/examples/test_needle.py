@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from examples import needle as example
 from examples.shared.byte_models import Row
 from examples.shared.nsa_variants import BRANCHES, VARIANTS, ablated
 from nsa import nsa_forward_aux
+from tests.support.bench_helpers import assert_documented
 
-SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "results_files.md"
 SIZES = {
     "layers": 2,
     "width": 32,
@@ -184,13 +183,9 @@ def test_a_closed_branch_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
-    documented = re.search(r"`examples/needle.py` writes\s+`{(.*?)}`", SCHEMAS.read_text(), re.DOTALL)
-    assert documented is not None
-    assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*?\]", "", documented[1], flags=re.DOTALL)))
-    for name, row in (("rows", Row), ("summary", example.Summary), ("accuracy", example.Accuracy)):
-        listed = re.search(rf"\b{name}: \[(.*?)\]", documented[1], re.DOTALL)
-        assert listed is not None
-        assert re.findall(r"\w+", listed[1]) == [field.name for field in fields(row)] == list(content[name][0])
+    assert_documented(
+        "examples/needle.py", content, {"rows": Row, "summary": example.Summary, "accuracy": example.Accuracy}
+    )
 
     names = ["dense", "nsa", "nsa-closed", "no-selected", "window"]
     assert [summary["variant"] for summary in content["summary"]] == names

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import sysconfig
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 
 from examples import train_residual as example
 from examples.shared import byte_models
+from tests.support.bench_helpers import assert_documented
 
-SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "results_files.md"
 SIZES = {
     "layers": 2,
     "width": 32,
@@ -46,13 +45,7 @@ def trainer(variant: str, corpus: byte_models.Corpus, *options: str) -> byte_mod
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
-    documented = re.search(r"`examples/train_residual.py` writes\s+`{(.*?)}`", SCHEMAS.read_text(), re.DOTALL)
-    assert documented is not None
-    assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*?\]", "", documented[1], flags=re.DOTALL)))
-    for name, row in (("rows", byte_models.Row), ("summary", example.Summary)):
-        listed = re.search(rf"{name}: \[(.*?)\]", documented[1], re.DOTALL)
-        assert listed is not None
-        assert re.findall(r"\w+", listed[1]) == [field.name for field in fields(row)] == list(content[name][0])
+    assert_documented("examples/train_residual.py", content, {"rows": byte_models.Row, "summary": example.Summary})
     assert (content["backend"], [row["variant"] for row in content["summary"]]) == ("reference", ["sum", "attention"])
     for summary in content["summary"]:
         own = [row for row in content["rows"] if row["variant"] == summary["variant"]]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sysconfig
 import zlib
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from examples import train_text as example
 from examples.shared import byte_models
 from examples.shared.nsa_variants import BRANCHES, make_config
 from nsa import LinearCompression, NSAConfig, nsa_forward_aux
+from tests.support.bench_helpers import assert_documented
 
-SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "results_files.md"
 SIZES = {
     "layers": 1,
     "width": 32,
@@ -67,13 +66,7 @@ def run(trainer: example.Trainer) -> tuple[list[example.Row], example.Summary]:
 def test_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main([*TINY, "--out", str(tmp_path / "run")]) == 0
     content = json.loads((tmp_path / "run.json").read_text())
-    documented = re.search(r"`examples/train_text.py` writes\s+`{(.*?)}`", SCHEMAS.read_text(), re.DOTALL)
-    assert documented is not None
-    assert set(content) == set(re.findall(r"\w+", re.sub(r"\[.*?\]", "", documented[1], flags=re.DOTALL)))
-    for name, row in (("rows", example.Row), ("summary", example.Summary)):
-        listed = re.search(rf"{name}: \[(.*?)\]", documented[1], re.DOTALL)
-        assert listed is not None
-        assert re.findall(r"\w+", listed[1]) == [field.name for field in fields(row)] == list(content[name][0])
+    assert_documented("examples/train_text.py", content, {"rows": example.Row, "summary": example.Summary})
 
     assert [row["variant"] for row in content["summary"]] == list(content["variants"]) == list(example.VARIANTS)
     assert content["variants"]["nsa"]["backend"] == "reference"

@@ -522,12 +522,12 @@ def test_offsets_beyond_32_bits_on_a_gpu(tokens: int, dim: int) -> None:
     out = attention_residual(blocks, w, backend="triton")
     gradient, _ = torch.autograd.grad(out, (blocks, w), torch.ones_like(out))
     assert torch.equal(gradient[8], gradient[0])
-    some = [0, 1, tokens // 2 - 1, tokens - 1]
-    part = blocks[:, :, some].detach().double().requires_grad_()
+    rows = [0, 1, tokens // 2 - 1, tokens - 1]
+    part = blocks[:, :, rows].detach().double().requires_grad_()
     expected = oracle(part, w.double(), None)
-    torch.testing.assert_close(out[:, some].double(), expected, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(out[:, rows].double(), expected, atol=2e-2, rtol=1e-2)
     (exact,) = torch.autograd.grad(expected, part, torch.ones_like(expected))
-    torch.testing.assert_close(gradient[:, :, some].double(), exact, atol=1e-2, rtol=2e-2)
+    torch.testing.assert_close(gradient[:, :, rows].double(), exact, atol=1e-2, rtol=2e-2)
 
 
 @pytest.mark.cuda

@@ -268,8 +268,8 @@ def visible_pairs(
         here = slice(tile * lists.rows, min((tile + 1) * lists.rows, num_rows))
         row = torch.arange(here.start, here.stop)[:, None]
         for kind in kinds:
-            for visit, block in enumerate(reversed(lists.listed(kind, batch, head, tile))):
-                first = visit == 0
+            for position, block in enumerate(reversed(lists.listed(kind, batch, head, tile))):
+                first = position == 0
                 there = slice(block * lists.width, (block + 1) * lists.width)
                 key = torch.arange(there.start, there.stop)
                 seen = torch.ones(len(row), len(key), dtype=torch.bool)
@@ -308,10 +308,10 @@ def backward_pairs(
     """
     _check_transposed(arch, lists, num_rows, num_keys)
     row, key = torch.arange(num_rows)[:, None], torch.arange(num_keys)
-    masks, fulls = (_visits(lists, kind, batch, head, -(-num_rows // lists.rows)) for kind in ("mask", "full"))
+    masks, fulls = (_listings(lists, kind, batch, head, -(-num_rows // lists.rows)) for kind in ("mask", "full"))
 
-    def by_pair(visits: Tensor) -> Tensor:
-        return visits.repeat_interleave(lists.rows, 0)[:num_rows].repeat_interleave(lists.width, 1)[:, :num_keys]
+    def by_pair(listings: Tensor) -> Tensor:
+        return listings.repeat_interleave(lists.rows, 0)[:num_rows].repeat_interleave(lists.width, 1)[:, :num_keys]
 
     if causal:
         pairs = by_pair(masks + fulls) * (key <= row + num_keys - num_rows)
@@ -327,16 +327,16 @@ def backward_pairs(
     return pairs, again
 
 
-def _visits(lists: Lists, kind: str, batch: int, head: int, tiles: int) -> Tensor:
+def _listings(lists: Lists, kind: str, batch: int, head: int, tiles: int) -> Tensor:
     """How often each block lists each tile, int32 `[tiles, blocks]`."""
     count, index = (getattr(lists, f"{kind}_{name}")[batch, head].long() for name in ("count", "index"))
     read = torch.arange(index.shape[1]) < count[:, None]
     wrong = index[read & ((index < 0) | (index >= tiles))]
     if len(wrong) > 0:
         raise ValueError(f"listed tiles must have rows, got tile {int(wrong[0])}")
-    visits = torch.zeros((len(count), tiles + 1), dtype=torch.int32)
-    visits.scatter_add_(1, torch.where(read, index, tiles), torch.ones_like(index, dtype=torch.int32))
-    return visits[:, :tiles].T
+    listings = torch.zeros((len(count), tiles + 1), dtype=torch.int32)
+    listings.scatter_add_(1, torch.where(read, index, tiles), torch.ones_like(index, dtype=torch.int32))
+    return listings[:, :tiles].T
 
 
 BACKWARD_ROWS = {"sm_90": 64, "sm_100": 128}

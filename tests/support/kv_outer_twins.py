@@ -380,26 +380,26 @@ def kv_outer_backward_twin(
     scale: float,
 ) -> None:
     group, size = how[2], how[4]
-    units = size // 64
+    key_tiles = size // 64
     for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, first_token):
         heads = slice(x.h * group, (x.h + 1) * group)
         sees, gives = (y[x.b, x.tokens, heads].double() for y in (q, do))
         row_lse, row_delta = (y[x.b, heads, x.tokens].T[..., None] for y in (lse, delta))
-        for unit in range(units):
-            first = x.first_key + unit * 64
+        for key_tile in range(key_tiles):
+            first = x.first_key + key_tile * 64
             keys = torch.arange(first, max(first, min(first + 64, x.end)))
             some_k, some_v = (y[x.b, keys, x.h].double() for y in (k, v))
             seen = (keys <= x.positions[:, None])[:, None] & row_lse.isfinite()
             p = (sees @ some_k.T * scale - row_lse).masked_fill(~seen, -math.inf).exp()
             ds = (p * (gives @ some_v.T - row_delta)).masked_fill(~seen, 0).to(q.dtype).double()
             p = p.to(q.dtype).double()
-            dq[x.b, x.h, x.query_rows * units + unit] = (ds @ some_k * scale).to(q.dtype)
+            dq[x.b, x.h, x.query_rows * key_tiles + key_tile] = (ds @ some_k * scale).to(q.dtype)
             for y, y_parts, part in (
                 (dk, dk_parts, (torch.einsum("tgk,tgd->kd", ds, sees) * scale).float()),
                 (dv, dv_parts, torch.einsum("tgk,tgd->kd", p, gives).float()),
             ):
                 if x.is_split:
-                    y_parts[x.b, x.h, x.index, unit * 64 : unit * 64 + len(keys)] = part
+                    y_parts[x.b, x.h, x.index, key_tile * 64 : key_tile * 64 + len(keys)] = part
                 else:
                     y[x.b, keys, x.h] += part
 

@@ -1,4 +1,7 @@
-"""Imports go one way: no circle among our modules; cute_kernels follows its layers, nsa.common knows no op."""
+"""Imports go one way: no circle among our modules; cute_kernels follows its layers, nsa.common knows no op.
+
+Kernels import neither each other nor what calls them, and tests import no tests.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +41,23 @@ def modules(package: str) -> dict[str, Path]:
     return {".".join(p[:-1] if p[-1] == "__init__" else p): path for path, p in parts.items()}
 
 
-def imported(source: str, module: str, known: Mapping[str, object]) -> Iterator[str]:
-    """Modules that the source of `module` imports, of those known; also inside functions and for types alone."""
+def names_imported(source: str, module: str) -> Iterator[str]:
+    """Modules, and names of modules, that the source of `module` imports; also in functions and for types alone."""
     for node in ast.walk(ast.parse(source)):
-        names: list[str] = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parent = module.split(".")[: -node.level] if node.level else []
             base = ".".join([*parent, *filter(None, [node.module])])
-            names = [f"{base}.{alias.name}" for alias in node.names]
-            names = [name if name in known else base for name in names]
-        yield from (name for name in names if name in known and name != module)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def imported(source: str, module: str, known: Mapping[str, object]) -> Iterator[str]:
+    """Modules that the source of `module` imports, of those known."""
+    for name in names_imported(source, module):
+        found = name if name in known else name.rpartition(".")[0]
+        if found in known and found != module:
+            yield found
 
 
 def graph(package: str) -> Graph:
@@ -98,6 +106,26 @@ def test_what_the_ops_of_nsa_share_knows_none_of_them() -> None:
     for module, others in graph("nsa").items():
         if module.startswith("nsa.common"):
             assert all(other.startswith("nsa.common") for other in others), (module, others)
+
+
+NEVER = {"bench", "examples", "tools", "tests"}
+KNOWS = {"cute_kernels": set(), "ascend_kernels": set(), "dispatch": set(), "nsa": {"dispatch"}}
+"""What modules of a package import of ours; dispatch's table names the others as strings."""
+
+
+@pytest.mark.parametrize("package", KNOWS)
+def test_packages_know_no_more_than_those_below_them(package: str) -> None:
+    ours = NEVER | set(KNOWS) - KNOWS[package] - {package}
+    for module, path in modules(package).items():
+        names = names_imported(path.read_text(encoding="utf-8"), module)
+        assert {name for name in names if name.partition(".")[0] in ours} == set(), module
+
+
+def test_tests_import_no_tests() -> None:
+    files = modules("tests")
+    for module, path in files.items():
+        for other in imported(path.read_text(encoding="utf-8"), module, files):
+            assert not other.rpartition(".")[2].startswith("test_"), f"{module} imports {other}"
 
 
 @pytest.mark.parametrize("op", ["", "neighborhood", "residual"])

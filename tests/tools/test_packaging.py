@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import nsa
+from tools import package_readme
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("nsa", "dispatch", "cute_kernels", "ascend_kernels")
@@ -97,3 +99,29 @@ def test_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> Non
     assert str(site_packages) in done.stdout
     assert "torch.Size([1, 80, 2, 8])" in done.stdout
     assert done.stdout.endswith("True\n")
+
+
+def test_links_of_the_package_page_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(package_readme, "README", readme)
+    package_readme.main(["https://example.org/nsa/"])
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", readme.read_text(encoding="utf-8"))
+    assert len(links) > 20
+    ours = {}
+    for picture, target in links:
+        assert target.startswith("https://")
+        if target.startswith("https://example.org/"):
+            kind, path = target.removeprefix("https://example.org/nsa/").split(f"/v{nsa.__version__}/")
+            assert kind == ("raw" if picture else "blob")
+            ours[path] = kind
+    assert ours["bench/results/e2e-h200.png"] == "raw"
+    assert ours["docs/usage.md#install"] == "blob"
+    assert all((ROOT / path.partition("#")[0]).is_file() for path in ours)
+
+
+@pytest.mark.parametrize("address", ["http://example.org", "example.org/nsa", "https://example.org/nsa#readme"])
+def test_addresses_of_nothing_are_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        package_readme.main([address])
+    assert f"must be an address that begins with https://, got {address!r}" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cute.test_compile import our_kernels
+from tests.support.kernel_classes import our_kernels
 from tools import sanitize as tool
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
-from typing import Any
 
 import pytest
 import torch
 
-from ascend_kernels.launch import Launch, recording
+from ascend_kernels.launch import recording
 from ascend_kernels.neighborhood import dense_backward
 from dispatch import neighborhood_attention_backward
 from tests.ascend.lowered import proof
 from tests.ascend.lowered.neighborhood_gates import DTYPES, executed
+from tests.ascend.lowered.neighborhood_launches import BACKWARD, PATHS
 from tests.support import backward_cases
-
-PATHS = ["dense", "sparse"]
-CASES: dict[str, dict[str, Any]] = {
-    "a band": {"tokens": 150, "dim": 64, "kernel_size": 16, "boundary": "shift"},
-    "all pairs": {"tokens": 150, "dim": 128, "kernel_size": 9, "dense": True},
-    "the longest": {"tokens": 2048, "dim": 64, "kernel_size": 63, "heads": 1, "dense": True},
-    "dilated, grouped, even": {"tokens": 201, "kernel_size": 6, "dilation": 3, "heads": 4, "kv_heads": 2, "dim": 40},
-    "causal": {"tokens": 200, "kernel_size": 33, "causal": True, "dim": 256},
-    "fewer tokens than keys, features padded": {"tokens": 5, "kernel_size": 64, "boundary": "shift", "dim": 123},
-    "one token, one feature": {"tokens": 1, "dim": 1},
-    "head-major": {"tokens": 100, "dim": 64, "heads": 2, "kv_heads": 2, "head_major": True, "batch": 2, "dense": True},
-}
 
 
 @pytest.mark.ascend
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", BACKWARD)
 def test_cases(case: str, path: str, dtype: torch.dtype) -> None:
-    inputs, window = backward_cases.make(dtype=dtype, **CASES[case])
+    inputs, window = backward_cases.make(dtype=dtype, **BACKWARD[case])
     call = partial(neighborhood_attention_backward, *inputs, **window, path=path, backend="ascend")
     backward_cases.assert_gradients(executed(call), inputs, window, case)
-
-
-def launches() -> list[Launch]:
-    """The launches that the tests above execute, only recorded."""
-    with recording(run=False) as found:
-        for dtype, path, case in product(DTYPES, PATHS, CASES.values()):
-            inputs, window = backward_cases.make(dtype=dtype, **case)
-            neighborhood_attention_backward(*inputs, **window, path=path, backend="ascend")
-    return found
 
 
 @pytest.mark.ascend

@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from ascend_kernels.launch import Launch, recording
+from ascend_kernels.launch import recording
 from ascend_kernels.neighborhood import band as band_attention
 from tests.ascend.lowered import proof
 from tests.ascend.lowered.neighborhood_gates import DTYPES, executed, executing
+from tests.ascend.lowered.neighborhood_launches import BAND
 from tests.support import band_cases, neighborhood_cases
 from tests.support.helpers import make_qkv
-
-CASES: dict[str, dict[str, Any]] = {
-    "2304 tokens": {"tokens": 2304, "kernel_size": 7, "dim": 64},
-    "long": {"tokens": 4096, "kernel_size": 33, "dim": 128, "boundary": "shift", "heads": 1},
-    "dilated, grouped, even": {"tokens": 150, "kernel_size": 6, "dilation": 3, "heads": 4, "kv_heads": 2, "dim": 40},
-    "moved, dilated": {"tokens": 151, "kernel_size": 40, "dilation": 2, "boundary": "shift", "dim": 32},
-    "causal": {"tokens": 200, "kernel_size": 33, "causal": True, "dim": 64},
-    "widest features": {"tokens": 50, "kernel_size": 9, "boundary": "shift", "dim": 256},
-    "fewer tokens than keys": {"tokens": 5, "kernel_size": 64, "boundary": "shift", "dim": 64},
-    "fewer tokens than keys, truncated, features padded": {"tokens": 5, "kernel_size": 64, "dim": 123},
-    "one token, one feature": {"tokens": 1, "dim": 1},
-    "one key": {"tokens": 40, "kernel_size": 1, "dim": 16},
-    "head-major": {"tokens": 100, "dim": 64, "heads": 2, "kv_heads": 2, "layout": "head-major", "batch": 2},
-}
 
 
 @pytest.mark.ascend
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", BAND)
 def test_cases(case: str, dtype: torch.dtype) -> None:
-    band_cases.check(executed, "ascend", dtype=dtype, **CASES[case])
-
-
-def launches() -> list[Launch]:
-    """The launches that `test_cases` executes, only recorded."""
-    with recording(run=False) as found:
-        for dtype, case in product(DTYPES, CASES.values()):
-            band_cases.results(lambda function: function(), "ascend", *band_cases.make(dtype=dtype, **case))
-    return found
+    band_cases.check(executed, "ascend", dtype=dtype, **BAND[case])
 
 
 ALGORITHM_CASES: dict[str, dict[str, Any]] = {

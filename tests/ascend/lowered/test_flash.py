@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from ascend_kernels.launch import Launch, recording
+from ascend_kernels.launch import recording
 from ascend_kernels.neighborhood import tiling
 from dispatch import neighborhood_attention
 from tests.ascend.lowered import proof
 from tests.ascend.lowered.neighborhood_gates import DTYPES, executing
+from tests.ascend.lowered.neighborhood_launches import FLASH, widest
 from tests.support import neighborhood_cases
 from tests.support.helpers import make_qkv
 
-FLASH = ["forward_kernel", "dq_kernel", "dkdv_kernel"]
+KERNELS = ["forward_kernel", "dq_kernel", "dkdv_kernel"]
 
 
 def check(**case: Any) -> None:
     """The public op, forward and backward."""
     with executing() as launches:
         neighborhood_cases.check("ascend", **case)
-    assert [one.kernel.fn.__name__ for one in launches] == FLASH
+    assert [one.kernel.fn.__name__ for one in launches] == KERNELS
 
 
 @pytest.mark.ascend
@@ -35,27 +35,11 @@ def test_every_specialisation(dtype: torch.dtype, block_d: int, tier: int) -> No
     check(dtype=dtype, **widest(block_d, tier))
 
 
-def widest(block_d: int, tier: int) -> dict[str, Any]:
-    """The largest head dim and window that tiles are chosen for together."""
-    return {"tokens": 150, "dim": block_d, "kernel_size": tier, "boundary": "shift"}
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "2304 tokens": {"tokens": 2304, "kernel_size": 7, "dim": 64},
-    "long": {"tokens": 4096, "kernel_size": 63, "dim": 128, "boundary": "shift"},
-    "dilated, grouped, even": {"tokens": 301, "kernel_size": 6, "dilation": 3, "heads": 4, "kv_heads": 2, "dim": 40},
-    "causal": {"tokens": 200, "kernel_size": 33, "causal": True, "dim": 64},
-    "fewer tokens than keys, features padded": {"tokens": 5, "kernel_size": 64, "boundary": "shift", "dim": 123},
-    "one token, one feature": {"tokens": 1, "dim": 1},
-    "head-major": {"tokens": 100, "dim": 64, "heads": 2, "kv_heads": 2, "head_major": True, "batch": 2},
-}
-
-
 @pytest.mark.ascend
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FLASH)
 def test_cases(case: str, dtype: torch.dtype) -> None:
-    check(dtype=dtype, **CASES[case])
+    check(dtype=dtype, **FLASH[case])
 
 
 @pytest.mark.ascend
@@ -69,17 +53,7 @@ def test_every_short_length(kernel_size: int, window: str) -> None:
             kind = {"dtype": DTYPES[(tokens + kernel_size) % 3], "heads": 1 + (tokens % 5 == 0)}
             size = {"kernel_size": kernel_size, "dilation": 1 + tokens // 3 % 2}
             neighborhood_cases.check("ascend", tokens, **kind, **size, **boundary)
-    assert [one.kernel.fn.__name__ for one in launches] == FLASH * 70
-
-
-def launches() -> list[Launch]:
-    """The launches that the tests above execute, only recorded."""
-    cases = [widest(block_d, tier) for block_d in tiling.BLOCKS_D for tier in tiling.TIERS]
-    with recording(run=False) as found:
-        for dtype, case in product(DTYPES, [*cases, *CASES.values()]):
-            inputs, do, options = neighborhood_cases.make(dtype=dtype, **case)
-            neighborhood_cases.results("ascend", inputs, do, **options)
-    return found
+    assert [one.kernel.fn.__name__ for one in launches] == KERNELS * 70
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
