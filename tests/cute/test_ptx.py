@@ -1,4 +1,4 @@
-"""The interpreter of PTX (tests/support/ptx.py), and the BLAS that its sums must not depend on."""
+"""The interpreter of PTX (tests/support/ptx/), and the BLAS that its sums must not depend on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.support import ptx
 

@@ -25,7 +25,7 @@ START = """
     shl.b32 %r13, %r13, 21;
     add.s32 %r13, %r13, %r12;
 """
-"""%p15: the first thread, %p14: the first warp; %r10: two mbarriers; %r12: TMEM, %r13: its lanes of the warp's quarter."""
+"""%p15: the first thread, %p14: the first warp; %r10: two mbarriers; %r12: TMEM, %r13: its lanes of a quarter."""
 END = """
     bar.sync 0;
     @%p14 tcgen05.dealloc.cta_group::{group}.sync.aligned.b32 %r12, {columns};

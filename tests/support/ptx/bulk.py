@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 CHUNK = 16
 """Bytes, of which all that TMA moves is made, and which swizzles leave together."""
-PEER = ~(1 << 24)
 SMALLEST_ALIGNMENT = 128
 
 
@@ -159,7 +158,7 @@ def load_tensor(
     remote = space == "cluster"
 
     def run(threads: Threads) -> None:
-        thread = threads.one("a load by TMA")
+        threads.one("a load by TMA")
         cta = threads.cta
         box = tensor_map(cta, int(threads.take(pointer)[0]))
         if len(box.box) != int(rank):
@@ -178,18 +177,14 @@ def load_tensor(
             ranks = [r for r in range(16) if int(threads.take(mask)[0]) >> r & 1]
             targets = [cta.cluster.ctas[r] for r in ranks]
             low = at_barrier & 0xFFFFFF
-            reports = [r & PEER_OF_PAIR | at_barrier >> 24 & 1 if pair == ".cta_group::2" else r for r in ranks]
+            reports = [r & ~1 | at_barrier >> 24 & 1 if pair == ".cta_group::2" else r for r in ranks]
             barriers = [barrier_of(cta, r << 24 | low, True) for r in reports]
         chunks = box_chunks(offset, box)
         for target, barrier in zip(targets, barriers, strict=True):
             operation = Operation(threads, "tensor load", [], [Region(target, "shared", chunks * CHUNK, CHUNK)])
             report_later(threads, operation, barrier, size, lambda t=target: load_box(cta, box, at, t, chunks))
-        assert thread >= 0
 
     return run
-
-
-PEER_OF_PAIR = ~1
 
 
 def report_later(threads: Threads, operation: Operation, barrier: Any, size: int, move: Callable[[], None]) -> None:

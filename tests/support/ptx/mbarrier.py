@@ -130,7 +130,9 @@ def invalidate(program: Program, of: Instruction) -> Run:
     return run
 
 
-@opcode(r"mbarrier\.arrive(?:\.(?:release|relaxed)\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64")
+@opcode(
+    r"mbarrier\.arrive(?:\.(?:release|relaxed)\.(?:cta|cluster))?(\.expect_tx)?\.(shared|shared::cta|shared::cluster)\.b64"
+)
 def arrive(program: Program, of: Instruction, expects: str | None, space: str) -> Run:
     """Each thread by itself, once or by a count; the state that it returns has no use here, so `_` or never read."""
     address = address_of(program, of.operands[1])
