@@ -93,8 +93,9 @@ def head_chunks(call: Call) -> Iterator[slice]:
     """Ranges of key/value heads to process one after the other."""
     batch, rows, heads, dim = call.attended.q.shape
     kv_heads, v_dim = call.inputs.k.shape[2], call.inputs.v.shape[-1]
+    keys = rows + call.plan.first_row
     # Of q the gradients of three branches and an fp32 sum, of k and v those of two branches and an fp32 sum
-    per_head = batch * rows * (heads // kv_heads * dim * (3 * 2 + 4) + (dim + v_dim) * (2 * 2 + 4))
+    per_head = batch * (rows * heads // kv_heads * dim * (3 * 2 + 4) + keys * (dim + v_dim) * (2 * 2 + 4))
     count = max(1, min(kv_heads, TEMPORARY_BYTES // max(per_head, 1)))
     for start in range(0, kv_heads, count):
         yield slice(start, min(start + count, kv_heads))
@@ -220,11 +221,12 @@ def backward_compressed(
     q, k = gradients.q, gradients.k
     documents, keys = plan.documents, plan.entry
     batch, num_rows = q.shape[:2]
-    if indices is None and keys.causal and documents is None and keys.length % keys.stride == 0:
+    has_phases = keys.length % keys.stride == 0 and plan.first_row % keys.stride == 0
+    if indices is None and keys.causal and documents is None and has_phases:
         if batch == 1 or num_rows >= PHASES_FROM or deterministic:
             return _compressed_by_phases(plan, gradients, deterministic)
     length, stride = (keys.length, keys.stride) if keys.causal else (1, 0)
-    options: dict[str, Any] = {"length": length, "stride": stride, "first_row": 0, "scale": plan.scale}
+    options: dict[str, Any] = {"length": length, "stride": stride, "first_row": plan.first_row, "scale": plan.scale}
     if documents is not None:
         options["shifts"] = documents.shifts
     if indices is not None:
@@ -244,6 +246,7 @@ def backward_compressed(
             num_keys=k.shape[1],
             num_rows=num_rows,
             device=q.device,
+            first_row=plan.first_row,
             documents=documents,
         )
         fa4.compressed_backward(gradients, lists, **options)
@@ -255,12 +258,13 @@ def _compressed_by_phases(plan: Plan, gradients: Gradients, deterministic: bool)
 
     Rows i = m*d + p of one phase p see entries causally: j <= m - l/d, for the last phase j <= m - l/d + 1. Rows that
     see nothing are left out. Then there are as many rows as entries: FA4 compiles separate kernels for one tile of rows
-    and for one tile of keys, and otherwise a few lengths would have one without the other.
-    Rows behind the last whole period see every entry.
+    and for one tile of keys, and otherwise a few lengths would have one without the other. Rows that continue a
+    sequence begin with a period, and are fewer. Rows behind the last whole period see every entry.
     """
     keys, entries = plan.entry, gradients.k.shape[1]
     period = keys.stride
     whole = gradients.q.shape[1] // period * period
+    periods = (plan.first_row + whole) // period
     per_phase = entries * gradients.k.shape[2] * (gradients.k.shape[-1] + gradients.v.shape[-1]) * (2 + 4)
     most = max(1, PHASE_BYTES // max(per_phase, 1))
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (gradients.k, gradients.v))
@@ -282,10 +286,12 @@ def _compressed_by_phases(plan: Plan, gradients: Gradients, deterministic: bool)
     for b in range(gradients.q.shape[0]):
         rows = {name: by_phase(getattr(gradients, name), b) for name in ("q", "o", "do", "dq")}
         lse = gradients.lse[b, :, :whole].unflatten(1, (-1, period)).permute(2, 0, 1)
-        gradients.dq[b, : keys.length - 1] = 0
+        gradients.dq[b, : max(0, keys.length - 1 - plan.first_row)] = 0
         ranges = [(p, min(p + most, period - 1), entries - 1) for p in range(0, period - 1, most)]
         for start, stop, seen in [*ranges, (period - 1, period, entries)]:
-            first = whole // period - seen
+            if whole == 0:
+                break
+            first = max(0, periods - seen - plan.first_row // period)
             phases = {name: x[start:stop, first:] for name, x in rows.items()}
             phase_lse = lse[start:stop, :, first:].contiguous()
             part = Gradients(**phases, lse=phase_lse, **key_tensors(b, seen, stop - start))
@@ -323,6 +329,7 @@ def backward_selected(
             gradients.lse,
             delta,
             local=0 if local is None else local.local,
+            first_token=plan.first_row,
             into=(gradients.dq, gradients.dk, gradients.dv),
             **token_mode_options(plan),
         )
@@ -337,18 +344,19 @@ def backward_selected(
             gradients.do,
             gradients.lse,
             delta,
-            selected_lists(plan, q, k, indices, 0, width=TILE),
+            selected_lists(plan, q, k, indices, plan.first_row, width=TILE),
             bits,
             size=size,
             causal=causal,
             scale=plan.scale,
+            first_token=plan.first_row,
             dq=gradients.dq,
             dk=gradients.dk,
             dv=gradients.dv,
         )
         return
     for part in list_chunks(plan, gradients, bits, size=size, width=plan.rules.backward_width(size), entries=False):
-        where = {"first_row": part.first_row, "first_key": part.first_key}
+        where = {"first_row": part.first_row, "first_key": part.first_key, "first_token": plan.first_row}
         fa4.selected_backward(part.gradients, part.lists, causal=causal, scale=plan.scale, **where)
 
 
@@ -367,7 +375,17 @@ def backward_window(
         local: local blocks of the selected branch, whose gradients are added here (`local_selected`).
     """
     left, right = window_reach(plan.config.window_size, plan.config.causal, gradients.k.shape[1])
-    if _takes_atomic_free_window(plan):
+    takes_atomic_free = _takes_atomic_free_window(plan)
+    unseen = max(0, plan.first_row - left)  # keys that no row's window reaches
+    if takes_atomic_free:
+        whole = TILE if local is None else local.size
+        unseen = unseen // whole * whole
+    if unseen > 0:
+        for name in ("dk", "dv"):
+            getattr(gradients, name)[:, :unseen] = 0
+        reached = {name: getattr(gradients, name)[:, unseen:] for name in ("k", "v", "dk", "dv")}
+        gradients = replace(gradients, **reached)
+    if takes_atomic_free:
         window_backward(
             gradients.q,
             gradients.k,
@@ -378,6 +396,7 @@ def backward_window(
             left=left,
             scale=plan.scale,
             into=(gradients.dq, gradients.dk, gradients.dv),
+            first_token=plan.first_row - unseen,
             local_selected=local,
         )
         return
@@ -403,7 +422,7 @@ def local_selected(chunk: Call, gated: GateResults) -> LocalSelected | None:
 
 def _takes_atomic_free_window(plan: Plan) -> bool:
     """Whether attend/window_backward.py takes the window."""
-    return plan.atomic_free and plan.config.causal and plan.documents is None
+    return plan.atomic_free and plan.config.causal and plan.documents is None and plan.first_row % TILE == 0
 
 
 class ListChunk(NamedTuple):
@@ -445,6 +464,7 @@ def list_chunks(
             num_rows=num_rows,
             blocks=block_range,
             first_tile=first_tile,
+            first_row=plan.first_row,
             documents=documents,
         )
 
@@ -472,7 +492,7 @@ def list_chunks(
                 block_range = range(start, min(start + most, blocks))
                 first_key = start * width
                 # With causality rows before the first key see nothing
-                first_tile = first_key // plan.tile if keys.causal else 0
+                first_tile = max(0, first_key - plan.first_row) // plan.tile if keys.causal else 0
                 first_row = first_tile * plan.tile
                 key_slice = slice(first_key, min(block_range.stop * width, num_keys))
                 dq = torch.empty_like(head.dq[:, first_row:])

@@ -38,6 +38,7 @@ from cute_kernels.plan import (
     selected_lists,
     selects_entries,
     token_mode_options,
+    whole_tiles,
     window_reach,
 )
 from cute_kernels.pool.compress import tile_means
@@ -106,11 +107,15 @@ def nsa(
     """
     call = prepare(inputs, config, query_outer=query_outer)
     if aux:
-        selections = indices, cmp_indices
-        branches = attend(
-            call, 0, call.num_rows, lse=True, selections=selections, holds_forced=indices is None, fuse_gate=True
-        )
-        gates = gate(call, branches, 0, call.num_rows)
+        parts, first_tile = [], 0
+        for start, stop in whole_tiles(call):
+            tiles = slice(first_tile, first_tile := first_tile + _num_tiles(call, start, stop))
+            selections = _tiles_of(indices, tiles), _tiles_of(cmp_indices, tiles)
+            branches = attend(
+                call, start, stop, lse=True, selections=selections, holds_forced=indices is None, fuse_gate=True
+            )
+            parts.append((branches, gate(call, branches, start, stop)))
+        branches, gates = parts[0] if len(parts) == 1 else _concatenate_parts(parts)
         return call.result, _aux(call, branches, gates)
     for start, stop in chunks(call):
         branches = attend(call, start, stop, lse=False, fuse_gate=True)
@@ -193,6 +198,30 @@ def _forward_in_chunks(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None
     return torch.cat(indices, 2), _concatenate(cmp_indices, 2), _concatenate(gates, 1)
 
 
+def _num_tiles(call: Call, start: int, stop: int) -> int:
+    """Of query rows start ... stop-1, the first of which begins the rows or a tile."""
+    return -(-(stop - start) // (1 if call.plan.config.token_mode else call.plan.tile))
+
+
+def _tiles_of(indices: Tensor | None, tiles: slice) -> Tensor | None:
+    whole = indices is None or tiles == slice(0, indices.shape[2])
+    return indices if whole or indices is None else indices[:, :, tiles]
+
+
+def _concatenate_parts(parts: Sequence[tuple[BranchOutputs, Tensor | None]]) -> tuple[BranchOutputs, Tensor | None]:
+    """Results of ranges of query rows as those of all, where nothing is gated in an epilogue."""
+    every, gates = zip(*parts, strict=True)
+    branches = [
+        Branch(torch.cat([part.o for part in of_branch], 1), _concatenate([part.lse for part in of_branch], 2))
+        for of_branch in zip(*((one.cmp, one.slc, one.win) for one in every), strict=True)
+    ]
+    cmp, slc, win = branches
+    indices = torch.cat([one.indices for one in every], 2)
+    return BranchOutputs(cmp, slc, win, indices, _concatenate([one.cmp_indices for one in every], 2)), _concatenate(
+        gates, 1
+    )
+
+
 def _concatenate(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
     present = [tensor for tensor in tensors if tensor is not None]
     if len(present) < 2:
@@ -207,7 +236,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
     tile = tile_rows(config, fa4.rules(q.device))
     if inputs.cu_seqlens is None:
         batch, rows = q.shape[:2]
-        tiles, entries = -(-rows // tile), config.num_compressed(rows)
+        tiles, entries = -(-rows // tile), config.num_compressed(k.shape[1])
     else:
         tiles, entries = sizes(q.shape[0], inputs.cu_seqlens.shape[0] - 1, tile, config.stride)
         batch, rows = 1, tiles * tile
@@ -266,29 +295,39 @@ def attend(
         keep_gates: a fused gate writes projected gates to memory; with `lse` it always does.
     """
     inputs, plan = call.attended, call.plan
-    tokens = inputs.q.shape[1]
-    q = inputs.q if stop - start == tokens else inputs.q[:, start:stop]
+    q = inputs.q if stop - start == call.num_rows else inputs.q[:, start:stop]
+    first = plan.first_row + start
     # First, because it needs nothing that is computed here: the GPU is busy while the host launches the rest
-    win = attend_window(plan, q, *branch_kv(inputs, "win"), start, lse)
+    win = attend_window(plan, q, *branch_kv(inputs, "win"), first, lse)
     k_cmp, v_cmp = call.compressed
     indices, cmp_indices = selections
     if indices is None and not plan.config.token_mode:
-        indices, cmp_indices = select(plan, q, k_cmp, start, tokens)
-    cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, start, lse or indices is None)
+        q_sum = None if first % plan.tile == 0 else inputs.q_sum
+        indices, cmp_indices = select(plan, q, k_cmp, first, plan.first_row + call.num_rows, q_sum)
+    cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, first, lse or indices is None)
     if indices is None:  # token mode selects by the compressed branch's probabilities, for which it needs its lse
-        indices = token_topk(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=start, documents=plan.documents)
+        indices = token_topk(q, k_cmp, cast("Tensor", cmp.lse), plan.config, start=first, documents=plan.documents)
     gating = None
     if fuse_gate:
         gating = fused_gating(call, start, stop, indices, cmp, win, keep_slc=lse, keep_gates=lse or keep_gates)
     slc = attend_selected(
-        plan, q, *branch_kv(inputs, "slc"), indices, start, lse, holds_forced=holds_forced, gating=gating
+        plan, q, *branch_kv(inputs, "slc"), indices, first, lse, holds_forced=holds_forced, gating=gating
     )
     return BranchOutputs(cmp, slc, win, indices, cmp_indices, gating)
 
 
-def select(plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int) -> tuple[Tensor, Tensor | None]:
-    """Tile mode: indices of each tile of q, whose first row is row `start` of `tokens`; and cmp_indices or None."""
+def select(
+    plan: Plan, q: Tensor, k_cmp: Tensor, start: int, tokens: int, q_sum: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Tile mode: indices of each tile of q, whose first row is token `start` of `tokens`; and cmp_indices or None.
+
+    Args:
+        q_sum: of the queries that q's only tile had before them, `[B,H,D]` fp32.
+    """
     means = tile_means(q, plan.tile, plan.documents)
+    if q_sum is not None:
+        before, rows = start % plan.tile, q.shape[1]
+        means = (means * rows + q_sum[:, None]) / (before + rows)
 
     def top(mean_q: Tensor, blocks: Blocks) -> Tensor:
         return tile_topk(
@@ -309,7 +348,7 @@ def attend_compressed(
     if plan.config.causal and indices is None and documents is None:
         entries = min(k.shape[1], plan.config.num_compressed(start + q.shape[1]))  # what the last row sees
         k, v = (k[:, :entries], v[:, :entries]) if entries < k.shape[1] else (k, v)
-    if (k.shape[1] if documents is None else documents.most_entries) == 0:
+    if q.shape[1] == 0 or (k.shape[1] if documents is None else documents.most_entries) == 0:
         return _no_keys(q, v)
     lists = entry_lists(plan, q, k, indices, start)
     length, stride = (plan.entry.length, plan.entry.stride) if plan.config.causal else (1, 0)
@@ -383,7 +422,7 @@ def attend_selected(
 def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:
     """Attention to the sliding window."""
     stop, tokens, size = start + q.shape[1], k.shape[1], plan.config.window_size
-    if size == 0:
+    if size == 0 or q.shape[1] == 0:
         return _no_keys(q, v)
     left, right = window_reach(size, plan.config.causal, tokens)
     if plan.documents is not None:
@@ -478,7 +517,7 @@ def _aux(call: Call, branches: BranchOutputs, gates: Tensor | None) -> tuple[Ten
     indices, cmp_indices = branches.indices, branches.cmp_indices
     if documents is None:
         if cmp_indices is None and config.num_cmp_selected_blocks is not None:
-            cmp_indices = _all_entry_blocks(config, q, call.k_cmp)
+            cmp_indices = _all_entry_blocks(config, q, call.k_cmp, indices.shape[2])
         return (*branches.outputs, *branches.lses, call.k_cmp, call.v_cmp, gates, indices, cmp_indices)
     return (
         *(documents.to_tokens(x[0], 0, 0.0) for x in branches.outputs),
@@ -491,12 +530,11 @@ def _aux(call: Call, branches: BranchOutputs, gates: Tensor | None) -> tuple[Ten
     )
 
 
-def _all_entry_blocks(config: Any, q: Tensor, k_cmp: Tensor) -> Tensor:
+def _all_entry_blocks(config: Any, q: Tensor, k_cmp: Tensor, tiles: int) -> Tensor:
     """cmp_indices where no more blocks exist than may be selected, so that no selection was made: all blocks."""
     count = config.num_cmp_selected_blocks
     slots = torch.arange(count, dtype=torch.int32, device=q.device)
     blocks = -(-k_cmp.shape[1] // config.n_block_size)
-    tiles = -(-q.shape[1] // config.q_tile_size)
     return torch.where(slots < blocks, slots, -1).expand(q.shape[0], q.shape[2], tiles, count)
 
 

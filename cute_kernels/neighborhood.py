@@ -10,6 +10,10 @@ class a window is contiguous, rows i - left ... i + right, so classes are what F
 Query head c * H + h then reads key/value head (c * H + h) // G = c * H_kv + h // G, as it should. If C does not divide
 N, the first N mod C classes have a row more than the others, and are calls of their own.
 
+Queries that continue a sequence (causal) are its last tokens. Keys before the first window are left out by whole
+periods of C tokens, and zeros are put in front of the queries up to a multiple of C, fewer than C of them: then class c
+of the queries meets class c of the keys, and FlashAttention-4 aligns the last row of both.
+
 Windows that move inside at the ends (boundary="shift") are no sliding windows: support.py refuses them.
 """
 
@@ -58,31 +62,31 @@ def forward(
     """Forward of checked inputs that support.py let through.
 
     Args:
-        q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`; rows that are not aligned (device.vectorizable) are copied.
+        q: `[B,N,H,D]`. k, v: `[B,N_k,H_kv,D]`; rows that are not aligned (device.vectorizable) are copied.
         boundary: "truncate", or anything with `causal`. backend: "cute".
 
     Returns:
-        out like q, contiguous, and LSE `[B, C, H, rows]` fp32 for `backward`, with C = min(dilation, N), and rows at
+        out like q, contiguous, and LSE `[B, C, H, rows]` fp32 for `backward`, with C = min(dilation, N_k), and rows at
         least ceil(N / C); those that no class has are not written.
     """
     q, k, v = (vectorizable(tensor) for tensor in (q, k, v))
+    left, right = _window(kernel_size, causal, k.shape[1])
+    layout, lse = _Layout.of(q, k, dilation), kept_like(q, k, v, dilation=dilation)
+    first_key = layout.first_key(left, fa4.WINDOW_ALIGNMENT)
+    q = layout.align(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_tokens = q.shape[1]
-    classes, lse = _num_classes(num_tokens, dilation), kept_like(q, k, v, dilation=dilation)
-    left, right = _window(kernel_size, causal, num_tokens)
-    tensors = (q, k, v, out)
-    for chunk in _chunks(tensors, classes):
+    tensors = (q, k[:, first_key:], v[:, first_key:], out)
+    for chunk in _chunks(tensors, layout.classes):
         *qkv, o = (chunk.view(tensor) for tensor in tensors)
         fa4.window(*qkv, left=left, right=right, scale=_scale(q, softmax_scale), into=(o, chunk.view_lse(lse)))
-    return out, lse
+    return layout.without_front(out), lse
 
 
 def kept_like(q: Tensor, k: Tensor, v: Tensor, *, dilation: int, **others: Any) -> Tensor:
     """Uninitialised LSE, as `forward` gives it."""
-    batch, num_tokens, heads = q.shape[:3]
-    classes = _num_classes(num_tokens, dilation)
-    rows = -(-num_tokens // (classes * LSE_ROWS)) * LSE_ROWS
-    return q.new_empty((batch, classes, heads, rows), dtype=torch.float32)
+    (batch, num_tokens, heads), layout = q.shape[:3], _Layout.of(q, k, dilation)
+    rows = -(-(num_tokens + layout.front) // (layout.classes * LSE_ROWS)) * LSE_ROWS
+    return q.new_empty((batch, layout.classes, heads, rows), dtype=torch.float32)
 
 
 def backward(
@@ -106,19 +110,24 @@ def backward(
     `torch.use_deterministic_algorithms(True)` asks for one.
     """
     do, q, k, v = (vectorizable(tensor) for tensor in (do, q, k, v))
-    dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
-    num_tokens = q.shape[1]
-    left, right = _window(kernel_size, causal, num_tokens)
-    tensors = {"q": q, "k": k, "v": v, "o": out, "do": do, "dq": dq, "dk": dk, "dv": dv}
+    left, right = _window(kernel_size, causal, k.shape[1])
+    layout = _Layout.of(q, k, dilation)
+    first_key = layout.first_key(left, 1)  # every key is in a window: FlashAttention-4 need not write others
+    new = torch.zeros if k.shape[1] > q.shape[1] else torch.empty  # some keys may be in no window
+    dk, dv = (new(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (k, v))
+    q, do, out = (layout.align(tensor) for tensor in (q, do, out))
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tensors = {"q": q, "o": out, "do": do, "dq": dq}
+    tensors |= {name: x[:, first_key:] for name, x in {"k": k, "v": v, "dk": dk, "dv": dv}.items()}
     most_bytes = max(SUMS_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // SUMS_SHARE)
     deterministic = must_be_deterministic()
-    for chunk in _chunks(tuple(tensors.values()), _num_classes(num_tokens, dilation)):
+    for chunk in _chunks(tuple(tensors.values()), layout.classes):
         views = {name: chunk.view(tensor) for name, tensor in tensors.items()}
         for gradients in _head_chunks(fa4.Gradients(lse=chunk.view_lse(lse), **views), most_bytes):
             fa4.window_backward(
                 gradients, left=left, right=right, scale=_scale(q, softmax_scale), deterministic=deterministic
             )
-    return dq, dk, dv
+    return layout.without_front(dq), dk, dv
 
 
 def _window(kernel_size: int, causal: bool, num_tokens: int) -> tuple[int, int]:
@@ -137,20 +146,50 @@ def _num_classes(num_tokens: int, dilation: int) -> int:
 
 
 @dataclass(frozen=True)
+class _Layout:
+    """How queries line up with the keys of the sequence that they end, class by class."""
+
+    classes: int
+    first_token: int
+    """The token that the first query is; 0 without queries."""
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, dilation: int) -> _Layout:
+        return cls(_num_classes(k.shape[1], dilation), k.shape[1] - q.shape[1] if q.shape[1] > 0 else 0)
+
+    @property
+    def front(self) -> int:
+        """Rows to put before the queries, so that they begin with class 0."""
+        return self.first_token % self.classes
+
+    def first_key(self, left: int, alignment: int) -> int:
+        """A token of class 0 before the first query's window. Args: keys to its left; rows of a class to align to."""
+        return max(0, self.first_token // self.classes - left) // alignment * alignment * self.classes
+
+    def align(self, x: Tensor) -> Tensor:
+        """Of all queries, with zeros in front."""
+        return x if self.front == 0 else torch.nn.functional.pad(x, [0, 0, 0, 0, self.front, 0])
+
+    def without_front(self, x: Tensor) -> Tensor:
+        return x if self.front == 0 else x[:, self.front :].contiguous()
+
+
+@dataclass(frozen=True)
 class _Chunk:
     """What one call of FlashAttention-4 takes: all rows of some classes of one length, of some sequences."""
 
     sequences: range
     classes: range
     rows: int
+    """Of queries."""
     step: int
     """Tokens from one row to the next: the number of classes in all."""
     as_batch: bool
     """Whether classes are the batch, not heads."""
 
     def view(self, tensor: Tensor) -> Tensor:
-        """`[B,N,heads,D]` as this chunk of it, `[batch,rows,heads,D]`."""
-        _, _, heads, dim = tensor.shape
+        """`[B,N,heads,D]` as this chunk of it, `[batch,rows,heads,D]`; of keys as many rows as there are."""
+        _, num_tokens, heads, dim = tensor.shape
         sequence_stride, token_stride, head_stride, dim_stride = tensor.stride()
         first = self.sequences.start * sequence_stride + self.classes.start * token_stride
         if self.as_batch:
@@ -161,7 +200,7 @@ class _Chunk:
             head_stride = token_stride if heads == 1 else head_stride
             heads *= len(self.classes)
         return tensor.as_strided(
-            (batch, self.rows, heads, dim),
+            (batch, -(-(num_tokens - self.classes.start) // self.step), heads, dim),
             (batch_stride, self.step * token_stride, head_stride, dim_stride),
             tensor.storage_offset() + first,
         )
@@ -188,7 +227,7 @@ def _chunks(tensors: Sequence[Tensor], num_classes: int) -> Iterator[_Chunk]:
     rows, num_longer = divmod(num_tokens, num_classes)
     side_by_side = all(_heads_lie_side_by_side(tensor) for tensor in tensors)
     most_classes = max(1, MAX_GRID // heads)
-    for start, stop, length in ((0, num_longer, rows + 1), (num_longer, num_classes, rows)):
+    for start, stop, length in ((0, num_longer, rows + 1), (num_longer, num_classes if rows > 0 else num_longer, rows)):
         for first in range(start, stop, most_classes):
             classes = range(first, min(first + most_classes, stop))
             if side_by_side or len(classes) == 1:

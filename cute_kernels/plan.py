@@ -62,6 +62,8 @@ class Plan:
     """Token mode: True or False in place of the rule by which the selected branch takes attend/query_outer.py."""
     documents: Documents | None = None
     """With cu_seqlens: where each document lies in the aligned rows."""
+    first_row: int = 0
+    """The token that row 0 is, where queries continue a sequence."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,9 @@ def prepare(
     inputs, rules = _align(inputs), fa4.rules(inputs.q.device)
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     if inputs.cu_seqlens is None:
-        plan = _plan(config, rules, dims, config.num_compressed(inputs.q.shape[1]), atomic_free, query_outer)
-        return Call(inputs, inputs, plan, saved_cmp)
+        entries, first = config.num_compressed(inputs.k.shape[1]), inputs.first_token
+        plan = _plan(config, rules, dims, entries, atomic_free, query_outer)
+        return Call(inputs, inputs, replace(plan, first_row=first) if first else plan, saved_cmp)
     inputs, attended, documents = _unpack(inputs, config, rules)
     plan = _plan(config, rules, dims, None, atomic_free, query_outer)
     return Call(inputs, attended, replace(plan, documents=documents), saved_cmp)
@@ -237,8 +240,17 @@ def chunks(call: Call) -> Iterator[tuple[int, int]]:
     rows = max(call.num_rows, 1)
     if call.plan.documents is None:
         rows = chunk_rows(batch, tokens, heads, call.inputs.v.shape[-1], call.plan.tile)
-    for start in range(0, call.num_rows, rows):
-        yield start, min(start + rows, call.num_rows)
+    for first, end in whole_tiles(call):
+        for start in range(first, end, rows):
+            yield start, min(start + rows, end)
+
+
+def whole_tiles(call: Call) -> list[tuple[int, int]]:
+    """All query rows, but apart those of a tile that began before them: lists and means are of tiles that begin."""
+    open_rows = -call.plan.first_row % call.plan.tile
+    if call.plan.config.token_mode or not 0 < open_rows < call.num_rows:
+        return [(0, call.num_rows)]
+    return [(0, open_rows), (open_rows, call.num_rows)]
 
 
 def chunk_rows(batch: int, tokens: int, heads: int, v_dim: int, tile: int) -> int:

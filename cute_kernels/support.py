@@ -41,7 +41,8 @@ def check(call: Any) -> str | None:
     rules = fa4.rules(torch.device(call.device))
     if rules is None or inputs is None or config is None:
         return None
-    reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]) or _refusal(inputs, config, rules)
+    reason = _refusal_of_start(inputs) or fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1])
+    reason = reason or _refusal(inputs, config, rules)
     if reason is None and call.backward:
         reason = _refusal_of_backward(inputs, config, rules)
         if reason is None and call.options.get("deterministic"):
@@ -109,9 +110,20 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
+def _refusal_of_start(inputs: Any) -> str | None:
+    """Starts that only the device knows."""
+    if inputs.cu_seqlens_k is not None or (inputs.packed and inputs.q_start is not None):
+        return "does not take cu_seqlens_k and q_start of packed documents yet, only sequences of one length"
+    if inputs.q_start is not None:
+        return "takes q_start as an integer, not yet as a tensor"
+    return None
+
+
 def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
-    """FlashAttention-4 counts a head's fp32 sums of dq with 32 bits."""
-    rows, tile = inputs.q.shape[-3], tile_rows(config, rules)
+    """FlashAttention-4 counts a head's fp32 sums of dq, dk and dv with 32 bits."""
+    rows, tile = max(inputs.q.shape[-3], inputs.k.shape[-3]), tile_rows(config, rules)
+    if not inputs.packed and not config.token_mode and inputs.first_token % tile:
+        return f"takes q_start in multiples of q_tile_size={tile} in backward, got {inputs.first_token}"
     if inputs.cu_seqlens is not None:
         rows += (inputs.cu_seqlens.shape[0] - 1) * tile
     dim = max(inputs.q.shape[-1], inputs.v.shape[-1])
@@ -143,6 +155,8 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
         got = f"D={dims[0]}, D_v={dims[1]}"
     elif inputs.cu_seqlens is not None:
         got = "cu_seqlens"
+    elif inputs.first_token % config.stride:
+        got = f"q_start={inputs.first_token}, stride={config.stride}"
     elif config.num_cmp_selected_blocks is not None:
         got = f"num_cmp_selected_blocks={config.num_cmp_selected_blocks}"
     elif config.compress_block_size % config.stride:
@@ -151,7 +165,7 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
         return None
     return (
         "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens and "
-        f"num_cmp_selected_blocks, and a stride that divides compress_block_size, got {got}"
+        f"num_cmp_selected_blocks, and a stride that divides compress_block_size and q_start, got {got}"
     )
 
 

@@ -42,6 +42,9 @@ class NSAKeywords(NSAOptions, total=False):
     gate_proj_weight: Tensor | None
     gates: Tensor | None
     cu_seqlens: Tensor | None
+    cu_seqlens_k: Tensor | None
+    q_start: int | Tensor | None
+    q_sum: Tensor | None
     max_seqlen: int | None
     deterministic: bool
     recompute: bool
@@ -67,6 +70,9 @@ def _run(
     gate_proj_weight: Tensor | None = None,
     gates: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    q_start: int | Tensor | None = None,
+    q_sum: Tensor | None = None,
     max_seqlen: int | None = None,
     deterministic: bool = False,
     recompute: bool = False,
@@ -92,11 +98,15 @@ def _run(
         gate_proj_weight=gate_proj_weight,
         gates=gates,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        q_start=q_start,
+        q_sum=q_sum,
         max_seqlen=max_seqlen,
     )
     flags: dict[str, Any] = {"deterministic": deterministic, "recompute": recompute, "backend": backend}
     needs_grad = isinstance(q, Tensor) and inputs.needs_grad(config)
     call = resolve(inputs, config, **flags, needs_grad=needs_grad)
+    inputs = call.inputs
     with autocast_off(q.device.type):
         if call.impl.training is not None and config.compress != "mean":
             inputs, config = with_compressed_entries(inputs, config)
@@ -115,26 +125,35 @@ def _cast(
         return q, k, v, keywords
     names = [name for name in TENSOR_NAMES[3:] if name in keywords]
     tensors = {"q": q, "k": k, "v": v, **{name: keywords[name] for name in names}}
-    cast = cast_inputs(tensors, stay_fp32=("gates", "gate_proj_weight"))
+    cast = cast_inputs(tensors, stay_fp32=("gates", "gate_proj_weight", "q_sum"))
     return cast["q"], cast["k"], cast["v"], {**keywords, **{name: cast[name] for name in names}}
 
 
-def _without_callables(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Keywords for an operator, which takes no callable: `compress` runs here and becomes k_cmp and v_cmp."""
+def _for_operator(
+    q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+    """The arguments as an operator takes them.
+
+    An integer q_start cuts the keys here. A callable `compress` runs here and becomes k_cmp and v_cmp.
+    """
     config = keywords.get("config")
     compress = config.compress if isinstance(config, NSAConfig) else keywords.get("compress", "mean")
-    if isinstance(compress, str):
-        return keywords
+    start = keywords.get("q_start")
+    if isinstance(compress, str) and (start is None or isinstance(start, Tensor)):
+        return q, k, v, keywords
     options = {name: value for name, value in keywords.items() if name in OPTION_NAMES}
     check_options(config, options)
     config = config or NSAConfig(**options)
     inputs = NSAInputs(q, k, v, **{name: value for name, value in keywords.items() if name in TENSOR_NAMES})
     inputs.check(config)
-    with autocast_off(q.device.type):
-        k_cmp, v_cmp = compressed_entries(inputs, config)
-    options = {name: getattr(config, name) for name in OPTION_NAMES}
-    entries = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
-    return {**keywords, **options, "compress": "mean", "config": None, **entries}
+    inputs = inputs.narrow(config)
+    changed = {name: getattr(inputs, name) for name in TENSOR_NAMES[3:]}
+    if not isinstance(compress, str):
+        with autocast_off(q.device.type):
+            k_cmp, v_cmp = compressed_entries(inputs, config)
+        changed |= {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
+        changed |= {**{name: getattr(config, name) for name in OPTION_NAMES}, "compress": "mean", "config": None}
+    return inputs.q, inputs.k, inputs.v, {**keywords, **changed}
 
 
 def _with_shared_arguments(function: F) -> F:
@@ -182,7 +201,8 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
     Args:
         q: queries `[B,N,H,D]`; bf16 or fp16 on a GPU, on the CPU also fp32 and fp64. Packed: `[T,H,D]` with
             `cu_seqlens`.
-        k: keys `[B,N,H_kv,D]`, in q's dtype; H a multiple of H_kv. Packed: `[T,H_kv,D]`.
+        k: keys `[B,N,H_kv,D]`, in q's dtype; H a multiple of H_kv. Packed: `[T,H_kv,D]`. More tokens than queries where
+            the queries continue a sequence (`q_start`).
         v: values `[B,N,H_kv,D_v]`, in q's dtype. Packed: `[T,H_kv,D_v]`.
         w_k_compress: projection `[H_kv,D,D]` of each pooled key (x @ w). Default: None, which means none.
         w_v_compress: projection `[H_kv,D_v,D_v]` of each pooled value. Default: None, which means none.
@@ -198,7 +218,14 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
             Default: None; without gates and `gate_proj_weight` each branch weighs 1/3.
         cu_seqlens: bounds of packed documents, int32 `[B+1]` on q's device. Rows past the last bound give 0.
             Default: None.
-        max_seqlen: tokens of the longest document, a hint that never changes the result. Default: None.
+        cu_seqlens_k: bounds of the documents' keys, int32 `[B+1]`, where documents have more keys than queries; q is
+            then `[T_q,...]`, k and v `[T_k,...]`. Default: None, which means `cu_seqlens`.
+        q_start: the token that the first query is, 0 to N_k - N_q: out holds rows q_start ... q_start + N_q - 1 of the
+            call with as many queries as keys, and keys behind the last query do not exist. An integer, or int32 `[B]`
+            on q's device, one for each sequence or document. Needs `causal=True`. Default: None, which means N_k - N_q.
+        q_sum: the sum of the queries of q_start's tile before q_start, `[B,H,D]` fp32 (fp64 with fp64 inputs); not
+            differentiated. Needed where q_start is no multiple of `q_tile_size`. Default: None.
+        max_seqlen: keys of the longest document, a hint that never changes the result. Default: None.
         deterministic: refuse a backend whose backward is not bitwise repeatable. Default: False.
         recompute: save less for backward and compute it again. The reference always does. Default: False.
         config: all options as one NSAConfig, in place of options as keywords. Default: None.
@@ -227,7 +254,8 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
     refuse_transforms("nsa")
     q, k, v, cast_keywords = _cast(q, k, v, keywords)
     if torch.compiler.is_compiling():
-        return ops.call_saving(q, k, v, **_without_callables(q, k, v, cast_keywords))
+        q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
+        return ops.call_saving(q, k, v, **cast_keywords)
     return _run(False, q, k, v, **cast_keywords)[0]
 
 
@@ -255,7 +283,8 @@ def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]
     refuse_transforms("nsa")
     q, k, v, cast_keywords = _cast(q, k, v, keywords)
     if torch.compiler.is_compiling():
-        return ops.call_forward(q, k, v, **_without_callables(q, k, v, cast_keywords))
+        q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
+        return ops.call_forward(q, k, v, **cast_keywords)
     with torch.no_grad():
         return _run(False, q, k, v, **cast_keywords)[0]
 

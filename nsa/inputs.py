@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ class NSAAux(NamedTuple):
     N_cmp compressed entries, T = `q_tile_size`, tiles = ceil(N / T). Packed inputs: no B; N and tiles run over the
     pack, tiles and compressed entries document after document, in buffers as large as T_total tokens can need:
     `(T_total + B*(T - 1)) // T` tiles and `T_total // d` entries. Unused tiles hold -1, unused entries 0.
+
+    Queries that continue a sequence: N counts queries, N_cmp and `T_total // d` come from keys, and tiles are those
+    that hold queries; where only the device knows them, from the first of each sequence or document on in buffers of
+    `(N + 2*(T - 1)) // T` tiles, packed `(T_total + 2*B*(T - 1)) // T`. An integer `q_start` leaves no entries behind
+    the last query; with a tensor those hold 0.
 
     Attributes:
         o_cmp: output of the compressed branch, `[B,N,H,D_v]` in q's dtype; zeros in rows without keys.
@@ -65,7 +70,8 @@ class NSAAux(NamedTuple):
 class NSAInputs:
     """The tensors of one call, as `nsa` takes them. Backends trust what `check` has accepted.
 
-    q `[B,N,H,D]`, k `[B,N,H_kv,D]`, v `[B,N,H_kv,D_v]`; packed: `[T,...]` with `cu_seqlens` int32 `[B+1]`.
+    q `[B,N_q,H,D]`, k `[B,N_k,H_kv,D]`, v `[B,N_k,H_kv,D_v]`; packed: `[T,...]` with `cu_seqlens` int32 `[B+1]`, and
+    `cu_seqlens_k` where keys have bounds of their own. Backends get what `narrow` returns: q_start a tensor or None.
     """
 
     q: Tensor
@@ -82,6 +88,9 @@ class NSAInputs:
     gate_proj_weight: Tensor | None = None
     gates: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    q_start: int | Tensor | None = None
+    q_sum: Tensor | None = None
     max_seqlen: int | None = None
 
     @property
@@ -89,9 +98,41 @@ class NSAInputs:
         return self.cu_seqlens is not None
 
     @property
+    def key_bounds(self) -> Tensor | None:
+        """cu_seqlens of keys and values."""
+        return self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
+
+    @property
+    def continues(self) -> bool:
+        """Whether queries may begin behind the first token of their sequence."""
+        if self.q_start is not None or self.cu_seqlens_k is not None:
+            return True
+        return not self.packed and self.q.shape[1] != self.k.shape[1]
+
+    @property
+    def first_token(self) -> int:
+        """The token that the first query is; not for packed inputs, nor for starts that only the device knows."""
+        return self.q_start if isinstance(self.q_start, int) else self.k.shape[1] - self.q.shape[1]
+
+    @property
     def group_size(self) -> int:
         """G, query heads per key/value head."""
         return self.q.shape[-2] // max(self.k.shape[-2], 1)
+
+    def num_tiles(self, config: NSAConfig) -> int:
+        """Tiles in NSAAux, of the queries of each sequence, or of all documents."""
+        rows, size = self.q.shape[-3], config.q_tile_size
+        if self.cu_seqlens is not None:
+            docs = self.cu_seqlens.shape[0] - 1
+            return (rows + docs * (size - 1) * (2 if self.continues else 1)) // size
+        if isinstance(self.q_start, Tensor):
+            return (rows + 2 * (size - 1)) // size
+        first = self.first_token
+        return -(-(first + rows) // size) - first // size if rows > 0 else 0
+
+    def num_entries(self, config: NSAConfig) -> int:
+        """Compressed entries in NSAAux, of the keys of each sequence, or of all documents."""
+        return self.k.shape[0] // config.stride if self.packed else config.num_compressed(self.k.shape[1])
 
     def needs_grad(self, config: NSAConfig) -> bool:
         """Whether one of these tensors, or a parameter of `compress`, needs a gradient."""
@@ -105,10 +146,23 @@ class NSAInputs:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> NSAInputs:
         """These inputs with `change` applied to every floating-point tensor."""
-        changed = {
+        changed: dict[str, Any] = {
             name: change(tensor) if tensor.is_floating_point() else tensor for name, tensor in self.tensors().items()
         }
-        return NSAInputs(**changed, max_seqlen=self.max_seqlen)
+        return replace(self, **changed)
+
+    def narrow(self, config: NSAConfig) -> NSAInputs:
+        """The same call without an integer q_start: keys end with the last query, so that N_k - N_q is the start."""
+        if isinstance(self.q_start, Tensor) or (self.q_start is None and (self.packed or self.q_sum is None)):
+            return self
+        stop = self.first_token + self.q.shape[1]
+        q_sum = self.q_sum if self.first_token % config.q_tile_size else None  # a sum of no queries
+        if stop == self.k.shape[1]:
+            return replace(self, q_start=None, q_sum=q_sum)
+        kept = dict.fromkeys(KEY_NAMES, stop) | dict.fromkeys(ENTRY_NAMES, config.num_compressed(stop))
+        given = self.tensors()
+        changed: dict[str, Any] = {name: given[name][:, :count] for name, count in kept.items() if name in given}
+        return replace(self, **changed, q_start=None, q_sum=q_sum)
 
     def check(self, config: NSAConfig) -> None:
         """Raise TypeError or ValueError, naming the argument and the value, unless these tensors fit `config`."""
@@ -117,8 +171,12 @@ class NSAInputs:
         self._check_layout_of_documents()
         self._check_options(config)
         self._check_optional_shapes(config)
+        self._check_start(config)
         if self.cu_seqlens is not None and _values_readable(self.cu_seqlens, config):
             self._check_documents(self.cu_seqlens, config)
+        elif isinstance(self.q_start, Tensor) and _values_readable(self.q_start, config):
+            batch, rows, keys = *self.q.shape[:2], self.k.shape[1]
+            self._check_starts(self.q_start.tolist(), [rows] * batch, [keys] * batch, config)
         if config.debug and _has_values(self.q):
             self._check_finite()
 
@@ -130,17 +188,16 @@ class NSAInputs:
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(getattr(self, name)).__name__}")
         dtype, device = self.q.dtype, self.q.device
         check_dtype("q", self.q)
-        weights = (dtype, torch.float32)
-        allowed = {"cu_seqlens": (torch.int32,), "gates": weights, "gate_proj_weight": weights}
         for name in TENSOR_NAMES:
             tensor = getattr(self, name)
-            if tensor is None:
+            if tensor is None or (name == "q_start" and isinstance(tensor, int) and not isinstance(tensor, bool)):
                 continue
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
-            if tensor.dtype not in allowed.get(name, (dtype,)):
-                wanted = " or ".join(dict.fromkeys(map(short_name, allowed.get(name, (dtype,)))))
-                because = "" if name == "cu_seqlens" else f" (q is {short_name(dtype)})"
+                also = "an integer, " if name == "q_start" else ""
+                raise TypeError(f"{name} must be {also}a torch.Tensor or None, got {type(tensor).__name__}")
+            if tensor.dtype not in (allowed := _dtypes(name, dtype)):
+                wanted = " or ".join(dict.fromkeys(map(short_name, allowed)))
+                because = "" if name in INTEGER_NAMES else f" (q is {short_name(dtype)})"
                 raise TypeError(f"{name} must be {wanted}{because}, got {short_name(tensor.dtype)}")
             check_dense(name, tensor)
             if tensor.device != device:
@@ -154,11 +211,14 @@ class NSAInputs:
                 packed = "[T,heads,D] with cu_seqlens"
                 layout = packed if self.packed else f"[B,N,heads,D] (or {packed})"
                 raise ValueError(f"{name} must have the layout {layout}, got shape {list(shape)}")
-        for name, shape in (("k", k), ("v", v)):
-            if shape[:-2] != q[:-2]:
-                lead, layout = ("[T]", "[T,heads,D]") if self.packed else ("[B,N]", "[B,N,heads,D]")
-                wanted = f"q's {lead} = {list(q[:-2])} (the layout is {layout})"
-                raise ValueError(f"{name} must have {wanted}, got shape {list(shape)}")
+        lead, layout = ("[T]", "[T,heads,D]") if self.packed else ("[B,N]", "[B,N,heads,D]")
+        if self.cu_seqlens_k is None and (k[:-3] != q[:-3] or k[-3] < q[-3] or (self.packed and k[-3] > q[-3])):
+            longer = "cu_seqlens_k" if self.packed else "more tokens"
+            wanted = f"q's {lead} = {list(q[:-2])} (the layout is {layout}), or {longer}"
+            raise ValueError(f"k must have {wanted}, got shape {list(k)}")
+        if v[:-2] != k[:-2]:
+            wanted = f"k's {lead} = {list(k[:-2])} (the layout is {layout})"
+            raise ValueError(f"v must have {wanted}, got shape {list(v)}")
         if k[-1] != q[-1]:
             raise ValueError(f"k must have q's head dim D={q[-1]}, got shape {list(k)}")
         if v[-2] != k[-2]:
@@ -172,6 +232,12 @@ class NSAInputs:
     def _check_layout_of_documents(self) -> None:
         if self.cu_seqlens is not None and (self.cu_seqlens.dim() != 1 or self.cu_seqlens.numel() == 0):
             raise ValueError(f"cu_seqlens must have the shape [B+1], got shape {_shape(self.cu_seqlens)}")
+        if self.cu_seqlens_k is not None:
+            if self.cu_seqlens is None:
+                raise ValueError("cu_seqlens_k goes with cu_seqlens, got only cu_seqlens_k")
+            if self.cu_seqlens_k.shape != self.cu_seqlens.shape:
+                wanted = f"the shape of cu_seqlens, {_shape(self.cu_seqlens)}"
+                raise ValueError(f"cu_seqlens_k must have {wanted}, got {_shape(self.cu_seqlens_k)}")
         longest = self.max_seqlen
         if longest is None:
             return
@@ -221,7 +287,7 @@ class NSAInputs:
             if self.packed:  # entries of all documents, then any number of unused rows
                 entries: tuple[int, ...] = (self.k_cmp.shape[0],) if self.k_cmp.dim() == 3 else (0,)
             else:
-                entries = (lead[0], config.num_compressed(lead[1]))
+                entries = (lead[0], config.num_compressed(k[1]))
             wanted["k_cmp"] = (*entries, kv_heads, dim)
             wanted["v_cmp"] = (*entries, kv_heads, v_dim)
         for name, shape in wanted.items():
@@ -229,23 +295,73 @@ class NSAInputs:
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} must have the shape {list(shape)}, got {_shape(tensor)}")
 
+    # Queries that continue a sequence
+
+    def _check_start(self, config: NSAConfig) -> None:
+        start = self.q_start
+        if self.q_sum is None and not self.continues:
+            return
+        if self.continues and not config.causal:
+            if start is None:
+                sizes = "cu_seqlens_k" if self.packed else f"N_q={self.q.shape[1]}, N_k={self.k.shape[1]}"
+                raise ValueError(f"causal=False needs as many queries as keys, got {sizes}")
+            got = list(start.shape) if isinstance(start, Tensor) else start
+            raise ValueError(f"q_start goes with causal=True, got causal=False and q_start={got}")
+        batch = self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        if isinstance(start, Tensor):
+            if start.shape != (batch,):
+                raise ValueError(f"q_start must have the shape [B] = [{batch}], got {_shape(start)}")
+        elif start is not None and self.packed:
+            raise ValueError(f"q_start must be int32 [B] with cu_seqlens, one for each document, got {start}")
+        if self.q_sum is not None:
+            wanted = (batch, *self.q.shape[-2:])
+            if config.token_mode:
+                raise ValueError("q_sum would be ignored: q_tile_size=1 has no queries to add, got both")
+            if self.q_sum.shape != wanted:
+                raise ValueError(f"q_sum must have the shape {list(wanted)}, got {_shape(self.q_sum)}")
+        if not self.packed and not isinstance(start, Tensor):
+            self._check_starts([self.first_token], [self.q.shape[1]], [self.k.shape[1]], config)
+
+    def _check_starts(self, starts: list[int], queries: list[int], keys: list[int], config: NSAConfig) -> None:
+        """Args: the first token, N_q and N_k of each sequence or document."""
+        tile = config.q_tile_size
+        for b, (start, num_q, num_k) in enumerate(zip(starts, queries, keys, strict=True)):
+            where = f" at position {b}" if isinstance(self.q_start, Tensor) else ""
+            if not 0 <= start <= num_k - num_q:
+                raise ValueError(
+                    f"q_start must be from 0 to N_k - N_q = {num_k} - {num_q} = {num_k - num_q}, got {start}{where}"
+                )
+            if self.q_sum is None and num_q > 0 and start % tile:
+                first = start // tile * tile
+                raise ValueError(
+                    f"q_sum must be given where queries begin inside a tile: tile {start // tile} has tokens {first} "
+                    f"to {first + tile - 1} (q_tile_size={tile}), got q_start={start}{where}"
+                )
+
     # Values: checked on the CPU, and on a device only with debug=True
 
     def _check_documents(self, cu_seqlens: Tensor, config: NSAConfig) -> None:
         bounds = cu_seqlens.tolist()
-        tokens = self.q.shape[0]
-        if bounds[0] != 0:
-            raise ValueError(f"cu_seqlens must start at 0, got {bounds[0]}")
-        for i, (start, stop) in enumerate(pairwise(bounds)):
-            if stop < start:
-                raise ValueError(f"cu_seqlens must not decrease, got {start} then {stop} at position {i + 1}")
-        if bounds[-1] > tokens:
-            raise ValueError(f"cu_seqlens must end at most at T={tokens}, got {bounds[-1]}")
-        lengths = [stop - start for start, stop in pairwise(bounds)]
-        if self.max_seqlen is not None and self.max_seqlen < max(lengths, default=0):
-            raise ValueError(f"max_seqlen must be at least the longest document, {max(lengths)}, got {self.max_seqlen}")
+        _check_bounds("cu_seqlens", bounds, self.q.shape[0])
+        queries = keys = [stop - start for start, stop in pairwise(bounds)]
+        if self.cu_seqlens_k is not None:
+            key_bounds = self.cu_seqlens_k.tolist()
+            _check_bounds("cu_seqlens_k", key_bounds, self.k.shape[0])
+            keys = [stop - start for start, stop in pairwise(key_bounds)]
+            for b, (num_q, num_k) in enumerate(zip(queries, keys, strict=True)):
+                if num_q > num_k:
+                    raise ValueError(
+                        f"cu_seqlens_k must give each document at least as many keys as queries, got {num_k} keys for "
+                        f"{num_q} queries at position {b}"
+                    )
+        if self.continues:
+            bottom_right = [num_k - num_q for num_q, num_k in zip(queries, keys, strict=True)]
+            starts = self.q_start.tolist() if isinstance(self.q_start, Tensor) else bottom_right
+            self._check_starts(starts, queries, keys, config)
+        if self.max_seqlen is not None and self.max_seqlen < max(keys, default=0):
+            raise ValueError(f"max_seqlen must be at least the longest document, {max(keys)}, got {self.max_seqlen}")
         if self.k_cmp is not None:
-            needed = sum(config.num_compressed(length) for length in lengths)
+            needed = sum(config.num_compressed(length) for length in keys)
             if self.k_cmp.shape[0] < needed:
                 raise ValueError(
                     f"k_cmp must hold the {needed} compressed entries of all documents, got shape {_shape(self.k_cmp)}"
@@ -259,6 +375,34 @@ class NSAInputs:
 
 
 TENSOR_NAMES = tuple(field.name for field in fields(NSAInputs) if field.name != "max_seqlen")
+
+KEY_NAMES = ("k", "v", "k_slc", "v_slc", "k_win", "v_win")
+"""Tensors with a row for each key."""
+
+ENTRY_NAMES = ("k_cmp", "v_cmp")
+"""Tensors with a row for each compressed entry."""
+
+INTEGER_NAMES = ("cu_seqlens", "cu_seqlens_k", "q_start")
+"""Tensors of int32."""
+
+
+def _dtypes(name: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What a tensor may have beside q's dtype."""
+    if name in ("gates", "gate_proj_weight"):
+        return dtype, torch.float32
+    if name in INTEGER_NAMES:
+        return (torch.int32,)
+    return (torch.promote_types(dtype, torch.float32) if name == "q_sum" else dtype,)
+
+
+def _check_bounds(name: str, bounds: list[int], total: int) -> None:
+    if bounds[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {bounds[0]}")
+    for i, (start, stop) in enumerate(pairwise(bounds)):
+        if stop < start:
+            raise ValueError(f"{name} must not decrease, got {start} then {stop} at position {i + 1}")
+    if bounds[-1] > total:
+        raise ValueError(f"{name} must end at most at T={total}, got {bounds[-1]}")
 
 
 def _values_readable(tensor: Tensor, config: NSAConfig) -> bool:

@@ -23,11 +23,10 @@ def nsa(inputs: NSAInputs, config: NSAConfig, *, aux: bool) -> tuple[Tensor, NSA
 
 
 def _aux(inputs: NSAInputs, config: NSAConfig) -> NSAAux:
-    q, v, num_docs = inputs.q, inputs.v, 0 if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    q, v = inputs.q, inputs.v
     *batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[-2:]
-    tiles = (tokens + (num_docs if inputs.packed else 1) * (config.q_tile_size - 1)) // config.q_tile_size
-    entries = tokens // config.stride if inputs.packed else config.num_compressed(tokens)
+    tiles, entries = inputs.num_tiles(config), inputs.num_entries(config)
     sums = torch.promote_types(q.dtype, torch.float32)
     gates = sums if inputs.gates is None else inputs.gates.dtype
     select_heads, count = kv_heads if config.shares_heads else heads, config.num_cmp_selected_blocks

@@ -5,6 +5,7 @@
     nsa_kernels::backward   gradients of `DIFFERENTIABLE_NAMES`
 
 They take the fields of NSAConfig one by one, `compress` as "mean" only: a callable runs in front of the operator.
+q_start is a tensor; an integer one cuts the keys in front.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from nsa import autograd
 from nsa.common.autocast import autocast_off
 from nsa.common.operators import register_double_backward_error, register_operator
 from nsa.config import OPTION_NAMES, NSAConfig, check_options
-from nsa.inputs import TENSOR_NAMES, NSAInputs
+from nsa.inputs import INTEGER_NAMES, TENSOR_NAMES, NSAInputs
 from nsa.validate import ResolvedCall, resolve
 
 FORWARD, SAVING, BACKWARD = (f"nsa_kernels::{name}" for name in ("forward", "saving", "backward"))
 
-DIFFERENTIABLE_NAMES = tuple(name for name in TENSOR_NAMES if name != "cu_seqlens")
+DIFFERENTIABLE_NAMES = tuple(name for name in TENSOR_NAMES if name not in (*INTEGER_NAMES, "q_sum"))
 """Tensors with gradients, in the order of backward's results; those of absent tensors are empty."""
 
 _TENSORS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in TENSOR_NAMES)

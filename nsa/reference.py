@@ -4,10 +4,12 @@ Any dtype from bf16 to fp64, any device, any block and tile size; differentiable
 sums, those of gradients too, run in fp32 (fp64 for fp64 inputs): each input is cast once, before anything reads it, so
 its gradient is rounded once. Queries are processed in chunks of tiles, and each chunk is recomputed in backward, so
 memory stays far below O(N^2). Keys of the selected and window branches are gathered, so their time is O(N). Packed
-inputs are a loop over documents, for which the values of `cu_seqlens` are read on the host.
+inputs, and sequences whose starts are a tensor, are a loop, for which the values of `cu_seqlens` and `q_start` are read
+on the host.
 
 Shapes inside: documents of one length as `[B, heads, N, D]`; a chunk of n query tiles of T rows as `[B, H, n, T, D]`.
-S is the number of heads that select independently: H, or H_kv when the selection is shared in the group.
+S is the number of heads that select independently: H, or H_kv when the selection is shared in the group. Queries are
+the last tokens of their document; tiles and rows are counted from its first token.
 """
 
 from __future__ import annotations
@@ -26,12 +28,18 @@ from torch.utils.checkpoint import checkpoint
 from nsa.common.derivatives import needs_grad, round_straight_through
 from nsa.compression import pool_documents, whole_blocks
 from nsa.config import BlockPooling, NSAConfig
-from nsa.inputs import NSAAux, NSAInputs
+from nsa.inputs import ENTRY_NAMES, KEY_NAMES, NSAAux, NSAInputs
 
 CHUNK_BYTES = {"cpu": 32 << 20}
 """Rough size of a chunk's temporaries by device type; a chunk has at least one tile. On a CPU, larger allocations are
 not reused but mapped anew each time (measured in docs/experiments.md)."""
 DEFAULT_CHUNK_BYTES = 512 << 20
+
+
+QUERY_NAMES = ("q", "gates")
+"""Tensors with a row for each query."""
+
+BY_TOKEN = (*QUERY_NAMES, *KEY_NAMES)
 
 
 def check(call: Any) -> str | None:
@@ -58,20 +66,23 @@ def nsa(
     """All of NSA for checked inputs.
 
     Args:
-        indices: selected blocks to use, as in NSAAux, instead of computing them (not for packed inputs).
+        indices: selected blocks to use, as in NSAAux, instead of computing them (not for packed inputs, nor with a
+            tensor as q_start).
         cmp_indices: likewise, blocks of compressed entries.
         aux: also return NSAAux.
 
     Returns:
         out `[B,N,H,D_v]` (packed `[T,H,D_v]`) in q's dtype, and NSAAux or None.
     """
+    inputs = inputs.narrow(config)
     exact, dtype = _cast(inputs), inputs.q.dtype
-    if inputs.cu_seqlens is None:
+    if not inputs.packed and not isinstance(inputs.q_start, Tensor):
         out, results = _documents(exact, config, _all_tiles(exact, config), indices, cmp_indices, dtype)
         return out, _pad_selections(results, config) if aux else None
     if indices is not None or cmp_indices is not None:
-        raise ValueError("indices and cmp_indices can be given for fixed-length inputs only, got cu_seqlens too")
-    return _packed(exact, inputs.cu_seqlens, config, dtype, aux=aux)
+        got = "cu_seqlens" if inputs.packed else "q_start as a tensor"
+        raise ValueError(f"indices and cmp_indices can be given for fixed-length inputs only, got {got} too")
+    return _packed(exact, config, dtype, aux=aux) if inputs.packed else _sequences(exact, config, dtype, aux=aux)
 
 
 def _cast(inputs: NSAInputs) -> NSAInputs:
@@ -81,7 +92,8 @@ def _cast(inputs: NSAInputs) -> NSAInputs:
 
 
 def _all_tiles(inputs: NSAInputs, config: NSAConfig) -> Tensor:
-    return torch.arange(-(-inputs.q.shape[1] // config.q_tile_size), device=inputs.q.device)
+    first = inputs.first_token // config.q_tile_size
+    return torch.arange(first, first + inputs.num_tiles(config), device=inputs.q.device)
 
 
 def _pad_selections(aux: NSAAux, config: NSAConfig) -> NSAAux:
@@ -114,33 +126,65 @@ def nsa_tiles(
     """
     if inputs.cu_seqlens is not None:
         raise ValueError("nsa_tiles takes fixed-length inputs only, got cu_seqlens")
+    if inputs.continues:
+        raise ValueError("nsa_tiles takes as many queries as keys, got q_start or more keys")
     out, _ = _documents(_cast(inputs), config, tiles, indices, cmp_indices, inputs.q.dtype)
     rows = _rows(tiles, inputs.q.shape[1], config).flatten()
     return out, rows[rows < inputs.q.shape[1]]
 
 
-# Packed documents
+# Packed documents, and sequences that start at tokens of their own
 
 
-def _packed(
-    inputs: NSAInputs, cu_seqlens: Tensor, config: NSAConfig, dtype: torch.dtype, *, aux: bool
-) -> tuple[Tensor, NSAAux | None]:
-    bounds = cu_seqlens.tolist()
-    num_tokens, num_docs = inputs.q.shape[0], len(bounds) - 1
-    max_tiles = (num_tokens + num_docs * (config.q_tile_size - 1)) // config.q_tile_size
-    max_entries = num_tokens // config.stride
-    # No row past the last document attends to anything. An empty document gives the padding its shapes.
-    documents = [_slice_document(inputs, slice(0, 0), slice(0, 0))]
-    first_entry = 0
-    for start, stop in pairwise(bounds):
-        entries = slice(first_entry, first_entry := first_entry + config.num_compressed(stop - start))
-        documents.append(_slice_document(inputs, slice(start, stop), entries))
+def _sequences(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype, *, aux: bool) -> tuple[Tensor, NSAAux | None]:
+    """A batch whose q_start is a tensor: each sequence is a call of its own, padded to NSAAux of fixed sizes."""
+    starts = inputs.q_start.tolist() if isinstance(inputs.q_start, Tensor) else []
+    given = {n: x for n, x in inputs.tensors().items() if n in (*BY_TOKEN, *ENTRY_NAMES, "q_sum")}
+    calls = []
+    for b, start in enumerate(starts):
+        own: dict[str, Any] = {name: tensor[b : b + 1] for name, tensor in given.items()}
+        calls.append(replace(inputs, **own, q_start=start).narrow(config))
+    calls = calls or [replace(inputs, q_start=None, q_sum=None)]  # B = 0: any start will do
+    results = [_documents(one, config, _all_tiles(one, config), None, None, dtype) for one in calls]
+    auxes = [_pad_selections(own, config) for _, own in results]
+    out = torch.cat([out for out, _ in results])
+    if not aux:
+        return out, None
+
+    sizes = {name: (1, inputs.num_entries(config), 0.0) for name in ENTRY_NAMES}
+    sizes |= {name: (2, inputs.num_tiles(config), -1) for name in ("indices", "cmp_indices")}
+    joined: dict[str, Any] = {"cmp_indices": None}
+    for name in NSAAux._fields:
+        tensors = [getattr(own, name) for own in auxes]
+        if name in sizes and tensors[0] is not None:
+            tensors = [_extend(tensor, *sizes[name]) for tensor in tensors]
+        if tensors[0] is not None:
+            joined[name] = torch.cat(tensors)
+    return out, NSAAux(**joined)
+
+
+def _extend(x: Tensor, dim: int, length: int, fill: float) -> Tensor:
+    """x padded at the end of `dim` to at least `length`."""
+    missing = max(0, length - x.shape[dim])
+    return torch.cat([x, x.new_full((*x.shape[:dim], missing, *x.shape[dim + 1 :]), fill)], dim)
+
+
+def _packed(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype, *, aux: bool) -> tuple[Tensor, NSAAux | None]:
+    num_tokens = inputs.q.shape[0]
+    max_tiles, max_entries = inputs.num_tiles(config), inputs.num_entries(config)
+    documents = _split_documents(inputs, config)
     results = [_documents(one, config, _all_tiles(one, config), None, None, dtype) for one in documents]
     out = torch.cat([out[0] for out, _ in results])
     out = pad(out, [0, 0, 0, 0, 0, num_tokens - out.shape[0]])
     if not aux:
         return out, None
     auxes = [_pad_selections(own, config) for _, own in results]
+    if isinstance(inputs.q_start, Tensor):  # entries behind the last query hold 0
+        counts = _entries_of_documents(inputs, config)
+        auxes[1:] = [
+            own._replace(**{name: _extend(getattr(own, name), 1, count, 0.0) for name in ENTRY_NAMES})
+            for own, count in zip(auxes[1:], counts, strict=True)
+        ]
 
     def join(name: str, dim: int, length: int, fill: float) -> Tensor:
         """The documents' tensors without batch dim, concatenated along `dim` and padded to `length` with `fill`."""
@@ -163,14 +207,35 @@ def _packed(
     )
 
 
-def _slice_document(inputs: NSAInputs, tokens: slice, entries: slice) -> NSAInputs:
-    per_token = {
-        name: tensor[tokens][None]
-        for name, tensor in inputs.tensors().items()
-        if name in ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "gates")
-    }
-    per_entry = {name: tensor[entries][None] for name, tensor in inputs.tensors().items() if name in ("k_cmp", "v_cmp")}
-    return replace(inputs, **per_token, **per_entry, cu_seqlens=None, max_seqlen=None)
+def _split_documents(inputs: NSAInputs, config: NSAConfig) -> list[NSAInputs]:
+    """The documents, each as a batch of one, behind an empty one: it gives padding its shapes.
+
+    No row past the last document attends to anything.
+    """
+    bounds, key_bounds = ([] if x is None else x.tolist() for x in (inputs.cu_seqlens, inputs.key_bounds))
+    starts = inputs.q_start.tolist() if isinstance(inputs.q_start, Tensor) else [None] * (len(bounds) - 1)
+    nothing = slice(0, 0)
+    documents = [_slice_document(inputs, nothing, nothing, nothing)]
+    first_entry = 0
+    parts = zip(pairwise(bounds), pairwise(key_bounds), starts, _entries_of_documents(inputs, config), strict=True)
+    for b, (rows, keys, start, count) in enumerate(parts):
+        entries = slice(first_entry, first_entry := first_entry + count)
+        one = _slice_document(inputs, slice(*rows), slice(*keys), entries)
+        q_sum = None if inputs.q_sum is None else inputs.q_sum[b : b + 1]
+        documents.append(replace(one, q_start=start, q_sum=q_sum).narrow(config))
+    return documents
+
+
+def _entries_of_documents(inputs: NSAInputs, config: NSAConfig) -> list[int]:
+    """Compressed entries of the keys of each document."""
+    bounds = [] if inputs.key_bounds is None else inputs.key_bounds.tolist()
+    return [config.num_compressed(stop - start) for start, stop in pairwise(bounds)]
+
+
+def _slice_document(inputs: NSAInputs, rows: slice, keys: slice, entries: slice) -> NSAInputs:
+    parts = dict.fromkeys(QUERY_NAMES, rows) | dict.fromkeys(KEY_NAMES, keys) | dict.fromkeys(ENTRY_NAMES, entries)
+    own = {name: tensor[parts[name]][None] for name, tensor in inputs.tensors().items() if name in parts}
+    return replace(inputs, **own, cu_seqlens=None, cu_seqlens_k=None, q_start=None, q_sum=None, max_seqlen=None)
 
 
 # Documents of one length
@@ -207,10 +272,11 @@ def _documents(
     """Some tiles of a batch of documents of one length: out, and NSAAux with selections not padded.
 
     Args:
-        inputs: from `_cast`.
+        inputs: from `_cast`, without q_start: the queries are the last tokens.
+        tiles: of those that hold queries.
         dtype: of q before the cast; that of compressed entries and results.
     """
-    q, num_tokens = inputs.q, inputs.q.shape[1]
+    q, num_tokens, first = inputs.q, inputs.k.shape[1], inputs.first_token
     k_cmp, v_cmp = _compress(inputs, config, dtype)
     tokens = _Keys.from_tokens(inputs.k, inputs.v)
     branches = (
@@ -219,7 +285,8 @@ def _documents(
         tokens if inputs.k_win is None or inputs.v_win is None else _Keys.from_tokens(inputs.k_win, inputs.v_win),
     )
     rows = _rows(tiles, num_tokens, config)
-    q_tiles = q.index_select(1, rows.clamp(max=num_tokens - 1).flatten()).unflatten(1, rows.shape).movedim(3, 1)
+    positions = (rows - first).clamp(0, max(q.shape[1] - 1, 0)).flatten()
+    q_tiles = q.index_select(1, positions).unflatten(1, rows.shape).movedim(3, 1)
     size = _tiles_per_chunk(inputs, config)
     chunks = zip(
         q_tiles.split(size, 2),
@@ -230,13 +297,15 @@ def _documents(
     )
     recompute = needs_grad(q, *(tensor for branch in branches for tensor in (branch.k, branch.v)))
     run = partial(checkpoint, _tiles, use_reentrant=False, preserve_rng_state=False) if recompute else _tiles
-    by_chunk = [run(*chunk, *branches, config) for chunk in chunks]
+    by_chunk = [run(*chunk, *branches, first, inputs.q_sum, config) for chunk in chunks]
     whole = [torch.cat(results, dim=2) for results in zip(*by_chunk, strict=True)]
     rows = rows.flatten()
-    rows = rows[rows < num_tokens]
-    o_cmp, o_slc, o_win = (o[:, :, : len(rows)].transpose(1, 2) for o in whole[:3])
-    lse_cmp, lse_slc, lse_win = (lse[:, :, : len(rows)] for lse in whole[3:6])
-    gates = _gates(inputs)[:, rows]
+    before = int((rows < first).sum()) if inputs.continues else 0  # rows of the first tile that are not queries
+    rows = rows[(rows >= first) & (rows < num_tokens)]
+    present = slice(before, before + len(rows))
+    o_cmp, o_slc, o_win = (o[:, :, present].transpose(1, 2) for o in whole[:3])
+    lse_cmp, lse_slc, lse_win = (lse[:, :, present] for lse in whole[3:6])
+    gates = _gates(inputs)[:, rows - first]
     g = gates.to(q.dtype)[..., None]
     out = g[..., 0, :] * o_cmp + g[..., 1, :] * o_slc + g[..., 2, :] * o_win
     aux = NSAAux(
@@ -258,7 +327,7 @@ def _documents(
 
 def _tiles_per_chunk(inputs: NSAInputs, config: NSAConfig) -> int:
     """Tiles whose temporaries fit CHUNK_BYTES."""
-    batch, num_tokens, heads, dim = inputs.q.shape
+    (batch, _, heads, dim), num_tokens = inputs.q.shape, inputs.k.shape[1]
     entries, blocks = config.num_compressed(num_tokens), _num_blocks(num_tokens, config)
     selected = min(config.num_selected_blocks, blocks) * _select_size(num_tokens, config)
     tile_size = min(config.q_tile_size, max(num_tokens, 1))
@@ -272,7 +341,7 @@ def _tiles_per_chunk(inputs: NSAInputs, config: NSAConfig) -> int:
 
 
 def _rows(tiles: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
-    """Token positions of the tiles' rows, `[n, T]`; the last tile's may lie past the document."""
+    """Tokens of the tiles' rows, `[n, T]`; the first tile may begin before the queries, the last end past them."""
     tile_size = min(config.q_tile_size, max(num_tokens, 1))  # a short document's only tile is no longer than itself
     return tiles[:, None] * tile_size + torch.arange(tile_size, device=tiles.device)
 
@@ -289,12 +358,12 @@ def with_compressed_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAIn
 
 def compressed_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """k_cmp and v_cmp by `config.compress`, as NSAInputs takes them."""
-    dtype, cu_seqlens = inputs.q.dtype, inputs.cu_seqlens
+    dtype, bounds = inputs.q.dtype, inputs.key_bounds
     pools = _pools(_cast(inputs), config, dtype)
-    if cu_seqlens is None:
+    if bounds is None:
         k_cmp, v_cmp = (pool(whole_blocks(tensor, config)) for tensor, pool in pools)
     else:
-        k_cmp, v_cmp = (pool_documents(tensor, cu_seqlens, pool, config) for tensor, pool in pools)
+        k_cmp, v_cmp = (pool_documents(tensor, bounds, pool, config) for tensor, pool in pools)
     return k_cmp.to(dtype), v_cmp.to(dtype)
 
 
@@ -348,6 +417,8 @@ def _tiles(
     compressed: _Keys,
     selected: _Keys,
     window: _Keys,
+    first: int,
+    q_sum: Tensor | None,
     config: NSAConfig,
 ) -> tuple[Tensor, ...]:
     """o and lse of the three branches, `[B,H,n*T,D_v]` and `[B,H,n*T]`; then the selections, int64.
@@ -358,6 +429,8 @@ def _tiles(
         indices: the tiles' selected blocks, or None to select.
         cmp_indices: their blocks of compressed entries, or None to select.
         compressed, selected, window: keys and values of the branches.
+        first: the first row that is a query.
+        q_sum: sum of the queries before it in its tile, `[B,H,D]`; None where it begins a tile.
     """
     num_tokens = selected.k.shape[2]
     scale = config.scale(q.shape[-1])
@@ -366,7 +439,8 @@ def _tiles(
     with torch.no_grad():
         count = config.num_cmp_selected_blocks
         if indices is None or (count is not None and cmp_indices is None):
-            scores, scored = _score(q, compressed.k, rows, num_tokens, config)
+            means = _mean_queries(q, rows, first, num_tokens, q_sum)
+            scores, scored = _score(means, compressed.k, rows, num_tokens, config)
             if count is not None and cmp_indices is None:
                 cmp_indices = _select_cmp_blocks(scores, scored, rows, count, config)
             if indices is None:
@@ -397,15 +471,24 @@ def _last_token(rows: Tensor, num_tokens: int) -> Tensor:
     return rows[:, -1].clamp(max=num_tokens - 1)
 
 
-def _score(q: Tensor, k_cmp: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
+def _mean_queries(q: Tensor, rows: Tensor, first: int, num_tokens: int, q_sum: Tensor | None) -> Tensor:
+    """The mean query of each tile, `[B,H,n,D]`, over all its tokens up to the last one."""
+    present = ((rows >= first) & (rows < num_tokens)).to(q.dtype)[..., None]
+    total, count = (q * present).sum(-2), present.sum(-2)
+    if q_sum is not None:
+        before = (first - rows[:, :1]).clamp(min=0)  # queries that the tile had, 0 in all tiles but the first
+        total = total + torch.where(before > 0, q_sum[:, :, None], 0.0)
+        count = count + before
+    return total / count
+
+
+def _score(mean_q: Tensor, k_cmp: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """Scores of compressed entries per tile and query head `[B,H,n,N_cmp]`, and which are scored, bool `[n,N_cmp]`.
 
     Tile mode: logits of the mean query. Token mode: probabilities, 0 for entries that are not scored.
     """
-    batch, heads, n, _, dim = q.shape
+    batch, heads, n, dim = mean_q.shape
     kv_heads, num_entries = k_cmp.shape[1:3]
-    present = (rows < num_tokens).to(q.dtype)[..., None]
-    mean_q = (q * present).sum(-2) / present.sum(-2)
     logits = mean_q.reshape(batch, kv_heads, heads // kv_heads * n, dim) @ k_cmp.transpose(-1, -2) * config.scale(dim)
     logits = logits.reshape(batch, heads, n, num_entries)
     entries = torch.arange(num_entries, device=rows.device)

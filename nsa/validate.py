@@ -13,7 +13,7 @@ from nsa.inputs import NSAInputs
 
 
 class ResolvedCall(NamedTuple):
-    """Checked arguments and the implementation that runs them."""
+    """Checked arguments, without an integer q_start, and the implementation that runs them."""
 
     inputs: NSAInputs
     config: NSAConfig
@@ -40,6 +40,7 @@ def resolve(
     check_bool("deterministic", deterministic)
     check_bool("recompute", recompute)
     inputs.check(config)
+    inputs = inputs.narrow(config)
     call = dispatch.Call(
         "nsa",
         inputs.q.device,

@@ -358,18 +358,19 @@ def hopper_cases() -> Iterator[Case]:
     yield Case("CountQueryTiles", "bits", None, None, None, ours(_count))
     yield Case("ListQueryTiles", "bits", None, None, None, ours(_list))
     for dim, dtype in itertools.product(DIMS, DTYPES):
-        for causal in (True, False):
-            variant = "causal" if causal else "not-causal"
-            yield Case("SelectedDQ", variant, dim, None, dtype, ours(_dq, dim, dtype, causal, 256))
+        selected = (("causal", True, False), ("not-causal", False, False), ("causal,last-rows", True, True))
+        for variant, causal, continues in selected:
+            yield Case("SelectedDQ", variant, dim, None, dtype, ours(_dq, dim, dtype, causal, 256, continues))
             for size in (64, 128):
-                run = ours(_dkv, dim, dtype, causal, size, 256)
+                run = ours(_dkv, dim, dtype, causal, size, 256, continues)
                 yield Case("SelectedDKV", f"{size}-in-64,{variant}", dim, None, dtype, run)
         for size in (64, 128):
             yield Case("CombineSelectedDKV", f"{size}-in-64", dim, None, dtype, ours(_combine, dim, dtype, size))
-        for has_local in (False, True):
-            variant = "local-selected" if has_local else "window"
-            yield Case("WindowDQ", variant, dim, None, dtype, ours(window_backward._dq, dim, dtype, has_local))
-            yield Case("WindowDKV", variant, dim, None, dtype, ours(window_backward._dkv, dim, dtype, has_local))
+        for has_local, continues in itertools.product((False, True), (False, True)):
+            variant = ("local-selected" if has_local else "window") + (",last-rows" if continues else "")
+            how = dim, dtype, has_local, continues
+            yield Case("WindowDQ", variant, dim, None, dtype, ours(window_backward._dq, *how))
+            yield Case("WindowDKV", variant, dim, None, dtype, ours(window_backward._dkv, *how))
 
 
 def ours(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], bytes]:

@@ -84,6 +84,8 @@ class Case:
 
     config: NSAConfig
     tokens: int = 333
+    first: int = 0
+    """The token that the first query is."""
     documents: tuple[int, ...] = ()
     """Lengths of packed documents, instead of `tokens`; TAIL rows behind the last one belong to none."""
     batch: int = 1
@@ -107,11 +109,12 @@ class Case:
         def normal(*shape: int, dtype: torch.dtype = self.dtype, scale: float = 1.0) -> Tensor:
             return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
 
-        rows = (sum(self.documents) + TAIL,) if self.documents else (self.batch, self.tokens)
+        keys = (sum(self.documents) + TAIL,) if self.documents else (self.batch, self.tokens)
+        rows = (*keys[:-1], keys[-1] - self.first)
         k, v = (self.kv_heads, self.dim), (self.kv_heads, self.v_dim)
         shapes: dict[str, tuple[int, ...]] = {
-            **{f"k_{branch}": (*rows, *k) for branch in ("slc", "win")},
-            **{f"v_{branch}": (*rows, *v) for branch in ("slc", "win")},
+            **{f"k_{branch}": (*keys, *k) for branch in ("slc", "win")},
+            **{f"v_{branch}": (*keys, *v) for branch in ("slc", "win")},
             "gates": (*rows, self.heads, 3),
             "gate_proj_weight": (self.heads, 3, self.dim),
             "w_k_compress": (*k, self.dim),
@@ -121,7 +124,7 @@ class Case:
             name: normal(*shapes[name], scale=shapes[name][-1] ** -0.5 if name in WEIGHTS else 1.0)
             for name in self.tensors
         }
-        qkv = [normal(*rows, *of) for of in ((self.heads, self.dim), k, v)]
+        qkv = [normal(*rows, self.heads, self.dim), *(normal(*keys, *of) for of in (k, v))]
         if self.documents:
             bounds = torch.tensor([0, *accumulate(self.documents)], dtype=torch.int32)
             return NSAInputs(*qkv, **given, cu_seqlens=bounds.to(device))
@@ -253,7 +256,11 @@ CASES: dict[str, Case | Neighborhood] = {
     "tiles, documents": Case(TILES, documents=LENGTHS, tensors=("gate_proj_weight", "k_win", "v_win")),
     "tiles, documents, chosen entries": Case(ENTRIES, documents=LENGTHS, tensors=("gates",)),
     "tiles of Blackwell": Case(TILES, tokens=601, strategy="sm_100"),
+    "tiles, last queries": Case(TILES, tokens=601, first=256, tensors=("gates",), deterministic=True),
+    "tiles of Blackwell, last queries": Case(TILES, tokens=901, first=512, strategy="sm_100"),
     "tokens": Case(TOKENS, tokens=601, tensors=("gate_proj_weight",), deterministic=True, **MANY),
+    "tokens, last queries": Case(TOKENS, tokens=601, first=320, deterministic=True, **MANY),
+    "tokens, last queries, off tiles": Case(TOKENS, tokens=601, first=311, tensors=("gates",), **MANY),
     "tokens, nothing forced": Case(
         NSAConfig.paper(
             select_block_size=256, num_selected_blocks=2, num_init_blocks=0, num_local_blocks=0, window_size=100

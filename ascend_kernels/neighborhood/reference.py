@@ -12,6 +12,8 @@ lies outside the class (Liger), and "shift" moves the window inside (NATTEN), to
 
     p(i, j) = softmax over the window of softmax_scale * q_i . k_j,    out_i = sum_j p(i, j) v_j
 
+With fewer queries than keys (causal) they are the last tokens.
+
 Any dtype from bf16 to fp64, any device, differentiable by autograd. Scores, softmax and sums run in fp32 (fp64 for fp64
 inputs), those of gradients too: q, k and v are cast once, before keys are gathered, so gradients are rounded once.
 Keys are gathered in chunks of rows, and each chunk is recomputed in backward, so memory is a few copies of the inputs.
@@ -44,11 +46,11 @@ def window_starts(num_tokens: int, kernel_size: int, dilation: int, boundary: st
 def band_of(
     attn: Tensor, kernel_size: int, dilation: int, boundary: str, causal: bool, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The band `[B,H,N,kernel_size]` of a dense `[B,H,N,N]`, in `dtype`; 0 where a slot has no key."""
-    num_tokens = attn.shape[-1]
+    """The band `[B,H,N,kernel_size]` of a dense `[B,H,N,N_k]`, in `dtype`; 0 where a slot has no key."""
+    num_rows, num_tokens = attn.shape[-2:]
     dilation = min(dilation, max(num_tokens, 1))
     with attn.device:
-        starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal)
+        starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal)[num_tokens - num_rows :]
         keys, exists = _keys(starts, torch.arange(kernel_size) * dilation, num_tokens)
     return attn.gather(-1, keys.expand(*attn.shape[:-1], kernel_size)).to(dtype).masked_fill_(~exists, 0)
 
@@ -87,7 +89,7 @@ def neighborhood_attention(
     """Neighborhood attention of checked inputs.
 
     Args:
-        q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`, H a multiple of H_kv.
+        q: `[B,N,H,D]`. k, v: `[B,N_k,H_kv,D]`, H a multiple of H_kv.
         return_band: if False, only the band of one chunk of rows exists at a time.
 
     Returns:
@@ -95,8 +97,9 @@ def neighborhood_attention(
         slot s, the key s * dilation after the window's start, 0 where there is none, or None; and LSE `[B,H,N]` in the
         band's dtype.
     """
-    num_tokens, heads, dim = q.shape[1:]
-    kv_heads = k.shape[2]
+    heads, dim = q.shape[2:]
+    num_tokens, kv_heads = k.shape[1:3]
+    first = num_tokens - q.shape[1]
     scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
     given_dtype, dtype = q.dtype, _compute_dtype(q)
     dilation = min(dilation, max(num_tokens, 1))  # from there on every row is its own class
@@ -106,7 +109,7 @@ def neighborhood_attention(
         one_sided = causal or boundary == "shift"
         kernel_size = min(kernel_size, max(class_size, 1) if one_sided else 2 * class_size + 2 - kernel_size % 2)
 
-    starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal).to(q.device)
+    starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal)[first:].to(q.device)
     slots = torch.arange(kernel_size, device=q.device) * dilation
 
     def attend(q: Tensor, start: Tensor) -> tuple[Tensor, ...]:
@@ -146,28 +149,29 @@ def neighborhood_attention_backward(
     """Gradients from probabilities, of checked inputs.
 
     Args:
-        do, q: `[B,N,H,D]`. k, v: `[B,N,H_kv,D]`.
-        attn: the band `[B,H,N,kernel_size]`, or probabilities of all pairs `[B,H,N,N]`.
+        do, q: `[B,N,H,D]`. k, v: `[B,N_k,H_kv,D]`.
+        attn: the band `[B,H,N,kernel_size]`, or probabilities of all pairs `[B,H,N,N_k]`.
         path: ignored: the reference has one.
 
     Returns:
         dq, dk, dv like q, k, v.
     """
-    num_tokens, heads, dim = q.shape[1:]
-    kv_heads = k.shape[2]
+    heads, dim = q.shape[2:]
+    num_tokens, kv_heads = k.shape[1:3]
+    first = num_tokens - q.shape[1]
     scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
     given_dtype, dtype = q.dtype, _compute_dtype(q)
     dilation = min(dilation, max(num_tokens, 1))
     if attn.shape[-1] != kernel_size:
         attn = band_of(attn, kernel_size, dilation, boundary, causal, dtype=dtype)
 
-    starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal).to(q.device)
+    starts = window_starts(num_tokens, kernel_size, dilation, boundary, causal)[first:].to(q.device)
     slots = torch.arange(kernel_size, device=q.device) * dilation
     do, q, k, v = (tensor.to(dtype) for tensor in (do, q, k, v))
     dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
     size = _rows_per_chunk(k, kernel_size)
-    for first in range(0, num_tokens, size):
-        chunk = slice(first, first + size)
+    for start in range(0, q.shape[1], size):
+        chunk = slice(start, start + size)
         keys, exists = _keys(starts[chunk], slots, num_tokens)
         p = attn[:, :, chunk].to(dtype).masked_fill(~exists, 0).unflatten(1, (kv_heads, heads // kv_heads))
         grouped_do, grouped_q = (x[:, chunk].unflatten(2, (kv_heads, heads // kv_heads)) for x in (do, q))

@@ -38,7 +38,9 @@ def _shape_refusal(call: Any) -> str | None:
     has_band = call.options.get("band") or call.options.get("algorithm") in ("band", "dense")
     if has_band and kernel_size > MAX_TOKENS:
         return f"has bands of up to {MAX_TOKENS} slots, got kernel_size {kernel_size}"
-    shape = call.options.get("shape")
+    shape, first_token = call.options.get("shape"), call.options.get("first_token", 0)
+    if first_token > 0:
+        return f"takes as many queries as keys, which cute and reference do not need, got q_start={first_token}"
     if shape is None:
         return None
     if shape[3] > MAX_DIM:

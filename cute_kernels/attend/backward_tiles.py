@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.mma.mma_sync import accumulator
@@ -103,6 +103,15 @@ class Consumer(NamedTuple):
 def consumer_of(thread: Int32, warp: Int32) -> Consumer:
     """Args: thread and warp of the CTA."""
     return Consumer(warp // WARPGROUP_WARPS - 1, thread % WARPGROUP_THREADS, warp)
+
+
+@cute.jit
+def token_of(row: Int32, first_token: Int32 | None) -> Int32:
+    """The token that a row is, counted as keys are. Args: first_token: that of row 0; None: as many rows as keys."""
+    token = row
+    if const_expr(first_token is not None):
+        token += first_token
+    return token
 
 
 def producer_state(stages: int) -> Any:

@@ -739,6 +739,7 @@ def kv_outer_backward(
     *,
     size: int,
     scale: float,
+    first_token: int = 0,
     bounds: Tensor | None = None,
     local: int = 0,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -746,10 +747,10 @@ def kv_outer_backward(
     """Gradients of `kv_outer.kv_outer_forward`. Bitwise the same each time.
 
     Args:
-        q, k, v, indices, size, scale, bounds: as there, of all tokens.
-        do: `[B,N,H,D_v]`, bf16 or fp16 like q; finite.
-        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Rows whose lse is not finite have no gradients.
-        delta: fp32 `[B,H,N]`, last dimension contiguous: sum(do * o), the term that is subtracted from dP. Not used
+        q, k, v, indices, size, scale, first_token, bounds: as there; k and v of no token behind the last of q.
+        do: `[B,T,H,D_v]`, bf16 or fp16 like q; finite.
+        lse: fp32 `[B,H,T]`, natural log, last dimension contiguous. Rows whose lse is not finite have no gradients.
+        delta: fp32 `[B,H,T]`, last dimension contiguous: sum(do * o), the term that is subtracted from dP. Not used
             where lse is not finite.
         local: local blocks to leave out: those that end with the token's own, as many, where they were selected.
         into: dq, dk and dv to write, instead of new tensors.
@@ -760,7 +761,7 @@ def kv_outer_backward(
     Raises:
         ValueError: for shapes, dtypes and strides that the kernels do not support.
     """
-    check_token_attention(q, k, v, indices, size, scale, bounds=bounds)
+    check_token_attention(q, k, v, indices, size, scale, first_token, bounds)
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     if do.shape != (batch, tokens, heads, v_dim) or do.dtype != q.dtype or not vectorized(do):
@@ -788,6 +789,7 @@ def kv_outer_backward(
                 min_rows=-(-MIN_TILE_ROWS // group),
                 token_bytes=slots * block_tiles * group * dim * q.element_size(),
                 max_bytes=PARTIAL_BYTES,
+                first_token=first_token,
                 bounds=bounds,
                 local=local,
             )
@@ -803,7 +805,7 @@ def kv_outer_backward(
                 for columns in (dim, v_dim)
             ]
             head_slice = slice(kv_slice.start * group, kv_slice.stop * group)
-            tokens_slice = worklist.tokens()
+            tokens_slice = worklist.tokens(first_token)
             dkv = [x[batches, :, kv_slice] for x in sums[chunk % STREAMS]]
             inputs = [
                 *[x[batches, tokens_slice, head_slice] for x in (q, do)],

@@ -63,6 +63,7 @@ from cute_kernels.attend.backward_tiles import (
     consumer_of,
     consumer_state,
     producer_state,
+    token_of,
 )
 from cute_kernels.attend.combine_splits import add_partials, chunk_start
 from cute_kernels.lists.query_to_kv import BlockLists, fake_lists
@@ -142,6 +143,7 @@ class SelectedDQ(BackwardDQ):
         mFullIndex: cute.Tensor,
         mdQ: cute.Tensor,  # [B, N, H, D]
         scale: Float32,
+        first_token: Int32 | None,  # that row 0 is; None: 0
         stream: Any,
     ):
         self.kernel(
@@ -156,6 +158,7 @@ class SelectedDQ(BackwardDQ):
             mK.shape[1],
             mQ.shape[2] // mK.shape[2],
             scale,
+            first_token,
             *self.operands(),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], CTA_ROWS), mQ.shape[2], mQ.shape[0]],
@@ -187,6 +190,7 @@ class SelectedDQ(BackwardDQ):
         num_keys: Int32,
         group: Int32,
         scale: Float32,
+        first_token: Int32 | None,
         mma_s: cute.TiledMma,
         mma_dq: cute.TiledMma,
         row_layout: cute.ComposedLayout,
@@ -227,6 +231,7 @@ class SelectedDQ(BackwardDQ):
                 num_rows,
                 num_keys,
                 scale,
+                first_token,
                 mma_s,
                 mma_dq,
                 work,
@@ -244,6 +249,7 @@ class SelectedDQ(BackwardDQ):
         num_rows: Int32,
         num_keys: Int32,
         scale: Float32,
+        first_token: Int32 | None,
         mma_s: cute.TiledMma,
         mma_dq: cute.TiledMma,
         work: WorkTile,
@@ -279,7 +285,7 @@ class SelectedDQ(BackwardDQ):
                     row, key = tScS[(c, r, n), 0, 0]
                     seen = first_key + key < num_keys
                     if const_expr(self.causal):
-                        seen = seen & (first_key + key <= first_row + row)
+                        seen = seen & (first_key + key <= token_of(first_row, first_token) + row)
                     S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
             # P becomes dS; dQ += dS K
             warpgroup.wait_group(0)
@@ -323,6 +329,7 @@ class SelectedDKV(BackwardDKV):
         mdV: cute.Tensor,
         mPartials: cute.Tensor,  # fp32 [work tiles of split blocks, key tiles of a block, 2, TILE, D]: dK and dV
         scale: Float32,
+        first_token: Int32 | None,  # that row 0 is; None: 0
         stream: Any,
     ):
         self.kernel(
@@ -338,6 +345,7 @@ class SelectedDKV(BackwardDKV):
             mK.shape[2],
             mQ.shape[2] // mK.shape[2],
             scale,
+            first_token,
             *self.operands(),
         ).launch(
             grid=[mWorkTiles.shape[1] * self.block_tiles, 1, 1],
@@ -372,6 +380,7 @@ class SelectedDKV(BackwardDKV):
         kv_heads: Int32,
         group: Int32,
         scale: Float32,
+        first_token: Int32 | None,
         mma_s: cute.TiledMma,
         mma_dkv: cute.TiledMma,
         key_layout: cute.ComposedLayout,
@@ -427,6 +436,7 @@ class SelectedDKV(BackwardDKV):
                     num_rows,
                     num_keys,
                     scale,
+                    first_token,
                     mma_s,
                     mma_dkv,
                     work,
@@ -522,6 +532,7 @@ class SelectedDKV(BackwardDKV):
         num_rows: Int32,
         num_keys: Int32,
         scale: Float32,
+        first_token: Int32 | None,
         mma_s: cute.TiledMma,
         mma_dkv: cute.TiledMma,
         work: WorkTile,
@@ -547,13 +558,13 @@ class SelectedDKV(BackwardDKV):
             scores_to_probabilities(S, scale, rLse)
             masked = (first_row + TILE > num_rows) | (first_key + TILE > num_keys)
             if const_expr(self.causal):
-                masked = masked | (first_key + TILE - 1 > first_row)
+                masked = masked | (first_key + TILE - 1 > token_of(first_row, first_token))
             if masked:
                 for n, r, c in acc_coordinates(S):
                     key, row = op.tScS[(c, r, n), 0, 0]
                     seen = (first_row + row < num_rows) & (first_key + key < num_keys)
                     if const_expr(self.causal):
-                        seen = seen & (first_key + key <= first_row + row)
+                        seen = seen & (first_key + key <= token_of(first_row, first_token) + row)
                     S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
             # dV += P^T dO; P becomes dS; dK += dS^T Q
             issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
@@ -714,7 +725,7 @@ class CombineSelectedDKV:
 
 
 @compiled_once
-def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
+def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int, continues: bool) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
@@ -724,11 +735,12 @@ def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int) -> Kernel:
         *fake_lists(),
         fake(dtype, None, None, None, dim),
         Float32(0.0),
+        Int32(0) if continues else None,
     )
 
 
 @compiled_once
-def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int) -> Kernel:
+def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int, continues: bool) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
@@ -741,6 +753,7 @@ def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int) -> Ke
         *[fake(dtype, None, None, None, dim) for _ in range(2)],
         _fake_partials(dim, size),
         Float32(0.0),
+        Int32(0) if continues else None,
     )
 
 
@@ -775,6 +788,7 @@ def selected_backward(
     size: int,
     causal: bool,
     scale: float,
+    first_token: int = 0,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
@@ -792,6 +806,7 @@ def selected_backward(
         size: l', keys of a block, a multiple of TILE.
         causal: row i sees keys j <= i only (documents: of the aligned buffers).
         scale: softmax scale.
+        first_token: the token that row 0 is, where rows continue a sequence.
         dq, dk, dv: where to write, like q, k and v, rows aligned; None: new tensors.
 
     Returns:
@@ -809,8 +824,9 @@ def selected_backward(
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     given = q, k, v, do, lse, delta, lists
-    selected_dq(*given, causal=causal, scale=scale, dq=dq)
-    selected_dkv(*given, bits, size=size, causal=causal, scale=scale, dk=dk, dv=dv)
+    how: dict[str, Any] = {"causal": causal, "scale": scale, "first_token": first_token}
+    selected_dq(*given, **how, dq=dq)
+    selected_dkv(*given, bits, size=size, **how, dk=dk, dv=dv)
     return dq, dk, dv
 
 
@@ -825,11 +841,12 @@ def selected_dq(
     *,
     causal: bool,
     scale: float,
+    first_token: int = 0,
     dq: Tensor,
 ) -> None:
     """dQ of `selected_backward`, for at least one row and one key."""
-    run = _dq(q.shape[-1], q.dtype, causal, lists.rows).run
-    run(q, do, k, v, lse, delta, *lists.tensors, dq, scale)
+    run = _dq(q.shape[-1], q.dtype, causal, lists.rows, first_token > 0).run
+    run(q, do, k, v, lse, delta, *lists.tensors, dq, scale, first_token or None)
 
 
 def selected_dkv(
@@ -845,6 +862,7 @@ def selected_dkv(
     size: int,
     causal: bool,
     scale: float,
+    first_token: int = 0,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
@@ -858,8 +876,8 @@ def selected_dkv(
     sizes = worklist_sizes(batch * heads * tiles * selected, group * tiles, blocks, 4 * math.prod(partial_shape))
     worklist = selected_worklist(bits, kv_heads=kv_heads, group=group, tiles=tiles, sizes=sizes)
     partials = torch.empty((max(sizes.split_tiles, 1), *partial_shape), dtype=torch.float32, device=q.device)
-    run = _dkv(dim, q.dtype, causal, size, tile).run
-    run(q, do, k, v, lse, delta, *worklist[1:], dk, dv, partials, scale)
+    run = _dkv(dim, q.dtype, causal, size, tile, first_token > 0).run
+    run(q, do, k, v, lse, delta, *worklist[1:], dk, dv, partials, scale, first_token or None)
     if sizes.split_tiles > 0:
         counts, cum_counts, _, work_tiles = worklist
         _combine(dim, q.dtype, size).run(counts, cum_counts, work_tiles, partials, dk, dv, scale)

@@ -21,7 +21,7 @@ Floor: 3 products in WindowDQ and 4 in WindowDKV of H N w 2 D FLOPs each, w = le
 (w + 128) / w as many. 64K tokens, 64 heads of 128, w = 512: 3.9 TFLOP, 6.4 ms at 600 TFLOP/s; with whole tiles 4.8
 TFLOP, 8 ms.
 
-Limits: sm_90a (WGMMA); D = D_v 64 or 128; causal, as many keys as rows; local selected blocks: l' a multiple of 64,
+Limits: sm_90a (WGMMA); D = D_v 64 or 128; causal, keys up to the last row; local selected blocks: l' a multiple of 64,
 local l' <= w; dO finite in all rows; TMA: rows start at multiples of 16 bytes; 64-bit offsets.
 """
 
@@ -57,6 +57,7 @@ from cute_kernels.attend.backward_tiles import (
     consumer_of,
     consumer_state,
     producer_state,
+    token_of,
 )
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.warp import LANES, probability
@@ -93,9 +94,9 @@ class Window(NamedTuple):
         """-inf unless the row, `distance` tokens behind the key, sees it."""
         return score if (distance >= 0) & (distance <= self.left) else -Float32.inf
 
-    def needs_mask(self, first_row: Int32, first_key: Int32) -> Any:
-        """Whether some row of a tile does not see some key of a tile, where others do."""
-        return (first_key == first_row) | (first_key < first_row + TILE - 1 - self.left)
+    def needs_mask(self, first_token: Int32, first_key: Int32) -> Any:
+        """Whether some row of a tile, whose first one is a token, does not see some key of a tile, where others do."""
+        return (first_key == first_token) | (first_key < first_token + TILE - 1 - self.left)
 
 
 @cute.jit
@@ -144,6 +145,7 @@ class WindowDQ(BackwardDQ):
         size: Int32,
         local: Int32,
         scale: Float32,
+        first_token: Int32 | None,  # that row 0 is, a multiple of TILE; None: 0
         stream: Any,
     ):
         self.kernel(
@@ -158,6 +160,7 @@ class WindowDQ(BackwardDQ):
             size,
             local,
             scale,
+            first_token,
             *self.operands(),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], CTA_ROWS), mQ.shape[2], mQ.shape[0]],
@@ -189,6 +192,7 @@ class WindowDQ(BackwardDQ):
         size: Int32,
         local: Int32,
         scale: Float32,
+        first_token: Int32 | None,
         mma_s: cute.TiledMma,
         mma_dq: cute.TiledMma,
         row_layout: cute.ComposedLayout,
@@ -197,8 +201,9 @@ class WindowDQ(BackwardDQ):
         thread, _, _ = cute.arch.thread_idx()
         work = WorkTile(*cute.arch.block_idx())
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_tile = cutlass.max(work.tile * CTA_ROWS - left, 0) // TILE
-        tiles = cutlass.min(work.tile * CTA_ROWS + CTA_ROWS, num_rows + TILE - 1) // TILE - first_tile
+        first_tile = cutlass.max(token_of(work.tile * CTA_ROWS, first_token) - left, 0) // TILE
+        stop_row = cutlass.min(work.tile * CTA_ROWS + CTA_ROWS, num_rows + TILE - 1)
+        tiles = token_of(stop_row, first_token) // TILE - first_tile
         key_tiles = WindowKeyTiles(first_tile, tiles)
         shared = self.allocate(row_layout, key_layout)
 
@@ -218,7 +223,9 @@ class WindowDQ(BackwardDQ):
             consumer = consumer_of(thread, warp_index)
             branches = ((mLse, mDelta), (mLocalLse, mLocalDelta))[: 1 + self.has_local]
             window = Window(left, size, local)
-            dQ = self.mma(shared, branches, key_tiles, window, num_rows, scale, mma_s, mma_dq, work, consumer)
+            dQ = self.mma(
+                shared, branches, key_tiles, window, num_rows, scale, first_token, mma_s, mma_dq, work, consumer
+            )
             self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, scale, work, consumer)
 
     @cute.jit
@@ -230,6 +237,7 @@ class WindowDQ(BackwardDQ):
         window: Window,
         num_rows: Int32,
         scale: Float32,
+        first_token: Int32 | None,
         mma_s: cute.TiledMma,
         mma_dq: cute.TiledMma,
         work: WorkTile,
@@ -238,7 +246,8 @@ class WindowDQ(BackwardDQ):
         """Consumer mainloop over the key tiles of the CTA. Returns dQ of the warpgroup's rows, not scaled yet."""
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
-        first_local = (first_row // window.size - window.local + 1) * window.size  # may be below 0
+        own_token = token_of(first_row, first_token)  # of the first row
+        first_local = (own_token // window.size - window.local + 1) * window.size  # may be below 0
         tScS = mma_s.get_slice(consumer.thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
         tSrK, tdPrV, tdQrK = self.partition_keys(mma_s, mma_dq, shared)
         dQ = accumulator(mma_dq, (TILE, self.dim))
@@ -251,15 +260,15 @@ class WindowDQ(BackwardDQ):
             S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
             first_key, stage = key_tiles.tile(i) * TILE, state.index
             keys_ready.consumer_wait(state)
-            if (first_key <= first_row) & (first_key + TILE > first_row - window.left):
+            if (first_key <= own_token) & (first_key + TILE > own_token - window.left):
                 # S = Q K^T, dP = dO V^T
                 issue_mma(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
                 issue_mma(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
                 warpgroup.wait_group(1)
-                if window.needs_mask(first_row, first_key):
+                if window.needs_mask(own_token, first_key):
                     for n, r, c in acc_coordinates(S):
                         row, key = tScS[(c, r, n), 0, 0]
-                        S[(c, r, n), 0, 0] = window.mask(S[(c, r, n), 0, 0], first_row + row - (first_key + key))
+                        S[(c, r, n), 0, 0] = window.mask(S[(c, r, n), 0, 0], own_token + row - (first_key + key))
                 local = Int32(0)
                 if const_expr(self.has_local):
                     local = Int32(1) if first_key >= first_local else Int32(0)
@@ -312,6 +321,7 @@ class WindowDKV(BackwardDKV):
         size: Int32,
         local: Int32,
         scale: Float32,
+        first_token: Int32 | None,  # that row 0 is, a multiple of TILE; None: 0
         stream: Any,
     ):
         self.kernel(
@@ -326,6 +336,7 @@ class WindowDKV(BackwardDKV):
             size,
             local,
             scale,
+            first_token,
             *self.operands(),
         ).launch(
             grid=[cute.ceil_div(mK.shape[1], CTA_ROWS), mK.shape[2], mK.shape[0]],
@@ -359,6 +370,7 @@ class WindowDKV(BackwardDKV):
         size: Int32,
         local: Int32,
         scale: Float32,
+        first_token: Int32 | None,
         mma_s: cute.TiledMma,
         mma_dkv: cute.TiledMma,
         key_layout: cute.ComposedLayout,
@@ -368,7 +380,12 @@ class WindowDKV(BackwardDKV):
         work = WorkTile(*cute.arch.block_idx())
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         first_tile = work.tile * CONSUMERS
-        stop_tile = cutlass.min(work.tile * CTA_ROWS + CTA_ROWS - 1 + left, num_rows - 1) // TILE + 1
+        stop_tile = (
+            cutlass.min(work.tile * CTA_ROWS + CTA_ROWS - 1 + left, token_of(num_rows, first_token) - 1) // TILE + 1
+        )
+        if const_expr(first_token is not None):  # tiles of rows are counted from row 0
+            skipped = first_token // TILE  # type: ignore[operator]
+            first_tile, stop_tile = cutlass.max(first_tile - skipped, 0), stop_tile - skipped
         shared = self.allocate(cutlass.memory.SmemAllocator(), key_layout, row_layout)
         keys_ready, rows_ready = self.pipelines()
 
@@ -401,6 +418,7 @@ class WindowDKV(BackwardDKV):
                 group,
                 window,
                 scale,
+                first_token,
                 mma_s,
                 mma_dkv,
                 work,
@@ -474,6 +492,7 @@ class WindowDKV(BackwardDKV):
         group: Int32,
         window: Window,
         scale: Float32,
+        first_token: Int32 | None,
         mma_s: cute.TiledMma,
         mma_dkv: cute.TiledMma,
         work: WorkTile,
@@ -489,20 +508,20 @@ class WindowDKV(BackwardDKV):
         for _ in cutlass.range(group, unroll=1):
             for tile in cutlass.range(first_tile, stop_tile, unroll=1):
                 S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
-                first_row, stage = tile * TILE, state.index
+                own_token, stage = token_of(tile * TILE, first_token), state.index  # of the first row
                 rows_ready.consumer_wait(state)
-                if (first_row >= first_key) & (first_row - window.left < first_key + TILE):
+                if (own_token >= first_key) & (own_token - window.left < first_key + TILE):
                     # S^T = K Q^T, dP^T = V dO^T
                     issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
                     issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
                     warpgroup.wait_group(1)
-                    if window.needs_mask(first_row, first_key):
+                    if window.needs_mask(own_token, first_key):
                         for n, r, c in acc_coordinates(S):
                             key, row = op.tScS[(c, r, n), 0, 0]
-                            S[(c, r, n), 0, 0] = window.mask(S[(c, r, n), 0, 0], first_row + row - (first_key + key))
+                            S[(c, r, n), 0, 0] = window.mask(S[(c, r, n), 0, 0], own_token + row - (first_key + key))
                     local = Int32(0)
                     if const_expr(self.has_local):
-                        local = Int32(1) if first_row < stop_local else Int32(0)
+                        local = Int32(1) if own_token < stop_local else Int32(0)
                     # S becomes P, dP becomes dS
                     if local == 0:
                         rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])
@@ -569,7 +588,7 @@ class LocalSelected(NamedTuple):
 
 
 @compiled_once
-def _dq(dim: int, dtype: torch.dtype, has_local: bool) -> Kernel:
+def _dq(dim: int, dtype: torch.dtype, has_local: bool, continues: bool) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     return compile_kernel(
         WindowDQ(dim, CUTE_DTYPES[dtype], has_local),
@@ -578,11 +597,12 @@ def _dq(dim: int, dtype: torch.dtype, has_local: bool) -> Kernel:
         fake(dtype, None, None, None, dim),
         *[Int32(0)] * 3,
         Float32(0.0),
+        Int32(0) if continues else None,
     )
 
 
 @compiled_once
-def _dkv(dim: int, dtype: torch.dtype, has_local: bool) -> Kernel:
+def _dkv(dim: int, dtype: torch.dtype, has_local: bool, continues: bool) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     return compile_kernel(
         WindowDKV(dim, CUTE_DTYPES[dtype], has_local),
@@ -591,6 +611,7 @@ def _dkv(dim: int, dtype: torch.dtype, has_local: bool) -> Kernel:
         *[fake(dtype, None, None, None, dim) for _ in range(2)],
         *[Int32(0)] * 3,
         Float32(0.0),
+        Int32(0) if continues else None,
     )
 
 
@@ -610,34 +631,41 @@ def window_backward(
     left: int,
     scale: float,
     into: tuple[Tensor, Tensor, Tensor],
+    first_token: int = 0,
     local_selected: LocalSelected | None = None,
 ) -> None:
     """Gradients of attention of each token to itself and the `left` tokens before it. Bitwise the same each time.
 
     Args:
         q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable); all of `do` must be finite.
-        k, v: `[B,N,H_kv,D]`, likewise.
+        k, v: `[B,N_k,H_kv,D]`, likewise; of no token behind the last row.
         lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Shifted by -log(g) where a gate g weighs the row.
             Not finite: the row contributes nothing.
         delta: fp32 `[B,H,N]`, likewise: sum(do * o), of o without a gate. Not read where lse is not finite.
         left: at least 0; the window has left + 1 tokens.
         scale: softmax scale.
         into: dq, dk and dv, like q, k and v, to write.
+        first_token: the token that row 0 is, a multiple of TILE, where rows continue a sequence: N_k - N.
         local_selected: add the gradients of the selected branch on its local blocks, which must lie in the window.
 
     Raises:
-        ValueError: for local blocks that are no multiple of TILE keys or do not lie in the window.
+        ValueError: for local blocks that are no multiple of TILE keys or do not lie in the window; for a first token
+            that is no multiple of TILE or not that of the first row.
     """
     local = local_selected
-    if local is not None and (local.size % TILE or not 0 < min(local.local * local.size, q.shape[1]) <= left + 1):
+    if first_token % TILE or first_token != k.shape[1] - q.shape[1]:
+        raise ValueError(f"first_token must be N_k - N and a multiple of {TILE}, got {first_token} and {[*k.shape]}")
+    if local is not None and (local.size % TILE or not 0 < min(local.local * local.size, k.shape[1]) <= left + 1):
         raise ValueError(
             f"local blocks must be multiples of {TILE} keys and lie in the window, got {local[2:]}, {left=}"
         )
     dq, dk, dv = into
     if q.numel() == 0:
+        for x in into:
+            x.zero_()
         return
     stats = lse, delta, *((None, None) if local is None else local[:2])
-    sizes = left, *((TILE, 0) if local is None else local[2:]), scale
-    variant = q.shape[-1], q.dtype, local is not None
+    sizes = left, *((TILE, 0) if local is None else local[2:]), scale, first_token or None
+    variant = q.shape[-1], q.dtype, local is not None, first_token > 0
     _dq(*variant).run(q, do, k, v, *stats, dq, *sizes)
     _dkv(*variant).run(q, do, k, v, *stats, dk, dv, *sizes)

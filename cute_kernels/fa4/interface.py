@@ -193,20 +193,22 @@ def selected_backward(
     causal: bool,
     first_row: int = 0,
     first_key: int = 0,
+    first_token: int = 0,
     scale: float,
 ) -> None:
     """Backward of `selected`. `lists`: tiles of rows for each block of keys (lists/kv_to_query.py).
 
     Args:
         first_row, first_key: in the sequence; the first row begins a tile.
+        first_token: the token that row 0 of the sequence is, where queries continue one.
     """
     if lists.bits is not None:
         group = gradients.q.shape[2] // lists.bits.shape[1]
         mask_mod = _chosen(lists.bit_keys, lists.rows, group, causal)
-        scalars: tuple[int, ...] = first_row // lists.rows, first_key, first_row - first_key
+        scalars: tuple[int, ...] = first_row // lists.rows, first_key, first_token + first_row - first_key
         mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=[lists.bits])
     else:
-        mask_mod, scalars = (_ended(1, 1), (first_row - first_key,)) if causal else (_anything(), ())
+        mask_mod, scalars = (_ended(1, 1), (first_token + first_row - first_key,)) if causal else (_anything(), ())
         mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars)
     differentiate(gradients, mask, scale=scale)
 

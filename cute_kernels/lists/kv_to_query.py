@@ -327,6 +327,7 @@ def transposed_lists(
     num_rows: int,
     blocks: range,
     first_tile: int = 0,
+    first_row: int = 0,
     documents: Documents | None = None,
 ) -> BlockLists:
     """For blocks of keys, the tiles that chose them: in BlockLists's fields M counts blocks of keys, K tiles.
@@ -339,6 +340,7 @@ def transposed_lists(
         num_keys, num_rows: with documents those of the aligned buffers.
         blocks: the listed blocks to make lists for.
         first_tile: is listed as 0; tiles before it must not see any of the blocks.
+        first_row: the token that row 0 is.
         documents: to be given where keys are entries.
     """
     batch, tiles = bits.shape[0], -(-num_rows // rows) - first_tile
@@ -350,7 +352,9 @@ def transposed_lists(
     )
     if mask_count.numel() > 0:
         shifts = None if documents is None else documents.tiles
-        run = _transposed(keys, size, width, rows, shifted=documents is not None).run
+        if first_row > 0:
+            shifts = torch.full((2, tiles + first_tile), first_row, dtype=torch.int32, device=bits.device)
+        run = _transposed(keys, size, width, rows, shifted=shifts is not None).run
         run(bits, mask_count, mask_index, full_count, full_index, shifts, num_keys, num_rows, blocks.start, first_tile)
     return BlockLists(
         mask_count, mask_index, full_count, full_index, rows, width, None if exact else bits, 0 if exact else size
@@ -367,25 +371,44 @@ def transposed_prefix_lists(
     num_keys: int,
     num_rows: int,
     device: torch.device,
+    first_row: int = 0,
     documents: Documents | None = None,
 ) -> BlockLists:
-    """For blocks of compressed entries, the tiles that see them; one list for all batches and heads."""
+    """For blocks of compressed entries, the tiles that see them; one list for all batches and heads.
+
+    Args:
+        first_row: the token that row 0 is.
+    """
     tiles, blocks = -(-num_rows // rows), -(-num_keys // width)
+    if first_row > 0:
+        sizes: dict[str, Any] = {"num_keys": num_keys, "num_rows": num_rows, "first_row": first_row}
+        bits = _all_tiles(tiles, blocks, device)
+        lists = transposed_lists(bits, 1, keys, size=width, width=width, rows=rows, blocks=range(blocks), **sizes)
+        return _for_all_heads(lists.tensors, batch, heads, rows, width)
     crossing = min(tiles, -(-(width + 1) * keys.stride // rows) + 2)
     mask_count, full_count, mask_index, full_index = _lists(device, (1, 1, blocks), crossing, tiles)
     if batch * heads * tiles * blocks > 0:
         bounds = None if documents is None else documents.bounds
         run = _prefix(keys, width, rows, packed=documents is not None).run
         run(mask_count, mask_index, full_count, full_index, bounds, num_keys, num_rows)
-    counts, indices = (batch, heads, blocks), (batch, heads, blocks, -1)
-    return BlockLists(
-        mask_count.expand(counts),
-        mask_index.expand(indices),
-        full_count.expand(counts),
-        full_index.expand(indices),
-        rows,
-        width,
-    )
+    return _for_all_heads((mask_count, mask_index, full_count, full_index), batch, heads, rows, width)
+
+
+def _all_tiles(tiles: int, blocks: int, device: torch.device) -> Tensor:
+    """As `tile_bits` where every tile chose every block, `[1,1,blocks,words]`."""
+    bits = torch.full((1, 1, blocks, max(2, -(-tiles // WORD))), -1, dtype=torch.int32, device=device)
+    bits[..., tiles // WORD :] = 0
+    if tiles % WORD:
+        bits[..., tiles // WORD] = (1 << tiles % WORD) - 1
+    return bits
+
+
+def _for_all_heads(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor], batch: int, heads: int, rows: int, width: int
+) -> BlockLists:
+    """Lists of one head for all."""
+    mask_count, mask_index, full_count, full_index = (x.expand(batch, heads, *x.shape[2:]) for x in tensors)
+    return BlockLists(mask_count, mask_index, full_count, full_index, rows, width)
 
 
 def _lists(device: torch.device, shape: tuple[int, int, int], masks: int, fulls: int) -> list[Tensor]:

@@ -16,7 +16,7 @@ from nsa.neighborhood import meta
 from nsa.neighborhood.autograd import run_with_backward
 from nsa.neighborhood.cache import BackwardCache
 from nsa.neighborhood.ops import call_forward
-from nsa.neighborhood.validate import PATHS, Window, check_backward_tensors, check_tensors, resolve
+from nsa.neighborhood.validate import PATHS, Window, check_backward_tensors, check_tensors, keys_until, resolve, sizes
 
 
 def neighborhood_attention(
@@ -29,6 +29,7 @@ def neighborhood_attention(
     softmax_scale: float | None = None,
     boundary: str = "truncate",
     causal: bool = False,
+    q_start: int | None = None,
     algorithm: str = "auto",
     backend: str | None = None,
 ) -> Tensor:
@@ -50,6 +51,9 @@ def neighborhood_attention(
             Default: "truncate".
         causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
             Default: False.
+        q_start: the token that the first query is, 0 to N_k - N_q, where keys `[B,N_k,H_kv,D]` are more than queries:
+            out holds the rows of these tokens, and keys behind the last query do not exist. With `causal=True` only.
+            Default: None, which means N_k - N_q.
         algorithm: "flash" recomputes probabilities in backward, in memory that is linear in the inputs. "band" keeps
             probabilities `[B,H,N,kernel_size]` in fp32 for backward, and without gradients works in chunks of batch
             elements; its backward is `neighborhood_attention_backward` with path "auto". "dense" is "band" with
@@ -78,8 +82,10 @@ def neighborhood_attention(
     refuse_transforms("neighborhood_attention")
     q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
     if torch.compiler.is_compiling():
+        k, v = _until_last_query(q, k, v, causal, q_start)
         return call_forward(q, k, v, kernel_size, dilation, softmax_scale, boundary, causal, algorithm, backend)
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
+    k, v = _until_last_query(q, k, v, causal, q_start)
     impl = resolve(q, k, v, window, algorithm, backend, band=False)
     with autocast_off(q.device.type):
         if impl.training is None:
@@ -94,6 +100,15 @@ def neighborhood_attention(
         return run_with_backward(q, k, v, impl, options)
 
 
+def _until_last_query(q: Tensor, k: Tensor, v: Tensor, causal: bool, q_start: int | None) -> tuple[Tensor, Tensor]:
+    """k and v without the tokens behind the last query; all checks of these arguments where there is a q_start."""
+    if q_start is None:
+        return k, v
+    check_tensors(q, k, v)
+    stop = keys_until(q, k, causal, q_start)
+    return (k, v) if stop == k.shape[1] else (k[:, :stop], v[:, :stop])
+
+
 def neighborhood_attention_forward(
     q: Tensor,
     k: Tensor,
@@ -104,6 +119,7 @@ def neighborhood_attention_forward(
     softmax_scale: float | None = None,
     boundary: str = "truncate",
     causal: bool = False,
+    q_start: int | None = None,
     algorithm: str = "auto",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -122,6 +138,9 @@ def neighborhood_attention_forward(
             Default: "truncate".
         causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
             Default: False.
+        q_start: the token that the first query is, 0 to N_k - N_q, where keys `[B,N_k,H_kv,D]` are more than queries:
+            out holds the rows of these tokens, and keys behind the last query do not exist. With `causal=True` only.
+            Default: None, which means N_k - N_q.
         algorithm: checked, and otherwise ignored: probabilities are those of "band". Default: "auto".
         backend: as in `neighborhood_attention`. Default: None.
 
@@ -148,6 +167,7 @@ def neighborhood_attention_forward(
     q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
     window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
     with torch.no_grad(), autocast_off(q.device.type if isinstance(q, Tensor) else "cpu"):
+        k, v = _until_last_query(q, k, v, causal, q_start)
         impl = resolve(q, k, v, window, algorithm, backend, band=True)
         if impl.training is None:
             out, band, _ = impl.load()(q, k, v, **asdict(window))
@@ -168,6 +188,7 @@ def neighborhood_attention_backward(
     softmax_scale: float | None = None,
     boundary: str = "truncate",
     causal: bool = False,
+    q_start: int | None = None,
     path: str = "auto",
     cache: BackwardCache | None = None,
     backend: str | None = None,
@@ -180,9 +201,9 @@ def neighborhood_attention_backward(
         k: as in the forward, `[B,N,H_kv,D]`.
         v: as k.
         attn: probabilities in any floating dtype, taken as fp32 (fp64 for fp64 inputs): the band
-            `[B,H,N,kernel_size]` of `neighborhood_attention_forward`, or those of all pairs `[B,H,N,N]`, which must be
-            0 outside of the windows. Where kernel_size == N it is taken for a band; all pairs can then be given with a
-            larger kernel_size, since their zeros say which keys there were.
+            `[B,H,N,kernel_size]` of `neighborhood_attention_forward`, or those of all pairs `[B,H,N,N_k]`, keys up to
+            the last query, which must be 0 outside of the windows. Where kernel_size == N_k it is taken for a band; all
+            pairs can then be given with a larger kernel_size, since their zeros say which keys there were.
         kernel_size: keys of a window, at least 1. Offsets are -(k//2) ... k//2 for an odd one and -k/2 ... k/2 - 1
             for an even one, times `dilation`. Default: 7.
         dilation: distance between neighbors in tokens, at least 1. Default: 1.
@@ -192,6 +213,9 @@ def neighborhood_attention_backward(
             Default: "truncate".
         causal: keys i - (kernel_size - 1) * dilation ... i, truncated at the start whatever the boundary.
             Default: False.
+        q_start: the token that the first query is, 0 to N_k - N_q, where keys `[B,N_k,H_kv,D]` are more than queries:
+            out holds the rows of these tokens, and keys behind the last query do not exist. With `causal=True` only.
+            Default: None, which means N_k - N_q.
         path: "dense" multiplies matrices of all pairs: for N <= 2048, and while one key head with its query heads fits
             a workspace of max(512 MiB, 18 % of the device's memory) and a grid of 65535 programs. "sparse" works on
             the band. Both do as many heads and batch elements at a time as fit that workspace. The reference has one
@@ -224,19 +248,22 @@ def neighborhood_attention_backward(
     if cache is not None and not isinstance(cache, BackwardCache):
         raise TypeError(f"cache must be a BackwardCache or None, got {type(cache).__name__}")
     check_tensors(q, k, v)
-    check_backward_tensors(do, attn, q, kernel_size)
-    options = {**asdict(window), "path": path, "band": True, "shape": tuple(q.shape)}
+    given, num_keys, stop = (do, q, k, v, attn), k.shape[1], keys_until(q, k, causal, q_start)
+    check_backward_tensors(do, attn, q, stop, kernel_size)
+    k, v = (x if stop == num_keys else x[:, :stop] for x in (k, v))
+    options = {**asdict(window), "path": path, "band": True, **sizes(q, k)}
     call = dispatch.Call("neighborhood_attention_backward", q.device, q.dtype, backward=True, options=options)
     impl = resolve_call(call, backend, meta=meta.BACKWARD)
     backend_keyword = {} if impl.backend == "reference" else {"backend": impl.backend}
 
     def compute() -> tuple[Tensor, ...]:
         with torch.no_grad(), autocast_off(q.device.type):
-            result: tuple[Tensor, ...] = impl.load()(do, q, k, v, attn, **asdict(window), path=path, **backend_keyword)
-            return result
+            dq, *dkv = impl.load()(do, q, k, v, attn, **asdict(window), path=path, **backend_keyword)
+            behind = [0, 0, 0, 0, 0, num_keys - stop]
+            return (dq, *(x if stop == num_keys else torch.nn.functional.pad(x, behind) for x in dkv))
 
     if cache is None:
         dq, dk, dv = compute()
     else:
-        dq, dk, dv = cache.gradients((do, q, k, v, attn), (window, path, impl.backend), compute)
+        dq, dk, dv = cache.gradients(given, (window, q_start, path, impl.backend), compute)
     return dq, dk, dv

@@ -67,13 +67,33 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q must have at least one head and D >= 1, got shape {list(q.shape)}")
     if kv_heads == 0 or heads % kv_heads != 0:
         raise ValueError(f"q must have a multiple of k's H_kv={kv_heads} heads (at least one), got H={heads}")
-    for name, tensor in (("k", k), ("v", v)):
-        wanted = [batch, num_tokens, kv_heads, dim]
+    for name, tensor, tokens in (("k", k, max(num_tokens, k.shape[1])), ("v", v, k.shape[1])):
+        wanted = [batch, tokens, kv_heads, dim]
         if list(tensor.shape) != wanted:
             raise ValueError(f"{name} must have the shape {wanted}, got {list(tensor.shape)}")
 
 
-def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, kernel_size: int) -> None:
+def keys_until(q: Tensor, k: Tensor, causal: bool, q_start: int | None) -> int:
+    """Tokens up to the last query of checked q and k: keys behind it do not exist.
+
+    Raises:
+        TypeError, ValueError: for a `q_start` that is no integer, out of range, or given with causal=False.
+    """
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    if q_start is None:
+        if num_keys != num_queries and not causal:
+            raise ValueError(f"causal=False needs as many queries as keys, got N_q={num_queries}, N_k={num_keys}")
+        return num_keys
+    check_integer("q_start", q_start, 0)
+    if not causal:
+        raise ValueError(f"q_start goes with causal=True, got causal=False and q_start={q_start}")
+    if q_start > num_keys - num_queries:
+        most = f"N_k - N_q = {num_keys} - {num_queries} = {num_keys - num_queries}"
+        raise ValueError(f"q_start must be from 0 to {most}, got {q_start}")
+    return q_start + num_queries
+
+
+def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, num_keys: int, kernel_size: int) -> None:
     """Raise TypeError or ValueError, naming the argument, unless do and attn fit a checked q."""
     for name, tensor in (("do", do), ("attn", attn)):
         if not isinstance(tensor, Tensor):
@@ -86,9 +106,14 @@ def check_backward_tensors(do: Tensor, attn: Tensor, q: Tensor, kernel_size: int
         raise ValueError(f"do must have q's shape {list(q.shape)}, got {list(do.shape)}")
     check_dtype("attn", attn)
     batch, num_tokens, heads, _ = q.shape
-    band, dense = [batch, heads, num_tokens, kernel_size], [batch, heads, num_tokens, num_tokens]
+    band, dense = [batch, heads, num_tokens, kernel_size], [batch, heads, num_tokens, num_keys]
     if list(attn.shape) not in (band, dense):
         raise ValueError(f"attn must be a band {band} or of all pairs {dense}, got shape {list(attn.shape)}")
+
+
+def sizes(q: Tensor, k: Tensor) -> dict[str, object]:
+    """Options of dispatch.Call: `shape` `[B,N_k,H,D]`, and `first_token`, the token that the first query is."""
+    return {"shape": (q.shape[0], k.shape[1], *q.shape[2:]), "first_token": k.shape[1] - q.shape[1]}
 
 
 def resolve(
@@ -101,6 +126,7 @@ def resolve(
     """
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_tensors(q, k, v)
-    options = {**asdict(window), "algorithm": algorithm, "band": band, "shape": tuple(q.shape)}
+    keys_until(q, k, window.causal, None)
+    options = {**asdict(window), "algorithm": algorithm, "band": band, **sizes(q, k)}
     call = dispatch.Call("neighborhood_attention", q.device, q.dtype, backward=needs_grad(q, k, v), options=options)
     return resolve_call(call, backend, meta=meta.FORWARD)

@@ -14,11 +14,12 @@ from cute_kernels.fa4 import interface as fa4
 from nsa import NSAConfig, reference
 from nsa.inputs import NSAInputs
 from tests.support import backward_twins as twins
-from tests.support import cases
+from tests.support import cases, forward_twins
 from tests.support.helpers import make_inputs
 
 RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
 SOME = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50, q_tile_size=256)
+PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
 
 
 @pytest.fixture(params=RULES)
@@ -35,13 +36,13 @@ def oracle(inputs: NSAInputs, config: NSAConfig, do: Tensor, **fixed: Any) -> di
     return dict(zip(wanted, gradients, strict=True))
 
 
-def check(inputs: NSAInputs, config: NSAConfig) -> None:
+def check(inputs: NSAInputs, config: NSAConfig, **how: Any) -> None:
     out, aux = reference.nsa(inputs, config)
     do = torch.randn_like(out)
     saved = twins.saved(inputs, config, aux).to_list()
     like = forward.nsa_saved_like(inputs, config, recompute=False)
     assert [tensor.shape for tensor in saved] == [tensor.shape for tensor in like]
-    got = backward.nsa_backward(inputs, config, saved, do)
+    got = backward.nsa_backward(inputs, config, saved, do, **how)
     fixed = {} if inputs.packed else {"indices": aux.indices, "cmp_indices": aux.cmp_indices}
     expected = oracle(inputs, config, do, **fixed)
     assert set(got) == set(expected)
@@ -199,6 +200,91 @@ def test_optional_tensors(names: tuple[str, ...], one_chunk: bool, arch: str, mo
     check(extras(some_inputs(300), names), SOME)
 
 
+# Queries that continue a sequence
+
+
+def last_queries(inputs: NSAInputs, first: int) -> NSAInputs:
+    gates = None if inputs.gates is None else inputs.gates[:, first:]
+    return replace(inputs, q=inputs.q[:, first:], gates=gates)
+
+
+@pytest.mark.parametrize(
+    ("arch", "batch", "at", "changes"),
+    cases.product(
+        RULES,
+        [1, 2],
+        [(256, 257), (256, 540), (512, 520), (512, 700)],
+        [
+            {},
+            {"compress_stride": 8},
+            {"compress_stride": 5},
+            {"compress_block_size": 64},
+            {"compress_block_size": 512},
+            {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
+            {"select_block_size": 192},
+            {"window_size": 0},
+            {"window_size": 2**31 - 1},
+        ],
+        cover=2,
+    ),
+    indirect=["arch"],
+)
+def test_last_queries(changes: dict[str, Any], at: tuple[int, int], batch: int, arch: str) -> None:
+    """The compressed branch by phases for one sequence, by lists for two."""
+    first, tokens = at
+    check(last_queries(some_inputs(tokens, batch=batch), first), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("gate_proj_weight",), ("gates",), ("w_k_compress",), ("k_cmp", "v_cmp"), ("k_win", "v_win")],
+    ids="+".join,
+)
+def test_optional_tensors_of_last_queries(names: tuple[str, ...], arch: str) -> None:
+    check(last_queries(extras(some_inputs(300), names), 256), SOME)
+
+
+@pytest.mark.parametrize("list_bytes", [200, 60])
+@pytest.mark.parametrize("changes", [{}, {"num_cmp_selected_blocks": 3, "compress_block_size": 1}], ids=str)
+def test_lists_of_last_queries_in_chunks(
+    changes: dict[str, Any], list_bytes: int, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward, "TEMPORARY_BYTES", 1)
+    monkeypatch.setattr(backward, "LIST_BYTES", list_bytes)
+    check(last_queries(some_inputs(1100), 512), replace(SOME, **changes))
+
+
+@pytest.mark.parametrize("v_dim", [2, 4])
+@pytest.mark.parametrize("batch", [1, 2], ids=["phases", "lists"])
+@pytest.mark.parametrize(
+    ("first", "tokens"), [(1, 2), (63, 200), (64, 65), (300, 540), (299, 540), (304, 540), (304, 310), (448, 700)]
+)
+def test_last_queries_of_token_mode(first: int, tokens: int, batch: int, v_dim: int, arch: str) -> None:
+    """Any start; phases from multiples of the stride, the window with local blocks from multiples of its tiles."""
+    inputs = make_inputs(tokens, heads=4, kv_heads=2, dim=4, v_dim=v_dim, batch=batch, seed=tokens)
+    check(last_queries(inputs, first), PAPER)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("first", [0, 256, 512])
+@pytest.mark.parametrize(
+    "changes", [{}, {"select_block_size": 128}, {"share_heads_in_group": True, "window_size": 300}], ids=str
+)
+def test_kernels_without_atomics(
+    changes: dict[str, Any], first: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What D = D_v takes on Hopper, for all queries and for the last ones."""
+    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    monkeypatch.setattr(plan, "chosen_lists", forward_twins.chosen_lists)
+    inputs = last_queries(make_inputs(700, heads=4, kv_heads=2, dim=4, v_dim=4, batch=2, seed=1), first)
+    check(inputs, replace(SOME, **changes), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("config", [SOME, PAPER], ids=["tile", "token"])
+def test_no_queries(config: NSAConfig, arch: str) -> None:
+    check(last_queries(some_inputs(512), 512), config)
+
+
 # Packed documents
 
 LENGTHS = (1, 0, 70, 300, 16)
@@ -286,8 +372,6 @@ def test_atomic_free_backward_gets_lists_of_its_tiles(size: int, monkeypatch: py
 
 
 # Token mode
-
-PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4 import launch
 from cute_kernels.gate.forward import Gating
 from cute_kernels.pool import compress
-from nsa import NSAConfig
+from nsa import NSAAux, NSAConfig, reference
 from nsa.inputs import NSAInputs
 from tests.support import backward_twins as twins
+from tests.support import cases, forward_twins
 from tests.support.helpers import make_inputs
 
 PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
@@ -224,3 +225,75 @@ def test_packed_documents_list_all_blocks_of_entries_where_they_fit() -> None:
     got = forward._complete_entry_blocks(documents, given, width)
     assert got.dtype == torch.int32
     assert torch.equal(got, wanted)
+
+
+# Queries that continue a sequence, with twins of all kernels
+
+TILES = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=3, window_size=50, q_tile_size=256)
+CONTINUED = {
+    "tile": TILES,
+    "shared": replace(TILES, share_heads_in_group=True, num_local_blocks=1, compress_stride=8),
+    "sparse compressed": replace(TILES, num_cmp_selected_blocks=3, compress_block_size=2, compress_stride=1),
+    "sparse compressed, all": replace(TILES, num_cmp_selected_blocks=9),
+    "token": replace(PAPER, window_size=70),
+    "token, no window": replace(PAPER, window_size=0, num_init_blocks=0, num_local_blocks=0),
+}
+RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
+
+
+def continued(tokens: int, first: int, config: NSAConfig, *, gates: str) -> NSAInputs:
+    """The last queries of a sequence, with q_sum where they begin inside a tile; keys are all read."""
+    whole = make_inputs(tokens, heads=4, kv_heads=2, dim=4, v_dim=4, batch=2, seed=tokens)
+    begun = first // config.q_tile_size * config.q_tile_size
+    given: dict[str, Any] = {}
+    if gates == "given":
+        given["gates"] = torch.rand(2, tokens - first, 4, 3).double()
+    elif gates == "projected":
+        given["gate_proj_weight"] = torch.randn(4, 3, 4).double()
+    if first > begun:
+        given["q_sum"] = whole.q[:, begun:first].sum(1)
+    return replace(whole, q=whole.q[:, first:], **given)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "at", "cut", "gates"),
+    cases.product(
+        RULES,
+        CONTINUED,
+        [(0, 540), (256, 540), (300, 900), (300, 310), (899, 900), (512, 512)],
+        [False, True],
+        ["third", "given", "projected"],
+        cover=2,
+    ),
+)
+def test_last_queries(
+    arch: str, name: str, at: tuple[int, int], cut: bool, gates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, (first, tokens) = CONTINUED[name], at
+    forward_twins.install(monkeypatch, arch, RULES[arch], config)
+    if cut:
+        monkeypatch.setattr(plan, "CHUNK_BYTES", 1)
+    inputs = continued(tokens, first, config, gates=gates)
+    expected, expected_aux = reference.nsa(inputs, config)
+    assert expected_aux is not None
+    out, aux = forward.nsa(inputs, config)
+    assert aux is not None
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    for field, got in zip(NSAAux._fields, aux, strict=True):
+        wanted = getattr(expected_aux, field)
+        assert (got is None) == (wanted is None), field
+        if got is not None and wanted is not None:
+            torch.testing.assert_close(
+                got.to(wanted.dtype), wanted, rtol=1e-5, atol=1e-6, msg=lambda m, n=field: f"{n}: {m}"
+            )
+    again, _ = forward.nsa(inputs, config, aux=False)
+    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-6)
+    fixed = {"indices": aux[-2], "cmp_indices": aux[-1]} if name != "sparse compressed, all" else {"indices": aux[-2]}
+    torch.testing.assert_close(forward.nsa(inputs, config, **fixed)[0], expected, rtol=1e-5, atol=1e-6)
+    if first % config.q_tile_size > 0:  # refused where a backward follows
+        return
+    for recompute in (False, True):
+        result, saved = forward.nsa_saving(inputs, config, recompute=recompute)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+        like = forward.nsa_saved_like(inputs, config, recompute=recompute)
+        assert [x.shape for x in saved] == [x.shape for x in like]

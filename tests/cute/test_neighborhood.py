@@ -45,7 +45,7 @@ class Twin:
     ) -> None:
         assert all(map(device.vectorized, (q, k, v, *into)))
         self.calls.append((q, k, v, into[0]))
-        row, key = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+        row, key = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], torch.arange(k.shape[1])
         group = q.shape[2] // k.shape[2]
         k, v = (x.repeat_interleave(group, 2) for x in (k, v))
         scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * scale
@@ -114,6 +114,7 @@ def assert_like_the_reference(qkv: tuple[Tensor, ...], do: Tensor, **options: An
 )
 def test_views(
     twin: Twin,
+    monkeypatch: pytest.MonkeyPatch,
     tokens: int,
     batch: int,
     kv_heads: int,
@@ -126,6 +127,10 @@ def test_views(
     do, _, _ = make_qkv(tokens, heads, kv_heads, 4, batch=batch, seed=tokens + 1)
     q, k, v, do = (layout(x) for layout, x in zip(layouts, (q, k, v, do), strict=True))
     assert_like_the_reference((q, k, v), do, **window)
+    if window["causal"]:
+        monkeypatch.setattr(fa4, "WINDOW_ALIGNMENT", 4)
+        for first in {tokens // 2, tokens - 1, tokens}:
+            assert_like_the_reference((q[:, first:], k, v), do[:, first:], **window)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,42 @@ def test_refuses(options: dict[str, Any], reason: str) -> None:
     assert reason in (ask(**options) or "")
 
 
+def continued(first: int, tokens: int = 1000, dims: tuple[int, int] = (64, 64), **changes: Any) -> NSAInputs:
+    q, k, v = make_qkv(tokens, 4, 2, *dims, dtype=torch.bfloat16)
+    return NSAInputs(q[:, first:], k, v, **changes)
+
+
+@pytest.mark.parametrize(
+    ("first", "options", "backward", "reason"),
+    [
+        (256, {}, True, None),
+        (300, {}, False, None),
+        (300, {}, True, "takes q_start in multiples of q_tile_size=256 in backward, got 300"),
+        (301, {"q_tile_size": 1}, True, None),
+        (301, {"q_tile_size": 1}, False, None),
+    ],
+)
+def test_queries_that_continue_a_sequence(
+    first: int, options: dict[str, Any], backward: bool, reason: str | None
+) -> None:
+    assert ask(continued(first), backward=backward, **options) == reason
+
+
+def test_starts_that_only_the_device_knows() -> None:
+    starts = torch.zeros(1, dtype=torch.int32)
+    assert ask(continued(256, q_start=starts)) == "takes q_start as an integer, not yet as a tensor"
+    reason = "does not take cu_seqlens_k and q_start of packed documents yet, only sequences of one length"
+    assert ask(packed(cu_seqlens_k=BOUNDS)) == reason
+    assert ask(packed(q_start=starts.expand(2))) == reason
+
+
+def test_longest_keys_of_a_backward() -> None:
+    q, k, v = (torch.empty(1, n, 2, 64, dtype=torch.bfloat16, device="meta") for n in (256, 1 << 25, 1 << 25))
+    reason = "takes fewer than 2^31 elements of one head in backward, got 33554432 rows of 64"
+    assert ask(NSAInputs(q, k, v), backward=True) == reason
+    assert ask(NSAInputs(q, k, v)) is None
+
+
 def test_takes_backward() -> None:
     assert ask(backward=True) is None
     assert ask(packed(), backward=True) is None
@@ -102,10 +138,15 @@ def test_takes_backward() -> None:
         (None, {"q_tile_size": 1}, None),
         (NSAInputs(*make_qkv(300, 4, 2, 64, 128, dtype=torch.bfloat16)), {"q_tile_size": 1}, None),
         (NSAInputs(*make_qkv(300, 4, 2, 64, 128, dtype=torch.bfloat16)), {}, "D=64, D_v=128"),
+        ("continued 256", {}, None),
+        ("continued 272", {"q_tile_size": 1, "compress_stride": 16}, None),
+        ("continued 264", {"q_tile_size": 1, "compress_stride": 16}, "q_start=264, stride=16"),
     ],
 )
-def test_determinism(inputs: NSAInputs | None, options: dict[str, Any], got: str | None) -> None:
+def test_determinism(inputs: NSAInputs | str | None, options: dict[str, Any], got: str | None) -> None:
     """FlashAttention-4 adds what block lists name with atomics."""
+    if isinstance(inputs, str):
+        inputs = continued(int(inputs.split()[1]))
     reason = ask(inputs, backward=True, deterministic=True, **options)
     assert reason is None if got is None else (reason or "").endswith(got)
     assert ask(inputs, deterministic=True, **options) is None

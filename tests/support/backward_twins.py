@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -36,6 +37,9 @@ from nsa import NSAConfig
 from nsa.inputs import NSAAux, NSAInputs
 from tests.support import fa4_model as model
 
+TILE_KEYS = 64
+"""Rows and keys of a tile of the kernels without atomics."""
+
 
 def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
     """Twins in place of what needs a GPU; attention over lists is that of `arch`, with lists by `rules`."""
@@ -55,6 +59,7 @@ def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
         patch.setattr(backward, name, globals()[name])
     patch.setattr(backward, "kv_outer_backward", kv_outer_backward)
     patch.setattr(backward, "window_backward", atomic_free_window)
+    patch.setattr(backward, "selected_backward", atomic_free_selected)
     patch.setattr(backward, "block_means", block_means)
     patch.setattr(plan, "lay_out", lay_out)
     patch.setattr(documents, "_align_rows", align_rows)
@@ -93,10 +98,12 @@ def window_backward(
             rows = {name: x[..., there] if name == "lse" else x[:, there] for name, x in vars(gradients).items()}
             window_backward(fa4.Gradients(**rows), left=left, right=right, scale=scale)
         return
-    row = torch.arange(gradients.q.shape[1])[:, None]
+    row = torch.arange(gradients.q.shape[1])[:, None] + gradients.k.shape[1] - gradients.q.shape[1]
     key = torch.arange(gradients.k.shape[1])
+    seen = (key >= row - left) & (key <= row + right)
+    assert bool(seen.any(0).all()), "FlashAttention-4 may not write dk and dv of a tile of keys that no row sees"
     assert max(left, right) + max(len(row), len(key)) < 2**31, "FlashAttention-4 adds them in int32"
-    differentiate(gradients, (key >= row - left) & (key <= row + right), scale)
+    differentiate(gradients, seen, scale)
 
 
 # Token mode, where tokens number the keys and rows alike
@@ -115,10 +122,11 @@ def kv_outer_backward(
     scale: float,
     local: int,
     into: tuple[Tensor, Tensor, Tensor],
+    first_token: int = 0,
     bounds: None = None,
 ) -> None:
-    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
-    row, blocks = torch.arange(tokens)[:, None], -(-tokens // size)
+    tokens, group = first_token + q.shape[1], q.shape[2] // k.shape[2]
+    row, blocks = torch.arange(first_token, tokens)[:, None], -(-tokens // size)
     kept = indices.long().where((indices >= 0) & (indices <= row // size - local), blocks)
     chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool).scatter_(3, kept, True)[..., :blocks]
     pairs = chosen.repeat_interleave(size, 3)[..., :tokens] & (torch.arange(tokens) <= row)
@@ -136,15 +144,54 @@ def atomic_free_window(
     left: int,
     scale: float,
     into: tuple[Tensor, Tensor, Tensor],
+    first_token: int = 0,
     local_selected: window_backward_kernels.LocalSelected | None = None,
 ) -> None:
-    row, key = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
+    assert first_token % TILE_KEYS == 0
+    assert first_token == k.shape[1] - q.shape[1]
+    row, key = torch.arange(first_token, k.shape[1])[:, None], torch.arange(k.shape[1])
     branches = [((key <= row) & (key >= row - left), lse, delta)]
     if local_selected is not None:
         local_lse, local_delta, size, local = local_selected
         pairs = (key <= row) & (key >= (row // size - local + 1) * size)
         branches.append((pairs, local_lse, local_delta))
     add_pairs(q, k, v, do, branches, scale, into)
+
+
+def atomic_free_selected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    lists: model.Lists,
+    bits: Tensor,
+    *,
+    size: int,
+    causal: bool,
+    scale: float,
+    first_token: int,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """dq by the lists, which say what needs no mask, dk and dv by the bits."""
+    (batch, rows, heads, _), keys = q.shape, k.shape[1]
+    token, key = first_token + torch.arange(rows)[:, None], torch.arange(keys)
+    seen = (key <= token) | (not causal)
+    by_list = torch.zeros((batch, heads, rows, keys), dtype=torch.bool)
+    for b, h, tile in product(range(batch), range(heads), range(-(-rows // lists.rows))):
+        part = slice(tile * lists.rows, (tile + 1) * lists.rows)
+        for kind in ("mask", "full"):
+            for block in lists.listed(kind, b, h, tile):
+                of_block = slice(block * lists.width, (block + 1) * lists.width)
+                by_list[b, h, part, of_block] = seen[part, of_block] | (kind == "full")
+    words = bits[..., torch.arange(-(-rows // lists.rows)) // 32] >> torch.arange(-(-rows // lists.rows)) % 32
+    chosen = (words & 1 == 1).mT.repeat_interleave(lists.rows, 2)[:, :, :rows]
+    by_bits = chosen.repeat_interleave(size, 3)[..., :keys].repeat_interleave(heads // bits.shape[1], 1) & seen
+    assert torch.equal(by_list, by_bits)
+    add_pairs(q, k, v, do, [(by_bits, lse, delta)], scale, (dq, dk, dv))
 
 
 def add_pairs(
@@ -187,7 +234,7 @@ def tile_bits(
 def transposed_lists(
     bits: Tensor, heads: int, keys: Keys, *, rows: int, documents: Documents | None = None, **sizes: Any
 ) -> model.Lists:
-    positions = None
+    positions = sizes.pop("first_row", 0) + torch.arange(sizes["num_rows"])
     if documents is not None:
         positions = torch.arange(sizes["num_rows"]) + documents.shifts.repeat_interleave(rows)
     return model.transposed_lists(bits, heads, keys_of_model(keys), rows=rows, positions=positions, **sizes)
@@ -203,11 +250,12 @@ def transposed_prefix_lists(
     num_keys: int,
     num_rows: int,
     device: torch.device,
+    first_row: int = 0,
     documents: Documents | None = None,
 ) -> model.Lists:
     sizes = {"width": width, "rows": rows, "num_keys": num_keys, "num_rows": num_rows}
     if documents is None:
-        return model.transposed_prefix_lists(batch, heads, keys_of_model(keys), **sizes)
+        return model.transposed_prefix_lists(batch, heads, keys_of_model(keys), **sizes, first_row=first_row)
     # Every tile chooses the blocks of its document
     blocks = torch.arange(-(-num_keys // width))
     of_block = torch.searchsorted(documents.bounds[ENTRY, :-1].contiguous(), blocks * width, right=True) - 1

@@ -156,10 +156,10 @@ def transposed_lists(
 
 
 def transposed_prefix_lists(
-    batch: int, heads: int, keys: Keys, *, width: int, rows: int, num_keys: int, num_rows: int
+    batch: int, heads: int, keys: Keys, *, width: int, rows: int, num_keys: int, num_rows: int, first_row: int = 0
 ) -> Lists:
     """What cute_kernels.lists.kv_to_query.transposed_prefix_lists gives: everything is chosen."""
-    row = torch.arange(num_rows)
+    row = first_row + torch.arange(num_rows)
     every = _every(batch, row, rows, width, num_keys)
     mask, full = _kinds(every, heads, keys, width, width, rows, num_keys, row, backward=True)
     return Lists(*_listed(mask.mT), *_listed(full.mT), rows, width)
@@ -469,6 +469,7 @@ def selected_backward(
     causal: bool,
     first_row: int = 0,
     first_key: int = 0,
+    first_token: int = 0,
     scale: float,
 ) -> None:
     """What cute_kernels.fa4.interface.selected_backward does."""
@@ -476,13 +477,16 @@ def selected_backward(
 
     def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
         words = None if lists.bits is None else lists.bits[batch, head // (heads // lists.bits.shape[1])]
-        chosen = _chosen(lists, words, causal=causal, first_row=first_row, first_key=first_key)
+        where = {"first_row": first_row, "first_key": first_key, "first_token": first_token}
+        chosen = _chosen(lists, words, causal=causal, **where)
         return backward_pairs(arch, lists, batch, head, num_rows=num_rows, num_keys=num_keys, mask_mod=chosen)
 
     attend_backward(gradients, pairs, scale)
 
 
-def _chosen(lists: Lists, words: Tensor | None, *, causal: bool, first_row: int, first_key: int) -> MaskMod:
+def _chosen(
+    lists: Lists, words: Tensor | None, *, causal: bool, first_row: int, first_key: int, first_token: int
+) -> MaskMod:
     """Whether the token's bit is set for the row's tile and, with causality, the token is not behind the row.
 
     Args:
@@ -491,7 +495,7 @@ def _chosen(lists: Lists, words: Tensor | None, *, causal: bool, first_row: int,
 
     def chosen(row: Tensor, key: Tensor) -> Tensor:
         row, key = row + first_row, key + first_key
-        inside = (key <= row) | (not causal)
+        inside = (key <= first_token + row) | (not causal)
         if words is not None:
             tile = row // lists.rows
             inside = inside & ((words[key // lists.bit_keys, tile // WORD] >> (tile % WORD)) & 1 == 1)

@@ -500,34 +500,109 @@ def nsa_document(
     )
 
 
-PER_TOKEN = ("k_slc", "v_slc", "k_win", "v_win", "gates")
+# Queries that continue a sequence: rows of the whole.
+
+PER_KEY = ("k_slc", "v_slc", "k_win", "v_win")
+PER_TOKEN = (*PER_KEY, "gates")
 PER_COMPRESSED = ("k_cmp", "v_cmp")
 
 
+def nsa_continued(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: Any,
+    *,
+    q_start: int | None = None,
+    q_sum: Tensor | None = None,
+    gates: Tensor | None = None,
+    **tensors: Any,
+) -> LoopResult:
+    """Rows q_start ... of the document of q_start + N_q tokens, for queries q [N_q, H, D] that are those tokens.
+
+    The queries before them are made up: those of q_start's tile add up to q_sum [H, D], as nothing else of them is
+    read. k and v have at least as many tokens; what lies behind the last query is cut off. Tiles are those that hold
+    queries; k_cmp and v_cmp are whole.
+    """
+    start = k.shape[0] - q.shape[0] if q_start is None else q_start
+    stop, tile = start + q.shape[0], config.q_tile_size
+    earlier = torch.zeros(start, *q.shape[1:], dtype=q.dtype)
+    if start % tile and q.shape[0]:
+        assert q_sum is not None, "the tile's earlier queries are unknown"
+        earlier[start - start % tile :] = q_sum / (start % tile)
+    block = config.compress_block_size
+    stride = block if config.compress_stride is None else config.compress_stride
+    for name, tensor in tensors.items():
+        if tensor is not None and name in PER_KEY:
+            tensors[name] = tensor[:stop]
+        elif tensor is not None and name in PER_COMPRESSED:
+            tensors[name] = tensor[: compressed_count(stop, block, stride)]
+    if gates is not None:
+        tensors["gates"] = torch.cat([torch.zeros(start, *gates.shape[1:], dtype=gates.dtype), gates])
+    whole = nsa_document(torch.cat([earlier, q]), k[:stop], v[:stop], config, **tensors)
+    tiles = slice(start // tile, math.ceil(stop / tile) if q.shape[0] else start // tile)
+
+    def of_tiles(heads: list | None) -> list | None:
+        return None if heads is None else [head[tiles] for head in heads]
+
+    return LoopResult(
+        out=whole.out[start:],
+        o_cmp=whole.o_cmp[start:],
+        o_slc=whole.o_slc[start:],
+        o_win=whole.o_win[start:],
+        lse_cmp=whole.lse_cmp[:, start:],
+        lse_slc=whole.lse_slc[:, start:],
+        lse_win=whole.lse_win[:, start:],
+        k_cmp=whole.k_cmp,
+        v_cmp=whole.v_cmp,
+        gates=whole.gates[start:],
+        indices=of_tiles(whole.indices),
+        cmp_indices=of_tiles(whole.cmp_indices),
+        scores=of_tiles(whole.scores),
+        cmp_scores=of_tiles(whole.cmp_scores),
+    )
+
+
 def nsa_packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, config: Any, **tensors: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Any,
+    config: Any,
+    *,
+    cu_seqlens_k: Any = None,
+    q_start: Any = None,
+    q_sum: Tensor | None = None,
+    **tensors: Tensor | None,
 ) -> list[LoopResult]:
     """NSA of packed documents, one result each; rows at or past cu_seqlens[-1] belong to none.
 
-    `tensors` are the keyword tensors of nsa_document: per-token ones packed like q, k_cmp and v_cmp packed by document.
+    `tensors` are the keyword tensors of nsa_document: per-token ones packed like q and k, k_cmp and v_cmp packed by
+    document. cu_seqlens_k are the bounds of keys where they have their own; q_start [B] and q_sum [B, H, D] as in
+    nsa_continued.
     """
     bounds = [int(bound) for bound in cu_seqlens]
+    key_bounds = bounds if cu_seqlens_k is None else [int(bound) for bound in cu_seqlens_k]
     block = config.compress_block_size
     stride = block if config.compress_stride is None else config.compress_stride
     results = []
     cmp_start = 0
-    for start, stop in pairwise(bounds):
-        cmp_stop = cmp_start + compressed_count(stop - start, block, stride)
-        own = {}
+    for b, ((start, stop), (k_start, k_stop)) in enumerate(zip(pairwise(bounds), pairwise(key_bounds), strict=True)):
+        cmp_stop = cmp_start + compressed_count(k_stop - k_start, block, stride)
+        own: dict[str, Any] = {}
         for name, tensor in tensors.items():
             if tensor is None:
                 own[name] = None
+            elif name in PER_KEY:
+                own[name] = tensor[k_start:k_stop]
             elif name in PER_TOKEN:
                 own[name] = tensor[start:stop]
             elif name in PER_COMPRESSED:
                 own[name] = tensor[cmp_start:cmp_stop]
             else:
                 own[name] = tensor
-        results.append(nsa_document(q[start:stop], k[start:stop], v[start:stop], config, **own))
+        own["q_start"] = None if q_start is None else int(q_start[b])
+        own["q_sum"] = None if q_sum is None else q_sum[b]
+        results.append(nsa_continued(q[start:stop], k[k_start:k_stop], v[k_start:k_stop], config, **own))
         cmp_start = cmp_stop
     return results

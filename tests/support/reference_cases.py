@@ -123,8 +123,8 @@ def assert_same_blocks(indices: Tensor, expected: list[list[set[int]]], width: i
 class Document:
     """One document's share of a call, without batch dim."""
 
-    tensors: dict[str, Tensor]
-    """What `loop_oracle.nsa_document` takes."""
+    tensors: dict[str, Any]
+    """What `loop_oracle.nsa_document` takes; where the call continues sequences, `nsa_continued`."""
     out: Tensor
     aux: dict[str, Tensor | None]
 
@@ -132,22 +132,86 @@ class Document:
 def documents(inputs: NSAInputs, config: NSAConfig, out: Tensor, aux: NSAAux) -> Iterator[Document]:
     """The documents of a call and what it gave for them."""
     tensors = inputs.tensors()
-    per_token = ("q", "k", "v", *PER_TOKEN)
-    if inputs.cu_seqlens is None:
-        for b in range(inputs.q.shape[0]):
-            own = {n: t[b] if n in (*per_token, *PER_COMPRESSED) else t for n, t in tensors.items()}
-            yield Document(own, out[b], {n: None if t is None else t[b] for n, t in aux._asdict().items()})
-        return
-    del tensors["cu_seqlens"]
+    for name in ("cu_seqlens", "cu_seqlens_k", "q_start", "q_sum"):
+        tensors.pop(name, None)
+    batch = inputs.q.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    starts = inputs.q_start.tolist() if isinstance(inputs.q_start, Tensor) else [inputs.q_start] * batch
+    keys = PER_TOKEN[:-1]
     entry = tile = 0
-    for start, stop in pairwise(inputs.cu_seqlens.tolist()):
-        rows = slice(start, stop)
-        entries = slice(entry, entry := entry + config.num_compressed(stop - start))
-        tiles = slice(tile, tile := tile + -(-(stop - start) // config.q_tile_size))
-        parts = dict.fromkeys(per_token, rows) | dict.fromkeys(PER_COMPRESSED, entries)
-        one: dict[str, Tensor | None] = {n: getattr(aux, n)[rows] for n in ("o_cmp", "o_slc", "o_win", "gates")}
-        one |= {n: getattr(aux, n)[:, rows] for n in ("lse_cmp", "lse_slc", "lse_win")}
-        one |= {n: getattr(aux, n)[entries] for n in PER_COMPRESSED}
-        one["indices"] = aux.indices[:, tiles]
-        one["cmp_indices"] = None if aux.cmp_indices is None else aux.cmp_indices[:, tiles]
-        yield Document({n: t[parts[n]] if n in parts else t for n, t in tensors.items()}, out[rows], one)
+    for b, start in enumerate(starts):
+        if inputs.cu_seqlens is None:
+            own = {n: t[b] if n in ("q", "k", "v", *PER_TOKEN, *PER_COMPRESSED) else t for n, t in tensors.items()}
+            one: dict[str, Tensor | None] = {n: None if t is None else t[b] for n, t in aux._asdict().items()}
+            own_out, first_tile = out[b], 0
+        else:
+            rows, key_rows = (slice(*x[b : b + 2].tolist()) for x in (inputs.cu_seqlens, inputs.key_bounds))
+            entries = slice(entry, entry := entry + config.num_compressed(key_rows.stop - key_rows.start))
+            parts = dict.fromkeys(("q", "gates"), rows) | dict.fromkeys(("k", "v", *keys), key_rows)
+            parts |= dict.fromkeys(PER_COMPRESSED, entries)
+            own = {n: t[parts[n]] if n in parts else t for n, t in tensors.items()}
+            one = {n: getattr(aux, n)[rows] for n in ("o_cmp", "o_slc", "o_win", "gates")}
+            one |= {n: getattr(aux, n)[:, rows] for n in ("lse_cmp", "lse_slc", "lse_win")}
+            one |= {n: getattr(aux, n)[entries] for n in PER_COMPRESSED}
+            one |= {n: getattr(aux, n) for n in ("indices", "cmp_indices")}
+            own_out, first_tile = out[rows], tile
+        first = len(own["k"]) - len(own["q"]) if start is None else start
+        stop, size = first + len(own["q"]), config.q_tile_size
+        tile = first_tile + (-(-stop // size) - first // size if len(own["q"]) else 0)
+        for name in ("indices", "cmp_indices"):
+            one[name] = None if (blocks := one[name]) is None else blocks[:, first_tile:tile]
+        for name in PER_COMPRESSED:  # behind the last query there are none
+            given = one[name]
+            assert given is not None
+            assert not given[config.num_compressed(stop) :].any()
+            one[name] = given[: config.num_compressed(stop)]
+        if inputs.continues:
+            own |= {"q_start": start, "q_sum": None if inputs.q_sum is None else inputs.q_sum[b]}
+        yield Document(own, own_out, one)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, inputs: NSAInputs, config: NSAConfig, *, tensor: bool) -> NSAInputs:
+    """Some queries of each sequence or document of a call: what the call with q_start, q_sum and all keys is given.
+
+    Args:
+        tensor: q_start as a tensor; else an integer, for all sequences, or of packed documents None.
+    """
+    packed, q = inputs.packed, inputs.q
+    bounds = inputs.cu_seqlens.tolist() if inputs.cu_seqlens is not None else []
+    lengths = [stop - start for start, stop in pairwise(bounds)] if packed else [q.shape[1]] * q.shape[0]
+    rows = draw(st.integers(0, lengths[0])) if lengths and not packed else 0
+    starts, counts = [], []
+    for i, length in enumerate(lengths):
+        if packed:
+            rows = draw(st.integers(0, length))
+        same = i > 0 and not packed and not tensor
+        bottom_right = packed and not tensor
+        starts.append(starts[0] if same else length - rows if bottom_right else draw(st.integers(0, length - rows)))
+        counts.append(rows)
+    size, sums, chosen = config.q_tile_size, [], []
+    for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        own = q[slice(*bounds[b : b + 2])] if packed else q[b]
+        sums.append(own[start // size * size : start].sum(0))
+        first = start + (bounds[b] if packed else 0)
+        chosen.append(slice(first, first + count))
+
+    def cut(x: Tensor) -> Tensor:
+        if packed:
+            return torch.cat([x[:0], *(x[part] for part in chosen), x[bounds[-1] :]])
+        return torch.stack([x[b, part] for b, part in enumerate(chosen)]) if chosen else x
+
+    changed: dict[str, Any] = {"q": cut(q)}
+    if inputs.gates is not None:
+        changed["gates"] = cut(inputs.gates)
+    if packed:
+        changed |= {
+            "cu_seqlens": torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+            "cu_seqlens_k": inputs.cu_seqlens,
+        }
+    if size > 1:
+        changed["q_sum"] = torch.stack(sums) if sums else q.new_zeros(0, *q.shape[-2:])
+    if tensor:
+        changed["q_start"] = torch.tensor(starts, dtype=torch.int32)
+    elif not packed:
+        changed["q_start"] = starts[0] if starts else 0
+    return replace(inputs, **changed)

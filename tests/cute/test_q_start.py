@@ -1,0 +1,325 @@
+"""Queries that continue a sequence on an NVIDIA GPU: chunks against the whole, bit for bit, and their gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dispatch
+from bench import oracles
+from dispatch import neighborhood_attention
+from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, reference
+from nsa.inputs import KEY_NAMES, NSAInputs
+from tests.support.causality import BRANCHES, LSES, assert_causal
+from tests.support.cute_cases import SLACK, SOME, block_scores, gate_weight, gradients, like, on_gpu
+from tests.support.helpers import error_budget, make_qkv
+from tests.support.long_sequences import BLOCK, DIM, HEADS, KV_HEADS, TILE, normal, tile_in_fp64
+
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+
+TOKENS = 3000
+PAPER = NSAConfig.paper(num_selected_blocks=5, window_size=200)
+TOKEN_MODE = {
+    "paper": PAPER,
+    "nothing forced": replace(PAPER, num_init_blocks=0, num_local_blocks=0),
+    "no window": replace(PAPER, window_size=0),
+    "blocks of 128": replace(PAPER, select_block_size=128),
+}
+TILE_MODE = {
+    "plain": SOME,
+    "shared in the group": replace(SOME, share_heads_in_group=True, num_local_blocks=1),
+    "overlapping": replace(SOME, compress_block_size=32, compress_stride=16, select_block_size=64),
+    "sparse compressed": replace(
+        SOME, num_cmp_selected_blocks=4, compress_block_size=4, select_block_size=64, n_block_size=128
+    ),
+    "wide blocks": replace(SOME, select_block_size=192),
+}
+ANY_CUT = (0, 1, 77, 128, 1000, 1001, 2047, 2900, TOKENS)
+CUT_AT_TILES = (0, 256, 1024, 2816, TOKENS)
+CASES = [
+    *[(config, ANY_CUT, f"token mode, {name}") for name, config in TOKEN_MODE.items()],
+    *[(config, CUT_AT_TILES, f"tile mode, {name}") for name, config in TILE_MODE.items()],
+]
+
+
+def chunk(inputs: NSAInputs, start: int, stop: int) -> NSAInputs:
+    """Queries start ... stop-1 with all keys."""
+    gates = None if inputs.gates is None else inputs.gates[:, start:stop]
+    return replace(inputs, q=inputs.q[:, start:stop], gates=gates, q_start=start)
+
+
+def call(function: Any, inputs: NSAInputs, config: NSAConfig, **keywords: Any) -> Any:
+    return function(**inputs.tensors(), q_start=inputs.q_start, config=config, backend="cute", **keywords)
+
+
+def assert_rows(
+    config: NSAConfig, start: int, stop: int, got: tuple[Tensor, NSAAux], whole: tuple[Tensor, NSAAux]
+) -> None:
+    """Bit for bit: out, the branches, their LSE, the selections; and the entries that are over by then."""
+    (out, aux), (whole_out, whole_aux) = got, whole
+    assert torch.equal(out, whole_out[:, start:stop]), "out"
+    for name in BRANCHES:
+        assert torch.equal(getattr(aux, name), getattr(whole_aux, name)[:, start:stop]), name
+    for name in LSES:
+        assert torch.equal(getattr(aux, name), getattr(whole_aux, name)[..., start:stop]), name
+    for name in ("k_cmp", "v_cmp"):
+        assert torch.equal(getattr(aux, name), getattr(whole_aux, name)[:, : config.num_compressed(stop)]), name
+    tiles = slice(start // config.q_tile_size, -(-stop // config.q_tile_size))
+    assert torch.equal(aux.indices, whole_aux.indices[:, :, tiles]), "indices"
+
+
+@pytest.mark.parametrize(("config", "cuts"), [case[:2] for case in CASES], ids=[case[2] for case in CASES])
+@pytest.mark.parametrize("heads", [(8, 2, 128), (16, 1, 64), (4, 4, 128)], ids=str)
+def test_rows_are_those_of_the_whole(
+    heads: tuple[int, int, int], config: NSAConfig, cuts: tuple[int, ...], strategy: str
+) -> None:
+    """Token mode for any cut, tile mode for cuts at tiles; a row alone among them. With and without aux."""
+    q, k, v = on_gpu(TOKENS, *heads, batch=2)
+    inputs = NSAInputs(q, k, v, gate_proj_weight=gate_weight(heads[0], heads[2]))
+    whole = call(nsa_forward_aux, inputs, config)
+    for start, stop in pairwise(cuts):
+        one = chunk(inputs, start, stop)
+        got = call(nsa_forward_aux, one, config)
+        assert_rows(config, start, stop, got, whole)
+        assert torch.equal(call(nsa_forward, one, config), got[0])
+        assert torch.equal(call(nsa, one.map(lambda x: x.detach().requires_grad_()), config).detach(), got[0])
+
+
+@pytest.mark.parametrize("config", [PAPER, SOME], ids=["token", "tile"])
+def test_given_gates_keys_and_entries(config: NSAConfig) -> None:
+    q, k, v = on_gpu(2000, batch=2)
+    own = {name: like(*x.shape, seed=i) for i, (name, x) in enumerate({"k_slc": k, "v_slc": v, "k_win": k}.items())}
+    entries = {
+        name: like(2, config.num_compressed(2000), 2, 128, seed=9 + i) for i, name in enumerate(("k_cmp", "v_cmp"))
+    }
+    inputs = NSAInputs(q, k, v, gates=like(2, 2000, 8, 3, seed=5), v_win=v.clone(), **own, **entries)
+    whole = call(nsa_forward, inputs, config)
+    for start, stop in ((0, 256), (256, 1280), (1280, 2000)):
+        assert torch.equal(call(nsa_forward, chunk(inputs, start, stop), config), whole[:, start:stop])
+
+
+@pytest.mark.parametrize("config", [PAPER, SOME, TILE_MODE["sparse compressed"]], ids=["token", "tile", "sparse"])
+def test_chunks_of_chunks(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_kernels import plan
+
+    inputs = NSAInputs(*on_gpu(TOKENS, batch=2))
+    expected = call(nsa_forward, chunk(inputs, 768, TOKENS), config)
+    assert torch.equal(expected, call(nsa_forward, inputs, config)[:, 768:])
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 1 << 20)
+    assert torch.equal(call(nsa_forward, chunk(inputs, 768, TOKENS), config), expected)
+
+
+@pytest.mark.parametrize("name", ["plain", "shared in the group", "sparse compressed"])
+@pytest.mark.parametrize(("start", "stop"), [(100, 2900), (300, 310), (2815, 2816), (2817, 3000)])
+def test_inside_a_tile_with_its_sum(start: int, stop: int, name: str, strategy: str) -> None:
+    """Rows of the call on the prefix: bit for bit where the same blocks are selected, all others are near ties."""
+    config, (q, k, v) = TILE_MODE[name], on_gpu(TOKENS)
+    size = config.q_tile_size
+    q_sum = q[:, start // size * size : start].float().sum(1)
+    prefix = NSAInputs(*(x[:, :stop] for x in (q, k, v)))
+    whole, whole_aux = call(nsa_forward_aux, prefix, config)
+    out, aux = nsa_forward_aux(q[:, start:stop], k, v, q_start=start, q_sum=q_sum, config=config, backend="cute")
+    tiles = slice(start // size, -(-stop // size))
+    same = (aux.indices == whole_aux.indices[:, :, tiles]).all(-1)
+    if aux.cmp_indices is not None and whole_aux.cmp_indices is not None:
+        assert torch.equal(aux.cmp_indices, whole_aux.cmp_indices[:, :, tiles]), "another block of entries"
+    group = q.shape[2] // same.shape[1]
+    of_row = torch.arange(start, stop, device="cuda") // size - start // size
+    rows = same.repeat_interleave(group, 1)[:, :, of_row].mT
+    assert torch.equal(out[rows], whole[:, start:stop][rows])
+    assert torch.equal(same[:, :, 1:], torch.ones_like(same[:, :, 1:])), "only the open tile's mean is another sum"
+    if name == "plain":
+        exact = replace(prefix.map(Tensor.double), k_cmp=whole_aux.k_cmp.double(), v_cmp=whole_aux.v_cmp.double())
+        for b, h, t in (~same).nonzero().tolist():
+            scores = block_scores(exact, config, t + start // size)[b, h]
+            kth = scores[whole_aux.indices[b, h, t + start // size].long()].min()
+            assert kth - scores[aux.indices[b, h, t].long()].min() <= 1e-5 * scores.abs().max()
+    fixed = {"indices": whole_aux.indices[:, :, tiles], "cmp_indices": None}
+    if whole_aux.cmp_indices is not None:
+        fixed["cmp_indices"] = whole_aux.cmp_indices[:, :, tiles]
+    run = dispatch.resolve(dispatch.Call("nsa", q.device, q.dtype), "cute").load()
+    inputs = NSAInputs(q[:, start:stop], k[:, :stop], v[:, :stop], q_sum=q_sum)
+    assert torch.equal(run(inputs, config, **fixed)[0], whole[:, start:stop])
+
+
+@pytest.mark.parametrize("config", [PAPER, SOME], ids=["token", "tile"])
+def test_few_queries(config: NSAConfig) -> None:
+    """None, one, and those of a sequence shorter than a block."""
+    for tokens in (1, 20, 64, 513):
+        inputs = NSAInputs(*on_gpu(tokens, batch=2))
+        whole = call(nsa_forward, inputs, config)
+        starts = range(0, tokens, config.q_tile_size)
+        for start in (0, starts[-1]):
+            assert torch.equal(call(nsa_forward, chunk(inputs, start, tokens), config), whole[:, start:])
+        if config.token_mode:
+            assert torch.equal(call(nsa_forward, chunk(inputs, tokens - 1, tokens), config), whole[:, -1:])
+        out, aux = call(nsa_forward_aux, chunk(inputs, tokens, tokens), config)
+        assert out.shape == (2, 0, 8, 128)
+        assert aux.indices.shape[2] == 0
+        leaves = chunk(inputs, tokens, tokens).map(lambda x: x.detach().requires_grad_())
+        shares = torch.autograd.grad(call(nsa, leaves, config).sum(), (leaves.q, leaves.k, leaves.v))
+        assert not any(share.any() for share in shares)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("config", "cuts"), [case[:2] for case in CASES], ids=[case[2] for case in CASES])
+def test_gradients_of_chunks_add_up(config: NSAConfig, cuts: tuple[int, ...], recompute: bool, strategy: str) -> None:
+    """To those of the whole in fp64, each share rounded once; dq is the chunk's own."""
+    inputs = NSAInputs(*on_gpu(TOKENS), gate_proj_weight=gate_weight())
+    _, aux = call(nsa_forward_aux, inputs, config)
+    fixed = {"indices": aux.indices.long(), "cmp_indices": None if aux.cmp_indices is None else aux.cmp_indices.long()}
+    do = like(*inputs.q.shape)
+    exact = gradients(lambda x: reference.nsa(x, config, **fixed)[0], inputs.map(Tensor.double), do.double())
+    low = gradients(lambda x: oracles.nsa(x, config, **fixed)[0], inputs, do)
+    sums = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in exact.items()}
+    roundings = dict.fromkeys(exact, 0.0)
+    for start, stop in pairwise(cuts):
+        part = do[:, start:stop]
+
+        def run(leaves: NSAInputs, start: int = start, stop: int = stop) -> Tensor:
+            out: Tensor = call(nsa, chunk(leaves, start, stop), config, recompute=recompute)
+            return out
+
+        for name, share in gradients(run, inputs, part).items():
+            assert share.dtype == inputs.q.dtype
+            assert not share.isnan().any()
+            assert name not in KEY_NAMES or not share[:, stop:].any(), f"{name} behind the last query"
+            sums[name] += share.double()
+            roundings[name] += float(share.abs().max()) * 2**-8
+    for name, total in sums.items():
+        allowed = error_budget(exact[name], low[name], inputs.q.dtype) + roundings[name] + SLACK
+        error = float((total - exact[name]).abs().max())
+        assert error <= allowed, f"{name}: {error:.3e} is above {allowed:.3e}"
+
+
+@pytest.mark.parametrize(
+    ("config", "start"), [(PAPER, 1024), (PAPER, 1040), (SOME, 1024)], ids=["token", "token, off tiles", "tile"]
+)
+def test_deterministic_gradients(config: NSAConfig, start: int) -> None:
+    """The same bits twice; keys before the chunk included."""
+    inputs = chunk(NSAInputs(*on_gpu(TOKENS, batch=2)), start, TOKENS)
+    do = like(*inputs.q.shape)
+
+    def run(leaves: NSAInputs) -> Tensor:
+        out: Tensor = call(nsa, leaves, config, deterministic=True)
+        return out
+
+    expected = gradients(run, inputs, do)
+    assert expected["k"][:, :start].any()
+    for _ in range(5):
+        for name, got in gradients(run, inputs, do).items():
+            assert torch.equal(got, expected[name]), name
+
+
+# Causality, and far keys
+
+
+@pytest.mark.parametrize("config", [PAPER, SOME, TILE_MODE["overlapping"]], ids=["token", "tile", "overlapping"])
+def test_nothing_depends_on_later_tokens(config: NSAConfig, strategy: str) -> None:
+    q, k, v = on_gpu(1300, 4, 2, 64)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **fixed: Tensor | None) -> tuple[Tensor, NSAAux]:
+        if not fixed:
+            return call(nsa_forward_aux, NSAInputs(q, k, v), config)
+        forward = dispatch.resolve(dispatch.Call("nsa", q.device, q.dtype), "cute").load()
+        out, aux = forward(NSAInputs(q, k, v), config, **fixed)
+        return out, NSAAux(*aux)
+
+    assert_causal(run, (q[:, 512:], k, v), config, [512, 513, 639, 640, 767, 768, 1000, 1279, 1299])
+    if config.token_mode:
+        assert_causal(run, (q[:, 777:], k, v), config, [777, 778, 832, 1000, 1299])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", [NSAConfig(), NSAConfig(q_tile_size=1, num_init_blocks=1, num_local_blocks=2)], ids=["tile", "token"]
+)
+def test_more_than_two_billion_elements_of_keys(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk at the end of them, against fp64, with its shares of dk and dv; in 120 GiB, for fp32 sums of both."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    tokens, rows = (1 << 31) // (KV_HEADS * DIM) + 4 * TILE, 2 * TILE
+    start, generator = tokens - rows, torch.Generator("cuda").manual_seed(0)
+    assert torch.cuda.mem_get_info()[1] >= 120 << 30, "needs a GPU with 120 GiB"
+    q = normal(generator, rows, HEADS)
+    k, v = (normal(generator, tokens, KV_HEADS) for _ in range(2))
+    assert k[:, :start].numel() > 2**31
+    weight = normal(generator, HEADS, 3)[0] / math.sqrt(DIM)
+    inputs = NSAInputs(q, k, v, gate_proj_weight=weight)
+    out, aux = call(nsa_forward_aux, inputs, config)
+    assert torch.equal(call(nsa_forward, inputs, config), out)
+    group = HEADS // KV_HEADS
+    head, size = HEADS - 1, 1 if config.token_mode else TILE
+    for row in (0, rows - size):
+        blocks = aux.indices[0, head // (group if config.token_mode else 1), row // size].long()
+        keys = (x[0, :, head // group] for x in (k, v, aux.k_cmp, aux.v_cmp))
+        expected = tile_in_fp64(
+            q[0, row : row + size, head], *keys, weight[head], start=start + row, blocks=blocks, cmp_blocks=None
+        )
+        got = out[0, row : row + size, head].double()
+        assert (got - expected).abs().max() <= 4 * 2**-8 * expected.abs().max(), f"row {row}"
+    # Gradients: of one block of rows, the last one, whose window and entries lie behind 2^31 elements
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    do = torch.zeros_like(out)
+    do[:, rows - size :, head].normal_()
+    out = nsa(*leaves, gate_proj_weight=weight, config=config, backend="cute")
+    dq, dk, dv = torch.autograd.grad(out, leaves, do)
+    assert not dq[:, : rows - size].any()
+    last = slice(tokens - 600, tokens)
+    exact_v = v[0, :, head // group].detach().double().requires_grad_()
+    entries = aux.v_cmp[0, :, head // group].double().requires_grad_()
+    blocks = aux.indices[0, head // (group if config.token_mode else 1), -1].long()
+    expected = tile_in_fp64(
+        q[0, rows - size :, head].detach(),
+        k[0, :, head // group].detach(),
+        exact_v,
+        aux.k_cmp[0, :, head // group],
+        entries,
+        weight[head],
+        start=tokens - size,
+        blocks=blocks,
+        cmp_blocks=None,
+    )
+    expected.backward(do[0, rows - size :, head].double())
+    assert exact_v.grad is not None
+    assert entries.grad is not None
+    exact_v.grad[: len(entries) * BLOCK].unflatten(0, (-1, BLOCK)).add_(entries.grad[:, None] / BLOCK)
+    error = (dv[0, last, head // group].double() - exact_v.grad[last]).abs().max()
+    assert error <= 4 * 2**-8 * exact_v.grad[last].abs().max()
+    assert dk[0, last, head // group].any()
+    assert not dk[0, :, 0].any(), "of another head"
+
+
+# Neighborhood attention
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("dilation", [1, 3, 700])
+@pytest.mark.parametrize("kernel_size", [1, 64, 129, 4000])
+def test_neighborhoods(kernel_size: int, dilation: int, heads: tuple[int, int]) -> None:
+    """Rows bit for bit for any cut, shares of gradients within rounding."""
+    q, k, v = make_qkv(TOKENS, *heads, 128, batch=2, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    window: dict[str, Any] = {"kernel_size": kernel_size, "dilation": dilation, "causal": True, "backend": "cute"}
+    do = like(*q.shape)
+    whole = neighborhood_attention(q, k, v, **window)
+    expected = torch.autograd.grad(whole, (q, k, v), do)
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    allowed = [float(x.abs().max()) * 2**-7 for x in expected]
+    for start, stop in pairwise((0, 1, 100, 1500, 1501, 2200, TOKENS)):
+        out = neighborhood_attention(q[:, start:stop], k, v, q_start=start, **window)
+        assert torch.equal(out, whole[:, start:stop])
+        shares = torch.autograd.grad(out, (q, k, v), do[:, start:stop])
+        for i, share in enumerate(shares):
+            assert not share.isnan().any()
+            sums[i] += share.float()
+            allowed[i] += float(share.abs().max()) * 2**-8
+    for total, x, most in zip(sums, expected, allowed, strict=True):
+        torch.testing.assert_close(total, x.float(), rtol=0, atol=most + SLACK)

@@ -1,0 +1,408 @@
+"""Queries that continue a sequence: the reference against the loop oracle, and chunks against the whole."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import nsa.reference as reference
+from nsa import NSAAux, NSAConfig, nsa, nsa_forward, nsa_forward_aux, ops
+from nsa.inputs import ENTRY_NAMES, KEY_NAMES, NSAInputs
+from tests.support.causality import assert_causal
+from tests.support.helpers import SMALL, assert_within_budget, make_qkv
+from tests.support.loop_oracle import nsa_continued, nsa_packed
+from tests.support.reference_cases import assert_agrees, cases, cuts, documents
+
+CAUSAL = cases(packed=False).filter(lambda case: case[1].causal)
+CAUSAL_BATCHES = cases(packed=False, batches=(1, 2, 3)).filter(lambda case: case[1].causal)
+CAUSAL_PACKS = cases(packed=True).filter(lambda case: case[1].causal)
+
+# The definition
+
+
+@settings(max_examples=100)
+@given(CAUSAL, st.data())
+def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
+    whole, config = case
+    inputs = data.draw(cuts(whole, config, tensor=False))
+    inputs.check(config)
+    out, aux = reference.nsa(inputs, config)
+    (document,) = documents(inputs, config, out, aux)
+    assert_agrees(document.out, document.aux, nsa_continued(config=config, **document.tensors), config)
+
+
+@settings(max_examples=60)
+@given(CAUSAL_BATCHES, st.data())
+def test_starts_of_their_own_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
+    whole, config = case
+    inputs = data.draw(cuts(whole, config, tensor=True))
+    inputs.check(config)
+    out, aux = reference.nsa(inputs, config)
+    for document in documents(inputs, config, out, aux):
+        assert_agrees(document.out, document.aux, nsa_continued(config=config, **document.tensors), config)
+    assert aux.indices.shape[2] == (inputs.q.shape[1] + 2 * (config.q_tile_size - 1)) // config.q_tile_size
+    assert aux.k_cmp.shape[1] == config.num_compressed(inputs.k.shape[1])
+
+
+@settings(max_examples=100)
+@given(CAUSAL_PACKS, st.booleans(), st.data())
+def test_packs_agree_with_the_loops(case: tuple[NSAInputs, NSAConfig], tensor: bool, data: st.DataObject) -> None:
+    """Documents and query parts of no tokens included; q_start given, or at the end of each document."""
+    whole, config = case
+    inputs = data.draw(cuts(whole, config, tensor=tensor))
+    inputs.check(config)
+    out, aux = reference.nsa(inputs, config)
+    loops = nsa_packed(config=config, **inputs.tensors())
+    tiles = 0
+    for loop, document in zip(loops, documents(inputs, config, out, aux), strict=True):
+        assert_agrees(document.out, document.aux, loop, config)
+        tiles += len(loop.indices[0])
+    rows, docs = inputs.q.shape[0], len(loops)
+    assert out.shape[0] == rows
+    assert aux.indices.shape[1] == (rows + 2 * docs * (config.q_tile_size - 1)) // config.q_tile_size
+    assert (aux.indices[:, tiles:] == -1).all()
+    assert not out[inputs.cu_seqlens[-1] :].any(), "rows past the last document"  # type: ignore[index]
+
+
+# What it makes equal
+
+
+@settings(max_examples=100)
+@given(CAUSAL, st.data())
+def test_is_the_rows_of_the_prefix(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
+    """Of the call on the tokens up to the last query, in both modes and for any cut: with q_sum inside a tile."""
+    whole, config = case
+    inputs = data.draw(cuts(whole, config, tensor=False))
+    start, stop = inputs.first_token, inputs.first_token + inputs.q.shape[1]
+    out, aux = reference.nsa(inputs, config)
+    expected, expected_aux = reference.nsa(prefix(whole, config, stop), config)
+    assert_rows(start, stop, (out, aux), (expected, expected_aux), config)
+
+
+@settings(max_examples=100)
+@given(CAUSAL, st.data())
+def test_is_the_rows_of_any_longer_call(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
+    """Token mode for any cut, tile mode for cuts at tiles, without q_sum."""
+    whole, config = case
+    tokens, size = whole.q.shape[1], config.q_tile_size
+    start, stop = sorted(data.draw(st.integers(0, tokens // size)) * size for _ in range(2))
+    expected = reference.nsa(whole, config)
+    assert_rows(start, stop, reference.nsa(chunk(whole, start, stop), config), expected, config)
+
+
+@settings(max_examples=60)
+@given(CAUSAL, st.data())
+def test_gradients_of_chunks_add_up(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
+    """dq is the chunks' own, every other gradient the sum of their shares."""
+    whole, config = case
+    assume(whole.q.shape[1] > 0)
+    config = replace(config, compress="mean") if whole.k_cmp is not None else config
+    tokens, size = whole.q.shape[1], config.q_tile_size
+    inner = data.draw(st.lists(st.integers(0, tokens // size), max_size=3))
+    bounds = [0, *sorted(size * tile for tile in inner), tokens]
+    leaves = whole.map(lambda tensor: tensor.clone().requires_grad_())
+    named = {name: tensor for name, tensor in leaves.tensors().items() if tensor.requires_grad}
+    do = torch.randn(*whole.q.shape[:-1], whole.v.shape[-1], dtype=torch.float64)
+
+    def gradients(inputs: NSAInputs, part: Tensor) -> dict[str, Tensor]:
+        out, _ = reference.nsa(inputs, config, aux=False)
+        found = torch.autograd.grad(out, list(named.values()), part, materialize_grads=True)
+        return dict(zip(named, found, strict=True))
+
+    expected = gradients(leaves, do)
+    shares = [gradients(chunk(leaves, a, b), do[:, a:b]) for a, b in pairwise(bounds)]
+    for name in named:
+        total = sum(share[name] for share in shares)
+        torch.testing.assert_close(total, expected[name], rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    for (a, b), share in zip(pairwise(bounds), shares, strict=True):
+        for name in KEY_NAMES:
+            assert name not in share or not share[name][:, b:].any(), f"{name} behind the last query"
+        outside = torch.cat([share["q"][:, :a], share["q"][:, b:]], 1)
+        assert not outside.any()
+
+
+def chunk(inputs: NSAInputs, start: int, stop: int) -> NSAInputs:
+    """Queries start ... stop-1 with all keys."""
+    gates = None if inputs.gates is None else inputs.gates[:, start:stop]
+    return replace(inputs, q=inputs.q[:, start:stop], gates=gates, q_start=start)
+
+
+def prefix(inputs: NSAInputs, config: NSAConfig, tokens: int) -> NSAInputs:
+    """The first tokens, as a call without q_start."""
+    rows = dict.fromkeys((*KEY_NAMES, "q", "gates"), tokens)
+    rows |= dict.fromkeys(ENTRY_NAMES, config.num_compressed(tokens))
+    return replace(inputs, **{n: x[:, : rows[n]] for n, x in inputs.tensors().items() if n in rows})
+
+
+def assert_rows(start: int, stop: int, got: tuple[Tensor, Any], whole: tuple[Tensor, Any], config: NSAConfig) -> None:
+    """Rows start ... stop-1 of a call, and the blocks of their tiles that hold a visible token."""
+    torch.testing.assert_close(got[0], whole[0][:, start:stop], rtol=1e-11, atol=1e-11)
+    for name in ("cmp", "slc", "win"):
+        o, lse = f"o_{name}", f"lse_{name}"
+        torch.testing.assert_close(getattr(got[1], o), getattr(whole[1], o)[:, start:stop], rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(
+            getattr(got[1], lse), getattr(whole[1], lse)[..., start:stop], rtol=1e-11, atol=1e-11
+        )
+    first, size = start // config.q_tile_size, config.q_tile_size
+    tiles = slice(first, -(-stop // size) if stop > start else first)
+    assert torch.equal(got[1].indices, whole[1].indices[:, :, tiles])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_as_many_queries_as_keys_is_the_same_call(name: str) -> None:
+    config, qkv = SMALL[name], make_qkv(75)
+    out = nsa(*qkv, config=config)
+    sums = {} if config.token_mode else {"q_sum": torch.full((1, 4, 16), math.nan, dtype=torch.float64)}
+    assert torch.equal(nsa(*qkv, config=config, q_start=0, **sums), out)  # a sum of no queries is not read
+    longer = [torch.cat([x, torch.full_like(x, math.nan)], 1) for x in qkv[1:]]
+    assert torch.equal(nsa(qkv[0], *longer, config=config, q_start=0), out)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_default_aligns_the_last_query_with_the_last_key(name: str) -> None:
+    config, (q, k, v) = SMALL[name], make_qkv(80)
+    for rows in (0, 16, 32):
+        out = nsa(q[:, 80 - rows :], k, v, config=config)
+        assert torch.equal(out, nsa(q[:, 80 - rows :], k, v, config=config, q_start=80 - rows))
+        starts = torch.tensor([80 - rows], dtype=torch.int32)
+        assert torch.equal(out, nsa(q[:, 80 - rows :], k, v, config=config, q_start=starts))
+    q, k, v = (x[0] for x in (q, k, v))
+    bounds, key_bounds = (torch.tensor(x, dtype=torch.int32) for x in ([0, 16, 32], [0, 48, 80]))
+    starts = torch.tensor([32, 16], dtype=torch.int32)
+    packed = {"cu_seqlens": bounds, "cu_seqlens_k": key_bounds, "config": config, "max_seqlen": 48}
+    assert torch.equal(nsa(q[:32], k, v, **packed), nsa(q[:32], k, v, **packed, q_start=starts))
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_within_the_error_budget(name: str, dtype: torch.dtype) -> None:
+    """Selections given, as 16-bit tile means of the whole are those of the chunk."""
+    config, qkv = SMALL[name], make_qkv(100, dtype=dtype)
+    exact = NSAInputs(*(x.double() for x in qkv))
+    _, aux = reference.nsa(NSAInputs(*qkv), config)
+    fixed = {"indices": aux.indices, "cmp_indices": aux.cmp_indices}
+    entries = {"k_cmp": aux.k_cmp.double(), "v_cmp": aux.v_cmp.double()}
+    oracle, _ = reference.nsa(replace(exact, **entries), config, **fixed)
+    low, _ = reference.nsa(NSAInputs(*qkv), config, **fixed)
+    for start, stop in ((0, 48), (48, 64), (64, 100)):
+        tiles = slice(start // config.q_tile_size, -(-stop // config.q_tile_size))
+        own = {n: None if x is None else x[:, :, tiles] for n, x in fixed.items()}
+        got, _ = reference.nsa(chunk(NSAInputs(*qkv), start, stop), config, **own)
+        assert_within_budget(got, oracle[:, start:stop], low[:, start:stop])
+
+
+# Causality
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("start", [32, 37, 74])
+def test_nothing_depends_on_later_tokens(name: str, start: int) -> None:
+    config, (q, k, v) = SMALL[name], make_qkv(75)
+    q_sum = None if config.token_mode else q[:, start // config.q_tile_size * config.q_tile_size : start].sum(1)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **fixed: Tensor | None) -> tuple[Tensor, NSAAux]:
+        return reference.nsa(NSAInputs(q, k, v, q_sum=q_sum), config, **fixed)
+
+    assert_causal(run, (q[:, start:], k, v), config, range(start, 75))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_check_catches_a_shift(name: str) -> None:
+    """Queries that are taken for the tokens one tile further on see later keys."""
+    config, (q, k, v) = SMALL[name], make_qkv(96)
+    size = max(config.q_tile_size, 2)
+
+    def shifted(q: Tensor, k: Tensor, v: Tensor, **fixed: Tensor | None) -> tuple[Tensor, NSAAux]:
+        return reference.nsa(NSAInputs(q[:, :-size], k, v, q_start=32 + size), config, **fixed)
+
+    with pytest.raises(AssertionError, match="perturbed after"):
+        assert_causal(shifted, (q[:, 32:], k, v), config, range(32, 96 - size))
+
+
+# Operators
+
+
+@pytest.mark.parametrize("operator", ["forward", "saving"])
+def test_operators_keep_pytorchs_rules(operator: str) -> None:
+    starts, bounds = torch.tensor([16, 32], dtype=torch.int32), torch.tensor([0, 20, 35], dtype=torch.int32)
+    for batch, extra in (
+        (2, {}),
+        (2, {"q_start": starts}),
+        (2, {"q_start": starts, "q_sum": torch.randn(2, 4, 16).double()}),
+        (None, {"cu_seqlens": bounds, "cu_seqlens_k": bounds + torch.tensor([0, 16, 32], dtype=torch.int32)}),
+    ):
+        q, k, v = make_qkv(75, batch=batch)
+        q = q[:35] if batch is None else q[:, 32:]
+        qkv = [x.requires_grad_(operator == "saving") for x in (q, k, v)]
+        torch.library.opcheck(
+            getattr(torch.ops.nsa_kernels, operator).default,
+            tuple(ops.operator_tensors(*qkv, extra)),
+            ops.operator_keywords({"config": SMALL["seed"]}),
+        )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+@pytest.mark.parametrize("name", SMALL)
+def test_compiles_whole_and_once_for_all_starts(name: str) -> None:
+    """Gradients of keys that are cut off are 0."""
+    config, (q, k, v) = SMALL[name], make_qkv(200, batch=2)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    once = torch.compile(partial(nsa, config=config), fullgraph=True, dynamic=True, backend=counter)
+    for tokens, start in ((200, 48), (180, 16), (199, 32), (200, 96)):
+        leaves = [x[:, :tokens].clone().requires_grad_() for x in (q[:, 48 : 48 + tokens // 4], k, v)]
+        out, expected = (function(*leaves, q_start=start) for function in (once, partial(nsa, config=config)))
+        assert torch.equal(out, expected)
+        do = torch.randn_like(out)
+        got, wanted = (torch.autograd.grad(x, leaves, do) for x in (out, expected))
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+        assert not got[1][:, start + tokens // 4 :].any()
+    assert counter.frame_count == 1
+    starts = torch.tensor([16, 48], dtype=torch.int32)
+    whole = torch.compile(partial(nsa_forward, config=config), fullgraph=True, backend="aot_eager")
+    for keywords in ({"q_start": starts}, {}, {"q_start": 0}):
+        part = q[:, 48:] if not keywords else q[:, :100]
+        assert torch.equal(whole(part, k, v, **keywords), nsa_forward(part, k, v, **keywords, config=config))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+def test_a_callable_compress_compiles() -> None:
+    config, (q, k, v) = replace(SMALL["paper"], compress=lambda blocks: blocks.amax(-2)), make_qkv(96)
+    function = partial(nsa_forward, config=config)
+    torch._dynamo.reset()
+    whole = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(q[:, :30], k, v, q_start=40), function(q[:, :30], k, v, q_start=40))
+
+
+def test_autocast_leaves_the_sum_in_fp32() -> None:
+    q, k, v = make_qkv(40, dtype=torch.float32)
+    q_sum = q[:, 16:20].sum(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = nsa(q[:, 20:], k, v, q_sum=q_sum, config=SMALL["seed"])
+    low = [x.bfloat16() for x in (q[:, 20:], k, v)]
+    assert torch.equal(out, nsa(*low, q_sum=q_sum, config=SMALL["seed"]))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_meta_tensors_have_the_shapes_of_the_reference(name: str) -> None:
+    config, (q, k, v), (pq, pk, pv) = SMALL[name], make_qkv(75, batch=2), make_qkv(75, batch=None)
+    starts, bounds = torch.tensor([0, 32], dtype=torch.int32), torch.tensor([0, 20, 35], dtype=torch.int32)
+    key_bounds = torch.tensor([0, 36, 75], dtype=torch.int32)
+    sums = {} if config.token_mode else {"q_sum": torch.zeros(2, 4, 16).double()}
+    for tensors, extra in (
+        ((q[:, 40:], k, v), sums),
+        ((q[:, :20], k, v), {"q_start": 16}),
+        ((q[:, :0], k, v), {"q_start": 17}),
+        ((q[:, :20], k, v), {"q_start": starts}),
+        ((pq[:35], pk, pv), {"cu_seqlens": bounds, "cu_seqlens_k": key_bounds, **sums}),
+    ):
+        expected, expected_aux = nsa_forward_aux(*tensors, **extra, config=config)
+        on_meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in extra.items()}
+        out, aux = nsa_forward_aux(*(x.to("meta") for x in tensors), **on_meta, config=config)
+        for got, wanted in zip((out, *aux), (expected, *expected_aux), strict=True):
+            assert (got is None) == (wanted is None)
+            assert got is None or (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+
+
+# Errors
+
+Q, K, V = make_qkv(40, dtype=torch.float32)
+TILE = {"config": SMALL["seed"]}  # tiles of 16
+
+
+def starts(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "negative": ({"q_start": -1}, ValueError, ("q_start", "0 to N_k - N_q = 40 - 16 = 24", "-1")),
+    "past the keys": ({"q_start": 25}, ValueError, ("q_start", "24", "25")),
+    "no integer": ({"q_start": 1.0}, TypeError, ("q_start", "integer", "float")),
+    "bool": ({"q_start": True}, TypeError, ("q_start", "integer", "bool")),
+    "int64": ({"q_start": torch.tensor([16])}, TypeError, ("q_start", "int32", "int64")),
+    "tensor of another shape": ({"q_start": starts(0, 16)}, ValueError, ("q_start", "[1]", "[2]")),
+    "tensor past the keys": ({"q_start": starts(25)}, ValueError, ("q_start", "24", "25 at position 0")),
+    "other device": ({"q_start": starts(0).to("meta")}, ValueError, ("q_start", "cpu", "meta")),
+    "not causal": ({"q_start": 16, "causal": False}, ValueError, ("q_start", "causal=True", "q_start=16")),
+    "not causal, more keys": ({"causal": False}, ValueError, ("causal=False", "N_k=40", "N_q=16")),
+    "inside a tile": ({"q_start": 20, **TILE}, ValueError, ("q_sum", "tile 1 has tokens 16 to 31", "q_start=20")),
+    "default inside a tile": (TILE, ValueError, ("q_sum", "tile 1", "q_start=24")),
+    "tensor inside a tile": ({"q_start": starts(17), **TILE}, ValueError, ("q_sum", "tile 1", "17 at position 0")),
+    "sum in token mode": (
+        {"q_sum": torch.zeros(1, 4, 16), "config": SMALL["paper"]},
+        ValueError,
+        ("q_sum", "q_tile_size=1"),
+    ),
+    "sum of another shape": (
+        {"q_sum": torch.zeros(1, 2, 16), **TILE},
+        ValueError,
+        ("q_sum", "[1, 4, 16]", "[1, 2, 16]"),
+    ),
+    "sum of another dtype": ({"q_sum": torch.zeros(1, 4, 16).double(), **TILE}, TypeError, ("q_sum", "float32")),
+    "fewer keys": ({"k": K[:, :15], "v": V[:, :15]}, ValueError, ("k", "q's [B,N] = [1, 16]", "[1, 15, 2, 16]")),
+    "v of another length": ({"v": V[:, :39]}, ValueError, ("v", "k's [B,N] = [1, 40]", "39")),
+    "k_cmp of the queries": (
+        {"k_cmp": K[:, :2], "v_cmp": V[:, :2], **TILE, "q_start": 16},
+        ValueError,
+        ("k_cmp", "[1, 5, 2, 16]", "[1, 2, 2, 16]"),
+    ),
+    "bounds of keys alone": ({"cu_seqlens_k": starts(0, 40)}, ValueError, ("cu_seqlens_k", "cu_seqlens")),
+}
+
+
+@pytest.mark.parametrize("function", [nsa, nsa_forward, nsa_forward_aux], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_argument_and_value(case: str, function: Any) -> None:
+    changes, error, pieces = ERRORS[case]
+    with pytest.raises(error) as caught:
+        function(**{"q": Q[:, :16], "k": K, "v": V, **changes})
+    for piece in pieces:
+        assert piece in str(caught.value)
+
+
+PACKED: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "integer": ({"q_start": 0}, ValueError, ("q_start", "int32 [B]", "got 0")),
+    "keys of other documents": ({"cu_seqlens_k": starts(0, 40)}, ValueError, ("cu_seqlens_k", "[3]", "[2]")),
+    "fewer keys": (
+        {"cu_seqlens_k": starts(0, 5, 40)},
+        ValueError,
+        ("cu_seqlens_k", "5 keys for 6 queries", "position 0"),
+    ),
+    "past the keys": ({"cu_seqlens_k": starts(0, 10, 41)}, ValueError, ("cu_seqlens_k", "T=40", "41")),
+    "falls": ({"cu_seqlens_k": starts(0, 30, 20)}, ValueError, ("cu_seqlens_k", "30 then 20")),
+    "starts past": ({"q_start": starts(0, 21)}, ValueError, ("q_start", "30 - 10 = 20", "21 at position 1")),
+    "inside a tile": ({"q_start": starts(0, 9), **TILE}, ValueError, ("q_sum", "tile 0", "q_start=9 at position 1")),
+    "not causal": ({"causal": False}, ValueError, ("causal=True", "causal=False", "q_start=[2]")),
+    "not causal, keys": ({"causal": False, "q_start": None}, ValueError, ("causal=False", "cu_seqlens_k")),
+    "longest": ({"max_seqlen": 29}, ValueError, ("max_seqlen", "30", "29")),
+    "without bounds of keys": ({"cu_seqlens_k": None}, ValueError, ("k", "q's [T] = [16]", "cu_seqlens_k", "40")),
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_errors_of_packs(case: str) -> None:
+    changes, error, pieces = PACKED[case]
+    bounds = {"cu_seqlens": starts(0, 6, 16), "cu_seqlens_k": starts(0, 10, 40), "q_start": starts(0, 0)}
+    with pytest.raises(error) as caught:
+        nsa(**{"q": Q[0, :16], "k": K[0], "v": V[0], **bounds, **changes})
+    for piece in pieces:
+        assert piece in str(caught.value)
+
+
+def test_q_sum_is_not_differentiated() -> None:
+    q_sum = Q[:, 16:20].sum(1).requires_grad_()
+    k = K.clone().requires_grad_()
+    out = nsa(Q[:, 20:], k, V, q_sum=q_sum, **TILE)
+    dk, d_sum = torch.autograd.grad(out.sum(), (k, q_sum), allow_unused=True)
+    assert dk.any()
+    assert d_sum is None
