@@ -9,7 +9,7 @@ Partials of parts without tiles have lse -inf.
 Floor: (n l' + w) (D + D_v) 2 bytes a token and key/value head, whatever the length: 3.1 MB with 4 heads of 128, n = 16
 and w = 512, 0.75 us at 4.19 TB/s.
 
-Limits: l' a multiple of KEYS that divides the page size; G at most MAX_ROWS.
+Limits: l' a multiple of KEYS; G at most 64, whose queries and a pipeline fit in shared memory.
 """
 
 from __future__ import annotations

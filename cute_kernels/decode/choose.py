@@ -88,11 +88,11 @@ class ChooseBlocks:
         part, item, batch = cute.arch.block_idx()
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        sLse = smem.allocate_tensor(Float32, cute.make_layout(self.group), 16)
         sRow = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
         lists = cute.make_layout((WARPS, self.topk.num_slots), stride=(self.topk.num_slots, 1))
         sValues = smem.allocate_tensor(Float32, lists, 16)
         sIndices = smem.allocate_tensor(Int32, lists, 16)
+        sLse = smem.allocate_tensor(Float32, cute.make_layout(self.group), 16)
 
         kv_head, query = item // self.queries, item % self.queries
         token = lengths.mCached[batch] + query

@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.attend.warp_rows import SMEM_CARVEOUT
 from cute_kernels.decode.pages import Paging
+from cute_kernels.limits import DECODE_KEYS
 from cute_kernels.mma.mma_sync import (
     MMA_K,
     QUAD,
@@ -42,7 +43,7 @@ from cute_kernels.mma.mma_sync import (
 from cute_kernels.mma.warp import LANES
 from cute_kernels.runtime.jit import VECTOR
 
-KEYS = 64
+KEYS = DECODE_KEYS
 """Of a tile."""
 MIN_WARPS = 4
 MAX_ROWS = 128
