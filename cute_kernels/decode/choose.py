@@ -92,7 +92,8 @@ class ChooseBlocks:
         lists = cute.make_layout((WARPS, self.topk.num_slots), stride=(self.topk.num_slots, 1))
         sValues = smem.allocate_tensor(Float32, lists, 16)
         sIndices = smem.allocate_tensor(Int32, lists, 16)
-        sLse = smem.allocate_tensor(Float32, cute.make_layout(self.group), 16)
+        padded = const_expr(-(-self.group // FLOATS) * FLOATS)  # the compiler reads whole vectors
+        sLse = smem.allocate_tensor(Float32, cute.make_layout(padded), 16)
 
         kv_head, query = item // self.queries, item % self.queries
         token = lengths.mCached[batch] + query
@@ -102,6 +103,8 @@ class ChooseBlocks:
             # What is forced, and the heads' lse
             if thread == 0:
                 self.topk.init_row(sRow, token, token + 1, Int32(NO_END), False)
+            if (thread >= self.group) & (thread < padded):
+                sLse[thread] = Float32(0.0)
             for head in cutlass.range(warp_index, self.group, WARPS, unroll=1):
                 group, row = divide(query * self.group + head, self.score.rows)
                 split_head = kv_head * self.score.row_groups + group

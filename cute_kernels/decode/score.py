@@ -73,7 +73,7 @@ class Work(NamedTuple):
     """Of the step's first query."""
     first_row: Int32
     num_rows: Int32
-    """Query rows of the CTA: token * G + head, from `first_row` on."""
+    """Query rows of the CTA, those of new tokens: token * G + head, from `first_row` on. May be negative."""
     scale: Float32
     sScore: cute.Tensor
     """fp32 [rows, KEYS]"""
@@ -141,7 +141,7 @@ class ScoreEntries(DecodeTiles):
         while row.tiles > 0:
             batch, kv_head = row.batch, row.head // self.row_groups
             first_row = row.head % self.row_groups * self.rows
-            num_rows = cutlass.min(self.query_rows - first_row, self.rows)
+            num_rows = cutlass.min(lengths.mNew[batch] * self.group - first_row, self.rows)
             self.load_queries(mQ[batch, None, kv_head, None, None], buffers.sQ, first_row, first_row + num_rows)
             first_tile = tile - row.first
             num_tiles = cutlass.min(end, row.first + row.tiles) - tile

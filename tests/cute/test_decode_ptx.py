@@ -17,6 +17,16 @@ from tests.support.ptx import Order, Schedule
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 PAPER = NSAConfig.paper(num_selected_blocks=4, window_size=100)
+TIES = replace(
+    SMALL_BLOCKS,
+    compress_block_size=192,
+    compress_stride=64,
+    num_selected_blocks=1,
+    num_init_blocks=0,
+    num_local_blocks=0,
+    window_size=0,
+)
+"""The first entry covers blocks 0 to 2 alone, the first two blocks 1 and 2."""
 
 CASES = {
     # The empty sequence, one token, block bounds (l - 1, l), page bounds, and one 1000 times longer than another
@@ -29,7 +39,7 @@ CASES = {
     "wide D_v": Case((700, 90), group=3, dim=64, v_dim=128),
     "row groups": Case((520, 60), queries=3, group=64, kv_heads=1),
     "eight queries": Case((1020,), queries=8, group=16, kv_heads=1, dim=128),
-    "ties": Case((900, 130), equal_keys=True, group=2),
+    "ties": Case((190, 254, 318, 200, 400), TIES, group=2),
     "forced alone": Case((900, 130), replace(SMALL_BLOCKS, num_selected_blocks=3), group=1),
     "nothing forced": Case((900, 130), replace(SMALL_BLOCKS, num_init_blocks=0, num_local_blocks=0), group=1),
     "no window": Case((400,), replace(SMALL_BLOCKS, window_size=0), group=8),

@@ -37,8 +37,6 @@ class Case:
     page_size: int = 64
     gating: str = "gates"
     """"gates", "projected" or "thirds"."""
-    equal_keys: bool = False
-    """All keys are 0: blocks tie."""
     capacity: int | None = None
     """Tokens that a row of the block table has room for; None: just enough."""
     seed: int = 0
@@ -71,7 +69,7 @@ class Step:
         for row, count in enumerate(new):
             self.q[row, count:] = torch.nan
         tokens = [a + b for a, b in zip(case.cached, new, strict=True)]
-        self.k = [normal(n, case.kv_heads, case.dim) * (0 if case.equal_keys else 1) for n in tokens]
+        self.k = [normal(n, case.kv_heads, case.dim) for n in tokens]
         self.v = [normal(n, case.kv_heads, v_dim) for n in tokens]
         per_sequence = -(-max(case.capacity or 1, *tokens) // case.page_size)
         held = [-(-n // case.page_size) for n in tokens]
@@ -164,7 +162,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype)
 def selected(step: Step, row: int, token: int, q: Tensor, keys: Tensor) -> list[int]:
     """The blocks of a token by the definition. Args: q `[G,D]`; keys `[entries,D]`.
 
-    No block that is left out may score within the kernels' error of one that is taken, unless both tie exactly.
+    No block that is left out may score within the kernels' error of one that is taken, unless both tie exactly: the same entries in the same proportions.
     """
     config = step.case.config
     length, stride, size = config.compress_block_size, config.stride, config.select_size
@@ -184,9 +182,9 @@ def selected(step: Step, row: int, token: int, q: Tensor, keys: Tensor) -> list[
             scores[block] = sum(p[j] * n for j, n in overlaps) / length
     best = sorted(scores, key=lambda block: (-scores[block], block))
     room = config.num_selected_blocks - len(forced)
-    if not step.case.equal_keys and 0 < room < len(best):
+    if 0 < room < len(best):
         taken, left = scores[best[room - 1]], scores[best[room]]
-        assert taken - left > 1e-4 * taken, f"a near tie of sequence {row}, token {token}: take another seed"
+        assert taken == left or taken - left > 1e-4 * taken, f"a near tie of sequence {row}, token {token}: take another seed"
     return sorted(forced) + best[:room]
 
 
