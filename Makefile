@@ -18,7 +18,7 @@ TEST_EXTRAS := dev,bench
 TEST_SCOPE := --ignore=tests/ascend/lowered
 endif
 
-.PHONY: help demo train-demo needle-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend lint format docs test-gpu bench-gpu compile-all stamp clean distclean
+.PHONY: help demo train-demo needle-demo generate-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend lint format docs test-gpu bench-gpu compile-all stamp clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -36,6 +36,10 @@ train-demo: ## set up and train tiny language models with dense attention, NSA a
 needle-demo: ## set up and train tiny models to look up values by far keys, with dense attention, NSA and parts of NSA, on the CPU
 	$(bootstrap) --extras bench
 	$(VENV_PYTHON) examples/needle.py --device cpu
+
+generate-demo: ## set up, train a tiny language model and let it write text, with a cache and without, on the CPU (about a minute)
+	$(bootstrap) --extras bench
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) examples/generate.py --device cpu
 
 residual-demo: ## set up and train tiny language models with sums of layers' outputs and with attention, on the CPU
 	$(bootstrap) --extras bench

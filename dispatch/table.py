@@ -18,6 +18,12 @@ ROWS: tuple[Impl, ...] = (
     ),
     Impl("nsa", "reference", target="nsa.reference:nsa", check="nsa.reference:check"),
     Impl(
+        "nsa_with_cache",
+        "reference",
+        target="nsa.decoding.reference:nsa_with_cache",
+        check="nsa.decoding.reference:check",
+    ),
+    Impl(
         "neighborhood_attention",
         "triton",
         target="ascend_kernels.neighborhood.algorithms:forward",

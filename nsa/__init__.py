@@ -27,10 +27,14 @@ _check_siblings()
 from nsa.api import nsa, nsa_forward, nsa_forward_aux  # noqa: E402
 from nsa.compression import LinearCompression  # noqa: E402
 from nsa.config import NSAConfig  # noqa: E402
+from nsa.decoding.api import nsa_with_cache  # noqa: E402
+from nsa.decoding.cache import NSACache  # noqa: E402
+from nsa.decoding.table import PageTable  # noqa: E402
 from nsa.inputs import NSAAux  # noqa: E402
 from nsa.module import NSAttention  # noqa: E402
 from nsa.neighborhood.api import neighborhood_attention  # noqa: E402
 from nsa.neighborhood.module import NeighborhoodAttention, NeighborhoodAttentionLayer  # noqa: E402
+from nsa.neighborhood.rolling import NeighborhoodCache  # noqa: E402
 from nsa.residual.api import attention_residual  # noqa: E402
 from nsa.residual.module import AttentionResidual  # noqa: E402
 
@@ -38,13 +42,17 @@ __all__ = [
     "AttentionResidual",
     "LinearCompression",
     "NSAAux",
+    "NSACache",
     "NSAConfig",
     "NSAttention",
     "NeighborhoodAttention",
     "NeighborhoodAttentionLayer",
+    "NeighborhoodCache",
+    "PageTable",
     "attention_residual",
     "neighborhood_attention",
     "nsa",
     "nsa_forward",
     "nsa_forward_aux",
+    "nsa_with_cache",
 ]

@@ -13,6 +13,9 @@ from nsa.api import nsa, nsa_forward_aux
 from nsa.common.layers import RotaryHook, apply_rope, check_input, check_rope, head_sizes, refuse_unsupported
 from nsa.compression import LinearCompression
 from nsa.config import NSAConfig, check_options
+from nsa.decoding.api import nsa_with_cache
+from nsa.decoding.cache import NSACache
+from nsa.decoding.table import PageTable
 from nsa.inputs import NSAAux
 
 
@@ -21,7 +24,7 @@ class NSAttention(nn.Module):
 
     Projections are named as in Llama (q_proj, k_proj, v_proj, o_proj), so weights of such a layer load with
     `strict=False`. Causal unless `config` says otherwise; autoregressive token by token with `NSAConfig.paper()`. There
-    is no attention mask: pack documents instead of padding them. There is no KV cache to generate with.
+    is no attention mask: pack documents instead of padding them. `new_cache` makes a cache to generate with.
 
     Args:
         hidden_size: width of the input and output.
@@ -135,16 +138,21 @@ class NSAttention(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        cache: NSACache | None = None,
+        counts: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Attend within each sequence, or within each packed document.
+        """Attend within each sequence, or within each packed document; with a cache, append new tokens to sequences.
 
         Args:
             hidden_states: `[B,N,hidden_size]`; packed `[T,hidden_size]` with `cu_seqlens`. In the weights' dtype; under
                 autocast any dtype that it casts.
-            position_embeddings: passed to the `rope` hook. Default: None.
+            position_embeddings: passed to the `rope` hook; with a cache, those of `cache.table.positions(N)`.
+                Default: None.
             cu_seqlens: bounds of packed documents, int32 `[B+1]`, as in `nsa`. Default: None.
             max_seqlen: tokens of the longest document, a hint as in `nsa`. Default: None.
+            cache: from `new_cache`: the call is `nsa_with_cache`, without gradients. Default: None.
+            counts: real tokens of each sequence, int32 `[B]`, as in `nsa_with_cache`. Default: None.
             others: arguments of other libraries' attention layers (`attention_mask`, `past_key_values`, ...): refused,
                 unless they are None or have no effect.
 
@@ -156,12 +164,42 @@ class NSAttention(nn.Module):
                 `position_embeddings` without a `rope` hook.
             ValueError: `hidden_states` of another layout, width or device; an argument of `others` that is not
                 supported; a `rope` hook that changes the shape.
+            RuntimeError: with a cache, as `nsa_with_cache`.
             dispatch.BackendError: as `nsa`.
         """
         self._check(hidden_states, cu_seqlens, others)
+        if cache is None and counts is not None:
+            raise ValueError("counts goes with cache, got only counts")
+        if cache is not None and (cu_seqlens is not None or max_seqlen is not None):
+            raise ValueError(f"cu_seqlens and max_seqlen do not go with cache, got {cu_seqlens}, {max_seqlen}")
         arguments = self._nsa_arguments(hidden_states, position_embeddings)
-        projected: Tensor = self.o_proj(nsa(**arguments, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).flatten(-2))
+        if cache is None:
+            out = nsa(**arguments, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        else:
+            out = nsa_with_cache(**arguments, cache=cache, counts=counts)
+        projected: Tensor = self.o_proj(out.flatten(-2))
         return projected
+
+    def new_cache(self, table: PageTable, dtype: torch.dtype | None = None) -> NSACache:
+        """A cache of this layer for the sequences of a table, which all layers of a model share.
+
+        Args:
+            table: from `PageTable.empty`.
+            dtype: of queries, keys and values; under autocast, its. Default: None, which means that of the weights.
+
+        Returns:
+            The cache, for `forward`.
+        """
+        return NSACache(
+            self._config(),
+            table,
+            heads=self.num_heads,
+            heads_kv=self.num_kv_heads,
+            dim=self.head_dim,
+            dim_v=self.v_head_dim,
+            separate_kv=bool(self.branch_proj),
+            dtype=self.q_proj.weight.dtype if dtype is None else dtype,
+        )
 
     def forward_aux(
         self,

@@ -9,7 +9,8 @@ on the host.
 
 Shapes inside: documents of one length as `[B, heads, N, D]`; a chunk of n query tiles of T rows as `[B, H, n, T, D]`.
 S is the number of heads that select independently: H, or H_kv when the selection is shared in the group. Queries are
-the last tokens of their document; tiles and rows are counted from its first token.
+the last tokens of their document; tiles and rows are counted from its first token. Where sequences have queries at
+tokens of their own, as in nsa/decoding, rows are `[B,1,n,T]` and masks have the two leading dims, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ CHUNK_BYTES = {"cpu": 32 << 20}
 """Rough size of a chunk's temporaries by device type; a chunk has at least one tile. On a CPU, larger allocations are
 not reused but mapped anew each time (measured in docs/experiments.md)."""
 DEFAULT_CHUNK_BYTES = 512 << 20
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Rough size of a chunk's temporaries on a device."""
+    return CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES)
 
 
 QUERY_NAMES = ("q", "gates")
@@ -75,7 +81,7 @@ def nsa(
         out `[B,N,H,D_v]` (packed `[T,H,D_v]`) in q's dtype, and NSAAux or None.
     """
     inputs = inputs.narrow(config)
-    exact, dtype = _cast(inputs), inputs.q.dtype
+    exact, dtype = in_sum_dtype(inputs), inputs.q.dtype
     if not inputs.packed and not isinstance(inputs.q_start, Tensor):
         out, results = _documents(exact, config, _all_tiles(exact, config), indices, cmp_indices, dtype)
         return out, _pad_selections(results, config) if aux else None
@@ -85,7 +91,7 @@ def nsa(
     return _packed(exact, config, dtype, aux=aux) if inputs.packed else _sequences(exact, config, dtype, aux=aux)
 
 
-def _cast(inputs: NSAInputs) -> NSAInputs:
+def in_sum_dtype(inputs: NSAInputs) -> NSAInputs:
     """The inputs in fp32 (fp64 stays), the dtype of all arithmetic; gates, which are read once, stay as they are."""
     dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     return replace(inputs.map(lambda tensor: tensor.to(dtype)), gates=inputs.gates)
@@ -128,7 +134,7 @@ def nsa_tiles(
         raise ValueError("nsa_tiles takes fixed-length inputs only, got cu_seqlens")
     if inputs.continues:
         raise ValueError("nsa_tiles takes as many queries as keys, got q_start or more keys")
-    out, _ = _documents(_cast(inputs), config, tiles, indices, cmp_indices, inputs.q.dtype)
+    out, _ = _documents(in_sum_dtype(inputs), config, tiles, indices, cmp_indices, inputs.q.dtype)
     rows = _rows(tiles, inputs.q.shape[1], config).flatten()
     return out, rows[rows < inputs.q.shape[1]]
 
@@ -241,8 +247,20 @@ def _slice_document(inputs: NSAInputs, rows: slice, keys: slice, entries: slice)
 # Documents of one length
 
 
+class KeySource(Protocol):
+    """Where the keys and values of a branch lie."""
+
+    @property
+    def lead(self) -> tuple[int, int]: ...
+
+    @property
+    def count(self) -> int: ...
+
+    def gather(self, positions: Tensor) -> Keys: ...
+
+
 @dataclass(frozen=True)
-class _Keys:
+class Keys:
     """Keys and values of one branch, `[B, H_kv, entries, D or D_v]`."""
 
     k: Tensor
@@ -251,14 +269,24 @@ class _Keys:
     """No NaN or inf in either; masked keys then need no special care."""
 
     @staticmethod
-    def from_tokens(k: Tensor, v: Tensor) -> _Keys:
+    def from_tokens(k: Tensor, v: Tensor) -> Keys:
         """From `[B, entries, H_kv, D or D_v]`."""
         finite = bool(torch.isfinite(k).all()) and bool(torch.isfinite(v).all())
-        return _Keys(k.transpose(1, 2), v.transpose(1, 2), finite)
+        return Keys(k.transpose(1, 2), v.transpose(1, 2), finite)
 
-    def gather(self, positions: Tensor) -> _Keys:
+    @property
+    def lead(self) -> tuple[int, int]:
+        """B and H_kv."""
+        return self.k.shape[0], self.k.shape[1]
+
+    @property
+    def count(self) -> int:
+        """Entries of each sequence."""
+        return self.k.shape[2]
+
+    def gather(self, positions: Tensor) -> Keys:
         """Entries at positions `[B,S,n,m]`, as `[B,S,n,m,D]`; zeros where a position is outside `[0, entries)`."""
-        return _Keys(_gather(self.k, positions), _gather(self.v, positions), self.finite)
+        return Keys(_gather(self.k, positions), _gather(self.v, positions), self.finite)
 
 
 def _documents(
@@ -272,22 +300,23 @@ def _documents(
     """Some tiles of a batch of documents of one length: out, and NSAAux with selections not padded.
 
     Args:
-        inputs: from `_cast`, without q_start: the queries are the last tokens.
+        inputs: from `in_sum_dtype`, without q_start: the queries are the last tokens.
         tiles: of those that hold queries.
         dtype: of q before the cast; that of compressed entries and results.
     """
     q, num_tokens, first = inputs.q, inputs.k.shape[1], inputs.first_token
     k_cmp, v_cmp = _compress(inputs, config, dtype)
-    tokens = _Keys.from_tokens(inputs.k, inputs.v)
+    tokens = Keys.from_tokens(inputs.k, inputs.v)
     branches = (
-        _Keys.from_tokens(k_cmp, v_cmp),
-        tokens if inputs.k_slc is None or inputs.v_slc is None else _Keys.from_tokens(inputs.k_slc, inputs.v_slc),
-        tokens if inputs.k_win is None or inputs.v_win is None else _Keys.from_tokens(inputs.k_win, inputs.v_win),
+        Keys.from_tokens(k_cmp, v_cmp),
+        tokens if inputs.k_slc is None or inputs.v_slc is None else Keys.from_tokens(inputs.k_slc, inputs.v_slc),
+        tokens if inputs.k_win is None or inputs.v_win is None else Keys.from_tokens(inputs.k_win, inputs.v_win),
     )
     rows = _rows(tiles, num_tokens, config)
     positions = (rows - first).clamp(0, max(q.shape[1] - 1, 0)).flatten()
     q_tiles = q.index_select(1, positions).unflatten(1, rows.shape).movedim(3, 1)
-    size = _tiles_per_chunk(inputs, config)
+    tile_size = min(config.q_tile_size, max(num_tokens, 1))
+    size = tiles_per_chunk(q, inputs.v, num_tokens, tile_size, config)
     chunks = zip(
         q_tiles.split(size, 2),
         tiles.split(size),
@@ -305,7 +334,7 @@ def _documents(
     present = slice(before, before + len(rows))
     o_cmp, o_slc, o_win = (o[:, :, present].transpose(1, 2) for o in whole[:3])
     lse_cmp, lse_slc, lse_win = (lse[:, :, present] for lse in whole[3:6])
-    gates = _gates(inputs)[:, rows - first]
+    gates = branch_gates(inputs)[:, rows - first]
     g = gates.to(q.dtype)[..., None]
     out = g[..., 0, :] * o_cmp + g[..., 1, :] * o_slc + g[..., 2, :] * o_win
     aux = NSAAux(
@@ -325,19 +354,17 @@ def _documents(
     return out.to(dtype).contiguous(), aux
 
 
-def _tiles_per_chunk(inputs: NSAInputs, config: NSAConfig) -> int:
-    """Tiles whose temporaries fit CHUNK_BYTES."""
-    (batch, _, heads, dim), num_tokens = inputs.q.shape, inputs.k.shape[1]
+def tiles_per_chunk(q: Tensor, v: Tensor, num_tokens: int, tile_size: int, config: NSAConfig) -> int:
+    """Tiles of `tile_size` rows of q `[B,N,H,D]` whose temporaries fit CHUNK_BYTES, beside num_tokens keys."""
+    (batch, _, heads, dim), (kv_heads, v_dim) = q.shape, v.shape[-2:]
     entries, blocks = config.num_compressed(num_tokens), _num_blocks(num_tokens, config)
     selected = min(config.num_selected_blocks, blocks) * _select_size(num_tokens, config)
-    tile_size = min(config.q_tile_size, max(num_tokens, 1))
     gathered = selected + _window_span(num_tokens, tile_size, config)
-    select_heads = inputs.k.shape[2] if config.shares_heads else heads
+    select_heads = kv_heads if config.shares_heads else heads
     # About three live copies of the logits (logits, mask, probabilities); scores and overlap of all blocks.
     per_tile = 3 * heads * tile_size * (max(entries, gathered) + dim)
-    per_tile += select_heads * gathered * (dim + inputs.v.shape[-1]) + heads * (entries + 4 * blocks)
-    budget = CHUNK_BYTES.get(inputs.q.device.type, DEFAULT_CHUNK_BYTES)
-    return max(1, budget // max(1, batch * per_tile * inputs.q.dtype.itemsize))
+    per_tile += select_heads * gathered * (dim + v_dim) + heads * (entries + 4 * blocks)
+    return max(1, chunk_bytes(q.device) // max(1, batch * per_tile * q.dtype.itemsize))
 
 
 def _rows(tiles: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
@@ -359,7 +386,8 @@ def with_compressed_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[NSAIn
 def compressed_entries(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """k_cmp and v_cmp by `config.compress`, as NSAInputs takes them."""
     dtype, bounds = inputs.q.dtype, inputs.key_bounds
-    pools = _pools(_cast(inputs), config, dtype)
+    exact = in_sum_dtype(inputs)
+    pools = zip((exact.k, exact.v), pool_functions(exact, config, dtype), strict=True)
     if bounds is None:
         k_cmp, v_cmp = (pool(whole_blocks(tensor, config)) for tensor, pool in pools)
     else:
@@ -371,13 +399,13 @@ def _compress(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple
     """K_cmp, V_cmp `[B, N_cmp, H_kv, D or D_v]`, rounded once to `dtype`; their gradients are not rounded."""
     if inputs.k_cmp is not None and inputs.v_cmp is not None:
         return inputs.k_cmp, inputs.v_cmp
-    pools = _pools(inputs, config, dtype)
+    pools = zip((inputs.k, inputs.v), pool_functions(inputs, config, dtype), strict=True)
     k_cmp, v_cmp = (round_straight_through(pool(whole_blocks(tensor, config)), dtype) for tensor, pool in pools)
     return k_cmp, v_cmp
 
 
-def _pools(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> list[tuple[Tensor, BlockPooling]]:
-    """k and v, each with the function from its blocks `[...,H_kv,l,D]` to entries `[...,H_kv,D]`.
+def pool_functions(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> tuple[BlockPooling, BlockPooling]:
+    """For k and for v the function from blocks `[...,H_kv,l,D]` to entries `[...,H_kv,D]`, not rounded.
 
     A user's callable gets a copy of the blocks, in `dtype`, and may write to it.
     """
@@ -400,10 +428,7 @@ def _pools(inputs: NSAInputs, config: NSAConfig, dtype: torch.dtype) -> list[tup
             entries = blocks.mean(-2)
         return entries if weight is None else torch.einsum("...hd,hde->...he", entries, weight)
 
-    return [
-        (inputs.k, partial(pool, "k", compress_k, inputs.w_k_compress)),
-        (inputs.v, partial(pool, "v", compress_v, inputs.w_v_compress)),
-    ]
+    return partial(pool, "k", compress_k, inputs.w_k_compress), partial(pool, "v", compress_v, inputs.w_v_compress)
 
 
 # Steps 3 to 5, for a chunk of query tiles
@@ -414,9 +439,9 @@ def _tiles(
     tiles: Tensor,
     indices: Tensor | None,
     cmp_indices: Tensor | None,
-    compressed: _Keys,
-    selected: _Keys,
-    window: _Keys,
+    compressed: Keys,
+    selected: Keys,
+    window: Keys,
     first: int,
     q_sum: Tensor | None,
     config: NSAConfig,
@@ -440,11 +465,11 @@ def _tiles(
         count = config.num_cmp_selected_blocks
         if indices is None or (count is not None and cmp_indices is None):
             means = _mean_queries(q, rows, first, num_tokens, q_sum)
-            scores, scored = _score(means, compressed.k, rows, num_tokens, config)
+            scores, scored = score(means, compressed.k, rows, num_tokens, config)
             if count is not None and cmp_indices is None:
-                cmp_indices = _select_cmp_blocks(scores, scored, rows, count, config)
+                cmp_indices = select_cmp_blocks(scores, scored, rows, count, config)
             if indices is None:
-                indices = _select(scores, scored, rows, num_tokens, compressed.k.shape[1], config)
+                indices = select(scores, scored, rows, num_tokens, compressed.k.shape[1], config)
         # At most one column for each block: padding of given selections would be gathered as keys
         indices = indices[..., : _num_blocks(num_tokens, config)]
         if cmp_indices is None:
@@ -452,23 +477,23 @@ def _tiles(
         cmp_indices = cmp_indices[..., : _num_cmp_blocks(compressed.k.shape[2], config)]
 
     results = (
-        _compressed(q, compressed, rows, cmp_indices, scale, config),
-        _selected(q, selected, rows, indices, scale, config),
-        _window(q, window, rows, scale, config),
+        attend_compressed(q, compressed, rows, cmp_indices, scale, config),
+        attend_selected(q, selected, rows, indices, scale, config),
+        attend_window(q, window, rows, scale, config),
     )
     outputs = [o.flatten(2, 3) for o, _ in results]
     lses = [lse.flatten(2, 3) for _, lse in results]
     return (*outputs, *lses, indices, cmp_indices)
 
 
-def _block_end(entries: Tensor, config: NSAConfig) -> Tensor:
+def block_end(entries: Tensor, config: NSAConfig) -> Tensor:
     """Last token of compressed blocks: they are visible from this token on."""
     return entries * config.stride + config.compress_block_size - 1
 
 
 def _last_token(rows: Tensor, num_tokens: int) -> Tensor:
     """Last token e of each tile, `[n]`."""
-    return rows[:, -1].clamp(max=num_tokens - 1)
+    return rows[..., -1].clamp(max=num_tokens - 1)
 
 
 def _mean_queries(q: Tensor, rows: Tensor, first: int, num_tokens: int, q_sum: Tensor | None) -> Tensor:
@@ -482,7 +507,7 @@ def _mean_queries(q: Tensor, rows: Tensor, first: int, num_tokens: int, q_sum: T
     return total / count
 
 
-def _score(mean_q: Tensor, k_cmp: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
+def score(mean_q: Tensor, k_cmp: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """Scores of compressed entries per tile and query head `[B,H,n,N_cmp]`, and which are scored, bool `[n,N_cmp]`.
 
     Tile mode: logits of the mean query. Token mode: probabilities, 0 for entries that are not scored.
@@ -493,7 +518,7 @@ def _score(mean_q: Tensor, k_cmp: Tensor, rows: Tensor, num_tokens: int, config:
     logits = logits.reshape(batch, heads, n, num_entries)
     entries = torch.arange(num_entries, device=rows.device)
     if config.causal:
-        scored = _block_end(entries, config) <= _last_token(rows, num_tokens)[:, None]
+        scored = block_end(entries, config) <= _last_token(rows, num_tokens)[..., None]
     else:
         scored = torch.ones((n, num_entries), dtype=torch.bool, device=rows.device)
     if config.token_mode and num_entries > 0:
@@ -530,7 +555,7 @@ def _num_cmp_blocks(num_entries: int, config: NSAConfig) -> int:
     return -(-num_entries // _cmp_block_width(num_entries, config))
 
 
-def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_heads: int, config: NSAConfig) -> Tensor:
+def select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_heads: int, config: NSAConfig) -> Tensor:
     """Selected blocks `[B,S,n,m]`, m at most num_selected_blocks, ascending, padded with -1 (steps 3 and 4)."""
     batch, heads, n, num_entries = scores.shape
     if config.shares_heads:
@@ -554,7 +579,7 @@ def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_he
     )
     overlap = torch.where((entries >= 0) & (entries < num_entries), overlap.clamp(min=0), 0).to(scores.dtype)
     clamped = entries.clamp(0, num_entries - 1)
-    weights = torch.where(scored[:, clamped], overlap, 0.0)  # [n, blocks, width]
+    weights = torch.where(scored[..., clamped], overlap, 0.0)  # [n, blocks, width]
     values = torch.where(weights > 0, scores[..., clamped], 0.0)
     total = weights.sum(-1)
     eligible = total > 0
@@ -568,19 +593,19 @@ def _select(scores: Tensor, scored: Tensor, rows: Tensor, num_tokens: int, kv_he
 def _forced_blocks(blocks: Tensor, rows: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
     """The forced blocks of each tile, bool `[n, blocks]`."""
     size, count = _select_size(num_tokens, config), config.num_local_blocks
-    last_token = _last_token(rows, num_tokens)[:, None]
+    last_token = _last_token(rows, num_tokens)[..., None]
     last = last_token // size
     if config.causal:
         exists = blocks * size <= last_token
         first_local = last - count + 1
     else:
         exists = torch.ones_like(blocks, dtype=torch.bool)
-        first_local = (rows[:, :1] // size + last + 1 - count) // 2  # as many before the tile as behind it
+        first_local = (rows[..., :1] // size + last + 1 - count) // 2  # as many before the tile as behind it
     local = (blocks >= first_local) & (blocks < first_local + count)
     return ((blocks < config.num_init_blocks) | local) & exists
 
 
-def _select_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int, config: NSAConfig) -> Tensor:
+def select_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int, config: NSAConfig) -> Tensor:
     """Selected blocks of compressed entries per tile and query head, `[B,H,n,m]`, m <= c, ascending, padded with -1."""
     num_entries = scores.shape[-1]
     width, num_blocks = _cmp_block_width(num_entries, config), _num_cmp_blocks(num_entries, config)
@@ -591,8 +616,8 @@ def _select_cmp_blocks(scores: Tensor, scored: Tensor, rows: Tensor, count: int,
     block_scores = torch.where(total > 0, values.sum(-1) / total.clamp(min=1), -math.inf)
     eligible = total > 0
     if config.causal:
-        ends = _block_end(torch.arange(num_entries, device=rows.device), config)
-        inside_tile = scored & (ends >= rows[:, :1])
+        ends = block_end(torch.arange(num_entries, device=rows.device), config)
+        inside_tile = scored & (ends >= rows[..., :1])
         forced = pad(inside_tile, [0, ragged]).unflatten(-1, (num_blocks, width)).any(-1)
         block_scores = torch.where(forced, math.inf, block_scores)
     if count >= num_blocks:
@@ -611,8 +636,8 @@ def _top_blocks(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
     return torch.where(top < scores.shape[-1], top, -1)
 
 
-def _compressed(
-    q: Tensor, keys: _Keys, rows: Tensor, cmp_indices: Tensor, scale: float, config: NSAConfig
+def attend_compressed(
+    q: Tensor, keys: Keys, rows: Tensor, cmp_indices: Tensor, scale: float, config: NSAConfig
 ) -> tuple[Tensor, Tensor]:
     num_entries = keys.k.shape[2]
     if config.num_cmp_selected_blocks is None:
@@ -621,11 +646,11 @@ def _compressed(
             num_entries = min(num_entries, config.num_compressed(int(rows.max()) + 1))
         entries = torch.arange(num_entries, device=rows.device)
         visible = (
-            _block_end(entries, config) <= rows.reshape(1, -1, 1) if config.causal else torch.ones_like(entries) > 0
+            block_end(entries, config) <= rows.reshape(1, -1, 1) if config.causal else torch.ones_like(entries) > 0
         )
         shared = q.flatten(2, 3)[:, :, None]  # all rows as one tile
-        common = _Keys(keys.k[:, :, None, :num_entries], keys.v[:, :, None, :num_entries], keys.finite)
-        o, lse = _attend(shared, common, visible, scale)
+        common = Keys(keys.k[:, :, None, :num_entries], keys.v[:, :, None, :num_entries], keys.finite)
+        o, lse = attend(shared, common, visible, scale)
         return o.reshape(*q.shape[:-1], keys.v.shape[-1]), lse.reshape(q.shape[:-1])
     width = _cmp_block_width(num_entries, config)
     positions = cmp_indices[..., None] * width + torch.arange(width, device=rows.device)
@@ -633,21 +658,21 @@ def _compressed(
     positions = positions.flatten(-2)
     visible = exists[..., None, :]
     if config.causal:
-        visible = visible & (_block_end(positions, config)[..., None, :] <= rows[..., None])
-    return _attend(q, keys.gather(positions), visible, scale)
+        visible = visible & (block_end(positions, config)[..., None, :] <= rows[..., None])
+    return attend(q, keys.gather(positions), visible, scale)
 
 
-def _selected(
-    q: Tensor, keys: _Keys, rows: Tensor, indices: Tensor, scale: float, config: NSAConfig
+def attend_selected(
+    q: Tensor, keys: KeySource, rows: Tensor, indices: Tensor, scale: float, config: NSAConfig
 ) -> tuple[Tensor, Tensor]:
-    size = _select_size(keys.k.shape[2], config)
+    size = _select_size(keys.count, config)
     positions = indices[..., None] * size + torch.arange(size, device=rows.device)
-    exists = ((indices >= 0)[..., None] & (positions < keys.k.shape[2])).flatten(-2)
+    exists = ((indices >= 0)[..., None] & (positions < keys.count)).flatten(-2)
     positions = positions.flatten(-2)  # [B,S,n,k*l']
     visible = exists[..., None, :]
     if config.causal:
         visible = visible & (positions[..., None, :] <= rows[..., None])
-    return _attend(q, keys.gather(positions), visible, scale)
+    return attend(q, keys.gather(positions), visible, scale)
 
 
 def _reach(num_tokens: int, config: NSAConfig) -> tuple[int, int]:
@@ -662,16 +687,16 @@ def _window_span(num_tokens: int, tile_size: int, config: NSAConfig) -> int:
     return min(tile_size + sum(_reach(num_tokens, config)), num_tokens) if config.window_size > 0 else 0
 
 
-def _window(q: Tensor, keys: _Keys, rows: Tensor, scale: float, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    num_tokens = keys.k.shape[2]
+def attend_window(q: Tensor, keys: KeySource, rows: Tensor, scale: float, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    num_tokens = keys.count
     before, after = _reach(num_tokens, config)
-    span = _window_span(num_tokens, rows.shape[1], config)
-    first = (rows[:, :1] - before).clamp(0, num_tokens - span)
+    span = _window_span(num_tokens, rows.shape[-1], config)
+    first = (rows[..., :1] - before).clamp(0, num_tokens - span)
     positions = first + torch.arange(span, device=rows.device)  # [n, T + w - 1]
-    distance = positions[:, None, :] - rows[..., None]
+    distance = positions[..., None, :] - rows[..., None]
     visible = (distance >= -before) & (distance <= after)
-    positions = positions.expand(*keys.k.shape[:2], *positions.shape)
-    return _attend(q, keys.gather(positions), visible, scale)
+    positions = positions.expand(*keys.lead, *positions.shape[-2:])
+    return attend(q, keys.gather(positions), visible, scale)
 
 
 def _gather(entries: Tensor, positions: Tensor) -> Tensor:
@@ -689,7 +714,7 @@ def _gather(entries: Tensor, positions: Tensor) -> Tensor:
     return padded.flatten(0, 2).index_select(0, flat).reshape(*positions.shape, dim)
 
 
-def _attend(q: Tensor, keys: _Keys, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, keys: Keys, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax attention of each tile's rows over the tile's own keys.
 
     q `[B,H,n,T,D]`, keys `[B,S,n,m,D]` and `[B,S,n,m,D_v]`; visible broadcasts to `[B,S,n,T,m]`.
@@ -732,7 +757,7 @@ def _attend(q: Tensor, keys: _Keys, visible: Tensor, scale: float) -> tuple[Tens
 # Step 6: gates
 
 
-def _gates(inputs: NSAInputs) -> Tensor:
+def branch_gates(inputs: NSAInputs) -> Tensor:
     """Weights of the three branches, `[B,N,H,3]`."""
     if inputs.gates is not None:
         return inputs.gates

@@ -28,7 +28,7 @@ from bench.extras import needed
 from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing
 from bench.timing import GIB
 from dispatch.device import device_types
-from nsa import LinearCompression, NSAttention
+from nsa import LinearCompression, NSACache, NSAttention
 
 with needed("rich"):
     from rich.box import SIMPLE_HEAD
@@ -178,12 +178,13 @@ class Block(nn.Module):
         self.attention = attention
         self.feed_forward = FeedForward(width)
 
-    def attend(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        out: Tensor = self.attention(self.norm(hidden), table)
+    def attend(self, hidden: Tensor, table: tuple[Tensor, Tensor], cache: NSACache | None = None) -> Tensor:
+        normed = self.norm(hidden)
+        out: Tensor = self.attention(normed, table) if cache is None else self.attention(normed, table, cache=cache)
         return out
 
-    def forward(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        hidden = hidden + self.attend(hidden, table)
+    def forward(self, hidden: Tensor, table: tuple[Tensor, Tensor], cache: NSACache | None = None) -> Tensor:
+        hidden = hidden + self.attend(hidden, table, cache)
         out: Tensor = hidden + self.feed_forward(hidden)
         return out
 
@@ -223,6 +224,18 @@ class ByteModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         table = rotary_table(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
         logits: Tensor = self.head(self.norm(self.through_blocks(self.embed(tokens), table)))
+        return logits
+
+    def continued(self, tokens: Tensor, before: Tensor, caches: Sequence[NSACache]) -> Tensor:
+        """Logits of bytes `[B,N]` that follow those in the caches; `before`: the last of these, `[B,n]`."""
+        pages, count = caches[0].table, tokens.shape[1]
+        hidden = self.embed(torch.cat([before[:, 1 - NGRAM :], tokens], 1))[:, -count:]
+        table = rotary_table(pages.capacity, self.head_dim, self.rope_base, tokens.device)
+        cos, sin = (part[pages.positions(count)] for part in table)
+        with pages.step(count):
+            for block, cache in zip(self.blocks, caches, strict=True):
+                hidden = block(hidden, (cos, sin), cache)
+        logits: Tensor = self.head(self.norm(hidden))
         return logits
 
     def through_blocks(self, hidden: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

@@ -65,7 +65,7 @@ def apply_rope(rope: RotaryHook | None, tensor: Tensor, position_embeddings: Any
 
 _NO_MASK, _NO_CACHE, _NO_WEIGHTS, _NO_CROSS, _POSITIONS = (
     "there is no attention mask",
-    "there is no cache of keys and values",
+    "keys and values of earlier tokens come by cache",
     "there are no attention weights to return",
     "this is self-attention",
     "rotary embeddings come by position_embeddings and the rope hook",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nsa.common.checks import check_choice, check_eps
 from nsa.common.layers import RotaryHook, apply_rope, check_input, check_rope, head_sizes, refuse_unsupported
 from nsa.neighborhood.api import neighborhood_attention
+from nsa.neighborhood.rolling import NeighborhoodCache
 from nsa.neighborhood.validate import ALGORITHMS, Window
 
 
@@ -90,12 +91,20 @@ class NeighborhoodAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias, **factory)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **others: Any) -> Tensor:
-        """Attend within each sequence.
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        *,
+        cache: NeighborhoodCache | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Attend within each sequence; with a cache, hidden_states are the tokens after those that it has seen.
 
         Args:
             hidden_states: `[B,N,hidden_size]`, in the weights' dtype; under autocast any dtype that it casts.
-            position_embeddings: passed to the `rope` hook. Default: None.
+            position_embeddings: passed to the `rope` hook; with a cache, those of `cache.positions(N)`. Default: None.
+            cache: from `new_cache`; without gradients. Default: None.
             others: arguments of other libraries' attention layers, refused as in NSAttention.
 
         Returns:
@@ -105,7 +114,8 @@ class NeighborhoodAttention(nn.Module):
             TypeError: `hidden_states` of another dtype; an unknown argument; a `rope` hook that changes the dtype;
                 `position_embeddings` without a `rope` hook.
             ValueError: `hidden_states` of another layout, width or device; an argument of `others` that is not
-                supported; a `rope` hook that changes the shape.
+                supported; a `rope` hook that changes the shape; a cache of other sizes, or without `causal=True`.
+            RuntimeError: with a cache where gradients are needed.
             dispatch.BackendError: as `neighborhood_attention`.
         """
         instead_of_mask = "attend to each document in a call of its own instead of padding them"
@@ -114,6 +124,9 @@ class NeighborhoodAttention(nn.Module):
         q = self._rotate(self._heads(self.q_proj(hidden_states)), position_embeddings)
         k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
         v = self._heads(self.v_proj(hidden_states))
+        if cache is not None:
+            self._check_cache(cache, q)
+            k, v = cache.followed_by(k, v)
         window = self.window  # spelled out: Dynamo of torch 2.6 and 2.7 cannot trace asdict
         out = neighborhood_attention(
             q,
@@ -127,8 +140,43 @@ class NeighborhoodAttention(nn.Module):
             algorithm=self.algorithm,
             backend=self.backend,
         )
+        if cache is not None:
+            cache.keep(k, v, q.shape[1])
         result: Tensor = self.dropout(self.o_proj(out.flatten(-2)))
         return result
+
+    def new_cache(self, batch: int, dtype: torch.dtype | None = None) -> NeighborhoodCache:
+        """A rolling cache of this layer's window.
+
+        Args:
+            batch: B, sequences.
+            dtype: of keys and values; under autocast, its. Default: None, which means that of the weights.
+
+        Returns:
+            The cache, for `forward`.
+        """
+        weight = self.k_proj.weight
+        return NeighborhoodCache(
+            batch,
+            heads_kv=self.num_kv_heads,
+            dim=self.head_dim,
+            kernel_size=self.window.kernel_size,
+            dilation=self.window.dilation,
+            dtype=weight.dtype if dtype is None else dtype,
+            device=weight.device,
+        )
+
+    def _check_cache(self, cache: NeighborhoodCache, q: Tensor) -> None:
+        if not isinstance(cache, NeighborhoodCache):
+            raise TypeError(f"cache must be a NeighborhoodCache, got {type(cache).__name__}")
+        if not self.window.causal:
+            raise ValueError("cache goes with causal=True: windows reach later tokens, got causal=False")
+        for name in ("kernel_size", "dilation"):
+            own, other = getattr(self.window, name), getattr(cache, name)
+            if own != other:
+                raise ValueError(f"cache must have {name}={own}, got {other}")
+        if q.requires_grad:
+            raise RuntimeError("a call with a cache has no gradient, and one is needed: call it under torch.no_grad()")
 
     def extra_repr(self) -> str:
         options = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, **asdict(self.window)}

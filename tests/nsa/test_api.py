@@ -157,7 +157,9 @@ def test_public_names() -> None:
     modules = {"AttentionResidual", "LinearCompression", "NSAttention"}
     modules |= {"NeighborhoodAttention", "NeighborhoodAttentionLayer"}
     functions = {"nsa", "nsa_forward", "nsa_forward_aux", "neighborhood_attention", "attention_residual"}
-    assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions
+    functions |= {"nsa_with_cache"}
+    caches = {"NSACache", "NeighborhoodCache", "PageTable"}
+    assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions | caches
     for name in package.__all__:
         assert getattr(package, name).__doc__
 

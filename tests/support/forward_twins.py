@@ -64,21 +64,21 @@ def tile_topk(
     tiles = start // tile + torch.arange(means.shape[1])
     rows = tiles[:, None] * tile + torch.arange(tile)
     logits = means.transpose(1, 2) @ k_cmp.repeat_interleave(means.shape[2] // k_cmp.shape[2], 2).permute(0, 2, 3, 1)
-    scored = reference._block_end(torch.arange(k_cmp.shape[1]), config) <= reference._last_token(rows, tokens)[:, None]
+    scored = reference.block_end(torch.arange(k_cmp.shape[1]), config) <= reference._last_token(rows, tokens)[:, None]
     scores = logits * config.scale(means.shape[-1])
     if blocks.length != config.compress_block_size:  # of entries, not of tokens
-        found = reference._select_cmp_blocks(scores, scored, rows, blocks.count, config)
+        found = reference.select_cmp_blocks(scores, scored, rows, blocks.count, config)
     else:
-        found = reference._select(scores, scored, rows, tokens, means.shape[2], config)
+        found = reference.select(scores, scored, rows, tokens, means.shape[2], config)
     return torch.nn.functional.pad(found, [0, blocks.count - found.shape[-1]], value=-1).int()
 
 
 def token_topk(q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, *, start: int, documents: None) -> Tensor:
     rows, kv_heads = start + torch.arange(q.shape[1])[:, None], k_cmp.shape[2]
     tokens = start + q.shape[1]
-    scores, scored = reference._score(q.transpose(1, 2), k_cmp.transpose(1, 2), rows, tokens, config)
+    scores, scored = reference.score(q.transpose(1, 2), k_cmp.transpose(1, 2), rows, tokens, config)
     assert lse.shape == scores.shape[:3]
-    found = reference._select(scores, scored, rows, tokens, kv_heads, config)
+    found = reference.select(scores, scored, rows, tokens, kv_heads, config)
     return torch.nn.functional.pad(found, [0, config.num_selected_blocks - found.shape[-1]], value=-1).int()
 
 

@@ -1,0 +1,100 @@
+"""nsa_with_cache: checks its arguments, finds a backend and runs it inside a step of the cache's table."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from nsa.common.autocast import autocast_off, cast_inputs
+from nsa.common.derivatives import refuse_transforms
+from nsa.config import NSAConfig
+from nsa.decoding.cache import NSACache
+from nsa.decoding.validate import check_cache, resolve
+from nsa.inputs import NSAInputs
+
+
+def nsa_with_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: NSACache,
+    *,
+    counts: Tensor | None = None,
+    w_k_compress: Tensor | None = None,
+    w_v_compress: Tensor | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    gate_proj_weight: Tensor | None = None,
+    gates: Tensor | None = None,
+    config: NSAConfig | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Append new tokens of each sequence to a cache, and attend: NSA's decoding and chunked prefill, without gradients.
+
+    Row i of a sequence is the last row of `nsa` on its first seqlens + i + 1 tokens. In token mode that is the row of
+    any longer call, too. Nothing is read on the host. docs/decoding.md has the details and what each step costs.
+
+    Under torch.autocast tensors are cast as those of `nsa`.
+
+    Args:
+        q: queries of the new tokens `[B,N_q,H,D]`, N_q >= 1, in the cache's dtype.
+        k: their keys `[B,N_q,H_kv,D]`.
+        v: their values `[B,N_q,H_kv,D_v]`.
+        cache: where they are appended. Caches that share a table are called inside `with table.step(N_q):`.
+        counts: real tokens of each sequence, the first ones of its rows: int32 `[B]` on the device, 0 to N_q. Others
+            are not written, and their rows are 0. Inside a step it is the step's. Default: None, which means all.
+        w_k_compress: as in `nsa`, for the blocks that these tokens complete. Default: None.
+        w_v_compress: as in `nsa`. Default: None.
+        k_slc: keys of the selected branch `[B,N_q,H_kv,D]`, for a cache with `separate_kv=True`; with the next three.
+            Default: None.
+        v_slc: values of the selected branch. Default: None.
+        k_win: keys of the window branch. Default: None.
+        v_win: values of the window branch. Default: None.
+        gate_proj_weight: `[H,3,D]`, as in `nsa`. Default: None.
+        gates: `[B,N_q,H,3]`, as in `nsa`. Default: None.
+        config: the options, equal to the cache's in what says how it lies in memory. Default: None, the cache's.
+        backend: "reference". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first that can run.
+
+    Returns:
+        `[B,N_q,H,D_v]` in q's dtype. NaN in all rows of a sequence that has no room (`cache.check()` says which);
+        nothing of it is written.
+
+    Raises:
+        TypeError: naming an argument of the wrong type or dtype, before anything is written.
+        ValueError: naming an argument of the wrong shape, device or value, before anything is written.
+        RuntimeError: where gradients are needed; outside of a step of several layers; twice in one step; with
+            `debug=True` where a sequence has no room, and the cache is then as it was; in torch.compile and in
+            transforms of torch.func.
+        dispatch.BackendError: when no backend can run the call, with the reason of each.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NSACache, NSAConfig, nsa_with_cache
+        >>> cache = NSACache.empty(NSAConfig.paper(), batch=2, max_tokens=500, heads_kv=1, dim=16)
+        >>> q, k, v = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 1, 16), torch.randn(2, 8, 1, 16)
+        >>> nsa_with_cache(q, k, v, cache, counts=torch.tensor([8, 3], dtype=torch.int32)).shape, cache.seqlens
+        (torch.Size([2, 8, 4, 16]), tensor([8, 3], dtype=torch.int32))
+    """
+    refuse_transforms("nsa_with_cache")
+    if torch.compiler.is_compiling():
+        raise RuntimeError("nsa_with_cache does not support torch.compile: call it outside of what is compiled")
+    config = check_cache(cache, config)
+    tensors = {"q": q, "k": k, "v": v, "w_k_compress": w_k_compress, "w_v_compress": w_v_compress}
+    tensors |= {"k_slc": k_slc, "v_slc": v_slc, "k_win": k_win, "v_win": v_win}
+    tensors |= {"gate_proj_weight": gate_proj_weight, "gates": gates}
+    inputs = NSAInputs(**cast_inputs(tensors, stay_fp32=("gates", "gate_proj_weight")))
+    impl = resolve(inputs, cache, config, backend)
+    table = cache.table
+    if table.open is not None and counts is not None:
+        raise ValueError("counts are the step's: give them to table.step, got counts inside a step")
+    own_step = table.step(inputs.q.shape[1], counts) if table.open is None else nullcontext(table.open)
+    with torch.no_grad(), autocast_off(inputs.q.device.type), own_step as step:
+        if config.debug:
+            table.check()
+        out: Tensor = impl.load()(inputs, config, cache, step)
+        step.done.add(id(cache))
+    return out

@@ -1,0 +1,254 @@
+"""NSACache: pages of keys, values and compressed entries of one layer, and what tile mode keeps of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dispatch.registry import short_name
+from nsa.common.checks import DTYPES, check_bool, check_sizes
+from nsa.config import NSAConfig, check_options
+from nsa.decoding.table import PageTable, load_tensors, longer
+
+
+class NSACache:
+    """The keys and values of one attention layer, for `nsa_with_cache`. docs/decoding.md shows how they lie in memory.
+
+    Memory is not initialised: nothing that no token has written is read into a result.
+
+    Args:
+        config: the layer's options; `causal=True`.
+        table: pages and lengths of the sequences, shared by all layers.
+        heads_kv: H_kv, key/value heads.
+        dim: D, of keys.
+        dim_v: D_v, of values. Default: None, which means D.
+        heads: H, query heads; needed with `q_tile_size > 1`, where sums of queries are kept. Default: None.
+        separate_kv: keep keys and values of their own for the selected and the window branch. Default: False.
+        dtype: of keys and values. Default: torch.float32.
+        pages: memory to use, an engine's, by the names of `pages` below; the rest is allocated. Default: None.
+
+    Raises:
+        TypeError: naming an argument of the wrong type.
+        ValueError: naming an argument out of range, or pages of another shape, dtype, device or layout.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NSACache, NSAConfig, nsa_with_cache
+        >>> config = NSAConfig.paper()
+        >>> cache = NSACache.empty(config, batch=1, max_tokens=1000, heads_kv=2, dim=32)
+        >>> q, k, v = torch.randn(1, 300, 4, 32), torch.randn(1, 300, 2, 32), torch.randn(1, 300, 2, 32)
+        >>> prompt = nsa_with_cache(q, k, v, cache)
+        >>> token = nsa_with_cache(q[:, -1:], k[:, -1:], v[:, -1:], cache)
+        >>> cache.seqlens, token.shape
+        (tensor([301], dtype=torch.int32), torch.Size([1, 1, 4, 32]))
+    """
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        table: PageTable,
+        *,
+        heads_kv: int,
+        dim: int,
+        dim_v: int | None = None,
+        heads: int | None = None,
+        separate_kv: bool = False,
+        dtype: torch.dtype = torch.float32,
+        pages: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        check_options(config, {})
+        if config is None:
+            raise TypeError("config must be an NSAConfig, got None")
+        if not config.causal:
+            raise ValueError("causal must be True: a cache holds no later tokens, got causal=False")
+        if not isinstance(table, PageTable):
+            raise TypeError(f"table must be a PageTable, got {type(table).__name__}")
+        dim_v = dim if dim_v is None else dim_v
+        check_sizes(heads_kv=heads_kv, dim=dim, dim_v=dim_v)
+        check_bool("separate_kv", separate_kv)
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be {', '.join(map(short_name, DTYPES))}, got {dtype!r}")
+        if not config.token_mode:
+            if heads is None:
+                raise ValueError(f"heads must be given with q_tile_size={config.q_tile_size}, got None")
+            check_sizes(heads=heads)
+            if heads % heads_kv:
+                raise ValueError(f"heads must be a multiple of heads_kv={heads_kv}, got {heads}")
+        self.config, self.table = config, table
+        self.heads, self.heads_kv, self.dim, self.dim_v = heads, heads_kv, dim, dim_v
+        self.separate_kv, self.dtype = separate_kv, dtype
+
+        branches = ("", "_slc", "_win") if separate_kv else ("",)
+        slots = -(-table.page_size // config.stride)
+        rows = {f"{x}{branch}": table.page_size for branch in branches for x in "kv"} | {"k_cmp": slots, "v_cmp": slots}
+        given = {} if pages is None else dict(pages)
+        if unknown := given.keys() - rows.keys():
+            raise ValueError(f"pages must be among {', '.join(rows)}, got {', '.join(sorted(unknown))}")
+        self.pages: dict[str, Tensor] = {}
+        """k, v `[pages,page_size,H_kv,D or D_v]`, with separate_kv k_slc, v_slc, k_win, v_win likewise; k_cmp, v_cmp
+        `[pages,ceil(page_size/d),H_kv,D or D_v]`: entry j lies in the page of its last token e, in slot
+        e % page_size // d."""
+        for name, count in rows.items():
+            shape = (table.num_pages, count, heads_kv, dim if name.startswith("k") else dim_v)
+            if name in given:
+                self._check_pages(name, given[name], shape)
+                self.pages[name] = given[name]
+            else:
+                self.pages[name] = torch.empty(shape, dtype=dtype, device=table.device)
+        self.tile_sums: Tensor | None = None
+        """Tile mode: the sum of the queries of token i's tile up to i, in slot i % T: `[B,min(T, capacity),H,D]`, fp32
+        (fp64 for fp64 keys)."""
+        if heads is not None and not config.token_mode:
+            sums = torch.promote_types(dtype, torch.float32)
+            tile = min(config.q_tile_size, table.capacity)
+            self.tile_sums = torch.empty(table.batch, tile, heads, dim, dtype=sums, device=table.device)
+        table.add_layer(self)
+
+    def _check_pages(self, name: str, pages: Tensor, shape: tuple[int, ...]) -> None:
+        if not isinstance(pages, Tensor):
+            raise TypeError(f"{name} of pages must be a torch.Tensor, got {type(pages).__name__}")
+        if pages.dtype != self.dtype:
+            raise TypeError(f"{name} of pages must be {short_name(self.dtype)}, got {short_name(pages.dtype)}")
+        if pages.shape != shape or pages.device != self.table.device:
+            wanted = f"{list(shape)} on {self.table.device}"
+            raise ValueError(f"{name} of pages must be {wanted}, got {list(pages.shape)} on {pages.device}")
+        if pages.shape[0] > 1 and pages.stride(0) != pages.shape[1] * pages.stride(1):
+            wanted = "tokens at one distance in memory, across pages, too"
+            raise ValueError(f"{name} of pages must have {wanted}, got strides {list(pages.stride())}")
+
+    @classmethod
+    def empty(
+        cls,
+        config: NSAConfig,
+        batch: int,
+        max_tokens: int | None = None,
+        *,
+        heads_kv: int,
+        dim: int,
+        dim_v: int | None = None,
+        heads: int | None = None,
+        separate_kv: bool = False,
+        pages: int | None = None,
+        page_size: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> NSACache:
+        """A cache of empty sequences with a table of its own, for one layer; `NSACache(config, cache.table, ...)` adds
+        further ones.
+
+        Args:
+            config: as NSACache.
+            batch: as PageTable.empty.
+            max_tokens: as PageTable.empty. Default: None.
+            heads_kv: as NSACache.
+            dim: as NSACache.
+            dim_v: as NSACache. Default: None.
+            heads: as NSACache. Default: None.
+            separate_kv: as NSACache. Default: False.
+            pages: as PageTable.empty. Default: None.
+            page_size: as PageTable.empty. Default: 64.
+            dtype: as NSACache. Default: torch.float32.
+            device: as PageTable.empty. Default: None.
+
+        Returns:
+            The cache.
+
+        Raises:
+            TypeError, ValueError: as NSACache and PageTable.empty.
+        """
+        table = PageTable.empty(batch, max_tokens, pages=pages, page_size=page_size, device=device)
+        sizes = {"heads_kv": heads_kv, "dim": dim, "dim_v": dim_v, "heads": heads}
+        return cls(config, table, **sizes, separate_kv=separate_kv, dtype=dtype)  # type: ignore[arg-type]
+
+    @property
+    def seqlens(self) -> Tensor:
+        """Tokens of each sequence, int32 `[B]`, on the device."""
+        return self.table.seqlens
+
+    def entry_rows(self, entries: Tensor) -> Tensor:
+        """Where compressed entries `[B,...]` lie in k_cmp and v_cmp with the first two dims one; -1 without a page."""
+        last = entries * self.config.stride + self.config.compress_block_size - 1
+        rows, size = self.table.rows(last), self.table.page_size
+        slots = self.pages["k_cmp"].shape[1]
+        return torch.where(rows >= 0, rows // size * slots + rows % size // self.config.stride, -1)
+
+    def check(self) -> None:
+        """`PageTable.check`: raise RuntimeError where a sequence has overflowed; waits for the device."""
+        self.table.check()
+
+    def reorder(self, rows: Tensor) -> None:
+        """`PageTable.reorder`, which reorders all layers: sequence b becomes what sequence rows[b] is."""
+        self.table.reorder(rows)
+
+    def truncate(self, lengths: int | Tensor) -> None:
+        """`PageTable.truncate`, which cuts all layers: sequences to at most these lengths."""
+        self.table.truncate(lengths)
+
+    def reset(self) -> None:
+        """`PageTable.reset`: forget the sequences of all layers."""
+        self.table.reset()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The cache's tensors by name, the table's with "table." before; themselves and no copies."""
+        own = dict(self.pages) if self.tile_sums is None else {**self.pages, "tile_sums": self.tile_sums}
+        return own | {f"table.{name}": tensor for name, tensor in self.table.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of a state_dict of a cache of the same sizes and options; its table is shared by all layers.
+
+        Raises:
+            ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.
+        """
+        load_tensors(self.state_dict(), state)
+
+    # What the table asks of its layers
+
+    def copy_pages(self, source: Tensor, target: Tensor, wanted: Tensor) -> None:
+        """Copy pages source[b] to target[b] `[B]` where wanted."""
+        for pages in self.pages.values():
+            write_rows(pages, target, pages[source], wanted)
+
+    def take_rows(self, rows: Tensor) -> None:
+        """Row b of what is kept by sequence becomes row rows[b]."""
+        if self.tile_sums is not None:
+            self.tile_sums.copy_(self.tile_sums[rows])
+
+    def check_truncation(self, lengths: Tensor) -> None:
+        """Raise where lengths lie inside a tile whose queries are not kept; waits for the device in tile mode."""
+        tile = self.config.q_tile_size
+        if self.tile_sums is None:
+            return
+        lost = (lengths % tile > 0) & (lengths // tile < (self.seqlens - 1).clamp(min=0) // tile)
+        if bool(lost.any()):
+            row = int(lost.nonzero()[0])
+            first = int(self.seqlens[row] - 1) // tile * tile
+            raise ValueError(
+                f"lengths must be multiples of q_tile_size={tile}, or at least {first} for sequence {row} of "
+                f"{int(self.seqlens[row])} tokens, whose queries since then are kept, got {int(lengths[row])}"
+            )
+
+    def grow(self) -> None:
+        """Pages and sums for a table that has grown."""
+        self.pages = {name: longer(pages, 0, self.table.num_pages, 0.0) for name, pages in self.pages.items()}
+        if self.tile_sums is not None:
+            rows = min(self.config.q_tile_size, self.table.capacity)
+            self.tile_sums = longer(self.tile_sums, 1, rows, 0.0)
+
+
+def write_rows(x: Tensor, rows: Tensor, values: Tensor, wanted: Tensor) -> None:
+    """x[rows[i]] = values[i] where wanted[i], for rows that differ; nothing is read on the host.
+
+    A row that is not wanted repeats the first wanted one; where none is, row 0 is written as it is.
+    """
+    if x.shape[0] == 0 or rows.shape[0] == 0:
+        return
+    wanted = wanted & (rows >= 0)
+    first = wanted.to(torch.uint8).argmax(0, keepdim=True)
+    some = wanted.any()
+    idle_row = torch.where(some, rows.index_select(0, first), 0)
+    idle_value = torch.where(some, values.index_select(0, first).to(x.dtype), x[:1])
+    shape = (-1, *[1] * (x.dim() - 1))
+    values = torch.where(wanted.reshape(shape), values.to(x.dtype), idle_value)
+    x.index_copy_(0, torch.where(wanted, rows, idle_row), values)

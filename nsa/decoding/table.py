@@ -1,0 +1,470 @@
+"""PageTable: which pages hold a batch of sequences, and how long these are; all layers of a model share one.
+
+Everything a step needs is on the device, and nothing of it is read on the host: lengths, pages, free pages, overflow.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dispatch.registry import short_name
+from nsa.common.checks import check_integer, check_sizes
+
+
+class Layer(Protocol):
+    """What a table asks of the caches that use it."""
+
+    def copy_pages(self, source: Tensor, target: Tensor, wanted: Tensor) -> None: ...
+
+    def take_rows(self, rows: Tensor) -> None: ...
+
+    def check_truncation(self, lengths: Tensor) -> None: ...
+
+    def grow(self) -> None: ...
+
+
+class PageTable:
+    """Pages and lengths of a batch of sequences, shared by the caches of all layers (see docs/decoding.md).
+
+    Pages are allocated, and lengths advance, once a step. With one layer `nsa_with_cache` is a step by itself; with
+    more, a step is `with table.step(N_q):` around the calls of all layers.
+
+    Args:
+        block_table: int32 `[B,pages_per_sequence]`: the page of each `page_size` tokens of a sequence, -1 where there
+            is none. Read and, unless `page_uses` is None, written in place.
+        seqlens: int32 `[B]`, tokens of each sequence, on the same device. Likewise.
+        page_size: tokens of a page.
+        num_pages: pages of every layer.
+        page_uses: int32 `[num_pages]`, the sequences that hold each page; 0: a free one. Default: None, where an engine
+            allocates pages and advances seqlens itself: steps do neither.
+
+    Raises:
+        TypeError: naming an argument of the wrong type or dtype.
+        ValueError: naming an argument of the wrong shape, device or value.
+
+    Example:
+        >>> from nsa import PageTable
+        >>> table = PageTable.empty(batch=2, max_tokens=1000, page_size=64)
+        >>> table.num_pages, table.block_table.shape, table.seqlens
+        (32, torch.Size([2, 16]), tensor([0, 0], dtype=torch.int32))
+    """
+
+    def __init__(
+        self,
+        block_table: Tensor,
+        seqlens: Tensor,
+        *,
+        page_size: int,
+        num_pages: int,
+        page_uses: Tensor | None = None,
+    ) -> None:
+        check_sizes(page_size=page_size)
+        for name, tensor, dims in (
+            ("block_table", block_table, 2),
+            ("seqlens", seqlens, 1),
+            ("page_uses", page_uses, 1),
+        ):
+            if name == "page_uses" and tensor is None:
+                continue
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            if tensor.dtype != torch.int32:
+                raise TypeError(f"{name} must be int32, got {short_name(tensor.dtype)}")
+            if tensor.dim() != dims:
+                raise ValueError(f"{name} must have {dims} dims, got shape {list(tensor.shape)}")
+            if tensor.device != block_table.device or tensor.device.type == "meta":
+                where = f"on block_table's device {block_table.device}, and not on meta"
+                raise ValueError(f"{name} must be {where}: its values are read; got {tensor.device}")
+        if seqlens.shape[0] != block_table.shape[0]:
+            wanted = f"block_table's B={block_table.shape[0]}"
+            raise ValueError(f"seqlens must have the shape [B] with {wanted}, got {list(seqlens.shape)}")
+        if page_uses is not None and page_uses.shape[0] != num_pages:
+            raise ValueError(f"page_uses must have num_pages={num_pages} entries, got {page_uses.shape[0]}")
+        check_integer("num_pages", num_pages, min(1, seqlens.shape[0]))
+        if block_table.shape[1] == 0:
+            raise ValueError(f"block_table must have pages_per_sequence >= 1, got shape {list(block_table.shape)}")
+        self.block_table, self.seqlens, self.page_uses = block_table, seqlens, page_uses
+        self.page_size, self.num_pages = page_size, num_pages
+        self.overflowed = torch.zeros(seqlens.shape[0], dtype=torch.bool, device=seqlens.device)
+        """Sequences that had no room for their tokens, bool `[B]`: sticky, see `check`."""
+        self.open: Step | None = None
+        """The step that is going on."""
+        self._layers: list[weakref.ref[Any]] = []
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        max_tokens: int | None = None,
+        *,
+        pages: int | None = None,
+        page_size: int = 64,
+        device: torch.device | str | None = None,
+    ) -> PageTable:
+        """A table of empty sequences that allocates pages itself.
+
+        Args:
+            batch: B, sequences.
+            max_tokens: most tokens of a sequence. Default: None, which means as many as all pages hold.
+            pages: pages that the sequences share. Default: None, which means enough for `batch` sequences of
+                `max_tokens`.
+            page_size: tokens of a page. Kernels want a multiple of `compress_stride` and `select_block_size`.
+                Default: 64.
+            device: of all tensors. Default: None, which means the CPU.
+
+        Returns:
+            The table.
+
+        Raises:
+            TypeError: naming an argument of the wrong type.
+            ValueError: naming an argument out of range.
+        """
+        check_sizes(page_size=page_size)
+        check_integer("batch", batch, 0)
+        if max_tokens is None and pages is None:
+            raise ValueError("max_tokens or pages must be given, got neither")
+        if pages is not None:
+            check_integer("pages", pages, 1)
+        max_tokens = page_size * (pages or 1) if max_tokens is None else max_tokens
+        check_integer("max_tokens", max_tokens, 1)
+        columns = -(-max_tokens // page_size)
+        count = batch * columns if pages is None else pages
+        return cls(
+            torch.full((batch, columns), -1, dtype=torch.int32, device=device),
+            torch.zeros(batch, dtype=torch.int32, device=device),
+            page_size=page_size,
+            num_pages=count,
+            page_uses=torch.zeros(count, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.block_table.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a sequence."""
+        return self.block_table.shape[1] * self.page_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.block_table.device
+
+    def positions(self, num_tokens: int) -> Tensor:
+        """The tokens that the next `num_tokens` of each sequence are, int64 `[B,num_tokens]`: for rotary embeddings."""
+        return self.seqlens.long()[:, None] + torch.arange(num_tokens, device=self.device)
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """Where tokens `[B,...]` lie in pages whose first two dims are one: int64, -1 where they have no page."""
+        columns = positions // self.page_size
+        inside = (positions >= 0) & (columns < self.block_table.shape[1])
+        columns = columns.clamp(0, self.block_table.shape[1] - 1)
+        pages = self.block_table.long().gather(1, columns.flatten(1)).reshape(positions.shape)
+        return torch.where(inside & (pages >= 0), pages * self.page_size + positions % self.page_size, -1)
+
+    # Steps
+
+    @contextmanager
+    def step(self, num_tokens: int, counts: Tensor | None = None) -> Iterator[Step]:
+        """A step of all layers: pages for new tokens before it, longer sequences after it.
+
+        A sequence without room overflows: nothing of it is written, its rows are NaN, its length stays, and its flag
+        stays set until `truncate`. An exception ends the step as if it had not begun.
+
+        Args:
+            num_tokens: N_q, new tokens of each sequence.
+            counts: int32 `[B]` on the device: how many of them are real, 0 to N_q. Default: None, which means all.
+
+        Raises:
+            RuntimeError: inside another step.
+            TypeError, ValueError: naming an argument, its value and what was expected.
+        """
+        if self.open is not None:
+            raise RuntimeError("a step of this table is open: end it before the next one begins")
+        check_integer("num_tokens", num_tokens, 1)
+        if counts is not None:
+            self._check_counts(counts, num_tokens)
+        before = self.overflowed.clone()
+        wanted = torch.full_like(self.seqlens, num_tokens) if counts is None else counts.clamp(0, num_tokens)
+        self._reserve(wanted, num_tokens)
+        wanted = torch.where(self.overflowed, 0, wanted)
+        new = torch.arange(num_tokens, device=self.device) < wanted[:, None]
+        self.open = Step(num_tokens, self.positions(num_tokens), new, wanted)
+        try:
+            yield self.open
+        except BaseException:
+            self.overflowed.copy_(before)
+            self._free_pages_behind(self.seqlens)
+            raise
+        else:
+            for commit in self.open.commits:
+                commit()
+            if self.page_uses is not None:
+                self.seqlens += wanted
+        finally:
+            self.open = None
+
+    def _check_counts(self, counts: Tensor, num_tokens: int) -> None:
+        self._check_by_sequence("counts", counts, torch.int32)
+        if counts.device.type == "cpu" and ((counts < 0) | (counts > num_tokens)).any():
+            raise ValueError(f"counts must be from 0 to {num_tokens}, got {counts.tolist()}")
+
+    def _check_by_sequence(self, name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+        """Raise unless a tensor is `[B]` on the device, of one of the dtypes."""
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(map(short_name, dtypes))
+            raise TypeError(f"{name} must be {wanted}, got {short_name(tensor.dtype)}")
+        if tensor.shape != (self.batch,) or tensor.device != self.device:
+            where = f"the shape [B] = [{self.batch}] on {self.device}"
+            raise ValueError(f"{name} must have {where}, got {list(tensor.shape)} on {tensor.device}")
+
+    def _reserve(self, wanted: Tensor, num_tokens: int) -> None:
+        """Pages for `wanted` more tokens of each sequence, at most num_tokens; flags for those that have no room."""
+        size, columns = self.page_size, self.block_table.shape[1]
+        after = self.seqlens.long() + wanted
+        most = min(columns, (num_tokens - 1) // size + 2)  # pages that num_tokens tokens can touch
+        touched = (self.seqlens.long() // size)[:, None] + torch.arange(most, device=self.device)
+        inside = touched * size < after[:, None]
+        full = (wanted > 0) & (after > self.capacity)
+        touched = touched.clamp(max=columns - 1)
+        missing = inside & (self.block_table.gather(1, touched) < 0) & ~(full | self.overflowed)[:, None]
+        if self.page_uses is None:
+            self.overflowed |= full | missing.any(1)
+            return
+        pages, granted = self._take(missing)
+        self.overflowed |= full | ~granted
+        held = missing & granted[:, None]
+        # A column may come twice, clamped; only the first of them can be missing and is written
+        self.block_table.scatter_reduce_(
+            1, touched, torch.where(held, pages, -1).to(torch.int32), "amax", include_self=True
+        )
+
+    def _take(self, missing: Tensor) -> tuple[Tensor, Tensor]:
+        """A free page for each True of `[B,n]`, and which sequences got all of theirs.
+
+        Sequences are served in order; from the first that gets too few on, those that need any get none.
+        """
+        free = self._uses == 0
+        order = torch.argsort(free, descending=True, stable=True)  # free pages first, by number
+        needs = missing.sum(1)
+        granted = (needs == 0) | (needs.cumsum(0) <= free.sum())
+        number = (missing.flatten().cumsum(0) - 1).clamp(0, self.num_pages - 1).reshape(missing.shape)
+        pages = order[number]
+        held = (missing & granted[:, None]).to(torch.int32)
+        self._uses.index_add_(0, pages.flatten(), held.flatten())
+        return pages, granted
+
+    # Sequences: shared, cut, forgotten
+
+    def reorder(self, rows: Tensor) -> None:
+        """Sequence b becomes what sequence rows[b] is, in all layers: beams, or copies of a shared prefix.
+
+        Full pages are shared; the page that a sequence goes on writing is copied. A sequence that finds no free page
+        for its copy overflows.
+
+        Args:
+            rows: int32 or int64 `[B]` on the device.
+
+        Raises:
+            TypeError, ValueError: naming the argument, its value and what was expected.
+            RuntimeError: inside a step, or where an engine allocates pages.
+        """
+        self._change("reorder")
+        self._check_by_sequence("rows", rows, torch.int32, torch.int64)
+        if rows.device.type == "cpu" and ((rows < 0) | (rows >= self.batch)).any():
+            raise ValueError(f"rows must be from 0 to {self.batch - 1}, got {rows.tolist()}")
+        for tensor in (self.block_table, self.seqlens, self.overflowed):
+            tensor.copy_(tensor[rows.long()])
+        self._each(lambda layer: layer.take_rows(rows.long()))
+        self._count_uses()
+        self._own_open_pages()
+
+    def truncate(self, lengths: int | Tensor) -> None:
+        """Cut sequences to at most these lengths, in all layers, free their pages and clear their flags of overflow.
+
+        In tile mode a length inside a tile must lie in the tile that is open, whose queries the cache has; to check it
+        the lengths are read on the host.
+
+        Args:
+            lengths: of all sequences, or int32 `[B]` on the device. Shorter sequences stay as they are, flags, too.
+
+        Raises:
+            TypeError, ValueError: naming the argument, its value and what was expected.
+            RuntimeError: inside a step, or where an engine allocates pages.
+        """
+        self._change("truncate")
+        if isinstance(lengths, Tensor):
+            self._check_by_sequence("lengths", lengths, torch.int32)
+            if lengths.device.type == "cpu" and (lengths < 0).any():
+                raise ValueError(f"lengths must be at least 0, got {lengths.tolist()}")
+            cut = torch.minimum(lengths.clamp(min=0), self.seqlens)
+        else:
+            check_integer("lengths", lengths, 0)
+            cut = self.seqlens.clamp(max=lengths)
+        self._each(lambda layer: layer.check_truncation(cut))
+        self.overflowed &= self.seqlens < lengths
+        self.seqlens.copy_(cut)
+        self._free_pages_behind(cut)
+        self._own_open_pages()
+
+    def reset(self) -> None:
+        """Forget all sequences: `truncate(0)`."""
+        self.truncate(0)
+
+    def grow(self, max_tokens: int | None = None, *, pages: int | None = None) -> None:
+        """Room for longer sequences, or more pages, in all layers. Tensors are allocated anew: capture graphs again.
+
+        Args:
+            max_tokens: most tokens of a sequence, at least today's. Default: None, which means today's.
+            pages: pages of each layer, at least today's. Default: None, which means enough for sequences of
+                `max_tokens`, and at least today's.
+
+        Raises:
+            TypeError, ValueError: naming the argument, its value and what was expected.
+            RuntimeError: inside a step, or where an engine allocates pages.
+        """
+        self._change("grow")
+        if max_tokens is not None:
+            check_integer("max_tokens", max_tokens, self.capacity)
+        columns = self.block_table.shape[1] if max_tokens is None else -(-max_tokens // self.page_size)
+        if pages is None:
+            pages = max(self.num_pages, self.batch * columns)
+        check_integer("pages", pages, self.num_pages)
+        self.block_table = longer(self.block_table, 1, columns, -1)
+        self.page_uses = longer(self._uses, 0, pages, 0)
+        self.num_pages = pages
+        self._each(lambda layer: layer.grow())
+
+    def check(self) -> None:
+        """Raise where a sequence has overflowed; waits for the device.
+
+        Raises:
+            RuntimeError: naming the sequences and the capacity.
+        """
+        rows = self.overflowed.nonzero().flatten().tolist()
+        if rows:
+            lengths = self.seqlens[self.overflowed].tolist()
+            free = "" if self.page_uses is None else f", {int((self.page_uses == 0).sum())} of them free"
+            raise RuntimeError(
+                f"the cache has overflowed: sequences {rows} of {lengths} tokens had no room for their next ones "
+                f"(at most {self.capacity} tokens a sequence; {self.num_pages} pages of {self.page_size}{free}). "
+                "Their outputs since then are NaN; grow() it, truncate() it to lengths that are whole, and go on there"
+            )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The table's tensors by name, themselves and no copies."""
+        names = ("block_table", "seqlens", "overflowed", "page_uses")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of a state_dict of a table of the same sizes.
+
+        Raises:
+            ValueError: naming what is missing, unknown, or of another shape or dtype, before anything is copied.
+        """
+        load_tensors(self.state_dict(), state)
+
+    # Shared with the caches
+
+    def add_layer(self, layer: Layer) -> None:
+        """Let reorder, truncate and grow change a cache, too, for as long as it lives."""
+        self._layers.append(weakref.ref(layer))
+
+    @property
+    def num_layers(self) -> int:
+        """Caches that use this table."""
+        return sum(layer() is not None for layer in self._layers)
+
+    def _each(self, change: Callable[[Any], None]) -> None:
+        self._layers = [layer for layer in self._layers if layer() is not None]
+        for layer in self._layers:
+            change(layer())
+
+    def _change(self, what: str) -> None:
+        if self.open is not None:
+            raise RuntimeError(f"{what} is between steps, and a step of this table is open")
+        if self.page_uses is None:
+            raise RuntimeError(
+                f"{what} is the engine's: this table was made without page_uses, so it allocates nothing"
+            )
+
+    @property
+    def _uses(self) -> Tensor:
+        if self.page_uses is None:
+            raise RuntimeError("this table was made without page_uses, so it allocates nothing")
+        return self.page_uses
+
+    def _count_uses(self) -> None:
+        held = self.block_table.flatten()
+        self._uses.zero_().index_add_(0, held.clamp(min=0).long(), (held >= 0).to(torch.int32))
+
+    def _free_pages_behind(self, lengths: Tensor) -> None:
+        if self.page_uses is None:
+            return
+        first_token = torch.arange(self.block_table.shape[1], device=self.device) * self.page_size
+        self.block_table.masked_fill_(first_token >= lengths[:, None], -1)
+        self._count_uses()
+
+    def _own_open_pages(self) -> None:
+        """Give each sequence a page of its own where it goes on writing inside one that others hold, too."""
+        column = (self.seqlens.long() // self.page_size).clamp(max=self.block_table.shape[1] - 1)[:, None]
+        inside = self.seqlens % self.page_size > 0
+        page = self.block_table.gather(1, column)[:, 0]
+        inside &= page >= 0
+        same = (page[:, None] == page) & inside[:, None] & inside
+        first = ~same.tril(-1).any(1)
+        only_open = same.sum(1) == self._uses[page.clamp(min=0).long()]  # nobody holds it as a full page
+        copied = inside & ~(first & only_open)
+        pages, granted = self._take(copied[:, None])
+        self.overflowed |= ~granted
+        copied &= granted
+        self._each(lambda layer: layer.copy_pages(page.clamp(min=0).long(), pages[:, 0], copied))
+        self.block_table.scatter_(1, column, torch.where(copied, pages[:, 0].to(torch.int32), page)[:, None])
+        self._count_uses()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is going on: facts on the device for all layers."""
+
+    num_tokens: int
+    """N_q."""
+    positions: Tensor
+    """The tokens that q's rows are, int64 `[B,N_q]`."""
+    new: Tensor
+    """Rows that are written, bool `[B,N_q]`: real ones, of sequences that have not overflowed."""
+    counts: Tensor
+    """Their number, int32 `[B]`."""
+    done: set[int] = field(default_factory=set)
+    """ids of the caches that have their tokens."""
+    commits: list[Callable[[], None]] = field(default_factory=list)
+    """Writes over what a step that fails must find again; done when the step ends."""
+
+
+def longer(x: Tensor, dim: int, length: int, fill: float) -> Tensor:
+    """x padded at the end of `dim`."""
+    shape = [*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]]
+    return torch.cat([x, x.new_full(shape, fill)], dim)
+
+
+def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name; ValueError unless names, shapes and dtypes are the same, before anything is copied."""
+    if own.keys() != state.keys():
+        raise ValueError(f"state must have the tensors {sorted(own)}, got {sorted(state)}")
+    for name, tensor in own.items():
+        given = state[name]
+        if given.shape != tensor.shape or given.dtype != tensor.dtype:
+            wanted = f"{short_name(tensor.dtype)} {list(tensor.shape)}"
+            raise ValueError(f"{name} must be {wanted}, got {short_name(given.dtype)} {list(given.shape)}")
+    for name, tensor in own.items():
+        tensor.copy_(state[name])

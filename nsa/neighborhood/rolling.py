@@ -1,0 +1,108 @@
+"""NeighborhoodCache: the keys and values that causal windows of later tokens still reach, and no others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dispatch.registry import short_name
+from nsa.common.checks import DTYPES, check_integer, check_sizes
+
+
+class NeighborhoodCache:
+    """A rolling cache for causal NeighborhoodAttention: the last (kernel_size - 1) * dilation tokens, however long.
+
+    All sequences of the batch have one length. Once as many tokens are there, sizes stay, and memory is written in
+    place: a step can be captured in a CUDA graph. What has rolled out is gone: there is no truncation.
+
+    Args:
+        batch: B.
+        heads_kv: H_kv, key/value heads.
+        dim: D.
+        kernel_size: keys of a window, at least 1.
+        dilation: distance between neighbors in tokens, at least 1. Default: 1.
+        dtype: of keys and values. Default: torch.float32.
+        device: of keys and values. Default: None, which means the CPU.
+
+    Raises:
+        TypeError: naming an argument of the wrong type.
+        ValueError: naming an argument out of range.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NeighborhoodAttention
+        >>> layer = NeighborhoodAttention(hidden_size=64, num_heads=4, kernel_size=5, causal=True)
+        >>> cache = layer.new_cache(batch=1)
+        >>> with torch.no_grad():
+        ...     outs = [layer(torch.randn(1, tokens, 64), cache=cache) for tokens in (100, 1, 1)]
+        >>> cache.k.shape, int(cache.length)
+        (torch.Size([1, 4, 4, 16]), 102)
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        *,
+        heads_kv: int,
+        dim: int,
+        kernel_size: int,
+        dilation: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_integer("batch", batch, 0)
+        check_sizes(heads_kv=heads_kv, dim=dim, kernel_size=kernel_size, dilation=dilation)
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be {', '.join(map(short_name, DTYPES))}, got {dtype!r}")
+        self.kernel_size, self.dilation = kernel_size, dilation
+        self.reach = (kernel_size - 1) * dilation
+        """Tokens that are kept."""
+        self.k = torch.empty(batch, 0, heads_kv, dim, dtype=dtype, device=device)
+        """Keys of the last tokens `[B,min(length, reach),H_kv,D]`."""
+        self.v = self.k.clone()
+        """Their values."""
+        self.length = torch.zeros((), dtype=torch.int64, device=device)
+        """Tokens so far, on the device."""
+
+    def positions(self, num_tokens: int) -> Tensor:
+        """The tokens that the next `num_tokens` of each sequence are, int64 `[num_tokens]`: for rotary embeddings."""
+        return self.length + torch.arange(num_tokens, device=self.length.device)
+
+    def followed_by(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens that are kept and of new ones; changes nothing.
+
+        Raises:
+            TypeError, ValueError: naming the argument, its value and what was expected.
+        """
+        for name, x, own in (("k", k, self.k), ("v", v, self.v)):
+            if x.dtype != own.dtype:
+                raise TypeError(f"{name} must be {short_name(own.dtype)}, as the cache is, got {short_name(x.dtype)}")
+            if x.device != own.device or x.shape[:1] + x.shape[2:] != own.shape[:1] + own.shape[2:]:
+                wanted = f"the cache's [B,N,H_kv,D] = [{own.shape[0]},N,{own.shape[2]},{own.shape[3]}] on {own.device}"
+                raise ValueError(f"{name} must have {wanted}, got {list(x.shape)} on {x.device}")
+        return torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
+
+    def keep(self, k: Tensor, v: Tensor, num_tokens: int) -> None:
+        """Roll on by `num_tokens` tokens: keep the last ones of what `followed_by` gave."""
+        first = max(0, k.shape[1] - self.reach)
+        if k.shape[1] - first == self.k.shape[1]:
+            self.k.copy_(k[:, first:])
+            self.v.copy_(v[:, first:])
+        else:
+            self.k, self.v = k[:, first:].clone(), v[:, first:].clone()
+        self.length += num_tokens
+
+    def reorder(self, rows: Tensor) -> None:
+        """Sequence b becomes what sequence rows[b] is.
+
+        Args:
+            rows: int32 or int64 `[B]` on the device.
+
+        Raises:
+            ValueError: for another shape or device.
+        """
+        if rows.shape != self.k.shape[:1] or rows.device != self.k.device:
+            wanted = f"[{self.k.shape[0]}] on {self.k.device}"
+            raise ValueError(f"rows must be {wanted}, got {list(rows.shape)} on {rows.device}")
+        self.k.copy_(self.k[rows])
+        self.v.copy_(self.v[rows])

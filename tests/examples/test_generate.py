@@ -1,0 +1,85 @@
+"""The example that writes text: both ways give the same bytes, and a difference is seen."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import generate as example
+from examples.shared import byte_models
+
+SIZES = {
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "kv-heads": 1,
+    "context": 64,
+    "block-size": 8,
+    "k": 4,
+    "w": 8,
+    "steps": 6,
+    "batch": 4,
+    "eval-every": 6,
+    "eval-windows": 4,
+    "lr": 0.01,
+    "prompt": 70,
+    "length": 40,
+}
+TINY = ["--device=cpu", *(f"--{name}={value}" for name, value in SIZES.items())]
+
+
+@pytest.fixture(scope="module")
+def corpus() -> byte_models.Corpus:
+    return byte_models.load_corpus(Path(sysconfig.get_path("stdlib")))
+
+
+def test_trains_keeps_loads_and_writes_the_same_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = tmp_path / "model.pt"
+    assert example.main([*TINY, "--save", str(weights)]) == 0
+    first = " ".join(capsys.readouterr().out.split())
+    assert "trained 6 steps" in first
+    assert "Both wrote the same 40 bytes after a prompt of 70." in first
+    assert example.main([*TINY, "--load", str(weights)]) == 0
+    second = capsys.readouterr().out
+    assert "trained" not in second
+    with pytest.raises(SystemExit, match="--load must be what --save wrote"):
+        example.main([*TINY, "--width=64", "--load", str(weights)])
+
+
+@torch.no_grad()
+def test_the_cached_model_gives_the_logits_of_the_whole(corpus: byte_models.Corpus) -> None:
+    """Not only the likeliest byte, which an untrained model may repeat forever."""
+    args = example.parse(TINY)
+    assert example.resolve(args) == []
+    model = example.make_model("nsa", args)
+    model.initialise(0)
+    text = corpus.validation[:100].long()[None]
+    table = example.PageTable.empty(1, 100)
+    caches = [block.attention.new_cache(table) for block in model.blocks]  # type: ignore[operator, union-attr]
+    parts, start = [], 0
+    for count in (50, 1, 1, 8, 40):
+        parts.append(model.continued(text[:, start : start + count], text[:, :start], caches))
+        start += count
+    torch.testing.assert_close(torch.cat(parts, 1), model(text), rtol=1e-4, atol=1e-4)
+
+
+def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.difference(b"same", b"same") is None
+    assert example.difference(b"abc", b"axc") == "byte 1 is b'b' with a cache and b'x' without"
+
+    def wrong(_model: object, _prompt: object, length: int) -> object:
+        return (torch.tensor([[256 - 1 - i % 2]]) for i in range(length))
+
+    monkeypatch.setitem(example.WAYS, "uncached", wrong)
+    assert example.main(TINY) == 1
+    assert "The texts differ: byte 0" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("option", ["--preset=per_tile", "--q-tile=16"])
+def test_refuses_selection_per_tile(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        example.parse([*TINY, option])
+    assert "only a selection per token writes the same text" in " ".join(capsys.readouterr().err.split())

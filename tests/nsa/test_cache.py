@@ -1,0 +1,582 @@
+"""nsa_with_cache: steps and chunks give the rows of calls without a cache, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dispatch
+from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
+from nsa.inputs import NSAInputs
+from tests.support.cache_cases import (
+    append,
+    assert_unchanged,
+    cache_for,
+    looped_rows,
+    poison,
+    sequence,
+    snapshot,
+    tokens_of,
+)
+from tests.support.helpers import SMALL, assert_rounded_once, make_inputs
+from tests.support.loop_oracle import nsa_document
+from tests.support.reference_cases import cases, configs
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def close(got: Tensor, expected: Tensor, what: str = "") -> None:
+    torch.testing.assert_close(got, expected, **EXACT, msg=lambda found: f"{what}: {found}")
+
+
+def recomputed(inputs: NSAInputs, config: NSAConfig, rows: list[int] | range) -> Tensor:
+    """Rows by nsa_forward, `[B,rows,H,D_v]`: of the whole in token mode, in tile mode the last of each prefix."""
+    if config.token_mode:
+        return nsa_forward(**inputs.tensors(), config=config)[:, list(rows)]  # type: ignore[arg-type]
+    prefixes = (tokens_of(inputs, 0, row + 1) for row in rows)
+    return torch.cat([nsa_forward(**prefix, config=config)[:, -1:] for prefix in prefixes], 1)  # type: ignore[arg-type]
+
+
+# The definition
+
+CAUSAL = cases(packed=False).filter(lambda c: c[1].causal and c[0].k_cmp is None and c[0].q.shape[1] > 0)
+
+
+@settings(max_examples=100)
+@given(CAUSAL, st.data())
+def test_agrees_with_the_loops(case: tuple[NSAInputs, NSAConfig], data: st.DataObject) -> None:
+    """Any options, pages and chunks; memory that no token has written is NaN."""
+    inputs, config = case
+    k, v, tokens = inputs.k, inputs.v, inputs.q.shape[1]
+    if inputs.k_slc is not None or inputs.k_win is not None:  # a cache keeps both or none
+        own = {"k_slc": k, "v_slc": v, "k_win": k, "v_win": v}
+        inputs = replace(inputs, **{name: x if (x := getattr(inputs, name)) is not None else own[name] for name in own})
+    cache = cache_for(inputs, config, tokens + data.draw(st.integers(0, 20)), page_size=data.draw(st.integers(1, 20)))
+    chunks: list[int] = []
+    while sum(chunks) < tokens:
+        chunks.append(min(data.draw(st.sampled_from([1, 1, 2, 5, 8, 30])), tokens - sum(chunks)))
+    out = append(cache, inputs, chunks)
+    some = st.sets(st.integers(0, tokens - 1), max_size=6)
+    rows = list(range(tokens)) if config.token_mode else [*data.draw(some), tokens - 1]
+    close(out[0, rows], looped_rows(inputs, config, rows))
+    assert cache.seqlens.tolist() == [tokens]
+    cache.check()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_thousands_of_steps(name: str) -> None:
+    """Over bounds of pages, blocks and tiles; single tokens, up to 8, and chunks of a prompt."""
+    config, tokens = SMALL[name], 2100
+    inputs = make_inputs(tokens, heads=2, kv_heads=1, dim=4)
+    cache = cache_for(inputs, config, tokens, page_size=48)
+    chunks = [1] * 2000 + [2, 3, 4, 5, 6, 7, 8, 50]
+    out = append(cache, inputs, [*chunks, tokens - sum(chunks)])
+    rows = range(tokens) if config.token_mode else range(0, tokens, 53)
+    close(out[:, list(rows)], recomputed(inputs, config, rows))
+
+
+@pytest.mark.parametrize("name", ["paper", "seed"])
+def test_in_bf16(name: str) -> None:
+    """Entries are the rounded means, and with these entries results are exact ones, rounded once."""
+    config, tokens = SMALL[name], 90
+    inputs = make_inputs(tokens, dtype=torch.bfloat16)
+    cache = cache_for(inputs, config, tokens, page_size=32)
+    out = append(cache, inputs, [1] * 30 + [8, 3, 40, 1, 8])
+    entries = torch.arange(config.num_compressed(tokens))[None]
+    own = {x: cache.pages[x].flatten(0, 1)[cache.entry_rows(entries)[0]].double() for x in ("k_cmp", "v_cmp")}
+    exact = {x: t[0].double() for x, t in inputs.tensors().items()}
+    length = config.compress_block_size
+    for x in ("k", "v"):
+        blocks = exact[x].unfold(0, length, config.stride).mean(-1)
+        assert ((own[f"{x}_cmp"] - blocks).abs() <= blocks.abs() * 2**-8 + 1e-6).all()
+    rows = range(tokens) if config.token_mode else range(8, tokens, 9)
+    expected, ties = [], 0
+    for row in [tokens - 1] if config.token_mode else rows:
+        prefix = {x: t[: row + 1] for x, t in exact.items()}
+        loop = nsa_document(config=config, **prefix, **{x: t[: config.num_compressed(row + 1)] for x, t in own.items()})
+        expected += [loop.out] if config.token_mode else [loop.out[-1:]]
+        for head in loop.scores:
+            for scores in head if config.token_mode else head[-1:]:
+                ranked = sorted(map(float, scores.values()), reverse=True)
+                ties += sum(abs(a - b) < 1e-5 for a, b in pairwise(ranked) if a != b)
+    assert ties == 0, "near ties, whose order fp32 may change: choose another seed"
+    assert_rounded_once(out[0, list(rows)], torch.cat(expected), "out")
+
+
+# Batches of different lengths
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_lengths_that_differ_a_thousand_times(name: str) -> None:
+    config, lengths = SMALL[name], (2, 2000, 700)
+    inputs = make_inputs(2010, heads=2, kv_heads=1, dim=4, batch=3)
+    cache = cache_for(inputs, config, 2010, pages=2010 // 16 + 50 + 3, page_size=16)
+    for start in range(0, 2000, 500):
+        counts = torch.tensor([min(max(n - start, 0), 500) for n in lengths], dtype=torch.int32)
+        chunk = tokens_of(inputs, start, start + 500)
+        behind = torch.arange(500) >= counts[:, None]
+        chunk = {n: t.masked_fill(behind[..., None, None], torch.nan) for n, t in chunk.items()}
+        out = nsa_with_cache(cache=cache, **chunk, counts=counts)
+        for b, count in enumerate(counts.tolist()):
+            assert not out[b, count:].any()
+    own = [sequence(inputs, b) for b in range(3)]
+    for step in range(10):
+        tokens = [tokens_of(one, length + step, length + step + 1) for one, length in zip(own, lengths, strict=True)]
+        out = nsa_with_cache(cache=cache, **{n: torch.cat([t[n] for t in tokens]) for n in "qkv"})
+        for b, length in enumerate(lengths):
+            close(out[b : b + 1], recomputed(sequence(inputs, b), config, [length + step]), f"sequence {b}")
+    assert cache.seqlens.tolist() == [n + 10 for n in lengths]
+
+
+# Beams, shared prefixes, cuts
+
+
+class Beams:
+    """What each sequence of a cache holds, as lists of tokens of a pool of them."""
+
+    def __init__(self, config: NSAConfig, batch: int, max_tokens: int, **options: Any) -> None:
+        self.pool = make_inputs(400, heads=2, kv_heads=1, dim=4)
+        self.config, self.texts, self.next = config, [[] for _ in range(batch)], 0
+        self.cache = cache_for(make_inputs(1, heads=2, kv_heads=1, dim=4, batch=batch), config, max_tokens, **options)
+
+    def step(self, count: int, counts: list[int] | None = None) -> None:
+        """New tokens, compared with recomputation. A sequence without room must be the one that overflows."""
+        new = [[(self.next + b * count + i) % 400 for i in range(count)] for b in range(len(self.texts))]
+        self.next += count * len(self.texts)
+        tensors = {n: torch.cat([t[:, own] for own in new]) for n, t in self.pool.tensors().items()}
+        if counts is not None:
+            tensors["counts"] = torch.tensor(counts, dtype=torch.int32)
+        out = nsa_with_cache(cache=self.cache, **tensors)
+        for b, (own, real) in enumerate(zip(new, counts or [count] * len(new), strict=True)):
+            if len(self.texts[b]) + real > self.cache.table.capacity:
+                assert self.cache.table.overflowed[b]
+            if self.cache.table.overflowed[b]:
+                assert out[b].isnan().all()
+                continue
+            self.texts[b] = self.texts[b] + own[:real]
+            whole = NSAInputs(**{n: t[:, self.texts[b]] for n, t in self.pool.tensors().items()})
+            rows = range(len(self.texts[b]) - real, len(self.texts[b]))
+            if real:
+                close(out[b : b + 1, :real], recomputed(whole, self.config, rows), f"sequence {b}")
+            assert not out[b, real:].any()
+        assert self.cache.seqlens.tolist() == [len(text) for text in self.texts]
+
+    def truncate(self, lengths: list[int]) -> None:
+        self.cache.truncate(torch.tensor(lengths, dtype=torch.int32))
+        self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+        assert self.cache.seqlens.tolist() == [len(text) for text in self.texts]
+        poison(self.cache)
+
+    def reorder(self, rows: list[int]) -> None:
+        self.cache.reorder(torch.tensor(rows))
+        self.texts = [self.texts[row] for row in rows]
+        poison(self.cache)
+
+    def check_pages(self) -> None:
+        """Each page is counted as often as it is held, and where a sequence goes on writing it is held once."""
+        table, size = self.cache.table, self.cache.table.page_size
+        assert table.page_uses is not None
+        held = table.block_table[table.block_table >= 0]
+        assert torch.equal(table.page_uses.long(), held.long().bincount(minlength=table.num_pages))
+        for b, text in enumerate(self.texts):
+            assert (table.block_table[b] >= 0).sum() == -(-len(text) // size)
+            if len(text) % size and not table.overflowed[b]:
+                assert table.page_uses[table.block_table[b, len(text) // size]] == 1
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_beams(name: str) -> None:
+    """With no page more than sequences of full length need; free pages are NaN."""
+    beams = Beams(SMALL[name], 3, 96, page_size=8)
+    generator = torch.Generator().manual_seed(0)
+    for count in (20, 1, 1, 7, 1, 3, 8, 1, 1, 15, 4, 1):
+        beams.step(count)
+        beams.reorder(torch.randint(3, (3,), generator=generator).tolist())
+    beams.reorder([0, 0, 0])
+    beams.step(2)
+
+
+def test_a_shared_prefix_is_held_once() -> None:
+    """100 tokens in pages of 16: six full pages shared by all, and a copy of the last for each but one."""
+    beams = Beams(SMALL["paper"], 4, 128, pages=14, page_size=16)
+    counts = torch.tensor([100, 0, 0, 0], dtype=torch.int32)
+    tensors = {n: t[:, :100].expand(4, -1, -1, -1) for n, t in beams.pool.tensors().items()}
+    nsa_with_cache(cache=beams.cache, **tensors, counts=counts)
+    beams.texts[0], beams.next = list(range(100)), 100
+    beams.reorder([0, 0, 0, 0])
+    uses = beams.cache.table.page_uses
+    assert uses is not None
+    assert sorted(uses.tolist(), reverse=True) == [4] * 6 + [1] * 4 + [0] * 4
+    for count in (1, 8, 3):
+        beams.step(count)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_truncated_sequences_go_on(name: str) -> None:
+    """Inside a full page that others share, too."""
+    beams = Beams(SMALL[name], 2, 96, page_size=8)
+    beams.step(37)
+    beams.reorder([0, 0])
+    tile = SMALL[name].q_tile_size
+    for lengths in ([33, 37], [32, 32], [20, 35] if tile == 1 else [16, 32]):
+        beams.truncate(lengths)
+        beams.step(3)
+        beams.step(1)
+    beams.cache.reset()
+    assert not beams.cache.seqlens.any()
+    assert (beams.cache.table.block_table == -1).all()
+    beams.texts = [[], []]
+    beams.step(5)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_order_of_operations(data: st.DataObject) -> None:
+    """Steps, beams and cuts over pages of any size that may run out; free pages are NaN, counts of uses are right."""
+    config = data.draw(configs().filter(lambda config: config.causal))
+    size = data.draw(st.sampled_from([1, 3, 8, 20]))
+    fewest = -(-24 // size)
+    pages = data.draw(st.sampled_from([fewest, 2 * fewest, 3 * fewest]))
+    beams = Beams(config, 3, 24, page_size=size, pages=pages)
+    for operation in data.draw(st.lists(st.sampled_from(["step", "step", "reorder", "truncate"]), max_size=8)):
+        if operation == "step":
+            count = data.draw(st.integers(1, 9))
+            beams.step(count, [data.draw(st.integers(0, count)) for _ in range(3)])
+        elif operation == "reorder":
+            beams.reorder([data.draw(st.integers(0, 2)) for _ in range(3)])
+        else:
+            tile, lengths = config.q_tile_size, [len(text) for text in beams.texts]
+            cuts = [data.draw(st.integers((max(n, 1) - 1) // tile * tile, n)) for n in lengths]
+            if data.draw(st.booleans()):
+                cuts = [cut // tile * tile for cut in cuts]
+            beams.truncate(cuts)
+        beams.check_pages()
+
+
+def test_a_cut_clears_only_the_flags_of_what_it_cuts() -> None:
+    inputs, cache = overflowing("paper")
+    nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49), counts=torch.tensor([0, 9, 0], dtype=torch.int32))
+    cache.truncate(torch.tensor([0, 41, 3], dtype=torch.int32))
+    assert cache.table.overflowed.tolist() == [False, True, False]
+    cache.truncate(torch.tensor([0, 40, 3], dtype=torch.int32))
+    assert not cache.table.overflowed.any()
+
+
+def test_cuts_that_need_forgotten_queries_raise() -> None:
+    beams = Beams(SMALL["seed"], 2, 96, page_size=8)
+    beams.step(37)
+    before = snapshot(beams.cache)
+    with pytest.raises(ValueError, match=r"lengths must be multiples of q_tile_size=16, or at least 32 .* got 31"):
+        beams.cache.truncate(31)
+    assert_unchanged(beams.cache, before)
+
+
+# Capacity
+
+
+def overflowing(name: str, **options: Any) -> tuple[NSAInputs, NSACache]:
+    """A batch of three; sequence 1 has 40 tokens of 48 that its pages hold, and 8 more do not fit 9."""
+    inputs = make_inputs(100, heads=2, kv_heads=1, dim=4, batch=3)
+    cache = cache_for(inputs, SMALL[name], 48, page_size=8, **options)
+    nsa_with_cache(cache=cache, **tokens_of(inputs, 0, 40), counts=torch.tensor([10, 40, 3], dtype=torch.int32))
+    return inputs, cache
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_sequence_that_overflows_is_nan_and_flagged_and_the_others_are_right(name: str) -> None:
+    inputs, cache = overflowing(name)
+    before = cache.pages["k"][cache.table.block_table[1, :5].long()].clone()
+    lengths, config = [10, 40, 3], SMALL[name]
+    for _ in range(2):  # the flag stays, also where one more token had room
+        tokens = [tokens_of(sequence(inputs, b), n, n + 9) for b, n in enumerate(lengths)]
+        out = nsa_with_cache(cache=cache, **{n: torch.cat([t[n] for t in tokens]) for n in "qkv"})
+        assert out[1].isnan().all()
+        for b in (0, 2):
+            rows = range(lengths[b], lengths[b] + 9)
+            close(out[b : b + 1], recomputed(sequence(inputs, b), config, rows))
+            lengths[b] += 9
+        assert cache.table.overflowed.tolist() == [False, True, False]
+    assert cache.seqlens.tolist() == lengths == [28, 40, 21]
+    assert torch.equal(cache.pages["k"][cache.table.block_table[1, :5].long()], before)
+    with pytest.raises(RuntimeError, match=r"sequences \[1\] of \[40\] tokens had no room .*at most 48 tokens"):
+        cache.check()
+    cache.table.grow(64)
+    cache.truncate(40)
+    cache.check()
+    tokens = [tokens_of(sequence(inputs, b), n, n + 9) for b, n in enumerate(lengths)]
+    out = nsa_with_cache(cache=cache, **{n: torch.cat([t[n] for t in tokens]) for n in "qkv"})
+    for b, length in enumerate(lengths):
+        close(out[b : b + 1], recomputed(sequence(inputs, b), config, range(length, length + 9)))
+
+
+def test_pages_that_run_out() -> None:
+    """Sequences are served in order: the first takes the last page, the others overflow unless they need none."""
+    inputs, cache = overflowing("paper", pages=9)
+    out = nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 47), counts=torch.tensor([7, 1, 5], dtype=torch.int32))
+    assert cache.table.overflowed.tolist() == [False, True, False]
+    assert cache.seqlens.tolist() == [17, 40, 8]
+    assert [bool(row.isnan().any()) for row in out] == [False, True, False]
+
+
+def test_debug_raises_at_once_and_leaves_the_cache_as_it_was() -> None:
+    inputs, cache = overflowing("paper")
+    before = snapshot(cache)
+    debug = replace(SMALL["paper"], debug=True)
+    with pytest.raises(RuntimeError, match=r"sequences \[1\]"):
+        nsa_with_cache(cache=cache, **tokens_of(inputs, 40, 49), config=debug)
+    assert_unchanged(cache, before)
+
+
+# Refusals
+
+REFUSED: dict[str, tuple[type[Exception], str]] = {
+    "q": (ValueError, "q must have B=2 sequences and N_q >= 1 tokens"),
+    "batch": (ValueError, "q must have B=2 sequences"),
+    "dtype": (TypeError, "q must be float64, as the cache is, got float32"),
+    "k": (ValueError, r"k must have q's N_q=3 new tokens, got shape \[2, 4, 2, 16\]"),
+    "dim": (ValueError, r"k must have the cache's \[H_kv,D\] = \[2, 16\]"),
+    "v": (ValueError, "v must have the cache's D_v=16"),
+    "heads": (ValueError, "q must have the cache's H=4 heads"),
+    "gates": (ValueError, "gates must have the shape"),
+    "separate": (ValueError, "k_slc goes with separate_kv=True of the cache: given, separate_kv=False"),
+    "stride": (ValueError, "compress_stride must be 8, which the cache was made for, got 4"),
+    "tile": (ValueError, "q_tile_size must be 16, which the cache was made for, got 1"),
+    "counts": (ValueError, r"counts must be from 0 to 3, got \[1, 4\]"),
+    "counts dtype": (TypeError, "counts must be int32, got int64"),
+    "gradient": (RuntimeError, "nsa_with_cache has no gradient"),
+    "backend": (ValueError, "backend must be one of reference for nsa_with_cache, got 'cute'"),
+    "cache": (TypeError, "cache must be an NSACache, got dict"),
+    "pool": (ValueError, "compress must map blocks of k"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_calls_leave_the_cache_as_it_was(what: str) -> None:
+    config = SMALL["seed"]
+    cache = cache_for(make_inputs(1, batch=2), config, 64, page_size=8)
+    append(cache, make_inputs(21, batch=2), [20, 1])
+    before, given = snapshot(cache), make_inputs(3, batch=2).tensors()
+    other: dict[str, Any] = {
+        "q": make_inputs(0, batch=2).tensors(),
+        "batch": make_inputs(3, batch=1).tensors(),
+        "dtype": make_inputs(3, batch=2, dtype=torch.float32).tensors(),
+        "k": {n: make_inputs(4, batch=2).tensors()[n] for n in "kv"},
+        "dim": make_inputs(3, batch=2, dim=8, v_dim=16).tensors(),
+        "v": make_inputs(3, batch=2, v_dim=8).tensors(),
+        "heads": make_inputs(3, batch=2, heads=8).tensors(),
+        "gates": {"gates": torch.rand(2, 4, 4, 3, dtype=torch.float64)},
+        "separate": {"k_slc": given["k"], "v_slc": given["v"]},
+        "stride": {"config": replace(config, compress_stride=4)},
+        "tile": {"config": replace(config, q_tile_size=1)},
+        "counts": {"counts": torch.tensor([1, 4], dtype=torch.int32)},
+        "counts dtype": {"counts": torch.tensor([1, 2])},
+        "gradient": {"q": given["q"].clone().requires_grad_()},
+        "backend": {"backend": "cute"},
+        "cache": {"cache": {}},
+        "pool": {"config": replace(config, compress=lambda blocks: blocks), **make_inputs(3, batch=2).tensors()},
+    }[what]
+    error, message = REFUSED[what]
+    with pytest.raises(error, match=message):
+        nsa_with_cache(**({"cache": cache} | given | other))
+    if what == "pool":  # raised where blocks are pooled: what lies behind the sequences may have been written
+        after = snapshot(cache)
+        before = {n: after[n] if n in ("k", "v") else x for n, x in before.items()}
+    assert_unchanged(cache, before)
+
+
+def test_other_refusals() -> None:
+    config = SMALL["seed"]
+    sizes = {"heads_kv": 2, "dim": 16}
+    with pytest.raises(ValueError, match="heads must be given with q_tile_size=16"):
+        NSACache.empty(config, 1, 64, **sizes)
+    with pytest.raises(ValueError, match="causal must be True"):
+        NSACache.empty(replace(SMALL["paper"], causal=False), 1, 64, **sizes)
+    with pytest.raises(ValueError, match="max_tokens or pages must be given"):
+        PageTable.empty(1)
+    with pytest.raises(ValueError, match="not on meta"):
+        PageTable.empty(1, 64, device="meta")
+    cache = cache_for(make_inputs(1), config, 64)
+    with pytest.raises(ValueError, match=r"rows must be from 0 to 0, got \[1\]"):
+        cache.reorder(torch.tensor([1]))
+    with pytest.raises(ValueError, match="lengths must be at least 0, got -1"):
+        cache.truncate(-1)
+    with pytest.raises(ValueError, match="max_tokens must be at least 64, got 10"):
+        cache.table.grow(10)
+    with torch.inference_mode():
+        append(cache, make_inputs(3), [2, 1])
+    append(cache, make_inputs(3), [2, 1])
+    assert cache.seqlens.tolist() == [6]
+    with pytest.raises(RuntimeError, match=r"^nsa_with_cache does not support torch\.vmap"):
+        torch.vmap(lambda x: nsa_with_cache(x, x[..., :2, :], x[..., :2, :], cache))(torch.randn(3, 1, 1, 4, 16))
+    with pytest.raises(Exception, match=r"nsa_with_cache does not support torch\.compile"):
+        torch.compile(lambda x: nsa_with_cache(x, x, x, cache), fullgraph=True, backend="eager")(
+            torch.randn(1, 1, 4, 16)
+        )
+
+
+def test_the_dispatcher_routes_it() -> None:
+    call = dispatch.Call("nsa_with_cache", "cuda", torch.bfloat16)
+    (verdict,) = dispatch.explain(call)
+    assert re.match("runs on cuda only when named", verdict.reason or "")
+    assert dispatch.resolve(call, "reference").backend == "reference"
+    assert dispatch.nsa_with_cache is nsa_with_cache
+
+
+def test_autocast_casts_as_nsa() -> None:
+    inputs, config = make_inputs(50, dtype=torch.float32), SMALL["paper"]
+    lower = inputs.map(torch.Tensor.bfloat16)
+    weight = torch.randn(4, 3, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = append(cache_for(lower, config, 50), inputs, [30, 1, 19], gate_proj_weight=weight)
+    assert torch.equal(out, append(cache_for(lower, config, 50), lower, [30, 1, 19], gate_proj_weight=weight))
+
+
+# Layers, state, other people's tables
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_layers_share_a_table(name: str) -> None:
+    config, inputs = SMALL[name], make_inputs(60, batch=2)
+    table = PageTable.empty(2, 64, page_size=16)
+    sizes = {"heads": 4, "heads_kv": 2, "dim": 16, "dtype": torch.float64}
+    layers = [NSACache(config, table, **sizes) for _ in range(3)]  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"3 caches share this table, .* `with table.step\(5\):`"):
+        append(layers[0], inputs, [5])
+    start = 0
+    for count in (20, 1, 8, 25):
+        for failing in (True, False):  # a step that fails halfway is as if it had not been
+            state = {n: t.clone() for n, t in table.state_dict().items()}
+            try:
+                with table.step(count):
+                    outs = [append(layer, inputs, [count], start) for layer in layers[: 2 if failing else 3]]
+                    with pytest.raises(RuntimeError, match="its tokens of the open step already"):
+                        append(layers[0], inputs, [count], start)
+                    with pytest.raises(ValueError, match="q must have the step's N_q"):
+                        append(layers[2], inputs, [count + 1], start)
+                    if failing:
+                        raise KeyError
+            except KeyError:
+                assert all(torch.equal(t, state[n]) for n, t in table.state_dict().items())
+        rows = range(start, start + count)
+        for out in outs:
+            close(out, recomputed(inputs, config, rows))
+        start += count
+    assert table.seqlens.tolist() == [54, 54]
+    assert table.positions(2).tolist() == [[54, 55]] * 2
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_state_dict_goes_on_elsewhere(name: str) -> None:
+    inputs, config = make_inputs(60, batch=2), SMALL[name]
+    cache, other = (cache_for(inputs, config, 64, page_size=8) for _ in range(2))
+    append(cache, inputs, [37, 1])
+    other.load_state_dict(cache.state_dict())
+    assert_unchanged(other, snapshot(cache))
+    assert torch.equal(append(cache, inputs, [1, 5], 38), append(other, inputs, [1, 5], 38))
+    before = snapshot(other)
+    with pytest.raises(ValueError, match=r"k must be float64 \[16, 8, 2, 16\], got float32"):
+        other.load_state_dict({**cache.state_dict(), "k": cache.pages["k"].float()})
+    with pytest.raises(ValueError, match="state must have the tensors"):
+        other.load_state_dict({})
+    assert_unchanged(other, before)
+
+
+def test_an_engine_allocates_and_advances() -> None:
+    """Pages in an order of the engine's own, one of them missing; its memory is written in place."""
+    inputs, config = make_inputs(40, batch=2), SMALL["paper"]
+    block_table = torch.tensor([[7, 2, 5, -1], [1, 6, 0, 3]], dtype=torch.int32)
+    table = PageTable(block_table, torch.zeros(2, dtype=torch.int32), page_size=8, num_pages=8)
+    pages = torch.full((2, 8, 8, 2, 16), torch.nan, dtype=torch.float64)
+    cache = NSACache(config, table, heads_kv=2, dim=16, dtype=torch.float64, pages={"k": pages[0], "v": pages[1]})
+    start = 0
+    for count in (20, 1, 3):
+        out = append(cache, inputs, [count], start)
+        close(out, recomputed(inputs, config, range(start, start + count)))
+        assert (table.seqlens == start).all()
+        table.seqlens += count
+        start += count
+    assert torch.equal(pages[0, 7], inputs.k[0, :8])
+    out = append(cache, inputs, [1], start)
+    assert out[0].isnan().all()
+    close(out[1:], recomputed(sequence(inputs, 1), config, [24]))
+    assert table.overflowed.tolist() == [True, False]
+    with pytest.raises(RuntimeError, match="truncate is the engine's"):
+        cache.truncate(3)
+    for wrong, message in (
+        ({"k": pages[0, :4]}, r"k of pages must be \[8, 8, 2, 16\]"),
+        ({"k": pages[0].transpose(0, 1)}, "k of pages must have tokens at one distance"),
+        ({"x": pages[0]}, "pages must be among k, v, k_cmp, v_cmp, got x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NSACache(config, table, heads_kv=2, dim=16, dtype=torch.float64, pages=wrong)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where a value, or a size that depends on values, is read on the host."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2", "repeat_interleave")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in self.READS, name
+        if name in ("index", "index_put_"):
+            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), f"{name} by a mask"
+        return func(*args, **(kwargs or {}))
+
+
+def test_host_reads_are_seen() -> None:
+    x = torch.arange(3)
+    for read in (lambda: int(x.sum()), lambda: x[x > 0], lambda: x[x[0]], lambda: bool(x.any())):
+        with NoHostReads(), pytest.raises(AssertionError):
+            read()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_nothing_is_read_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageTable, "_check_counts", lambda *_: None)  # reads values of CPU tensors alone
+    inputs = make_inputs(60, batch=2)
+    cache = cache_for(inputs, SMALL[name], 128)
+    with NoHostReads():
+        for start, count in ((0, 40), (40, 1), (41, 8)):
+            counts = torch.full((2,), count, dtype=torch.int32)
+            nsa_with_cache(cache=cache, **tokens_of(inputs, start, start + count), counts=counts)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", SMALL)
+def test_a_captured_step_is_replayed_as_lengths_grow(name: str) -> None:
+    config, inputs = SMALL[name], make_inputs(60, batch=2, device="cuda")
+    cache = cache_for(inputs, config, 64, page_size=16, device="cuda")
+    own = {n: t.clone() for n, t in tokens_of(inputs, 0, 1).items()}
+    append(cache, inputs, [1] * 3, backend="reference")
+    cache.reset()
+    for pages in cache.pages.values():
+        pages.fill_(torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nsa_with_cache(cache=cache, **own, backend="reference")
+    for step in range(60):
+        for n, tensor in tokens_of(inputs, step, step + 1).items():
+            own[n].copy_(tensor.clone())
+        graph.replay()
+        prefix = {n: t.cpu() for n, t in tokens_of(inputs, 0, step + 1).items()}
+        close(out.cpu(), nsa_forward(**prefix, config=config)[:, -1:])  # type: ignore[arg-type]
+    assert cache.seqlens.tolist() == [60, 60]
+
+
+def test_an_empty_batch() -> None:
+    inputs = make_inputs(5, batch=0)
+    cache = cache_for(inputs, SMALL["paper"], 64)
+    assert append(cache, inputs, [5]).shape == (0, 5, 4, 16)
+    cache.reorder(torch.zeros(0, dtype=torch.int64))
+    cache.truncate(0)
+    cache.check()

@@ -1,0 +1,117 @@
+"""NSAttention and NeighborhoodAttention with a cache: layers that generate as they were trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NeighborhoodAttention, NeighborhoodCache, NSAConfig, NSAttention, PageTable
+from tests.support.helpers import SMALL
+from tests.support.rotary import rotary_table, rotate
+
+WIDTH, HEADS, KV_HEADS = 32, 4, 2
+CHUNKS = (20, 1, 1, 8, 3, 1, 26)
+KINDS: dict[str, dict[str, Any]] = {
+    "gates of x": {"gate": "x"},
+    "gates of q, projected entries": {"gate": "q", "compress_proj": True},
+    "learned compression": {"gate": None, "compress": "linear"},
+    "keys of each branch": {"separate_kv": True, "v_head_dim": 6},
+}
+
+
+def at(table: tuple[Tensor, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary tables of these tokens; the tests' tables have a batch dim in front."""
+    cos, sin = (x.reshape(-1, x.shape[-1])[positions] for x in table)
+    return cos, sin
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SMALL)
+@torch.no_grad()
+def test_steps_are_the_rows_of_the_layer(name: str, kind: str) -> None:
+    torch.manual_seed(0)
+    config = SMALL[name]
+    layer = NSAttention(WIDTH, HEADS, KV_HEADS, config=config, rope=rotate, dtype=torch.float64, **KINDS[kind])
+    for parameter in layer.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+    x, rotary = torch.randn(2, 60, WIDTH, dtype=torch.float64), rotary_table(60, layer.head_dim)
+    rotary = tuple(part.double() for part in rotary)
+    cache = layer.new_cache(PageTable.empty(2, 60, page_size=16))
+    start = 0
+    for count in CHUNKS:
+        embeddings = at(rotary, cache.table.positions(count))
+        out = layer(x[:, start : start + count], embeddings, cache=cache)
+        for row in range(start, start + count):
+            prefix = at(rotary, torch.arange(row + 1)[None])
+            expected = layer(x[:, : row + 1], prefix)[:, -1]
+            torch.testing.assert_close(out[:, row - start], expected, rtol=1e-10, atol=1e-10)
+        start += count
+
+
+def test_refuses_what_does_not_go_together() -> None:
+    layer = NSAttention(WIDTH, HEADS, config=NSAConfig.paper())
+    cache, x = layer.new_cache(PageTable.empty(1, 64)), torch.randn(1, 3, WIDTH)
+    with pytest.raises(RuntimeError, match="nsa_with_cache has no gradient"):
+        layer(x, cache=cache)
+    counts = torch.tensor([2], dtype=torch.int32)
+    with pytest.raises(ValueError, match="counts goes with cache"):
+        layer(x, counts=counts)
+    with pytest.raises(ValueError, match="cu_seqlens and max_seqlen do not go with cache"):
+        layer(x[0], cu_seqlens=torch.tensor([0, 3], dtype=torch.int32), cache=cache)
+    with torch.no_grad():
+        layer(x, cache=cache, counts=counts)
+    assert cache.seqlens.tolist() == [2]
+
+
+# Neighborhood attention
+
+
+@pytest.mark.parametrize(("kernel_size", "dilation"), [(1, 1), (5, 1), (4, 3), (100, 1)])
+@torch.no_grad()
+def test_windows_roll(kernel_size: int, dilation: int) -> None:
+    options = {"kernel_size": kernel_size, "dilation": dilation, "causal": True}
+    layer = NeighborhoodAttention(WIDTH, HEADS, KV_HEADS, rope=rotate, dtype=torch.float64, **options)  # type: ignore[arg-type]
+    x, rotary = torch.randn(2, 60, WIDTH, dtype=torch.float64), rotary_table(60, layer.head_dim)
+    rotary = tuple(part.double() for part in rotary)
+    whole = layer(x, at(rotary, torch.arange(60)[None]))
+    cache = layer.new_cache(2)
+    start, places = 0, set()
+    for count in CHUNKS:
+        out = layer(x[:, start : start + count], at(rotary, cache.positions(count)[None]), cache=cache)
+        torch.testing.assert_close(out, whole[:, start : start + count], rtol=1e-12, atol=1e-12)
+        start += count
+        assert cache.k.shape[1] == cache.v.shape[1] == min(start, (kernel_size - 1) * dilation)
+        if start > (kernel_size - 1) * dilation:
+            places.add(cache.k.data_ptr())
+    assert len(places) <= 1, "sizes stay, so memory does, too"
+    assert int(cache.length) == 60
+    before = cache.k.clone()
+    cache.reorder(torch.tensor([1, 1]))
+    assert torch.equal(cache.k, before[[1, 1]])
+
+
+def test_a_rolling_cache_refuses() -> None:
+    x = torch.randn(2, 3, WIDTH)
+    layer = NeighborhoodAttention(WIDTH, HEADS, kernel_size=5, causal=True)
+    cache = layer.new_cache(2)
+    with pytest.raises(RuntimeError, match="a call with a cache has no gradient"):
+        layer(x, cache=cache)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="cache goes with causal=True"):
+            NeighborhoodAttention(WIDTH, HEADS, kernel_size=5)(x, cache=cache)
+        with pytest.raises(ValueError, match="cache must have kernel_size=7, got 5"):
+            NeighborhoodAttention(WIDTH, HEADS, kernel_size=7, causal=True)(x, cache=cache)
+        with pytest.raises(ValueError, match=r"k must have the cache's \[B,N,H_kv,D\] = \[2,N,4,8\]"):
+            layer(x[:1], cache=cache)
+        with pytest.raises(TypeError, match="k must be bfloat16, as the cache is, got float32"):
+            layer(x, cache=layer.new_cache(2, torch.bfloat16))
+        with pytest.raises(TypeError, match="cache must be a NeighborhoodCache"):
+            layer(x, cache=object())
+        with pytest.raises(ValueError, match=r"rows must be \[2\]"):
+            cache.reorder(torch.tensor([0]))
+    assert int(cache.length) == 0
+    with pytest.raises(ValueError, match="kernel_size must be at least 1, got 0"):
+        NeighborhoodCache(1, heads_kv=1, dim=8, kernel_size=0)
