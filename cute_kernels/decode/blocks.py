@@ -79,10 +79,10 @@ class AttendBlocks(DecodeTiles):
     def __init__(
         self, dim: int, v_dim: int, dtype: Any, group: int, queries: int, blocks: Blocks, window: int, page_size: int
     ) -> None:
-        super().__init__(dim, v_dim, dtype, group, Paging(page_size), row_bytes=0)
-        self.group, self.queries, self.blocks, self.window = group, queries, blocks, window
         self.keys = Keys(blocks.length, blocks.stride)
         self.topk = TopKList(blocks, self.keys, tile=1)
+        super().__init__(dim, v_dim, dtype, group, Paging(page_size), bytes=self.topk.num_slots * 8)
+        self.group, self.queries, self.blocks, self.window = group, queries, blocks, window
         self.block_tiles = blocks.size // KEYS
 
     @cute.jit

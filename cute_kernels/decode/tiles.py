@@ -81,9 +81,16 @@ class PagedKeys(NamedTuple):
 
 
 class DecodeTiles:
-    """Args: dims of k and v; 16-bit type; query rows of a CTA at most; where keys lie; bytes of further smem per row."""
+    """Args:
+    dim, v_dim, dtype: of k and v, 16-bit.
+    rows: query rows of a CTA, at most.
+    paging: where keys lie.
+    row_bytes, bytes: of further shared memory, for each row and in all.
+    """
 
-    def __init__(self, dim: int, v_dim: int, dtype: Any, rows: int, paging: Paging, row_bytes: int = 0) -> None:
+    def __init__(
+        self, dim: int, v_dim: int, dtype: Any, rows: int, paging: Paging, *, row_bytes: int = 0, bytes: int = 0
+    ) -> None:
         self.dim, self.v_dim, self.dtype, self.paging = dim, v_dim, dtype, paging
         row_warps = 1
         while row_warps * MMA_K < min(rows, MAX_ROWS):
@@ -95,7 +102,7 @@ class DecodeTiles:
         self.warp_keys = KEYS // self.key_warps
         self.sums = self.warps * MMA_K * (v_dim + VECTOR)  # numbers of sO; rows are padded against bank conflicts
         stage = KEYS * (dim + v_dim) * 2
-        fixed = self.rows * (2 * dim + row_bytes) + self.warps * MMA_K * 8 + 1024
+        fixed = self.rows * (2 * dim + row_bytes) + self.warps * MMA_K * 8 + bytes + 1024  # alignment
         fits = range(max(FEW_STAGES, -(-self.sums * 4 // stage)), MOST_STAGES + 1)
         pair = [n for n in fits if 2 * (fixed + n * stage + RESERVED_BYTES) <= SM_BYTES]
         alone = [n for n in fits if fixed + n * stage <= CTA_BYTES]
@@ -113,7 +120,8 @@ class DecodeTiles:
     def layouts(self) -> tuple[Any, Any, Any]:
         """Of sQ, sK and sV."""
         tile = cute.select(smem_tiles(self.dtype, self.rows, self.dim, 1), mode=[0, 1])
-        return tile, smem_tiles(self.dtype, KEYS, self.dim, self.stages), smem_tiles(self.dtype, KEYS, self.v_dim, self.stages)
+        k_tiles, v_tiles = (smem_tiles(self.dtype, KEYS, dim, self.stages) for dim in (self.dim, self.v_dim))
+        return tile, k_tiles, v_tiles
 
     @cute.jit
     def allocate(self, smem: Any, layouts: tuple[Any, Any, Any]) -> Buffers:
