@@ -1,9 +1,9 @@
 """A layer's step of decoding over paged keys, beside dense decoding and fla's, checked against fp64 first.
 
-Each case is an `nsa_with_cache` of N_q new tokens for a batch of sequences that have N, pages shuffled. It is timed as a
-CUDA graph, and eagerly from an idle GPU; `host_us` is what Python takes to start an eager call. The layers' common part
-of a step (pages, lengths) is outside, as in a model of many layers. Sampled rows are held against fp64 before anything
-is timed: where one is above its budget, nothing is reported and the status is 1.
+Each case is an `nsa_with_cache` of N_q new tokens for a batch of sequences that have N, pages shuffled. It is timed as
+a CUDA graph, and eagerly from an idle GPU; `host_us` is what Python takes to start an eager call. The layers' common
+part of a step (pages, lengths) is outside, as in a model of many layers. Sampled rows are held against fp64 before
+anything is timed: where one is above its budget, nothing is reported and the status is 1.
 
 Dense decoding is PyTorch's SDPA with grouped heads over contiguous keys: of N_q tokens each sees all keys. fla's is
 parallel_nsa of the last tokens over all keys, which it pools anew. Neither has a cache to append to.
@@ -189,7 +189,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
     args.cases = [
-        Case(preset, *pair, n, batch, n_q)  # type: ignore[arg-type]
+        Case(preset, pair[0], pair[1], n, batch, n_q)
         for preset, pair, (n, batch), n_q in product(args.presets, heads, sizes, args.queries)
         if n_q <= n
     ]
@@ -237,8 +237,9 @@ def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Ste
 
 
 def check(step: Step) -> tuple[float, float]:
-    """The largest error of sampled rows against fp64, and its budget: that of plain attention in the dtype, twice, and a rounding.
+    """The largest error of sampled rows against fp64, and its budget.
 
+    That is twice the error of plain attention whose probabilities and results are rounded to the dtype, and a rounding.
     Rows whose selection is a near tie are left out; at least one is none.
     """
     case, config = step.case, step.config
@@ -349,7 +350,7 @@ def time_case(
     if not args.no_peers:
         for name, make in (("dense", dense_call), ("fla", fla_call)):
             try:
-                call = make(step)
+                call: Callable[[], Any] = make(step)
                 call()
                 if name == "dense" and device.type == "cuda":
                     call = capture(call, device).replay
@@ -412,7 +413,7 @@ def fla_call(step: Step) -> Callable[[], Tensor]:
     k, v = (torch.randn(1, case.batch * case.n, *x.shape[2:], dtype=x.dtype, device=x.device) for x in (step.k, step.v))
     gates = step.gates.reshape(1, -1, case.heads, 3).unbind(-1)
     bounds = torch.arange(case.batch + 1, dtype=torch.int64, device=q.device)
-    options = {"block_counts": config.num_selected_blocks, "block_size": config.select_size}
+    options: dict[str, Any] = {"block_counts": config.num_selected_blocks, "block_size": config.select_size}
     options |= {"window_size": config.window_size, "cu_seqlens": (bounds * case.n_q, bounds * case.n)}
     return lambda: parallel_nsa(q, k, v, *gates, **options)
 
@@ -430,7 +431,9 @@ def find_bars(rows: Sequence[Row]) -> list[Bar]:
     for (n, batch), ms in MS_BARS.items():
         row = of_bars.get((n, batch, "graph"))
         bars.append(
-            Bar(f"{n >> 10}K, batch {batch}, graph", None if row is None else row.ms_p50, ms, at_least=False, unit=" ms")
+            Bar(
+                f"{n >> 10}K, batch {batch}, graph", None if row is None else row.ms_p50, ms, at_least=False, unit=" ms"
+            )
         )
     row = of_bars.get((64 << 10, 1, "eager"))
     bars.append(

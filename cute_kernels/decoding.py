@@ -74,9 +74,7 @@ def sizes(
     """Of the kernels that are compiled for these."""
     scores = score.ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, select, page_size)
     attends = blocks.AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, select, window, page_size)
-    return Sizes(
-        scores.rows, scores.row_groups, scores.tiles, scores.ctas_per_sm, attends.rows, attends.ctas_per_sm
-    )
+    return Sizes(scores.rows, scores.row_groups, scores.tiles, scores.ctas_per_sm, attends.rows, attends.ctas_per_sm)
 
 
 def decode(
@@ -119,33 +117,43 @@ def decode(
     places = batch * kv_heads * of.row_groups
     ctas = max(1, min(sms * of.ctas_per_sm, -(-places * tiles // MIN_TILES)))
     parts = blocks.Parts.of(select, window, capacity, batch * items, sms * of.block_ctas_per_sm)
-    choice_parts = choose.num_parts(-(-capacity // select.size))
+    choice = choose.ChoiceParts.of(-(-capacity // select.size))
 
     def fp32(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
     cmp_o, cmp_lse = fp32(ctas + places, of.rows, v_dim), fp32(ctas + places, of.rows)
     scores = fp32(batch, kv_heads, max(1, tiles), of.tiles.slots, queries * group)
-    values = fp32(batch, items, choice_parts, select.count)
+    values = fp32(batch, items, choice.lists, select.count)
     indices = torch.empty_like(values, dtype=torch.int32)
-    block_o = fp32(batch, items, parts.count, of.block_rows, v_dim)
-    block_lse = fp32(batch, items, parts.count, of.block_rows)
+    block_o = fp32(batch, items, parts.both, of.block_rows, v_dim)
+    block_lse = fp32(batch, items, parts.both, of.block_rows)
     scale = config.scale(dim) * LOG2_E
-    table, known = pages.block_table, (lengths.cached, lengths.new)
+    table, known = pages.block_table, lengths[:2]
     weights = gate_proj_weight, None if gate_proj_weight is not None else gates
     gate_dtypes = [None if x is None else x.dtype for x in weights]
 
     appending = append.compiled(how[0], q.dtype, page_size, select.length, select.stride)
-    appending.run(k, v, *pages[:4], table, known)
-    score.compiled(*how, page_size).run(
-        q, pages.k_cmp, pages.v_cmp, table, known, cmp_o, cmp_lse, scores, scale, ctas
-    )
-    choose.compiled(*how, page_size).run(known, cmp_lse, scores, values, indices, ctas)
+    appending.run(k, v, *pages[:4], table, *known)
+    score.compiled(*how, page_size).run(q, pages.k_cmp, pages.v_cmp, table, *known, cmp_o, cmp_lse, scores, scale, ctas)
+    choose.compiled(*how, page_size).run(*known, cmp_lse, scores, values, indices, ctas, choice.blocks)
     blocks.compiled(*how, window, page_size).run(
-        q, pages.k, pages.v, table, known, values, indices, block_o, block_lse, scale, *parts[:1], *parts[2:]
+        q,
+        pages.k,
+        pages.v,
+        table,
+        *known,
+        values,
+        indices,
+        block_o,
+        block_lse,
+        scale,
+        parts.selected,
+        *parts[2:],
+        choice.blocks,
     )
     combine.compiled(*how, page_size, *gate_dtypes).run(
-        known,
+        *known,
         lengths.overflowed.view(torch.int8),
         cmp_o,
         cmp_lse,
@@ -165,7 +173,7 @@ def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
     table, memory = cache.table, cache.pages
     weight = None if inputs.gate_proj_weight is None else vectorizable(inputs.gate_proj_weight)
-    pages = Pages(*[memory[name] for name in Pages._fields[:4]], table.block_table)
+    pages = Pages(memory["k"], memory["v"], memory["k_cmp"], memory["v_cmp"], table.block_table)
     outs = []
     for first in range(0, q.shape[1], MAX_DECODE_QUERIES):
         rows = slice(first, first + MAX_DECODE_QUERIES)

@@ -363,7 +363,11 @@ def decode_cases() -> Iterator[Case]:
         yield Case("ScoreEntries", variant, dim, group, dtype, ours(score.compiled, *how, page))
         yield Case("ChooseBlocks", variant, dim, group, dtype, ours(choose.compiled, *how, page))
         yield Case("AttendBlocks", variant, dim, group, dtype, ours(blocks.compiled, *how, 512, page))
-        for gates, given in {"projected": (dtype, None), "given": (None, torch.float32), "thirds": (None, None)}.items():
+        for gates, given in {
+            "projected": (dtype, None),
+            "given": (None, torch.float32),
+            "thirds": (None, None),
+        }.items():
             run = ours(combine.compiled, *how, page, *given)
             yield Case("CombineBranches", f"{variant},{gates}", dim, group, dtype, run)
 

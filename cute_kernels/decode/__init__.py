@@ -1,4 +1,4 @@
-"""A step of decoding: few queries of each sequence, whose keys, values and compressed entries lie in pages (docs/decoding.md).
+"""A step of decoding: few queries of each sequence, whose keys and entries lie in pages (docs/decoding.md).
 
     append.py   AppendPages       new keys and values into their pages, and the entries that they complete
     score.py    ScoreEntries      compressed attention, split over the entries, and what they add to each block's score

@@ -43,10 +43,11 @@ class AppendPages:
         mKEntries: cute.Tensor,
         mVEntries: cute.Tensor,
         mTable: cute.Tensor,  # int32 [B, pages of a sequence]
-        lengths: Lengths,
+        mCached: cute.Tensor,  # int32 [B]: Lengths
+        mNew: cute.Tensor,
         stream: Any,
     ):
-        self.kernel(mK, mV, mKPages, mVPages, mKEntries, mVEntries, mTable, lengths).launch(
+        self.kernel(mK, mV, mKPages, mVPages, mKEntries, mVEntries, mTable, Lengths(mCached, mNew)).launch(
             grid=[mK.shape[2], 2, mK.shape[0]], block=[self.lanes * SLICES, 1, 1], stream=stream
         )
 
@@ -62,7 +63,6 @@ class AppendPages:
         mTable: cute.Tensor,
         lengths: Lengths,
     ):
-        thread, _, _ = cute.arch.thread_idx()
         kv_head, second, batch = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
         layout = cute.make_ordered_layout((VECTOR, self.lanes, SLICES), order=(0, 1, 2))
@@ -143,5 +143,5 @@ def compiled(dims: tuple[int, int], dtype: torch.dtype, page_size: int, length: 
         *[fake_pages(dtype, page_size, dim) for dim in dims],
         *[fake_pages(dtype, page_size // stride, dim) for dim in dims],
         fake_table(),
-        fake_lengths(),
+        *fake_lengths(),
     )

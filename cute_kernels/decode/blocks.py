@@ -22,7 +22,7 @@ import torch
 from cutlass import Boolean, Float32, Int32, range_constexpr
 
 from cute_kernels.attend.views import group_heads
-from cute_kernels.decode.choose import PART_BLOCKS, fake_parts
+from cute_kernels.decode.choose import fake_parts
 from cute_kernels.decode.pages import Lengths, Paging, fake_lengths, fake_pages, fake_table
 from cute_kernels.decode.splits import NO_END
 from cute_kernels.decode.tiles import KEYS, DecodeTiles, PagedKeys
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
     window_tiles: int
 
     @property
-    def count(self) -> int:
+    def both(self) -> int:
         return self.selected + self.window
 
     @staticmethod
@@ -92,7 +92,8 @@ class AttendBlocks(DecodeTiles):
         mKPages: cute.Tensor,
         mVPages: cute.Tensor,
         mTable: cute.Tensor,
-        lengths: Lengths,
+        mCached: cute.Tensor,  # int32 [B]: Lengths
+        mNew: cute.Tensor,
         mValues: cute.Tensor,  # as of ChooseBlocks
         mIndices: cute.Tensor,
         mO: cute.Tensor,  # fp32 [B, H_kv N_q, parts, rows, D_v], written
@@ -101,13 +102,24 @@ class AttendBlocks(DecodeTiles):
         selected_parts: Int32,
         selected_tiles: Int32,  # of a part
         window_tiles: Int32,
+        choice_blocks: Int32,  # of a part of ChooseBlocks
         stream: Any,
     ):
         batches, items, parts, _ = mLse.shape
-        tensors = group_heads(mQ, self.group), mKPages, mVPages, mTable, lengths, mValues, mIndices, mO, mLse
-        self.kernel(*tensors, scale, selected_parts, selected_tiles, window_tiles, self.layouts()).launch(
-            grid=[parts, items, batches], **self.launch(stream)
+        tensors = (
+            group_heads(mQ, self.group),
+            mKPages,
+            mVPages,
+            mTable,
+            Lengths(mCached, mNew),
+            mValues,
+            mIndices,
+            mO,
+            mLse,
         )
+        self.kernel(
+            *tensors, scale, selected_parts, selected_tiles, window_tiles, choice_blocks, self.layouts()
+        ).launch(grid=[parts, items, batches], **self.launch(stream))
 
     @cute.kernel
     def kernel(
@@ -125,6 +137,7 @@ class AttendBlocks(DecodeTiles):
         selected_parts: Int32,
         selected_tiles: Int32,
         window_tiles: Int32,
+        choice_blocks: Int32,
         layouts: Any,
     ):
         part, item, batch = cute.arch.block_idx()
@@ -146,7 +159,7 @@ class AttendBlocks(DecodeTiles):
                 tiles = (token - window_first + KEYS) // KEYS
             else:
                 gParts = (x[batch, item, None, None] for x in (mValues, mIndices))
-                tiles = self._merge_parts(*gParts, sValues, sBlock, token) * self.block_tiles
+                tiles = self._merge_parts(*gParts, sValues, sBlock, token, choice_blocks) * self.block_tiles
             tiles = cutlass.max(cutlass.min(tiles - first, limit), 0)
             work = Work(token, first, is_window, window_first, sBlock)
             keys = PagedKeys(mTable[batch, None], mKPages, mVPages, kv_head)
@@ -156,7 +169,13 @@ class AttendBlocks(DecodeTiles):
 
     @cute.jit
     def _merge_parts(
-        self, gValues: cute.Tensor, gIndices: cute.Tensor, sValues: cute.Tensor, sBlock: cute.Tensor, token: Int32
+        self,
+        gValues: cute.Tensor,
+        gIndices: cute.Tensor,
+        sValues: cute.Tensor,
+        sBlock: cute.Tensor,
+        token: Int32,
+        choice_blocks: Int32,
     ) -> Int32:
         """The best blocks of all parts, into sBlock, best first. Returns how many there are."""
         lane = cute.arch.lane_idx()
@@ -168,7 +187,7 @@ class AttendBlocks(DecodeTiles):
                     sValues[slot], sBlock[slot] = gValues[0, slot], gIndices[0, slot]
             cute.arch.sync_warp()
             scored = self.blocks.scored(self.keys.visible(token, Int32(NO_END)))
-            others = (scored + PART_BLOCKS - 1) // PART_BLOCKS - 1
+            others = (scored + choice_blocks - 1) // choice_blocks - 1
             later = (cute.domain_offset((1, 0), x) for x in (gValues, gIndices))
             self.topk.merge_lists(sValues, sBlock, *later, others)
         cute.arch.sync_threads()
@@ -212,10 +231,10 @@ def compiled(
         fake(dtype, None, None, None, dims[0]),
         *[fake_pages(dtype, page_size, dim) for dim in dims],
         fake_table(),
-        fake_lengths(),
+        *fake_lengths(),
         *fake_parts(blocks),
         fake(torch.float32, None, None, None, kernel.rows, dims[1]),
         fake(torch.float32, None, None, None, kernel.rows, aligned=False),
         Float32(0.0),
-        *[Int32(0)] * 3,
+        *[Int32(0)] * 4,
     )

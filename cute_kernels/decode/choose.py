@@ -2,7 +2,7 @@
 
     lse_h        = log2 sum 2^lse_partial              over the splits of score.py
     score[b]     = sum_h 2^(L[h, b] - lse_h)           h over the heads of a group, in order; both tiles' L of a block
-    part p       = the k best of PART_BLOCKS blocks, best first; forced blocks head part 0
+    part p       = the k best of so many blocks, best first; forced blocks head part 0
 
 A CTA has a part of the blocks of a token and key/value head; each warp keeps a list of its own (select/topk.py), and
 warp 0 merges them. blocks.py merges the parts. Parts behind the last scored block do nothing.
@@ -23,7 +23,7 @@ Limits: those of TopKList and score.py; G at most MAX_TOKEN_GROUP.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -40,14 +40,24 @@ from cute_kernels.select.topk import INIT_END, LOCAL_BEGIN, LOCAL_END, Blocks, T
 
 WARPS = 8
 THREADS = WARPS * LANES
-WARP_BLOCKS = 128
-PART_BLOCKS = WARPS * WARP_BLOCKS
-"""Blocks of a part."""
+PART_UNIT = WARPS * LANES
+"""A part has a multiple of this: each warp the same number of chunks of blocks."""
+MAX_PARTS = 16
+"""Lists that blocks.py merges: a few hundred candidates."""
 
 
-def num_parts(blocks: int) -> int:
-    """Parts of so many blocks; part 0 is always there."""
-    return max(1, -(-blocks // PART_BLOCKS))
+class ChoiceParts(NamedTuple):
+    """How the blocks of a sequence are cut."""
+
+    lists: int
+    blocks: int
+    """Of a part."""
+
+    @staticmethod
+    def of(blocks: int) -> ChoiceParts:
+        """Args: of the longest sequence. Part 0 is always there, for forced blocks."""
+        size = PART_UNIT * max(1, -(-blocks // (PART_UNIT * MAX_PARTS)))
+        return ChoiceParts(max(1, -(-blocks // size)), size)
 
 
 class ChooseBlocks:
@@ -61,16 +71,18 @@ class ChooseBlocks:
     @cute.jit
     def __call__(
         self,
-        lengths: Lengths,
+        mCached: cute.Tensor,  # int32 [B]: Lengths
+        mNew: cute.Tensor,
         mLse: cute.Tensor,  # as of ScoreEntries
         mScores: cute.Tensor,  # likewise
         mValues: cute.Tensor,  # fp32 [B, H_kv N_q, parts, k], written
         mIndices: cute.Tensor,  # int32 likewise; -1: no block
         ctas: Int32,  # of ScoreEntries
+        part_blocks: Int32,
         stream: Any,
     ):
         batches, items, parts, _ = mIndices.shape
-        self.kernel(lengths, mLse, mScores, mValues, mIndices, ctas).launch(
+        self.kernel(Lengths(mCached, mNew), mLse, mScores, mValues, mIndices, ctas, part_blocks).launch(
             grid=[parts, items, batches], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -83,6 +95,7 @@ class ChooseBlocks:
         mValues: cute.Tensor,
         mIndices: cute.Tensor,
         ctas: Int32,
+        part_blocks: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         part, item, batch = cute.arch.block_idx()
@@ -99,7 +112,7 @@ class ChooseBlocks:
         token = lengths.mCached[batch] + query
         visible = self.score.keys.visible(token, Int32(NO_END))
         scored = self.blocks.scored(visible)
-        if (query < lengths.mNew[batch]) & ((part == 0) | (part * PART_BLOCKS < scored)):
+        if (query < lengths.mNew[batch]) & ((part == 0) | (part * part_blocks < scored)):
             # What is forced, and the heads' lse
             if thread == 0:
                 self.topk.init_row(sRow, token, token + 1, Int32(NO_END), False)
@@ -123,8 +136,8 @@ class ChooseBlocks:
                     sWarpIndices[i * LANES + lane] = Int32(-1)
             cute.arch.sync_warp()
             if sRow[INIT_END] + sRow[LOCAL_END] - sRow[LOCAL_BEGIN] < self.blocks.count:
-                first = part * PART_BLOCKS + warp_index * WARP_BLOCKS
-                end = cutlass.min(scored, first + WARP_BLOCKS)
+                first = part * part_blocks + warp_index * (part_blocks // WARPS)
+                end = cutlass.min(scored, first + part_blocks // WARPS)
                 num_tiles = self.score.splits.tiles(lengths.tokens(batch))
                 for start in cutlass.range(first, end, LANES, unroll=1):
                     block = start + lane
@@ -182,9 +195,7 @@ class ChooseBlocks:
         rHeads = cute.make_rmem_tensor(self.group, Float32)
         width = const_expr(FLOATS if self.group % FLOATS == 0 else 1)
         for i in range_constexpr(self.group // width):
-            cute.autovec_copy(
-                cute.local_tile(gHeads, (width,), (i,)), cute.local_tile(rHeads, (width,), (i,))
-            )
+            cute.autovec_copy(cute.local_tile(gHeads, (width,), (i,)), cute.local_tile(rHeads, (width,), (i,)))
         for head in range_constexpr(self.group):
             score += cute.math.exp2(rHeads[head] - sLse[head], fastmath=True)
         return score
@@ -197,11 +208,11 @@ def compiled(
     score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size)
     return compile_kernel(
         ChooseBlocks(score, blocks),
-        fake_lengths(),
+        *fake_lengths(),
         fake(torch.float32, None, score.rows, aligned=False),
         fake_scores(group, queries, score.tiles),
         *fake_parts(blocks),
-        Int32(0),
+        *[Int32(0)] * 2,
     )
 
 

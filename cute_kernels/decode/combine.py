@@ -45,7 +45,8 @@ class CombineBranches:
     @cute.jit
     def __call__(
         self,
-        lengths: Lengths,
+        mCached: cute.Tensor,  # int32 [B]: Lengths
+        mNew: cute.Tensor,
         mOverflowed: cute.Tensor,  # int8 [B]
         mCmpO: cute.Tensor,  # fp32 [places, rows, D_v], as of ScoreEntries
         mCmpLse: cute.Tensor,
@@ -60,7 +61,7 @@ class CombineBranches:
         stream: Any,
     ):
         tensors = mOverflowed, mCmpO, mCmpLse, mBlockO, mBlockLse, mQ, mW, mG, mOut
-        self.kernel(lengths, *tensors, ctas, selected_parts).launch(
+        self.kernel(Lengths(mCached, mNew), *tensors, ctas, selected_parts).launch(
             grid=[mOut.shape[2], mOut.shape[1], mOut.shape[0]], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -222,7 +223,7 @@ def compiled(
     score = ScoreEntries(dim, v_dim, CUTE_DTYPES[dtype], group, queries, blocks, page_size)
     return compile_kernel(
         CombineBranches(score, dim, v_dim),
-        fake_lengths(),
+        *fake_lengths(),
         fake(torch.int8, None, aligned=False),
         fake(torch.float32, None, score.rows, v_dim),
         fake(torch.float32, None, score.rows, aligned=False),

@@ -105,8 +105,9 @@ def fake_pages(dtype: torch.dtype, slots: int, dim: int) -> Any:
     return fake(dtype, None, slots, None, dim)
 
 
-def fake_lengths() -> Lengths:
-    return Lengths(*[fake(torch.int32, None, aligned=False) for _ in range(2)])
+def fake_lengths() -> list[Any]:
+    """Of `Lengths`."""
+    return [fake(torch.int32, None, aligned=False) for _ in Lengths._fields]
 
 
 def fake_table() -> Any:

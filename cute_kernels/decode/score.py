@@ -5,8 +5,8 @@
     L[h, b, t]  = log2 sum_{j in tile t} overlap(j, b) / l 2^s[h, j]        -inf without such entries
 
 What choice needs of a row and block is one number, though the rows' lse are known only when all splits are:
-2^(L - lse) is what the tile's entries add to the block's score. A tile holds the entries that begin in whole blocks, and
-reaches `reach` blocks further, whose L come from two tiles then.
+2^(L - lse) is what the tile's entries add to the block's score. A tile holds the entries that begin in whole blocks,
+and reaches `reach` blocks further, whose L come from two tiles then.
 
 Splits: splits.py; rows of a sequence are its key/value heads, and groups of `rows` query rows where there are more.
 CTAs walk over their tiles, of one row after the other.
@@ -102,7 +102,8 @@ class ScoreEntries(DecodeTiles):
         mKEntries: cute.Tensor,
         mVEntries: cute.Tensor,
         mTable: cute.Tensor,
-        lengths: Lengths,
+        mCached: cute.Tensor,  # int32 [B]: Lengths
+        mNew: cute.Tensor,
         mO: cute.Tensor,  # fp32 [partials, rows, D_v]
         mLse: cute.Tensor,  # fp32 [partials, rows], in base 2
         mScores: cute.Tensor,  # fp32 [B, H_kv, tiles, slots, N_q G]
@@ -110,10 +111,8 @@ class ScoreEntries(DecodeTiles):
         ctas: Int32,
         stream: Any,
     ):
-        tensors = group_heads(mQ, self.group), mKEntries, mVEntries, mTable, lengths, mO, mLse, mScores
-        self.kernel(*tensors, scale, self.layouts()).launch(
-            grid=[ctas, 1, 1], **self.launch(stream)
-        )
+        tensors = group_heads(mQ, self.group), mKEntries, mVEntries, mTable, Lengths(mCached, mNew), mO, mLse, mScores
+        self.kernel(*tensors, scale, self.layouts()).launch(grid=[ctas, 1, 1], **self.launch(stream))
 
     @cute.kernel
     def kernel(
@@ -221,7 +220,7 @@ def compiled(
         fake(dtype, None, None, None, dims[0]),
         *[fake_pages(dtype, slots, dim) for dim in dims],
         fake_table(),
-        fake_lengths(),
+        *fake_lengths(),
         fake(torch.float32, None, kernel.rows, dims[1]),
         fake(torch.float32, None, kernel.rows, aligned=False),
         fake_scores(group, queries, kernel.tiles),

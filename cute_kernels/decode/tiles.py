@@ -3,15 +3,15 @@
     rows of a CTA: a power of two of 16s        row_warps = rows / 16, key_warps = warps / row_warps
     a tile: KEYS keys and values                a warp multiplies 16 rows with its share of a tile's keys
 
-All warps load, STAGES - 1 tiles ahead, with cp.async. Products are mma.sync m16n8k16. Each warp has an online softmax of
-its own keys; at the end the key warps of a row are added up through shared memory, in their order, to one partial:
+All warps load, `stages` - 1 tiles ahead, with cp.async. Products are mma.sync m16n8k16. Each warp has an online softmax
+of its own keys; at the end the key warps of a row are added up through shared memory, in their order, to one partial:
 
     o_partial = sum_j exp2(s_j - lse) v_j       lse = log2 sum_j exp2(s_j)        s = scale log2(e) q k
 
 Rows without keys: o 0, lse -inf. V rows that nobody wrote are zeros in shared memory.
 
-In flight per SM, with 16 rows of D = 128: two CTAs of STAGES - 1 = 2 tiles of 32 KB, 128 KB. 4.2 TB/s over 132 SMs need
-32 KB for each microsecond of latency.
+In flight per SM, with 16 rows of D = 128: two CTAs of `stages` - 1 = 2 tiles of 32 KB, 128 KB. 4.2 TB/s over 132 SMs
+need 32 KB for each microsecond of latency.
 """
 
 from __future__ import annotations

@@ -53,6 +53,9 @@ CASES = {
     ),
     "small pages": Case((1000, 5), page_size=4, kv_heads=1),
     "large pages": Case((1000, 5), page_size=320, capacity=4000),
+    "parts of the choice": Case(
+        (34000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64), group=1, kv_heads=1
+    ),
     "many blocks": Case((3000,), replace(SMALL_BLOCKS, num_selected_blocks=40), group=1, kv_heads=1),
 }
 LATE, EARLY = "late", "early"

@@ -100,14 +100,13 @@ class Step:
     def _write(self, row: int, tokens: range) -> None:
         """These tokens, and the entries that they complete, into the pages."""
         length, stride, size = self.case.config.compress_block_size, self.case.config.stride, self.case.page_size
-        for token in tokens:
-            page, slot = self.pages.block_table[row, token // size], token % size
-            first = token + 1 - length
-            for x, rows, entries in ((self.k, self.pages.k, self.pages.k_cmp), (self.v, self.pages.v, self.pages.v_cmp)):
-                rows[page, slot] = x[row][token]
-                if first >= 0 and first % stride == 0:
-                    mean = x[row][first : token + 1].double().mean(0)
-                    entries[page, slot // stride] = mean.to(x[row].dtype)
+        at = torch.arange(tokens.start, tokens.stop)
+        last = at[(at + 1 >= length) & ((at + 1 - length) % stride == 0)]
+        table = self.pages.block_table[row].cpu().long()
+        blocks = last[:, None] - torch.arange(length - 1, -1, -1)
+        for x, rows, entries in ((self.k, self.pages.k, self.pages.k_cmp), (self.v, self.pages.v, self.pages.v_cmp)):
+            rows[table[at // size], at % size] = x[row][at]
+            entries[table[last // size], last % size // stride] = x[row][blocks].double().mean(1).to(x[row].dtype)
 
     def run(self) -> Tensor:
         """out, after a check that the pages hold the new tokens and entries, and nothing else has changed."""
@@ -162,21 +161,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype)
 def selected(step: Step, row: int, token: int, q: Tensor, keys: Tensor) -> list[int]:
     """The blocks of a token by the definition. Args: q `[G,D]`; keys `[entries,D]`.
 
-    No block that is left out may score within the kernels' error of one that is taken, unless both tie exactly: the same entries in the same proportions.
+    No block that is left out may score within the kernels' error of one that is taken, unless both tie exactly: the
+    same entries in the same proportions.
     """
     config = step.case.config
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     last = token // size
-    forced = {*range(min(config.num_init_blocks, last + 1)), *range(max(0, last - config.num_local_blocks + 1), last + 1)}
+    forced = {
+        *range(min(config.num_init_blocks, last + 1)),
+        *range(max(0, last - config.num_local_blocks + 1), last + 1),
+    }
     forced = {*sorted(forced)[: config.num_selected_blocks]}
     visible = config.num_compressed(token + 1)
     logits = config.scale(q.shape[1]) * keys[:visible].double() @ q.double().T  # [entries,G]
     p = torch.softmax(logits, 0).sum(1).tolist()
     scores = {}
     for block in range(last + 1 + length // size + 1):
-        overlaps = [
-            (j, min(j * stride + length, (block + 1) * size) - max(j * stride, block * size)) for j in range(visible)
-        ]
+        near = range(max(0, (block * size - length) // stride), min(visible, (block + 1) * size // stride + 1))
+        overlaps = [(j, min(j * stride + length, (block + 1) * size) - max(j * stride, block * size)) for j in near]
         overlaps = [(j, n) for j, n in overlaps if n > 0]
         if overlaps and block not in forced:
             scores[block] = sum(p[j] * n for j, n in overlaps) / length
@@ -184,7 +186,9 @@ def selected(step: Step, row: int, token: int, q: Tensor, keys: Tensor) -> list[
     room = config.num_selected_blocks - len(forced)
     if 0 < room < len(best):
         taken, left = scores[best[room - 1]], scores[best[room]]
-        assert taken == left or taken - left > 1e-4 * taken, f"a near tie of sequence {row}, token {token}: take another seed"
+        assert taken == left or taken - left > 1e-4 * taken, (
+            f"a near tie of sequence {row}, token {token}: take another seed"
+        )
     return sorted(forced) + best[:room]
 
 
