@@ -53,6 +53,8 @@ CASES = {
     ),
     "small pages": Case((1000, 5), page_size=4, kv_heads=1),
     "large pages": Case((1000, 5), page_size=320, capacity=4000),
+    # Of eight tokens and four heads nearly all blocks of a tile are chosen by one, the first ones of a tile among them
+    "many choices": Case((500, 760), queries=8, group=1, kv_heads=4),
     "parts of the choice": Case(
         (34000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64), group=1, kv_heads=1
     ),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from cute_kernels.decode import choose
 from cute_kernels.decoding import Lengths, Pages, decode
+from cute_kernels.runtime.jit import Kernel
 from nsa import NSAConfig
 from tests.support.helpers import assert_within_budget
 
@@ -55,6 +60,8 @@ class Step:
     pages: Pages = field(init=False)
     lengths: Lengths = field(init=False)
     gates: dict[str, Tensor] = field(init=False)
+    choice: tuple[Tensor, Tensor, int] = field(init=False)
+    """Of `_noting`."""
 
     def __post_init__(self) -> None:
         case = self.case
@@ -114,7 +121,8 @@ class Step:
         for to, x in zip(new, self.kv, strict=True):
             for row, count in enumerate(self.lengths.new.tolist()):
                 to[row, :count] = x[row][len(x[row]) - count :]
-        out = decode(self.q, *new, self.pages, self.lengths, self.case.config, **self.gates)
+        with mock.patch.object(choose, "compiled", self._noting(choose.compiled)):
+            out = decode(self.q, *new, self.pages, self.lengths, self.case.config, **self.gates)
         got = self.pages
         self.pages = Pages(*[x.clone() for x in got])
         for row, (cached, count) in enumerate(zip(self.case.cached, self.lengths.new.tolist(), strict=True)):
@@ -127,6 +135,47 @@ class Step:
             assert bool((error <= torch.finfo(a.dtype).eps * b.double().nan_to_num().abs()).all()), name
         self.pages = got
         return out
+
+    def _noting(self, compiled: Any) -> Any:
+        """ChooseBlocks, whose results are kept: scores and blocks `[B,H_kv*N_q,parts,k]`, and blocks of a part."""
+
+        def kernel(*how: Any) -> Kernel:
+            real = compiled(*how)
+
+            def run(*arguments: Any) -> None:
+                real.run(*arguments)
+                self.choice = arguments[-4].cpu(), arguments[-3].cpu(), arguments[-1]
+
+            return Kernel(real.compiled, run)
+
+        return kernel
+
+    def check_choice(self) -> None:
+        """Each token's blocks are those of the definition, best first, and scores are within their bound."""
+        count = self.case.config.num_selected_blocks
+        values, indices, size = self.choice
+        for row, (cached, new) in enumerate(zip(self.case.cached, self.lengths.new.tolist(), strict=True)):
+            k_cmp, _ = self.entries(row)
+            for query, kv_head in itertools.product(range(new), range(self.case.kv_heads)):
+                heads = slice(kv_head * self.case.group, (kv_head + 1) * self.case.group)
+                q, token = self.q[row, query, heads], cached + query
+                blocks, scores, bound = selected(self, row, token, q, k_cmp[:, kv_head])
+                parts = max(1, -(-(max(scores, default=0) + 1) // size))
+                item = kv_head * self.case.queries + query
+                found = [
+                    (value, block)
+                    for value, block in zip(
+                        values[row, item, :parts].flatten().tolist(),
+                        indices[row, item, :parts].flatten().tolist(),
+                        strict=True,
+                    )
+                    if block >= 0
+                ]
+                best = sorted(found, key=lambda one: (-one[0], one[1]))[:count]
+                assert {block for _, block in best} == {*blocks}, f"sequence {row}, token {token}, kv head {kv_head}"
+                for value, block in best:
+                    if value < math.inf:
+                        assert abs(value - scores[block]) <= bound * scores[block], f"score of block {block}"
 
     @property
     def kv(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -158,8 +207,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype)
     return p @ v.double()
 
 
-def selected(step: Step, row: int, token: int, q: Tensor, keys: Tensor) -> list[int]:
-    """The blocks of a token by the definition. Args: q `[G,D]`; keys `[entries,D]`.
+def selected(step: Step, row: int, token: int, q: Tensor, keys: Tensor) -> tuple[list[int], dict[int, float], float]:
+    """The blocks of a token by the definition, all scores, and the bound of decode/choose.py for their relative errors.
+
+    Args: q `[G,D]`; keys `[entries,D]`.
 
     No block that is left out may score within the kernels' error of one that is taken, unless both tie exactly: the
     same entries in the same proportions.
@@ -189,7 +240,12 @@ def selected(step: Step, row: int, token: int, q: Tensor, keys: Tensor) -> list[
         assert taken == left or taken - left > 1e-4 * taken, (
             f"a near tie of sequence {row}, token {token}: take another seed"
         )
-    return sorted(forced) + best[:room]
+    largest = lse = 0.0
+    if visible:
+        norms = config.scale(q.shape[1]) * q.double().norm(dim=1).max() * keys[:visible].double().norm(dim=1).max()
+        largest, lse = float(norms), float(logits.logsumexp(0).abs().max())
+    ulps = (q.shape[1] / 8 + 8) * largest + 8 * lse + len(q) + size / stride + length / stride + 16
+    return sorted(forced) + best[:room], scores, 2**-23 * ulps
 
 
 def expected(step: Step, dtype: torch.dtype) -> Tensor:
@@ -208,7 +264,7 @@ def expected(step: Step, dtype: torch.dtype) -> Tensor:
             window = slice(max(0, token + 1 - config.window_size), token + 1)
             for kv_head in range(case.kv_heads):
                 heads = slice(kv_head * case.group, (kv_head + 1) * case.group)
-                blocks = selected(step, row, token, step.q[row, query, heads], k_cmp[:, kv_head])
+                blocks, _, _ = selected(step, row, token, step.q[row, query, heads], k_cmp[:, kv_head])
                 keys = [t for b in blocks for t in range(b * config.select_size, (b + 1) * config.select_size)]
                 keys = [t for t in keys if t <= token]
                 parts = (
@@ -228,6 +284,7 @@ def check(case: Case, device: str = "cpu") -> Any:
     """Run a step, and hold it against the definition. Returns the step."""
     step = Step(case, device)
     out = step.run()
+    step.check_choice()
     oracle = expected(step, torch.float64)
     naive = expected(step, case.dtype).to(case.dtype)
     is_nan = torch.zeros_like(out, dtype=torch.bool)
