@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import cute_kernels.decoding  # noqa: F401  its kernels are interpreted
-from nsa import NSAConfig
+from cute_kernels import decoding
+from nsa import NSACache, NSAConfig
+from nsa.decoding import reference
+from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.decode_cases import SMALL_BLOCKS, Case, check
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
@@ -55,6 +57,8 @@ CASES = {
     "large pages": Case((1000, 5), page_size=320, capacity=4000),
     # Of eight tokens and four heads nearly all blocks of a tile are chosen by one, the first ones of a tile among them
     "many choices": Case((500, 760), queries=8, group=1, kv_heads=4),
+    # 64 entries, a tile, overlap two blocks behind the tile's
+    "behind the last tile": Case((4230, 0), replace(TIES, num_selected_blocks=80), group=1, kv_heads=1),
     "parts of the choice": Case(
         (34000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64), group=1, kv_heads=1
     ),
@@ -75,3 +79,23 @@ def test_step(arch: str, copies: str, case: str) -> None:
 def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):
         check(CASES[case])
+
+
+@torch.no_grad()
+def test_steps_of_a_cache_are_the_references() -> None:
+    """As the dispatcher's row calls it; more new tokens than a launch takes are several."""
+    torch.manual_seed(0)
+    caches = [
+        NSACache.empty(SMALL_BLOCKS, 2, max_tokens=420, heads_kv=1, dim=64, dtype=torch.bfloat16) for _ in range(2)
+    ]
+    for tokens, counts in ((300, (300, 70)), (1, None), (4, (2, 4)), (10, (10, 9)), (1, None)):
+        inputs = NSAInputs(*[torch.randn(2, tokens, heads, 64).bfloat16() for heads in (4, 1, 1)])
+        new = None if counts is None else torch.tensor(counts, dtype=torch.int32)
+        outs = []
+        for run, cache in zip((reference.nsa_with_cache, decoding.nsa_with_cache), caches, strict=True):
+            chosen = reference.nsa_with_cache if tokens == 300 else run
+            with cache.table.step(tokens, new) as step, interpreted_gpu("sm_90"):
+                outs.append(chosen(inputs, cache.config, cache, step))
+        # Both are rounded once, of sums in fp32: half a unit each, and probabilities that one of them rounds
+        expected, got = (x.float() for x in outs)
+        assert (got - expected).abs().max() <= 2**-6 * expected.abs().max()
