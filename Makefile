@@ -18,12 +18,12 @@ TEST_EXTRAS := dev,bench
 TEST_SCOPE := --ignore=tests/ascend/lowered
 endif
 
-.PHONY: help demo train-demo needle-demo generate-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend lint format docs test-gpu bench-gpu compile-all stamp clean distclean
+.PHONY: help demo train-demo needle-demo generate-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend test-blackwell lint format docs test-gpu bench-gpu compile-all stamp clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: ## set up and run the short benchmark demo, on this machine's device (on a CPU, 40 seconds after set-up)
 	$(bootstrap) --extras bench
@@ -89,6 +89,10 @@ test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache 
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) tools/ascend_toolchain.py
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m ascend tests/ascend/lowered $(ARGS)
+
+test-blackwell: ## execute every kernel of Blackwell on the CPU: all of the table of which `make test` has a part (half an hour on two cores, the first time an hour)
+	$(bootstrap) --extras $(TEST_EXTRAS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto --full $(TEST_SCOPE) tests/cute/test_blackwell.py $(ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
 ifeq ($(PYTHON_GIVEN),)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -591,6 +592,70 @@ def soak(page: Path) -> Lines:
     yield from source(page, "soak-h200")
 
 
+# Blackwell
+
+
+def blackwell(page: Path) -> Lines:
+    """What was executed, by form."""
+    by_form: dict[str, list[Row]] = {}
+    for row in load("blackwell-executed")["cases"]:
+        by_form.setdefault(row["form"], []).append(row)
+    cells = []
+    for form, rows in by_form.items():
+        sizes = sorted({(row["d"], row["d_v"]) for row in rows})
+        types = sorted({{"bfloat16": "bf16", "float16": "fp16"}[row["dtype"]] for row in rows})
+        worst = max(rows, key=lambda row: row["error"] / row["budget"])
+        counts = (", ".join(map(str, sorted({row[name] for row in rows}))) for name in ("group", "rows"))
+        dims = ", ".join(str(d) if d == d_v else f"{d}/{d_v}" for d, d_v in sizes)
+        error = f"{worst['error']:.1e} of {worst['budget']:.1e}"
+        schedules = ", ".join(sorted({row["schedule"] for row in rows}))
+        cells.append([form, dims, ", ".join(types), *counts, schedules, f"{error} ({worst['result']})"])
+    yield from table(["form", "D, D/D_v", "dtype", "G", "rows", "schedule", "nearest to its budget"], cells)
+    yield from source(page, "blackwell-executed")
+
+
+def blackwell_kernels(page: Path) -> Lines:
+    """In how many cases each kernel ran."""
+    cases = load("blackwell-executed")["cases"]
+    kernels = sorted({kernel for row in cases for kernel in row["kernels"]})
+    yield from table(
+        ["kernel", "of", "cases"],
+        (
+            [
+                f"`{kernel}`",
+                "FlashAttention-4" if kernel.startswith("FlashAttention") else "here",
+                str(sum(kernel in row["kernels"] for row in cases)),
+            ]
+            for kernel in kernels
+        ),
+    )
+
+
+def blackwell_deletions(page: Path) -> Lines:
+    """Instructions left out one at a time, and what noticed it."""
+    deletions = load("blackwell-executed")["deletions"]
+    cells = []
+    for kernel in dict.fromkeys(row["kernel"] for row in deletions):
+        rows = [row for row in deletions if row["kernel"] == kernel and row["executed"]]
+        matter = [row for row in rows if not row["reason"]]
+        found = [row for row in matter if row["found"]]
+        by = ", ".join(
+            f"{sum(row['by'].partition(':')[0] == what for row in found)} by {what}"
+            for what in dict.fromkeys(row["by"].partition(":")[0] for row in found)
+        )
+        every = sum(row["kernel"] == kernel for row in deletions)
+        share = f"{100 * len(found) / len(matter):.0f} %" if matter else ""
+        cells.append([kernel, *map(str, (every, len(rows), len(rows) - len(matter), len(found))), share, by])
+    head = ["kernel", "instructions that order", "executed", "change nothing", "found", "of those that matter", "by"]
+    yield from table(head, cells)
+    yield ""
+    reasons = Counter(row["reason"] for row in deletions if row["executed"] and row["reason"])
+    yield from table(["why it changes nothing", "deletions"], ([why, str(n)] for why, n in reasons.most_common()))
+    if missed := [row for row in deletions if row["executed"] and not row["found"] and not row["reason"]]:
+        yield ""
+        yield from table(["not found", "in"], ([f"`{row['instruction'][:90]}`", row["kernel"]] for row in missed))
+
+
 # README
 
 
@@ -683,6 +748,9 @@ TABLES: dict[str, Callable[[Path], Lines]] = {
     "needle": needle,
     "train-residual": residual_training,
     "soak": soak,
+    "blackwell": blackwell,
+    "blackwell-kernels": blackwell_kernels,
+    "blackwell-deletions": blackwell_deletions,
     "files": files,
 }
 

@@ -288,9 +288,7 @@ def _compressed_by_phases(plan: Plan, gradients: Gradients, deterministic: bool)
         lse = gradients.lse[b, :, :whole].unflatten(1, (-1, period)).permute(2, 0, 1)
         gradients.dq[b, : max(0, keys.length - 1 - plan.first_row)] = 0
         ranges = [(p, min(p + most, period - 1), entries - 1) for p in range(0, period - 1, most)]
-        for start, stop, seen in [*ranges, (period - 1, period, entries)]:
-            if whole == 0:
-                break
+        for start, stop, seen in [*ranges, (period - 1, period, entries)] if whole > 0 else []:
             first = max(0, periods - seen - plan.first_row // period)
             phases = {name: x[start:stop, first:] for name, x in rows.items()}
             phase_lse = lse[start:stop, :, first:].contiguous()

@@ -211,15 +211,13 @@ def _tiles_of(indices: Tensor | None, tiles: slice) -> Tensor | None:
 def _concatenate_parts(parts: Sequence[tuple[BranchOutputs, Tensor | None]]) -> tuple[BranchOutputs, Tensor | None]:
     """Results of ranges of query rows as those of all, where nothing is gated in an epilogue."""
     every, gates = zip(*parts, strict=True)
-    branches = [
+    cmp, slc, win = (
         Branch(torch.cat([part.o for part in of_branch], 1), _concatenate([part.lse for part in of_branch], 2))
         for of_branch in zip(*((one.cmp, one.slc, one.win) for one in every), strict=True)
-    ]
-    cmp, slc, win = branches
-    indices = torch.cat([one.indices for one in every], 2)
-    return BranchOutputs(cmp, slc, win, indices, _concatenate([one.cmp_indices for one in every], 2)), _concatenate(
-        gates, 1
     )
+    indices = torch.cat([one.indices for one in every], 2)
+    cmp_indices = _concatenate([one.cmp_indices for one in every], 2)
+    return BranchOutputs(cmp, slc, win, indices, cmp_indices), _concatenate(gates, 1)
 
 
 def _concatenate(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:

@@ -163,7 +163,8 @@ def _refusal_of_start(inputs: Any) -> str | None:
 def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
     """FlashAttention-4 counts a head's fp32 sums of dq, dk and dv with 32 bits."""
     rows, tile = max(inputs.q.shape[-3], inputs.k.shape[-3]), tile_rows(config, rules)
-    if not inputs.packed and not config.token_mode and inputs.first_token % tile:
+    has_rows = inputs.q.shape[-3] > 0
+    if has_rows and not inputs.packed and not config.token_mode and inputs.first_token % tile:
         return f"takes q_start in multiples of q_tile_size={tile} in backward, got {inputs.first_token}"
     if inputs.cu_seqlens is not None:
         rows += (inputs.cu_seqlens.shape[0] - 1) * tile

@@ -35,7 +35,6 @@ from examples.shared.byte_models import (
     check_length,
     console,
     load_corpus,
-    new_table,
     resolve_options,
     train_variants,
 )
@@ -43,7 +42,9 @@ from examples.shared.nsa_variants import add_nsa_options, make_config, make_mode
 from nsa import NSAttention, PageTable
 
 with needed("rich"):
+    from rich.box import SIMPLE_HEAD
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
 
 DEFAULTS: dict[str, dict[str, dict[str, int]]] = {
     "paper": {
@@ -61,7 +62,7 @@ DEFAULTS: dict[str, dict[str, dict[str, int]]] = {
             "q_tile": 1,
             "eval_every": 75,
             "eval_windows": 8,
-            "prompt": 256,
+            "prompt": 512,
             "length": 256,
         },
         "cuda": {
@@ -202,7 +203,9 @@ def main(argv: list[str] | None = None) -> int:
         "\n… " + bytes(prompt[0, -200:].tolist()).decode("utf-8", "replace"), style="dim", markup=False, end=""
     )
     console.print(text.decode("utf-8", "replace"), markup=False, highlight=False)
-    table = new_table("", "prompt, s", "tokens/s", "speed-up")
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("", "prompt, s", "tokens/s", "speed-up"):
+        table.add_column(column, justify="right" if column else "left")
     slow = results["uncached"]
     for way, result in results.items():
         speedup = f"{result.tokens_per_s / slow.tokens_per_s:.1f}x"

@@ -250,6 +250,9 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
         >>> out.sum().backward()
         >>> out.shape, q.grad.shape
         (torch.Size([1, 256, 4, 32]), torch.Size([1, 256, 4, 32]))
+        >>> chunk = nsa(q[:, 100:150], k, v, q_start=100, config=NSAConfig.paper(window_size=64))  # of these tokens
+        >>> bool(torch.allclose(chunk, out[:, 100:150], atol=1e-5))
+        True
     """
     refuse_transforms("nsa")
     q, k, v, cast_keywords = _cast(q, k, v, keywords)

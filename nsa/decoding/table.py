@@ -168,7 +168,8 @@ class PageTable:
         inside = (positions >= 0) & (columns < self.block_table.shape[1])
         columns = columns.clamp(0, self.block_table.shape[1] - 1)
         pages = self.block_table.long().gather(1, columns.flatten(1)).reshape(positions.shape)
-        return torch.where(inside & (pages >= 0), pages * self.page_size + positions % self.page_size, -1)
+        inside &= (pages >= 0) & (pages < self.num_pages)
+        return torch.where(inside, pages * self.page_size + positions % self.page_size, -1)
 
     # Steps
 
@@ -232,15 +233,17 @@ class PageTable:
         """Pages for `wanted` more tokens of each sequence, at most num_tokens; flags for those that have no room."""
         size, columns = self.page_size, self.block_table.shape[1]
         after = self.seqlens.long() + wanted
+        full = (wanted > 0) & (after > self.capacity)
+        if self.page_uses is None:  # the engine has put them there, or has not
+            absent = (self.block_table < 0) | (self.block_table >= self.num_pages)
+            needed = torch.arange(columns, device=self.device) * size < after[:, None]
+            self.overflowed |= full | ((wanted > 0) & (absent & needed).any(1))
+            return
         most = min(columns, (num_tokens - 1) // size + 2)  # pages that num_tokens tokens can touch
         touched = (self.seqlens.long() // size)[:, None] + torch.arange(most, device=self.device)
         inside = touched * size < after[:, None]
-        full = (wanted > 0) & (after > self.capacity)
         touched = touched.clamp(max=columns - 1)
         missing = inside & (self.block_table.gather(1, touched) < 0) & ~(full | self.overflowed)[:, None]
-        if self.page_uses is None:
-            self.overflowed |= full | missing.any(1)
-            return
         pages, granted = self._take(missing)
         self.overflowed |= full | ~granted
         held = missing & granted[:, None]
@@ -270,7 +273,7 @@ class PageTable:
         """Sequence b becomes what sequence rows[b] is, in all layers: beams, or copies of a shared prefix.
 
         Full pages are shared; the page that a sequence goes on writing is copied. A sequence that finds no free page
-        for its copy overflows.
+        for its copy overflows and is empty.
 
         Args:
             rows: int32 or int64 `[B]` on the device.
@@ -291,6 +294,8 @@ class PageTable:
 
     def truncate(self, lengths: int | Tensor) -> None:
         """Cut sequences to at most these lengths, in all layers, free their pages and clear their flags of overflow.
+
+        A sequence that is cut inside a page that others hold, too, gets a copy as in `reorder`.
 
         In tile mode a length inside a tile must lie in the tile that is open, whose queries the cache has; to check it
         the lengths are read on the host.
@@ -416,7 +421,10 @@ class PageTable:
         self._count_uses()
 
     def _own_open_pages(self) -> None:
-        """Give each sequence a page of its own where it goes on writing inside one that others hold, too."""
+        """Give each sequence a page of its own where it goes on writing inside one that others hold, too.
+
+        One that finds none is emptied and flagged: others may write over what it shares with them.
+        """
         column = (self.seqlens.long() // self.page_size).clamp(max=self.block_table.shape[1] - 1)[:, None]
         inside = self.seqlens % self.page_size > 0
         page = self.block_table.gather(1, column)[:, 0]
@@ -426,10 +434,13 @@ class PageTable:
         only_open = same.sum(1) == self._uses[page.clamp(min=0).long()]  # nobody holds it as a full page
         copied = inside & ~(first & only_open)
         pages, granted = self._take(copied[:, None])
-        self.overflowed |= ~granted
+        lost = copied & ~granted
         copied &= granted
         self._each(lambda layer: layer.copy_pages(page.clamp(min=0).long(), pages[:, 0], copied))
         self.block_table.scatter_(1, column, torch.where(copied, pages[:, 0].to(torch.int32), page)[:, None])
+        self.overflowed |= lost
+        self.seqlens.masked_fill_(lost, 0)
+        self.block_table.masked_fill_(lost[:, None], -1)
         self._count_uses()
 
 

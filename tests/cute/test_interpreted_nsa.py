@@ -15,6 +15,7 @@ from bench import oracles
 from cute_kernels import backward, forward
 from nsa import NSAAux, NSAConfig, reference
 from nsa.inputs import NSAInputs
+from tests.support.cases import product
 from tests.support.cute_cases import SLACK, assert_agrees_with_oracle, gradients
 from tests.support.helpers import assert_within_budget, make_qkv
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
@@ -52,9 +53,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize(("case", "late", "arch"), product(CASES, [True, False], GPUS))
 def test_forward_and_backward(arch: str, case: str, late: bool) -> None:
     """Of the same selections."""
     inputs, config = CASES[case].inputs, CASES[case].config

@@ -22,15 +22,18 @@ from cute_kernels.fa4 import launch
 from cute_kernels.fa4.interface import Gradients
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
+from tests.support import cases
 from tests.support import fa4_model as model
 from tests.support.fa4_cases import (
     ARCHS,
     CAUSAL,
     COMPRESSIONS,
+    EXECUTED,
     NOISY,
     TILES,
     TOKENS,
     assert_same_lists,
+    gpu,
     low_precision_qkv,
     on_device,
     random_blocks,
@@ -505,21 +508,24 @@ def test_malformed_lists_are_wrong() -> None:
         assert differs == [name not in ("in any order", "diagonal and future tiles in full"), True], name
 
 
-# The model against FA4 on sm_90
+# The model against FA4
 
 
 Door = Callable[[Gradients, Any], None]
 """Fills in gradients by lists."""
 
 
-def assert_predicted(given: Gradients, lists: Lists, door: Door, predict: Door, name: str) -> None:
+def assert_predicted(
+    given: Gradients, lists: Lists, door: Door, predict: Door, name: str, *, arch: str = "sm_90"
+) -> None:
     """FA4's gradients are what the model predicts, to the accuracy of bf16."""
     inputs = given.q, given.k, given.v, given.o, given.do
     got, exact, low = (
         empty_gradients(*(x.to(dtype) for x in inputs), given.lse)
         for dtype in (torch.bfloat16, torch.float64, torch.bfloat16)
     )
-    door(got, on_device(lists))
+    with gpu(arch) as device:
+        door(got, on_device(lists, device))
     for gradients in (exact, low):
         predict(gradients, lists)
     for which in ("dq", "dk", "dv"):
@@ -595,35 +601,48 @@ def fa4_natively(gradients: Gradients, lists: Any, *, scale: float) -> None:
     launch.differentiate(gradients, launch.Mask(causal=True, lists=lists), scale=scale)
 
 
-def model_natively(gradients: Gradients, lists: Lists, *, scale: float) -> None:
+def fa4_unmasked(gradients: Gradients, lists: Any, *, scale: float) -> None:
+    launch.differentiate(gradients, launch.Mask(lists=lists), scale=scale)
+
+
+def model_natively(arch: str, gradients: Gradients, lists: Lists, *, scale: float, causal: bool = True) -> None:
     sizes = {"num_rows": gradients.q.shape[1], "num_keys": gradients.k.shape[1]}
 
     def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
-        return model.backward_pairs("sm_90", lists, batch, head, causal=True, **sizes)
+        return model.backward_pairs(arch, lists, batch, head, causal=causal, **sizes)
 
     model.attend_backward(gradients, pairs, scale)
 
 
-@pytest.mark.cuda
+model_unmasked = partial(model_natively, causal=False)
+
+
+@EXECUTED
 @NOISY
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.cuda_extra
+@pytest.mark.parametrize("dim", [128, *cases.rest(64)])
 @pytest.mark.parametrize("masked", ["nothing", "native causality", "mask_mod"])
+@pytest.mark.parametrize("rows", [128, 256])
 @pytest.mark.parametrize("name", MALFORMED)
-def test_fa4_does_with_malformed_lists_what_the_model_predicts(name: str, masked: str, dim: int) -> None:
-    lists = Lists.planted(*MALFORMED[name], rows=128, width=128)
-    q, k, v = low_precision_qkv(300, dim, heads=1, kv_heads=1, batch=1)
+def test_fa4_does_with_malformed_lists_what_the_model_predicts(
+    name: str, rows: int, masked: str, dim: int, arch: str
+) -> None:
+    """Tiles of 256 rows end behind the last one."""
+    tiles = -(-300 // rows)
+    kinds = [[[tile for tile in listed if tile < tiles] for listed in lists] for lists in MALFORMED[name]]
+    lists = Lists.planted(*kinds, rows=rows, width=128)
+    q, k, v = low_precision_qkv(300, dim, heads=1, kv_heads=1, batch=1, device="cuda" if arch == "sm_90" else "cpu")
     given = after_forward(q, k, v, model.attend(q, k, v, lambda *_: torch.ones(300, 300), dim**-0.5))
     door: Door
     predict: Door
     if masked == "native causality":  # no door uses it with lists
-        door, predict = partial(fa4_natively, scale=dim**-0.5), partial(model_natively, scale=dim**-0.5)
+        door, predict = partial(fa4_natively, scale=dim**-0.5), partial(model_natively, arch, scale=dim**-0.5)
     elif masked == "mask_mod":  # entries end 30 tokens before their rows at the earliest
         how: dict[str, Any] = {"length": 31, "stride": 1, "first_row": 0, "scale": dim**-0.5}
-        door, predict = partial(fa4.compressed_backward, **how), partial(model.compressed_backward, "sm_90", **how)
-    else:
-        how = {"causal": False, "scale": dim**-0.5}
-        door, predict = partial(fa4.selected_backward, **how), partial(model.selected_backward, "sm_90", **how)
-    assert_predicted(given, lists, door, predict, name)
+        door, predict = partial(fa4.compressed_backward, **how), partial(model.compressed_backward, arch, **how)
+    else:  # nor does one leave out the mask_mod
+        door, predict = partial(fa4_unmasked, scale=dim**-0.5), partial(model_unmasked, arch, scale=dim**-0.5)
+    assert_predicted(given, lists, door, predict, name, arch=arch)
 
 
 # The kernels that build lists against their twins

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support import fa4_model as model
-from tests.support.kv_outer_twins import Twin
-from tests.support.ptx import argument, program
+from tests.support.ptx import interpret_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -19,22 +17,9 @@ ROWS, WIDTH = 8, 4
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`_transposed`, from the positional arguments of its launches."""
     from cute_kernels.lists import kv_to_query
 
-    real = kv_to_query._transposed
-
-    def compiled(*how: Any, **named: Any) -> Twin:
-        def run(*x: Any) -> None:
-            tensors, numbers = [y for y in x if isinstance(y, Tensor)], x[-4:]
-            statics = [(0,) if y.dim() == 2 else () for y in tensors]  # of a table of tiles, its rows
-            given = [*map(argument, tensors, statics), *map(argument, numbers)]
-            ctas = -(-x[1].numel() // kv_to_query.WARPS)
-            program(real, *how, **named).run(given, (ctas, 1, 1), tensors)
-
-        return Twin(run)
-
-    monkeypatch.setattr(kv_to_query, "_transposed", compiled)
+    interpret_kernels(monkeypatch, [kv_to_query])
 
 
 def assert_same(got: Any, expected: model.Lists) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -11,8 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.ptx import Launch, Program, clocks
-from tests.support.ptx.clocks import END, INIT, PHASE, PIPELINE, PROXY, RACE, REGISTER_FENCE, REGISTERS, REUSE, Clocks
+from tests.support.ptx import assembly, clocks
+from tests.support.ptx.clocks import (
+    END,
+    INIT,
+    LANES_RACE,
+    PHASE,
+    PIPELINE,
+    PROXY,
+    RACE,
+    REGISTER_FENCE,
+    REGISTERS,
+    REUSE,
+    Clocks,
+)
 from tests.support.ptx.order import Order, RaceError
 
 Step = Callable[[Clocks], None]
@@ -149,6 +160,49 @@ def test_order_is_handed_on() -> None:
     assert not run(*steps, warps=3)
     for left_out in (1, 2):
         assert run(*[None if i == left_out else step for i, step in enumerate(steps)], warps=3) == only(RACE, 0, 3)
+
+
+@pytest.mark.parametrize("between", ["nothing", "bar.warp.sync", "barrier"])
+def test_lanes_of_a_warp_need_a_barrier_between_their_accesses(between: str) -> None:
+    def access(writes: bool, *lanes: int) -> Step:
+        cells, of = np.repeat(HERE, len(lanes)), np.tile(np.array(lanes), len(HERE))
+        return lambda clocks: (clocks.writes if writes else clocks.reads)(0, cells, 0, of)
+
+    def meets_here(of: Clocks) -> None:
+        of.sync([0])
+        if between == "barrier":
+            meets(of)
+
+    step = None if between == "nothing" else meets_here
+    found = only(LANES_RACE, 0, 2) if step is None else []
+    assert run(access(True, 1), step, access(False, 2)) == found
+    assert run(access(True, 1), step, access(True, 2)) == found
+    assert run(access(False, 1), step, access(True, 2)) == found
+    assert run(access(False, 1, 2), step, access(True, 2)) == found
+    assert not run(access(True, 1), step, access(False, 1), access(True, 1))
+    assert not run(access(False, 1), step, access(False, 2))
+
+
+def test_what_a_lane_has_copied_others_know_after_its_wait_and_a_barrier() -> None:
+    def copies(of: Clocks) -> None:
+        of.copy(0, HERE, 0, np.full(len(HERE), 1))
+        of.commit_copies(0)
+
+    def waits_for(of: Clocks) -> None:
+        of.wait_copies(0, 0)
+
+    def together(of: Clocks) -> None:
+        of.sync([0])
+
+    def reads_by(lane: int) -> Step:
+        return lambda of: of.reads(0, HERE, 0, np.full(len(HERE), lane))
+
+    assert not run(copies, waits_for, together, reads_by(2))
+    assert not run(copies, waits_for, reads_by(1))
+    assert run(copies, waits_for, None, reads_by(2)) == only(LANES_RACE, 0, 3)
+    assert run(copies, together, waits_for, reads_by(2)) == only(LANES_RACE, 0, 3)
+    assert run(reads_by(2), None, copies) == only(LANES_RACE, 0, 2)
+    assert not run(reads_by(2), together, copies)
 
 
 def test_atomics_are_in_any_order_with_each_other_alone() -> None:
@@ -518,24 +572,20 @@ def test_a_cta_ends_after_what_reaches_it(what: str, waited: bool) -> None:
 # Programs, of which one line is left out
 
 
-HEAD = """
-.extern .shared .align 1024 .b8 memory[];
-.visible .entry kernel(.param .u64 kernel_param_0) .reqntid {threads}, 1, 1
-{{
-.reg .pred %p<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;
-mov.u32 %r1, %tid.x;
+BEGIN = """
+mov.u32 %r1, %r0;
+mov.u32 %r3, %r2;
 shr.u32 %r2, %r1, 5;
 setp.eq.u32 %p1, %r2, 0;
 setp.eq.u32 %p2, %r1, 0;
 setp.eq.u32 %p3, %r1, 32;
 setp.eq.u32 %p4, %r2, 4;
 setp.ne.u32 %p5, %r1, %r1;
-mov.u32 %r3, memory;
 shl.b32 %r4, %r1, 4;
 add.u32 %r4, %r4, %r3;
-ld.param.u64 %rd1, [kernel_param_0];
+ld.param.b64 %rd1, [kernel_param_1];
 """
-"""p1: warp 0, p2: its first thread, p3: that of warp 1, p4: warp 4, p5: nobody; r4: each thread's 16 bytes from r3 on."""
+"""p1: warp 0, p2: its first thread, p3: that of warp 1, p4: warp 4, p5: nobody; r4: a thread's 16 bytes from r3 on."""
 TILE = 64 << 32 | 1 << 46
 """A descriptor of rows of 128 bytes at the start of shared memory, without the kind of swizzle."""
 
@@ -549,6 +599,15 @@ class Sample(NamedTuple):
 
 
 SAMPLES = {
+    "lanes": Sample(
+        """
+        st.shared.b32 [%r4], %r1;
+        bar.warp.sync -1; // together
+        ld.shared.b32 %r9, [%r3];
+        """,
+        32,
+        {"together": (LANES_RACE, "st.shared", "ld.shared")},
+    ),
     "barrier": Sample(
         """
         @%p1 st.shared.b32 [%r4], %r1;
@@ -564,7 +623,7 @@ SAMPLES = {
         cp.async.commit_group; // commit
         cp.async.wait_group 0; // wait
         bar.sync 0; // barrier
-        ld.shared.b32 %r9, [%r3];
+        @!%p1 ld.shared.b32 %r9, [%r3];
         """,
         64,
         dict.fromkeys(("commit", "wait", "barrier"), (RACE, "cp.async.cg", "ld.shared")),
@@ -620,7 +679,7 @@ SAMPLES = {
         """,
         160,
         {
-            "allocated": (RACE, "tcgen05.alloc", "ld.shared"),
+            "allocated": (LANES_RACE, "tcgen05.alloc", "ld.shared"),  # before the warps are compared
             "stored": (RACE, "tcgen05.st", "tcgen05.ld"),
             "handed on": (RACE, "tcgen05.st", "tcgen05.ld"),
             "loaded": (RACE, "tcgen05.ld", "tcgen05.dealloc"),
@@ -646,7 +705,7 @@ SAMPLES = {
         64,
         {
             "visible": (PROXY, "st.shared", "tcgen05.mma"),
-            "written": (RACE, "tcgen05.alloc", "ld.shared"),
+            "written": (LANES_RACE, "tcgen05.alloc", "ld.shared"),
             "done": (RACE, "tcgen05.mma", "st.shared.b32 [%r4], %r2"),
         },
     ),
@@ -701,15 +760,14 @@ LEFT_OUT = [(name, left_out) for name, sample in SAMPLES.items() for left_out in
 def test_programs(name: str, left_out: str, late: bool) -> None:
     sample = SAMPLES[name]
     lines = [line for line in sample.text.splitlines() if not left_out or not line.endswith(f"// {left_out}")]
-    program = Program("\n".join([HEAD.format(threads=sample.threads), *lines, "ret;", "}"]))
+    body = "\n".join([BEGIN, *lines])
     memory = torch.arange(256, dtype=torch.int32)
-    launch = Launch("kernel", [struct.pack("<Q", memory.data_ptr())], (1, 1, 1), program.block, (1, 1, 1), 1 << 15, [])
     if not left_out:
-        program.launch(launch, [memory], late, observer=Order())
+        assembly.run(body, memory, threads=sample.threads, late=late, observer=Order())
         return
     kind, first, second = sample.found[left_out]
     with pytest.raises(RaceError) as raised:
-        program.launch(launch, [memory], late, observer=Order())
+        assembly.run(body, memory, threads=sample.threads, late=late, observer=Order())
     message = (
         re.escape(kind) + r" \[\d+: [^\[]*" + re.escape(first) + r".*\] where .* and \[\d+: .*" + re.escape(second)
     )

@@ -97,6 +97,7 @@ def continued(first: int, tokens: int = 1000, dims: tuple[int, int] = (64, 64), 
         (256, {}, True, None),
         (300, {}, False, None),
         (300, {}, True, "takes q_start in multiples of q_tile_size=256 in backward, got 300"),
+        (1000, {}, True, None),  # no queries
         (301, {"q_tile_size": 1}, True, None),
         (301, {"q_tile_size": 1}, False, None),
     ],

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
+from nsa.decoding import reference
+from nsa.decoding.cache import write_rows
 from nsa.inputs import NSAInputs
 from tests.support.cache_cases import (
     append,
@@ -149,7 +151,8 @@ class Beams:
         self.cache = cache_for(make_inputs(1, heads=2, kv_heads=1, dim=4, batch=batch), config, max_tokens, **options)
 
     def step(self, count: int, counts: list[int] | None = None) -> None:
-        """New tokens, compared with recomputation. A sequence without room must be the one that overflows."""
+        """New tokens, compared with recomputation; sequences without room, and no others, overflow."""
+        overflowed = self.without_room(counts or [count] * len(self.texts))
         new = [[(self.next + b * count + i) % 400 for i in range(count)] for b in range(len(self.texts))]
         self.next += count * len(self.texts)
         tensors = {n: torch.cat([t[:, own] for own in new]) for n, t in self.pool.tensors().items()}
@@ -157,9 +160,7 @@ class Beams:
             tensors["counts"] = torch.tensor(counts, dtype=torch.int32)
         out = nsa_with_cache(cache=self.cache, **tensors)
         for b, (own, real) in enumerate(zip(new, counts or [count] * len(new), strict=True)):
-            if len(self.texts[b]) + real > self.cache.table.capacity:
-                assert self.cache.table.overflowed[b]
-            if self.cache.table.overflowed[b]:
+            if overflowed[b]:
                 assert out[b].isnan().all()
                 continue
             self.texts[b] = self.texts[b] + own[:real]
@@ -169,16 +170,40 @@ class Beams:
                 close(out[b : b + 1, :real], recomputed(whole, self.config, rows), f"sequence {b}")
             assert not out[b, real:].any()
         assert self.cache.seqlens.tolist() == [len(text) for text in self.texts]
+        assert self.cache.table.overflowed.tolist() == overflowed
+
+    def without_room(self, counts: list[int]) -> list[bool]:
+        """Sequences that have overflowed after a step of so many tokens: served in order, they take free pages."""
+        table = self.cache.table
+        assert table.page_uses is not None
+        flags, free, needed = table.overflowed.tolist(), table.page_uses.tolist().count(0), 0
+        for b, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
+            pages, after = (-(-tokens // table.page_size) for tokens in (len(text), len(text) + count))
+            if count and len(text) + count > table.capacity:
+                flags[b] = True
+            if not flags[b]:
+                needed += after - pages
+                flags[b] = after > pages and needed > free
+        return flags
 
     def truncate(self, lengths: list[int]) -> None:
         self.cache.truncate(torch.tensor(lengths, dtype=torch.int32))
         self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
-        assert self.cache.seqlens.tolist() == [len(text) for text in self.texts]
+        self.forget()
         poison(self.cache)
+
+    def forget(self) -> None:
+        """Sequences that found no page for their copy of an open one are flagged and empty."""
+        for b, length in enumerate(self.cache.seqlens.tolist()):
+            if length != len(self.texts[b]):
+                assert length == 0
+                assert self.cache.table.overflowed[b]
+                self.texts[b] = []
 
     def reorder(self, rows: list[int]) -> None:
         self.cache.reorder(torch.tensor(rows))
         self.texts = [self.texts[row] for row in rows]
+        self.forget()
         poison(self.cache)
 
     def check_pages(self) -> None:
@@ -189,7 +214,7 @@ class Beams:
         assert torch.equal(table.page_uses.long(), held.long().bincount(minlength=table.num_pages))
         for b, text in enumerate(self.texts):
             assert (table.block_table[b] >= 0).sum() == -(-len(text) // size)
-            if len(text) % size and not table.overflowed[b]:
+            if len(text) % size:
                 assert table.page_uses[table.block_table[b, len(text) // size]] == 1
 
 
@@ -203,6 +228,8 @@ def test_beams(name: str) -> None:
         beams.reorder(torch.randint(3, (3,), generator=generator).tolist())
     beams.reorder([0, 0, 0])
     beams.step(2)
+    beams.check_pages()
+    beams.cache.check()
 
 
 def test_a_shared_prefix_is_held_once() -> None:
@@ -218,6 +245,7 @@ def test_a_shared_prefix_is_held_once() -> None:
     assert sorted(uses.tolist(), reverse=True) == [4] * 6 + [1] * 4 + [0] * 4
     for count in (1, 8, 3):
         beams.step(count)
+    beams.cache.check()
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -231,6 +259,7 @@ def test_truncated_sequences_go_on(name: str) -> None:
         beams.truncate(lengths)
         beams.step(3)
         beams.step(1)
+        beams.cache.check()
     beams.cache.reset()
     assert not beams.cache.seqlens.any()
     assert (beams.cache.table.block_table == -1).all()
@@ -238,7 +267,38 @@ def test_truncated_sequences_go_on(name: str) -> None:
     beams.step(5)
 
 
-@settings(max_examples=40)
+def test_copies_that_find_no_page() -> None:
+    """Two pages for three copies of an open one: the third is flagged and empty, and may begin anew."""
+    beams = Beams(SMALL["paper"], 3, 24, page_size=8, pages=2)
+    beams.step(5, [5, 0, 0])
+    beams.reorder([0, 0, 0])
+    assert beams.texts == [[0, 1, 2, 3, 4]] * 2 + [[]]
+    assert beams.cache.table.overflowed.tolist() == [False, False, True]
+    beams.step(3)
+    beams.truncate([0, 6, 0])
+    beams.step(2)
+    beams.check_pages()
+    assert beams.cache.table.overflowed.tolist() == [False, False, True], "two pages for the second and the first"
+    beams.cache.table.grow(pages=3)
+    beams.truncate([2, 8, 0])
+    beams.step(1)
+    assert beams.cache.table.overflowed.tolist() == [False, False, True], "three pages, and the second needs two"
+
+
+def test_a_write_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are written differ, or the device would choose which stays; also in steps longer than tiles."""
+
+    def checked(x: Tensor, rows: Tensor, values: Tensor, wanted: Tensor) -> None:
+        written = rows[wanted & (rows >= 0)]
+        assert len(written.unique()) == len(written)
+        write_rows(x, rows, values, wanted)
+
+    monkeypatch.setattr(reference, "write_rows", checked)
+    inputs, config = make_inputs(60, batch=2), SMALL["seed"]
+    append(cache_for(inputs, config, 60, page_size=8), inputs, [37, 3, 20])
+
+
+@settings(max_examples=60)
 @given(st.data())
 def test_any_order_of_operations(data: st.DataObject) -> None:
     """Steps, beams and cuts over pages of any size that may run out; free pages are NaN, counts of uses are right."""
@@ -509,6 +569,13 @@ def test_an_engine_allocates_and_advances() -> None:
     assert out[0].isnan().all()
     close(out[1:], recomputed(sequence(inputs, 1), config, [24]))
     assert table.overflowed.tolist() == [True, False]
+    table.overflowed.zero_()
+    for page in (-1, 8):  # inside a sequence, too, but only of one that has new tokens
+        block_table[0, 1] = page
+        for row in (0, 1):
+            counts = torch.tensor([row == 0, row == 1], dtype=torch.int32)
+            assert append(cache, inputs, [1], start, counts=counts).isnan().any() == (row == 0)
+            table.overflowed.zero_()
     with pytest.raises(RuntimeError, match="truncate is the engine's"):
         cache.truncate(3)
     for wrong, message in (

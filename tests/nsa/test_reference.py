@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import nsa.reference as reference
 from bench import oracles
 from nsa import NSAConfig, nsa, nsa_forward, nsa_forward_aux
 from nsa.inputs import NSAInputs
+from tests.support.cases import product
 from tests.support.helpers import SMALL, assert_rounded_once, assert_within_budget, make_inputs, make_qkv
 from tests.support.live_memory import PeakBytes
 from tests.support.loop_oracle import nsa_document, nsa_packed
@@ -209,7 +211,7 @@ def test_sizes_far_beyond_the_document_are_its_own(causal: bool) -> None:
 
 def test_fewest_blocks_of_entries_that_a_tile_needs() -> None:
     """The rule in closed form, against counting over all tiles of a period."""
-    for length, tile, width in product(range(1, 7), range(2, 12), range(1, 5)):
+    for length, tile, width in itertools.product(range(1, 7), range(2, 12), range(1, 5)):
         for stride in range(1, length + 1):
             counts = []
             for t in range(length // tile + 1, length // tile + 1 + stride * width):
@@ -223,8 +225,7 @@ def test_fewest_blocks_of_entries_that_a_tile_needs() -> None:
 # Gradients
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("gate", ["given", "projected"])
+@pytest.mark.parametrize(("name", "gate"), product(SMALL, ["given", "projected"]))
 def test_gradcheck(name: str, gate: str) -> None:
     """Everything differentiable, with the selection fixed (it is not differentiated, and must not jump under eps)."""
     cmp_blocks = None if SMALL[name].num_cmp_selected_blocks is None else 5

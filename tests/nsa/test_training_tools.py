@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from nsa import NSAttention, nsa_forward
+from tests.support.cases import rest
 from tests.support.helpers import LARGE, SMALL
 
 # FlashAttention-4, CuTe DSL and torch.compile warn about themselves; Python does about fork in programs with threads.
@@ -135,7 +136,7 @@ class Loaded(Documents):
 
 
 @DEVICES
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", *rest("forkserver")])
 def test_workers_load_data(device: str, method: str) -> None:
     """While the program trains, which it did before they were started too: on a GPU, CUDA is up when they fork."""
     layer = make_layer(device, "paper")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,12 +17,22 @@ def product(*axes: Iterable[Any], cover: int = 1) -> list[Any]:
         cover: of the combinations that are not, one has each value (1), or each pair of values of two axes (2).
     """
     values = [list(axis) for axis in axes]
-    goals = {
-        places: set(itertools.combinations(enumerate(places), cover))
+    few = covering([len(axis) for axis in values], cover)
+    every = {
+        places: tuple(axis[i] for axis, i in zip(values, places, strict=True))
         for places in itertools.product(*(range(len(axis)) for axis in values))
     }
+    return [every[places] if places in few else rest(every[places])[0] for places in every]
+
+
+def covering(sizes: Sequence[int], cover: int) -> set[tuple[int, ...]]:
+    """Of all combinations of one place of each axis, few of which one has any `cover` places of as many axes."""
+    goals = {
+        places: set(itertools.combinations(enumerate(places), cover))
+        for places in itertools.product(*map(range, sizes))
+    }
     missing: set[Any] = set().union(*goals.values())
-    few: set[Any] = set()
+    few: set[tuple[int, ...]] = set()
     used: Counter[tuple[int, int]] = Counter()
     while missing:
         # Of those that cover as much, the one whose values came least often
@@ -30,8 +40,7 @@ def product(*axes: Iterable[Any], cover: int = 1) -> list[Any]:
         few.add(best)
         missing -= goals[best]
         used.update(enumerate(best))
-    every = {places: tuple(axis[i] for axis, i in zip(values, places, strict=True)) for places in goals}
-    return [every[places] if places in few else rest(every[places])[0] for places in goals]
+    return few
 
 
 def rest(*cases: Any) -> list[Any]:

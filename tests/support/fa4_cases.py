@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,10 +13,15 @@ from torch import Tensor
 from cute_kernels.fa4 import interface as fa4
 from tests.support.fa4_model import Lists
 from tests.support.helpers import make_qkv
+from tests.support.interpreted_gpu import interpreted_gpu
 
 RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
 ARCHS = pytest.mark.parametrize("arch", RULES)
 CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+EXECUTED = pytest.mark.parametrize(
+    "arch", [pytest.param("sm_90", marks=pytest.mark.cuda), pytest.param("sm_100", marks=pytest.mark.slow)]
+)
+"""FA4 itself runs: on a GPU, or interpreted (`gpu`)."""
 NOISY = pytest.mark.filterwarnings("default")
 """FA4 and CuTe DSL warn while they are imported and while they compile."""
 TOKENS = [1, 63, 64, 65, 127, 128, 255, 256, 257, 300, 513, 1000]
@@ -49,22 +55,34 @@ def chunk(tokens: int, tile: int, first: int, last: int) -> tuple[int, int]:
     return start * tile, min(stop * tile, tokens)
 
 
-def on_device(lists: Lists) -> Any:
+@contextmanager
+def gpu(arch: str) -> Iterator[str]:
+    """The device on which FA4's kernels for an architecture run: a Hopper GPU, or an interpreter of Blackwell's."""
+    if arch == "sm_90":
+        yield "cuda"
+        return
+    with interpreted_gpu(arch):
+        yield "cpu"
+
+
+def on_device(lists: Lists, device: str = "cuda") -> Any:
     """The BlockLists that FA4 is given."""
     from cute_kernels.lists.query_to_kv import BlockLists
 
     values: dict[str, Any] = vars(lists)
     return BlockLists(
         **{
-            name: value.cuda().clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+            name: value.to(device).clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
             for name, value in values.items()
         }
     )
 
 
-def low_precision_qkv(tokens: int, dim: int, *, heads: int = 4, kv_heads: int = 2, batch: int = 2) -> list[Tensor]:
-    """Quantised q, k, v on the GPU."""
-    return [x.bfloat16().cuda() for x in make_qkv(tokens, heads, kv_heads, dim, batch=batch, seed=tokens)]
+def low_precision_qkv(
+    tokens: int, dim: int, *, heads: int = 4, kv_heads: int = 2, batch: int = 2, device: str = "cuda"
+) -> list[Tensor]:
+    """Quantised q, k, v."""
+    return [x.bfloat16().to(device) for x in make_qkv(tokens, heads, kv_heads, dim, batch=batch, seed=tokens)]
 
 
 def assert_same_lists(got: Any, twin: Lists) -> None:

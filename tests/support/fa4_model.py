@@ -1,7 +1,8 @@
 """FA4's block lists in PyTorch: which (row, key) pairs attention with given lists computes, and how often.
 
-This is what FlashAttention-4 4.0.0b36 does, read from block_sparse_utils.py, mask.py and flash_{fwd,bwd}_sm{90,100}.py,
-not what it should do: blocks that are listed twice count twice, and keys behind the last one, where no mask takes them
+This is what FlashAttention-4 4.0.0b36 does, not what it should do, read from its sources and held against its kernels
+with lists that are wrong: for sm_90 on a GPU, for sm_100 interpreted (tests/cute/test_query_to_kv.py and
+test_kv_to_query.py). Blocks that are listed twice count twice, and keys behind the last one, where no mask takes them
 out, are rows of zeros (TMA fills what it reads out of bounds). Lists are built here too, by definition rather than in
 the way of cute_kernels' kernels. Needs torch alone; lists stay on the CPU, attention runs where its inputs are.
 

@@ -1,8 +1,9 @@
 """A GPU that interprets: cute_kernels' and FlashAttention-4's host code and kernels run on CPU tensors.
 
 All Python is real, and so are the kernels that it chooses: their host side and their PTX (tests/support/ptx/).
-Only what asks a driver is answered here: capability, multiprocessors, whether a tensor is on a GPU. Launches run one
-after the other, so side streams do nothing.
+Only what asks a driver is answered here: capability, multiprocessors, whether a tensor is on a GPU, and whether there
+is one, so that `nsa(..., backend="cute")` takes CPU tensors. Launches run one after the other, so side streams do
+nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels import support
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability, has_warpgroups, multiprocessors
 from tests.support.ptx.compiled import LATE, Artefacts, Interpreted, Schedule, compiling, interpret_kernels, kept
 
@@ -61,6 +63,7 @@ def _answer_for_the_driver(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     patch.setenv(TARGET_VARIABLE, gpu.target)
     patch.setenv("FLASH_ATTENTION_NUM_SMS", str(gpu.multiprocessors))
     patch.setattr(Tensor, "is_cuda", True)
+    patch.setattr(support, "_machine_problem", lambda call, *, given=False: None)
     _replace(patch, "cute_kernels", has_warpgroups, lambda _: gpu.capability == 90)
     _replace(patch, "cute_kernels", multiprocessors, lambda _: gpu.multiprocessors)
 

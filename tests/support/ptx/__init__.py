@@ -17,9 +17,21 @@ allocated, not freed or another quarter's, mbarriers with more arrivals than the
 other. With an `Observer`, whatever it looks for: races, in order.py. Not found: what ptxas makes of all this.
 
 Instructions, modifiers and descriptors that are not here raise NotImplementedError.
+
+Limits of use: an instrument for tests of kernels meant for NVIDIA GPUs, never a way to run them elsewhere, and no part
+of the package. It reads PTX and IR that CuTe DSL writes by its documented options alone. NVIDIA's binaries are neither
+disassembled nor replaced, and no output is translated for another platform. Of the NVIDIA Software License Agreement
+that comes with nvidia-cutlass-dsl 4.8.1, section 2, "You may not":
+
+    "2.3. Reverse engineer, decompile, or disassemble the Software components provided in binary form, nor attempt in
+    any other manner to obtain source code of such Software;"
+    "2.10. Replace any NVIDIA software components in the Software that are governed by this Agreement with other
+    software that implements NVIDIA APIs;"
+    "2.11. Reverse engineer, decompile or disassemble any portion of the output generated using Software elements for
+    the purpose of translating such output artifacts to target a non-NVIDIA platform;"
 """
 
-from tests.support.ptx.compiled import PTX_CACHE, Schedule, interpret, interpret_kernels
+from tests.support.ptx.compiled import PTX_CACHE, Launched, Schedule, interpret, interpret_kernels
 from tests.support.ptx.host import launches_of
 from tests.support.ptx.launch import Launch
 from tests.support.ptx.observer import Observer, Operation, Region
@@ -31,6 +43,7 @@ from tests.support.ptx.values import bf16_bits, bf16_numbers, product
 __all__ = [
     "PTX_CACHE",
     "Launch",
+    "Launched",
     "Observer",
     "Operation",
     "Order",

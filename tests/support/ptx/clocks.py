@@ -20,12 +20,13 @@ Rules, by section of the PTX ISA (9.x):
     "Async proxy", "membar / fence": what threads wrote reaches copies and products (wgmma, tcgen05.mma) only through
         fence.proxy.async. The writer must execute it before it hands on: stricter than "along the causality path", and
         what CUTLASS does. The end of a copy or product needs no fence, it has one.
-    "fence": mbarrier.init reaches other agents through fence.mbarrier_init, or fence.proxy.async, of who did it.
+    "membar / fence": mbarrier.init reaches other agents through fence.mbarrier_init or fence.proxy.async of who did it.
     "Pipelined tcgen05 Instructions": of asynchronous ones, products of one shape into one accumulator are in order.
     "Non-pipelined instructions": others need tcgen05.wait::ld and ::st before the thread hands on or goes on, and
         tcgen05.commit with an mbarrier.
     "Specialized Inter-thread Synchronization": tcgen05.fence is needed where arrival or wait are relaxed only.
-    "mbarrier phase": who waits by parity must have done so before the next phase completes.
+    "Phase of the mbarrier object": who waits by parity must have done so before the next phase completes.
+    "bar.warp.sync": it, or a barrier of threads, is between accesses of one cell by two lanes of a warp.
     "cp.async.bulk.wait_group", "mapa": a CTA may not end before bulk stores have read its shared memory, before copies
         have written it, and before other CTAs have arrived at its mbarriers.
 
@@ -35,7 +36,8 @@ Advice, apart from findings, is what the ISA's text does not promise, and kernel
     pipeline     products into different accumulators, in order in one warp's pipe
     reuse        a copy overwrites what threads have read, with a barrier but without a proxy fence between
 
-Not found: races inside of a warp (clocks are of warps) or in global memory, and what ptxas makes of the instructions.
+Clocks are of warps: that an elected lane hands on what other lanes did is not looked at. Nor are races in global memory
+found, or what ptxas makes of the instructions.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ PROXY = "no proxy fence between"
 INIT = "no fence of mbarrier.init between"
 PHASE = "the phase may pass by"
 END = "the CTA ends during"
+LANES_RACE = "no bar.warp.sync between"
 REGISTER_FENCE = "no wgmma.fence between"
 REGISTERS = "registers alone order"
 PIPELINE = "the tensor pipe alone orders"
@@ -116,6 +119,8 @@ class Memory:
 
     def __init__(self, cells: int, name: str, place: Callable[[int], str]) -> None:
         self.states, self.name, self.place = np.zeros(cells, "i4"), name, place
+        self.threads, self.epochs = np.full((2, cells), -1, "i4"), np.zeros((2, cells), "i4")
+        """Who wrote and who read last, and in which of its warp's epochs: SEVERAL lanes may have read."""
 
 
 def byte_of(cell: int) -> str:
@@ -124,6 +129,13 @@ def byte_of(cell: int) -> str:
 
 def lane_of(cell: int) -> str:
     return f"lane {cell // COLUMNS}, column {cell % COLUMNS}"
+
+
+SEVERAL = 32
+"""In place of a lane."""
+WRITE, READ = 0, 1
+PENDING = 1 << 30
+"""The epoch of a copy that is not waited for."""
 
 
 class Unused(NamedTuple):
@@ -138,6 +150,8 @@ class Groups:
 
     def __init__(self, agent: int) -> None:
         self.agent, self.committed, self.last = agent, 0, 0
+        self.pending: deque[tuple[int, Memory, Any]] = deque()
+        """Of cp.async: the group, and what it writes, which only the lane that waits knows to be written."""
         self.last_read: Access | None = None
         """Of shared memory, to be waited for before the CTA ends."""
 
@@ -197,6 +211,8 @@ class Clocks:
         self._mbarriers: dict[Hashable, Mbarrier] = {}
         self._groups: dict[int, Groups] = {}
         self._unused: dict[int, deque[Unused]] = {}
+        self._epochs = [0] * warps
+        """How often the lanes of a warp have been put in order."""
         self._touched: dict[int, dict[str, int] | None] = {}
         """By a warp since its last wgmma.fence, None: there was none; registers, and where."""
         self._published, self._awaited = np.zeros((2, warps, 3, AGENTS), "i4")
@@ -305,12 +321,43 @@ class Clocks:
     def _generic(self, warp: int, writes: bool) -> Access:
         return Access(warp, self._now(warp), self.point, writes, True)
 
-    def reads(self, warp: int, cells: Any, cta: int = 0) -> None:
-        """Args: shared memory, in cells."""
-        self._access(self.shared[cta], cells, self._generic(warp, False), self.clock[warp])
+    def reads(self, warp: int, cells: Any, cta: int = 0, lanes: Any = None) -> None:
+        """Args: shared memory, in cells, and which lane accesses each; None: lanes do not matter."""
+        self._access_by_threads(warp, cells, cta, lanes, False)
 
-    def writes(self, warp: int, cells: Any, cta: int = 0) -> None:
-        self._access(self.shared[cta], cells, self._generic(warp, True), self.clock[warp])
+    def writes(self, warp: int, cells: Any, cta: int = 0, lanes: Any = None) -> None:
+        self._access_by_threads(warp, cells, cta, lanes, True)
+
+    def _access_by_threads(self, warp: int, cells: Any, cta: int, lanes: Any, writes: bool) -> None:
+        access = self._generic(warp, writes)
+        if lanes is not None:
+            self._compare_lanes(warp, self.shared[cta], cells, access, lanes)
+        self._access(self.shared[cta], cells, access, self.clock[warp])
+
+    def _compare_lanes(self, warp: int, memory: Memory, cells: Any, access: Access, lanes: Any) -> None:
+        """Between lanes of one warp, bar.warp.sync or a barrier orders accesses."""
+        own, epoch = warp * 64 + lanes, self._epochs[warp]
+        for kind in (WRITE, READ) if access.writes else (WRITE,):
+            last, when = memory.threads[kind, cells], memory.epochs[kind, cells]
+            wrong = (last // 64 == warp) & (last != own) & (when >= epoch)
+            if wrong.any():
+                place = int(np.argmax(wrong))
+                state = self.states[memory.states[cells[place]]]
+                first = state.write if kind == WRITE else next(x for x in state.reads if x.agent == warp)
+                if first is not None:
+                    where = f"{memory.name}, {memory.place(int(cells[place]))}, of lane {lanes[place]}"
+                    self._found(LANES_RACE, first, access, where)
+        kind = WRITE if access.writes else READ
+        last, when = memory.threads[kind, cells], memory.epochs[kind, cells]
+        memory.threads[kind, cells] = own
+        several = (memory.threads[kind, cells] != own) | ((when >= epoch) & (last // 64 == warp) & (last != own))
+        memory.threads[kind, cells[several]] = warp * 64 + SEVERAL
+        memory.epochs[kind, cells] = epoch if access.is_generic and access.agent == warp else PENDING
+
+    def sync(self, warps: Iterable[int]) -> None:
+        """bar.warp.sync, or a barrier of all threads of these warps."""
+        for warp in warps:
+            self._epochs[warp] += 1
 
     def adds(self, warp: int, cells: Any, cta: int = 0) -> None:
         """atom, red: in any order with each other."""
@@ -431,15 +478,24 @@ class Clocks:
         for warp in warps:
             self._learns(warp, groups.agent, groups.committed - most)
 
-    def copy(self, warp: int, cells: Any, cta: int = 0) -> None:
-        """cp.async: the generic proxy writes shared memory."""
-        self._start(self._of("copies of warp", warp), self.shared[cta], cells, self.clock[warp], True, True)
+    def copy(self, warp: int, cells: Any, cta: int = 0, lanes: Any = None) -> None:
+        """cp.async: the generic proxy writes shared memory. Args: as those of `writes`."""
+        groups, memory = self._of("copies of warp", warp), self.shared[cta]
+        if lanes is not None:
+            access = Access(groups.agent, groups.committed + 1, self.point, True, True)
+            self._compare_lanes(warp, memory, cells, access, lanes)
+            groups.pending.append((groups.committed + 1, memory, cells))
+        self._start(groups, memory, cells, self.clock[warp], True, True)
 
     def commit_copies(self, warp: int) -> None:
         self._of("copies of warp", warp).committed += 1
 
     def wait_copies(self, warp: int, most: int) -> None:
-        self._wait(self._of("copies of warp", warp), [warp], most)
+        groups = self._of("copies of warp", warp)
+        self._wait(groups, [warp], most)
+        while groups.pending and groups.pending[0][0] <= groups.committed - most:
+            _, memory, cells = groups.pending.popleft()
+            memory.epochs[WRITE, cells] = np.minimum(memory.epochs[WRITE, cells], self._epochs[warp])
 
     def bulk_load(self, warp: int, key: Hashable, cells: Any, cta: int = 0, writes: bool = True) -> None:
         """cp.async.bulk into shared memory, or out of it into another CTA's: completes bytes of an mbarrier's phase."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import inspect
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache, wraps
 from pathlib import Path
@@ -45,9 +45,26 @@ class Schedule(NamedTuple):
     ahead: slice = slice(0)
     observer: Callable[[], Observer] = Observer
     """Of each launch its own."""
+    launched: Callable[[Launched], None] = lambda _: None
+    """Is told of each launch when it has run."""
 
 
 LATE = Schedule()
+
+
+class Asked(NamedTuple):
+    """What a `compiled_once` function was asked for."""
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+
+class Launched(NamedTuple):
+    kernel: str
+    """As its PTX names it."""
+    asked: Asked | None
+    """None: no kernel of cute_kernels."""
+    observer: Observer
 
 
 class Interpreted(NamedTuple):
@@ -55,13 +72,16 @@ class Interpreted(NamedTuple):
 
     artefacts: Artefacts
     schedule: Schedule = LATE
+    asked: Asked | None = None
 
     def __call__(self, *arguments: Any) -> None:
         """Args: as the compiled function takes them, tensors on the CPU, without a stream."""
-        (ptx, ir), (late, ahead, observer) = self
+        (ptx, ir), (late, ahead, observer, launched), asked = self
         tensors = [x for x in flat(arguments) if isinstance(x, Tensor)]
         for launch in launches_of(ir, arguments):
-            program(ptx).launch(launch, tensors, late, ahead, observer())
+            watching = observer()
+            program(ptx).launch(launch, tensors, late, ahead, watching)
+            launched(Launched(launch.kernel, asked, watching))
 
 
 class Kernel(NamedTuple):
@@ -94,7 +114,9 @@ def interpret(
             made: Artefacts = build(*how, **named).compiled
         return made
 
-    return Interpreted(kept(key, make), schedule)
+    bound = inspect.signature(build).bind(*how, **named)
+    bound.apply_defaults()
+    return Interpreted(kept(key, make), schedule, Asked(build, bound.arguments))
 
 
 def interpret_kernels(

@@ -8,8 +8,8 @@ What is executed and not noticed must change nothing. Why, is told by what the i
     FIRST       a wait for the phase before an mbarrier's first: nobody has used its stage yet
     KNOWN       a wait for what its warps knew already
     WRITTEN     a proxy fence behind which its warps have written nothing
-    COVERED     a fence of mbarrier.init, or a barrier of threads, before another one of the same warps, without anything
-                between them that it might order
+    COVERED     a fence of mbarrier.init, a barrier of threads or tcgen05.wait::ld before another one of the same
+                warps, and nothing between them that it is for
     LAST        a wait behind which its warps access nothing, nor hand on to who does
     UNHEARD     an arrival for which nobody waits who accesses anything then
     ALIGNED     bar.warp.sync where the warp has done nothing since it last was together
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from tests.support.ptx.clocks import Key
+from tests.support.ptx.clocks import COLUMNS, Key
 from tests.support.ptx.observer import Operation
 from tests.support.ptx.order import Order, RaceError
 from tests.support.ptx.program import Code, Program, storages_of
@@ -49,7 +49,7 @@ ORDERS = re.compile(
 FIRST = "nobody has used its stage before"
 KNOWN = "what it waits for is known to its warps already"
 WRITTEN = "its warps have written nothing since their last proxy fence"
-COVERED = "the next one of the same warps orders as much, and nothing is done between them"
+COVERED = "the next one of the same warps orders as much, and nothing between them needs it"
 LAST = "behind it its warps access nothing, nor hand on to a warp that does"
 UNHEARD = "nobody waits for it who accesses anything then"
 ALIGNED = "its warp has done nothing since it last was together"
@@ -71,10 +71,21 @@ class Case:
         """As those that later runs must have."""
         self._results = [x.clone() for x in self.tensors]
 
-    def run(self, program: Program, observer: Observer | None, late: bool) -> str:
-        """What is wrong with the results; nothing: empty."""
+    def of_one_cta(self) -> Case:
+        """The same of the first CTA, or cluster, alone."""
+        self._restore()
+        case = Case(self.program, self.launch._replace(grid=self.launch.cluster), self.tensors)
+        case.program.launch(case.launch, case.tensors)
+        case.keep_results()
+        return case
+
+    def _restore(self) -> None:
         for memory, before in zip(self._memory, self._before, strict=True):
             memory[...] = before
+
+    def run(self, program: Program, observer: Observer | None, late: bool) -> str:
+        """What is wrong with the results; nothing: empty."""
+        self._restore()
         program.launch(self.launch, self.tensors, late, observer=observer)
         for number, (got, expected) in enumerate(zip(self.tensors, self._results, strict=True)):
             if not is_close(got, expected):
@@ -179,11 +190,11 @@ def noticed(mutant: Program, case: Case, known: set[Key]) -> str:
 class Event(NamedTuple):
     warps: tuple[int, ...]
     kind: str
-    """access, arrival, wait, release (of a barrier of threads); or, of what fences are for: init fence, use of mbarriers
-    by the async proxy, register fence, use of registers, multiply."""
+    """access, arrival, wait, release (of a barrier of threads); or, of what fences are for: init fence, use of
+    mbarriers by the async proxy, register fence, use of registers, multiply."""
     at: int
     what: Any = None
-    """Of arrival, wait and release: the barrier and its phase, or the warps' group and its number. Of registers: names."""
+    """Of arrival, wait and release: the barrier and its phase, or the warps' groups and which. Of registers: names."""
 
 
 class Effects(Order):
@@ -204,12 +215,7 @@ class Effects(Order):
     def idle(self) -> dict[int, str]:
         """Candidates that need not be there for this launch, and why."""
         reasons = {at: why for at, why in self._did.items() if why}
-        for analyse, why in (
-            (ordering, ""),
-            (fencing_mbarriers, COVERED),
-            (meeting, COVERED),
-            (fencing_registers, UNTOUCHED),
-        ):
+        for analyse, why in ANALYSES.items():
             seen, useful = (set().union(*sets) for sets in zip(*map(analyse, self._clusters), strict=True))
             for at in seen - useful:
                 arrives = re.search("arrive|commit", self.program.instructions[at].name)
@@ -244,6 +250,14 @@ class Effects(Order):
         self._phases[key] = count + 1
         return count
 
+    @contextmanager
+    def _learning(self, threads: Threads, otherwise: str = KNOWN) -> Iterator[None]:
+        """Tells whether clocks of the threads' warps change inside."""
+        warps = [*self._warps(threads)]
+        before = self.clocks.clock[warps]
+        yield
+        self._tell(threads.cta.pc, otherwise if (before == self.clocks.clock[warps]).all() else "")
+
     def _tell(self, at: int, why: str) -> None:
         """Args: why nothing was done this time; empty: something was."""
         self._did[at] = why and self._did.get(at, why)
@@ -258,15 +272,21 @@ class Effects(Order):
     def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
         super().tensor_memory(threads, kind, column, count)
         self._event(threads, "access")
+        self._event(threads, f"{kind} TMEM", (threads.cta.rank, range(column, column + count)))
         self._apart.update(self._warps(threads))
 
     def owns_tensor_memory(self, threads: Threads, column: int, count: int) -> None:
         super().owns_tensor_memory(threads, column, count)
         self._event(threads, "access")
+        self._event(threads, "write TMEM", (threads.cta.rank, range(column, column + count)))
 
     def starts(self, threads: Threads, operation: Operation) -> None:
         super().starts(threads, operation)
         self._event(threads, "access")
+        for region in operation.writes:
+            if region.space == "tensor":
+                columns = region.places[0] % COLUMNS
+                self._event(threads, "write TMEM", (region.cta.rank, range(columns[0], columns[-1] + 1)))
         if operation.kind == "cp.async":
             self._wrote.update(self._warps(threads))
         if operation.kind == "wgmma":
@@ -275,7 +295,10 @@ class Effects(Order):
             self._event(threads, "use of mbarriers")
 
     def waits_tensor_memory(self, threads: Threads, kind: str) -> None:
-        super().waits_tensor_memory(threads, kind)
+        with self._learning(threads):
+            super().waits_tensor_memory(threads, kind)
+        if kind == "ld":
+            self._event(threads, "wait TMEM")
         self._apart.difference_update(self._warps(threads))
 
     def syncs_warps(self, threads: Threads) -> None:
@@ -296,11 +319,8 @@ class Effects(Order):
             self._event(threads, "arrival", (key, self._count(key)))
 
     def waits(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
-        warps = [*self._warps(threads)]
-        before = self.clocks.clock[warps]
-        super().waits(threads, barrier, phase)
-        same = (before == self.clocks.clock[warps]).all()
-        self._tell(threads.cta.pc, FIRST if phase < 0 else KNOWN if same else "")
+        with self._learning(threads, FIRST if phase < 0 else KNOWN):
+            super().waits(threads, barrier, phase)
         self._event(threads, "wait", (self._key(barrier), phase))
 
     def arrives_at(self, threads: Threads, number: int) -> None:
@@ -322,7 +342,10 @@ class Effects(Order):
         self._event(threads, "arrival", (key, self._count(key)))
 
     def waits_group(self, threads: Threads, kind: str, most: int, reads: bool) -> None:
-        super().waits_group(threads, kind, most, reads)
+        with self._learning(threads):
+            super().waits_group(threads, kind, most, reads)
+        if kind == "cp.async":
+            self._apart.update(self._warps(threads))
         key = kind, *self._warps(threads)
         self._event(threads, "wait", (key, self._phases.get(key, 0) - 1 - most))
 
@@ -398,6 +421,26 @@ def meeting(events: list[Event]) -> tuple[set[int], set[int]]:
     return seen, useful
 
 
+def waiting_for_tmem(events: list[Event]) -> tuple[set[int], set[int]]:
+    """tcgen05.wait::ld matters if what was loaded is overwritten, or freed, before the warp's next one."""
+    seen, useful = set(), set()
+    loading: dict[int, list[tuple[int, range]]] = {}
+    waited: dict[int, tuple[int, list[tuple[int, range]]]] = {}
+    for event in events:
+        if event.kind == "read TMEM":
+            for warp in event.warps:
+                loading.setdefault(warp, []).append(event.what)
+        elif event.kind == "wait TMEM":
+            seen.add(event.at)
+            waited |= {warp: (event.at, loading.pop(warp, [])) for warp in event.warps}
+        elif event.kind == "write TMEM":
+            rank, columns = event.what
+            for at, loaded in waited.values():
+                if any(of == rank and max(x.start, columns.start) < min(x.stop, columns.stop) for of, x in loaded):
+                    useful.add(at)
+    return seen, useful
+
+
 def fencing_registers(events: list[Event]) -> tuple[set[int], set[int]]:
     """wgmma.fence matters if it alone is between the use of a register and a product, or before the first product."""
     seen, useful = set(), set()
@@ -420,3 +463,13 @@ def fencing_registers(events: list[Event]) -> tuple[set[int], set[int]]:
                         useful.add(since[0])
                     since[:] = [-1, -1]
     return seen, useful
+
+
+ANALYSES = {
+    ordering: "",
+    fencing_mbarriers: COVERED,
+    meeting: COVERED,
+    waiting_for_tmem: COVERED,
+    fencing_registers: UNTOUCHED,
+}
+"""And what is said of those that do not matter."""

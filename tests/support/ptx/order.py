@@ -105,11 +105,15 @@ class Order(Observer):
 
     def shared(self, threads: Threads, kind: str, places: Any, size: int) -> None:
         clocks, cta = self.clocks, threads.cta.rank
-        access = {"read": clocks.reads, "write": clocks.writes, "atomic": clocks.adds}[kind]
-        places = np.asarray(places)
+        places, lanes = np.asarray(places), threads.lanes
         for warp, own in zip(self._warps(threads), threads.warps, strict=True):
-            mine = places if len(threads.warps) == 1 else places[threads.warp_of == own]
-            access(warp, np.unique(shared_cells(mine, size)), cta)
+            of_warp = threads.warp_of == own
+            cells = shared_cells(places[of_warp], size)
+            if kind == "atomic":
+                clocks.adds(warp, cells, cta)
+            else:
+                access = clocks.reads if kind == "read" else clocks.writes
+                access(warp, cells, cta, np.repeat(lanes[of_warp], len(cells) // len(lanes[of_warp])))
 
     def tensor_memory(self, threads: Threads, kind: str, column: int, count: int) -> None:
         of = self.program.instructions[threads.cta.pc]
@@ -153,8 +157,10 @@ class Order(Observer):
                     clocks.bulk_store(warp, self._cells(region), region.cta.rank)
             elif kind == "cp.async":
                 for region in operation.writes:
-                    own = np.asarray(region.places)[threads.warp_of == warp % self.warps]
-                    clocks.copy(warp, shared_cells(own, region.size), region.cta.rank)
+                    of_warp = threads.warp_of == warp % self.warps
+                    cells = shared_cells(np.asarray(region.places)[of_warp], region.size)
+                    lanes = threads.lanes[of_warp]
+                    clocks.copy(warp, cells, region.cta.rank, np.repeat(lanes, len(cells) // len(lanes)))
             else:
                 raise NotImplementedError(f"races with {kind}")
 
@@ -190,6 +196,8 @@ class Order(Observer):
             for group, _ in self._groups(threads):
                 self.clocks.commit_products(group)
             return
+        if kind == "cp.async":
+            threads.whole_warps("cp.async.commit_group")  # whose lanes have as many groups
         for warp in self._warps(threads):
             (self.clocks.commit_copies if kind == "cp.async" else self.clocks.commit_bulk)(warp)
 
@@ -233,8 +241,12 @@ class Order(Observer):
 
     # Barriers of threads
 
+    def syncs_warps(self, threads: Threads) -> None:
+        self.clocks.sync(self._warps(threads))
+
     def arrives_at(self, threads: Threads, number: int) -> None:
         self.clocks.arrive((threads.cta.rank, number), self._warps(threads))
+        self.clocks.sync(self._warps(threads))
 
     def releases(self, cta: Cta, number: int, warps: list[int]) -> None:
         self.clocks.release((cta.rank, number), [cta.rank * self.warps + warp for warp in warps])

@@ -1,0 +1,110 @@
+"""Every kernel that a Blackwell GPU runs, executed on a CPU: tests/support/blackwell_cases.py says what and how.
+
+The pairwise part of the table here, all of it in `make test-blackwell`. bench/results/blackwell-executed.json holds
+what tools/execute_blackwell.py recorded of it.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bench.report import RESULTS
+from nsa import NSAConfig, nsa
+from nsa.inputs import NSAInputs
+from tests.support import blackwell_cases as blackwell
+from tests.support.blackwell_cases import Case, Execution
+from tests.support.helpers import make_qkv
+from tests.support.interpreted_gpu import interpreted_gpu
+from tests.support.ptx import Launched, Schedule
+
+pytestmark = [pytest.mark.cuda_extra, pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+TABLE = [
+    pytest.param(case, schedule, marks=[] if here else pytest.mark.full, id=f"{case.name}-{schedule}")
+    for case, schedule, here in blackwell.table()
+]
+
+
+@pytest.mark.parametrize(("case", "schedule"), TABLE)
+def test_executed(case: Case, schedule: str) -> None:
+    execution = blackwell.execute(case, schedule)
+    assert_within_budgets(execution)
+    assert not blackwell.unknown(execution.findings)
+
+
+def assert_within_budgets(execution: Execution) -> None:
+    assert execution.results
+    wrong = [of for of in execution.results if not of.error <= of.budget]
+    assert not wrong, f"beyond their budgets: {wrong}"
+
+
+PRESETS = {"paper": (NSAConfig.paper(), 300), "per tile": (NSAConfig.per_tile(), 600)}
+"""With N, the one thing that is smaller than in use."""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_nsa_through_dispatch(preset: str) -> None:
+    """The public function with autograd, whose backend runs on what it takes for a B200."""
+    config, tokens = PRESETS[preset]
+    leaves = make_qkv(tokens, 4, 1, 128, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn((4, 3, 128)) * 128**-0.5).to(torch.bfloat16).requires_grad_()
+    inputs = NSAInputs(*leaves, gate_proj_weight=weight)
+    do = torch.randn_like(leaves[0])
+    launched: list[Launched] = []
+    with interpreted_gpu("sm_100", Schedule(launched=launched.append)):
+        out, selections = forward_and_selections(inputs, config)
+        gradients = torch.autograd.grad(out, [*inputs.tensors().values()], do)
+    got = {"out": out.detach(), **dict(zip(inputs.tensors(), gradients, strict=True))}
+    execution = Execution()
+    blackwell.check_nsa(execution, inputs.map(Tensor.detach), config, do, got, selections)
+    assert_within_budgets(execution)
+    kernels = [blackwell.kernel_class(of.kernel) for of in launched]
+    assert {"FlashAttentionForwardSm100", "FlashAttentionBackwardSm100"} <= {*kernels}
+    assert ("KVOuterForward" in kernels) == config.token_mode
+
+
+def forward_and_selections(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+    from nsa import nsa_forward_aux
+
+    out = nsa(**inputs.tensors(), config=config, backend="cute")
+    with torch.no_grad():
+        again, aux = nsa_forward_aux(**inputs.tensors(), config=config, backend="cute")
+    assert torch.equal(out, again)
+    return out, (aux.indices, aux.cmp_indices)
+
+
+# What was recorded
+
+
+def test_record_is_of_this_table() -> None:
+    """Or of a part of it: docs/blackwell.md says how much."""
+    record = json.loads((RESULTS / "blackwell-executed.json").read_text(encoding="utf-8"))
+    names = [(row["case"], row["schedule"]) for row in record["cases"]]
+    assert len({*names}) == len(names) > 0
+    assert {*names} <= {(case.name, schedule) for case, schedule, _ in blackwell.table()}
+    assert all(row["error"] <= row["budget"] for row in record["cases"])
+    assert not blackwell.unknown(found for row in record["cases"] for found in row["findings"])
+
+
+def test_a_kernel_that_no_case_launches_is_missed() -> None:
+    missing = blackwell.missing([])
+    assert "attend.query_outer._compiled packed=True" in missing
+    assert not any("warpgroups=True" in form or "selected_backward" in form for form in missing)
+    assert blackwell.missing(missing) == []
+
+
+def test_slack_of_lse_is_the_error_of_the_polynomial() -> None:
+    from flash_attn.cute.utils import POLY_EX2
+
+    x = np.linspace(0, 1, 1 << 20)
+    worst = np.abs(np.polyval(POLY_EX2[3][::-1], x) / 2**x - 1).max()
+    assert 0.9 * blackwell.EX2_SLACK < worst < blackwell.EX2_SLACK
+
+
+def test_unknown_findings_are_told_apart() -> None:
+    assert blackwell.unknown(["FlashAttentionForwardSm100: nothing orders [1: st] and [2: ld]"])

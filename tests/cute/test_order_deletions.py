@@ -1,0 +1,50 @@
+"""Kernels without one of the instructions that order them: does the checker of races (tests/support/ptx/) notice?
+
+FlashAttention-4's on Blackwell, as NSA's selected branch launches them, and kernels per token on Hopper. Every
+instruction that orders is left out alone (mutations.py). Of those that are executed, and not known to change nothing,
+85 % must be noticed. tools/execute_blackwell.py writes down each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support import cases
+from tests.support.deletion_cases import backward, fa4_case, forward, per_token_cases
+from tests.support.ptx.clocks import END
+from tests.support.ptx.mutations import Deletion, Effects, candidates, delete_each
+
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
+
+NOTICED = 0.85
+SOME = 24
+"""Of the instructions that are executed; with `full`, all."""
+
+
+def noticed_of(deletions: list[Deletion]) -> list[bool]:
+    return [x.found for x in deletions if x.executed and not x.reason]
+
+
+@pytest.mark.parametrize("most", [SOME, *cases.rest(1 << 20)])
+@pytest.mark.parametrize(("make_call", "ends"), [(forward, 0), (backward, 1)], ids=["forward", "backward"])
+def test_deletions_from_fa4_are_noticed(make_call: Callable[[], Callable[[], object]], ends: int, most: int) -> None:
+    """As it is, the backward has one finding: it does not wait until the last addition to dK has read shared memory."""
+    case, base = fa4_case(make_call), Effects()
+    assert not case.run(case.program, base, True)
+    assert [x.kind for x in base.findings] == [END] * ends
+    assert all("cp.reduce.async.bulk" in case.program.instructions[x.first].name for x in base.findings)
+    executed = [at for at in candidates(case.program) if at in base.executed]
+    chosen = executed[:: max(1, len(executed) // most)]
+    noticed = noticed_of(delete_each(make_call.__name__, case, chosen))
+    assert len(noticed) >= len(chosen) // 2
+    assert sum(noticed) >= NOTICED * len(noticed)
+
+
+@pytest.mark.parametrize("warpgroups", [True, False], ids=["wgmma", "mma"])
+def test_deletions_from_kernels_per_token_are_noticed(warpgroups: bool) -> None:
+    for name, case in per_token_cases(warpgroups).items():
+        noticed = noticed_of(delete_each(name, case))
+        assert noticed
+        assert all(noticed), name

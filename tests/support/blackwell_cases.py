@@ -1,0 +1,577 @@
+"""Every kernel of the package as a B200 would run it: cases for the machine of tests/support/ptx, held against fp64.
+
+    Attention       one branch of NSA through FlashAttention-4, forward and backward
+    Whole           all of NSA, forward and backward: FlashAttention-4's kernels and ours
+    Neighborhood    neighborhood attention, forward and backward
+
+Each runs forward.py, backward.py or neighborhood.py on CPU tensors (interpreted_gpu), from memory filled with NaN, with
+the race checker. Truth is attention over masks that are written here by definition, or bench/oracles.py; the budget is
+the house's: twice the error of the same math with 16-bit operands, and one rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench import oracles
+from nsa import NSAConfig
+from nsa.inputs import NSAInputs
+from tests.support.cases import covering
+from tests.support.helpers import error_budget
+from tests.support.interpreted_gpu import interpreted_gpu
+from tests.support.ptx import Launched, Order, Schedule
+from tests.support.ptx.compiled import Asked
+from tools.sanitize import FA4, OURS, every_form, forms
+from tools.sanitize import Case as Call
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SLACK = 1e-4
+"""Of a gradient: dS of a row with one key is nothing but the difference of two sums in fp32."""
+SUM_SLACK = 1e-5
+"""Of lse: sums in fp32."""
+EX2_SLACK = 8.8e-5
+"""Of lse, too: FlashAttention-4's sm_100 forward takes some powers of two from a cubic, this far off in relation."""
+HOPPER_ONLY = re.compile(
+    r"attend\.(selected|window)_backward\.|lists\.selected_worklist\.|.*(use_wgmma|warpgroups)=True"
+)
+"""Forms of kernels that no sm_100 GPU runs."""
+SCHEDULES = {"late": Schedule(late=True), "early": Schedule(late=False)}
+"""When asynchronous operations end: as late as they may, or at once."""
+
+
+class Result(NamedTuple):
+    name: str
+    error: float
+    budget: float
+
+
+@dataclass
+class Execution:
+    """What a case did."""
+
+    results: list[Result] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    """Names of classes, each once, in order."""
+    forms: list[str] = field(default_factory=list)
+    """Of our kernels: functions that compile them, with their flags."""
+    findings: list[str] = field(default_factory=list)
+    """Of the race checker: kernel and text."""
+    seconds: float = 0.0
+    """CPU time, kernels' compilation included where PTX_CACHE did not have them."""
+
+    @property
+    def worst(self) -> Result:
+        """The result that takes most of its budget."""
+        return max(self.results, key=lambda of: of.error / of.budget if of.budget else float(of.error > 0))
+
+    def compare(self, name: str, got: Tensor, exact: Tensor, low: Tensor, slack: float = 0.0) -> None:
+        if got.shape != exact.shape:
+            raise ValueError(f"{name} has shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
+        difference = (got.double() - exact).abs()
+        error = float(difference.max()) if got.numel() else 0.0
+        self.results.append(Result(name, error, error_budget(exact, low, got.dtype) + slack))
+
+    def compare_sums(self, name: str, got: Tensor, exact: Tensor, low: Tensor) -> None:
+        """lse, -inf in the same rows."""
+        empty = exact.isinf()
+        if not torch.equal(got.isinf(), empty):
+            self.results.append(Result(f"{name}, empty rows", float((got.isinf() != empty).sum()), 0.0))
+        filled = [x.double().masked_fill(empty, 0) for x in (got, exact, low)]
+        error, theirs = (float((x - filled[1]).abs().max()) if x.numel() else 0.0 for x in (filled[0], filled[2]))
+        self.results.append(Result(name, error, 2 * theirs + SUM_SLACK + EX2_SLACK))
+
+
+# One branch through FlashAttention-4
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which keys of a branch are seen, and how its kernels are told."""
+
+    branch: str
+    config: NSAConfig
+    tokens: tuple[int, int] = (300, 257)
+    """Two lengths to run."""
+    batch: int = 1
+    mixed: bool = False
+    """D_v is the other of 64 and 128."""
+    empty_tiles: bool = False
+    """Selected: one tile has no block."""
+
+
+FORMS: dict[str, Form] = {
+    "compressed, causal by lists, backward by phases": Form(
+        "compressed", NSAConfig(compress_block_size=4, compress_stride=2), (531, 290)
+    ),
+    "compressed, causal by lists both ways": Form(
+        "compressed", NSAConfig(compress_block_size=5, compress_stride=2), (300, 271)
+    ),
+    "compressed, not causal": Form(
+        "compressed", NSAConfig(compress_block_size=2, compress_stride=1, causal=False), (300, 258)
+    ),
+    "compressed, chosen blocks": Form(
+        "compressed",
+        NSAConfig(compress_block_size=1, num_cmp_selected_blocks=2, n_block_size=128, select_block_size=64),
+        (531, 300),
+    ),
+    "selected, blocks of 64": Form("selected", NSAConfig(select_block_size=64), empty_tiles=True),
+    "selected, blocks of 128": Form("selected", NSAConfig(select_block_size=128), empty_tiles=True),
+    "selected, not causal": Form("selected", NSAConfig(select_block_size=64, causal=False)),
+    "selected, D and D_v": Form("selected", NSAConfig(select_block_size=64), mixed=True),
+    "window": Form("window", NSAConfig(window_size=100), batch=2),
+    "window, not causal": Form("window", NSAConfig(window_size=100, causal=False)),
+    "window, one tile": Form("window", NSAConfig(window_size=30), (1, 77)),
+    "window, D and D_v": Form("window", NSAConfig(window_size=150), mixed=True),
+}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Forward and backward of one branch."""
+
+    form: str
+    dim: int = 128
+    dtype: torch.dtype = BF16
+    group: int = 1
+    length: int = 0
+    """Index into the form's lengths."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.form} | D={self.dim} {_name(self.dtype)} G={self.group} N={self.facts['rows']}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        form = FORMS[self.form]
+        rows = form.tokens[self.length]
+        keys = form.config.num_compressed(rows) if form.branch == "compressed" else rows
+        v_dim = 192 - self.dim if form.mixed else self.dim
+        sizes = {"d": self.dim, "d_v": v_dim, "dtype": _name(self.dtype), "group": self.group}
+        return {"form": self.form, **sizes, "rows": rows, "keys": keys}
+
+    def run(self, execution: Execution) -> None:
+        from cute_kernels import backward, forward
+        from cute_kernels.fa4.interface import Gradients
+        from cute_kernels.plan import prepare
+
+        form, facts = FORMS[self.form], self.facts
+        config, rows, keys = form.config, facts["rows"], facts["keys"]
+        q, k, v = self._normal(rows, self.group), self._normal(keys), self._normal(keys, dim=facts["d_v"])
+        do = self._normal(rows, self.group, facts["d_v"], seed=1)
+        plan = prepare(NSAInputs(q, self._normal(rows), self._normal(rows, dim=facts["d_v"])), config).plan
+        indices, visible = self._selection(rows, keys)
+        if form.branch == "compressed":
+            branch = forward.attend_compressed(plan, q, k, v, indices, 0, True)
+        elif form.branch == "selected":
+            branch = forward.attend_selected(plan, q, k, v, indices, 0, True, holds_forced=False)
+        else:
+            branch = forward.attend_window(plan, q, k, v, 0, True)
+        given = Gradients(q, k, v, branch.o, do, branch.lse, *(torch.empty_like(x) for x in (q, k, v)))
+        got = {"dq": given.dq, "dk": given.dk, "dv": given.dv}
+        if form.branch == "compressed":
+            got["dk"], got["dv"] = (x.to(self.dtype) for x in backward.backward_compressed(plan, given, indices, False))
+        elif form.branch == "selected":
+            backward.backward_selected(plan, given, indices, torch.empty(0), False)
+        else:
+            backward.backward_window(plan, given, torch.empty(0), False)
+        self._check(execution, {"o": branch.o, "lse": branch.lse, **got}, (q, k, v), do, visible, plan.scale)
+
+    def _normal(self, rows: int, heads: int = 1, dim: int | None = None, seed: int = 0) -> Tensor:
+        shape = (FORMS[self.form].batch, rows, heads, dim or self.dim)
+        generator = torch.Generator().manual_seed(seed * 1000 + sum(shape))
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+    def _selection(self, rows: int, keys: int) -> tuple[Tensor | None, Tensor]:
+        """Blocks that tiles select, `[B,H,tiles,k]`, drawn; and which keys each row sees, by definition."""
+        form = FORMS[self.form]
+        config = form.config
+        row, key = torch.arange(rows)[:, None], torch.arange(keys)
+        if form.branch == "window":
+            if config.causal:
+                return None, (key <= row) & (row - key < config.window_size)
+            return None, (row - key).abs() <= config.window_size // 2
+        ends = key * config.stride + config.compress_block_size - 1 if form.branch == "compressed" else key
+        seen = ends <= row if config.causal else torch.ones((rows, keys), dtype=torch.bool)
+        size = config.select_size
+        if form.branch == "compressed":
+            if config.num_cmp_selected_blocks is None:
+                return None, seen
+            size = config.n_block_size
+        tile = torch.arange(rows) // config.q_tile_size
+        tiles, blocks = int(tile[-1]) + 1, -(-keys // size)
+        indices = torch.full((form.batch, self.group, tiles, min(2, blocks)), -1, dtype=torch.int32)
+        generator = torch.Generator().manual_seed(rows)
+        for place in [(b, h, t) for b in range(form.batch) for h in range(self.group) for t in range(tiles)]:
+            last = min(rows, (place[2] + 1) * config.q_tile_size) - 1
+            allowed = int((ends <= last).sum() if config.causal else keys)
+            count = min(indices.shape[3], -(-allowed // size))
+            if form.empty_tiles and place[1:] == (0, tiles - 1):
+                count = 0
+            drawn = torch.randperm(-(-allowed // size), generator=generator)[:count]
+            indices[place][:count] = drawn.sort().values.int()
+        chosen = (indices[..., None, :] == (key // size)[:, None]).any(-1)  # [B,H,tiles,keys]
+        return indices, seen & chosen[:, :, tile]
+
+    def _check(
+        self,
+        execution: Execution,
+        got: Mapping[str, Tensor],
+        qkv: Sequence[Tensor],
+        do: Tensor,
+        visible: Tensor,
+        scale: float,
+    ) -> None:
+        expected = []
+        for dtype in (torch.float64, self.dtype):
+            leaves = [x.to(oracles.wide(dtype)).requires_grad_() for x in qkv]
+            o, lse = oracles.attention(*leaves, visible, scale, dtype)
+            gradients = torch.autograd.grad(o, leaves, do.to(o.dtype))
+            expected.append([o.detach(), lse, *(x.to(dtype) for x in gradients)])
+        for (name, x), exact, low in zip(got.items(), *expected, strict=True):
+            if name == "lse":
+                execution.compare_sums(name, x, exact, low)
+            else:
+                execution.compare(name, x, exact, low, SLACK if name[0] == "d" else 0.0)
+
+
+# All of NSA
+
+TILES = NSAConfig(num_selected_blocks=3, window_size=100)
+TOKENS = NSAConfig.paper(num_selected_blocks=6, window_size=200)
+SELECTED = NSAConfig.paper(compress_block_size=256, compress_stride=64, num_selected_blocks=6, window_size=0)
+"""Below 256 tokens nothing but the selected branch, with its forced blocks."""
+ENTRIES = NSAConfig(
+    compress_block_size=4,
+    compress_stride=1,
+    select_block_size=64,
+    num_selected_blocks=3,
+    num_cmp_selected_blocks=3,
+    n_block_size=128,
+)
+LENGTHS = (0, 131, 1, 64)
+MANY: dict[str, Any] = {"heads": 16, "kv_heads": 1}
+"""Heads for which blocks of a few hundred tokens have more query rows than one work tile."""
+OWN_KEYS = ("k_slc", "v_slc", "k_win", "v_win")
+"""So that dk and dv of each branch are told apart."""
+PRESET = "paper preset"
+
+CALLS: dict[str, Call] = {
+    PRESET: Call(NSAConfig.paper(), 200, heads=4, kv_heads=1, dim=128, v_dim=128, tensors=("gate_proj_weight",)),
+    "tiles": Call(TILES, tensors=("gate_proj_weight", *OWN_KEYS)),
+    "tiles, batch, overlapping blocks": Call(
+        NSAConfig(
+            compress_block_size=32,
+            compress_stride=16,
+            select_block_size=64,
+            num_selected_blocks=4,
+            num_init_blocks=1,
+            num_local_blocks=2,
+        ),
+        batch=2,
+        dim=128,
+        v_dim=128,
+        dtype=FP16,
+        tensors=("gates",),
+    ),
+    "tiles, chosen entries, learned compression": Call(
+        ENTRIES, tokens=393, tensors=("w_k_compress", "w_v_compress"), recompute=True
+    ),
+    "tiles, D_v": Call(TILES, v_dim=128, tensors=("gate_proj_weight",)),
+    "tiles, not causal, shared selection": Call(replace(TILES, causal=False, share_heads_in_group=True)),
+    "tiles, documents": Call(TILES, documents=LENGTHS, tensors=("gate_proj_weight", *OWN_KEYS)),
+    "tiles, documents, chosen entries": Call(ENTRIES, documents=LENGTHS, tensors=("gates",)),
+    "tiles, one token": Call(TILES, 1, heads=2, kv_heads=1),
+    "tokens": Call(TOKENS, 201, tensors=("gate_proj_weight",), **MANY),
+    "tokens, own keys": Call(TOKENS, 193, tensors=("gates", *OWN_KEYS), dim=128, v_dim=128),
+    "tokens, nothing forced": Call(
+        NSAConfig.paper(
+            select_block_size=256, num_selected_blocks=2, num_init_blocks=0, num_local_blocks=0, window_size=100
+        ),
+        tokens=577,
+        dim=128,
+        v_dim=64,
+        dtype=FP16,
+        tensors=("gates",),
+    ),
+    "tokens, nothing forced, batch": Call(
+        NSAConfig.paper(num_selected_blocks=3, num_init_blocks=0, num_local_blocks=0, window_size=100),
+        tokens=201,
+        batch=2,
+        tensors=("gates",),
+    ),
+    "tokens, documents": Call(TOKENS, documents=LENGTHS, recompute=True, **MANY),
+    "tokens, 64 heads": Call(SELECTED, 130, heads=64, kv_heads=1),
+    "tokens, D_v": Call(TOKENS, 130, v_dim=128),
+    "tokens, query-outer": Call(TOKENS, 130),
+    "tokens, query-outer, documents": Call(TOKENS, documents=(70, 0, 61)),
+}
+
+
+PACKED = ("tokens, documents", "tiles, documents, chosen entries")
+"""What `make test` runs of CALLS; calls of one length go through dispatch there."""
+QUERY_OUTER = ("tokens, query-outer", "tokens, query-outer, documents")
+"""Forward alone, with the kernel that groups of 64 heads take (attend/query_outer.py)."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Forward, once for training and once for its result alone, and backward."""
+
+    name: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        call = CALLS[self.name]
+        rows = sum(call.documents) if call.documents else call.tokens
+        sizes = {"d": call.dim, "d_v": call.v_dim, "dtype": _name(call.dtype), "group": call.heads // call.kv_heads}
+        return {"form": self.name, **sizes, "rows": rows, "keys": rows}
+
+    def run(self, execution: Execution) -> None:
+        from cute_kernels import backward, forward
+
+        call = CALLS[self.name]
+        inputs, config = call.inputs("cpu"), call.config
+        if self.name in QUERY_OUTER:
+            out, aux = forward.nsa(inputs, config, query_outer=True)
+            check_nsa(execution, inputs, config, None, {"out": out}, _selections(aux))
+            return
+        shape = (*inputs.q.shape[:-1], call.v_dim)
+        do = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(call.dtype)
+        out, saved = forward.nsa_saving(inputs, config, recompute=call.recompute)
+        gradients = backward.nsa_backward(inputs, config, saved, do)
+        if call.documents:
+            alone, aux = forward.nsa(inputs, config)
+            selections = _selections(aux)
+        else:
+            alone, _ = forward.nsa(inputs, config, aux=False)
+            selections = forward.Saved.from_list(saved).selections(slice(None), slice(None))
+        if not torch.equal(out.nan_to_num(), alone.nan_to_num()):
+            execution.results.append(Result("out for training is another", 1.0, 0.0))
+        check_nsa(execution, inputs, config, do, {"out": out, **gradients}, selections)
+
+
+def check_nsa(
+    execution: Execution,
+    inputs: NSAInputs,
+    config: NSAConfig,
+    do: Tensor | None,
+    got: Mapping[str, Tensor],
+    selections: tuple[Tensor, Tensor | None],
+) -> None:
+    """out, and with `do` gradients under the names of inputs, for the blocks that the kernels chose."""
+    expected = []
+    for dtype in (torch.float64, inputs.q.dtype):
+        leaves = inputs.map(lambda x, dtype=dtype: x.to(dtype).requires_grad_())
+        parts = [
+            oracles.nsa(part, config, indices=indices.long(), cmp_indices=None if cmp is None else cmp.long())[0]
+            for part, indices, cmp in _documents(leaves, config, selections)
+        ]
+        out = parts[0] if inputs.cu_seqlens is None else torch.cat([part.flatten(0, 1) for part in parts])
+        names = [name for name in leaves.tensors() if name in got]
+        expected.append({"out": out.detach()})
+        if do is not None:
+            rows = do if inputs.cu_seqlens is None else do[: out.shape[0]]
+            of = torch.autograd.grad(out, [getattr(leaves, name) for name in names], rows.to(out.dtype))
+            expected[-1].update(zip(names, of, strict=True))
+    exact, low = expected
+    if missing := set(got) ^ set(exact):
+        raise ValueError(f"results that only one side has: {missing}")
+    for name, x in got.items():
+        rows = len(exact["out"]) if inputs.cu_seqlens is not None and x.shape[0] == inputs.q.shape[0] else None
+        slack = 0.0 if name == "out" else SLACK
+        execution.compare(
+            "out" if name == "out" else f"gradient of {name}", x[:rows], exact[name][:rows], low[name][:rows], slack
+        )
+
+
+def _documents(
+    inputs: NSAInputs, config: NSAConfig, selections: tuple[Tensor, Tensor | None]
+) -> Iterator[tuple[NSAInputs, Tensor, Tensor | None]]:
+    """Each document as a batch of one, with its part of what was selected."""
+    indices, cmp_indices = selections
+    if inputs.cu_seqlens is None:
+        yield inputs, indices, cmp_indices
+        return
+    tile = 0
+    for start, stop in pairwise(inputs.cu_seqlens.tolist()):
+        tiles = slice(tile, tile := tile - (start - stop) // config.q_tile_size)
+        if start == stop:
+            continue
+        own = {
+            name: x[start:stop][None]
+            for name, x in inputs.tensors().items()
+            if x.shape[0] == inputs.q.shape[0] and name != "cu_seqlens"
+        }
+        part = replace(inputs, **own, cu_seqlens=None, max_seqlen=None)
+        yield part, indices[None, :, tiles], None if cmp_indices is None else cmp_indices[None, :, tiles]
+
+
+def _selections(aux: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    from nsa import NSAAux
+
+    named = NSAAux(*aux)
+    return named.indices, named.cmp_indices
+
+
+# Neighborhood attention
+
+
+DILATED = "neighborhood, dilation 2"
+WINDOWS: dict[str, dict[str, Any]] = {
+    DILATED: {"kernel_size": 101, "dilation": 2, "causal": False},
+    "neighborhood, causal": {"kernel_size": 130, "dilation": 1, "causal": True},
+}
+
+
+@dataclass(frozen=True)
+class Neighborhood:
+    name: str
+    tokens: int = 333
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        sizes = {"d": 64, "d_v": 64, "dtype": "bfloat16", "group": 1}
+        return {"form": self.name, **sizes, "rows": self.tokens, "keys": self.tokens}
+
+    def run(self, execution: Execution) -> None:
+        from cute_kernels import neighborhood
+
+        options = WINDOWS[self.name]
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, do = (torch.randn((1, self.tokens, 2, 64), generator=generator).bfloat16() for _ in range(4))
+        window = {"softmax_scale": None, "boundary": "truncate", "backend": "cute", **options}
+        out, lse = neighborhood.forward(q, k, v, **window)
+        gradients = neighborhood.backward(do, q, k, v, out, lse, **window)
+        expected = []
+        for dtype in (torch.float64, q.dtype):
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            o, _ = oracles.neighborhood_attention(*leaves, boundary="truncate", **options)
+            expected.append([o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))])
+        for name, x, exact, low in zip(("out", "dq", "dk", "dv"), (out, *gradients), *expected, strict=True):
+            execution.compare(name, x, exact, low, 0.0 if name == "out" else SLACK)
+
+
+Case = Attention | Whole | Neighborhood
+
+
+# The table
+
+
+AXES: tuple[Sequence[Any], ...] = (
+    [*FORMS],
+    (128, 64),  # D
+    (BF16, FP16),
+    (1, 4),  # G
+    (0, 1),  # which length
+    [*SCHEDULES],
+)
+
+
+def table() -> list[tuple[Case, str, bool]]:
+    """Cases, the schedules that they run by, and whether `make test` runs them.
+
+    Of branches, every three values of axes come together, in `make test` every two. Of whole calls, `make test` runs
+    those of PACKED.
+    """
+    pairs, triples = (covering([len(axis) for axis in AXES], cover) for cover in (2, 3))
+    rows: list[tuple[Case, str, bool]] = []
+    for places in sorted(pairs | triples):
+        *values, schedule = (axis[i] for axis, i in zip(AXES, places, strict=True))
+        rows.append((Attention(*values), schedule, places in pairs))
+    for i, name in enumerate(CALLS):
+        for schedule in SCHEDULES:
+            rows.append((Whole(name), schedule, name in PACKED and schedule == [*SCHEDULES][i % 2]))
+    rows += [
+        (Neighborhood(name), schedule, (name, schedule) == (DILATED, "late"))
+        for name in WINDOWS
+        for schedule in SCHEDULES
+    ]
+    return rows
+
+
+def missing(executed: Iterable[str]) -> list[str]:
+    """Forms of our kernels, of those that an sm_100 GPU runs, that are not among the executed."""
+    return sorted(form for form in every_form() - {*executed} if not HOPPER_ONLY.match(form))
+
+
+# Findings that are understood
+
+
+KNOWN = {
+    "last stage": re.compile(r"FlashAttentionBackwardSm100: the CTA ends during \[\d+: cp\.(reduce\.)?async\.bulk\."),
+    "pair": re.compile(
+        r"FlashAttention(Forward|Backward)Sm100: the CTA ends during \[\d+: tcgen05\.commit\.cta_group::2\.\S+multicast"
+    ),
+}
+"""Findings in unchanged kernels, by names that docs/blackwell.md explains."""
+
+
+def known(finding: str) -> str | None:
+    """The name of a finding that is understood."""
+    return next((name for name, pattern in KNOWN.items() if pattern.match(finding)), None)
+
+
+def unknown(findings: Iterable[str]) -> list[str]:
+    return [found for found in findings if known(found) is None]
+
+
+# Running them
+
+
+def execute(case: Case, schedule: str) -> Execution:
+    """Run a case as on sm_100 and compare its results; what the race checker finds is collected."""
+    execution = Execution()
+    launched: list[Launched] = []
+    how = SCHEDULES[schedule]._replace(observer=lambda: Order(keep_going=True), launched=launched.append)
+    start = time.process_time()
+    with poisoned(), interpreted_gpu("sm_100", how):
+        case.run(execution)
+    execution.seconds = time.process_time() - start
+    execution.kernels = list(dict.fromkeys(kernel_class(of.kernel) for of in launched))
+    execution.forms = list(dict.fromkeys(form for of in launched if of.asked for form in forms_of(of.asked)))
+    execution.findings = list(
+        dict.fromkeys(f"{kernel_class(of.kernel)}: {found}" for of in launched for found in of.observer.findings)
+    )
+    return execution
+
+
+def forms_of(asked: Asked) -> set[str]:
+    """A kernel of ours as `tools.sanitize.every_form` names it."""
+    parameters = inspect.signature(asked.function).parameters
+    flags = {name: value for name, value in asked.arguments.items() if parameters[name].annotation == "bool"}
+    return forms(f"{asked.function.__module__.removeprefix('cute_kernels.')}.{asked.function.__name__}", flags)
+
+
+def kernel_class(kernel: str) -> str:
+    """The class that a kernel's name in PTX holds."""
+    found = OURS.search(kernel) or FA4.search(kernel)
+    if found is None:
+        raise ValueError(f"a kernel of nobody's: {kernel}")
+    return found[1]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, `torch.empty` gives NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,96 @@
+"""Launches from which instructions that order are left out, one at a time (tests/support/ptx/mutations.py)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import fa4_model as model
+from tests.support.interpreted_gpu import interpreted_gpu
+from tests.support.kv_outer_cases import make
+from tests.support.ptx import interpret_kernels
+from tests.support.ptx.mutations import Case, recorded
+
+GROUPS = ("FlashAttention-4, sm_100a", "wgmma", "mma")
+"""FlashAttention-4's forward and backward; and ours per token, by what multiplies on sm_90a."""
+
+
+def named_cases(group: str) -> dict[str, Case]:
+    """Those of one of GROUPS."""
+    if group == GROUPS[0]:
+        return {
+            "FlashAttentionForwardSm100, D 64, bf16": fa4_case(forward),
+            "FlashAttentionBackwardSm100, D 128, bf16": fa4_case(backward),
+        }
+    return {f"{name}, {group}, sm_90a": case for name, case in per_token_cases(group == "wgmma").items()}
+
+
+def listed(lists: model.Lists) -> list[Tensor]:
+    return [lists.mask_count, lists.mask_index, lists.full_count, lists.full_index]
+
+
+def forward() -> Callable[[], object]:
+    """One tile of rows, ten blocks of keys: every stage is used again."""
+    from cute_kernels.fa4 import interface as fa4
+    from cute_kernels.lists.query_to_kv import BlockLists
+
+    rows, keys, dim = 256, 1280, 64
+    q, k, v = (torch.randn(1, tokens, 1, dim).bfloat16() for tokens in (rows, keys, keys))
+    every = torch.arange(keys // 128).int()[None, None, None]
+    bounds = {"num_keys": keys, "rows_from": keys - rows, "rows_to": keys}
+    lists = model.chosen_lists(every, 1, model.Keys(), size=128, width=128, rows=256, **bounds)
+    some = BlockLists(*map(Tensor.contiguous, listed(lists)), lists.rows, lists.width)
+    return lambda: fa4.selected(q, k, v, some, causal=True, scale=dim**-0.5, lse=True)
+
+
+def backward() -> Callable[[], object]:
+    """One block of keys, four tiles of rows of one of two query heads."""
+    from cute_kernels.fa4 import interface as fa4
+    from cute_kernels.fa4.launch import Gradients
+    from cute_kernels.lists.query_to_kv import BlockLists
+
+    rows, keys, heads, dim = 512, 128, 2, 128
+    q, do = torch.randn(2, 1, rows, heads, dim).bfloat16().unbind()
+    k, v = torch.randn(2, 1, keys, 1, dim).bfloat16().unbind()
+    scores = torch.einsum("mhd,nd->hmn", q[0].double(), k[0, :, 0].double()) * dim**-0.5
+    scores = scores.masked_fill(torch.arange(keys) > torch.arange(rows)[:, None], -math.inf)
+    o = torch.einsum("hmn,nd->mhd", scores.softmax(-1), v[0, :, 0].double()).bfloat16()[None]
+    lse = scores.logsumexp(-1).float()[None]
+    every = torch.arange(2).int().expand(1, 1, rows // 256, 2)
+    bits = model.tile_bits(every, size=64, num_keys=keys)
+    sizes = {"size": 64, "width": 128, "rows": 256, "num_keys": keys, "num_rows": rows, "blocks": range(1)}
+    lists = model.transposed_lists(bits, heads, model.Keys(), **sizes)
+    some = BlockLists(*map(Tensor.contiguous, listed(lists)), lists.rows, lists.width, lists.bits, lists.bit_keys)
+    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+    gradients = Gradients(q, k, v, o, do, lse, dq, dk, dv)
+    return lambda: fa4.selected_backward(gradients, some, causal=True, scale=dim**-0.5)
+
+
+def fa4_case(make_call: Callable[[], Callable[[], object]]) -> Case:
+    """The launch of the longest kernel, of its first CTA."""
+    torch.manual_seed(0)
+    with interpreted_gpu("sm_100"), recorded() as launches:
+        make_call()()
+    return max(launches, key=lambda case: len(case.program.instructions)).of_one_cta()
+
+
+def per_token_cases(warpgroups: bool) -> dict[str, Case]:
+    """By the names of kernels, forward and backward."""
+    from cute_kernels.attend import combine, kv_outer, kv_outer_backward
+    from cute_kernels.lists import worklist
+
+    with pytest.MonkeyPatch.context() as patch, recorded() as launches:
+        for module in (kv_outer, kv_outer_backward):
+            patch.setattr(module, "has_warpgroups", lambda _: warpgroups)
+        interpret_kernels(patch, (worklist, combine, kv_outer, kv_outer_backward))
+        make(90, 3, 1, 64, count=2, device="cpu").check()
+    named = [(re.search(r"KVOuter[A-Za-z]+", case.program.name), case) for case in launches]
+    found = {name[0]: case for name, case in named if name}
+    if len(found) != 2:
+        raise ValueError(f"kernels {[*found]}")
+    return found

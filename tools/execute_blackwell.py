@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Executes every kernel that a Blackwell GPU runs, instruction by instruction on a CPU -> OUT (docs/blackwell.md).
+
+    cases of tests/support/blackwell_cases.py, each in one of some processes: errors against fp64, findings of races
+    deletions of tests/support/ptx/mutations.py: the instructions that order a kernel, one left out at a time. Reasons
+        why a deletion changes nothing that a run cannot tell are kept from OUT, by kernel and instruction
+
+The exit status is 1 if a result is beyond its budget, a case raised, a finding is not understood, or a kernel of ours
+was not executed. Needs no GPU, and the packages of the `cuda` and `dev` extras.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.report import RESULTS, command_line, environment, relative, write_json
+
+OUT = RESULTS / "blackwell-executed.json"
+BAR = 0.85
+"""Of deletions that are executed and not seen to change nothing, those that must be found."""
+MOST = 240
+"""Characters of an instruction, and of what noticed a deletion."""
+
+
+class Task(NamedTuple):
+    name: str
+    function: Callable[[Any], Any]
+    argument: Any
+
+
+def run_case(index: int) -> dict[str, Any]:
+    """A row of the table, in this process."""
+    from tests.support import blackwell_cases as blackwell
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    case, schedule, _ = blackwell.table()[index]
+    execution = blackwell.execute(case, schedule)
+    worst = execution.worst
+    return {
+        "case": case.name,
+        "schedule": schedule,
+        "kernels": execution.kernels,
+        "forms": execution.forms,
+        **case.facts,
+        "result": worst.name,
+        "error": worst.error,
+        "budget": worst.budget,
+        "seconds": round(execution.seconds, 2),
+        "findings": execution.findings,
+    }
+
+
+def run_deletions(group: str) -> list[dict[str, Any]]:
+    """Of the kernels of a group, in this process."""
+    from tests.support import deletion_cases
+    from tests.support.ptx.mutations import delete_each
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = []
+    for kernel, case in deletion_cases.named_cases(group).items():
+        for of in delete_each(kernel, case):
+            instruction = f"{of.at}: {of.instruction}"[:MOST]
+            found.append({**of._asdict(), "instruction": instruction, "by": of.by[:MOST]})
+            del found[-1]["at"]
+    return found
+
+
+def with_reasons(deletions: Sequence[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+    """Of deletions that nothing noticed, reasons that were written into the earlier file by hand."""
+    earlier = json.loads(out.read_text(encoding="utf-8"))["deletions"] if out.exists() else []
+    reasons = {(row["kernel"], row["instruction"]): row["reason"] for row in earlier if not row["found"]}
+    return [
+        row
+        if row["found"] or row["reason"]
+        else {**row, "reason": reasons.get((row["kernel"], row["instruction"]), "")}
+        for row in deletions
+    ]
+
+
+def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Any]]:
+    """Tasks and what they return, or raised, as they are done."""
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        futures = {pool.submit(task.function, task.argument): task for task in tasks}
+        for future in as_completed(futures):
+            yield futures[future], future.exception() or future.result()
+
+
+def problems_of(cases: Sequence[dict[str, Any]], deletions: Sequence[dict[str, Any]]) -> Iterator[str]:
+    from tests.support import blackwell_cases as blackwell
+
+    for row in cases:
+        name = f"{row['case']}, {row['schedule']}"
+        if not row["error"] <= row["budget"]:
+            yield f"{name}: the error of {row['result']} is {row['error']:.3e}, its budget {row['budget']:.3e}"
+        yield from (f"{name}: {found}" for found in blackwell.unknown(row["findings"]))
+    for kernel in dict.fromkeys(row["kernel"] for row in deletions):
+        found = [row["found"] for row in deletions if row["kernel"] == kernel and row["executed"] and not row["reason"]]
+        if sum(found) < BAR * len(found):
+            yield f"{kernel}: {sum(found)} of {len(found)} deletions were found"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from tests.support import blackwell_cases as blackwell
+    from tests.support import deletion_cases
+
+    parser = argparse.ArgumentParser(description="Execute every kernel of Blackwell on a CPU.")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"JSON file (default: {relative(OUT)})")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    parser.add_argument("--match", default="", help="only cases whose name holds this, and no deletions")
+    parser.add_argument("--list", action="store_true", help="name the cases and run none")
+    args = parser.parse_args(argv)
+    table = blackwell.table()
+    chosen = [i for i, (case, _, _) in enumerate(table) if args.match in case.name]
+    if not chosen:
+        parser.error(f"--match {args.match!r} fits none of {len(table)} cases")
+    tasks = [Task(f"{table[i][0].name}, {table[i][1]}", run_case, i) for i in chosen]
+    if args.list:
+        print(*(task.name for task in tasks), sep="\n")
+        return 0
+    if not args.match:
+        tasks += [Task(f"deletions, {group}", run_deletions, group) for group in deletion_cases.GROUPS]
+    results: dict[str, Any] = {}
+    problems = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns) as progress:
+        bar = progress.add_task("", total=len(tasks))
+        for task, result in run_all(tasks, args.jobs):
+            if isinstance(result, BaseException):
+                problems.append(f"{task.name}: {type(result).__name__}: {result}")
+            else:
+                results[task.name] = result
+            progress.update(bar, advance=1, description=task.name[:60])
+    done = [(task, results[task.name]) for task in tasks if task.name in results]
+    cases = [result for task, result in done if task.function is run_case]
+    deletions = [row for task, result in done if task.function is run_deletions for row in result]
+    problems += problems_of(cases, deletions)
+    if not args.match:
+        missing = blackwell.missing(form for row in cases for form in row["forms"])
+        problems += [f"{form} was not executed" for form in missing]
+    facts = {**environment(torch.device("cpu")), "device": "interpreted", "command": command_line(argv)}
+    write_json(args.out, {**facts, "cases": cases, "deletions": with_reasons(deletions, args.out)})
+    print(*(problems or [f"{len(cases)} cases, each within its budget"]), sep="\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
