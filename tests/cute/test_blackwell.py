@@ -86,7 +86,10 @@ def test_record_is_of_this_table() -> None:
     record = json.loads((RESULTS / "blackwell-executed.json").read_text(encoding="utf-8"))
     names = [(row["case"], row["schedule"]) for row in record["cases"]]
     assert len({*names}) == len(names) > 0
-    assert {*names} <= {(case.name, schedule) for case, schedule, _ in blackwell.table()}
+    table = {(case.name, schedule) for case, schedule, _ in blackwell.table()}
+    assert {*names} <= table
+    page = (RESULTS.parents[1] / "docs" / "blackwell.md").read_text(encoding="utf-8")
+    assert f"{len(names)} of {len(table)} rows" in page
     assert all(row["error"] <= row["budget"] for row in record["cases"])
     assert not blackwell.unknown(found for row in record["cases"] for found in row["findings"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -203,13 +205,19 @@ def test_products_of_all_layouts(swizzle: int, transposed: tuple[bool, bool], la
     close(got, exact)
 
 
-def test_products_are_added_up() -> None:
-    left, right, exact = numbers(128, 32, torch.bfloat16)
+def operands(rows: int, columns: int) -> tuple[Any, Any, str, Any, Tensor]:
+    """bf16 tiles swizzled by 32 bytes: a, b, what loads them and names a in %rd12, the descriptor of b, a bᵀ."""
+    left, right, exact = numbers(rows, columns, torch.bfloat16)
     a, *of_a = image(left, 32, False)
     b, *of_b = image(right, 32, False)
     body = load(a, b) + f"mov.b64 %rd12, {descriptor(0, *of_a, 32)};"
+    return a, b, body, descriptor(RIGHT_AT, *of_b, 32), exact
+
+
+def test_products_are_added_up() -> None:
+    a, b, body, right_descriptor, exact = operands(128, 32)
     for add in (0, 1):
-        body += product(1, "%rd12", descriptor(RIGHT_AT, *of_b, 32), shape(128, 32, torch.bfloat16), add)
+        body += product(1, "%rd12", right_descriptor, shape(128, 32, torch.bfloat16), add)
     got = run(whole(body + COMMIT + read_columns(32)), a, b, threads=128, columns=32)
     close(got, exact.float().double() + exact)
 
@@ -217,11 +225,8 @@ def test_products_are_added_up() -> None:
 @LATE
 def test_products_end_late_or_at_once(late: bool) -> None:
     """Without a wait, TMEM is NaN still where products are late."""
-    left, right, exact = numbers(128, 32, torch.bfloat16)
-    a, *of_a = image(left, 32, False)
-    b, *of_b = image(right, 32, False)
-    body = load(a, b) + f"mov.b64 %rd12, {descriptor(0, *of_a, 32)};"
-    body += product(1, "%rd12", descriptor(RIGHT_AT, *of_b, 32), shape(128, 32, torch.bfloat16))
+    a, b, body, right_descriptor, exact = operands(128, 32)
+    body += product(1, "%rd12", right_descriptor, shape(128, 32, torch.bfloat16))
     got = run(whole(body + "bar.sync 0;" + read_columns(32)), a, b, threads=128, columns=32, late=late)
     if late:
         assert bool((got == 0x7FFFFFFF).all())
@@ -231,11 +236,8 @@ def test_products_end_late_or_at_once(late: bool) -> None:
 
 def test_64_rows_lie_in_half_of_each_quarter() -> None:
     """Layout F: rows 16 w to 16 w + 15 in the first lanes of quarter w."""
-    left, right, exact = numbers(64, 32, torch.bfloat16)
-    a, *of_a = image(left, 32, False)
-    b, *of_b = image(right, 32, False)
-    body = load(a, b) + f"mov.b64 %rd12, {descriptor(0, *of_a, 32)};"
-    body += product(1, "%rd12", descriptor(RIGHT_AT, *of_b, 32), shape(64, 32, torch.bfloat16))
+    a, b, body, right_descriptor, exact = operands(64, 32)
+    body += product(1, "%rd12", right_descriptor, shape(64, 32, torch.bfloat16))
     got = run(whole(body + COMMIT + read_columns(32)), a, b, threads=128, columns=32).view(4, 2, 16, 32)
     close(got[:, 0].reshape(64, 32), exact)
     assert bool((got[:, 1] == 0x7FFFFFFF).all())
