@@ -32,3 +32,9 @@ MAX_TILE = 256
 
 MAX_LIST_WIDTH = 128
 """Keys of the widest block in FlashAttention-4's block lists."""
+
+MAX_DECODE_QUERIES = 8
+"""New tokens of a sequence that one step of decoding takes."""
+
+DECODE_KEYS = 64
+"""Keys or compressed entries of a tile of decode/tiles.py."""

@@ -1,9 +1,10 @@
 """Whether these kernels take a call: dispatch asks before anything is launched. Needs torch alone, not CuTe DSL.
 
     check                           NSA
+    check_with_cache                NSA with a cache
     check_neighborhood_attention    neighborhood attention
 
-Both return None, or the reason for the refusal in words that follow the backend's name.
+All return None, or the reason for the refusal in words that follow the backend's name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.limits import (
+    DECODE_KEYS,
     MAX_BLOCKS,
+    MAX_DECODE_QUERIES,
     MAX_ENTRIES,
     MAX_GRID,
     MAX_LIST_WIDTH,
@@ -26,7 +29,7 @@ from cute_kernels.limits import (
     SELECT_UNIT,
     TOKEN_SELECT_SIZES,
 )
-from cute_kernels.runtime.device import compute_capability, has_warpgroups, must_be_deterministic
+from cute_kernels.runtime.device import compute_capability, has_warpgroups, must_be_deterministic, vectorized
 
 CAPABILITIES = ((9, 0), (10, 0))
 """Compute capabilities that the kernels were compiled for, as sm_90a and sm_100a (tools/compile_all.py)."""
@@ -48,6 +51,44 @@ def check(call: Any) -> str | None:
         if reason is None and call.options.get("deterministic"):
             reason = _refusal_of_determinism(inputs, config, rules)
     return reason
+
+
+def check_with_cache(call: Any) -> str | None:
+    """Why the kernels of decode/ cannot run this call of nsa_with_cache (dispatch.Call), or None."""
+    inputs, config, cache = (call.options.get(name) for name in ("inputs", "config", "cache"))
+    problem = _machine_problem(call, given=inputs is not None and inputs.q.is_cuda)
+    if problem or inputs is None or config is None or cache is None:
+        return problem
+    if not config.token_mode:
+        return f"decodes in token mode only, q_tile_size=1, got q_tile_size={config.q_tile_size}"
+    if cache.separate_kv:
+        return "decodes with one k and v for all branches, got a cache with separate_kv=True"
+    if config.compress != "mean" or (inputs.w_k_compress, inputs.w_v_compress) != (None, None):
+        return "decodes with compress='mean' and without w_k_compress and w_v_compress: it pools entries itself"
+    return (
+        fa4.refusal(inputs.q.dtype, cache.dim, cache.dim_v)
+        or _refusal_of_token_mode(inputs, config, 0)
+        or _refusal_of_cache(config, cache)
+    )
+
+
+def _refusal_of_cache(config: Any, cache: Any) -> str | None:
+    """What kernels of decode/ cannot take besides. Scores of a tile of entries reach the next tile's blocks at most."""
+    length, stride, size = config.compress_block_size, config.stride, config.select_size
+    ratio, page_size = size // stride, cache.table.page_size
+    if ratio > DECODE_KEYS or length // stride > DECODE_KEYS // ratio * ratio:
+        return (
+            f"decodes with at most {DECODE_KEYS} compressed blocks that begin in a select block, and as many over a "
+            f"token, got compress_block_size={length}, stride={stride}, l'={size}"
+        )
+    if page_size % stride:
+        return f"decodes with a page_size that compress_stride divides, got {page_size} and {stride}"
+    if max(cache.table.batch, cache.heads_kv * MAX_DECODE_QUERIES) > MAX_GRID:
+        return f"decodes up to {MAX_GRID} sequences, got B={cache.table.batch}, H_kv={cache.heads_kv}"
+    for name in ("k", "v", "k_cmp", "v_cmp"):
+        if not vectorized(cache.pages[name]):
+            return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {cache.pages[name].stride()}"
+    return None
 
 
 def check_neighborhood_attention(call: Any) -> str | None:

@@ -19,6 +19,13 @@ ROWS: tuple[Impl, ...] = (
     Impl("nsa", "reference", target="nsa.reference:nsa", check="nsa.reference:check"),
     Impl(
         "nsa_with_cache",
+        "cute",
+        target="cute_kernels.decoding:nsa_with_cache",
+        check="cute_kernels.support:check_with_cache",
+        packages=CUTE,
+    ),
+    Impl(
+        "nsa_with_cache",
         "reference",
         target="nsa.decoding.reference:nsa_with_cache",
         check="nsa.decoding.reference:check",

@@ -116,6 +116,7 @@ def all_cases() -> Iterator[Case]:
     yield from transposed_list_cases()
     yield from worklist_cases()
     yield from token_selected_cases()
+    yield from decode_cases()
     if compute_capability(0)[0] == 9:
         yield from hopper_cases()
     for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
@@ -348,6 +349,27 @@ def token_selected_cases() -> Iterator[Case]:
     for dim, size, packed in itertools.product(DIMS, TOKEN_SELECT_SIZES, (False, True)):
         run = ours(kv_outer_backward._combine_dkv, dim, size, packed)
         yield Case("CombineDKV", f"{size},packed" if packed else f"{size}", dim, None, None, run)
+
+
+def decode_cases() -> Iterator[Case]:
+    from cute_kernels.decode import append, blocks, choose, combine, score
+    from cute_kernels.select.topk import Blocks
+
+    paper, page = Blocks(32, 16, 64, 16, init=1, local=2), 64
+    for dim, dtype in itertools.product(DIMS, DTYPES):
+        yield Case("AppendPages", "paper", dim, None, dtype, ours(append.compiled, (dim, dim), dtype, page, 32, 16))
+    for dim, group, dtype, queries in itertools.product(DIMS, (1, 4, 16), DTYPES, (1, 4)):
+        how, variant = ((dim, dim), dtype, group, queries, paper), f"paper,N_q={queries}"
+        yield Case("ScoreEntries", variant, dim, group, dtype, ours(score.compiled, *how, page))
+        yield Case("ChooseBlocks", variant, dim, group, dtype, ours(choose.compiled, *how, page))
+        yield Case("AttendBlocks", variant, dim, group, dtype, ours(blocks.compiled, *how, 512, page))
+        for gates, given in {
+            "projected": (dtype, None),
+            "given": (None, torch.float32),
+            "thirds": (None, None),
+        }.items():
+            run = ours(combine.compiled, *how, page, *given)
+            yield Case("CombineBranches", f"{variant},{gates}", dim, group, dtype, run)
 
 
 def hopper_cases() -> Iterator[Case]:

@@ -45,7 +45,8 @@ from torch import Tensor
 
 from bench.commit import ROOT
 from bench.report import RESULTS, environment
-from nsa import NSAConfig, reference
+from nsa import NSACache, NSAConfig, reference
+from nsa.decoding import reference as decoding_reference
 from nsa.inputs import NSAInputs
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -215,6 +216,45 @@ class Neighborhood:
         return results
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """Steps of decoding over a cache that the reference filled, beside the reference's own."""
+
+    config: NSAConfig
+    cached: tuple[int, ...]
+    queries: int = 1
+
+    def run(self, device: str, *, check: bool) -> dict[str, Tensor]:
+        from cute_kernels import decoding
+
+        generator = torch.Generator().manual_seed(0)
+        batch, results = len(self.cached), {}
+        caches = [
+            NSACache.empty(
+                self.config, batch, max(self.cached) + 100, heads_kv=1, dim=64, dtype=torch.bfloat16, device=device
+            )
+            for _ in range(2)
+        ]
+
+        def step(tokens: int, new: tuple[int, ...] | None, *runs: Callable[..., Tensor]) -> list[Tensor]:
+            given = (torch.randn((batch, tokens, heads, 64), generator=generator) for heads in (16, 1, 1))
+            inputs = NSAInputs(*[x.to(device, torch.bfloat16) for x in given])
+            counts = None if new is None else torch.tensor(new, dtype=torch.int32, device=device)
+            outs = []
+            for run, own in zip(runs, caches, strict=True):
+                with torch.no_grad(), own.table.step(tokens, counts) as opened:
+                    outs.append(run(inputs, self.config, own, opened))
+            return outs
+
+        step(max(self.cached), self.cached, *[decoding_reference.nsa_with_cache] * 2)
+        for i in range(2):
+            got, expected = step(self.queries, None, decoding.nsa_with_cache, decoding_reference.nsa_with_cache)
+            results[f"out of step {i}"] = got
+            if check and not (got - expected).norm() <= 2**-5 * expected.norm():
+                raise ArithmeticError(f"step {i} is not finite, or not what the reference gives")
+        return results
+
+
 TAIL = 9
 WEIGHTS = ("gate_proj_weight", "w_k_compress", "w_v_compress")
 LENGTHS = (0, 601, 1, 64, 255)
@@ -228,7 +268,7 @@ MANY = {"heads": 16, "kv_heads": 1}
 MOST: dict[str, Any] = {"heads": 64, "kv_heads": 1, "tokens": 201}
 """Heads for which attend/query_outer.py stands in."""
 
-CASES: dict[str, Case | Neighborhood] = {
+CASES: dict[str, Case | Neighborhood | Decoding] = {
     "tiles": Case(TILES, tensors=("gate_proj_weight",), deterministic=True),
     "tiles, batch": Case(
         NSAConfig(
@@ -284,6 +324,8 @@ CASES: dict[str, Case | Neighborhood] = {
     "tokens, no WGMMA": Case(TOKENS, tokens=601, warpgroups=False, **MANY),
     "tokens, no WGMMA, D_v": Case(TOKENS, v_dim=128, warpgroups=False, **MANY),
     "tokens, no WGMMA, 64 heads": Case(TOKENS, warpgroups=False, **MOST),
+    "decoding": Decoding(TOKENS, (0, 31, 1300)),
+    "decoding, four queries": Decoding(TOKENS, (62, 700), queries=4),
     "neighborhood": Neighborhood(333, {"kernel_size": 101, "dilation": 2}),
 }
 

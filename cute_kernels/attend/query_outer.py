@@ -41,14 +41,13 @@ from cute_kernels.mma.mma_sync import (
     acc_mn_view,
     accumulator,
     as_vectors,
-    exp2_and_sum,
     gather_rows,
     gemm_registers,
     gemm_smem,
     load_block,
     make_warp_mma,
     mask_after,
-    row_max,
+    online_softmax,
     scale_row,
     store_rows,
 )
@@ -250,7 +249,7 @@ class QueryOuterForward:
             first_key += step % self.block_tiles * TILE
             S = acc_mn_view(acc)
             self._mask(S, sBlockBits[i_block], rToken, first_token, first_key)
-            self._softmax(S, acc_o_mn, rMax, rSum, scale)
+            online_softmax(S, acc_o_mn, rMax, rSum, scale * LOG2_E)
             self._mma_pv(acc_o, acc_as_operand_a(acc, self.dtype), sV, step % STAGES)
 
         # Epilogue
@@ -340,17 +339,6 @@ class QueryOuterForward:
         if cute.arch.vote_any_sync(cutlass.min(rLastKey[0], rLastKey[1]) < TILE - 1):
             for r in range_constexpr(2):
                 mask_after(S[None, r, 0, None], rLastKey[r])
-
-    @cute.jit
-    def _softmax(self, S: cute.Tensor, acc_o_mn: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor, scale: Float32):
-        """A step of the online softmax: S becomes P, and o is rescaled. Maxima are in units of log 2."""
-        for r in range_constexpr(2):
-            new_max = cute.arch.fmax(rMax[r], row_max(S[None, r, 0, None]) * (scale * LOG2_E))
-            base = Float32(0.0) if new_max == -Float32.inf else new_max
-            rescale = cute.math.exp2(rMax[r] - base, fastmath=True)
-            new_sum = exp2_and_sum(S[None, r, 0, None], scale * LOG2_E, base, rSum[r] * rescale)
-            rMax[r], rSum[r] = new_max, new_sum
-            scale_row(acc_o_mn[None, r, 0, None], rescale)
 
     @cute.jit
     def _normalize(self, rRow: cute.Tensor, lane_sum: Float32) -> Float32:

@@ -79,12 +79,13 @@ def gemm_registers(
     right: cute.Tensor,  # columns x k
     first: Int32,
     right_transposed: cutlass.Constexpr[bool] = False,
+    first_k: Int32 | int = 0,  # of the MMA_Ks of k that `right` has, the one that `rLeft` begins with
 ):
     """acc += left right^T, the right one from shared memory."""
     from_right, rRight, to_right, copy_right = _operand_b(mma, thread, acc, right, right_transposed)
     for k in range_constexpr(cute.size(rLeft, mode=[2])):
         for i in range_constexpr(cute.size(to_right, mode=[1])):
-            cute.copy(copy_right, from_right[None, first + i, k], to_right[None, i, k])
+            cute.copy(copy_right, from_right[None, first + i, first_k + k], to_right[None, i, k])
         cute.gemm(mma, acc, rLeft[None, None, k], rRight[None, None, k], acc)
 
 
@@ -162,6 +163,23 @@ def scale_row(rRow: cute.Tensor, factor: Float32):
     for n in range_constexpr(cute.size(rRow, mode=[1])):
         for c in range_constexpr(2):
             rRow[c, n] = rRow[c, n] * factor
+
+
+@cute.jit
+def online_softmax(S: cute.Tensor, acc_o_mn: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor, scale: Float32):
+    """A step of the online softmax, by `acc_mn_view`s of 16 rows: S becomes P, and o is rescaled.
+
+    Args:
+        scale: of S, in units of log 2, as the maxima are.
+        rSum: of the lane's columns.
+    """
+    for r in range_constexpr(2):
+        new_max = cute.arch.fmax(rMax[r], row_max(S[None, r, 0, None]) * scale)
+        base = Float32(0.0) if new_max == -Float32.inf else new_max
+        rescale = cute.math.exp2(rMax[r] - base, fastmath=True)
+        new_sum = exp2_and_sum(S[None, r, 0, None], scale, base, rSum[r] * rescale)
+        rMax[r], rSum[r] = new_max, new_sum
+        scale_row(acc_o_mn[None, r, 0, None], rescale)
 
 
 @cute.jit

@@ -24,6 +24,7 @@ CUTE_DTYPES: dict[torch.dtype, Any] = {
     torch.float16: cutlass.Float16,
     torch.float32: cutlass.Float32,
     torch.int32: cutlass.Int32,
+    torch.int8: cutlass.Int8,
 }
 
 VECTOR = VECTOR_BYTES // 2

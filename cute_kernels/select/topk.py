@@ -193,6 +193,27 @@ class TopKList:
         return sValues[self.blocks.count - 1]
 
     @cute.jit
+    def merge_lists(
+        self,
+        sValues: cute.Tensor,
+        sIndices: cute.Tensor,
+        mValues: cute.Tensor,  # fp32 [count, slots]
+        mIndices: cute.Tensor,
+        count: Int32,
+    ):
+        """Merge whole lists into one. Each is of later blocks than those before it."""
+        lane = cute.arch.lane_idx()
+        for i in cutlass.range(count, unroll=1):
+            for chunk in range_constexpr(self.slots_per_lane):
+                slot = chunk * LANES + lane
+                value, block = -Float32.inf, Int32(-1)
+                if slot < self.blocks.count:
+                    value, block = mValues[i, slot], mIndices[i, slot]
+                candidates = cute.arch.vote_ballot_sync(value > sValues[self.blocks.count - 1])
+                if candidates != 0:
+                    self.merge(sValues, sIndices, value, block, candidates)
+
+    @cute.jit
     def _merge_by_rank(
         self, sValues: cute.Tensor, sIndices: cute.Tensor, score: Float32, block: Int32, candidates: Int32
     ):

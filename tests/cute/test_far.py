@@ -6,19 +6,56 @@ Cases are those of tools/sanitize.py. Compact results are held against fp64, far
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.decoding import Lengths, Pages, decode
+from nsa import NSAConfig
 from tests.support.far_rows import FAR, FarMemory, span
 from tools import sanitize as tool
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
 
-CASES = {name: case for name, case in tool.CASES.items() if isinstance(case, tool.Case)}
+
+@dataclass(frozen=True)
+class Decoding:
+    """A step over pages that lie far apart; on a GPU its compact results are held against fp64 in test_decode.py."""
+
+    config: NSAConfig
+    cached: tuple[int, ...]
+    queries: int
+    deterministic = True
+
+    def run(self, device: str, *, check: bool, place: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return place(torch.randn(shape, generator=generator).to(device, torch.bfloat16))
+
+        def integers(x: Any) -> Tensor:
+            return torch.tensor(x, dtype=torch.int32, device=device)
+
+        batch, columns = len(self.cached), -(-(max(self.cached) + self.queries) // 64)
+        pages = [normal(batch * columns, slots, 2, 64) for slots in (64, 64, 64 // self.config.stride)]
+        memory = Pages(*pages, normal(*pages[2].shape), integers(range(batch * columns)).view(batch, columns))
+        overflowed = torch.zeros(batch, dtype=torch.bool, device=device)
+        lengths = Lengths(integers(self.cached), integers([self.queries] * batch), overflowed)
+        q, k, v = (normal(batch, self.queries, heads, 64) for heads in (8, 2, 2))
+        out = decode(q, k, v, memory, lengths, self.config, gates=normal(batch, self.queries, 8, 3))
+        if check and not bool(out.isfinite().all()):
+            raise ArithmeticError("not finite")
+        return {"out": out, "pages of k": memory.k, "pages of v": memory.v, "entries": memory.k_cmp}
+
+
+CASES: dict[str, tool.Case | Decoding] = {
+    **{name: case for name, case in tool.CASES.items() if isinstance(case, tool.Case)},
+    "decoding": Decoding(NSAConfig.paper(num_selected_blocks=6, window_size=200), (0, 31, 1300), queries=2),
+}
 MOST_BYTES = 24 << 30
 
 

@@ -12,7 +12,7 @@ import dispatch
 from cute_kernels import support
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.runtime import device
-from nsa import NSAConfig
+from nsa import NSACache, NSAConfig, PageTable
 from nsa.inputs import NSAInputs
 from tests.support.helpers import make_qkv
 from tools import compile_all
@@ -231,6 +231,65 @@ def refusal_of(capability: str) -> str:
     return (
         f"needs compute capability 9.0 or 10.0, this device has {capability}, which the kernels were never compiled for"
     )
+
+
+def ask_with_cache(
+    dims: tuple[int, int] = (64, 64), page_size: int = 64, separate_kv: bool = False, pages: Any = None, **options: Any
+) -> str | None:
+    q, k, v = make_qkv(1, 4, 2, dims[0], dims[1], dtype=torch.bfloat16)
+    weights = {name: options.pop(name) for name in ("w_k_compress",) if name in options}
+    own = {"k_slc": k, "v_slc": v, "k_win": k, "v_win": v} if separate_kv else {}
+    config = NSAConfig.paper(**options)
+    sizes = {"heads_kv": 2, "dim": dims[0], "dim_v": dims[1], "heads": 4, "separate_kv": separate_kv}
+    table = PageTable.empty(1, 1000, page_size=page_size)
+    cache = NSACache(config, table, dtype=torch.bfloat16, pages=pages, **sizes)
+    facts = {"inputs": NSAInputs(q, k, v, **own, **weights), "config": config, "cache": cache}
+    return support.check_with_cache(dispatch.Call("nsa_with_cache", "cuda:0", torch.bfloat16, options=facts))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dims": (64, 128)},
+        {"page_size": 16},
+        {"page_size": 48},
+        {"compress_block_size": 4, "compress_stride": 1, "select_block_size": 64},
+        {"compress_block_size": 64 * 16},
+        {"num_selected_blocks": 256},
+    ],
+    ids=str,
+)
+def test_takes_a_cache(options: dict[str, Any]) -> None:
+    assert ask_with_cache(**options) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"q_tile_size": 64}, "got q_tile_size=64"),
+        ({"separate_kv": True}, "separate_kv=True"),
+        ({"w_k_compress": torch.zeros(2, 64, 64, dtype=torch.bfloat16)}, "w_k_compress"),
+        ({"compress": lambda blocks: blocks[..., 0, :]}, "compress='mean'"),
+        ({"dims": (32, 64)}, "32"),
+        ({"page_size": 40}, "got 40 and 16"),
+        ({"select_block_size": 32}, "got 32"),
+        ({"compress_block_size": 4, "compress_stride": 1, "select_block_size": 128}, "stride=1, l'=128"),
+        ({"compress_block_size": 65 * 16}, "compress_block_size=1040"),
+        ({"num_selected_blocks": 257}, "got 257"),
+    ],
+)
+def test_refuses_a_cache(options: dict[str, Any], reason: str) -> None:
+    refusal = ask_with_cache(**options)
+    assert refusal is not None
+    assert reason in refusal
+
+
+def test_refuses_pages_that_are_no_vectors() -> None:
+    memory = torch.empty(16, 64, 2, 68, dtype=torch.bfloat16)
+    refusal = ask_with_cache(pages={"k": memory[..., :64], "v": memory[..., :64]})
+    assert refusal is not None
+    assert "pages 'k' at multiples of 16 bytes" in refusal
 
 
 @pytest.mark.parametrize("ask", [support.check, support.check_neighborhood_attention])

@@ -3,10 +3,11 @@
     Attention       one branch of NSA through FlashAttention-4, forward and backward
     Whole           all of NSA, forward and backward: FlashAttention-4's kernels and ours
     Neighborhood    neighborhood attention, forward and backward
+    Decoding        a step over paged keys
 
-Each runs forward.py, backward.py or neighborhood.py on CPU tensors (interpreted_gpu), from memory filled with NaN, with
-the race checker. Truth is attention over masks that are written here by definition, or bench/oracles.py; the budget is
-the house's: twice the error of the same math with 16-bit operands, and one rounding.
+Each runs forward.py, backward.py, neighborhood.py or decoding.py on CPU tensors (interpreted_gpu), from memory filled
+with NaN, with the race checker. Truth is attention over masks that are written here by definition, bench/oracles.py, or
+decode_cases.py; the budget is the house's: twice the error of the same math with 16-bit operands, and one rounding.
 """
 
 from __future__ import annotations
@@ -459,7 +460,32 @@ class Neighborhood:
             execution.compare(name, x, exact, low, 0.0 if name == "out" else SLACK)
 
 
-Case = Attention | Whole | Neighborhood
+# Decoding
+
+
+@dataclass(frozen=True)
+class Decoding:
+    name: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        sizes = {"d": 64, "d_v": 64, "dtype": "bfloat16", "group": 4}
+        return {"form": self.name, **sizes, "rows": 4, "keys": 1104}
+
+    def run(self, execution: Execution) -> None:
+        from tests.support import decode_cases
+
+        case = decode_cases.Case((1100, 62), queries=4, kv_heads=1)
+        step = decode_cases.Step(case, "cpu")
+        out = step.run()
+        step.check_choice()
+        exact, low = (decode_cases.expected(step, dtype) for dtype in (torch.float64, case.dtype))
+        execution.compare("out", out, exact, low.to(case.dtype))
+
+
+DECODING = "decoding, four queries"
+
+Case = Attention | Whole | Neighborhood | Decoding
 
 
 # The table
@@ -492,6 +518,7 @@ def table() -> list[tuple[Case, str, bool]]:
         for name in WINDOWS
         for schedule in SCHEDULES
     ]
+    rows += [(Decoding(DECODING), schedule, schedule == "late") for schedule in SCHEDULES]
     return rows
 
 

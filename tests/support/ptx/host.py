@@ -43,7 +43,14 @@ from tests.support.ptx.launch import Launch
 from tests.support.ptx.parameters import packed
 from tests.support.ptx.tensor_map import TensorMap
 
-ITEMS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i32": torch.int32, "i64": torch.int64}
+ITEMS = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "i8": torch.int8,
+}
 """Elements of tensors, as the IR names them."""
 
 

@@ -1,0 +1,492 @@
+"""A layer's step of decoding over paged keys, beside dense decoding and fla's, checked against fp64 first.
+
+Each case is an `nsa_with_cache` of N_q new tokens for a batch of sequences that have N, pages shuffled. It is timed as
+a CUDA graph, and eagerly from an idle GPU; `host_us` is what Python takes to start an eager call. The layers' common
+part of a step (pages, lengths) is outside, as in a model of many layers. Sampled rows are held against fp64 before
+anything is timed: where one is above its budget, nothing is reported and the status is 1.
+
+Dense decoding is PyTorch's SDPA with grouped heads over contiguous keys: of N_q tokens each sees all keys. fla's is
+parallel_nsa of the last tokens over all keys, which it pools anew. Neither has a cache to append to.
+
+Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv and OUT.png. The same command goes
+on where it was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import dispatch
+from bench.bars import Bar, bars_field
+from bench.common import DTYPES, PRESETS, above_zero, positive, preset_name
+from bench.extras import needed
+from bench.pass_report import ms_text, show_bars
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, replacing, write_csv
+from bench.results_file import ResultRow, open_results
+from bench.roofline import choose_peaks
+from bench.timing import BUSY_CYCLES, capture, measure
+from nsa import NSACache, NSAConfig, PageTable, nsa_with_cache
+
+HEADS = ("64/4", "32/8")
+SIZES = ("8K:1,16,64,128", "64K:1,16,64,128", "1M:1,8")
+CPU_HEADS, CPU_SIZES = ("4/1",), ("300:1,2",)
+"""Of a run that only shows that the script works."""
+PAGE_SIZE = 64
+CHECKED = 8
+"""Rows of a case that are held against fp64: a token with the heads of a group."""
+NEAR_TIE = 1e-4
+"""Relative distance of two scores from which on kernels may choose another block (decode/choose.py)."""
+HOST_CALLS = 50
+
+MS_BARS = {(64 << 10, 1): 0.025, (64 << 10, 16): 0.085, (64 << 10, 64): 0.290, (1 << 20, 1): 0.065, (1 << 20, 8): 0.400}
+"""By N and batch: 64 heads over 4, the paper's preset, one new token, as a graph."""
+HOST_US_BAR = 150
+FLA_BAR = 10
+"""Times that fla's step takes at 64K."""
+
+
+class Case(NamedTuple):
+    preset: str
+    heads: int
+    kv_heads: int
+    n: int
+    batch: int
+    n_q: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.preset} {self.heads}/{self.kv_heads} N={self.n} B={self.batch} N_q={self.n_q}"
+
+
+@dataclass(frozen=True)
+class Row(ResultRow):
+    """One line of the results."""
+
+    op: str
+    preset: str
+    b: int
+    n: int
+    n_q: int
+    h: int
+    h_kv: int
+    d: int
+    dtype: str
+    backend: str
+    mode: str
+    ms_p20: float
+    ms_p50: float
+    ms_p80: float
+    host_us: float | None
+    floor_ms: float | None
+    share_of_floor: float | None
+    dense_ms: float | None
+    fla_ms: float | None
+    error: float
+    error_budget: float
+    command: str
+
+
+class Step(NamedTuple):
+    """A case's tensors: one call of a layer, again and again."""
+
+    case: Case
+    config: NSAConfig
+    cache: NSACache
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Tensor
+    backend: str
+
+    def call(self) -> Tensor:
+        """Each call writes the same tokens again."""
+        step = self.cache.table.open
+        if step is None:
+            raise RuntimeError("no step of the table is open")
+        step.done.clear()
+        return nsa_with_cache(self.q, self.k, self.v, self.cache, gates=self.gates, backend=self.backend)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    device, out, facts = torch.device(args.device), Path(args.out), environment(torch.device(args.device))
+    peaks = choose_peaks(facts["device"], None, args.peak_tbs)
+    tbs = args.peak_tbs or (None if peaks is None else peaks.tbs)
+    with open_results(out, {**facts, "floor_tbs": tbs, "command": args.command}) as results:
+        for case in args.cases:
+            if case.name in results.parts:
+                continue
+            made = make_step(case, args, device)
+            if isinstance(made, str):
+                results.add(case.name, [], [made])
+                print(made, flush=True)
+                continue
+            with torch.no_grad(), made.cache.table.step(case.n_q):
+                error, budget = check(made)
+                if not error <= budget:
+                    red = f"{case.name}: error {error:.2e} is above the budget {budget:.2e}"
+                    results.fail([red], missing=[])
+                    print("Wrong results, so no times are reported:", red, sep="\n  ")
+                    return 1
+                rows, missing = time_case(made, args, device, tbs, (error, budget))
+            results.add(case.name, [row.as_json() for row in rows], missing)
+            print(*map(line, rows), *missing, sep="\n", flush=True)
+            del made
+        every = [Row.of_json(row) for row in results.rows]
+        bars = find_bars(every) if args.bars else None
+        write_csv(out.with_suffix(".csv"), results.rows)
+        plot(every, out.with_suffix(".png"), facts["device"])
+        results.finish(missing=results.missing, **bars_field(bars))
+    if bars is not None:
+        show_bars(bars)
+    print(*(relative(out.with_suffix(suffix)) for suffix in (".png", ".csv", ".json")), sep="   ")
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add("--presets", nargs="+", type=preset_name, choices=list(PRESETS), default=["paper", "per_tile"])
+    add("--heads", nargs="+", help=f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})")
+    add("--sizes", nargs="+", help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
+    add("--queries", nargs="+", type=positive, default=[1, 4], help="N_q; default: 1 4")
+    add("--dim", type=positive, default=128, help="D; default: %(default)s")
+    add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    add("--backend", help="default: the one that runs unasked; on a CPU the reference")
+    add("--no-peers", action="store_true", help="time NSA alone")
+    add("--seconds", type=above_zero, default=0.3, help="of each timing; default: %(default)s")
+    add("--peak-tbs", type=above_zero, help="TB/s of the byte floor; default: the GPU's data sheet")
+    add("--bars", action="store_true", help="hold the figures against what they have to reach")
+    add("--out", default=str(LOCAL_RESULTS / "decode"), help="results, without suffix; default: %(default)s")
+    args = parser.parse_args(argv)
+    on_cpu = args.device == "cpu"
+    try:
+        heads = [tuple(map(positive, x.split("/"))) for x in args.heads or (CPU_HEADS if on_cpu else HEADS)]
+        sizes = [
+            (positive(n), positive(batch))
+            for n, _, batches in (x.partition(":") for x in args.sizes or (CPU_SIZES if on_cpu else SIZES))
+            for batch in batches.split(",")
+        ]
+        if any(len(pair) != 2 or pair[0] % pair[1] for pair in heads):
+            raise argparse.ArgumentTypeError(f"--heads must be query/key heads that divide, got {args.heads}")
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    args.cases = [
+        Case(preset, pair[0], pair[1], n, batch, n_q)
+        for preset, pair, (n, batch), n_q in product(args.presets, heads, sizes, args.queries)
+        if n_q <= n
+    ]
+    args.command = command_line(argv)
+    return args
+
+
+# Making and checking
+
+
+def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Step | str:
+    """The case, or why it does not run. Pages are filled with noise, entries with noise of a mean's deviation."""
+    config, dtype = PRESETS[case.preset](), DTYPES[args.dtype]
+    generator = torch.Generator(device).manual_seed(0)
+    columns = -(-case.n // PAGE_SIZE)
+    pages = case.batch * columns
+    table = PageTable(
+        torch.randperm(pages, generator=generator, device=device).to(torch.int32).view(case.batch, columns),
+        torch.full((case.batch,), case.n - case.n_q, dtype=torch.int32, device=device),
+        page_size=PAGE_SIZE,
+        num_pages=pages,
+    )
+    try:
+        cache = NSACache(config, table, heads=case.heads, heads_kv=case.kv_heads, dim=args.dim, dtype=dtype)
+        for name, memory in cache.pages.items():
+            memory.normal_(0, config.compress_block_size**-0.5 if name.endswith("_cmp") else 1, generator=generator)
+        if cache.tile_sums is not None:
+            cache.tile_sums.normal_(generator=generator)
+        shapes = [(x, args.dim) for x in (case.heads, case.kv_heads, case.kv_heads)] + [(case.heads, 3)]
+        q, k, v, gates = (
+            torch.randn((case.batch, case.n_q, *shape), generator=generator, device=device).to(dtype)
+            for shape in shapes
+        )
+        backend = args.backend or ("reference" if device.type == "cpu" else None)
+        step = Step(case, config, cache, q, k, v, gates, backend or "cute")
+        with torch.no_grad(), table.step(case.n_q):
+            step.call()
+    except dispatch.BackendError as refusal:
+        return f"{case.name} did not run: {str(refusal).splitlines()[0]}"
+    except torch.OutOfMemoryError:
+        return f"{case.name} did not run: out of memory"
+    if not config.token_mode:
+        return f"{case.name} did not run: its results have no check here, which is of token mode"
+    return step
+
+
+def check(step: Step) -> tuple[float, float]:
+    """The largest error of sampled rows against fp64, and its budget.
+
+    That is twice the error of plain attention whose probabilities and results are rounded to the dtype, and a rounding.
+    Rows whose selection is a near tie are left out; at least one is none.
+    """
+    case, config = step.case, step.config
+    out, got, exact, rough = step.call(), [], [], []
+    group = case.heads // case.kv_heads
+    picked = torch.randperm(case.batch * case.kv_heads, generator=torch.Generator().manual_seed(1))[:CHECKED].tolist()
+    for at in picked:
+        row, kv_head = divmod(at, case.kv_heads)
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        for query in {0, case.n_q - 1}:
+            token = case.n - case.n_q + query
+            keys = gather(step, row, kv_head)
+            blocks = chosen(step.q[row, query, heads], keys[2], token, config)
+            if blocks is None:
+                continue
+            gates = step.gates[row, query, heads].double()
+            arguments = step.q[row, query, heads], keys, blocks, token, gates, config
+            got.append(out[row, query, heads])
+            exact.append(plain(*arguments, torch.float64))
+            rough.append(plain(*arguments, out.dtype).to(out.dtype))
+    if not got:
+        raise RuntimeError(f"{case.name}: the selection of every sampled row is a near tie")
+    result, oracle, naive = torch.stack(got).double(), torch.stack(exact), torch.stack(rough).double()
+    budget = 2 * (naive - oracle).abs().max() + torch.finfo(out.dtype).eps * oracle.abs().max()
+    error = (result - oracle).abs().max()
+    return float(error) if bool(result.isfinite().all()) else math.nan, float(budget)
+
+
+def gather(step: Step, row: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values and entries of a sequence and key/value head, `[n,D]`."""
+    case, config, table = step.case, step.config, step.cache.table
+    tokens = torch.arange(case.n, device=step.q.device)
+    last = torch.arange(config.num_compressed(case.n), device=step.q.device) * config.stride
+    last += config.compress_block_size - 1
+    pages = table.block_table[row].long()
+
+    def rows(name: str, at: Tensor, slots: Tensor) -> Tensor:
+        return step.cache.pages[name][pages[at // PAGE_SIZE], slots, kv_head]
+
+    k, v = (rows(name, tokens, tokens % PAGE_SIZE) for name in ("k", "v"))
+    k_cmp, v_cmp = (rows(name, last, last % PAGE_SIZE // config.stride) for name in ("k_cmp", "v_cmp"))
+    return k, v, k_cmp, v_cmp
+
+
+def chosen(q: Tensor, k_cmp: Tensor, token: int, config: NSAConfig) -> Tensor | None:
+    """The blocks of a token by the definition (docs/semantics.md, 3 and 4), or None for a near tie. Args: q `[G,D]`."""
+    length, stride, size = config.compress_block_size, config.stride, config.select_size
+    last, visible = token // size, config.num_compressed(token + 1)
+    blocks = torch.arange(last + 1, device=q.device)
+    p = torch.softmax(config.scale(q.shape[1]) * q.double() @ k_cmp[:visible].double().T, -1).sum(0)
+    begin = torch.arange(visible, device=q.device) * stride
+    score = torch.zeros(last + 1, dtype=torch.float64, device=q.device)
+    for i in range(-(-(length + size) // size)):  # the blocks that an entry overlaps
+        block = begin // size + i
+        overlap = (begin + length).minimum((block + 1) * size) - begin.maximum(block * size)
+        known = (block <= last) & (overlap > 0)
+        score.index_add_(0, block[known], (p * overlap / length)[known])
+    forced = (blocks < config.num_init_blocks) | (blocks > last - config.num_local_blocks)
+    room = config.num_selected_blocks - int(forced.sum())
+    others = blocks[~forced]
+    order = score[others].argsort(descending=True, stable=True)
+    if 0 < room < len(others):
+        taken, left = (score[others[order[i]]] for i in (room - 1, room))
+        if taken - left <= NEAR_TIE * taken:
+            return None
+    return torch.cat([blocks[forced], others[order[: max(room, 0)]]])
+
+
+def plain(
+    q: Tensor,
+    keys: tuple[Tensor, Tensor, Tensor, Tensor],
+    blocks: Tensor,
+    token: int,
+    gates: Tensor,
+    config: NSAConfig,
+    dtype: torch.dtype,
+) -> Tensor:
+    """out of a token's group `[G,D_v]` in fp64, probabilities rounded to `dtype`."""
+    k, v, k_cmp, v_cmp = keys
+    size, visible = config.select_size, config.num_compressed(token + 1)
+    selected = (blocks[:, None] * size + torch.arange(size, device=q.device)).flatten()
+    selected = selected[selected <= token]
+    window = slice(max(0, token + 1 - config.window_size), token + 1)
+    branches = (k_cmp[:visible], v_cmp[:visible]), (k[selected], v[selected]), (k[window], v[window])
+    out = torch.zeros(len(q), v.shape[1], dtype=torch.float64, device=q.device)
+    for i, (some_keys, values) in enumerate(branches):
+        if len(some_keys):
+            logits = config.scale(q.shape[1]) * q.double() @ some_keys.double().T
+            out += gates[:, i, None] * (torch.softmax(logits, -1).to(dtype).double() @ values.double())
+    return out
+
+
+# Timing
+
+
+def time_case(
+    step: Step, args: argparse.Namespace, device: torch.device, tbs: float | None, errors: tuple[float, float]
+) -> tuple[list[Row], list[str]]:
+    """A row for each mode, and what did not run."""
+    case, missing = step.case, []
+    floor = None if tbs is None else floor_bytes(case, step.config, args.dim) / tbs / 1e9
+    timings = {"eager": measure(step.call, device, seconds=args.seconds)}
+    if device.type == "cuda":
+        graph = capture(step.call, device)
+        timings = {"graph": measure(graph.replay, device, seconds=args.seconds, host=False), **timings}
+        del graph
+    peers: dict[str, float | None] = {"dense": None, "fla": None}
+    if not args.no_peers:
+        for name, make in (("dense", dense_call), ("fla", fla_call)):
+            try:
+                call: Callable[[], Any] = make(step)
+                call()
+                if name == "dense" and device.type == "cuda":
+                    call = capture(call, device).replay
+                peers[name] = measure(call, device, seconds=args.seconds, host=False).ms_p50
+            except Exception as error:  # whatever a peer raises is why it has no time
+                missing.append(f"{name} did not run: {str(error).partition(chr(10))[0]} ({case.name})")
+    rows = [
+        Row(
+            "decode", case.preset, case.batch, case.n, case.n_q, case.heads, case.kv_heads, args.dim, args.dtype,
+            step.backend, mode, timing.ms_p20, timing.ms_p50, timing.ms_p80,
+            host_us(step.call, device) if mode == "eager" else None,
+            floor, None if floor is None else floor / timing.ms_p50,
+            peers["dense"], peers["fla"], *errors, args.command,
+        )
+        for mode, timing in timings.items()
+    ]  # fmt: skip
+    return rows, missing
+
+
+def floor_bytes(case: Case, config: NSAConfig, dim: int) -> float:
+    """Bytes of a step that no implementation can do without: entries, selected blocks and window, in 16 bits.
+
+    Token mode selects per key/value head, tile mode per query head; tokens of a step may choose the same blocks.
+    """
+    entries = config.num_compressed(case.n)
+    blocks = config.num_selected_blocks * (1 if config.token_mode else case.heads // case.kv_heads)
+    tokens = min(case.n, blocks * config.select_size) + min(case.n, config.window_size)
+    return case.batch * case.kv_heads * (entries + tokens) * 2 * dim * 2
+
+
+def host_us(call: Callable[[], Any], device: torch.device) -> float:
+    """Median microseconds that Python takes to start a call, the GPU being busy."""
+    times = []
+    for _ in range(HOST_CALLS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda._sleep(BUSY_CYCLES)
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return statistics.median(times)
+
+
+def dense_call(step: Step) -> Callable[[], Tensor]:
+    case = step.case
+    shape = case.batch, case.kv_heads, case.n, step.k.shape[-1]
+    k, v = (torch.randn(1, dtype=x.dtype, device=x.device).expand(shape).contiguous() for x in (step.k, step.v))
+    q = step.q.transpose(1, 2).contiguous()
+    return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def fla_call(step: Step) -> Callable[[], Tensor]:
+    """Sequences one behind the other, as its lengths of queries and keys want."""
+    if step.q.device.type != "cuda":
+        raise RuntimeError(f"runs on CUDA devices, got {step.q.device.type}")
+    from fla.ops.nsa.parallel import parallel_nsa
+
+    case, config = step.case, step.config
+    q = step.q.reshape(1, -1, *step.q.shape[2:])
+    k, v = (torch.randn(1, case.batch * case.n, *x.shape[2:], dtype=x.dtype, device=x.device) for x in (step.k, step.v))
+    gates = step.gates.reshape(1, -1, case.heads, 3).unbind(-1)
+    bounds = torch.arange(case.batch + 1, dtype=torch.int64, device=q.device)
+    options: dict[str, Any] = {"block_counts": config.num_selected_blocks, "block_size": config.select_size}
+    options |= {"window_size": config.window_size, "cu_seqlens": (bounds * case.n_q, bounds * case.n)}
+    return lambda: parallel_nsa(q, k, v, *gates, **options)
+
+
+# What has to be reached, and what is shown
+
+
+def find_bars(rows: Sequence[Row]) -> list[Bar]:
+    of_bars = {
+        (row.n, row.b, row.mode): row
+        for row in rows
+        if (row.preset, row.h, row.h_kv, row.d, row.n_q, row.dtype) == ("paper", 64, 4, 128, 1, "bf16")
+    }
+    bars = []
+    for (n, batch), ms in MS_BARS.items():
+        row = of_bars.get((n, batch, "graph"))
+        bars.append(
+            Bar(
+                f"{n >> 10}K, batch {batch}, graph", None if row is None else row.ms_p50, ms, at_least=False, unit=" ms"
+            )
+        )
+    row = of_bars.get((64 << 10, 1, "eager"))
+    bars.append(
+        Bar("64K, batch 1, host", None if row is None else row.host_us, HOST_US_BAR, at_least=False, unit=" us")
+    )
+    row = of_bars.get((64 << 10, 1, "graph"))
+    ratio = None if row is None or row.fla_ms is None else row.fla_ms / row.ms_p50
+    bars.append(Bar("64K, batch 1, fla takes as long", ratio, FLA_BAR, at_least=True, unit="x"))
+    return bars
+
+
+def line(row: Row) -> str:
+    """A row for readers."""
+    share = "" if row.share_of_floor is None else f" ({row.share_of_floor:.0%} of the floor)"
+    host = "" if row.host_us is None else f"  host {row.host_us:.0f} us"
+    name = Case(row.preset, row.h, row.h_kv, row.n, row.b, row.n_q).name
+    others = f"  dense {ms_text(row.dense_ms)} ms  fla {ms_text(row.fla_ms)} ms"
+    return f"{name:<44}{row.mode:<6} {ms_text(row.ms_p50)} ms{share}{host}{others}"
+
+
+def plot(rows: Sequence[Row], path: Path, device: str) -> None:
+    """Times by batch, a panel for each length: NSA, its floor, dense decoding, fla and bars; one new token."""
+    with needed("matplotlib"):
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
+
+    shown = [row for row in rows if row.n_q == 1 and row.preset == "paper"]
+    lengths = sorted({row.n for row in shown}) or [0]
+    figure, panels = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 4.5), layout="constrained", squeeze=False)
+    for axes, n in zip(panels[0], lengths, strict=True):
+        for heads in dict.fromkeys((row.h, row.h_kv) for row in shown):
+            own = [row for row in shown if (row.n, row.h, row.h_kv) == (n, *heads)]
+            for mode in dict.fromkeys(row.mode for row in own):
+                of_mode = sorted((row.b, row.ms_p50) for row in own if row.mode == mode)
+                axes.loglog(*zip(*of_mode, strict=True), "o-", label=f"NSA {heads[0]}/{heads[1]}, {mode}")
+            for label, name in (("floor", "floor_ms"), ("dense", "dense_ms"), ("fla", "fla_ms")):
+                points = sorted({(row.b, getattr(row, name)) for row in own if getattr(row, name) is not None})
+                if points:
+                    axes.loglog(*zip(*points, strict=True), "--", label=f"{label} {heads[0]}/{heads[1]}")
+        wanted = [(batch, ms) for (length, batch), ms in MS_BARS.items() if length == n]
+        if wanted:
+            axes.loglog(*zip(*wanted, strict=True), "v", color="black", label="bar, 64/4, graph")
+        axes.set(xlabel="sequences", ylabel="ms per layer and step", title=f"{n / 1024:g}K tokens")
+        axes.grid(alpha=0.3)
+        if shown:
+            axes.legend(fontsize="x-small")
+    figure.suptitle(f"Decoding a token with NSA of the paper, on {device}")
+    with replacing(path) as written:
+        figure.savefig(written, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

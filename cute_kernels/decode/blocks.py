@@ -1,0 +1,240 @@
+"""Attention of each token of a step to its selected blocks and to its window, in parts (tiles.py).
+
+A CTA has the G heads of a key/value head and token, and some tiles of KEYS keys of one branch: the first
+`selected_parts` CTAs those of the selected blocks, l'/KEYS each, the others the window's, from its first token on. The
+selected blocks are the best of the parts that choose.py wrote; each CTA merges them, warp 0 for all.
+
+Partials of parts without tiles have lse -inf.
+
+Floor: (n l' + w) (D + D_v) 2 bytes a token and key/value head, whatever the length: 3.1 MB with 4 heads of 128, n = 16
+and w = 512, 0.75 us at 4.19 TB/s.
+
+Limits: l' a multiple of KEYS; G at most 64, whose queries and a pipeline fit in shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Float32, Int32, range_constexpr
+
+from cute_kernels.attend.views import group_heads
+from cute_kernels.decode.choose import fake_parts
+from cute_kernels.decode.pages import Lengths, Paging, fake_lengths, fake_pages, fake_table
+from cute_kernels.decode.splits import NO_END
+from cute_kernels.decode.tiles import KEYS, DecodeTiles, PagedKeys
+from cute_kernels.lists.query_to_kv import Keys
+from cute_kernels.mma.mma_sync import mask_after
+from cute_kernels.mma.warp import LANES
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.topk import Blocks, TopKList
+
+MAX_PARTS = 64
+"""Of a branch."""
+FEW_TILES = 4
+"""Tiles of a CTA, where there are more than CTAs: a partial is a quarter of a tile's bytes."""
+
+
+class Parts(NamedTuple):
+    """How a token's tiles are cut."""
+
+    selected: int
+    window: int
+    tiles: int
+    """Of a part, at most, of selected blocks and of the window."""
+    window_tiles: int
+
+    @property
+    def both(self) -> int:
+        return self.selected + self.window
+
+    @staticmethod
+    def of(blocks: Blocks, window: int, max_tokens: int, items: int, ctas: int) -> Parts:
+        """Args: w; tokens of the longest sequence; tokens and key/value heads of a step; CTAs that run at a time."""
+        selected, rest = blocks.count * (blocks.size // KEYS), -(-min(window, max_tokens) // KEYS)
+        tiles = min(FEW_TILES, max(1, (selected + rest) * items // ctas))
+        per_part = [max(tiles, -(-x // MAX_PARTS)) for x in (selected, rest)]
+        return Parts(-(-selected // per_part[0]), -(-rest // per_part[1]), *per_part)
+
+
+class Work(NamedTuple):
+    """A CTA's tiles."""
+
+    token: Int32
+    """The last key that the rows see."""
+    first_tile: Int32
+    is_window: Boolean
+    window_first: Int32
+    """First key of the window."""
+    sBlock: cute.Tensor
+    """int32 [k], the selected blocks."""
+
+
+class AttendBlocks(DecodeTiles):
+    """Args: dims of k and v; 16-bit type; G; N_q; what was selected; w; tokens of a page."""
+
+    def __init__(
+        self, dim: int, v_dim: int, dtype: Any, group: int, queries: int, blocks: Blocks, window: int, page_size: int
+    ) -> None:
+        self.keys = Keys(blocks.length, blocks.stride)
+        self.topk = TopKList(blocks, self.keys, tile=1)
+        super().__init__(dim, v_dim, dtype, group, Paging(page_size), bytes=self.topk.num_slots * 8)
+        self.group, self.queries, self.blocks, self.window = group, queries, blocks, window
+        self.block_tiles = blocks.size // KEYS
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, N_q, H, D]
+        mKPages: cute.Tensor,
+        mVPages: cute.Tensor,
+        mTable: cute.Tensor,
+        mCached: cute.Tensor,  # int32 [B]: Lengths
+        mNew: cute.Tensor,
+        mValues: cute.Tensor,  # as of ChooseBlocks
+        mIndices: cute.Tensor,
+        mO: cute.Tensor,  # fp32 [B, H_kv N_q, parts, rows, D_v], written
+        mLse: cute.Tensor,  # fp32 [B, H_kv N_q, parts, rows], in base 2
+        scale: Float32,  # softmax_scale * log2(e)
+        selected_parts: Int32,
+        selected_tiles: Int32,  # of a part
+        window_tiles: Int32,
+        choice_blocks: Int32,  # of a part of ChooseBlocks
+        stream: Any,
+    ):
+        batches, items, parts, _ = mLse.shape
+        tensors = (
+            group_heads(mQ, self.group),
+            mKPages,
+            mVPages,
+            mTable,
+            Lengths(mCached, mNew),
+            mValues,
+            mIndices,
+            mO,
+            mLse,
+        )
+        self.kernel(
+            *tensors, scale, selected_parts, selected_tiles, window_tiles, choice_blocks, self.layouts()
+        ).launch(grid=[parts, items, batches], **self.launch(stream))
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,  # [B, N_q, H_kv, G, D]
+        mKPages: cute.Tensor,
+        mVPages: cute.Tensor,
+        mTable: cute.Tensor,
+        lengths: Lengths,
+        mValues: cute.Tensor,
+        mIndices: cute.Tensor,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        scale: Float32,
+        selected_parts: Int32,
+        selected_tiles: Int32,
+        window_tiles: Int32,
+        choice_blocks: Int32,
+        layouts: Any,
+    ):
+        part, item, batch = cute.arch.block_idx()
+        smem = cutlass.memory.SmemAllocator()
+        buffers = self.allocate(smem, layouts)
+        slots = cute.make_layout(self.topk.num_slots)
+        sValues, sBlock = smem.allocate_tensor(Float32, slots, 16), smem.allocate_tensor(Int32, slots, 16)
+        kv_head, query = item // self.queries, item % self.queries
+        token = lengths.mCached[batch] + query
+        if query < lengths.mNew[batch]:
+            self.load_queries(
+                mQ[batch, None, kv_head, None, None], buffers.sQ, query * self.group, (query + 1) * self.group
+            )
+            window_first = cutlass.max(token - self.window + 1, 0)
+            is_window = part >= selected_parts
+            first, tiles, limit = part * selected_tiles, Int32(0), selected_tiles
+            if is_window:
+                first, limit = (part - selected_parts) * window_tiles, window_tiles
+                tiles = (token - window_first + KEYS) // KEYS
+            else:
+                gParts = (x[batch, item, None, None] for x in (mValues, mIndices))
+                tiles = self._merge_parts(*gParts, sValues, sBlock, token, choice_blocks) * self.block_tiles
+            tiles = cutlass.max(cutlass.min(tiles - first, limit), 0)
+            work = Work(token, first, is_window, window_first, sBlock)
+            keys = PagedKeys(mTable[batch, None], mKPages, mVPages, kv_head)
+            of_warp = self.attend(keys, buffers, tiles, scale, work)
+            gO, gLse = mO[batch, item, part, None, None], mLse[batch, item, part, None]
+            self.store_partial(of_warp, buffers, gO, gLse, Int32(self.group))
+
+    @cute.jit
+    def _merge_parts(
+        self,
+        gValues: cute.Tensor,
+        gIndices: cute.Tensor,
+        sValues: cute.Tensor,
+        sBlock: cute.Tensor,
+        token: Int32,
+        choice_blocks: Int32,
+    ) -> Int32:
+        """The best blocks of all parts, into sBlock, best first. Returns how many there are."""
+        lane = cute.arch.lane_idx()
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            for i in range_constexpr(self.topk.slots_per_lane):
+                slot = i * LANES + lane
+                sValues[slot], sBlock[slot] = -Float32.inf, Int32(-1)
+                if slot < self.blocks.count:
+                    sValues[slot], sBlock[slot] = gValues[0, slot], gIndices[0, slot]
+            cute.arch.sync_warp()
+            scored = self.blocks.scored(self.keys.visible(token, Int32(NO_END)))
+            others = (scored + choice_blocks - 1) // choice_blocks - 1
+            later = (cute.domain_offset((1, 0), x) for x in (gValues, gIndices))
+            self.topk.merge_lists(sValues, sBlock, *later, others)
+        cute.arch.sync_threads()
+        count = Int32(0)
+        for i in range_constexpr(self.topk.slots_per_lane):
+            count += cute.arch.popc(cute.arch.vote_ballot_sync(sBlock[i * LANES + lane] >= 0))
+        return count
+
+    @cute.jit
+    def bounds(self, tile: Int32, work: Work) -> tuple[Int32, Int32]:
+        at = work.first_tile + tile
+        first = work.window_first + at * KEYS
+        if not work.is_window:
+            first = work.sBlock[at // self.block_tiles] * self.blocks.size + at % self.block_tiles * KEYS
+        return first, work.token + 1
+
+    @cute.jit
+    def finish_scores(self, S: cute.Tensor, tile: Int32, work: Work):
+        """Keys behind the token become -inf."""
+        _, key_warp = self.place()
+        first, _ = self.bounds(tile, work)
+        last = work.token - first - key_warp * self.warp_keys
+        if last < self.warp_keys - 1:
+            for r in range_constexpr(2):
+                mask_after(S[None, r, 0, None], last)
+
+
+@compiled_once
+def compiled(
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    group: int,
+    queries: int,
+    blocks: Blocks,
+    window: int,
+    page_size: int,
+) -> Kernel:
+    kernel = AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, blocks, window, page_size)
+    return compile_kernel(
+        kernel,
+        fake(dtype, None, None, None, dims[0]),
+        *[fake_pages(dtype, page_size, dim) for dim in dims],
+        fake_table(),
+        *fake_lengths(),
+        *fake_parts(blocks),
+        fake(torch.float32, None, None, None, kernel.rows, dims[1]),
+        fake(torch.float32, None, None, None, kernel.rows, aligned=False),
+        Float32(0.0),
+        *[Int32(0)] * 4,
+    )

@@ -1,0 +1,224 @@
+"""Choose blocks for each token of a step, from what score.py wrote: the best of each part of the blocks.
+
+    lse_h        = log2 sum 2^lse_partial              over the splits of score.py
+    score[b]     = sum_h 2^(L[h, b] - lse_h)           h over the heads of a group, in order; both tiles' L of a block
+    part p       = the k best of so many blocks, best first; forced blocks head part 0
+
+A CTA has a part of the blocks of a token and key/value head; each warp keeps a list of its own (select/topk.py), and
+warp 0 merges them. blocks.py merges the parts. Parts behind the last scored block do nothing.
+
+Near ties: beside the errors of a fp32 product (select/token.py), L is rounded, and lse is a sum in another order. The
+relative error of a score is at most
+
+    2^-23 ((D/8 + 8) A + 8 |lse| + G + l'/d + l/d + 16),      A and |lse| the largest scale |q| |k_cmp| and |lse|
+
+so selected blocks can differ from the exact ones, and from those of the whole call, only where scores differ by less
+than twice that. Blocks with the same entries in the same proportions tie exactly.
+
+Floor: L once, 4 G bytes a block: 64K tokens, 4 x 16 heads: 0.26 MB, from L2. Latency of the merges: WARPS - 1, of lists
+that are sorted already.
+
+Limits: those of TopKList and score.py; G at most MAX_TOKEN_GROUP.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+
+from cute_kernels.decode.pages import Lengths, fake_lengths
+from cute_kernels.decode.score import ScoreEntries, fake_scores
+from cute_kernels.decode.splits import NO_END
+from cute_kernels.decode.tiles import FLOATS
+from cute_kernels.mma.warp import LANES, divide
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.topk import INIT_END, LOCAL_BEGIN, LOCAL_END, Blocks, TopKList
+
+WARPS = 8
+THREADS = WARPS * LANES
+PART_UNIT = WARPS * LANES
+"""A part has a multiple of this: each warp the same number of chunks of blocks."""
+MAX_PARTS = 16
+"""Lists that blocks.py merges: a few hundred candidates."""
+
+
+class ChoiceParts(NamedTuple):
+    """How the blocks of a sequence are cut."""
+
+    lists: int
+    blocks: int
+    """Of a part."""
+
+    @staticmethod
+    def of(blocks: int) -> ChoiceParts:
+        """Args: of the longest sequence. Part 0 is always there, for forced blocks."""
+        size = PART_UNIT * max(1, -(-blocks // (PART_UNIT * MAX_PARTS)))
+        return ChoiceParts(max(1, -(-blocks // size)), size)
+
+
+class ChooseBlocks:
+    """Args: the kernel that wrote the scores, and what to select."""
+
+    def __init__(self, score: ScoreEntries, blocks: Blocks) -> None:
+        self.blocks, self.score, self.tiles, self.group = blocks, score, score.tiles, score.group
+        self.queries = score.query_rows // score.group
+        self.topk = TopKList(blocks, score.keys, tile=1)
+
+    @cute.jit
+    def __call__(
+        self,
+        mCached: cute.Tensor,  # int32 [B]: Lengths
+        mNew: cute.Tensor,
+        mLse: cute.Tensor,  # as of ScoreEntries
+        mScores: cute.Tensor,  # likewise
+        mValues: cute.Tensor,  # fp32 [B, H_kv N_q, parts, k], written
+        mIndices: cute.Tensor,  # int32 likewise; -1: no block
+        ctas: Int32,  # of ScoreEntries
+        part_blocks: Int32,
+        stream: Any,
+    ):
+        batches, items, parts, _ = mIndices.shape
+        self.kernel(Lengths(mCached, mNew), mLse, mScores, mValues, mIndices, ctas, part_blocks).launch(
+            grid=[parts, items, batches], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        lengths: Lengths,
+        mLse: cute.Tensor,
+        mScores: cute.Tensor,
+        mValues: cute.Tensor,
+        mIndices: cute.Tensor,
+        ctas: Int32,
+        part_blocks: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        part, item, batch = cute.arch.block_idx()
+        lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        sRow = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
+        lists = cute.make_layout((WARPS, self.topk.num_slots), stride=(self.topk.num_slots, 1))
+        sValues = smem.allocate_tensor(Float32, lists, 16)
+        sIndices = smem.allocate_tensor(Int32, lists, 16)
+        padded = const_expr(-(-self.group // FLOATS) * FLOATS)  # the compiler reads whole vectors
+        sLse = smem.allocate_tensor(Float32, cute.make_layout(padded), 16)
+
+        kv_head, query = item // self.queries, item % self.queries
+        token = lengths.mCached[batch] + query
+        visible = self.score.keys.visible(token, Int32(NO_END))
+        scored = self.blocks.scored(visible)
+        if (query < lengths.mNew[batch]) & ((part == 0) | (part * part_blocks < scored)):
+            # What is forced, and the heads' lse
+            if thread == 0:
+                self.topk.init_row(sRow, token, token + 1, Int32(NO_END), False)
+            if (thread >= self.group) & (thread < padded):
+                sLse[thread] = Float32(0.0)
+            for head in cutlass.range(warp_index, self.group, WARPS, unroll=1):
+                group, row = divide(query * self.group + head, self.score.rows)
+                split_head = kv_head * self.score.row_groups + group
+                heads = mScores.shape[1] * self.score.row_groups
+                sLse[head] = self._lse(lengths, mLse, batch, row, split_head, heads, ctas)
+            cute.arch.sync_threads()
+
+            # A list for each warp
+            gScores = cute.domain_offset((0, 0, query * self.group), mScores[batch, kv_head, None, None, None])
+            sWarpValues, sWarpIndices = sValues[warp_index, None], sIndices[warp_index, None]
+            if (part == 0) & (warp_index == 0):
+                self.topk.init_list(sWarpValues, sWarpIndices, sRow)
+            else:
+                for i in range_constexpr(self.topk.slots_per_lane):
+                    sWarpValues[i * LANES + lane] = -Float32.inf
+                    sWarpIndices[i * LANES + lane] = Int32(-1)
+            cute.arch.sync_warp()
+            if sRow[INIT_END] + sRow[LOCAL_END] - sRow[LOCAL_BEGIN] < self.blocks.count:
+                first = part * part_blocks + warp_index * (part_blocks // WARPS)
+                end = cutlass.min(scored, first + part_blocks // WARPS)
+                num_tiles = self.score.splits.tiles(lengths.tokens(batch))
+                for start in cutlass.range(first, end, LANES, unroll=1):
+                    block = start + lane
+                    value = -Float32.inf
+                    if (block < end) & self.topk.not_forced(sRow, block):
+                        value = self._score(gScores, sLse, block, num_tiles)
+                    candidates = cute.arch.vote_ballot_sync(value > sWarpValues[self.blocks.count - 1])
+                    if candidates != 0:
+                        self.topk.merge(sWarpValues, sWarpIndices, value, block, candidates)
+            cute.arch.sync_threads()
+
+            # One list
+            if warp_index == 0:
+                others = (cute.domain_offset((1, 0), x) for x in (sValues, sIndices))
+                self.topk.merge_lists(sWarpValues, sWarpIndices, *others, Int32(WARPS - 1))
+                cute.arch.sync_warp()
+                for i in range_constexpr(self.topk.slots_per_lane):
+                    slot = i * LANES + lane
+                    if slot < self.blocks.count:
+                        mValues[batch, item, part, slot] = sWarpValues[slot]
+                        mIndices[batch, item, part, slot] = sWarpIndices[slot]
+
+    @cute.jit
+    def _lse(
+        self, lengths: Lengths, mLse: cute.Tensor, batch: Int32, row: Int32, head: Int32, heads: Int32, ctas: Int32
+    ) -> Float32:
+        """Of a query row over all splits, in base 2, by a warp. Args: head of `heads`: as of splits.py."""
+        places = self.score.splits.partials(lengths, batch, head, heads, ctas)
+        lane = cute.arch.lane_idx()
+        gLse = cute.domain_offset((places.first,), mLse[None, row])
+        top = -Float32.inf
+        for i in cutlass.range(lane, places.count, LANES, unroll=4):
+            top = cute.arch.fmax(top, gLse[i])
+        top = cute.arch.warp_reduction_max(top)
+        base = Float32(0.0) if top == -Float32.inf else top
+        total = Float32(0.0)
+        for i in cutlass.range(lane, places.count, LANES, unroll=4):
+            total += cute.math.exp2(gLse[i] - base, fastmath=True)
+        return base + cute.math.log2(cute.arch.warp_reduction_sum(total), fastmath=True)
+
+    @cute.jit
+    def _score(self, gScores: cute.Tensor, sLse: cute.Tensor, block: Int32, num_tiles: Int32) -> Float32:
+        """Of a block: what the entries of its tile add to it, and those of the tile before."""
+        tile, slot = block // self.tiles.blocks, block % self.tiles.blocks
+        score = Float32(0.0)
+        if tile < num_tiles:  # else all of its visible entries begin before
+            score = self._add(score, gScores[tile, slot, None], sLse)
+        if const_expr(self.tiles.reach > 0):
+            if (slot < self.tiles.reach) & (tile > 0):
+                score = self._add(score, gScores[tile - 1, self.tiles.blocks + slot, None], sLse)
+        return score
+
+    @cute.jit
+    def _add(self, score: Float32, gHeads: cute.Tensor, sLse: cute.Tensor) -> Float32:
+        rHeads = cute.make_rmem_tensor(self.group, Float32)
+        width = const_expr(FLOATS if self.group % FLOATS == 0 else 1)
+        for i in range_constexpr(self.group // width):
+            cute.autovec_copy(cute.local_tile(gHeads, (width,), (i,)), cute.local_tile(rHeads, (width,), (i,)))
+        for head in range_constexpr(self.group):
+            score += cute.math.exp2(rHeads[head] - sLse[head], fastmath=True)
+        return score
+
+
+@compiled_once
+def compiled(
+    dims: tuple[int, int], dtype: torch.dtype, group: int, queries: int, blocks: Blocks, page_size: int
+) -> Kernel:
+    score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size)
+    return compile_kernel(
+        ChooseBlocks(score, blocks),
+        *fake_lengths(),
+        fake(torch.float32, None, score.rows, aligned=False),
+        fake_scores(group, queries, score.tiles),
+        *fake_parts(blocks),
+        *[Int32(0)] * 2,
+    )
+
+
+def fake_parts(blocks: Blocks) -> tuple[Any, Any]:
+    """[B, H_kv N_q, parts, k], values and blocks."""
+    values, indices = (
+        fake(dtype, None, None, None, blocks.count, aligned=False) for dtype in (torch.float32, torch.int32)
+    )
+    return values, indices

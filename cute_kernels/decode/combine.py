@@ -1,0 +1,237 @@
+"""Add up the partials of the three branches, and gate: the last launch of a step.
+
+    o_branch = sum_s 2^(lse_s - lse) o_s       lse = log2 sum_s 2^lse_s       s over the branch's splits or parts
+    out      = g_cmp o_cmp + g_slc o_slc + g_win o_win                        fp32, rounded once
+
+A CTA has a token and head: `lanes` threads a partial, one vector of 8 numbers each, THREADS / lanes partials at a time.
+Sums of those are added up in order through shared memory: the same bits in every run. Rows behind a sequence's new
+tokens become 0, and those of a sequence that has overflowed NaN.
+
+Floor: 4 D_v bytes a head and partial; latency of a few loads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+
+from cute_kernels.decode.pages import Lengths, fake_lengths
+from cute_kernels.decode.score import ScoreEntries
+from cute_kernels.decode.splits import Partials
+from cute_kernels.gate.forward import BRANCHES, lanes_per_row, row_gates, weighted_sum
+from cute_kernels.mma.warp import divide
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.topk import Blocks
+
+THREADS = 128
+BATCH = 4
+"""Partials whose loads a thread has in flight."""
+
+
+class CombineBranches:
+    """Args: the kernel of the compressed branch's partials; dims of q and out."""
+
+    def __init__(self, score: ScoreEntries, dim: int, v_dim: int) -> None:
+        self.score, self.group, self.queries = score, score.group, score.query_rows // score.group
+        self.vectors, self.v_vectors = dim // VECTOR, v_dim // VECTOR
+        self.lanes = lanes_per_row(self.vectors, self.v_vectors)
+        self.rows = THREADS // self.lanes
+        self.v_dim = v_dim
+
+    @cute.jit
+    def __call__(
+        self,
+        mCached: cute.Tensor,  # int32 [B]: Lengths
+        mNew: cute.Tensor,
+        mOverflowed: cute.Tensor,  # int8 [B]
+        mCmpO: cute.Tensor,  # fp32 [places, rows, D_v], as of ScoreEntries
+        mCmpLse: cute.Tensor,
+        mBlockO: cute.Tensor,  # fp32 [B, H_kv N_q, parts, rows, D_v], as of AttendBlocks
+        mBlockLse: cute.Tensor,
+        mQ: cute.Tensor | None,  # [B, N_q, H, D], with mW
+        mW: cute.Tensor | None,  # [H, 3, D]
+        mG: cute.Tensor | None,  # [B, N_q, H, 3], without mW
+        mOut: cute.Tensor,  # [B, N_q, H, D_v]
+        ctas: Int32,  # of ScoreEntries
+        selected_parts: Int32,  # of AttendBlocks
+        stream: Any,
+    ):
+        tensors = mOverflowed, mCmpO, mCmpLse, mBlockO, mBlockLse, mQ, mW, mG, mOut
+        self.kernel(Lengths(mCached, mNew), *tensors, ctas, selected_parts).launch(
+            grid=[mOut.shape[2], mOut.shape[1], mOut.shape[0]], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        lengths: Lengths,
+        mOverflowed: cute.Tensor,
+        mCmpO: cute.Tensor,
+        mCmpLse: cute.Tensor,
+        mBlockO: cute.Tensor,
+        mBlockLse: cute.Tensor,
+        mQ: cute.Tensor | None,
+        mW: cute.Tensor | None,
+        mG: cute.Tensor | None,
+        mOut: cute.Tensor,
+        ctas: Int32,
+        selected_parts: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        head, query, batch = cute.arch.block_idx()
+        lane, row = thread % self.lanes, thread // self.lanes
+        in_v = lane < self.v_vectors
+        smem = cutlass.memory.SmemAllocator()
+        sums = cute.make_ordered_layout((self.v_dim, self.rows, BRANCHES), order=(0, 1, 2))
+        sO = smem.allocate_tensor(Float32, sums, 16)
+        stats = cute.make_layout((self.rows, BRANCHES))
+        sMax, sSum = (smem.allocate_tensor(Float32, stats, 16) for _ in range(2))
+        is_new = query < lengths.mNew[batch]
+        gOut = mOut[batch, query, head, None]
+        rOut = cute.make_rmem_tensor(VECTOR, mOut.element_type)
+        rOut.fill(0.0)
+        if mOverflowed[batch] != 0:
+            rOut.fill(float("nan"))
+        if is_new:
+            # Partials, `rows` at a time
+            kv_head, head_in_group = divide(head, self.group)
+            group, cmp_row = divide(query * self.group + head_in_group, self.score.rows)
+            heads = mOut.shape[2] // self.group * self.score.row_groups
+            split_head = kv_head * self.score.row_groups + group
+            cmp = self.score.splits.partials(lengths, batch, split_head, heads, ctas)
+            gCmp = mCmpO[None, cmp_row, None], mCmpLse[None, cmp_row]
+            item = kv_head * self.queries + query
+            gBlock = mBlockO[batch, item, None, head_in_group, None], mBlockLse[batch, item, None, head_in_group]
+            selected = Partials(Int32(0), selected_parts)
+            window = Partials(selected_parts, mBlockLse.shape[2] - selected_parts)
+            self._sum(*gCmp, cmp, row, lane, 0, sO, sMax, sSum)
+            self._sum(*gBlock, selected, row, lane, 1, sO, sMax, sSum)
+            self._sum(*gBlock, window, row, lane, 2, sO, sMax, sSum)
+            cute.arch.sync_threads()
+
+            # Gate
+            rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
+            rQ.fill(0.0)
+            rW = None
+            if const_expr(mW is not None):
+                rW = cute.make_rmem_tensor((VECTOR, BRANCHES), mW.element_type)
+                rW.fill(0.0)
+                if lane < self.vectors:
+                    cute.autovec_copy(cute.local_tile(mQ[batch, query, head, None], (VECTOR,), (lane,)), rQ)
+                    for b in range_constexpr(BRANCHES):
+                        cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
+            gG = None if const_expr(mG is None) else mG[batch, query, head, None]
+            rG = row_gates(rQ, rW, gG, cutlass.Boolean(True), self.lanes)
+            rO = cute.make_rmem_tensor((VECTOR, BRANCHES), Float32)
+            rO.fill(0.0)
+            if in_v:
+                for b in range_constexpr(BRANCHES):
+                    self._total(b, lane, sO, sMax, sSum, rO[None, b])
+            rOut.store(weighted_sum(rO, rG).load().to(mOut.element_type))
+        if in_v & (row == 0):
+            cute.autovec_copy(rOut, cute.local_tile(gOut, (VECTOR,), (lane,)))
+
+    @cute.jit
+    def _sum(
+        self,
+        gO: cute.Tensor,  # fp32 [partials, D_v]
+        gLse: cute.Tensor,  # fp32 [partials]
+        partials: Partials,
+        row: Int32,
+        lane: Int32,
+        branch: cutlass.Constexpr[int],
+        sO: cute.Tensor,
+        sMax: cute.Tensor,
+        sSum: cute.Tensor,
+    ):
+        """Every `rows`-th partial from `row` on, not normalised. Those without keys are not read."""
+        top, total = -Float32.inf, Float32(0.0)
+        rO = cute.make_rmem_tensor(VECTOR, Float32)
+        rO.fill(0.0)
+        rPart = cute.make_rmem_tensor((VECTOR, BATCH), Float32)
+        rLse = cute.make_rmem_tensor(BATCH, Float32)
+        for start in cutlass.range(row, partials.count, self.rows * BATCH, unroll=1):
+            rPart.fill(0.0)
+            rLse.fill(-Float32.inf)
+            for i in range_constexpr(BATCH):
+                if start + i * self.rows < partials.count:
+                    rLse[i] = gLse[partials.first + start + i * self.rows]
+            for i in range_constexpr(BATCH):
+                if (rLse[i] > -Float32.inf) & (lane < self.v_vectors):
+                    gPart = gO[partials.first + start + i * self.rows, None]
+                    cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (lane,)), rPart[None, i])
+            new_top = top
+            for i in range_constexpr(BATCH):
+                new_top = cute.arch.fmax(new_top, rLse[i])
+            base = Float32(0.0) if new_top == -Float32.inf else new_top
+            rescale = cute.math.exp2(top - base, fastmath=True)
+            total = total * rescale
+            rO.store(rO.load() * rescale)
+            for i in range_constexpr(BATCH):
+                weight = cute.math.exp2(rLse[i] - base, fastmath=True)
+                total += weight
+                rO.store(rO.load() + rPart[None, i].load() * weight)
+            top = new_top
+        if lane < self.v_vectors:
+            cute.autovec_copy(rO, cute.local_tile(sO[None, row, branch], (VECTOR,), (lane,)))
+        if lane == 0:
+            sMax[row, branch], sSum[row, branch] = top, total
+
+    @cute.jit
+    def _total(
+        self,
+        branch: cutlass.Constexpr[int],
+        lane: Int32,
+        sO: cute.Tensor,
+        sMax: cute.Tensor,
+        sSum: cute.Tensor,
+        rO: cute.Tensor,
+    ):
+        """A lane's vector of a branch."""
+        top, total = -Float32.inf, Float32(0.0)
+        for i in range_constexpr(self.rows):
+            top = cute.arch.fmax(top, sMax[i, branch])
+        base = Float32(0.0) if top == -Float32.inf else top
+        rPart = cute.make_rmem_tensor(VECTOR, Float32)
+        rSum = cute.make_rmem_tensor(VECTOR, Float32)
+        rSum.fill(0.0)
+        for i in range_constexpr(self.rows):
+            weight = cute.math.exp2(sMax[i, branch] - base, fastmath=True)
+            total += sSum[i, branch] * weight
+            cute.autovec_copy(cute.local_tile(sO[None, i, branch], (VECTOR,), (lane,)), rPart)
+            rSum.store(rSum.load() + rPart.load() * weight)
+        inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
+        rO.store(rSum.load() * inverse)
+
+
+@compiled_once
+def compiled(
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    group: int,
+    queries: int,
+    blocks: Blocks,
+    page_size: int,
+    w_dtype: torch.dtype | None,
+    g_dtype: torch.dtype | None,
+) -> Kernel:
+    dim, v_dim = dims
+    score = ScoreEntries(dim, v_dim, CUTE_DTYPES[dtype], group, queries, blocks, page_size)
+    return compile_kernel(
+        CombineBranches(score, dim, v_dim),
+        *fake_lengths(),
+        fake(torch.int8, None, aligned=False),
+        fake(torch.float32, None, score.rows, v_dim),
+        fake(torch.float32, None, score.rows, aligned=False),
+        fake(torch.float32, None, None, None, None, v_dim),
+        fake(torch.float32, None, None, None, None, aligned=False),
+        None if w_dtype is None else fake(dtype, None, None, None, dim),
+        None if w_dtype is None else fake(w_dtype, None, BRANCHES, dim),
+        None if g_dtype is None else fake(g_dtype, None, None, None, BRANCHES, aligned=False),
+        fake(dtype, None, None, None, v_dim),
+        *[Int32(0)] * 2,
+    )

@@ -1,0 +1,115 @@
+"""Rows of a sequence that lie in pages: tokens, and compressed entries.
+
+    token t       page block_table[b, t // page_size], slot t % page_size
+    entry j       in the page of its last token, j d + l - 1: as a row j + lag of page_size / d slots a page
+
+lag = (l - 1) // d. A page's tensor is [pages, slots, H_kv, dim]. Offsets are 64-bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.mma.warp import divide
+from cute_kernels.runtime.jit import VECTOR, fake
+
+
+class Paging(NamedTuple):
+    """Where a sequence's rows lie."""
+
+    slots: int
+    """Of a page."""
+    lag: int = 0
+    """Slots in front of row 0."""
+
+    @staticmethod
+    def of_entries(page_size: int, length: int, stride: int) -> Paging:
+        """Of compressed entries. Args: l and d."""
+        return Paging(page_size // stride, (length - 1) // stride)
+
+    @cute.jit
+    def find(self, gTable: cute.Tensor, row: Int32) -> tuple[Int32, Int32]:
+        """The page and slot of a row. Args: gTable: the sequence's row of block_table."""
+        page, slot = divide(row + self.lag, self.slots)
+        return gTable[page], slot
+
+    @cute.jit
+    def load_pages(
+        self,
+        gTable: cute.Tensor,
+        first: Int32,
+        end: Int32,
+        thread: Int32,
+        vectors: cutlass.Constexpr[int],
+        rPage: cute.Tensor,  # int32 [rows * vectors / threads]
+        threads: cutlass.Constexpr[int],
+    ):
+        """The pages of the rows whose vectors this thread copies in `load_rows`; -1 from row `end` on."""
+        for i in range_constexpr(cute.size(rPage)):
+            row = first + (thread + i * threads) // vectors
+            rPage[i] = Int32(-1)
+            if row < end:
+                rPage[i] = self.find(gTable, row)[0]
+
+    @cute.jit
+    def load_rows(
+        self,
+        mX: cute.Tensor,  # [pages, slots, H_kv, dim]
+        kv_head: Int32,
+        sX: cute.Tensor,  # [rows, dim]
+        first: Int32,
+        thread: Int32,
+        rPage: cute.Tensor,
+        threads: cutlass.Constexpr[int],
+    ):
+        """Start copying rows `first` ... into shared memory, with zeros where there is no page: 0 * NaN is NaN."""
+        vectors = cute.size(sX, mode=[1]) // VECTOR
+        mode = cpasync.LoadCacheMode.GLOBAL
+        copy = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=mode), sX.element_type, num_bits_per_copy=128)
+        rZero = cute.make_rmem_tensor(VECTOR, sX.element_type)
+        rZero.fill(0.0)
+        for i in range_constexpr(cute.size(rPage)):
+            item = thread + i * threads
+            row, vector = item // vectors, item % vectors
+            to = cute.local_tile(sX[row, None], (VECTOR,), (vector,))
+            if rPage[i] >= 0:
+                _, slot = divide(first + row + self.lag, self.slots)
+                cute.copy(copy, cute.local_tile(mX[rPage[i], slot, kv_head, None], (VECTOR,), (vector,)), to)
+            else:
+                cute.autovec_copy(rZero, to)
+
+
+class Lengths(NamedTuple):
+    """Tokens of the sequences, int32 [B] each. Nothing is computed for a sequence without new tokens."""
+
+    mCached: cute.Tensor
+    """In front of the step's."""
+    mNew: cute.Tensor
+    """The step's, 0 to N_q."""
+
+    @cute.jit
+    def tokens(self, batch: Int32) -> Int32:
+        """With the step's; 0 for a sequence without new ones."""
+        new = self.mNew[batch]
+        return Int32(0) if new == 0 else self.mCached[batch] + new
+
+
+def fake_pages(dtype: torch.dtype, slots: int, dim: int) -> Any:
+    """[pages, slots, H_kv, dim]."""
+    return fake(dtype, None, slots, None, dim)
+
+
+def fake_lengths() -> list[Any]:
+    """Of `Lengths`."""
+    return [fake(torch.int32, None, aligned=False) for _ in Lengths._fields]
+
+
+def fake_table() -> Any:
+    """block_table, int32 [B, pages of a sequence]."""
+    return fake(torch.int32, None, None, aligned=False)

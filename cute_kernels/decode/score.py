@@ -1,0 +1,234 @@
+"""Compressed attention of a step's queries, split over the entries, and each block's share of the probabilities.
+
+    s[h, j]     = scale log2(e) q_h . k_cmp[j]                      entry j visible to the row's token
+    o_partial   = softmax over the entries of a split . v_cmp       with its lse (tiles.py)
+    L[h, b, t]  = log2 sum_{j in tile t} overlap(j, b) / l 2^s[h, j]        -inf without such entries
+
+What choice needs of a row and block is one number, though the rows' lse are known only when all splits are:
+2^(L - lse) is what the tile's entries add to the block's score. A tile holds the entries that begin in whole blocks,
+and reaches `reach` blocks further, whose L come from two tiles then.
+
+Splits: splits.py; rows of a sequence are its key/value heads, and groups of `rows` query rows where there are more.
+CTAs walk over their tiles, of one row after the other.
+
+Floor: entries once, (D + D_v) 2 bytes each and d tokens, and 4 H / H_kv bytes each l' tokens: 64K tokens, 4 heads of
+128, d = 16: 8.4 MB and 0.26 MB, 2.1 us at 4.19 TB/s; 1M: 138 MB, 33 us.
+
+Limits: d divides l and l'; l'/d at most KEYS, l/d at most the entries of a tile; D and D_v 64 or 128.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+
+from cute_kernels.attend.views import group_heads
+from cute_kernels.decode.pages import Lengths, Paging, fake_lengths, fake_pages, fake_table
+from cute_kernels.decode.splits import Splits
+from cute_kernels.decode.tiles import FLOATS, KEYS, DecodeTiles, PagedKeys
+from cute_kernels.lists.query_to_kv import Keys
+from cute_kernels.mma.mma_sync import MMA_K, QUAD, mask_after
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.token import overlap_weights
+from cute_kernels.select.topk import Blocks
+
+
+class ScoreTiles(NamedTuple):
+    """How entries and blocks are cut into tiles."""
+
+    blocks: int
+    """Whole blocks of a tile."""
+    ratio: int
+    """Entries that begin in a block, l'/d."""
+    reach: int
+    """Blocks behind the tile's that its entries overlap."""
+
+    @property
+    def entries(self) -> int:
+        return self.blocks * self.ratio
+
+    @property
+    def slots(self) -> int:
+        """Blocks that a tile scores."""
+        return self.blocks + self.reach
+
+    @staticmethod
+    def of(blocks: Blocks) -> ScoreTiles:
+        ratio = blocks.size // blocks.stride
+        return ScoreTiles(KEYS // ratio, ratio, -(-(blocks.length - blocks.stride) // blocks.size))
+
+
+class Work(NamedTuple):
+    """A row's tiles that a CTA walks over."""
+
+    first_entry: Int32
+    """Of tile 0."""
+    entries: Int32
+    """Of the sequence."""
+    token: Int32
+    """Of the step's first query."""
+    first_row: Int32
+    num_rows: Int32
+    """Query rows of the CTA, those of new tokens: token * G + head, from `first_row` on. May be negative."""
+    scale: Float32
+    sScore: cute.Tensor
+    """fp32 [rows, KEYS]"""
+    gScores: cute.Tensor
+    """fp32 [tiles, slots, rows], from tile 0 and row `first_row` on."""
+
+
+class ScoreEntries(DecodeTiles):
+    """Args: dims of k and v; 16-bit type; G; N_q; what to select; tokens of a page."""
+
+    def __init__(
+        self, dim: int, v_dim: int, dtype: Any, group: int, queries: int, blocks: Blocks, page_size: int
+    ) -> None:
+        paging = Paging.of_entries(page_size, blocks.length, blocks.stride)
+        super().__init__(dim, v_dim, dtype, group * queries, paging, row_bytes=4 * (KEYS + 1))
+        self.group, self.query_rows = group, group * queries
+        self.row_groups = -(-self.query_rows // self.rows)
+        self.keys = Keys(blocks.length, blocks.stride)
+        self.tiles, self.weights = ScoreTiles.of(blocks), overlap_weights(blocks)
+        self.splits = Splits(self.keys, self.tiles.entries)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, N_q, H, D]
+        mKEntries: cute.Tensor,
+        mVEntries: cute.Tensor,
+        mTable: cute.Tensor,
+        mCached: cute.Tensor,  # int32 [B]: Lengths
+        mNew: cute.Tensor,
+        mO: cute.Tensor,  # fp32 [partials, rows, D_v]
+        mLse: cute.Tensor,  # fp32 [partials, rows], in base 2
+        mScores: cute.Tensor,  # fp32 [B, H_kv, tiles, slots, N_q G]
+        scale: Float32,  # softmax_scale * log2(e)
+        ctas: Int32,
+        stream: Any,
+    ):
+        tensors = group_heads(mQ, self.group), mKEntries, mVEntries, mTable, Lengths(mCached, mNew), mO, mLse, mScores
+        self.kernel(*tensors, scale, self.layouts()).launch(grid=[ctas, 1, 1], **self.launch(stream))
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,  # [B, N_q, H_kv, G, D]
+        mKEntries: cute.Tensor,
+        mVEntries: cute.Tensor,
+        mTable: cute.Tensor,
+        lengths: Lengths,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        mScores: cute.Tensor,
+        scale: Float32,
+        layouts: Any,
+    ):
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        smem = cutlass.memory.SmemAllocator()
+        buffers = self.allocate(smem, layouts)
+        sScore = smem.allocate_tensor(Float32, cute.make_layout((self.rows, KEYS), stride=(KEYS + 1, 1)), 16)
+        heads = mKEntries.shape[2] * self.row_groups
+        per_cta = self.splits.per_cta(lengths, heads, ctas)
+        tile, end = cta * per_cta, (cta + 1) * per_cta
+        row = self.splits.find(lengths, tile, heads)
+        while row.tiles > 0:
+            batch, kv_head = row.batch, row.head // self.row_groups
+            first_row = row.head % self.row_groups * self.rows
+            num_rows = cutlass.min(lengths.mNew[batch] * self.group - first_row, self.rows)
+            self.load_queries(mQ[batch, None, kv_head, None, None], buffers.sQ, first_row, first_row + num_rows)
+            first_tile = tile - row.first
+            num_tiles = cutlass.min(end, row.first + row.tiles) - tile
+            work = Work(
+                first_tile * self.tiles.entries,
+                self.splits.entries(lengths.tokens(batch)),
+                lengths.mCached[batch],
+                first_row,
+                num_rows,
+                scale,
+                sScore,
+                cute.domain_offset((first_tile, 0, first_row), mScores[batch, kv_head, None, None, None]),
+            )
+            keys = PagedKeys(mTable[batch, None], mKEntries, mVEntries, kv_head)
+            of_warp = self.attend(keys, buffers, num_tiles, scale, work)
+            place = cta + batch * heads + row.head
+            self.store_partial(of_warp, buffers, mO[place, None, None], mLse[place, None], num_rows)
+            tile += num_tiles
+            row = self.splits.find(lengths, tile if tile < end else Int32(NO_TILE), heads)
+
+    @cute.jit
+    def bounds(self, tile: Int32, work: Work) -> tuple[Int32, Int32]:
+        first = work.first_entry + tile * self.tiles.entries
+        return first, cutlass.min(work.entries, first + self.tiles.entries)
+
+    @cute.jit
+    def finish_scores(self, S: cute.Tensor, tile: Int32, work: Work):
+        """Mask, and write the blocks' L."""
+        lane = cute.arch.lane_idx()
+        row_warp, key_warp = self.place()
+        first, end = self.bounds(tile, work)
+        column = key_warp * self.warp_keys
+        for r in range_constexpr(2):
+            row = row_warp * MMA_K + r * 8 + lane // QUAD
+            token = work.token + (work.first_row + row) // self.group
+            mask_after(S[None, r, 0, None], self.keys.visible(token, end) - 1 - first - column)
+            for n in range_constexpr(self.warp_keys // 8):
+                for c in range_constexpr(2):
+                    at = column + n * 8 + lane % QUAD * 2 + c
+                    work.sScore[row, at] = S[c, r, 0, n] * work.scale
+        cute.arch.sync_threads()
+        self._store_scores(tile, work)
+
+    @cute.jit
+    def _store_scores(self, tile: Int32, work: Work):
+        """L of the tile's blocks; the next tile's scores wait for the barrier in front of its products."""
+        thread, _, _ = cute.arch.thread_idx()
+        before = const_expr(len(self.weights) - self.tiles.ratio)  # entries that overlap a block but begin before it
+        for item in cutlass.range(thread, self.tiles.slots * work.num_rows, self.threads, unroll=1):
+            slot, row = item // work.num_rows, item % work.num_rows
+            rScore = cute.make_rmem_tensor(len(self.weights), Float32)
+            rScore.fill(-Float32.inf)
+            top = -Float32.inf
+            for i in range_constexpr(len(self.weights)):
+                entry = slot * self.tiles.ratio - before + i
+                if (entry >= 0) & (entry < self.tiles.entries):
+                    rScore[i] = work.sScore[row, entry]
+                top = cute.arch.fmax(top, rScore[i])
+            base = Float32(0.0) if top == -Float32.inf else top
+            total = Float32(0.0)
+            for i in range_constexpr(len(self.weights)):
+                total = cute.math.fma(cute.math.exp2(rScore[i] - base, fastmath=True), self.weights[i], total)
+            work.gScores[tile, slot, row] = base + cute.math.log2(total, fastmath=True)
+
+
+NO_TILE = (1 << 31) - 1
+
+
+@compiled_once
+def compiled(
+    dims: tuple[int, int], dtype: torch.dtype, group: int, queries: int, blocks: Blocks, page_size: int
+) -> Kernel:
+    kernel = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size)
+    slots = page_size // blocks.stride
+    return compile_kernel(
+        kernel,
+        fake(dtype, None, None, None, dims[0]),
+        *[fake_pages(dtype, slots, dim) for dim in dims],
+        fake_table(),
+        *fake_lengths(),
+        fake(torch.float32, None, kernel.rows, dims[1]),
+        fake(torch.float32, None, kernel.rows, aligned=False),
+        fake_scores(group, queries, kernel.tiles),
+        Float32(0.0),
+        Int32(0),
+    )
+
+
+def fake_scores(group: int, queries: int, tiles: ScoreTiles) -> Any:
+    """[B, H_kv, tiles, slots, N_q G]; a token's heads are whole vectors where G allows."""
+    return fake(torch.float32, None, None, None, tiles.slots, group * queries, aligned=group % FLOATS == 0)

@@ -1,0 +1,96 @@
+"""bench/bench_decode.py on a CPU: rows as documented, a wrong result, a case that does not run, bars."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import bench_decode as bench
+from bench.bench_decode import Row
+from nsa import NSAConfig
+from tests.support.bench_helpers import documented_fields
+
+SMALL = ["--device", "cpu", "--sizes", "1500:1,2", "--dim", "32", "--seconds", "0.01"]
+
+
+def test_fields_are_documented() -> None:
+    assert {field.name for field in fields(Row)} == documented_fields("bench_decode.py")
+
+
+def test_rows(tmp_path: Path) -> None:
+    out = tmp_path / "decode"
+    assert bench.main([*SMALL, "--presets", "paper", "--queries", "1", "--peak-tbs", "1", "--out", str(out)]) == 0
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert content["gate"] == "green"
+    assert [(row["b"], row["n"], row["mode"]) for row in content["rows"]] == [(1, 1500, "eager"), (2, 1500, "eager")]
+    for row in content["rows"]:
+        assert 0 < row["error"] <= row["error_budget"]
+        assert row["dense_ms"] > 0
+        assert row["fla_ms"] is None
+        # entries, 16 blocks of 64 and a window of 512, of 32 numbers of 16 bits, as keys and as values
+        moved = row["b"] * ((1500 - 32) // 16 + 1 + 1024 + 512) * 2 * 32 * 2
+        assert row["floor_ms"] == pytest.approx(moved / 1e9)
+    assert len(content["missing"]) == 2, "fla"
+    assert out.with_suffix(".png").stat().st_size > 0
+
+
+def test_one_wrong_element_makes_it_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bench.nsa_with_cache
+
+    def wrong(*arguments: Tensor, **options: object) -> Tensor:
+        out: Tensor = real(*arguments, **options)  # type: ignore[arg-type]
+        out[0, -1, 0, 0] += 0.1
+        return out
+
+    monkeypatch.setattr(bench, "nsa_with_cache", wrong)
+    out = tmp_path / "decode"
+    assert bench.main([*SMALL, "--presets", "paper", "--queries", "4", "--out", str(out)]) == 1
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert content["gate"] == "red"
+    assert content["rows"] == []
+
+
+def test_a_case_that_does_not_run_is_told(tmp_path: Path) -> None:
+    out = tmp_path / "decode"
+    assert bench.main([*SMALL, "--presets", "per_tile", "--queries", "1", "--out", str(out)]) == 0
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert content["rows"] == []
+    assert all("did not run" in reason for reason in content["missing"])
+    assert len(content["missing"]) == 2
+
+
+def test_chosen_are_the_definitions_blocks() -> None:
+    """Against scores that are summed block by block."""
+    torch.manual_seed(0)
+    config = NSAConfig.paper(num_selected_blocks=6)
+    token, q, entries = 2000, torch.randn(4, 16), torch.randn(200, 16)
+    visible = config.num_compressed(token + 1)
+    p = torch.softmax(config.scale(16) * q.double() @ entries[:visible].double().T, -1).sum(0).tolist()
+    scores = {}
+    for block in range(token // 64 + 1):
+        overlaps = [max(0, min(16 * j + 32, 64 * block + 64) - max(16 * j, 64 * block)) for j in range(visible)]
+        scores[block] = sum(n * x for n, x in zip(overlaps, p, strict=True)) / 32
+    forced = {0, token // 64 - 1, token // 64}
+    best = sorted(set(scores) - forced, key=lambda block: -scores[block])[:3]
+    found = bench.chosen(q, entries, token, config)
+    assert found is not None
+    assert set(found.tolist()) == forced | {*best}
+
+
+def test_bars() -> None:
+    row = Row(
+        *("decode", "paper", 1, 64 << 10, 1, 64, 4, 128, "bf16", "cute", "graph", 0.02, 0.02, 0.03),
+        *(None, 0.0028, 0.14, 0.043, 1.0, 0.0, 1.0, ""),
+    )
+    rows = [row, replace(row, mode="eager", host_us=200.0), replace(row, n=1 << 20, ms_p50=0.07)]
+    verdicts = {bar.what: bar.verdict for bar in bench.find_bars(rows)}
+    assert verdicts["64K, batch 1, graph"] == "pass"
+    assert verdicts["64K, batch 16, graph"] == "not measured"
+    assert verdicts["1024K, batch 1, graph"] == "FAIL"
+    assert verdicts["64K, batch 1, host"] == "FAIL"
+    assert verdicts["64K, batch 1, fla takes as long"] == "pass"

@@ -1,0 +1,101 @@
+"""A step of decoding with paged keys, as the compiler's PTX, interpreted on a CPU, against fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_kernels import decoding
+from nsa import NSACache, NSAConfig
+from nsa.decoding import reference
+from nsa.inputs import NSAInputs
+from tests.support import cases
+from tests.support.decode_cases import SMALL_BLOCKS, Case, check
+from tests.support.interpreted_gpu import GPUS, interpreted_gpu
+from tests.support.ptx import Order, Schedule
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+PAPER = NSAConfig.paper(num_selected_blocks=4, window_size=100)
+TIES = replace(
+    SMALL_BLOCKS,
+    compress_block_size=192,
+    compress_stride=64,
+    num_selected_blocks=1,
+    num_init_blocks=0,
+    num_local_blocks=0,
+    window_size=0,
+)
+"""The first entry covers blocks 0 to 2 alone, the first two blocks 1 and 2."""
+
+CASES = {
+    # The empty sequence, one token, block bounds (l - 1, l), page bounds, and one 1000 times longer than another
+    "ragged": Case((0, 1, 6, 7, 63, 64, 1300), kv_heads=1),
+    "paper": Case((2100, 30, 31, 640), PAPER, group=16, kv_heads=1, dim=128),
+    "four queries": Case((250, 0, 1021), queries=4, group=4, dim=128, gating="projected"),
+    "fewer new": Case((100, 1100, 5), queries=4, new=(0, 3, 1), group=1, gating="thirds"),
+    "overflow": Case((100, 320, 5), new=(1, 0, 1), overflowed=(1,), group=2),
+    "D_v, fp16": Case((700, 90), group=3, dim=128, v_dim=64, dtype=torch.float16),
+    "wide D_v": Case((700, 90), group=3, dim=64, v_dim=128),
+    "row groups": Case((520, 60), queries=3, group=64, kv_heads=1),
+    "eight queries": Case((1020,), queries=8, group=16, kv_heads=1, dim=128),
+    "ties": Case((190, 254, 318, 200, 400), TIES, group=2),
+    "forced alone": Case((900, 130), replace(SMALL_BLOCKS, num_selected_blocks=3), group=1),
+    "nothing forced": Case((900, 130), replace(SMALL_BLOCKS, num_init_blocks=0, num_local_blocks=0), group=1),
+    "no window": Case((400,), replace(SMALL_BLOCKS, window_size=0), group=8),
+    "whole window": Case((400, 20), replace(SMALL_BLOCKS, window_size=(1 << 31) - 1), capacity=2000),
+    "long entries": Case((1900, 600), replace(SMALL_BLOCKS, compress_block_size=192, compress_stride=64)),
+    "plain blocks": Case((1900, 600), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64)),
+    "l' 192": Case(
+        (1500, 191, 192),
+        replace(SMALL_BLOCKS, select_block_size=192, compress_block_size=24, compress_stride=12),
+        page_size=96,
+    ),
+    "small pages": Case((1000, 5), page_size=4, kv_heads=1),
+    "large pages": Case((1000, 5), page_size=320, capacity=4000),
+    # Of eight tokens and four heads nearly all blocks of a tile are chosen by one, the first ones of a tile among them
+    "many choices": Case((500, 760), queries=8, group=1, kv_heads=4),
+    # 64 entries, a tile, overlap two blocks behind the tile's
+    "behind the last tile": Case((4230, 0), replace(TIES, num_selected_blocks=80), group=1, kv_heads=1),
+    "parts of the choice": Case(
+        (34000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64), group=1, kv_heads=1
+    ),
+    "many blocks": Case((3000,), replace(SMALL_BLOCKS, num_selected_blocks=40), group=1, kv_heads=1),
+}
+LATE, EARLY = "late", "early"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("arch", "copies"), [("sm_90", LATE), *cases.rest(("sm_100", LATE), ("sm_90", EARLY))])
+def test_step(arch: str, copies: str, case: str) -> None:
+    with interpreted_gpu(arch, Schedule(late=copies == LATE)):
+        check(CASES[case])
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("case", ["ragged", "four queries", "row groups"])
+def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
+    with interpreted_gpu(arch, Schedule(observer=Order)):
+        check(CASES[case])
+
+
+@torch.no_grad()
+def test_steps_of_a_cache_are_the_references() -> None:
+    """As the dispatcher's row calls it; more new tokens than a launch takes are several."""
+    torch.manual_seed(0)
+    caches = [
+        NSACache.empty(SMALL_BLOCKS, 2, max_tokens=420, heads_kv=1, dim=64, dtype=torch.bfloat16) for _ in range(2)
+    ]
+    for tokens, counts in ((300, (300, 70)), (1, None), (4, (2, 4)), (10, (10, 9)), (1, None)):
+        inputs = NSAInputs(*[torch.randn(2, tokens, heads, 64).bfloat16() for heads in (4, 1, 1)])
+        new = None if counts is None else torch.tensor(counts, dtype=torch.int32)
+        outs = []
+        for run, cache in zip((reference.nsa_with_cache, decoding.nsa_with_cache), caches, strict=True):
+            chosen = reference.nsa_with_cache if tokens == 300 else run
+            with cache.table.step(tokens, new) as step, interpreted_gpu("sm_90"):
+                outs.append(chosen(inputs, cache.config, cache, step))
+        # Both are rounded once, of sums in fp32: half a unit each, and probabilities that one of them rounds
+        expected, got = (x.float() for x in outs)
+        assert (got - expected).abs().max() <= 2**-6 * expected.abs().max()
