@@ -48,7 +48,7 @@ class AppendPages:
         stream: Any,
     ):
         self.kernel(mK, mV, mKPages, mVPages, mKEntries, mVEntries, mTable, Lengths(mCached, mNew)).launch(
-            grid=[mK.shape[2], 2, mK.shape[0]], block=[self.lanes * SLICES, 1, 1], stream=stream
+            grid=[mK.shape[2], 2, mK.shape[0]], block=[self.lanes * SLICES, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -64,6 +64,8 @@ class AppendPages:
         lengths: Lengths,
     ):
         kv_head, second, batch = cute.arch.block_idx()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         layout = cute.make_ordered_layout((VECTOR, self.lanes, SLICES), order=(0, 1, 2))
         sSum = smem.allocate_tensor(Float32, layout, 16)

@@ -141,6 +141,7 @@ class AttendBlocks(DecodeTiles):
         layouts: Any,
     ):
         part, item, batch = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         buffers = self.allocate(smem, layouts)
         slots = cute.make_layout(self.topk.num_slots)
@@ -157,7 +158,10 @@ class AttendBlocks(DecodeTiles):
             if is_window:
                 first, limit = (part - selected_parts) * window_tiles, window_tiles
                 tiles = (token - window_first + KEYS) // KEYS
+                if window_first + (first + limit) * KEYS > lengths.mCached[batch]:
+                    cute.arch.griddepcontrol_wait()  # for keys that the step appends
             else:
+                cute.arch.griddepcontrol_wait()  # for the choice
                 gParts = (x[batch, item, None, None] for x in (mValues, mIndices))
                 tiles = self._merge_parts(*gParts, sValues, sBlock, token, choice_blocks) * self.block_tiles
             tiles = cutlass.max(cutlass.min(tiles - first, limit), 0)
@@ -166,6 +170,7 @@ class AttendBlocks(DecodeTiles):
             of_warp = self.attend(keys, buffers, tiles, scale, work)
             gO, gLse = mO[batch, item, part, None, None], mLse[batch, item, part, None]
             self.store_partial(of_warp, buffers, gO, gLse, Int32(self.group))
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _merge_parts(

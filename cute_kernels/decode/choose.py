@@ -83,7 +83,7 @@ class ChooseBlocks:
     ):
         batches, items, parts, _ = mIndices.shape
         self.kernel(Lengths(mCached, mNew), mLse, mScores, mValues, mIndices, ctas, part_blocks).launch(
-            grid=[parts, items, batches], block=[THREADS, 1, 1], stream=stream
+            grid=[parts, items, batches], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -99,6 +99,7 @@ class ChooseBlocks:
     ):
         thread, _, _ = cute.arch.thread_idx()
         part, item, batch = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         sRow = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
@@ -112,6 +113,7 @@ class ChooseBlocks:
         token = lengths.mCached[batch] + query
         visible = self.score.keys.visible(token, Int32(NO_END))
         scored = self.blocks.scored(visible)
+        cute.arch.griddepcontrol_wait()
         if (query < lengths.mNew[batch]) & ((part == 0) | (part * part_blocks < scored)):
             # What is forced, and the heads' lse
             if thread == 0:

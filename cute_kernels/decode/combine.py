@@ -62,7 +62,7 @@ class CombineBranches:
     ):
         tensors = mOverflowed, mCmpO, mCmpLse, mBlockO, mBlockLse, mQ, mW, mG, mOut
         self.kernel(Lengths(mCached, mNew), *tensors, ctas, selected_parts).launch(
-            grid=[mOut.shape[2], mOut.shape[1], mOut.shape[0]], block=[THREADS, 1, 1], stream=stream
+            grid=[mOut.shape[2], mOut.shape[1], mOut.shape[0]], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -97,7 +97,22 @@ class CombineBranches:
         if mOverflowed[batch] != 0:
             rOut.fill(float("nan"))
         if is_new:
+            # Gates
+            rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
+            rQ.fill(0.0)
+            rW = None
+            if const_expr(mW is not None):
+                rW = cute.make_rmem_tensor((VECTOR, BRANCHES), mW.element_type)
+                rW.fill(0.0)
+                if lane < self.vectors:
+                    cute.autovec_copy(cute.local_tile(mQ[batch, query, head, None], (VECTOR,), (lane,)), rQ)
+                    for b in range_constexpr(BRANCHES):
+                        cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
+            gG = None if const_expr(mG is None) else mG[batch, query, head, None]
+            rG = row_gates(rQ, rW, gG, cutlass.Boolean(True), self.lanes)
+
             # Partials, `rows` at a time
+            cute.arch.griddepcontrol_wait()
             kv_head, head_in_group = divide(head, self.group)
             group, cmp_row = divide(query * self.group + head_in_group, self.score.rows)
             heads = mOut.shape[2] // self.group * self.score.row_groups
@@ -113,19 +128,6 @@ class CombineBranches:
             self._sum(*gBlock, window, row, lane, 2, sO, sMax, sSum)
             cute.arch.sync_threads()
 
-            # Gate
-            rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
-            rQ.fill(0.0)
-            rW = None
-            if const_expr(mW is not None):
-                rW = cute.make_rmem_tensor((VECTOR, BRANCHES), mW.element_type)
-                rW.fill(0.0)
-                if lane < self.vectors:
-                    cute.autovec_copy(cute.local_tile(mQ[batch, query, head, None], (VECTOR,), (lane,)), rQ)
-                    for b in range_constexpr(BRANCHES):
-                        cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
-            gG = None if const_expr(mG is None) else mG[batch, query, head, None]
-            rG = row_gates(rQ, rW, gG, cutlass.Boolean(True), self.lanes)
             rO = cute.make_rmem_tensor((VECTOR, BRANCHES), Float32)
             rO.fill(0.0)
             if in_v:
@@ -134,6 +136,7 @@ class CombineBranches:
             rOut.store(weighted_sum(rO, rG).load().to(mOut.element_type))
         if in_v & (row == 0):
             cute.autovec_copy(rOut, cute.local_tile(gOut, (VECTOR,), (lane,)))
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _sum(
