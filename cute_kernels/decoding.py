@@ -12,6 +12,8 @@ More than MAX_DECODE_QUERIES new tokens are steps of so many.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from cute_kernels.decode.splits import MIN_TILES
 from cute_kernels.limits import MAX_DECODE_QUERIES
 from cute_kernels.mma.warp import LOG2_E
 from cute_kernels.runtime.device import multiprocessors, vectorizable
-from cute_kernels.runtime.jit import CUTE_DTYPES
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR
 from cute_kernels.select.topk import Blocks
 
 
@@ -53,28 +55,84 @@ class Lengths(NamedTuple):
     """bool `[B]`: sequences whose rows become NaN. They have no new tokens."""
 
 
-class Sizes(NamedTuple):
-    """What shapes of temporary memory follow from."""
+class Plan(NamedTuple):
+    """Kernels of a call, and what is the same in all calls of its shapes."""
 
-    rows: int
-    """Query rows of a partial of the compressed branch."""
-    row_groups: int
-    """Partials' heads of a key/value head."""
-    tiles: score.ScoreTiles
-    ctas_per_sm: int
-    block_rows: int
-    """Query rows of a partial of the others."""
-    block_ctas_per_sm: int
+    append: Callable[..., None]
+    score: Callable[..., None]
+    choose: Callable[..., None]
+    blocks: Callable[..., None]
+    combine: Callable[..., None]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of temporary memory, 4 bytes each: partials of score.py and their lse, scores, values and blocks of choose.py,
+    partials of blocks.py and their lse."""
+    sizes: tuple[int, ...]
+    """Of the shapes, up to the next vector."""
+    scale: float
+    """softmax_scale * log2(e)"""
+    ctas: int
+    """Of score.py."""
+    parts: blocks.Parts
+    choice_blocks: int
+    """Of a part of choose.py."""
 
 
 @lru_cache
-def sizes(
-    dims: tuple[int, int], dtype: torch.dtype, group: int, queries: int, select: Blocks, window: int, page_size: int
-) -> Sizes:
-    """Of the kernels that are compiled for these."""
-    scores = score.ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, select, page_size)
-    attends = blocks.AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, select, window, page_size)
-    return Sizes(scores.rows, scores.row_groups, scores.tiles, scores.ctas_per_sm, attends.rows, attends.ctas_per_sm)
+def plan(
+    shape: tuple[int, ...],  # of q
+    kv_heads: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    gate_dtypes: tuple[torch.dtype | None, torch.dtype | None],  # of gate_proj_weight and gates
+    config: Any,
+    page_size: int,
+    columns: int,  # of the block table
+    device: torch.device,
+) -> Plan:
+    """Compiles what is not compiled yet."""
+    batch, queries, heads, dim = shape
+    dims, group, capacity = (dim, v_dim), heads // kv_heads, columns * page_size
+    select = Blocks(
+        config.compress_block_size,
+        config.stride,
+        config.select_size,
+        config.num_selected_blocks,
+        init=config.num_init_blocks,
+        local=config.num_local_blocks,
+    )
+    window = min(config.window_size, capacity)
+    how = dims, dtype, group, queries, select
+    of_score = score.ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, select, page_size)
+    of_blocks = blocks.AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, select, window, page_size)
+    entries = max(0, (capacity - select.length) // select.stride + 1)
+    items, tiles, sms = kv_heads * queries, -(-entries // of_score.tiles.entries), multiprocessors(device)
+    places = batch * kv_heads * of_score.row_groups
+    ctas = max(1, min(sms * of_score.ctas_per_sm, -(-places * tiles // MIN_TILES)))
+    parts = blocks.Parts.of(select, window, capacity, batch * items, sms * of_blocks.ctas_per_sm)
+    choice = choose.ChoiceParts.of(-(-capacity // select.size))
+    listed, attended = (batch, items, choice.lists, select.count), (batch, items, parts.both, of_blocks.rows)
+    shapes = (
+        (ctas + places, of_score.rows, v_dim),
+        (ctas + places, of_score.rows),
+        (batch, kv_heads, max(1, tiles), of_score.tiles.slots, queries * group),
+        listed,
+        listed,
+        (*attended, v_dim),
+        attended,
+    )
+    return Plan(
+        append.compiled(dims, dtype, page_size, select.length, select.stride).run,
+        score.compiled(*how, page_size).run,
+        choose.compiled(*how, page_size).run,
+        blocks.compiled(*how, window, page_size).run,
+        combine.compiled(*how, page_size, *gate_dtypes).run,
+        shapes,
+        tuple(-(-math.prod(one) // VECTOR) * VECTOR for one in shapes),
+        config.scale(dim) * LOG2_E,
+        ctas,
+        parts,
+        choice.blocks,
+    )
 
 
 def decode(
@@ -96,75 +154,28 @@ def decode(
         config: an nsa.NSAConfig in token mode.
         gates, gate_proj_weight: `[B,N_q,H,3]` or `[H,3,D]`; neither: 1/3 each.
     """
-    batch, queries, heads, dim = q.shape
+    weight, gates = gate_proj_weight, None if gate_proj_weight is not None else gates
+    gate_dtypes = None if weight is None else weight.dtype, None if gates is None else gates.dtype
     kv_heads, v_dim = v.shape[2:]
-    group, page_size, capacity = heads // kv_heads, pages.k.shape[1], pages.block_table.shape[1] * pages.k.shape[1]
-    select = Blocks(
-        config.compress_block_size,
-        config.stride,
-        config.select_size,
-        config.num_selected_blocks,
-        init=config.num_init_blocks,
-        local=config.num_local_blocks,
-    )
-    window = min(config.window_size, capacity)
-    how = (dim, v_dim), q.dtype, group, queries, select
-    of = sizes(*how, window, page_size)
+    layout = pages.k.shape[1], pages.block_table.shape[1]
+    of = plan(tuple(q.shape), kv_heads, v_dim, q.dtype, gate_dtypes, config, *layout, q.device)
     q, k, v = vectorizable(q), vectorizable(k), vectorizable(v)
-    out = torch.empty((batch, queries, heads, v_dim), dtype=q.dtype, device=q.device)
-    entries = max(0, (capacity - select.length) // select.stride + 1)
-    items, tiles, sms = kv_heads * queries, -(-entries // of.tiles.entries), multiprocessors(q.device)
-    places = batch * kv_heads * of.row_groups
-    ctas = max(1, min(sms * of.ctas_per_sm, -(-places * tiles // MIN_TILES)))
-    parts = blocks.Parts.of(select, window, capacity, batch * items, sms * of.block_ctas_per_sm)
-    choice = choose.ChoiceParts.of(-(-capacity // select.size))
-
-    def fp32(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-    cmp_o, cmp_lse = fp32(ctas + places, of.rows, v_dim), fp32(ctas + places, of.rows)
-    scores = fp32(batch, kv_heads, max(1, tiles), of.tiles.slots, queries * group)
-    values = fp32(batch, items, choice.lists, select.count)
-    indices = torch.empty_like(values, dtype=torch.int32)
-    block_o = fp32(batch, items, parts.both, of.block_rows, v_dim)
-    block_lse = fp32(batch, items, parts.both, of.block_rows)
-    scale = config.scale(dim) * LOG2_E
+    out = q.new_empty((*q.shape[:3], v_dim))
+    memory = torch.empty(sum(of.sizes), dtype=torch.float32, device=q.device).split_with_sizes(of.sizes)
+    cmp_o, cmp_lse, scores, values, indices, block_o, block_lse = (
+        x[: math.prod(shape)].view(shape) for x, shape in zip(memory, of.shapes, strict=True)
+    )
+    indices = indices.view(torch.int32)
     table, known = pages.block_table, lengths[:2]
-    weights = gate_proj_weight, None if gate_proj_weight is not None else gates
-    gate_dtypes = [None if x is None else x.dtype for x in weights]
-
-    appending = append.compiled(how[0], q.dtype, page_size, select.length, select.stride)
-    appending.run(k, v, *pages[:4], table, *known)
-    score.compiled(*how, page_size).run(q, pages.k_cmp, pages.v_cmp, table, *known, cmp_o, cmp_lse, scores, scale, ctas)
-    choose.compiled(*how, page_size).run(*known, cmp_lse, scores, values, indices, ctas, choice.blocks)
-    blocks.compiled(*how, window, page_size).run(
-        q,
-        pages.k,
-        pages.v,
-        table,
-        *known,
-        values,
-        indices,
-        block_o,
-        block_lse,
-        scale,
-        parts.selected,
-        *parts[2:],
-        choice.blocks,
-    )
-    combine.compiled(*how, page_size, *gate_dtypes).run(
-        *known,
-        lengths.overflowed.view(torch.int8),
-        cmp_o,
-        cmp_lse,
-        block_o,
-        block_lse,
-        None if gate_proj_weight is None else q,
-        *weights,
-        out,
-        ctas,
-        parts.selected,
-    )
+    of.append(k, v, *pages[:4], table, *known)
+    of.score(q, pages.k_cmp, pages.v_cmp, table, *known, cmp_o, cmp_lse, scores, of.scale, of.ctas)
+    of.choose(*known, cmp_lse, scores, values, indices, of.ctas, of.choice_blocks)
+    cut = of.parts.selected, of.parts.tiles, of.parts.window_tiles, of.choice_blocks
+    of.blocks(q, pages.k, pages.v, table, *known, values, indices, block_o, block_lse, of.scale, *cut)
+    of_gates = None if weight is None else q, weight, gates
+    overflowed = lengths.overflowed.view(torch.int8)
+    partials = cmp_o, cmp_lse, block_o, block_lse
+    of.combine(*known, overflowed, *partials, *of_gates, out, of.ctas, of.parts.selected)
     return out
 
 

@@ -5,7 +5,7 @@
     part p       = the k best of so many blocks, best first; forced blocks head part 0
 
 A CTA has a part of the blocks of a token and key/value head; each warp keeps a list of its own (select/topk.py), and
-warp 0 merges them. blocks.py merges the parts. Parts behind the last scored block do nothing.
+all merge them. blocks.py merges the parts. Parts behind the last scored block do nothing.
 
 Near ties: beside the errors of a fp32 product (select/token.py), L is rounded, and lse is a sum in another order. The
 relative error of a score is at most
@@ -15,8 +15,8 @@ relative error of a score is at most
 so selected blocks can differ from the exact ones, and from those of the whole call, only where scores differ by less
 than twice that. Blocks with the same entries in the same proportions tie exactly.
 
-Floor: L once, 4 G bytes a block: 64K tokens, 4 x 16 heads: 0.26 MB, from L2. Latency of the merges: WARPS - 1, of lists
-that are sorted already.
+Floor: L once, 4 G bytes a block: 64K tokens, 4 x 16 heads: 0.26 MB, from L2. Latency: the partials' lse, the scores
+and one sorting network, one after the other.
 
 Limits: those of TopKList and score.py; G at most MAX_TOKEN_GROUP.
 """
@@ -32,7 +32,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from cute_kernels.decode.pages import Lengths, fake_lengths
 from cute_kernels.decode.score import ScoreEntries, fake_scores
-from cute_kernels.decode.splits import NO_END
+from cute_kernels.decode.splits import NO_END, Partials
 from cute_kernels.decode.tiles import FLOATS
 from cute_kernels.mma.warp import LANES, divide
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
@@ -67,6 +67,7 @@ class ChooseBlocks:
         self.blocks, self.score, self.tiles, self.group = blocks, score, score.tiles, score.group
         self.queries = score.query_rows // score.group
         self.topk = TopKList(blocks, score.keys, tile=1)
+        self.head_lanes = min(LANES, THREADS >> (score.group - 1).bit_length())  # that add up a head's lse
 
     @cute.jit
     def __call__(
@@ -113,18 +114,19 @@ class ChooseBlocks:
         token = lengths.mCached[batch] + query
         visible = self.score.keys.visible(token, Int32(NO_END))
         scored = self.blocks.scored(visible)
+        heads = mScores.shape[1] * self.score.row_groups
+        cut = self.score.splits.cut(lengths, batch, heads, ctas)
         cute.arch.griddepcontrol_wait()
         if (query < lengths.mNew[batch]) & ((part == 0) | (part * part_blocks < scored)):
             # What is forced, and the heads' lse
             if thread == 0:
                 self.topk.init_row(sRow, token, token + 1, Int32(NO_END), False)
-            if (thread >= self.group) & (thread < padded):
-                sLse[thread] = Float32(0.0)
-            for head in cutlass.range(warp_index, self.group, WARPS, unroll=1):
-                group, row = divide(query * self.group + head, self.score.rows)
-                split_head = kv_head * self.score.row_groups + group
-                heads = mScores.shape[1] * self.score.row_groups
-                sLse[head] = self._lse(lengths, mLse, batch, row, split_head, heads, ctas)
+            head = thread // self.head_lanes
+            group, row = divide(query * self.group + cutlass.min(head, self.group - 1), self.score.rows)
+            places = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
+            lse = self._lse(mLse[None, row], places)
+            if (thread % self.head_lanes == 0) & (head < padded):
+                sLse[head] = lse if head < self.group else Float32(0.0)
             cute.arch.sync_threads()
 
             # A list for each warp
@@ -152,33 +154,24 @@ class ChooseBlocks:
             cute.arch.sync_threads()
 
             # One list
-            if warp_index == 0:
-                others = (cute.domain_offset((1, 0), x) for x in (sValues, sIndices))
-                self.topk.merge_lists(sWarpValues, sWarpIndices, *others, Int32(WARPS - 1))
-                cute.arch.sync_warp()
-                for i in range_constexpr(self.topk.slots_per_lane):
-                    slot = i * LANES + lane
-                    if slot < self.blocks.count:
-                        mValues[batch, item, part, slot] = sWarpValues[slot]
-                        mIndices[batch, item, part, slot] = sWarpIndices[slot]
+            gList = (x[batch, item, part, None] for x in (mValues, mIndices))
+            self.topk.merge_lists(sValues, sIndices, Int32(WARPS), THREADS, *gList)
 
     @cute.jit
-    def _lse(
-        self, lengths: Lengths, mLse: cute.Tensor, batch: Int32, row: Int32, head: Int32, heads: Int32, ctas: Int32
-    ) -> Float32:
-        """Of a query row over all splits, in base 2, by a warp. Args: head of `heads`: as of splits.py."""
-        places = self.score.splits.partials(lengths, batch, head, heads, ctas)
-        lane = cute.arch.lane_idx()
-        gLse = cute.domain_offset((places.first,), mLse[None, row])
+    def _lse(self, gLse: cute.Tensor, places: Partials) -> Float32:
+        """Of a query row over all splits, in base 2, by `head_lanes` lanes."""
+        lanes = const_expr(self.head_lanes)
+        lane = cute.arch.lane_idx() % lanes
+        gLse = cute.domain_offset((places.first,), gLse)
         top = -Float32.inf
-        for i in cutlass.range(lane, places.count, LANES, unroll=4):
+        for i in cutlass.range(lane, places.count, lanes, unroll=4):
             top = cute.arch.fmax(top, gLse[i])
-        top = cute.arch.warp_reduction_max(top)
+        top = cute.arch.warp_reduction_max(top, threads_in_group=lanes)
         base = Float32(0.0) if top == -Float32.inf else top
         total = Float32(0.0)
-        for i in cutlass.range(lane, places.count, LANES, unroll=4):
+        for i in cutlass.range(lane, places.count, lanes, unroll=4):
             total += cute.math.exp2(gLse[i] - base, fastmath=True)
-        return base + cute.math.log2(cute.arch.warp_reduction_sum(total), fastmath=True)
+        return base + cute.math.log2(cute.arch.warp_reduction_sum(total, threads_in_group=lanes), fastmath=True)
 
     @cute.jit
     def _score(self, gScores: cute.Tensor, sLse: cute.Tensor, block: Int32, num_tiles: Int32) -> Float32:

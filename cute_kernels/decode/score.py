@@ -135,7 +135,7 @@ class ScoreEntries(DecodeTiles):
         buffers = self.allocate(smem, layouts)
         sScore = smem.allocate_tensor(Float32, cute.make_layout((self.rows, KEYS), stride=(KEYS + 1, 1)), 16)
         heads = mKEntries.shape[2] * self.row_groups
-        per_cta = self.splits.per_cta(lengths, heads, ctas)
+        per_cta = self.splits.cut(lengths, Int32(0), heads, ctas).per_cta
         tile, end = cta * per_cta, (cta + 1) * per_cta
         row = self.splits.find(lengths, tile, heads)
         while row.tiles > 0:

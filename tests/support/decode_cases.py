@@ -11,9 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cute_kernels.decode import choose
-from cute_kernels.decoding import Lengths, Pages, decode
-from cute_kernels.runtime.jit import Kernel
+from cute_kernels import decoding
+from cute_kernels.decoding import Lengths, Pages
 from nsa import NSAConfig
 from tests.support.helpers import assert_within_budget
 
@@ -125,8 +124,8 @@ class Step:
         for to, x in zip(new, self.kv, strict=True):
             for row, count in enumerate(self.lengths.new.tolist()):
                 to[row, :count] = x[row][len(x[row]) - count :]
-        with mock.patch.object(choose, "compiled", self._noting(choose.compiled)):
-            out = decode(self.q, *new, self.pages, self.lengths, self.case.config, **self.gates)
+        with mock.patch.object(decoding, "plan", self._noting(decoding.plan)):
+            out = decoding.decode(self.q, *new, self.pages, self.lengths, self.case.config, **self.gates)
         got = self.pages
         self.pages = Pages(*[x.clone() for x in got])
         for row, (cached, count) in enumerate(zip(self.case.cached, self.lengths.new.tolist(), strict=True)):
@@ -140,19 +139,21 @@ class Step:
         self.pages = got
         return out
 
-    def _noting(self, compiled: Any) -> Any:
-        """ChooseBlocks, whose results are kept: scores and blocks `[B,H_kv*N_q,parts,k]`, and blocks of a part."""
+    def _noting(self, plan: Any) -> Any:
+        """Plans of which the results of ChooseBlocks are kept: scores and blocks `[B,H_kv*N_q,parts,k]`, and blocks of
+        a part.
+        """
 
-        def kernel(*how: Any) -> Kernel:
-            real = compiled(*how)
+        def noting(*call: Any) -> Any:
+            made = plan(*call)
 
-            def run(*arguments: Any) -> None:
-                real.run(*arguments)
+            def choose(*arguments: Any) -> None:
+                made.choose(*arguments)
                 self.choice = arguments[-4].cpu(), arguments[-3].cpu(), arguments[-1]
 
-            return Kernel(real.compiled, run)
+            return made._replace(choose=choose)
 
-        return kernel
+        return noting
 
     def check_choice(self) -> None:
         """Each token's blocks are those of the definition, best first, and scores are within their bound."""
