@@ -120,7 +120,7 @@ class AttendBlocks(DecodeTiles):
         )
         self.kernel(
             *tensors, scale, selected_parts, selected_tiles, window_tiles, choice_blocks, self.layouts()
-        ).launch(grid=[parts, items, batches], **self.launch(stream))
+        ).launch(grid=[items, batches, parts], **self.launch(stream))
 
     @cute.kernel
     def kernel(
@@ -141,7 +141,8 @@ class AttendBlocks(DecodeTiles):
         choice_blocks: Int32,
         layouts: Any,
     ):
-        part, item, batch = cute.arch.block_idx()
+        item, batch, part = cute.arch.block_idx()
+        part = mLse.shape[2] - 1 - part  # the window's first: they need no choice
         cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         buffers = self.allocate(smem, layouts)

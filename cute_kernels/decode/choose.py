@@ -38,8 +38,10 @@ from cute_kernels.mma.warp import LANES, divide
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import INIT_END, LOCAL_BEGIN, LOCAL_END, Blocks, TopKList
 
-WARPS = 8
+WARPS = 16
 THREADS = WARPS * LANES
+BATCH = 4
+"""Partials' lse that a thread has in flight."""
 PART_UNIT = WARPS * LANES
 """A part has a multiple of this: each warp the same number of chunks of blocks."""
 MAX_PARTS = 16
@@ -118,9 +120,14 @@ class ChooseBlocks:
         cut = self.score.splits.cut(lengths, batch, heads, ctas)
         cute.arch.griddepcontrol_wait()
         if (query < lengths.mNew[batch]) & ((part == 0) | (part * part_blocks < scored)):
-            # What is forced, and the heads' lse
+            # What is forced, and the heads' lse; the first scores are on their way meanwhile
             if thread == 0:
                 self.topk.init_row(sRow, token, token + 1, Int32(NO_END), False)
+            gScores = cute.domain_offset((0, 0, query * self.group), mScores[batch, kv_head, None, None, None])
+            first = part * part_blocks + warp_index * (part_blocks // WARPS)
+            end = cutlass.min(scored, first + part_blocks // WARPS)
+            rOwn, rBefore = (cute.make_rmem_tensor(self.group, Float32) for _ in range(2))
+            self._load(gScores, first + lane, end, cut.tiles, rOwn, rBefore)
             head = thread // self.head_lanes
             group, row = divide(query * self.group + cutlass.min(head, self.group - 1), self.score.rows)
             places = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
@@ -130,7 +137,6 @@ class ChooseBlocks:
             cute.arch.sync_threads()
 
             # A list for each warp
-            gScores = cute.domain_offset((0, 0, query * self.group), mScores[batch, kv_head, None, None, None])
             sWarpValues, sWarpIndices = sValues[warp_index, None], sIndices[warp_index, None]
             if (part == 0) & (warp_index == 0):
                 self.topk.init_list(sWarpValues, sWarpIndices, sRow)
@@ -140,14 +146,11 @@ class ChooseBlocks:
                     sWarpIndices[i * LANES + lane] = Int32(-1)
             cute.arch.sync_warp()
             if sRow[INIT_END] + sRow[LOCAL_END] - sRow[LOCAL_BEGIN] < self.blocks.count:
-                first = part * part_blocks + warp_index * (part_blocks // WARPS)
-                end = cutlass.min(scored, first + part_blocks // WARPS)
-                num_tiles = self.score.splits.tiles(lengths.tokens(batch))
                 for start in cutlass.range(first, end, LANES, unroll=1):
                     block = start + lane
-                    value = -Float32.inf
-                    if (block < end) & self.topk.not_forced(sRow, block):
-                        value = self._score(gScores, sLse, block, num_tiles)
+                    value = self._sum(rOwn, sLse) + self._sum(rBefore, sLse)
+                    self._load(gScores, block + LANES, end, cut.tiles, rOwn, rBefore)
+                    value = value if (block < end) & self.topk.not_forced(sRow, block) else -Float32.inf
                     candidates = cute.arch.vote_ballot_sync(value > sWarpValues[self.blocks.count - 1])
                     if candidates != 0:
                         self.topk.merge(sWarpValues, sWarpIndices, value, block, candidates)
@@ -163,34 +166,54 @@ class ChooseBlocks:
         lanes = const_expr(self.head_lanes)
         lane = cute.arch.lane_idx() % lanes
         gLse = cute.domain_offset((places.first,), gLse)
-        top = -Float32.inf
-        for i in cutlass.range(lane, places.count, lanes, unroll=4):
-            top = cute.arch.fmax(top, gLse[i])
-        top = cute.arch.warp_reduction_max(top, threads_in_group=lanes)
-        base = Float32(0.0) if top == -Float32.inf else top
-        total = Float32(0.0)
-        for i in cutlass.range(lane, places.count, lanes, unroll=4):
-            total += cute.math.exp2(gLse[i] - base, fastmath=True)
-        return base + cute.math.log2(cute.arch.warp_reduction_sum(total, threads_in_group=lanes), fastmath=True)
+        top, total = -Float32.inf, Float32(0.0)
+        rLse = cute.make_rmem_tensor(BATCH, Float32)
+        for start in cutlass.range(lane, places.count, lanes * BATCH, unroll=1):
+            rLse.fill(-Float32.inf)
+            for i in range_constexpr(BATCH):
+                if start + i * lanes < places.count:
+                    rLse[i] = gLse[start + i * lanes]
+            before = top
+            for i in range_constexpr(BATCH):
+                top = cute.arch.fmax(top, rLse[i])
+            base = Float32(0.0) if top == -Float32.inf else top
+            total = total * cute.math.exp2(before - base, fastmath=True)
+            for i in range_constexpr(BATCH):
+                total += cute.math.exp2(rLse[i] - base, fastmath=True)
+        of_all = cute.arch.warp_reduction_max(top, threads_in_group=lanes)
+        base = Float32(0.0) if of_all == -Float32.inf else of_all
+        total = cute.arch.warp_reduction_sum(total * cute.math.exp2(top - base, fastmath=True), threads_in_group=lanes)
+        return base + cute.math.log2(total, fastmath=True)
 
     @cute.jit
-    def _score(self, gScores: cute.Tensor, sLse: cute.Tensor, block: Int32, num_tiles: Int32) -> Float32:
-        """Of a block: what the entries of its tile add to it, and those of the tile before."""
+    def _load(
+        self,
+        gScores: cute.Tensor,
+        block: Int32,
+        end: Int32,
+        num_tiles: Int32,
+        rOwn: cute.Tensor,
+        rBefore: cute.Tensor,
+    ):
+        """L of a block's heads: from its tile, if it has one, and from the tile before; -inf where there is none."""
         tile, slot = block // self.tiles.blocks, block % self.tiles.blocks
-        score = Float32(0.0)
-        if tile < num_tiles:  # else all of its visible entries begin before
-            score = self._add(score, gScores[tile, slot, None], sLse)
+        rOwn.fill(-Float32.inf)
+        rBefore.fill(-Float32.inf)
+        if (block < end) & (tile < num_tiles):  # else all of its visible entries begin before
+            self._load_heads(gScores[tile, slot, None], rOwn)
         if const_expr(self.tiles.reach > 0):
-            if (slot < self.tiles.reach) & (tile > 0):
-                score = self._add(score, gScores[tile - 1, self.tiles.blocks + slot, None], sLse)
-        return score
+            if (block < end) & (slot < self.tiles.reach) & (tile > 0):
+                self._load_heads(gScores[tile - 1, self.tiles.blocks + slot, None], rBefore)
 
     @cute.jit
-    def _add(self, score: Float32, gHeads: cute.Tensor, sLse: cute.Tensor) -> Float32:
-        rHeads = cute.make_rmem_tensor(self.group, Float32)
+    def _load_heads(self, gHeads: cute.Tensor, rHeads: cute.Tensor):
         width = const_expr(FLOATS if self.group % FLOATS == 0 else 1)
         for i in range_constexpr(self.group // width):
             cute.autovec_copy(cute.local_tile(gHeads, (width,), (i,)), cute.local_tile(rHeads, (width,), (i,)))
+
+    @cute.jit
+    def _sum(self, rHeads: cute.Tensor, sLse: cute.Tensor) -> Float32:
+        score = Float32(0.0)
         for head in range_constexpr(self.group):
             score += cute.math.exp2(rHeads[head] - sLse[head], fastmath=True)
         return score

@@ -29,7 +29,7 @@ from cute_kernels.select.topk import Blocks
 
 THREADS = 128
 """Of a branch."""
-BATCH = 4
+BATCH = 8
 """Partials whose loads a thread has in flight."""
 
 
