@@ -25,7 +25,7 @@ from cute_kernels.decode.splits import MIN_TILES
 from cute_kernels.limits import MAX_DECODE_QUERIES
 from cute_kernels.mma.warp import LOG2_E
 from cute_kernels.runtime.device import multiprocessors, vectorizable
-from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR
+from cute_kernels.runtime.jit import CUTE_DTYPES
 from cute_kernels.select.topk import Blocks
 
 
@@ -64,10 +64,10 @@ class Plan(NamedTuple):
     blocks: Callable[..., None]
     combine: Callable[..., None]
     shapes: tuple[tuple[int, ...], ...]
-    """Of temporary memory, 4 bytes each: partials of score.py and their lse, scores, values and blocks of choose.py,
-    partials of blocks.py and their lse."""
+    """Of temporary memory, 4 bytes each: partials of score.py and their lse, those of blocks.py, scores, values and
+    blocks of choose.py. Up to the scores all are whole vectors."""
     sizes: tuple[int, ...]
-    """Of the shapes, up to the next vector."""
+    """Of the shapes."""
     scale: float
     """softmax_scale * log2(e)"""
     ctas: int
@@ -114,11 +114,11 @@ def plan(
     shapes = (
         (ctas + places, of_score.rows, v_dim),
         (ctas + places, of_score.rows),
+        (*attended, v_dim),
+        attended,
         (batch, kv_heads, max(1, tiles), of_score.tiles.slots, queries * group),
         listed,
         listed,
-        (*attended, v_dim),
-        attended,
     )
     return Plan(
         append.compiled(dims, dtype, page_size, select.length, select.stride).run,
@@ -127,7 +127,7 @@ def plan(
         blocks.compiled(*how, window, page_size).run,
         combine.compiled(*how, page_size, *gate_dtypes).run,
         shapes,
-        tuple(-(-math.prod(one) // VECTOR) * VECTOR for one in shapes),
+        tuple(map(math.prod, shapes)),
         config.scale(dim) * LOG2_E,
         ctas,
         parts,
@@ -162,19 +162,16 @@ def decode(
     q, k, v = vectorizable(q), vectorizable(k), vectorizable(v)
     out = q.new_empty((*q.shape[:3], v_dim))
     memory = torch.empty(sum(of.sizes), dtype=torch.float32, device=q.device).split_with_sizes(of.sizes)
-    cmp_o, cmp_lse, scores, values, indices, block_o, block_lse = (
-        x[: math.prod(shape)].view(shape) for x, shape in zip(memory, of.shapes, strict=True)
-    )
+    *partials, scores, values, indices = map(Tensor.view, memory, of.shapes)
     indices = indices.view(torch.int32)
     table, known = pages.block_table, lengths[:2]
     of.append(k, v, *pages[:4], table, *known)
-    of.score(q, pages.k_cmp, pages.v_cmp, table, *known, cmp_o, cmp_lse, scores, of.scale, of.ctas)
-    of.choose(*known, cmp_lse, scores, values, indices, of.ctas, of.choice_blocks)
+    of.score(q, pages.k_cmp, pages.v_cmp, table, *known, *partials[:2], scores, of.scale, of.ctas)
+    of.choose(*known, partials[1], scores, values, indices, of.ctas, of.choice_blocks)
     cut = of.parts.selected, of.parts.tiles, of.parts.window_tiles, of.choice_blocks
-    of.blocks(q, pages.k, pages.v, table, *known, values, indices, block_o, block_lse, of.scale, *cut)
+    of.blocks(q, pages.k, pages.v, table, *known, values, indices, *partials[2:], of.scale, *cut)
     of_gates = None if weight is None else q, weight, gates
     overflowed = lengths.overflowed.view(torch.int8)
-    partials = cmp_o, cmp_lse, block_o, block_lse
     of.combine(*known, overflowed, *partials, *of_gates, out, of.ctas, of.parts.selected)
     return out
 
@@ -185,15 +182,16 @@ def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
     table, memory = cache.table, cache.pages
     weight = None if inputs.gate_proj_weight is None else vectorizable(inputs.gate_proj_weight)
     pages = Pages(memory["k"], memory["v"], memory["k_cmp"], memory["v_cmp"], table.block_table)
+    if q.shape[1] <= MAX_DECODE_QUERIES:
+        lengths = Lengths(table.seqlens, step.counts, table.overflowed)
+        return decode(q, k, v, pages, lengths, config, gates=gates, gate_proj_weight=weight)
     outs = []
     for first in range(0, q.shape[1], MAX_DECODE_QUERIES):
         rows = slice(first, first + MAX_DECODE_QUERIES)
-        lengths = Lengths(table.seqlens, step.counts, table.overflowed)
-        if q.shape[1] > MAX_DECODE_QUERIES:
-            new = (step.counts - first).clamp(0, MAX_DECODE_QUERIES)
-            lengths = Lengths(table.seqlens + first, new, table.overflowed)
+        new = (step.counts - first).clamp(0, MAX_DECODE_QUERIES)
+        lengths = Lengths(table.seqlens + first, new, table.overflowed)
         given = None if gates is None else gates[:, rows]
         outs.append(
             decode(q[:, rows], k[:, rows], v[:, rows], pages, lengths, config, gates=given, gate_proj_weight=weight)
         )
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+    return torch.cat(outs, 1)
