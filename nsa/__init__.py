@@ -25,6 +25,7 @@ def _check_siblings() -> None:
 _check_siblings()
 
 from nsa.api import nsa, nsa_forward, nsa_forward_aux  # noqa: E402
+from nsa.block_sparse.api import block_sparse_attention  # noqa: E402
 from nsa.compression import LinearCompression  # noqa: E402
 from nsa.config import NSAConfig  # noqa: E402
 from nsa.decoding.api import nsa_with_cache  # noqa: E402
@@ -50,6 +51,7 @@ __all__ = [
     "NeighborhoodCache",
     "PageTable",
     "attention_residual",
+    "block_sparse_attention",
     "neighborhood_attention",
     "nsa",
     "nsa_forward",
