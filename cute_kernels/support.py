@@ -3,6 +3,7 @@
     check                           NSA
     check_with_cache                NSA with a cache
     check_block_sparse_attention    attention to blocks that are given
+    check_top_blocks_by_max         selection by the best score of a block's keys
     check_neighborhood_attention    neighborhood attention
 
 All return None, or the reason for the refusal in words that follow the backend's name.
@@ -17,10 +18,13 @@ import torch
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.limits import (
     DECODE_KEYS,
+    INDEXER_BLOCKS,
     MAX_BLOCKS,
     MAX_DECODE_QUERIES,
     MAX_ENTRIES,
     MAX_GRID,
+    MAX_INDEXER_BLOCKS,
+    MAX_INDEXER_GROUP,
     MAX_LIST_WIDTH,
     MAX_SIZE,
     MAX_TILE,
@@ -112,6 +116,29 @@ def check_block_sparse_attention(call: Any) -> str | None:
     if rows >= 1 << 31:
         return f"takes fewer than 2^31 keys, and blocks and heads of all tokens, got {rows}"
     reason = _refusal_of_start(inputs) or fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1])
+    return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
+
+
+def check_top_blocks_by_max(call: Any) -> str | None:
+    """Why select/block_max.py cannot select the blocks of this call (dispatch.Call), or None."""
+    inputs = call.options.get("inputs")
+    problem = _machine_problem(call, given=inputs is not None and inputs.q.is_cuda)
+    if problem or inputs is None:
+        return problem
+    q, size, count = inputs.q, call.options["block_size"], call.options["k"]
+    if size not in INDEXER_BLOCKS:
+        return f"takes block_size {' or '.join(map(str, INDEXER_BLOCKS))}, got {size}"
+    if count > MAX_INDEXER_BLOCKS:
+        return f"chooses at most {MAX_INDEXER_BLOCKS} blocks per token, got k={count}"
+    if inputs.group_size > MAX_INDEXER_GROUP:
+        return f"takes at most {MAX_INDEXER_GROUP} heads that share keys, got {inputs.group_size}"
+    sequences = 1 if inputs.packed else q.shape[0]
+    if max(sequences, inputs.k.shape[-2]) > MAX_GRID:
+        return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, {inputs.k.shape[-2]} heads of k_idx"
+    rows = max(inputs.k.shape[-3], q.shape[-3] * q.shape[-2])
+    if rows >= 1 << 31:
+        return f"takes fewer than 2^31 keys, and heads of all tokens, got {rows}"
+    reason = _refusal_of_start(inputs) or fa4.refusal(q.dtype, q.shape[-1], q.shape[-1])
     return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
 
 

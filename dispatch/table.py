@@ -45,6 +45,19 @@ ROWS: tuple[Impl, ...] = (
         check="nsa.block_sparse.reference:check",
     ),
     Impl(
+        "top_blocks_by_max",
+        "cute",
+        target="cute_kernels.select.block_max:top_blocks_by_max",
+        check="cute_kernels.support:check_top_blocks_by_max",
+        packages=CUTE[:1],
+    ),
+    Impl(
+        "top_blocks_by_max",
+        "reference",
+        target="nsa.indexer.reference:top_blocks_by_max",
+        check="nsa.indexer.reference:check",
+    ),
+    Impl(
         "neighborhood_attention",
         "triton",
         target="ascend_kernels.neighborhood.algorithms:forward",

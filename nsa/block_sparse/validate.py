@@ -54,7 +54,7 @@ def resolve(
     # What holds of q, k, v, documents and starts in token mode holds here
     config = NSAConfig.paper(causal=causal, softmax_scale=softmax_scale, debug=debug)
     inputs.check(config)
-    _check_indices(inputs, block_indices)
+    check_indices(inputs, block_indices)
     if debug and inputs.q.device.type != "meta":
         _check_values(inputs, block_indices, block_size)
     inputs = inputs.narrow(config)
@@ -67,8 +67,8 @@ def resolve(
     return ResolvedCall(impl, (q, k, v, block_indices, inputs.cu_seqlens, inputs.cu_seqlens_k, start), options)
 
 
-def _check_indices(inputs: NSAInputs, block_indices: Tensor) -> None:
-    """Type, device and shape."""
+def check_indices(inputs: NSAInputs, block_indices: Tensor) -> None:
+    """Raise TypeError or ValueError unless block_indices has the type, device and shape that checked inputs ask for."""
     if not isinstance(block_indices, Tensor):
         raise TypeError(f"block_indices must be a torch.Tensor, got {type(block_indices).__name__}")
     check_dense("block_indices", block_indices)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import dispatch
-from cute_kernels import block_sparse
-from nsa import block_sparse_attention
-from nsa.block_sparse.reference import block_sparse_attention as reference
+from cute_kernels import support
+from cute_kernels.attend.row_dots import row_dots
 from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.block_sparse_cases import Case, make
-from tests.support.helpers import make_qkv
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
 from tests.support.ptx import Order, Schedule
 
@@ -36,19 +32,28 @@ HERE = [("sm_90", True, "blocks of 128, int64"), ("sm_90", True, "documents"), (
 OTHERS = [(arch, late, case) for arch in GPUS for late in (True, False) for case in CASES]
 
 
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
+interpreted = [pytest.mark.slow, pytest.mark.cuda_extra, pytest.mark.filterwarnings("default")]
+
+
+def marked(*marks: Any) -> Any:
+    """A test with all of these marks."""
+
+    def mark(test: Any) -> Any:
+        for one in marks:
+            test = one(test)
+        return test
+
+    return mark
+
+
+@marked(*interpreted)
 @pytest.mark.parametrize(("arch", "late", "case"), [*HERE, *cases.rest(*(x for x in OTHERS if x not in HERE))])
 def test_interpreted(arch: str, late: bool, case: str) -> None:
     with interpreted_gpu(arch, Schedule(late=late)):
-        made = make(CASES[case])
-        call_kernels(made).check(backend="cute")
+        make(CASES[case]).check(backend="cute")
 
 
-@pytest.mark.slow
-@pytest.mark.cuda_extra
-@pytest.mark.filterwarnings("default")
+@marked(*interpreted)
 @pytest.mark.parametrize("arch", ["sm_90", *cases.rest("sm_100")])
 def test_barriers_put_shared_memory_in_order(arch: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):
