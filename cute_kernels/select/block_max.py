@@ -21,7 +21,7 @@ other are taken. mma.sync elsewhere, and one tile.
 
 Packed documents are read where they lie. A work tile passes over the keys of each document that it has tokens of.
 
-Scores are fp32 sums of exact products, bitwise the same each time; their error is at most 2^-24 (D / 16 + 4) |q| |k|, so
+Scores are fp32 sums of exact products, bitwise the same each time; their error is at most 2^-23 (D/8 + 4) |q| |k|, so
 selected blocks can differ from exact ones only where scores differ by less than twice that.
 
 Floor: 2 D FLOPs per visible (query, key). 64K tokens, 4 heads of 128: 2.2 TFLOP, 3.3 ms at 660 TFLOP/s (WGMMA), 3.7 ms
@@ -96,11 +96,11 @@ class Shared(NamedTuple):
 
     sK: cute.Tensor  # (KEY_TILE, D, STAGES)
     sQ: cute.Tensor  # (TILE, D, tiles); with WGMMA in the place of sK, until it is in registers
-    sScore: cute.Tensor  # fp32 (rows, LANES): the last blocks' scores
     sValues: cute.Tensor  # fp32 (rows, slots): the lists of select/topk.py
     sIndices: cute.Tensor  # int32 (rows, slots)
     sRow: cute.Tensor  # int32 (rows, 4), likewise
     sFirstKey: cute.Tensor  # int32 (rows): of the row's sequence or document; -1: of none
+    sScore: cute.Tensor  # fp32 (rows, LANES): the last blocks' scores
 
 
 class Keyspan(NamedTuple):
@@ -207,11 +207,11 @@ class BlockMaxTopK:
         return Shared(
             sK,
             sQ,
-            smem.allocate_tensor(Float32, cute.make_layout((rows, LANES), stride=(SCORE_STRIDE, 1)), 16),
             smem.allocate_tensor(Float32, cute.make_layout((rows, slots), stride=(slots, 1)), 16),
             smem.allocate_tensor(Int32, cute.make_layout((rows, slots), stride=(slots, 1)), 16),
             smem.allocate_tensor(Int32, cute.make_layout((rows, 4), stride=(4, 1)), 16),
             smem.allocate_tensor(Int32, cute.make_layout(rows), 16),
+            smem.allocate_tensor(Float32, cute.make_layout((rows, LANES), stride=(SCORE_STRIDE, 1)), 16),
         )
 
     # ---------------------------------------------------------------- rows

@@ -39,7 +39,8 @@ def assert_selects(
     """Each token's blocks are the exact ones, but where scores differ by no more than twice the error of each."""
     scores = block_scores(q_idx, k_idx, size=size, start=start)
     expected = select(scores, size=size, start=start, k=k, local=local)
-    norms = q_idx.double().norm(dim=-1).T[..., None] * k_idx.double().norm(dim=-1).max()
+    assert got.shape == expected.shape
+    norms = q_idx.double().norm(dim=-1).T[..., None] * max(k_idx.double().norm(dim=-1).flatten().tolist(), default=0.0)
     for head, token in (got.long().cpu() != expected).any(-1).nonzero().tolist():
         own, right = (set(x[head, token].tolist()) - {-1} for x in (got, expected))
         assert len(own) == len(right), (head, token, own, right)
