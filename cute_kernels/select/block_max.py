@@ -14,10 +14,14 @@ the maxima of its rows for LANES blocks, then merges what beats a row's k-th bes
 MMA: WGMMA on Hopper, Q in registers, two tiles of 64 rows to a warpgroup: one is multiplied while the maxima of the
 other are taken. mma.sync elsewhere, and one tile.
 
-    barrier                    before it, all threads have             after it, threads may
-    prologue                   read their q                            copy keys in its place
-    mainloop, start of a step  awaited their copies of the step        multiply the step
-    mainloop, once a step      finished the products of the last one   copy keys into its stage
+    barrier               before it, all threads have              after it, threads may
+    prologue              read their q                             copy keys in its place
+    start of a step       awaited their copies of the step, and    multiply the step, and copy keys into the stage
+                          but for the next barrier the products    of the last one
+                          of the last one
+    once a step           finished the products of the last step   copy keys into its stage
+    (two row tiles)
+    end of the mainloop   awaited all copies and products          copy another document's keys
 
 Packed documents are read where they lie. A work tile passes over the keys of each document that it has tokens of.
 
@@ -87,6 +91,9 @@ KEY_TILE = 128
 STAGES = 3
 """Steps whose keys are in shared memory: one is multiplied while the next one, and the one after it, arrive."""
 
+STEPS_PER_TURN = 4
+"""Steps that two row tiles are multiplied for in turn, before both are awaited."""
+
 SCORE_STRIDE = LANES + 1
 """Of a row's block scores in shared memory, against bank conflicts."""
 
@@ -123,6 +130,7 @@ class BlockMaxTopK:
         self.tokens = self.rows // group
         """Of a work tile."""
         self.blocks_per_step = KEY_TILE // size
+        self.steps_per_turn = STEPS_PER_TURN if self.row_tiles == 2 else 1
         self.steps_per_merge = LANES // self.blocks_per_step
         self.topk = TopKList(Blocks(1, 1, size, count, local=local), Keys(), tile=1)
 
@@ -292,38 +300,60 @@ class BlockMaxTopK:
         """All keys of a sequence or document: its blocks into the lists of its rows."""
         for step in range_constexpr(STAGES - 1):
             self.load_keys(gK, shared, Int32(step), span)
-        acc = [accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE)) for _ in range(self.row_tiles)]
-        if const_expr(self.row_tiles == 2):
-            if span.steps > 0:
-                self.await_keys()
-                self.start_mma(acc[0], rQ[0], shared, Int32(0), 0)
-                self.load_keys(gK, shared, Int32(STAGES - 1), span)
-                self.start_mma(acc[1], rQ[1], shared, Int32(0), 1)
-                warpgroup.wait_group(1)
-                self.reduce(acc[0], shared, Int32(0), span, position, 0)
-            for step in cutlass.range(1, span.steps, unroll=1):
-                self.await_keys()
-                self.start_mma(acc[0], rQ[0], shared, step, 0)
-                warpgroup.wait_group(1)
-                cute.arch.sync_threads()
-                self.load_keys(gK, shared, step + STAGES - 1, span)
-                self.reduce(acc[1], shared, step - 1, span, position, 1)
-                self.start_mma(acc[1], rQ[1], shared, step, 1)
-                warpgroup.wait_group(1)
-                self.reduce(acc[0], shared, step, span, position, 0)
-            if span.steps > 0:
-                warpgroup.wait_group(0)
-                self.reduce(acc[1], shared, span.steps - 1, span, position, 1)
-        else:
-            for step in cutlass.range(span.steps, unroll=1):
-                self.await_keys()
-                self.start_mma(acc[0], rQ[0], shared, step, 0)
-                self.load_keys(gK, shared, step + STAGES - 1, span)
-                if const_expr(self.warpgroups):
-                    warpgroup.wait_group(0)
-                self.reduce(acc[0], shared, step, span, position, 0)
+        for turn in cutlass.range(cute.ceil_div(span.steps, self.steps_per_turn), unroll=1):
+            first_step = turn * self.steps_per_turn
+            if const_expr(self.row_tiles == 2):
+                self.score_two_tiles(gK, rQ, shared, span, position, first_step)
+            else:
+                self.score_one_tile(gK, rQ[0], shared, span, position, first_step)
+            steps = first_step + self.steps_per_turn
+            if (steps % self.steps_per_merge == 0) | (steps >= span.steps):
+                first_block = first_step // self.steps_per_merge * LANES
+                cute.arch.sync_warp()
+                for i in cutlass.range(self.row_tiles * WARP_ROWS, unroll=1):
+                    self.merge(shared, self.first_row(i // WARP_ROWS) + i % WARP_ROWS, first_block, span)
+                cute.arch.sync_warp()
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # the next document's keys may take the place of these
+
+    @cute.jit
+    def score_two_tiles(
+        self, gK: cute.Tensor, rQ: list[Any], shared: Shared, span: Keyspan, position: Int32, first_step: Int32
+    ):
+        """Scores of STEPS_PER_TURN steps: the maxima of a row tile while the other one is multiplied.
+
+        No product is under way behind them: ptxas would serialize WGMMA whose sums it must move around a loop. Steps
+        behind the last one read what is there, and all of their scores are masked.
+        """
+        one, other = (accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE)) for _ in range(2))
+        for i in range_constexpr(STEPS_PER_TURN):
+            step = first_step + i
+            self.await_keys()
+            self.start_mma(one, rQ[0], shared, step, 0)
+            if const_expr(i > 0):
+                warpgroup.wait_group(1)
+                cute.arch.sync_threads()
+            self.load_keys(gK, shared, step + STAGES - 1, span)
+            if const_expr(i > 0):
+                self.reduce(other, shared, step - 1, span, position, 1)
+            self.start_mma(other, rQ[1], shared, step, 1)
+            warpgroup.wait_group(1)
+            self.reduce(one, shared, step, span, position, 0)
+        warpgroup.wait_group(0)
+        self.reduce(other, shared, first_step + STEPS_PER_TURN - 1, span, position, 1)
+
+    @cute.jit
+    def score_one_tile(
+        self, gK: cute.Tensor, rQ: Any, shared: Shared, span: Keyspan, position: Int32, step: Int32
+    ):
+        """Scores of a step."""
+        acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE))
+        self.await_keys()
+        self.start_mma(acc, rQ, shared, step, 0)
+        self.load_keys(gK, shared, step + STAGES - 1, span)
+        if const_expr(self.warpgroups):
+            warpgroup.wait_group(0)
+        self.reduce(acc, shared, step, span, position, 0)
 
     @cute.jit
     def load_keys(self, gK: cute.Tensor, shared: Shared, step: Int32, span: Keyspan):
@@ -367,7 +397,7 @@ class BlockMaxTopK:
         position: Int32,
         row_tile: cutlass.Constexpr[int],
     ):
-        """The maxima of a step's blocks, which become scores; every `steps_per_merge` steps these go to the lists."""
+        """Write the maxima of a step's blocks as scores of the warp's rows of a row tile."""
         lane, S = cute.arch.lane_idx(), acc_mn_view(acc)
         first_row, first_key = self.first_row(row_tile), span.first + step * KEY_TILE
         rLastKey = cute.make_rmem_tensor(2, Int32)  # that a row sees
@@ -384,12 +414,6 @@ class BlockMaxTopK:
                 score = row_max(cute.local_tile(S[None, r, 0, None], (2, eighths), (0, b)))
                 if lane % QUAD == 0:
                     shared.sScore[row, column + b] = score
-        if ((step + 1) % self.steps_per_merge == 0) | (step + 1 == span.steps):
-            first_block = step // self.steps_per_merge * LANES
-            cute.arch.sync_warp()
-            for i in cutlass.range(WARP_ROWS, unroll=1):
-                self.merge(shared, first_row + i, first_block, span)
-            cute.arch.sync_warp()
 
     @cute.jit
     def merge(self, shared: Shared, row: Int32, first_block: Int32, span: Keyspan):
