@@ -50,11 +50,10 @@ def forward(
         softmax_scale: a number greater than 0.
     """
     del cu_seqlens_k, q_start, causal
-    *qkv, indices = _unpack(q, k, v, block_indices, cu_seqlens)
+    tensors = _unpack(q, k, v, block_indices, cu_seqlens)
     options = _options(q, k, cu_seqlens, block_size, softmax_scale)
-    query_outer = takes_query_outer(q.shape[-2] // k.shape[-2], indices.shape[3])
-    attend = query_outer_forward if query_outer else kv_outer_forward
-    out, lse = attend(*qkv, indices, **options)
+    query_outer = takes_query_outer(q.shape[-2] // k.shape[-2], block_indices.shape[-1])
+    out, lse = (query_outer_forward if query_outer else kv_outer_forward)(*tensors, **options)
     return out if cu_seqlens is None else out[0], lse
 
 
@@ -76,13 +75,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, contiguous. Args: gradient of out; as of `forward`; its results."""
     del cu_seqlens_k, q_start, causal
-    *qkv, indices = _unpack(q, k, v, block_indices, cu_seqlens)
+    tensors = _unpack(q, k, v, block_indices, cu_seqlens)
     do, out = (vectorizable(x if cu_seqlens is None else x[None]) for x in (do, out))
-    into = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[:3])
     options = _options(q, k, cu_seqlens, block_size, softmax_scale)
-    kv_outer_backward(*qkv, indices, do, lse, row_dots(do, out), into=into, **options)
-    dq, dk, dv = into if cu_seqlens is None else (x[0] for x in into)
-    return dq, dk, dv
+    kv_outer_backward(*tensors, do, lse, row_dots(do, out), into=(dq, dk, dv), **options)
+    return (dq, dk, dv) if cu_seqlens is None else (dq[0], dk[0], dv[0])
 
 
 def kept_like(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,13 +90,14 @@ def kept_like(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return like
 
 
-def _unpack(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
+def _unpack(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and indices as the kernels read them: packed ones as one sequence, rows aligned, int32."""
-    tensors = [q, k, v, block_indices.to(torch.int32)]
+    indices = block_indices.to(torch.int32)
     if cu_seqlens is not None:
-        tensors = [x[None] for x in tensors]
-    *qkv, indices = tensors
-    return [*(vectorizable(x) for x in qkv), indices]
+        q, k, v, indices = (x[None] for x in (q, k, v, indices))
+    return vectorizable(q), vectorizable(k), vectorizable(v), indices
 
 
 def _options(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, size: int, scale: float) -> dict[str, Any]:

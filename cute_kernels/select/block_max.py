@@ -256,7 +256,7 @@ class BlockMaxTopK:
 
     @cute.jit
     def load_queries(self, gQ: cute.Tensor, shared: Shared, num_tokens: Int32) -> list[Any]:
-        """The warp's queries of each row tile, with WGMMA in registers, else in shared memory. Args: `gQ`: [T, H, D]."""
+        """The warp's queries of each row tile, with WGMMA in registers, else in shared memory. Args: gQ: [T, H, D]."""
         last_row, vectors = num_tokens * self.group - 1, as_vectors(gQ)
         for row_tile in range_constexpr(self.row_tiles):
             row = cutlass.min(self.first_row(row_tile) + cute.arch.lane_idx() % WARP_ROWS, last_row)
@@ -343,9 +343,7 @@ class BlockMaxTopK:
         self.reduce(other, shared, first_step + STEPS_PER_TURN - 1, span, position, 1)
 
     @cute.jit
-    def score_one_tile(
-        self, gK: cute.Tensor, rQ: Any, shared: Shared, span: Keyspan, position: Int32, step: Int32
-    ):
+    def score_one_tile(self, gK: cute.Tensor, rQ: Any, shared: Shared, span: Keyspan, position: Int32, step: Int32):
         """Scores of a step."""
         acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE))
         self.await_keys()
@@ -464,7 +462,9 @@ def top_blocks_by_max(
     batch, tokens, heads, dim = q.shape
     indices = torch.empty((batch, heads, tokens, k), dtype=torch.int32, device=q.device)
     if indices.numel() > 0:
-        bounds = bounds_of(cu_seqlens, tile=block_size, length=block_size, stride=block_size) if packed else None
+        bounds = None
+        if cu_seqlens is not None:
+            bounds = bounds_of(cu_seqlens, tile=block_size, length=block_size, stride=block_size)
         how = dim, q.dtype, heads // keys.shape[2], block_size, k, local, packed, has_warpgroups(q.device)
         _compiled(*how).run(q, keys, indices, bounds, 0 if packed else keys.shape[1] - tokens)
     return indices[0] if packed else indices

@@ -46,9 +46,9 @@ def block_sparse_attention(
             keys for it. A block that is named twice has an undefined result. Not differentiated.
         block_size: tokens of a block; kernels take 64, 128, 192 and 256.
         causal: of its blocks a token sees the keys up to its own. Default: True.
-        q_start: the token that the first query is, where there are more keys than queries: an integer, or int32 `[B]` on
-            q's device, one for each sequence or document. Keys behind the last query do not exist. Default: None, which
-            means N_k - N_q.
+        q_start: the token that the first query is, where there are more keys than queries: an integer, or int32 `[B]`
+            on q's device, one for each sequence or document. Keys behind the last query do not exist. Default: None,
+            which means N_k - N_q.
         cu_seqlens: int32 `[B+1]`, bounds of packed documents. Rows behind the last one are 0. Default: None.
         cu_seqlens_k: int32 `[B+1]`, bounds of their keys. Default: None, which means `cu_seqlens`.
         softmax_scale: factor of the logits, greater than 0. Default: None, which means 1/sqrt(D).

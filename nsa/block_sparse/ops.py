@@ -21,7 +21,9 @@ from nsa.inputs import NSAInputs
 
 FORWARD, BACKWARD = "nsa_kernels::block_sparse_attention", "nsa_kernels::block_sparse_attention_backward"
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor? cu_seqlens, Tensor? cu_seqlens_k, "
-_ARGUMENTS = f"{_TENSORS}Tensor? q_start, SymInt block_size, bool causal, float? softmax_scale, bool debug, str? backend"
+_ARGUMENTS = (
+    f"{_TENSORS}Tensor? q_start, SymInt block_size, bool causal, float? softmax_scale, bool debug, str? backend"
+)
 SCHEMAS = {
     FORWARD: f"({_ARGUMENTS}) -> (Tensor, Tensor)",
     BACKWARD: f"(Tensor do, Tensor out, Tensor saved, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",

@@ -30,8 +30,8 @@ def top_blocks_by_max(
     exact definition. Not differentiated: `indexer_kl_loss` trains an indexer.
 
     Args:
-        q_idx: `[B,N_q,H_i,D_i]`, packed `[T,H_i,D_i]`; fp16, bf16, fp32 or fp64. MiniMax-M3 has as many indexer heads as
-            key/value heads. Cast by torch.autocast as q and k are.
+        q_idx: `[B,N_q,H_i,D_i]`, packed `[T,H_i,D_i]`; fp16, bf16, fp32 or fp64. MiniMax-M3 has as many indexer heads
+            as key/value heads. Cast by torch.autocast as q and k are.
         k_idx: `[B,N_k,1,D_i]`, one head for all, or `[B,N_k,H_i,D_i]`, in q_idx's dtype; packed `[T_k,heads,D_i]`.
         block_size: tokens of a block; kernels take 64 and 128.
         k: blocks to select, at least 1; kernels take up to 64.

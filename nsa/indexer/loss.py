@@ -141,11 +141,14 @@ def _sum(
     indices = torch.where((indices >= 0) & (indices * size < num_keys), indices, -1)
     keys = Keys(_exact(k).transpose(1, 2), _exact(k_idx).expand(-1, -1, kv_heads, -1).transpose(1, 2), finite=True)
     rows = torch.arange(num_keys - num_queries, num_keys, device=q.device)
-    by_row = [_exact(q_idx).transpose(1, 2), _exact(q).unflatten(2, (kv_heads, -1)).movedim(1, 2), rows, indices]
+    index_rows, q_rows = _exact(q_idx).transpose(1, 2), _exact(q).unflatten(2, (kv_heads, -1)).movedim(1, 2)
     per_token = batch * indices.shape[-1] * size * (3 * heads + kv_heads * (dim + q_idx.shape[-1] + 3))
     step = max(1, chunk_bytes(q.device) // max(1, per_token * keys.k.dtype.itemsize))
-    run = partial(checkpoint, _rows, use_reentrant=False, preserve_rng_state=False) if needs_grad(q_idx, k_idx) else _rows
-    chunks = zip(*(x.split(step, 0 if x is rows else 2) for x in by_row), strict=True)
+    recompute = needs_grad(q_idx, k_idx)
+    run = partial(checkpoint, _rows, use_reentrant=False, preserve_rng_state=False) if recompute else _rows
+    chunks = zip(
+        index_rows.split(step, 2), q_rows.split(step, 2), rows.split(step), indices.split(step, 2), strict=True
+    )
     losses = [run(*chunk, keys, size, scales) for chunk in chunks]
     total, count = (torch.stack(parts).sum() for parts in zip(*losses, strict=True))
     return total, count

@@ -83,4 +83,5 @@ def block_scores(scores: Tensor, rows: Tensor, size: int) -> Tensor:
     visible = torch.arange(num_keys, device=scores.device) <= rows[:, None]
     scores = scores.masked_fill(~visible | scores.isnan(), -math.inf)
     scores = pad(scores, [0, -num_keys % size], value=-math.inf)
-    return scores.unflatten(-1, (-1, size)).amax(-1)
+    best: Tensor = scores.unflatten(-1, (-1, size)).amax(-1)
+    return best

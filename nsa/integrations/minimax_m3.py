@@ -3,10 +3,10 @@
     register      makes the name known, and replaces the indexer's selection in models that use it
     unregister    takes both back
 
-transformers' own paths for this model take a Blackwell GPU or build dense masks; its indexer scores all pairs in memory.
-Here sparse layers choose blocks by `nsa.top_blocks_by_max` and attend by `nsa.block_sparse_attention`; dense layers and
-the vision tower take PyTorch's scaled_dot_product_attention. Nothing of N^2 is in memory, but the mask of a dense layer
-in a prefill that goes on with a cache.
+transformers' own paths for this model take a Blackwell GPU or build dense masks; its indexer keeps the scores of all
+pairs. Here sparse layers choose blocks by `nsa.top_blocks_by_max` and attend by `nsa.block_sparse_attention`; dense
+layers and the vision tower take PyTorch's scaled_dot_product_attention. Nothing of N^2 is in memory, but the mask of
+several new tokens behind cached ones in a dense layer.
 
 An indexer cannot know which keys are padding: the mask reaches attention only. So the indexer of a patched model hands
 its queries and keys on, and blocks are chosen where the mask is. A *run* is the tokens of one sequence or document
@@ -149,7 +149,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None) -> Tensor:
     if 1 < num_queries < num_keys:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
     causal = num_queries == num_keys
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
+    out: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
 
 
@@ -209,7 +209,7 @@ def _packed(
     places = torch.cat([torch.arange(first, first + length) for first, length in spans]).to(device)
     cu_seqlens = torch.tensor([0, *accumulate(length for _, length in spans)], dtype=torch.int32).to(device)
     packed = attend(*(x.flatten(0, 1)[places] for x in (*queries, *keys)), cu_seqlens=cu_seqlens)
-    out = packed.new_zeros((batch * tokens, *packed.shape[1:])).index_copy(0, places, packed)
+    out: Tensor = packed.new_zeros((batch * tokens, *packed.shape[1:])).index_copy(0, places, packed)
     return out.unflatten(0, (batch, tokens))
 
 
@@ -264,9 +264,7 @@ def find_runs(mask: Tensor | None, position_ids: Tensor | None, sizes: Sizes) ->
                 f"cache's {num_keys}, got {offsets}"
             )
         runs = [(b, 0, offset + num_queries, offset) for b, offset in enumerate(offsets)]
-    spans = [
-        (b, slice(first, stop), slice(max(first - offset, 0), stop - offset)) for b, first, stop, offset in runs
-    ]
+    spans = [(b, slice(first, stop), slice(max(first - offset, 0), stop - offset)) for b, first, stop, offset in runs]
     if len(spans) == batch and all(span[1:] == spans[0][1:] for span in spans):
         return [Run(slice(None), *spans[0][1:])] if spans else []
     return [Run(slice(b, b + 1), keys, queries) for b, keys, queries in spans]
@@ -285,7 +283,7 @@ def _real_tokens(mask: Tensor, sizes: Sizes) -> list[list[int]]:
     for b, (start, end, real_tokens) in enumerate(facts):
         if real_tokens not in (0, end - start + 1):
             raise ValueError(
-                f"attention_mask must pad the ends of rows only, got {real_tokens} real tokens from {start} to {end} in "
-                f"row {b}"
+                f"attention_mask must pad the ends of rows only, got {real_tokens} real tokens from {start} to {end} "
+                f"in row {b}"
             )
     return [[start, end + 1 if real_tokens else start] for start, end, real_tokens in facts]

@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import dispatch
-from cute_kernels import support
-from cute_kernels.attend.row_dots import row_dots
-from nsa.inputs import NSAInputs
 from tests.support import cases
 from tests.support.block_sparse_cases import Case, make
 from tests.support.interpreted_gpu import GPUS, interpreted_gpu
@@ -22,7 +18,9 @@ BF16 = Case(150, count=2, group=2, kv_heads=1, dim=64, dtype=torch.bfloat16, ind
 CASES = {
     "blocks of 64": BF16,
     "blocks of 128, int64": replace(BF16, queries=200, size=128, dim=128, indices=torch.int64),
-    "one token continues": replace(BF16, queries=1, keys=131, count=3, group=16, dim=128, size=128, batch=2, kv_heads=2),
+    "one token continues": replace(
+        BF16, queries=1, keys=131, count=3, group=16, dim=128, size=128, batch=2, kv_heads=2
+    ),
     "starts inside": replace(BF16, queries=20, keys=170, start=101, v_dim=128),
     "documents": replace(BF16, queries=(70, 0, 1, 40), behind=3, group=3, dtype=torch.float16),
     "group of 64": replace(BF16, queries=70, group=64, size=128),

@@ -76,7 +76,11 @@ def test_order_and_padding_change_nothing() -> None:
 BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "dtype": (TypeError, "block_indices must be int32 or int64, got float32", {"block_indices": torch.zeros(1)}),
     "no tensor": (TypeError, "block_indices must be a torch.Tensor, got list", {"block_indices": [0]}),
-    "shape": (ValueError, r"\[B,H_kv,N_q,k\] = \[1, 2, 150, k\], got", {"block_indices": torch.zeros(1, 4, 150, 3).int()}),
+    "shape": (
+        ValueError,
+        r"\[B,H_kv,N_q,k\] = \[1, 2, 150, k\], got",
+        {"block_indices": torch.zeros(1, 4, 150, 3).int()},
+    ),
     "size": (ValueError, "block_size must be at least 1, got 0", {"block_size": 0}),
     "causal": (TypeError, "causal must be True or False, got 1", {"causal": 1}),
     "debug": (TypeError, "debug must be True or False, got None", {"debug": None}),

@@ -13,7 +13,9 @@ from tests.support.indexer_cases import block_scores, select
 from tests.support.live_memory import PeakBytes
 
 
-def make(tokens: int, keys: int | None = None, heads: int = 2, shared: bool = True, *, batch: int = 1) -> tuple[Tensor, ...]:
+def make(
+    tokens: int, keys: int | None = None, heads: int = 2, shared: bool = True, *, batch: int = 1
+) -> tuple[Tensor, ...]:
     """q_idx and k_idx of small integers: scores are exact, and many are equal."""
     generator = torch.Generator().manual_seed(tokens)
     shapes = ((batch, tokens, heads, 4), (batch, keys or tokens, 1 if shared else heads, 4))
@@ -90,7 +92,11 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "k": (ValueError, "k must be at least 1, got 0", {"k": 0}),
     "local": (ValueError, "local must be at most 2, got 3", {"local": 3}),
     "size": (TypeError, "block_size must be an integer, got 16.0", {"block_size": 16.0}),
-    "heads": (ValueError, "k_idx must have one head or H_i=2, and D_i=4, got", {"k_idx": torch.zeros(1, 60, 3, 4).double()}),
+    "heads": (
+        ValueError,
+        "k_idx must have one head or H_i=2, and D_i=4, got",
+        {"k_idx": torch.zeros(1, 60, 3, 4).double()},
+    ),
     "dtype": (TypeError, "k_idx must be float64 .q_idx is float64., got float32", {"k_idx": torch.zeros(1, 60, 1, 4)}),
     "layout": (ValueError, r"q_idx must have the layout \[B,N,heads,D_i\]", {"q_idx": torch.zeros(60, 2, 4).double()}),
     "fewer keys": (ValueError, "at least N_q=60 tokens, got", {"k_idx": torch.zeros(1, 59, 1, 4).double()}),
@@ -108,7 +114,9 @@ def test_bad_arguments_are_named(case: str) -> None:
 
 def test_operator_keeps_pytorchs_rules_and_compiles() -> None:
     q_idx, k_idx = make(40)
-    torch.library.opcheck(torch.ops.nsa_kernels.top_blocks_by_max.default, (q_idx, k_idx, None, None, None, 16, 2, 1, None))
+    torch.library.opcheck(
+        torch.ops.nsa_kernels.top_blocks_by_max.default, (q_idx, k_idx, None, None, None, 16, 2, 1, None)
+    )
     torch._dynamo.reset()
     compiled = torch.compile(top_blocks_by_max, fullgraph=True, backend="aot_eager")
     for start in (None, 3):

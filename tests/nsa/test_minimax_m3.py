@@ -86,7 +86,6 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 
 def test_logits_and_gradients_are_those_of_eager(models: tuple[Any, Any]) -> None:
-    eager, ours = models
     ids, results = text(2, 41), []
     for model in models:
         model.zero_grad()
@@ -97,13 +96,9 @@ def test_logits_and_gradients_are_those_of_eager(models: tuple[Any, Any]) -> Non
     close(got, expected)
     assert gradients.keys() == eager_gradients.keys()
     for name, gradient in gradients.items():
-        if eager_gradients[name] is None or ".indexer." in name:
-            assert gradient is None and eager_gradients[name] is None, name
-        else:
+        assert (gradient is None) == (eager_gradients[name] is None) == (".indexer." in name), name
+        if gradient is not None:
             close(gradient, eager_gradients[name])
-    sparse = modeling.MiniMaxM3VLIndexer.forward
-    assert sparse is not minimax_m3._REPLACED["forward"]
-    assert eager.config._attn_implementation == "eager" and ours.config._attn_implementation == "nsa-blocks"
 
 
 def test_blocks_matter(models: tuple[Any, Any]) -> None:
@@ -172,7 +167,10 @@ def test_gradients_through_packs_and_padding(models: tuple[Any, Any]) -> None:
     mask = (padded > 0).long()
     at = (mask.cumsum(1) - 1).clamp(min=0)
     found = []
-    for call in ({"input_ids": ids, "position_ids": positions}, {"input_ids": padded, "attention_mask": mask, "position_ids": at}):
+    for call in (
+        {"input_ids": ids, "position_ids": positions},
+        {"input_ids": padded, "attention_mask": mask, "position_ids": at},
+    ):
         ours.zero_grad()
         logits = ours(**call).logits
         logits = logits[0] if len(logits) == 1 else torch.cat([logits[0, 8:], logits[1]])
@@ -204,7 +202,7 @@ def test_masks_that_are_not_padding_raise(models: tuple[Any, Any]) -> None:
 def test_dropout_and_other_models_raise(models: tuple[Any, Any]) -> None:
     attention = models[1].model.layers[1].self_attn
     x = torch.zeros(1, 1, 1, 8)
-    with pytest.raises(ValueError, match="has no dropout, got attention_dropout=0.1"):
+    with pytest.raises(ValueError, match=r"has no dropout, got attention_dropout=0\.1"):
         minimax_m3.attention(attention, x, x, x, None, dropout=0.1)
     with pytest.raises(ValueError, match="is for MiniMax-M3, got Linear"):
         minimax_m3.attention(torch.nn.Linear(1, 1), x, x, x, None)

@@ -129,7 +129,7 @@ def bounds(lengths: list[int], device: torch.device | str) -> Tensor:
 
 
 def seen(block_indices: Tensor, num_keys: int, start: int, case: Case) -> Tensor:
-    """The keys that the tokens of a sequence see, bool `[H_kv,N_q,N_k]`, from a loop over its tokens and their blocks."""
+    """The keys that the tokens of a sequence see, bool `[H_kv,N_q,N_k]`: a loop over its tokens and their blocks."""
     kv_heads, num_queries, _ = block_indices.shape
     visible = torch.zeros((kv_heads, num_queries, num_keys), dtype=torch.bool)
     for head, of_head in enumerate(block_indices.tolist()):

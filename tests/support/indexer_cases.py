@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def block_scores(q_idx: Tensor, k_idx: Tensor, *, size: int, start: int) -> Tensor:
-    """fp64 `[H_i,N_q,blocks]` of one sequence `[N_q,H_i,D_i]`, `[N,heads,D_i]`: -inf for blocks without a visible key."""
+    """fp64 `[H_i,N_q,blocks]` of a sequence `[N_q,H_i,D_i]`, `[N,heads,D_i]`: -inf for blocks without a visible key."""
     heads = q_idx.shape[1]
     keys = k_idx.double().expand(-1, heads, -1)
     blocks = -(-k_idx.shape[0] // size)
@@ -27,7 +27,9 @@ def select(scores: Tensor, *, size: int, start: int, k: int, local: int) -> Tens
         for token in range(tokens):
             own, score = (start + token) // size, scores[head, token].tolist()
             forced = [b for b in range(blocks) if own - local < b <= own]
-            others = sorted((b for b in range(blocks) if b not in forced and score[b] > -torch.inf), key=lambda b: -score[b])
+            others = sorted(
+                (b for b in range(blocks) if b not in forced and score[b] > -torch.inf), key=lambda b: -score[b]
+            )
             chosen = sorted((forced + others)[:k])
             indices[head, token, : len(chosen)] = torch.tensor(chosen, dtype=torch.long)
     return indices
@@ -46,5 +48,7 @@ def assert_selects(
         assert len(own) == len(right), (head, token, own, right)
         assert got[head, token].tolist() == [*sorted(own), *[-1] * (k - len(own))]
         row, allowed = scores[head, token], 2 * error * norms[head, token].item()
-        worst = max((row[b].item() for b in right - own), default=0.0) - min((row[b].item() for b in own - right), default=0.0)
+        worst = max((row[b].item() for b in right - own), default=0.0) - min(
+            (row[b].item() for b in own - right), default=0.0
+        )
         assert worst <= allowed, (head, token, own, right, worst, allowed)
