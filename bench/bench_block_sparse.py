@@ -5,9 +5,9 @@ head of keys. Blocks are drawn at random, each token's own among them. Sampled r
 them, are held against fp64 before anything is timed: where one is above its budget, nothing is reported and the status
 is 1. On CUDA calls are timed behind other work ("queued"), on a CPU as they are ("eager").
 
-Beside them: dense attention; PyTorch's SDPA with a mask of all pairs; the kernels alone, as token mode's selected branch
-launches them; for top_blocks the scores of all pairs in PyTorch, as transformers has them. What does not run has null,
-and the reason is told.
+Beside them: dense attention; PyTorch's SDPA with a mask of all pairs; the kernels alone, as token mode's selected
+branch launches them; for top_blocks the scores of all pairs in PyTorch, as transformers has them. What does not run has
+null, and the reason is told.
 
 Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
 was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
@@ -243,7 +243,8 @@ class Attention(Problem):
         for dtype in (torch.float64, self.dtype):
             of_head = self.q[:1, rows, :group], self.k[:1, :, :1], self.v[:1, :, :1]
             leaves = [x.detach().to(oracles.wide(dtype)).requires_grad_() for x in of_head]
-            out, _ = oracles.attention(*leaves, visible[None, None], self.args.dim**-0.5, dtype)
+            q, k, v = leaves
+            out, _ = oracles.attention(q, k, v, visible[None, None], self.args.dim**-0.5, dtype)
             of_rows = self.do[:1, rows, :group].to(out.dtype)
             found.append([out.detach(), *(torch.autograd.grad(out, leaves, of_rows) if self.backward else ())])
         worst = (0.0, 1.0)
@@ -306,7 +307,7 @@ class Attention(Problem):
         rows, key_rows = args.heads * 2, args.kv_heads * 2  # q and out, k and v: read or written once in each direction
         directions = 3 if self.backward else 1
         moved = args.batch * n * args.dim * self.q.element_size() * (rows + key_rows) * directions
-        return max(flops / peaks.tflops / 1e9, moved / peaks.tbs / 1e9)
+        return float(max(flops / peaks.tflops / 1e9, moved / peaks.tbs / 1e9))
 
 
 class Selection(Problem):
@@ -354,7 +355,8 @@ class Selection(Problem):
             scores = torch.einsum("bmhd,bnd->bhmn", self.q.float(), self.k[:, :, 0].float())
             scores = scores.masked_fill_(future, -torch.inf)
             scores = torch.nn.functional.pad(scores, [0, -n % size], value=-torch.inf)
-            return scores.unflatten(3, (-1, size)).amax(-1).topk(count, -1).indices
+            best: Tensor = scores.unflatten(3, (-1, size)).amax(-1)
+            return best.topk(count, -1).indices
 
         return pairs
 
@@ -364,7 +366,7 @@ class Selection(Problem):
         moved = (
             args.batch * n * (args.dim * (args.kv_heads + 1) * self.q.element_size() + args.kv_heads * args.count * 4)
         )
-        return max(flops / peaks.tflops / 1e9, moved / peaks.tbs / 1e9)
+        return float(max(flops / peaks.tflops / 1e9, moved / peaks.tbs / 1e9))
 
 
 def draw_blocks(batch: int, heads: int, n: int, size: int, count: int, generator: torch.Generator) -> Tensor:

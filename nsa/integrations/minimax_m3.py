@@ -209,8 +209,8 @@ def _packed(
     places = torch.cat([torch.arange(first, first + length) for first, length in spans]).to(device)
     cu_seqlens = torch.tensor([0, *accumulate(length for _, length in spans)], dtype=torch.int32).to(device)
     packed = attend(*(x.flatten(0, 1)[places] for x in (*queries, *keys)), cu_seqlens=cu_seqlens)
-    out: Tensor = packed.new_zeros((batch * tokens, *packed.shape[1:])).index_copy(0, places, packed)
-    return out.unflatten(0, (batch, tokens))
+    out = packed.new_zeros((batch * tokens, *packed.shape[1:])).index_copy(0, places, packed)
+    return out.view(batch, tokens, *packed.shape[1:])
 
 
 Sizes = tuple[int, int, int]
