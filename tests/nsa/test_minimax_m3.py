@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,14 @@ from transformers import StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
-from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig, MiniMaxM3VLVisionConfig
 
 from nsa.integrations import minimax_m3
+
+CACHE = (
+    "cache" if "cache" in inspect.signature(modeling.MiniMaxM3VLForCausalLM.forward).parameters else "past_key_values"
+)
+"""transformers 5.24 has given the argument, and the field of results, another name."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
@@ -113,11 +119,9 @@ def test_blocks_matter(models: tuple[Any, Any]) -> None:
     assert (ours - every).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generates_what_eager_does(models: tuple[Any, Any], cache: str) -> None:
-    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-    if cache == "static":
-        how["cache_implementation"] = "static"
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=str)
+def test_generates_what_eager_does(models: tuple[Any, Any], how: dict[str, Any]) -> None:
+    how = {"max_new_tokens": 12, "do_sample": False, **how}
     eager, ours = (model.generate(text(2, 13), **how) for model in models)
     assert torch.equal(ours, eager)
     assert eager.shape == (2, 25)
@@ -127,10 +131,10 @@ def test_prefill_in_parts_and_steps_are_the_whole_call(models: tuple[Any, Any]) 
     ids, ours = text(2, 30), models[1]
     whole = ours(ids).logits
     for cache in (None, StaticCache(config=ours.config, max_cache_len=40)):
-        output = ours(ids[:, :11], use_cache=True, cache=cache)
+        output = ours(ids[:, :11], use_cache=True, **{CACHE: cache})
         logits = [output.logits]
         for first, stop in ((11, 20), (20, 21), (21, 30)):
-            output = ours(ids[:, first:stop], cache=output.cache)
+            output = ours(ids[:, first:stop], **{CACHE: output[CACHE]})
             logits.append(output.logits)
         close(torch.cat(logits, 1), whole)
 
@@ -179,6 +183,27 @@ def test_gradients_through_packs_and_padding(models: tuple[Any, Any]) -> None:
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
         close(gradient, found[1][name])
+
+
+def test_gradient_checkpointing_changes_nothing(models: tuple[Any, Any]) -> None:
+    ours, ids, found = models[1], text(1, 30), []
+    ours.train()
+    for enable in (ours.gradient_checkpointing_enable, ours.gradient_checkpointing_disable):
+        enable()
+        ours.zero_grad()
+        ours(ids, labels=ids).loss.backward()
+        found.append([x.grad.clone() for x in ours.parameters() if x.grad is not None])
+    ours.eval()
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
+def test_the_vision_tower_takes_pytorchs_attention() -> None:
+    config = MiniMaxM3VLVisionConfig(hidden_size=16, num_attention_heads=2)
+    module = modeling.MiniMaxM3VLVisionAttention(config)
+    q, k, v = torch.randn(3, 1, 2, 9, 8).double()
+    got, _ = minimax_m3.attention(module, q, k, v, None, scaling=0.3, is_causal=False)
+    close(got, modeling.eager_attention_forward(module, q, k, v, None, scaling=0.3)[0])
 
 
 def test_generates_behind_left_padding_as_without(models: tuple[Any, Any]) -> None:
