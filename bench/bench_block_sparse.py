@@ -1,4 +1,4 @@
-"""block_sparse_attention and top_blocks_by_max, beside dense attention and plain PyTorch, checked against fp64 first.
+"""block_sparse_attention, top_blocks_by_max and a layer of MiniMax-M3 on both, checked against fp64 first.
 
 Sizes are MiniMax-M3's: 64 query heads over 4, D = 128, 16 blocks of 128 a token; an indexer of 4 heads of 128 over one
 head of keys. Blocks are drawn at random, each token's own among them. Sampled rows, and the gradients that come from
@@ -6,8 +6,9 @@ them, are held against fp64 before anything is timed: where one is above its bud
 is 1. On CUDA calls are timed behind other work ("queued"), on a CPU as they are ("eager").
 
 Beside them: dense attention; PyTorch's SDPA with a mask of all pairs; the kernels alone, as token mode's selected
-branch launches them; for top_blocks the scores of all pairs in PyTorch, as transformers has them. What does not run has
-null, and the reason is told.
+branch launches them; for top_blocks the scores of all pairs in PyTorch, as transformers has them. "m3_layer" is one
+sparse attention layer of transformers' model with its projections, which needs transformers; beside it the same layer
+with transformers' sdpa (a mask of all pairs) and eager (all pairs). What does not run has null, and the reason is told.
 
 Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
 was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
@@ -16,12 +17,13 @@ was stopped. With --bars also what the rows have to reach on one H200, and wheth
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,6 +43,7 @@ from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, choose_pe
 from bench.timing import Timing, measure
 from nsa import block_sparse_attention, top_blocks_by_max
 
+OPS = ("block_sparse", "top_blocks", "m3_layer")
 PASSES = ("fwd", "fwd+bwd")
 CHECKED = 64
 """Rows that are held against fp64, half of them the last ones."""
@@ -106,7 +109,13 @@ def main(argv: list[str] | None = None) -> int:
             if case.name in results.parts:
                 continue
             release(device)
-            problem = (Attention if case.op == "block_sparse" else Selection)(case, args, device)
+            try:
+                problem = PROBLEMS[case.op](case, args, device)
+            except ImportError as absent:
+                reason = f"{case.name} did not run: {absent}"
+                results.add(case.name, [], [reason])
+                print(reason, flush=True)
+                continue
             error, budget = problem.check()
             if not error <= budget:
                 red = f"{case.name}: error {error:.2e} is above the budget {budget:.2e}"
@@ -130,7 +139,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    add("--ops", nargs="+", choices=["block_sparse", "top_blocks"], default=["block_sparse", "top_blocks"])
+    add("--ops", nargs="+", choices=OPS, default=list(OPS), help="default: all")
     add("--seqlens", nargs="+", type=positive, help="N; default: 8K 32K 64K 128K (CPU: 512)")
     add("--blocks", nargs="+", type=positive, default=[128, 64], help="tokens of a block; default: 128 64")
     add("--count", type=positive, default=16, help="k, blocks of a token; default: %(default)s")
@@ -151,7 +160,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.cases = [
         Case(op, n, block, direction)
         for op, block, n, direction in product(args.ops, args.blocks, seqlens, PASSES)
-        if op == "block_sparse" or direction == "fwd"
+        if op != "top_blocks" or direction == "fwd"
     ]
     args.command = command_line(argv)
     return args
@@ -247,14 +256,7 @@ class Attention(Problem):
             out, _ = oracles.attention(q, k, v, visible[None, None], self.args.dim**-0.5, dtype)
             of_rows = self.do[:1, rows, :group].to(out.dtype)
             found.append([out.detach(), *(torch.autograd.grad(out, leaves, of_rows) if self.backward else ())])
-        worst = (0.0, 1.0)
-        for x, exact, rough in zip(mine, *found, strict=True):
-            error = float((x.double() - exact).abs().max()) if bool(x.isfinite().all()) else float("nan")
-            own = float((rough.to(self.dtype).double() - exact).abs().max())
-            budget = oracles.budget(own, float(exact.abs().max()), self.dtype, self.args.dim)
-            if not error / budget <= worst[0] / worst[1]:
-                worst = error, budget
-        return worst
+        return worst_of(mine, *found, self.dtype, self.args.dim)
 
     def peer(self, name: str) -> Callable[[], Any]:
         if name == "dense":
@@ -367,6 +369,98 @@ class Selection(Problem):
             args.batch * n * (args.dim * (args.kv_heads + 1) * self.q.element_size() + args.kv_heads * args.count * 4)
         )
         return float(max(flops / peaks.tflops / 1e9, moved / peaks.tbs / 1e9))
+
+
+class Layer(Problem):
+    """A sparse attention layer of MiniMax-M3, hidden states 96 times as wide as there are heads."""
+
+    peers = ("mask", "pairs")
+    implementations: ClassVar[dict[str, str]] = {"mask": "sdpa", "pairs": "eager"}
+
+    def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
+        super().__init__(case, args, device)
+        from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
+        from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+
+        from nsa.integrations import minimax_m3
+
+        minimax_m3.register()
+        self.ours = minimax_m3.NAME
+        self.config = MiniMaxM3VLTextConfig(
+            num_hidden_layers=1,
+            hidden_size=96 * args.heads,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.kv_heads,
+            head_dim=args.dim,
+            rotary_dim=args.dim // 2,
+            index_n_heads=args.kv_heads,
+            index_head_dim=args.dim,
+            index_block_size=case.block,
+            index_topk_blocks=args.count,
+            layer_types=["minimax_m3_sparse"],
+            rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        )
+        torch.manual_seed(0)
+        self.layer = modeling.MiniMaxM3VLAttention(self.config, 0).to(device, self.dtype)
+        self.rotary = modeling.MiniMaxM3VLRotaryEmbedding(self.config).to(device)
+        shape = args.batch, case.n, self.config.hidden_size
+        self.hidden = torch.randn(shape, generator=self.generator, device=device, dtype=self.dtype)
+        self.backward = case.direction == "fwd+bwd"
+
+    def run(self, implementation: str, layer: Any, hidden: Tensor, *, backward: bool) -> tuple[Tensor, ...]:
+        """out, and the gradients of hidden states and parameters."""
+        layer.config._attn_implementation = implementation  # of a copy, a copy
+        positions = torch.arange(hidden.shape[1], device=self.device)[None]
+        hidden = hidden.detach().requires_grad_(backward)
+        with torch.set_grad_enabled(backward):
+            out = layer(hidden, self.rotary(hidden, position_ids=positions), None, position_ids=positions)[0]
+        if not backward:
+            return (out,)
+        leaves = [hidden, *(x for name, x in layer.named_parameters() if not name.startswith("indexer."))]
+        return (out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+    def call(self) -> Any:
+        return self.run(self.ours, self.layer, self.hidden, backward=self.backward)
+
+    def check(self) -> tuple[float, float]:
+        """Of as many tokens as choose all of their blocks, so that no near tie decides, against eager in fp64."""
+        hidden = self.hidden[:1, : self.args.count * self.case.block]
+        exact_layer = copy.deepcopy(self.layer).double()
+        exact = self.run("eager", exact_layer, hidden.double(), backward=self.backward)
+        rough = self.run("eager", self.layer, hidden, backward=self.backward)
+        mine = self.run(self.ours, self.layer, hidden, backward=self.backward)
+        return worst_of(mine, exact, rough, self.dtype, self.args.dim)
+
+    def peer(self, name: str) -> Callable[[], Any]:
+        return lambda: self.run(self.implementations[name], self.layer, self.hidden, backward=self.backward)
+
+    def floor(self, peaks: Peaks) -> float:
+        """Of projections, selection and attention."""
+        args, n = self.args, self.case.n
+        products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.backward else 0)
+        flops = args.batch * n * mean_keys(n, args.count * self.case.block) * args.heads * 2 * args.dim * products
+        flops += args.batch * args.kv_heads * n * (n + 1) * args.dim
+        hidden = self.config.hidden_size
+        weights = sum(x.numel() for x in self.layer.parameters()) * 2 * args.batch * n * (3 if self.backward else 1)
+        moved = 2 * args.batch * n * hidden * self.hidden.element_size()
+        return float(max((flops + weights) / peaks.tflops / 1e9, moved / peaks.tbs / 1e9))
+
+
+PROBLEMS: dict[str, type[Problem]] = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
+
+
+def worst_of(
+    mine: Sequence[Tensor], exact: Sequence[Tensor], rough: Sequence[Tensor], dtype: torch.dtype, terms: int
+) -> tuple[float, float]:
+    """The error of the tensor that takes most of its budget, and that budget. Args: `rough`: the yardstick's."""
+    worst = (0.0, 1.0)
+    for x, right, near in zip(mine, exact, rough, strict=True):
+        error = float((x.double() - right).abs().max()) if bool(x.isfinite().all()) else float("nan")
+        own = float((near.to(dtype).double() - right).abs().max())
+        budget = oracles.budget(own, float(right.abs().max()), dtype, terms)
+        if not error / budget <= worst[0] / worst[1]:
+            worst = error, budget
+    return worst
 
 
 def draw_blocks(batch: int, heads: int, n: int, size: int, count: int, generator: torch.Generator) -> Tensor:

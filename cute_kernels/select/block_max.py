@@ -14,14 +14,14 @@ the maxima of its rows for LANES blocks, then merges what beats a row's k-th bes
 MMA: WGMMA on Hopper, Q in registers, two tiles of 64 rows to a warpgroup: one is multiplied while the maxima of the
 other are taken. mma.sync elsewhere, and one tile.
 
-    barrier               before it, all threads have              after it, threads may
-    prologue              read their q                             copy keys in its place
-    start of a step       awaited their copies of the step, and    multiply the step, and copy keys into the stage
-                          but for the next barrier the products    of the last one
-                          of the last one
-    once a step           finished the products of the last step   copy keys into its stage
-    (two row tiles)
-    end of the mainloop   awaited all copies and products          copy another document's keys
+    barrier               before it, all threads have               after it, threads may
+    prologue              read their q                              copy keys in its place
+    start of a step       awaited their copies of its keys          multiply them
+    once a step           finished the products of the last step    copy keys into its stage
+    end of the mainloop   awaited all copies, finished all          copy another document's keys
+                          products
+
+With one row tile, and in the first step of a turn, the second and the third are one barrier.
 
 Packed documents are read where they lie. A work tile passes over the keys of each document that it has tokens of.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -20,8 +21,12 @@ SMALL = ["--device", "cpu", "--seqlens", "100", "--heads", "2", "--kv-heads", "1
 SMALL += ["--count", "3", "--seconds", "0.001"]
 
 
+OPS = ["block_sparse", "top_blocks"]
+
+
 def run(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    status = bench.main([*SMALL, *options, "--out", str(folder / "run")])
+    ops = [] if "--ops" in options else ["--ops", *OPS]
+    status = bench.main([*SMALL, *ops, *options, "--out", str(folder / "run")])
     return status, json.loads((folder / "run.json").read_text())
 
 
@@ -107,6 +112,23 @@ def test_wrong_results_make_it_red(
     status, content = run(tmp_path, "--ops", op, "--no-peers")
     assert (status, content["gate"], content["rows"]) == (1, "red", [])
     assert len(content["red"]) == 1
+
+
+def test_a_layer_of_minimax_m3(tmp_path: Path) -> None:
+    """Beside transformers' own, or told why not."""
+    status, content = run(tmp_path, "--ops", "m3_layer", "--peak-tflops", "1")
+    assert (status, content["gate"]) == (0, "green")
+    if importlib.util.find_spec("transformers") is None:
+        assert content["rows"] == []
+        assert content["missing"] == [
+            f"m3_layer N=100 block=16 {direction} did not run: No module named 'transformers'"
+            for direction in ("fwd", "fwd+bwd")
+        ]
+        return
+    assert [row["pass"] for row in content["rows"]] == ["fwd", "fwd+bwd"]
+    for row in content["rows"]:
+        assert 0 < row["error"] <= row["error_budget"]
+        assert min(row["mask_ms"], row["pairs_ms"], row["floor_ms"]) > 0
 
 
 def test_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
