@@ -180,16 +180,19 @@ def token_cases() -> Iterator[Case]:
 
 def block_max_cases() -> Iterator[Case]:
     from cute_kernels.runtime.device import compute_capability
-    from cute_kernels.select.block_max import _compiled
+    from cute_kernels.select.block_max import _compiled, _merge
 
     hopper = compute_capability(0)[0] == 9
     for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
-        variants = {"128,16+1": (128, 16, 1, False), "64,16+1,packed": (64, 16, 1, True)}
+        variants = {"128,16+1": (128, 16, 1, False, False), "64,16+1,packed": (64, 16, 1, True, False)}
+        variants |= {"128,16+1,parts": (128, 16, 1, False, True)}
         if group == GROUPS[1]:
-            variants |= {"128,64+0": (128, 64, 0, False), "64,4+2": (64, 4, 2, False)}
+            variants |= {"128,64+0": (128, 64, 0, False, False), "64,4+2": (64, 4, 2, False, False)}
         for variant, how in variants.items():
             run = ours(_compiled, dim, dtype, group, *how, hopper)
             yield Case("BlockMaxTopK", variant, dim, group, dtype, run)
+    for count in (16, 64):
+        yield Case("MergeParts", f"{count}", None, None, None, ours(_merge, 128, count, 1))
 
 
 def list_cases() -> Iterator[Case]:

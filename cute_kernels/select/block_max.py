@@ -23,6 +23,9 @@ other are taken. mma.sync elsewhere, and one tile.
 
 With one row tile, and in the first step of a turn, the second and the third are one barrier.
 
+Where work tiles are too few for all multiprocessors, as in a step of decoding, CTAs share the keys of a tile: each
+leaves the lists of its part in memory, which MergeParts merges, in the order of the keys.
+
 Packed documents are read where they lie. A work tile passes over the keys of each document that it has tokens of.
 
 Scores are fp32 sums of exact products, bitwise the same each time; their error is at most 2^-23 (D/8 + 4) |q| |k|, so
@@ -75,7 +78,7 @@ from cute_kernels.mma.wgmma import (
     warpgroup_mma,
 )
 from cute_kernels.pool.documents import LENGTH, TOKEN, bounds_of, document_at
-from cute_kernels.runtime.device import has_warpgroups, vectorizable
+from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import Blocks, TopKList
 
@@ -117,7 +120,19 @@ class Keyspan(NamedTuple):
     end: Int32
     blocks: Int32
     """That the last token sees."""
+    first_step: Int32
     steps: Int32
+    """Behind the last one."""
+
+
+def num_row_tiles(count: int, warpgroups: bool) -> int:
+    """Of a work tile: longer lists leave room for one."""
+    return 2 if warpgroups and count <= LANES else 1
+
+
+def top_k_list(size: int, count: int, local: int) -> TopKList:
+    """The lists of tokens that choose blocks by their keys."""
+    return TopKList(Blocks(1, 1, size, count, local=local), Keys(), tile=1)
 
 
 class BlockMaxTopK:
@@ -125,35 +140,41 @@ class BlockMaxTopK:
 
     def __init__(self, dim: int, dtype: Any, group: int, size: int, count: int, local: int, warpgroups: bool) -> None:
         self.dim, self.dtype, self.group, self.size, self.warpgroups = dim, dtype, group, size, warpgroups
-        self.row_tiles = 2 if warpgroups and count <= LANES else 1  # longer lists leave room for one
+        self.row_tiles = num_row_tiles(count, warpgroups)
         self.rows = self.row_tiles * ROWS
         self.tokens = self.rows // group
         """Of a work tile."""
         self.blocks_per_step = KEY_TILE // size
         self.steps_per_turn = STEPS_PER_TURN if self.row_tiles == 2 else 1
         self.steps_per_merge = LANES // self.blocks_per_step
-        self.topk = TopKList(Blocks(1, 1, size, count, local=local), Keys(), tile=1)
+        self.topk = top_k_list(size, count, local)
 
     @cute.jit
     def __call__(
         self,
         mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
         mK: cute.Tensor,  # [B, N, H / group, D]
-        mIndices: cute.Tensor,  # int32 [B, H, T, k]
+        mIndices: cute.Tensor,  # int32 [B, H, T, k]; in parts [B, H, T, parts, k]
+        mValues: cute.Tensor | None,  # fp32 [B, H, T, parts, k]
         mBounds: cute.Tensor | None,  # Documents.bounds
         first_token: Int32,
         stream: Any,
     ):
+        parts = Int32(1)
+        if const_expr(mValues is not None):
+            parts = mValues.shape[3]
         self.kernel(
             mQ,
             mK,
             mIndices,
+            mValues,
             mBounds,
             first_token,
+            parts,
             swizzled_tiles(self.dtype, self.dim, self.rows // TILE),
             swizzled_tiles(self.dtype, self.dim, STAGES, KEY_TILE),
         ).launch(
-            grid=[cute.ceil_div(mQ.shape[1], self.tokens), mK.shape[2], mK.shape[0]],
+            grid=[cute.ceil_div(mQ.shape[1], self.tokens), mK.shape[2], mK.shape[0] * parts],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -165,12 +186,17 @@ class BlockMaxTopK:
         mQ: cute.Tensor,
         mK: cute.Tensor,
         mIndices: cute.Tensor,
+        mValues: cute.Tensor | None,
         mBounds: cute.Tensor | None,
         first_token: Int32,
+        parts: Int32,
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
     ):
         cta, kv_head, batch = cute.arch.block_idx()
+        part = Int32(0)
+        if const_expr(mValues is not None):
+            part, batch = batch % parts, batch // parts
         tiles, _, _ = cute.arch.grid_dim()
         first = (tiles - 1 - cta) * self.tokens  # late tokens see most keys
         num_tokens = cutlass.min(mQ.shape[1] - first, self.tokens)
@@ -179,10 +205,13 @@ class BlockMaxTopK:
         gK = mK[batch, None, kv_head, None]
         position = first_token + first  # of the first token, counted as keys are
 
-        self.init_rows(shared, position, num_tokens, mBounds)
+        self.init_rows(shared, position, num_tokens, mBounds, part)
         rQ = self.load_queries(gQ, shared, num_tokens)
         if const_expr(mBounds is None):
-            self.mainloop(gK, rQ, shared, self.keyspan(Int32(0), mK.shape[1], position, num_tokens), position)
+            span = self.keyspan(Int32(0), mK.shape[1], position, num_tokens)
+            if const_expr(mValues is not None):
+                span = self.part_of(span, part, parts)
+            self.mainloop(gK, rQ, shared, span, position)
         else:
             document = document_at(mBounds[TOKEN, None], position, 1, 1, 0)
             searching = document < mBounds.shape[1] - 1
@@ -194,14 +223,26 @@ class BlockMaxTopK:
                 searching = document < mBounds.shape[1] - 1
                 if searching:
                     searching = mBounds[TOKEN, document] < position + num_tokens
-        gIndices = cute.domain_offset((kv_head * self.group, first, 0), mIndices[batch, None, None, None])
-        self.store_rows(shared, gIndices, num_tokens)
+        start = (kv_head * self.group, first, 0)
+        if const_expr(mValues is None):
+            self.store_rows(shared, cute.domain_offset(start, mIndices[batch, None, None, None]), num_tokens)
+        else:
+            gParts = [cute.domain_offset(start, x[batch, None, None, part, None]) for x in (mValues, mIndices)]
+            self.store_parts(shared, *gParts, num_tokens)
 
     @cute.jit
     def keyspan(self, first: Int32, end: Int32, position: Int32, num_tokens: Int32) -> Keyspan:
         """Of the keys first ... end-1 those that the work tile's tokens see."""
         seen = cutlass.max(cutlass.min(end, position + num_tokens) - first, 0)
-        return Keyspan(first, end, cute.ceil_div(seen, self.size), cute.ceil_div(seen, KEY_TILE))
+        return Keyspan(first, end, cute.ceil_div(seen, self.size), Int32(0), cute.ceil_div(seen, KEY_TILE))
+
+    @cute.jit
+    def part_of(self, span: Keyspan, part: Int32, parts: Int32) -> Keyspan:
+        """The keys of a part: whole merges, as many in each but for the last ones."""
+        merges = cute.ceil_div(span.steps, self.steps_per_merge)
+        steps = cute.ceil_div(merges, parts) * self.steps_per_merge
+        stop = cutlass.min(span.steps, (part + 1) * steps)
+        return Keyspan(span.first, span.end, span.blocks, part * steps, stop)
 
     @cute.jit
     def allocate(self, q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout) -> Shared:
@@ -229,8 +270,8 @@ class BlockMaxTopK:
         return row_tile * ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * WARP_ROWS
 
     @cute.jit
-    def init_rows(self, shared: Shared, position: Int32, num_tokens: Int32, mBounds: cute.Tensor | None):
-        """Begin the lists of the warp's rows with the local blocks."""
+    def init_rows(self, shared: Shared, position: Int32, num_tokens: Int32, mBounds: cute.Tensor | None, part: Int32):
+        """Begin the lists of the warp's rows with the local blocks, which the first part has alone."""
         lane = cute.arch.lane_idx()
         for row_tile in range_constexpr(self.row_tiles):
             first_row = self.first_row(row_tile)
@@ -252,6 +293,8 @@ class BlockMaxTopK:
             for i in cutlass.range(WARP_ROWS, unroll=1):
                 row = first_row + i
                 self.topk.init_list(shared.sValues[row, None], shared.sIndices[row, None], shared.sRow[row, None])
+                if part > 0:
+                    empty_list(self.topk, shared.sValues[row, None], shared.sIndices[row, None])
         cute.arch.sync_warp()
 
     @cute.jit
@@ -290,6 +333,19 @@ class BlockMaxTopK:
             if token < num_tokens:
                 self.topk.store_indices(shared.sIndices[row, None], gIndices[head, token, None])
 
+    @cute.jit
+    def store_parts(self, shared: Shared, gValues: cute.Tensor, gIndices: cute.Tensor, num_tokens: Int32):
+        """Write the lists of the warp's rows as they are. Args: [H, T, k]."""
+        for i in cutlass.range(self.row_tiles * WARP_ROWS, unroll=1):
+            row = self.first_row(i // WARP_ROWS) + i % WARP_ROWS
+            token, head = row // self.group, row % self.group
+            if token < num_tokens:
+                for chunk in range_constexpr(self.topk.slots_per_lane):
+                    slot = chunk * LANES + cute.arch.lane_idx()
+                    if slot < self.topk.blocks.count:
+                        gValues[head, token, slot] = shared.sValues[row, slot]
+                        gIndices[head, token, slot] = shared.sIndices[row, slot]
+
     # ---------------------------------------------------------------- mainloop
 
     def wgmma(self) -> cute.TiledMma:
@@ -299,8 +355,9 @@ class BlockMaxTopK:
     def mainloop(self, gK: cute.Tensor, rQ: list[Any], shared: Shared, span: Keyspan, position: Int32):
         """All keys of a sequence or document: its blocks into the lists of its rows."""
         for step in range_constexpr(STAGES - 1):
-            self.load_keys(gK, shared, Int32(step), span)
-        for turn in cutlass.range(cute.ceil_div(span.steps, self.steps_per_turn), unroll=1):
+            self.load_keys(gK, shared, span.first_step + step, span)
+        first_turn = span.first_step // self.steps_per_turn  # a part begins with one
+        for turn in cutlass.range(first_turn, cute.ceil_div(span.steps, self.steps_per_turn), unroll=1):
             first_step = turn * self.steps_per_turn
             if const_expr(self.row_tiles == 2):
                 self.score_two_tiles(gK, rQ, shared, span, position, first_step)
@@ -426,17 +483,92 @@ class BlockMaxTopK:
             self.topk.merge(sValues, shared.sIndices[row, None], score, block, candidates)
 
 
+@cute.jit
+def empty_list(topk: cutlass.Constexpr[TopKList], sValues: cute.Tensor, sIndices: cute.Tensor):
+    """A list without blocks, by one warp."""
+    for chunk in range_constexpr(topk.slots_per_lane):
+        slot = chunk * LANES + cute.arch.lane_idx()
+        sValues[slot], sIndices[slot] = -Float32.inf, Int32(-1)
+
+
+class MergeParts:
+    """The lists of all parts of a row become its selected blocks. A warp for each row.
+
+    Args: as of `top_k_list`.
+    """
+
+    def __init__(self, size: int, count: int, local: int) -> None:
+        self.topk = top_k_list(size, count, local)
+
+    @cute.jit
+    def __call__(
+        self,
+        mValues: cute.Tensor,  # fp32 [B, H, T, parts, k]
+        mParts: cute.Tensor,  # int32 likewise
+        mIndices: cute.Tensor,  # int32 [B, H, T, k]
+        stream: Any,
+    ):
+        batches, heads, tokens, _ = mIndices.shape
+        self.kernel(mValues, mParts, mIndices).launch(
+            grid=[cute.ceil_div(heads * tokens, WARPS), batches, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mValues: cute.Tensor, mParts: cute.Tensor, mIndices: cute.Tensor):
+        cta, batch, _ = cute.arch.block_idx()
+        _, heads, tokens, _ = mIndices.shape
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        row = cta * WARPS + warp_index
+        smem = cutlass.memory.SmemAllocator()
+        slots = const_expr(self.topk.num_slots)
+        lists = cute.make_layout((WARPS, slots), stride=(slots, 1))
+        sValues = smem.allocate_tensor(Float32, lists, 16)[warp_index, None]
+        sIndices = smem.allocate_tensor(Int32, lists, 16)[warp_index, None]
+        if row < heads * tokens:
+            head, token = row // tokens, row % tokens
+            empty_list(self.topk, sValues, sIndices)
+            cute.arch.sync_warp()
+            gValues, gParts = (x[batch, head, token, None, None] for x in (mValues, mParts))
+            self.topk.merge_lists(sValues, sIndices, gValues, gParts, mValues.shape[3])
+            self.topk.store_indices(sIndices, mIndices[batch, head, token, None])
+
+
 @compiled_once
 def _compiled(
-    dim: int, dtype: torch.dtype, group: int, size: int, count: int, local: int, packed: bool, warpgroups: bool
+    dim: int,
+    dtype: torch.dtype,
+    group: int,
+    size: int,
+    count: int,
+    local: int,
+    packed: bool,
+    in_parts: bool,
+    warpgroups: bool,
 ) -> Kernel:
+    lists = (
+        [fake(x, *[None] * 5, aligned=False) for x in (torch.int32, torch.float32)]
+        if in_parts
+        else [fake_slots(), None]
+    )
     return compile_kernel(
         BlockMaxTopK(dim, CUTE_DTYPES[dtype], group, size, count, local, warpgroups),
         *[fake(dtype, None, None, None, dim) for _ in range(2)],
-        fake_slots(),
+        *lists,
         fake_bounds() if packed else None,
         Int32(0),
     )
+
+
+@compiled_once
+def _merge(size: int, count: int, local: int) -> Kernel:
+    lists = [fake(x, *[None] * 5, aligned=False) for x in (torch.float32, torch.int32)]
+    return compile_kernel(MergeParts(size, count, local), *lists, fake_slots())
+
+
+def num_parts(ctas: int, keys: int, size: int, most: int) -> int:
+    """Parts of the keys: at least a merge each, and no more CTAs than `most`. Args: `ctas`: work tiles."""
+    merges = -(-keys // (LANES * size))
+    return max(1, min(most // max(ctas, 1), merges))
 
 
 def top_blocks_by_max(
@@ -465,6 +597,19 @@ def top_blocks_by_max(
         bounds = None
         if cu_seqlens is not None:
             bounds = bounds_of(cu_seqlens, tile=block_size, length=block_size, stride=block_size)
-        how = dim, q.dtype, heads // keys.shape[2], block_size, k, local, packed, has_warpgroups(q.device)
-        _compiled(*how).run(q, keys, indices, bounds, 0 if packed else keys.shape[1] - tokens)
+        group, hopper, first_token = heads // keys.shape[2], has_warpgroups(q.device), keys.shape[1] - tokens
+        parts = 1
+        if not packed:
+            ctas = batch * keys.shape[2] * -(-tokens // (num_row_tiles(k, hopper) * ROWS // group))
+            parts = num_parts(ctas, keys.shape[1], block_size, multiprocessors(q.device))
+        how = dim, q.dtype, group, block_size, k, local, packed, parts > 1, hopper
+        if parts > 1:
+            values, lists = (
+                torch.empty((*indices.shape[:3], parts, k), dtype=dtype, device=q.device)
+                for dtype in (torch.float32, torch.int32)
+            )
+            _compiled(*how).run(q, keys, lists, values, None, first_token)
+            _merge(block_size, k, local).run(values, lists, indices)
+        else:
+            _compiled(*how).run(q, keys, indices, None, bounds, 0 if packed else first_token)
     return indices[0] if packed else indices

@@ -14,8 +14,8 @@ that lie together in a row: its blocks count from its own first token, also behi
 is follows from
 
     attention_mask    2-D: padding on the left, on the right, or both. 4-D masks, and holes, raise.
-    position_ids      without a mask and a cache: documents begin where they do not ascend by one (packing).
-                      With a cache and no mask: where the new tokens begin in it.
+    position_ids      without a mask: documents begin where they do not ascend by one (packing); behind cached tokens,
+                      where the new ones begin in the cache
 
 Both are read on the host, once for all layers of a forward.
 """
@@ -118,7 +118,7 @@ def attention(
     """An attention function of transformers. Args and result as it calls them: `[B,heads,S,D]`; `[B,S,H,D]` and None.
 
     Raises:
-        ValueError: for another model, dropout in sparse layers, and masks that are not padding.
+        ValueError: for another model, dropout, and masks that are not padding.
     """
     if isinstance(module, modeling.MiniMaxM3VLVisionAttention):
         out: Tensor = sdpa_attention_forward(
@@ -224,13 +224,18 @@ def _runs_of_forward(mask: Tensor | None, position_ids: Tensor | None, sizes: Si
     """The runs, read once for all layers of a forward."""
     if position_ids is None:
         return find_runs(mask, position_ids, sizes)
-    facts = position_ids._version, None if mask is None else (id(mask), mask._version), sizes
+    facts = _version(position_ids), None if mask is None else (id(mask), _version(mask)), sizes
     known = _KNOWN.get(position_ids)
     if known is None or known[0] != facts:
         # The mask is kept as long as its id stands for it
         known = _KNOWN[position_ids] = (facts, mask, find_runs(mask, position_ids, sizes))
     runs: list[Run] = known[2]
     return runs
+
+
+def _version(x: Tensor) -> int | None:
+    """Changes in place count, but for tensors of inference mode."""
+    return None if x.is_inference() else x._version
 
 
 def find_runs(mask: Tensor | None, position_ids: Tensor | None, sizes: Sizes) -> list[Run]:
