@@ -263,6 +263,10 @@ class GivenBlocks:
 
     documents: tuple[int, ...] = ()
     tokens: int = 333
+    first: int = 0
+    """The token that the first query is."""
+    parts: int | None = None
+    """Of the keys, that CTAs select from."""
     size: int = 64
     heads: int = 4
     warpgroups: bool = True
@@ -275,11 +279,14 @@ class GivenBlocks:
         lead = (sum(self.documents) + TAIL,) if self.documents else (1, self.tokens)
         given = (torch.randn((*lead, heads, 64), generator=generator) for heads in (self.heads, 2, 2, self.heads, 2, 1))
         q, k, v, do, q_idx, k_idx = (x.to(device, torch.bfloat16) for x in given)
+        if self.first > 0:
+            q, do, q_idx = (x[:, self.first :] for x in (q, do, q_idx))
         bounds = None
         if self.documents:
             bounds = torch.tensor([0, *accumulate(self.documents)], dtype=torch.int32).to(device)
         with as_asked(self.warpgroups):
-            blocks = top_blocks_by_max(q_idx, k_idx, bounds, None, None, block_size=self.size, k=3, local=1)
+            options = {"block_size": self.size, "k": 3, "local": 1, "parts": self.parts}
+            blocks = top_blocks_by_max(q_idx, k_idx, bounds, None, None, **options)
             tensors = q, k, v, blocks, bounds, None, None
             how: dict[str, Any] = {"block_size": self.size, "causal": True, "softmax_scale": 0.125}
             out, lse = block_sparse.forward(*tensors, **how)
@@ -363,6 +370,8 @@ CASES: dict[str, Case | Neighborhood | Decoding | GivenBlocks] = {
     "decoding, four queries": Decoding(TOKENS, (62, 700), queries=4),
     "given blocks": GivenBlocks(tokens=601, size=128),
     "given blocks, no WGMMA": GivenBlocks(warpgroups=False),
+    "given blocks, last queries": GivenBlocks(tokens=2300, first=2290, parts=2),
+    "given blocks, last queries, no WGMMA": GivenBlocks(tokens=2300, first=2290, parts=2, warpgroups=False),
     "given blocks, documents": GivenBlocks(documents=LENGTHS, heads=16),
     "given blocks, documents, no WGMMA": GivenBlocks(documents=LENGTHS, warpgroups=False),
     "neighborhood": Neighborhood(333, {"kernel_size": 101, "dilation": 2}),

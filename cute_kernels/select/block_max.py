@@ -581,12 +581,14 @@ def top_blocks_by_max(
     block_size: int,
     k: int,
     local: int,
+    parts: int | None = None,
 ) -> Tensor:
     """Selected blocks, int32 `[B,H_i,N_q,k]`, packed `[H_i,T,k]`, for checked arguments.
 
     Args:
         q_idx, k_idx, cu_seqlens, block_size, k, local: as of nsa.top_blocks_by_max; queries are the last tokens.
         cu_seqlens_k, q_start: None, all that support.py lets through.
+        parts: of the keys, of one sequence length; None: by sizes and the device (num_parts).
     """
     del cu_seqlens_k, q_start
     packed = cu_seqlens is not None
@@ -598,8 +600,9 @@ def top_blocks_by_max(
         if cu_seqlens is not None:
             bounds = bounds_of(cu_seqlens, tile=block_size, length=block_size, stride=block_size)
         group, hopper, first_token = heads // keys.shape[2], has_warpgroups(q.device), keys.shape[1] - tokens
-        parts = 1
-        if not packed:
+        if packed:
+            parts = 1
+        elif parts is None:
             ctas = batch * keys.shape[2] * -(-tokens // (num_row_tiles(k, hopper) * ROWS // group))
             parts = num_parts(ctas, keys.shape[1], block_size, multiprocessors(q.device))
         how = dim, q.dtype, group, block_size, k, local, packed, parts > 1, hopper
