@@ -115,6 +115,9 @@ def check_block_sparse_attention(call: Any) -> str | None:
     rows = max(inputs.k.shape[-3], q.shape[-3] * max(slots, q.shape[-2]))
     if rows >= 1 << 31:
         return f"takes fewer than 2^31 keys, and blocks and heads of all tokens, got {rows}"
+    apart = max(q.stride(-3), q.shape[-2] * inputs.v.shape[-1])
+    if apart >= 1 << 15:
+        return f"takes tokens of q and of do that lie fewer than 2^15 elements apart, got {apart}"
     reason = _refusal_of_start(inputs) or fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1])
     return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
 

@@ -93,6 +93,12 @@ REFUSED = {
         "does not take cu_seqlens_k and q_start of packed documents yet, only sequences of one length",
         None,
     ),
+    "heads": (
+        {},
+        {"group": 64, "kv_heads": 8, "queries": 2},
+        "takes tokens of q and of do that lie fewer than 2^15 elements apart, got 32768",
+        None,
+    ),
     "not causal": ({"causal": False}, {}, "attends to given blocks with causal=True only, got causal=False", None),
     "many blocks": ({"k": 65}, {}, None, "chooses at most 64 blocks per token, got k=65"),
 }
