@@ -24,6 +24,15 @@ MAX_TOKEN_ENTRIES = 256
 MAX_TOKEN_GROUP = 64
 """Query heads of a key/value head, in token mode."""
 
+INDEXER_BLOCKS = (64, 128)
+"""Tokens of a block that select/block_max.py scores."""
+
+MAX_INDEXER_BLOCKS = 64
+"""Blocks of a token that it selects."""
+
+MAX_INDEXER_GROUP = 128
+"""Heads that share keys there."""
+
 MAX_GRID = 65535
 """Heads, and sequences or residue classes, of a call: the y and z dimensions of a grid."""
 

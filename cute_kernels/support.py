@@ -2,6 +2,8 @@
 
     check                           NSA
     check_with_cache                NSA with a cache
+    check_block_sparse_attention    attention to blocks that are given
+    check_top_blocks_by_max         selection by the best score of a block's keys
     check_neighborhood_attention    neighborhood attention
 
 All return None, or the reason for the refusal in words that follow the backend's name.
@@ -16,10 +18,13 @@ import torch
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.limits import (
     DECODE_KEYS,
+    INDEXER_BLOCKS,
     MAX_BLOCKS,
     MAX_DECODE_QUERIES,
     MAX_ENTRIES,
     MAX_GRID,
+    MAX_INDEXER_BLOCKS,
+    MAX_INDEXER_GROUP,
     MAX_LIST_WIDTH,
     MAX_SIZE,
     MAX_TILE,
@@ -89,6 +94,55 @@ def _refusal_of_cache(config: Any, cache: Any) -> str | None:
         if not vectorized(cache.pages[name]):
             return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {cache.pages[name].stride()}"
     return None
+
+
+def check_block_sparse_attention(call: Any) -> str | None:
+    """Why the kernels of attend/ cannot attend to the blocks of this call (dispatch.Call), or None."""
+    inputs = call.options.get("inputs")
+    problem = _machine_problem(call, given=inputs is not None and inputs.q.is_cuda)
+    if problem or inputs is None:
+        return problem
+    q, size, slots = inputs.q, call.options["block_size"], call.options["slots"]
+    if not call.options["causal"]:
+        return "attends to given blocks with causal=True only, got causal=False"
+    if size not in TOKEN_SELECT_SIZES:
+        return f"takes block_size {', '.join(map(str, TOKEN_SELECT_SIZES))}, got {size}"
+    if inputs.group_size > MAX_TOKEN_GROUP:
+        return f"attends to given blocks with at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
+    sequences = 1 if inputs.packed else q.shape[0]
+    if max(sequences, q.shape[-2]) > MAX_GRID:
+        return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, H={q.shape[-2]}"
+    rows = max(inputs.k.shape[-3], q.shape[-3] * max(slots, q.shape[-2]))
+    if rows >= 1 << 31:
+        return f"takes fewer than 2^31 keys, and blocks and heads of all tokens, got {rows}"
+    apart = max(q.stride(-3), q.shape[-2] * inputs.v.shape[-1])
+    if apart >= 1 << 15:
+        return f"takes tokens of q and of do that lie fewer than 2^15 elements apart, got {apart}"
+    reason = _refusal_of_start(inputs) or fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1])
+    return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
+
+
+def check_top_blocks_by_max(call: Any) -> str | None:
+    """Why select/block_max.py cannot select the blocks of this call (dispatch.Call), or None."""
+    inputs = call.options.get("inputs")
+    problem = _machine_problem(call, given=inputs is not None and inputs.q.is_cuda)
+    if problem or inputs is None:
+        return problem
+    q, size, count = inputs.q, call.options["block_size"], call.options["k"]
+    if size not in INDEXER_BLOCKS:
+        return f"takes block_size {' or '.join(map(str, INDEXER_BLOCKS))}, got {size}"
+    if count > MAX_INDEXER_BLOCKS:
+        return f"chooses at most {MAX_INDEXER_BLOCKS} blocks per token, got k={count}"
+    if inputs.group_size > MAX_INDEXER_GROUP:
+        return f"takes at most {MAX_INDEXER_GROUP} heads that share keys, got {inputs.group_size}"
+    sequences = 1 if inputs.packed else q.shape[0]
+    if max(sequences, inputs.k.shape[-2]) > MAX_GRID:
+        return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, {inputs.k.shape[-2]} heads of k_idx"
+    rows = max(inputs.k.shape[-3], q.shape[-3] * q.shape[-2])
+    if rows >= 1 << 31:
+        return f"takes fewer than 2^31 keys, and heads of all tokens, got {rows}"
+    reason = _refusal_of_start(inputs) or fa4.refusal(q.dtype, q.shape[-1], q.shape[-1])
+    return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
 
 
 def check_neighborhood_attention(call: Any) -> str | None:
@@ -248,7 +302,7 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
             f"takes cu_seqlens with q_tile_size in multiples of select_block_size only, got {config.q_tile_size} "
             f"and {config.select_size}"
         )
-    return _refusal_of_documents(inputs, config, tile_rows(config, rules))
+    return _refusal_of_documents(inputs, config.stride, tile_rows(config, rules))
 
 
 def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
@@ -273,16 +327,16 @@ def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
         return f"chooses at most {MAX_TOKEN_BLOCKS} blocks per token, got {config.num_selected_blocks}"
     if inputs.group_size > MAX_TOKEN_GROUP:
         return f"selects per token for at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
-    return None if inputs.cu_seqlens is None else _refusal_of_documents(inputs, config, rows)
+    return None if inputs.cu_seqlens is None else _refusal_of_documents(inputs, config.stride, rows)
 
 
-def _refusal_of_documents(inputs: Any, config: Any, tile: int) -> str | None:
-    """Args: `tile`, documents begin at multiples of so many rows."""
+def _refusal_of_documents(inputs: Any, stride: int, tile: int) -> str | None:
+    """Args: `stride`, tokens between entries; `tile`, documents begin at multiples of so many rows."""
     tokens, docs = inputs.q.shape[0], inputs.cu_seqlens.shape[0] - 1
     if docs == 0:
         return "takes at least one document, got cu_seqlens of shape [1]"
     rows = tokens + docs * tile
-    covered = tokens + (docs + 1) * MAX_LIST_WIDTH * config.stride
+    covered = tokens + (docs + 1) * MAX_LIST_WIDTH * stride
     if max(rows, covered) >= 1 << 31:
         return f"lays documents out in fewer than 2^31 rows, got {tokens} tokens in {docs} documents"
     return None

@@ -14,6 +14,8 @@ from dispatch.registry import BackendError, Verdict, explain, resolve
 OPS = {
     "nsa": "nsa.api:nsa",
     "nsa_with_cache": "nsa.decoding.api:nsa_with_cache",
+    "block_sparse_attention": "nsa.block_sparse.api:block_sparse_attention",
+    "top_blocks_by_max": "nsa.indexer.api:top_blocks_by_max",
     "neighborhood_attention": "nsa.neighborhood.api:neighborhood_attention",
     "neighborhood_attention_backward": "nsa.neighborhood.api:neighborhood_attention_backward",
     "attention_residual": "nsa.residual.api:attention_residual",

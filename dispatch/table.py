@@ -31,6 +31,33 @@ ROWS: tuple[Impl, ...] = (
         check="nsa.decoding.reference:check",
     ),
     Impl(
+        "block_sparse_attention",
+        "cute",
+        target="cute_kernels.block_sparse:forward",
+        check="cute_kernels.support:check_block_sparse_attention",
+        packages=CUTE[:1],
+        training="cute_kernels.block_sparse",
+    ),
+    Impl(
+        "block_sparse_attention",
+        "reference",
+        target="nsa.block_sparse.reference:block_sparse_attention",
+        check="nsa.block_sparse.reference:check",
+    ),
+    Impl(
+        "top_blocks_by_max",
+        "cute",
+        target="cute_kernels.select.block_max:top_blocks_by_max",
+        check="cute_kernels.support:check_top_blocks_by_max",
+        packages=CUTE[:1],
+    ),
+    Impl(
+        "top_blocks_by_max",
+        "reference",
+        target="nsa.indexer.reference:top_blocks_by_max",
+        check="nsa.indexer.reference:check",
+    ),
+    Impl(
         "neighborhood_attention",
         "triton",
         target="ascend_kernels.neighborhood.algorithms:forward",

@@ -25,11 +25,14 @@ def _check_siblings() -> None:
 _check_siblings()
 
 from nsa.api import nsa, nsa_forward, nsa_forward_aux  # noqa: E402
+from nsa.block_sparse.api import block_sparse_attention  # noqa: E402
 from nsa.compression import LinearCompression  # noqa: E402
 from nsa.config import NSAConfig  # noqa: E402
 from nsa.decoding.api import nsa_with_cache  # noqa: E402
 from nsa.decoding.cache import NSACache  # noqa: E402
 from nsa.decoding.table import PageTable  # noqa: E402
+from nsa.indexer.api import top_blocks_by_max  # noqa: E402
+from nsa.indexer.loss import indexer_kl_loss  # noqa: E402
 from nsa.inputs import NSAAux  # noqa: E402
 from nsa.module import NSAttention  # noqa: E402
 from nsa.neighborhood.api import neighborhood_attention  # noqa: E402
@@ -50,9 +53,12 @@ __all__ = [
     "NeighborhoodCache",
     "PageTable",
     "attention_residual",
+    "block_sparse_attention",
+    "indexer_kl_loss",
     "neighborhood_attention",
     "nsa",
     "nsa_forward",
     "nsa_forward_aux",
     "nsa_with_cache",
+    "top_blocks_by_max",
 ]

@@ -108,6 +108,7 @@ def all_cases() -> Iterator[Case]:
     yield from pool_cases()
     yield from score_cases()
     yield from token_cases()
+    yield from block_max_cases()
     yield from list_cases()
     yield from document_cases()
     yield from gate_cases()
@@ -175,6 +176,23 @@ def token_cases() -> Iterator[Case]:
         }
         for variant, arguments in variants.items():
             yield Case("TokenTopK", variant, dim, group, dtype, ours(_compiled, dtype, dim, *arguments, hopper))
+
+
+def block_max_cases() -> Iterator[Case]:
+    from cute_kernels.runtime.device import compute_capability
+    from cute_kernels.select.block_max import _compiled, _merge
+
+    hopper = compute_capability(0)[0] == 9
+    for dim, group, dtype in itertools.product(DIMS, GROUPS, DTYPES):
+        variants = {"128,16+1": (128, 16, 1, False, False), "64,16+1,packed": (64, 16, 1, True, False)}
+        variants |= {"128,16+1,parts": (128, 16, 1, False, True)}
+        if group == GROUPS[1]:
+            variants |= {"128,64+0": (128, 64, 0, False, False), "64,4+2": (64, 4, 2, False, False)}
+        for variant, how in variants.items():
+            run = ours(_compiled, dim, dtype, group, *how, hopper)
+            yield Case("BlockMaxTopK", variant, dim, group, dtype, run)
+    for count in (16, 64):
+        yield Case("MergeParts", f"{count}", None, None, None, ours(_merge, 128, count, 1))
 
 
 def list_cases() -> Iterator[Case]:
@@ -296,7 +314,7 @@ def worklist_cases() -> Iterator[Case]:
 
 
 def token_selected_cases() -> Iterator[Case]:
-    from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer
+    from cute_kernels.attend import combine, forced, kv_outer, kv_outer_backward, query_outer, row_dots
     from cute_kernels.limits import TOKEN_SELECT_SIZES
     from cute_kernels.runtime.device import compute_capability
 
@@ -321,6 +339,8 @@ def token_selected_cases() -> Iterator[Case]:
         for variant, options in combines.items():
             run = ours(combine._combine, dim, dtype, group, **options)
             yield Case("CombinePartials", variant, dim, group, dtype, run)
+        if group == GROUPS[0]:
+            yield Case("RowDots", "delta", dim, None, dtype, ours(row_dots._compiled, dim, dtype))
         fp32 = torch.float32
         gated: dict[str, tuple[Any, Any, bool]] = {
             "projected": (dtype, None, False),

@@ -79,6 +79,27 @@ TIME_LIMIT = 300
 # ---------------------------------------------------------------- cases
 
 
+@contextmanager
+def as_asked(warpgroups: bool, strategy: str = "sm_90") -> Iterator[None]:
+    """Inside, kernels are chosen as for a GPU with or without WGMMA, and FlashAttention-4's tiles and lists by name."""
+    from cute_kernels.fa4 import interface as fa4
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("cute_kernels.")]
+    users = [module for module in modules if hasattr(module, "has_warpgroups")]
+    kept, kept_strategy = [module.has_warpgroups for module in users], os.environ.pop(fa4.STRATEGY_VARIABLE, None)
+    os.environ[fa4.STRATEGY_VARIABLE] = strategy
+    for module in users:
+        module.has_warpgroups = lambda _: warpgroups
+    try:
+        yield
+    finally:
+        for module, own in zip(users, kept, strict=True):
+            module.has_warpgroups = own
+        del os.environ[fa4.STRATEGY_VARIABLE]
+        if kept_strategy is not None:
+            os.environ[fa4.STRATEGY_VARIABLE] = kept_strategy
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of NSA, forward and backward."""
@@ -145,7 +166,7 @@ class Case:
         inputs = self.inputs(device).map(place)
         shape = (*inputs.q.shape[:-1], self.v_dim)
         do = place(torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, self.dtype))
-        with self._as_asked():
+        with as_asked(self.warpgroups, self.strategy):
             out, saved = forward.nsa_saving(inputs, self.config, recompute=self.recompute)
             gradients = backward.nsa_backward(inputs, self.config, saved, do, deterministic=self.deterministic)
             alone, _ = forward.nsa(inputs, self.config, aux=False)
@@ -154,25 +175,6 @@ class Case:
             indices, cmp_indices = forward.Saved.from_list(saved).selections(slice(None), slice(None))
             self._check(inputs, do, results, indices, cmp_indices)
         return results
-
-    @contextmanager
-    def _as_asked(self) -> Iterator[None]:
-        from cute_kernels.fa4 import interface as fa4
-
-        modules = [module for name, module in sys.modules.items() if name.startswith("cute_kernels.")]
-        users = [module for module in modules if hasattr(module, "has_warpgroups")]
-        kept, kept_strategy = [module.has_warpgroups for module in users], os.environ.pop(fa4.STRATEGY_VARIABLE, None)
-        os.environ[fa4.STRATEGY_VARIABLE] = self.strategy
-        for module in users:
-            module.has_warpgroups = lambda _: self.warpgroups
-        try:
-            yield
-        finally:
-            for module, own in zip(users, kept, strict=True):
-                module.has_warpgroups = own
-            del os.environ[fa4.STRATEGY_VARIABLE]
-            if kept_strategy is not None:
-                os.environ[fa4.STRATEGY_VARIABLE] = kept_strategy
 
     def _check(
         self, inputs: NSAInputs, do: Tensor, got: dict[str, Tensor], indices: Tensor, cmp_indices: Tensor | None
@@ -255,6 +257,46 @@ class Decoding:
         return results
 
 
+@dataclass(frozen=True)
+class GivenBlocks:
+    """Blocks that an indexer chooses, and attention to them, forward and backward; packed documents or one sequence."""
+
+    documents: tuple[int, ...] = ()
+    tokens: int = 333
+    first: int = 0
+    """The token that the first query is."""
+    parts: int | None = None
+    """Of the keys, that CTAs select from."""
+    size: int = 64
+    heads: int = 4
+    warpgroups: bool = True
+
+    def run(self, device: str, *, check: bool) -> dict[str, Tensor]:
+        from cute_kernels import block_sparse
+        from cute_kernels.select.block_max import top_blocks_by_max
+
+        generator = torch.Generator().manual_seed(0)
+        lead = (sum(self.documents) + TAIL,) if self.documents else (1, self.tokens)
+        given = (torch.randn((*lead, heads, 64), generator=generator) for heads in (self.heads, 2, 2, self.heads, 2, 1))
+        q, k, v, do, q_idx, k_idx = (x.to(device, torch.bfloat16) for x in given)
+        if self.first > 0:
+            q, do, q_idx = (x[:, self.first :] for x in (q, do, q_idx))
+        bounds = None
+        if self.documents:
+            bounds = torch.tensor([0, *accumulate(self.documents)], dtype=torch.int32).to(device)
+        with as_asked(self.warpgroups):
+            options = {"block_size": self.size, "k": 3, "local": 1, "parts": self.parts}
+            blocks = top_blocks_by_max(q_idx, k_idx, bounds, None, None, **options)
+            tensors = q, k, v, blocks, bounds, None, None
+            how: dict[str, Any] = {"block_size": self.size, "causal": True, "softmax_scale": 0.125}
+            out, lse = block_sparse.forward(*tensors, **how)
+            gradients = block_sparse.backward(do, *tensors, out, lse, **how)
+        results = {"out": out, **dict(zip("qkv", gradients, strict=True))}
+        if check and not all(bool(x.isfinite().all()) for x in results.values()):
+            raise ArithmeticError("not finite")
+        return results
+
+
 TAIL = 9
 WEIGHTS = ("gate_proj_weight", "w_k_compress", "w_v_compress")
 LENGTHS = (0, 601, 1, 64, 255)
@@ -268,7 +310,7 @@ MANY = {"heads": 16, "kv_heads": 1}
 MOST: dict[str, Any] = {"heads": 64, "kv_heads": 1, "tokens": 201}
 """Heads for which attend/query_outer.py stands in."""
 
-CASES: dict[str, Case | Neighborhood | Decoding] = {
+CASES: dict[str, Case | Neighborhood | Decoding | GivenBlocks] = {
     "tiles": Case(TILES, tensors=("gate_proj_weight",), deterministic=True),
     "tiles, batch": Case(
         NSAConfig(
@@ -326,6 +368,12 @@ CASES: dict[str, Case | Neighborhood | Decoding] = {
     "tokens, no WGMMA, 64 heads": Case(TOKENS, warpgroups=False, **MOST),
     "decoding": Decoding(TOKENS, (0, 31, 1300)),
     "decoding, four queries": Decoding(TOKENS, (62, 700), queries=4),
+    "given blocks": GivenBlocks(tokens=601, size=128),
+    "given blocks, no WGMMA": GivenBlocks(warpgroups=False),
+    "given blocks, last queries": GivenBlocks(tokens=2300, first=2290, parts=2),
+    "given blocks, last queries, no WGMMA": GivenBlocks(tokens=2300, first=2290, parts=2, warpgroups=False),
+    "given blocks, documents": GivenBlocks(documents=LENGTHS, heads=16),
+    "given blocks, documents, no WGMMA": GivenBlocks(documents=LENGTHS, warpgroups=False),
     "neighborhood": Neighborhood(333, {"kernel_size": 101, "dilation": 2}),
 }
 

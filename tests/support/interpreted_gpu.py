@@ -25,7 +25,7 @@ from cute_kernels import decoding, support
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability, has_warpgroups, multiprocessors
 from tests.support.ptx.compiled import LATE, Artefacts, Interpreted, Schedule, compiling, interpret_kernels, kept
 
-MODULES = ("backward", "decoding", "forward", "neighborhood")
+MODULES = ("backward", "block_sparse", "decoding", "forward", "neighborhood", "select.block_max")
 """Of cute_kernels, which import all others."""
 CACHES = ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
 """Functions of FlashAttention-4 that keep compiled kernels."""

@@ -28,6 +28,7 @@ LAYERS = (
     "support",
     "neighborhood",
     "decoding",
+    "block_sparse",
     "plan",
     "forward",
     "backward",

@@ -1,0 +1,546 @@
+"""block_sparse_attention, top_blocks_by_max and a layer of MiniMax-M3 on both, checked against fp64 first.
+
+Sizes are MiniMax-M3's: 64 query heads over 4, D = 128, 16 blocks of 128 a token; an indexer of 4 heads of 128 over one
+head of keys. Blocks are drawn at random, each token's own among them. Sampled rows, and the gradients that come from
+them, are held against fp64 before anything is timed: where one is above its budget, nothing is reported and the status
+is 1. On CUDA calls are timed behind other work ("queued"), on a CPU as they are ("eager").
+
+Beside them: dense attention; PyTorch's SDPA with a mask of all pairs; the kernels alone, as token mode's selected
+branch launches them; for top_blocks the scores of all pairs in PyTorch, as transformers has them. "m3_layer" is one
+sparse attention layer of transformers' model with its projections, which needs transformers; beside it the same layer
+with transformers' sdpa (a mask of all pairs) and eager (all pairs). What does not run has null, and the reason is told.
+
+Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv. The same command goes on where it
+was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench import oracles
+from bench.bars import Bar, bars_field
+from bench.common import DTYPES, above_zero, add_sizes, choose_dense, positive, resolve_sizes
+from bench.pass_report import ms_text, show_bars
+from bench.passes import release
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_csv
+from bench.results_file import ResultRow, open_results
+from bench.roofline import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Peaks, choose_peaks, mean_keys
+from bench.timing import Timing, measure
+from nsa import block_sparse_attention, top_blocks_by_max
+
+OPS = ("block_sparse", "top_blocks", "m3_layer")
+PASSES = ("fwd", "fwd+bwd")
+CHECKED = 64
+"""Rows that are held against fp64, half of them the last ones."""
+DRAWN = 1 << 23
+"""Scores that are drawn at a time."""
+NOISE = 0.98
+"""What a call may take less than another one of the same kernels."""
+
+MS_BARS = {("block_sparse", "fwd"): 22.0, ("block_sparse", "fwd+bwd"): 65.0, ("top_blocks", "fwd"): 5.0}
+"""At 64K tokens, blocks of 128, 16 a token."""
+
+
+class Case(NamedTuple):
+    op: str
+    n: int
+    block: int
+    direction: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} N={self.n} block={self.block} {self.direction}"
+
+
+@dataclass(frozen=True)
+class Row(ResultRow):
+    """One line of the results."""
+
+    op: str
+    block: int
+    k: int
+    direction: str
+    backend: str
+    mode: str
+    dtype: str
+    b: int
+    n: int
+    h: int
+    h_kv: int
+    d: int
+    ms_p20: float
+    ms_p50: float
+    ms_p80: float
+    peak_gib: float | None
+    floor_ms: float | None
+    share_of_floor: float | None
+    dense: str | None
+    dense_ms: float | None
+    mask_ms: float | None
+    selected_ms: float | None
+    pairs_ms: float | None
+    error: float
+    error_budget: float
+    command: str
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    device, out = torch.device(args.device), Path(args.out)
+    facts = environment(device)
+    peaks = choose_peaks(facts["device"], args.peak_tflops, args.peak_tbs)
+    with open_results(out, {**facts, "command": args.command}) as results:
+        for case in args.cases:
+            if case.name in results.parts:
+                continue
+            release(device)
+            try:
+                problem = PROBLEMS[case.op](case, args, device)
+            except ImportError as absent:
+                reason = f"{case.name} did not run: {absent}"
+                results.add(case.name, [], [reason])
+                print(reason, flush=True)
+                continue
+            error, budget = problem.check()
+            if not error <= budget:
+                red = f"{case.name}: error {error:.2e} is above the budget {budget:.2e}"
+                results.fail([red], missing=[])
+                print("Wrong results, so no times are reported:", red, sep="\n  ")
+                return 1
+            row, missing = time_case(problem, args, device, peaks, (error, budget))
+            results.add(case.name, [row.as_json()], missing)
+            print(line(row), *missing, sep="\n", flush=True)
+            del problem
+        bars = find_bars([Row.of_json(row) for row in results.rows]) if args.bars else None
+        write_csv(out.with_suffix(".csv"), results.rows)
+        results.finish(missing=results.missing, **bars_field(bars))
+    if bars is not None:
+        show_bars(bars)
+    print(*(relative(out.with_suffix(suffix)) for suffix in (".csv", ".json")), sep="   ")
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add("--ops", nargs="+", choices=OPS, default=list(OPS), help="default: all")
+    add("--seqlens", nargs="+", type=positive, help="N; default: 8K 32K 64K 128K (CPU: 512)")
+    add("--blocks", nargs="+", type=positive, default=[128, 64], help="tokens of a block; default: 128 64")
+    add("--count", type=positive, default=16, help="k, blocks of a token; default: %(default)s")
+    add_sizes(parser)
+    add("--backend", help="default: the one that runs unasked; on a CPU the reference")
+    add("--no-peers", action="store_true", help="time these ops alone")
+    add("--seconds", type=above_zero, default=0.3, help="of each timing; default: %(default)s")
+    add("--peak-tflops", type=above_zero, help="TFLOP/s of the floor; default: the GPU's data sheet")
+    add("--peak-tbs", type=above_zero, help="TB/s of the floor; default: the GPU's data sheet")
+    add("--bars", action="store_true", help="hold the figures against what they have to reach")
+    add("--out", default=str(LOCAL_RESULTS / "block-sparse"), help="results, without suffix; default: %(default)s")
+    args = parser.parse_args(argv)
+    on_cpu = args.device == "cpu"
+    if not on_cpu:
+        args.heads, args.kv_heads = args.heads or 64, args.kv_heads or 4
+    resolve_sizes(parser, args)
+    seqlens = args.seqlens or ([512] if on_cpu else [8 << 10, 32 << 10, 64 << 10, 128 << 10])
+    args.cases = [
+        Case(op, n, block, direction)
+        for op, block, n, direction in product(args.ops, args.blocks, seqlens, PASSES)
+        if op != "top_blocks" or direction == "fwd"
+    ]
+    args.command = command_line(argv)
+    return args
+
+
+# What is timed and checked
+
+
+class Problem:
+    """Tensors of a case, and calls of it."""
+
+    peers: tuple[str, ...] = ()
+
+    def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
+        self.case, self.args, self.device, self.dtype = case, args, device, DTYPES[args.dtype]
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.backend = args.backend or ("reference" if device.type == "cpu" else "cute")
+
+    def normal(self, heads: int) -> Tensor:
+        shape = self.args.batch, self.case.n, heads, self.args.dim
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
+
+    def rows(self) -> Tensor:
+        """Of those that are checked, ascending: the last ones, and some of the others."""
+        n, last = self.case.n, min(CHECKED // 2, self.case.n)
+        drawn = torch.randperm(n - last, generator=torch.Generator().manual_seed(1))[: CHECKED - last].sort().values
+        return torch.cat([drawn, torch.arange(n - last, n)]).to(self.device)
+
+    def call(self) -> Any:
+        raise NotImplementedError
+
+    def check(self) -> tuple[float, float]:
+        """The error that takes most of its budget, and that budget."""
+        raise NotImplementedError
+
+    def peer(self, name: str) -> Callable[[], Any]:
+        raise NotImplementedError
+
+    def floor(self, peaks: Peaks) -> float:
+        """ms."""
+        raise NotImplementedError
+
+
+class Attention(Problem):
+    """block_sparse_attention."""
+
+    peers = ("dense", "mask", "selected")
+
+    def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
+        super().__init__(case, args, device)
+        self.q, self.k, self.v = (self.normal(heads) for heads in (args.heads, args.kv_heads, args.kv_heads))
+        self.do = self.normal(args.heads)
+        self.blocks = draw_blocks(args.batch, args.kv_heads, case.n, case.block, args.count, self.generator)
+        self.backward = case.direction == "fwd+bwd"
+        for x in (self.q, self.k, self.v):
+            x.requires_grad_(self.backward)
+
+    def call(self) -> Any:
+        return self.differentiated(
+            lambda q, k, v: block_sparse_attention(
+                q, k, v, self.blocks, block_size=self.case.block, backend=self.backend
+            )
+        )
+
+    def differentiated(self, function: Callable[..., Tensor], do: Tensor | None = None) -> tuple[Tensor, ...]:
+        """out, and the gradients of q, k, v if they are timed."""
+        leaves = self.q, self.k, self.v
+        out = function(*leaves)
+        return (out, *(torch.autograd.grad(out, leaves, self.do if do is None else do) if self.backward else ()))
+
+    def check(self) -> tuple[float, float]:
+        """Rows of the first key/value head's group, and the gradients of a do that is 0 elsewhere."""
+        group, rows = self.args.heads // self.args.kv_heads, self.rows()
+        do = torch.zeros_like(self.do)
+        do[:1, rows, :group] = self.do[:1, rows, :group]
+        got = self.differentiated(
+            lambda q, k, v: block_sparse_attention(
+                q, k, v, self.blocks, block_size=self.case.block, backend=self.backend
+            ),
+            do,
+        )
+        mine = [got[0].detach()[:1, rows, :group]]
+        if self.backward:
+            mine += [got[1][:1, rows, :group], got[2][:1, :, :1], got[3][:1, :, :1]]
+        keys = torch.arange(self.case.n, device=self.device)
+        chosen = self.blocks[0, 0, rows]
+        visible = (keys // self.case.block == chosen[..., None]).any(-2) & (keys <= rows[:, None])
+        found = []
+        for dtype in (torch.float64, self.dtype):
+            of_head = self.q[:1, rows, :group], self.k[:1, :, :1], self.v[:1, :, :1]
+            leaves = [x.detach().to(oracles.wide(dtype)).requires_grad_() for x in of_head]
+            q, k, v = leaves
+            out, _ = oracles.attention(q, k, v, visible[None, None], self.args.dim**-0.5, dtype)
+            of_rows = self.do[:1, rows, :group].to(out.dtype)
+            found.append([out.detach(), *(torch.autograd.grad(out, leaves, of_rows) if self.backward else ())])
+        exact, rough = found
+        return worst_of(mine, exact, rough, self.dtype, self.args.dim)
+
+    def peer(self, name: str) -> Callable[[], Any]:
+        if name == "dense":
+            attention = choose_dense(self.device, self.dtype).attention
+            return lambda: self.differentiated(attention)
+        if name == "selected":
+            return self.kernels()
+        mask = self.mask()
+
+        def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+        return lambda: self.differentiated(masked)
+
+    def mask(self) -> Tensor:
+        """bool `[B,H,N,N]`, an expanded view of a mask for each key/value head."""
+        n, group = self.case.n, self.args.heads // self.args.kv_heads
+        columns = -(-n // self.case.block)
+        keeps = torch.zeros((*self.blocks.shape[:3], columns + 1), dtype=torch.bool, device=self.device)
+        keeps.scatter_(3, torch.where(self.blocks < 0, columns, self.blocks).long(), True)
+        mask = keeps[..., :columns].repeat_interleave(self.case.block, 3)[..., :n]
+        mask &= torch.ones((n, n), dtype=torch.bool, device=self.device).tril()
+        return mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+
+    def kernels(self) -> Callable[[], Any]:
+        """Token mode's selected branch alone: its kernels, called as cute_kernels/forward.py and backward.py do."""
+        if self.device.type != "cuda":
+            raise RuntimeError(f"runs on CUDA devices, got {self.device.type}")
+        from cute_kernels.attend.kv_outer import kv_outer_forward
+        from cute_kernels.attend.kv_outer_backward import kv_outer_backward
+
+        options: dict[str, Any] = {"size": self.case.block, "scale": self.args.dim**-0.5}
+        tensors = self.q.detach(), self.k.detach(), self.v.detach(), self.blocks
+        out, lse = kv_outer_forward(*tensors, **options)
+        delta = torch.einsum("bnhd,bnhd->bhn", out.float(), self.do.float()).contiguous()
+
+        def run() -> None:
+            kv_outer_forward(*tensors, **options)
+            if self.backward:
+                kv_outer_backward(*tensors, self.do, lse, delta, **options)
+
+        return run
+
+    def floor(self, peaks: Peaks) -> float:
+        args, n = self.args, self.case.n
+        products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.backward else 0)
+        keys = mean_keys(n, args.count * self.case.block)
+        flops = args.batch * n * keys * args.heads * 2 * args.dim * products
+        rows, key_rows = args.heads * 2, args.kv_heads * 2  # q and out, k and v: read or written once in each direction
+        directions = 3 if self.backward else 1
+        moved = args.batch * n * args.dim * self.q.element_size() * (rows + key_rows) * directions
+        return float(max(flops / peaks.tflops / 1e9, moved / peaks.tbs / 1e9))
+
+
+class Selection(Problem):
+    """top_blocks_by_max, an indexer of as many heads as there are key/value heads, over one head of keys."""
+
+    peers = ("pairs",)
+
+    def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
+        super().__init__(case, args, device)
+        self.q, self.k = self.normal(args.kv_heads), self.normal(1)
+
+    def call(self) -> Tensor:
+        options = {"block_size": self.case.block, "k": self.args.count}
+        return top_blocks_by_max(self.q, self.k, **options, backend=self.backend)
+
+    def check(self) -> tuple[float, float]:
+        """By how much a block that was left out beats one that was chosen, over what fp32 sums may hide."""
+        rows, n, size = self.rows(), self.case.n, self.case.block
+        got = self.call()[0, :, rows].long()
+        q, k = self.q[0, rows].double(), self.k[0, :, 0].double()
+        scores = torch.einsum("mhd,nd->hmn", q, k)
+        scores = scores.masked_fill(torch.arange(n, device=self.device) > rows[:, None], -torch.inf)
+        scores = torch.nn.functional.pad(scores, [0, -n % size], value=-torch.inf).unflatten(2, (-1, size)).amax(-1)
+        own = rows // size
+        begun = (own + 1).clamp(max=self.args.count)
+        if not bool(((got >= 0).sum(-1) == begun).all() and ((got == own[:, None]).sum(-1) == 1).all()):
+            return float("nan"), 0.0
+        scores.scatter_(2, own[None, :, None].expand(len(scores), -1, 1), torch.inf)
+        taken = torch.zeros((*scores.shape[:2], scores.shape[2] + 1), dtype=torch.bool, device=self.device)
+        taken.scatter_(2, torch.where(got < 0, scores.shape[2], got), True)
+        taken = taken[..., :-1]
+        left_out = scores.masked_fill(taken, -torch.inf).amax(-1)
+        chosen = scores.masked_fill(~taken, torch.inf).amin(-1)
+        allowed = 2 * 2.0**-23 * (self.args.dim / 8 + 4) * q.norm(dim=-1).T * k.norm(dim=-1).max()
+        short = (left_out - chosen).nan_to_num(nan=0.0).clamp(min=0.0)
+        worst = int((short / allowed).argmax())
+        return float(short.flatten()[worst]), float(allowed.flatten()[worst])
+
+    def peer(self, name: str) -> Callable[[], Any]:
+        """Scores of all pairs in memory, fp32."""
+        n, size, count = self.case.n, self.case.block, min(self.args.count, -(-self.case.n // self.case.block))
+        future = torch.ones((n, n), dtype=torch.bool, device=self.device).triu(1)
+
+        def pairs() -> Tensor:
+            scores = torch.einsum("bmhd,bnd->bhmn", self.q.float(), self.k[:, :, 0].float())
+            scores = scores.masked_fill_(future, -torch.inf)
+            scores = torch.nn.functional.pad(scores, [0, -n % size], value=-torch.inf)
+            best: Tensor = scores.unflatten(3, (-1, size)).amax(-1)
+            return best.topk(count, -1).indices
+
+        return pairs
+
+    def floor(self, peaks: Peaks) -> float:
+        args, n = self.args, self.case.n
+        flops = args.batch * args.kv_heads * n * (n + 1) * args.dim
+        moved = (
+            args.batch * n * (args.dim * (args.kv_heads + 1) * self.q.element_size() + args.kv_heads * args.count * 4)
+        )
+        return float(max(flops / peaks.tflops / 1e9, moved / peaks.tbs / 1e9))
+
+
+class Layer(Problem):
+    """A sparse attention layer of MiniMax-M3, hidden states 96 times as wide as there are heads."""
+
+    peers = ("mask", "pairs")
+    implementations: ClassVar[dict[str, str]] = {"mask": "sdpa", "pairs": "eager"}
+
+    def __init__(self, case: Case, args: argparse.Namespace, device: torch.device) -> None:
+        super().__init__(case, args, device)
+        from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
+        from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+
+        from nsa.integrations import minimax_m3
+
+        minimax_m3.register()
+        self.ours = minimax_m3.NAME
+        self.config = MiniMaxM3VLTextConfig(
+            num_hidden_layers=1,
+            hidden_size=96 * args.heads,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.kv_heads,
+            head_dim=args.dim,
+            rotary_dim=args.dim // 2,
+            index_n_heads=args.kv_heads,
+            index_head_dim=args.dim,
+            index_block_size=case.block,
+            index_topk_blocks=args.count,
+            layer_types=["minimax_m3_sparse"],
+            rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        )
+        torch.manual_seed(0)
+        self.layer = modeling.MiniMaxM3VLAttention(self.config, 0).to(device, self.dtype)
+        self.rotary = modeling.MiniMaxM3VLRotaryEmbedding(self.config).to(device)
+        shape = args.batch, case.n, self.config.hidden_size
+        self.hidden = torch.randn(shape, generator=self.generator, device=device, dtype=self.dtype)
+        self.backward = case.direction == "fwd+bwd"
+
+    def run(self, implementation: str, layer: Any, hidden: Tensor, *, backward: bool) -> tuple[Tensor, ...]:
+        """out, and the gradients of hidden states and parameters."""
+        layer.config._attn_implementation = implementation  # of a copy, a copy
+        positions = torch.arange(hidden.shape[1], device=self.device)[None]
+        hidden = hidden.detach().requires_grad_(backward)
+        with torch.set_grad_enabled(backward):
+            out = layer(hidden, self.rotary(hidden, position_ids=positions), None, position_ids=positions)[0]
+        if not backward:
+            return (out,)
+        leaves = [hidden, *(x for name, x in layer.named_parameters() if not name.startswith("indexer."))]
+        return (out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+    def call(self) -> Any:
+        return self.run(self.ours, self.layer, self.hidden, backward=self.backward)
+
+    def check(self) -> tuple[float, float]:
+        """Of as many tokens as choose all of their blocks, so that no near tie decides, against eager in fp64."""
+        hidden = self.hidden[:1, : self.args.count * self.case.block]
+        exact_layer = copy.deepcopy(self.layer).double()
+        exact = self.run("eager", exact_layer, hidden.double(), backward=self.backward)
+        rough = self.run("eager", self.layer, hidden, backward=self.backward)
+        mine = self.run(self.ours, self.layer, hidden, backward=self.backward)
+        return worst_of(mine, exact, rough, self.dtype, self.args.dim)
+
+    def peer(self, name: str) -> Callable[[], Any]:
+        return lambda: self.run(self.implementations[name], self.layer, self.hidden, backward=self.backward)
+
+    def floor(self, peaks: Peaks) -> float:
+        """Of projections, selection and attention."""
+        args, n = self.args, self.case.n
+        products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.backward else 0)
+        flops = args.batch * n * mean_keys(n, args.count * self.case.block) * args.heads * 2 * args.dim * products
+        flops += args.batch * args.kv_heads * n * (n + 1) * args.dim
+        hidden = self.config.hidden_size
+        weights = sum(x.numel() for x in self.layer.parameters()) * 2 * args.batch * n * (3 if self.backward else 1)
+        moved = 2 * args.batch * n * hidden * self.hidden.element_size()
+        return float(max((flops + weights) / peaks.tflops / 1e9, moved / peaks.tbs / 1e9))
+
+
+PROBLEMS: dict[str, type[Problem]] = {"block_sparse": Attention, "top_blocks": Selection, "m3_layer": Layer}
+
+
+def worst_of(
+    mine: Sequence[Tensor], exact: Sequence[Tensor], rough: Sequence[Tensor], dtype: torch.dtype, terms: int
+) -> tuple[float, float]:
+    """The error of the tensor that takes most of its budget, and that budget. Args: `rough`: the yardstick's."""
+    worst = (0.0, 1.0)
+    for x, right, near in zip(mine, exact, rough, strict=True):
+        error = float((x.double() - right).abs().max()) if bool(x.isfinite().all()) else float("nan")
+        own = float((near.to(dtype).double() - right).abs().max())
+        budget = oracles.budget(own, float(right.abs().max()), dtype, terms)
+        if not error / budget <= worst[0] / worst[1]:
+            worst = error, budget
+    return worst
+
+
+def draw_blocks(batch: int, heads: int, n: int, size: int, count: int, generator: torch.Generator) -> Tensor:
+    """int32 `[B,H_kv,N,k]`: each token's own block and others before it, at random."""
+    device, blocks = generator.device, -(-n // size)
+    step, parts = max(1, DRAWN // (batch * heads * blocks)), []
+    for first in range(0, n, step):
+        own = torch.arange(first, min(first + step, n), device=device)[:, None] // size
+        block = torch.arange(blocks, device=device)
+        scores = torch.rand((batch, heads, len(own), blocks), generator=generator, device=device)
+        scores = scores.masked_fill(block == own, 2.0).masked_fill(block > own, -1.0)
+        best = scores.topk(min(count, blocks), -1)
+        parts.append(torch.where(best.values >= 0, best.indices, -1).int())
+    return torch.nn.functional.pad(torch.cat(parts, 2), [0, max(0, count - blocks)], value=-1)
+
+
+def time_case(
+    problem: Problem,
+    args: argparse.Namespace,
+    device: torch.device,
+    peaks: Peaks | None,
+    errors: tuple[float, float],
+) -> tuple[Row, list[str]]:
+    """The row, and what did not run."""
+    case, missing, host = problem.case, [], device.type == "cpu"
+
+    def timed(call: Callable[[], Any]) -> Timing:
+        return measure(call, device, seconds=args.seconds, host=host)
+
+    own = timed(problem.call)
+    others: dict[str, float | None] = dict.fromkeys(("dense", "mask", "selected", "pairs"))
+    for name in () if args.no_peers else problem.peers:
+        release(device)
+        try:
+            others[name] = timed(problem.peer(name)).ms_p50
+        except Exception as error:  # whatever a peer raises is why it has no time
+            missing.append(f"{name} did not run: {str(error).partition(chr(10))[0]} ({case.name})")
+    floor = None if peaks is None else problem.floor(peaks)
+    dense = None if others["dense"] is None else choose_dense(device, problem.dtype).name
+    row = Row(
+        case.op, case.block, args.count, case.direction, problem.backend, "eager" if host else "queued", args.dtype,
+        args.batch, case.n, args.heads, args.kv_heads, args.dim,
+        own.ms_p20, own.ms_p50, own.ms_p80, own.peak_gib, floor, None if floor is None else floor / own.ms_p50,
+        dense, others["dense"], others["mask"], others["selected"], others["pairs"], *errors, args.command,
+    )  # fmt: skip
+    return row, missing
+
+
+# What has to be reached, and what is shown
+
+
+def find_bars(rows: Sequence[Row]) -> list[Bar]:
+    of_bars = {
+        (row.op, row.block, row.direction): row
+        for row in rows
+        if (row.b, row.n, row.h, row.h_kv, row.d, row.k, row.dtype) == (1, 64 << 10, 64, 4, 128, 16, "bf16")
+        and row.mode == "queued"
+    }
+    bars = []
+    for (op, direction), ms in MS_BARS.items():
+        row = of_bars.get((op, 128, direction))
+        reached = None if row is None else row.ms_p50
+        bars.append(Bar(f"{op}, 64K, 16 blocks of 128, {direction}", reached, ms, at_least=False, unit=" ms"))
+    for direction in PASSES:
+        row = of_bars.get(("block_sparse", 64, direction))
+        ratio = None if row is None or row.selected_ms is None else row.selected_ms / row.ms_p50
+        what = f"block_sparse, 64K, 16 blocks of 64, {direction}: token mode's selected branch takes as long"
+        bars.append(Bar(what, ratio, NOISE, at_least=True, unit="x"))
+    return bars
+
+
+def line(row: Row) -> str:
+    """A row for readers."""
+    share = "" if row.share_of_floor is None else f" ({row.share_of_floor:.0%} of the floor)"
+    peak = "" if row.peak_gib is None else f" {row.peak_gib:.2f} GiB"
+    others = {"dense": row.dense_ms, "mask": row.mask_ms, "selected": row.selected_ms, "all pairs": row.pairs_ms}
+    beside = "".join(f"  {name} {ms_text(ms)} ms" for name, ms in others.items() if ms is not None)
+    return f"{Case(row.op, row.n, row.block, row.direction).name:<44}{ms_text(row.ms_p50)} ms{share}{peak}{beside}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,618 @@
+"""Top-k block selection by the best score of a block's keys, per token and indexer head, in one pass over the keys.
+
+    score[i, h, b] = max_j q[i, h] . k[j]           keys j <= i of block b
+    indices[i, h]  = the local blocks, then the highest scores, of equal ones the lower block; k in all, ascending
+
+(the indexer of MiniMax-M3). Scores stay on chip. NaN is no score, and blocks without a score above -inf are not
+selected.
+
+Work tiles: as many consecutive tokens as fill `BlockMaxTopK.rows` rows with the heads that share keys. The mainloop
+walks over the keys, KEY_TILE per step, STAGES of them in shared memory. Of S = Q K^T a thread has two rows and a
+quarter of the keys, so that a block's maximum takes one instruction for each score and two shuffles. Each warp keeps
+the maxima of its rows for LANES blocks, then merges what beats a row's k-th best into its list (select/topk.py).
+
+MMA: WGMMA on Hopper, Q in registers, two tiles of 64 rows to a warpgroup: one is multiplied while the maxima of the
+other are taken. mma.sync elsewhere, and one tile.
+
+    barrier               before it, all threads have               after it, threads may
+    prologue              read their q                              copy keys in its place
+    start of a step       awaited their copies of its keys          multiply them
+    once a step           finished the products of the last step    copy keys into its stage
+    end of the mainloop   awaited all copies, finished all          copy another document's keys
+                          products
+
+With one row tile, and in the first step of a turn, the second and the third are one barrier.
+
+Where work tiles are too few for all multiprocessors, as in a step of decoding, CTAs share the keys of a tile: each
+leaves the lists of its part in memory, which MergeParts merges, in the order of the keys.
+
+Packed documents are read where they lie. A work tile passes over the keys of each document that it has tokens of.
+
+Scores are fp32 sums of exact products, bitwise the same each time; their error is at most 2^-23 (D/8 + 4) |q| |k|, so
+selected blocks can differ from exact ones only where scores differ by less than twice that.
+
+Floor: 2 D FLOPs per visible (query, key). 64K tokens, 4 heads of 128: 2.2 TFLOP, 3.3 ms at 660 TFLOP/s (WGMMA), 3.7 ms
+at 600 (mma.sync), and at the same time 8.6e9 maxima, 0.6 ms at 64 per cycle and SM. Every work tile reads its keys
+again, from L2: 8.6 GB with 64 tokens, 1.6 ms at 5.5 TB/s. From memory q and k once, 84 MB. Only indices are written.
+
+Limits: D 64 or 128; blocks of 64 or 128; k at most 64; at most ROWS heads that share keys; causal; N H < 2^31;
+64-bit offsets; rows start at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+from torch import Tensor
+
+from cute_kernels.lists.query_to_kv import Keys
+from cute_kernels.lists.worklist import fake_bounds, fake_slots
+from cute_kernels.mma.mma_sync import (
+    QUAD,
+    acc_mn_view,
+    accumulator,
+    as_vectors,
+    gather_rows,
+    gemm_smem,
+    load_block,
+    make_warp_mma,
+    mask_after,
+    row_max,
+)
+from cute_kernels.mma.warp import LANES
+from cute_kernels.mma.wgmma import (
+    REGISTERS,
+    TILE,
+    K,
+    allocate_tiles,
+    as_warpgroup_acc,
+    issue_mma,
+    load_operand_a,
+    smem_operand_b,
+    swizzled_tiles,
+    warpgroup_mma,
+)
+from cute_kernels.pool.documents import LENGTH, TOKEN, bounds_of, document_at
+from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
+from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.topk import Blocks, TopKList
+
+WARPS = 8
+THREADS = WARPS * LANES
+WARP_ROWS = 16
+ROWS = WARPS * WARP_ROWS
+"""Of a row tile: what the CTA's warps multiply at a time, 16 rows each."""
+
+KEY_TILE = 128
+"""Keys of a step."""
+
+STAGES = 3
+"""Steps whose keys are in shared memory: one is multiplied while the next one, and the one after it, arrive."""
+
+STEPS_PER_TURN = 4
+"""Steps that two row tiles are multiplied for in turn, before both are awaited."""
+
+SCORE_STRIDE = LANES + 1
+"""Of a row's block scores in shared memory, against bank conflicts."""
+
+
+class Shared(NamedTuple):
+    """Shared memory of a CTA. Rows are those of the work tile; each warp has its own."""
+
+    sK: cute.Tensor  # (KEY_TILE, D, STAGES)
+    sQ: cute.Tensor  # (TILE, D, tiles); with WGMMA in the place of sK, until it is in registers
+    sValues: cute.Tensor  # fp32 (rows, slots): the lists of select/topk.py
+    sIndices: cute.Tensor  # int32 (rows, slots)
+    sRow: cute.Tensor  # int32 (rows, 4), likewise
+    sFirstKey: cute.Tensor  # int32 (rows): of the row's sequence or document; -1: of none
+    sScore: cute.Tensor  # fp32 (rows, LANES): the last blocks' scores
+
+
+class Keyspan(NamedTuple):
+    """Keys of one sequence or document that a work tile passes over."""
+
+    first: Int32
+    end: Int32
+    blocks: Int32
+    """That the last token sees."""
+    first_step: Int32
+    steps: Int32
+    """Behind the last one."""
+
+
+def num_row_tiles(count: int, warpgroups: bool) -> int:
+    """Of a work tile: longer lists leave room for one."""
+    return 2 if warpgroups and count <= LANES else 1
+
+
+def top_k_list(size: int, count: int, local: int) -> TopKList:
+    """The lists of tokens that choose blocks by their keys."""
+    return TopKList(Blocks(1, 1, size, count, local=local), Keys(), tile=1)
+
+
+class BlockMaxTopK:
+    """Args: D; 16-bit type; heads that share keys; tokens of a block; k; local blocks; whether to use WGMMA."""
+
+    def __init__(self, dim: int, dtype: Any, group: int, size: int, count: int, local: int, warpgroups: bool) -> None:
+        self.dim, self.dtype, self.group, self.size, self.warpgroups = dim, dtype, group, size, warpgroups
+        self.row_tiles = num_row_tiles(count, warpgroups)
+        self.rows = self.row_tiles * ROWS
+        self.tokens = self.rows // group
+        """Of a work tile."""
+        self.blocks_per_step = KEY_TILE // size
+        self.steps_per_turn = STEPS_PER_TURN if self.row_tiles == 2 else 1
+        self.steps_per_merge = LANES // self.blocks_per_step
+        self.topk = top_k_list(size, count, local)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
+        mK: cute.Tensor,  # [B, N, H / group, D]
+        mIndices: cute.Tensor,  # int32 [B, H, T, k]; in parts [B, H, T, parts, k]
+        mValues: cute.Tensor | None,  # fp32 [B, H, T, parts, k]
+        mBounds: cute.Tensor | None,  # Documents.bounds
+        first_token: Int32,
+        stream: Any,
+    ):
+        parts = Int32(1)
+        if const_expr(mValues is not None):
+            parts = mValues.shape[3]
+        self.kernel(
+            mQ,
+            mK,
+            mIndices,
+            mValues,
+            mBounds,
+            first_token,
+            parts,
+            swizzled_tiles(self.dtype, self.dim, self.rows // TILE),
+            swizzled_tiles(self.dtype, self.dim, STAGES, KEY_TILE),
+        ).launch(
+            grid=[cute.ceil_div(mQ.shape[1], self.tokens), mK.shape[2], mK.shape[0] * parts],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mIndices: cute.Tensor,
+        mValues: cute.Tensor | None,
+        mBounds: cute.Tensor | None,
+        first_token: Int32,
+        parts: Int32,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+    ):
+        cta, kv_head, batch = cute.arch.block_idx()
+        part = Int32(0)
+        if const_expr(mValues is not None):
+            part, batch = batch % parts, batch // parts
+        tiles, _, _ = cute.arch.grid_dim()
+        first = (tiles - 1 - cta) * self.tokens  # late tokens see most keys
+        num_tokens = cutlass.min(mQ.shape[1] - first, self.tokens)
+        shared = self.allocate(q_layout, k_layout)
+        gQ = cute.domain_offset((first, kv_head * self.group, 0), mQ[batch, None, None, None])
+        gK = mK[batch, None, kv_head, None]
+        position = first_token + first  # of the first token, counted as keys are
+
+        self.init_rows(shared, position, num_tokens, mBounds, part)
+        rQ = self.load_queries(gQ, shared, num_tokens)
+        if const_expr(mBounds is None):
+            span = self.keyspan(Int32(0), mK.shape[1], position, num_tokens)
+            if const_expr(mValues is not None):
+                span = self.part_of(span, part, parts)
+            self.mainloop(gK, rQ, shared, span, position)
+        else:
+            document = document_at(mBounds[TOKEN, None], position, 1, 1, 0)
+            searching = document < mBounds.shape[1] - 1
+            while searching:
+                start = mBounds[TOKEN, document]
+                span = self.keyspan(start, start + mBounds[LENGTH, document], position, num_tokens)
+                self.mainloop(gK, rQ, shared, span, position)
+                document += 1
+                searching = document < mBounds.shape[1] - 1
+                if searching:
+                    searching = mBounds[TOKEN, document] < position + num_tokens
+        start = (kv_head * self.group, first, 0)
+        if const_expr(mValues is None):
+            self.store_rows(shared, cute.domain_offset(start, mIndices[batch, None, None, None]), num_tokens)
+        else:
+            gParts = [cute.domain_offset(start, x[batch, None, None, part, None]) for x in (mValues, mIndices)]
+            self.store_parts(shared, *gParts, num_tokens)
+
+    @cute.jit
+    def keyspan(self, first: Int32, end: Int32, position: Int32, num_tokens: Int32) -> Keyspan:
+        """Of the keys first ... end-1 those that the work tile's tokens see."""
+        seen = cutlass.max(cutlass.min(end, position + num_tokens) - first, 0)
+        return Keyspan(first, end, cute.ceil_div(seen, self.size), Int32(0), cute.ceil_div(seen, KEY_TILE))
+
+    @cute.jit
+    def part_of(self, span: Keyspan, part: Int32, parts: Int32) -> Keyspan:
+        """The keys of a part: whole merges, as many in each but for the last ones."""
+        merges = cute.ceil_div(span.steps, self.steps_per_merge)
+        steps = cute.ceil_div(merges, parts) * self.steps_per_merge
+        stop = cutlass.min(span.steps, (part + 1) * steps)
+        return Keyspan(span.first, span.end, span.blocks, part * steps, stop)
+
+    @cute.jit
+    def allocate(self, q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout) -> Shared:
+        smem = cutlass.memory.SmemAllocator()
+        sK = allocate_tiles(smem, self.dtype, k_layout)
+        if const_expr(self.warpgroups):
+            sQ = cute.make_tensor(sK.iterator, q_layout.outer)
+        else:
+            sQ = allocate_tiles(smem, self.dtype, q_layout)
+        rows, slots = const_expr(self.rows), const_expr(self.topk.num_slots)
+        return Shared(
+            sK,
+            sQ,
+            smem.allocate_tensor(Float32, cute.make_layout((rows, slots), stride=(slots, 1)), 16),
+            smem.allocate_tensor(Int32, cute.make_layout((rows, slots), stride=(slots, 1)), 16),
+            smem.allocate_tensor(Int32, cute.make_layout((rows, 4), stride=(4, 1)), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(rows), 16),
+            smem.allocate_tensor(Float32, cute.make_layout((rows, LANES), stride=(SCORE_STRIDE, 1)), 16),
+        )
+
+    # ---------------------------------------------------------------- rows
+
+    def first_row(self, row_tile: Any) -> Int32:
+        """Of the warp's 16 rows of a row tile."""
+        return row_tile * ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * WARP_ROWS
+
+    @cute.jit
+    def init_rows(self, shared: Shared, position: Int32, num_tokens: Int32, mBounds: cute.Tensor | None, part: Int32):
+        """Begin the lists of the warp's rows with the local blocks, which the first part has alone."""
+        lane = cute.arch.lane_idx()
+        for row_tile in range_constexpr(self.row_tiles):
+            first_row = self.first_row(row_tile)
+            if lane < WARP_ROWS:
+                row = first_row + lane
+                token = row // self.group
+                first_key, end = Int32(0), position + num_tokens
+                if const_expr(mBounds is not None):
+                    document = document_at(mBounds[TOKEN, None], position + token, 1, 1, 0)
+                    first_key = mBounds[TOKEN, document]
+                    end = first_key + mBounds[LENGTH, document]
+                in_sequence = position + token - first_key
+                self.topk.init_row(shared.sRow[row, None], in_sequence, end - first_key, end - first_key, False)
+                shared.sFirstKey[row] = first_key
+                if (token >= num_tokens) | (position + token >= end):
+                    shared.sFirstKey[row] = Int32(-1)
+                    shared.sRow[row, None].fill(0)
+            cute.arch.sync_warp()
+            for i in cutlass.range(WARP_ROWS, unroll=1):
+                row = first_row + i
+                self.topk.init_list(shared.sValues[row, None], shared.sIndices[row, None], shared.sRow[row, None])
+                if part > 0:
+                    empty_list(self.topk, shared.sValues[row, None], shared.sIndices[row, None])
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def load_queries(self, gQ: cute.Tensor, shared: Shared, num_tokens: Int32) -> list[Any]:
+        """The warp's queries of each row tile, with WGMMA in registers, else in shared memory. Args: gQ: [T, H, D]."""
+        last_row, vectors = num_tokens * self.group - 1, as_vectors(gQ)
+        for row_tile in range_constexpr(self.row_tiles):
+            row = cutlass.min(self.first_row(row_tile) + cute.arch.lane_idx() % WARP_ROWS, last_row)
+            start = cute.crd2idx((row // self.group, row % self.group, 0), gQ.layout) // VECTOR
+            gather_rows(vectors, self.warp_queries(shared, row_tile), Int32(start))
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_warp()
+        rQ: list[Any] = [None] * self.row_tiles
+        if const_expr(self.warpgroups):
+            mma = self.wgmma()
+            rQ = [load_operand_a(mma, self.warpgroup_queries(shared, row_tile)) for row_tile in range(self.row_tiles)]
+        cute.arch.sync_threads()
+        return rQ
+
+    def warpgroup_queries(self, shared: Shared, row_tile: int) -> cute.Tensor:
+        """[TILE, D]."""
+        return shared.sQ[None, None, self.first_row(row_tile) // TILE]
+
+    def warp_queries(self, shared: Shared, row_tile: int) -> cute.Tensor:
+        """[WARP_ROWS, D]."""
+        part = self.first_row(row_tile) % TILE // WARP_ROWS
+        return cute.local_tile(self.warpgroup_queries(shared, row_tile), (WARP_ROWS, self.dim), (part, 0))
+
+    @cute.jit
+    def store_rows(self, shared: Shared, gIndices: cute.Tensor, num_tokens: Int32):
+        """Write the lists of the warp's rows. Args: `gIndices`: [H, T, k]."""
+        for i in cutlass.range(self.row_tiles * WARP_ROWS, unroll=1):
+            row = self.first_row(i // WARP_ROWS) + i % WARP_ROWS
+            token, head = row // self.group, row % self.group
+            if token < num_tokens:
+                self.topk.store_indices(shared.sIndices[row, None], gIndices[head, token, None])
+
+    @cute.jit
+    def store_parts(self, shared: Shared, gValues: cute.Tensor, gIndices: cute.Tensor, num_tokens: Int32):
+        """Write the lists of the warp's rows as they are. Args: [H, T, k]."""
+        for i in cutlass.range(self.row_tiles * WARP_ROWS, unroll=1):
+            row = self.first_row(i // WARP_ROWS) + i % WARP_ROWS
+            token, head = row // self.group, row % self.group
+            if token < num_tokens:
+                for chunk in range_constexpr(self.topk.slots_per_lane):
+                    slot = chunk * LANES + cute.arch.lane_idx()
+                    if slot < self.topk.blocks.count:
+                        gValues[head, token, slot] = shared.sValues[row, slot]
+                        gIndices[head, token, slot] = shared.sIndices[row, slot]
+
+    # ---------------------------------------------------------------- mainloop
+
+    def wgmma(self) -> cute.TiledMma:
+        return warpgroup_mma(self.dtype, KEY_TILE, REGISTERS, K, K)
+
+    @cute.jit
+    def mainloop(self, gK: cute.Tensor, rQ: list[Any], shared: Shared, span: Keyspan, position: Int32):
+        """All keys of a sequence or document: its blocks into the lists of its rows."""
+        for step in range_constexpr(STAGES - 1):
+            self.load_keys(gK, shared, span.first_step + step, span)
+        first_turn = span.first_step // self.steps_per_turn  # a part begins with one
+        for turn in cutlass.range(first_turn, cute.ceil_div(span.steps, self.steps_per_turn), unroll=1):
+            first_step = turn * self.steps_per_turn
+            if const_expr(self.row_tiles == 2):
+                self.score_two_tiles(gK, rQ, shared, span, position, first_step)
+            else:
+                self.score_one_tile(gK, rQ[0], shared, span, position, first_step)
+            steps = first_step + self.steps_per_turn
+            if (steps % self.steps_per_merge == 0) | (steps >= span.steps):
+                first_block = first_step // self.steps_per_merge * LANES
+                cute.arch.sync_warp()
+                for i in cutlass.range(self.row_tiles * WARP_ROWS, unroll=1):
+                    self.merge(shared, self.first_row(i // WARP_ROWS) + i % WARP_ROWS, first_block, span)
+                cute.arch.sync_warp()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()  # the next document's keys may take the place of these
+
+    @cute.jit
+    def score_two_tiles(
+        self, gK: cute.Tensor, rQ: list[Any], shared: Shared, span: Keyspan, position: Int32, first_step: Int32
+    ):
+        """Scores of STEPS_PER_TURN steps: the maxima of a row tile while the other one is multiplied.
+
+        No product is under way behind them: ptxas would serialize WGMMA whose sums it must move around a loop. Steps
+        behind the last one read what is there, and all of their scores are masked.
+        """
+        one, other = (accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE)) for _ in range(2))
+        for i in range_constexpr(STEPS_PER_TURN):
+            step = first_step + i
+            self.await_keys()
+            self.start_mma(one, rQ[0], shared, step, 0)
+            if const_expr(i > 0):
+                warpgroup.wait_group(1)
+                cute.arch.sync_threads()
+            self.load_keys(gK, shared, step + STAGES - 1, span)
+            if const_expr(i > 0):
+                self.reduce(other, shared, step - 1, span, position, 1)
+            self.start_mma(other, rQ[1], shared, step, 1)
+            warpgroup.wait_group(1)
+            self.reduce(one, shared, step, span, position, 0)
+        warpgroup.wait_group(0)
+        self.reduce(other, shared, first_step + STEPS_PER_TURN - 1, span, position, 1)
+
+    @cute.jit
+    def score_one_tile(self, gK: cute.Tensor, rQ: Any, shared: Shared, span: Keyspan, position: Int32, step: Int32):
+        """Scores of a step."""
+        acc = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, KEY_TILE))
+        self.await_keys()
+        self.start_mma(acc, rQ, shared, step, 0)
+        self.load_keys(gK, shared, step + STAGES - 1, span)
+        if const_expr(self.warpgroups):
+            warpgroup.wait_group(0)
+        self.reduce(acc, shared, step, span, position, 0)
+
+    @cute.jit
+    def load_keys(self, gK: cute.Tensor, shared: Shared, step: Int32, span: Keyspan):
+        """Start copying the keys of a step into its stage, by all threads; one group, empty behind the last step."""
+        thread, _, _ = cute.arch.thread_idx()
+        if step < span.steps:
+            stage = shared.sK[None, None, step % STAGES]
+            load_block(gK, stage, span.first + step * KEY_TILE, span.end, thread, THREADS)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def await_keys(self):
+        """The next step's keys have arrived, for all threads."""
+        cute.arch.cp_async_wait_group(STAGES - 2)
+        if const_expr(self.warpgroups):
+            cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def start_mma(
+        self, acc: cute.Tensor, rQ: cute.Tensor | None, shared: Shared, step: Int32, row_tile: cutlass.Constexpr[int]
+    ):
+        """S of the warp's rows of a row tile; with WGMMA it is complete after `wait_group`."""
+        stage = step % STAGES
+        if const_expr(self.warpgroups):
+            mma = self.wgmma()
+            rK = smem_operand_b(mma, shared.sK)[None, None, None, stage]
+            issue_mma(mma, as_warpgroup_acc(acc), rQ, rK, False)
+        else:
+            acc.fill(0.0)
+            mma, lane = make_warp_mma(self.dtype, 1), cute.arch.lane_idx()
+            gemm_smem(mma, lane, acc, self.warp_queries(shared, row_tile), shared.sK[None, None, stage], 0)
+
+    @cute.jit
+    def reduce(
+        self,
+        acc: cute.Tensor,
+        shared: Shared,
+        step: Int32,
+        span: Keyspan,
+        position: Int32,
+        row_tile: cutlass.Constexpr[int],
+    ):
+        """Write the maxima of a step's blocks as scores of the warp's rows of a row tile."""
+        lane, S = cute.arch.lane_idx(), acc_mn_view(acc)
+        first_row, first_key = self.first_row(row_tile), span.first + step * KEY_TILE
+        rLastKey = cute.make_rmem_tensor(2, Int32)  # that a row sees
+        for r in range_constexpr(2):
+            rLastKey[r] = position + (first_row + r * 8 + lane // QUAD) // self.group - first_key
+        if cute.arch.vote_any_sync(cutlass.min(rLastKey[0], rLastKey[1]) < KEY_TILE - 1):
+            for r in range_constexpr(2):
+                mask_after(S[None, r, 0, None], rLastKey[r])
+        column = step % self.steps_per_merge * self.blocks_per_step
+        eighths = const_expr(self.size // 8)
+        for r in range_constexpr(2):
+            row = first_row + r * 8 + lane // QUAD
+            for b in range_constexpr(self.blocks_per_step):
+                score = row_max(cute.local_tile(S[None, r, 0, None], (2, eighths), (0, b)))
+                if lane % QUAD == 0:
+                    shared.sScore[row, column + b] = score
+
+    @cute.jit
+    def merge(self, shared: Shared, row: Int32, first_block: Int32, span: Keyspan):
+        """Merge the scores of up to LANES blocks into a row's list, if they are of its document."""
+        lane = cute.arch.lane_idx()
+        sValues, sRow = shared.sValues[row, None], shared.sRow[row, None]
+        block, score = first_block + lane, shared.sScore[row, lane]
+        is_scored = (block < span.blocks) & (shared.sFirstKey[row] == span.first)
+        beats = is_scored & self.topk.not_forced(sRow, block) & (score > sValues[self.topk.blocks.count - 1])
+        candidates = cute.arch.vote_ballot_sync(beats)
+        if candidates != 0:
+            self.topk.merge(sValues, shared.sIndices[row, None], score, block, candidates)
+
+
+@cute.jit
+def empty_list(topk: cutlass.Constexpr[TopKList], sValues: cute.Tensor, sIndices: cute.Tensor):
+    """A list without blocks, by one warp."""
+    for chunk in range_constexpr(topk.slots_per_lane):
+        slot = chunk * LANES + cute.arch.lane_idx()
+        sValues[slot], sIndices[slot] = -Float32.inf, Int32(-1)
+
+
+class MergeParts:
+    """The lists of all parts of a row become its selected blocks. A warp for each row.
+
+    Args: as of `top_k_list`.
+    """
+
+    def __init__(self, size: int, count: int, local: int) -> None:
+        self.topk = top_k_list(size, count, local)
+
+    @cute.jit
+    def __call__(
+        self,
+        mValues: cute.Tensor,  # fp32 [B, H, T, parts, k]
+        mParts: cute.Tensor,  # int32 likewise
+        mIndices: cute.Tensor,  # int32 [B, H, T, k]
+        stream: Any,
+    ):
+        batches, heads, tokens, _ = mIndices.shape
+        self.kernel(mValues, mParts, mIndices).launch(
+            grid=[cute.ceil_div(heads * tokens, WARPS), batches, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mValues: cute.Tensor, mParts: cute.Tensor, mIndices: cute.Tensor):
+        cta, batch, _ = cute.arch.block_idx()
+        _, heads, tokens, _ = mIndices.shape
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        row = cta * WARPS + warp_index
+        smem = cutlass.memory.SmemAllocator()
+        slots = const_expr(self.topk.num_slots)
+        lists = cute.make_layout((WARPS, slots), stride=(slots, 1))
+        sValues = smem.allocate_tensor(Float32, lists, 16)[warp_index, None]
+        sIndices = smem.allocate_tensor(Int32, lists, 16)[warp_index, None]
+        if row < heads * tokens:
+            head, token = row // tokens, row % tokens
+            empty_list(self.topk, sValues, sIndices)
+            cute.arch.sync_warp()
+            gValues, gParts = (x[batch, head, token, None, None] for x in (mValues, mParts))
+            self.topk.merge_lists(sValues, sIndices, gValues, gParts, mValues.shape[3])
+            self.topk.store_indices(sIndices, mIndices[batch, head, token, None])
+
+
+@compiled_once
+def _compiled(
+    dim: int,
+    dtype: torch.dtype,
+    group: int,
+    size: int,
+    count: int,
+    local: int,
+    packed: bool,
+    in_parts: bool,
+    warpgroups: bool,
+) -> Kernel:
+    lists = (
+        [fake(x, *[None] * 5, aligned=False) for x in (torch.int32, torch.float32)]
+        if in_parts
+        else [fake_slots(), None]
+    )
+    return compile_kernel(
+        BlockMaxTopK(dim, CUTE_DTYPES[dtype], group, size, count, local, warpgroups),
+        *[fake(dtype, None, None, None, dim) for _ in range(2)],
+        *lists,
+        fake_bounds() if packed else None,
+        Int32(0),
+    )
+
+
+@compiled_once
+def _merge(size: int, count: int, local: int) -> Kernel:
+    lists = [fake(x, *[None] * 5, aligned=False) for x in (torch.float32, torch.int32)]
+    return compile_kernel(MergeParts(size, count, local), *lists, fake_slots())
+
+
+def num_parts(ctas: int, keys: int, size: int, most: int) -> int:
+    """Parts of the keys: at least a merge each, and no more CTAs than `most`. Args: `ctas`: work tiles."""
+    merges = -(-keys // (LANES * size))
+    return max(1, min(most // max(ctas, 1), merges))
+
+
+def top_blocks_by_max(
+    q_idx: Tensor,
+    k_idx: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    q_start: Tensor | None,
+    *,
+    block_size: int,
+    k: int,
+    local: int,
+    parts: int | None = None,
+) -> Tensor:
+    """Selected blocks, int32 `[B,H_i,N_q,k]`, packed `[H_i,T,k]`, for checked arguments.
+
+    Args:
+        q_idx, k_idx, cu_seqlens, block_size, k, local: as of nsa.top_blocks_by_max; queries are the last tokens.
+        cu_seqlens_k, q_start: None, all that support.py lets through.
+        parts: of the keys, of one sequence length; None: by sizes and the device (num_parts).
+    """
+    del cu_seqlens_k, q_start
+    packed = cu_seqlens is not None
+    q, keys = (vectorizable(x[None] if packed else x) for x in (q_idx, k_idx))
+    batch, tokens, heads, dim = q.shape
+    indices = torch.empty((batch, heads, tokens, k), dtype=torch.int32, device=q.device)
+    if indices.numel() > 0:
+        bounds = None
+        if cu_seqlens is not None:
+            bounds = bounds_of(cu_seqlens, tile=block_size, length=block_size, stride=block_size)
+        group, hopper, first_token = heads // keys.shape[2], has_warpgroups(q.device), keys.shape[1] - tokens
+        if packed:
+            parts = 1
+        elif parts is None:
+            ctas = batch * keys.shape[2] * -(-tokens // (num_row_tiles(k, hopper) * ROWS // group))
+            parts = num_parts(ctas, keys.shape[1], block_size, multiprocessors(q.device))
+        how = dim, q.dtype, group, block_size, k, local, packed, parts > 1, hopper
+        if parts > 1:
+            values, lists = (
+                torch.empty((*indices.shape[:3], parts, k), dtype=dtype, device=q.device)
+                for dtype in (torch.float32, torch.int32)
+            )
+            _compiled(*how).run(q, keys, lists, values, None, first_token)
+            _merge(block_size, k, local).run(values, lists, indices)
+        else:
+            _compiled(*how).run(q, keys, indices, None, bounds, 0 if packed else first_token)
+    return indices[0] if packed else indices

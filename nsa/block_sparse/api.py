@@ -1,0 +1,105 @@
+"""Block-sparse attention: the public function checks its arguments, finds a backend and runs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.block_sparse.autograd import run_with_backward
+from nsa.block_sparse.ops import call_forward
+from nsa.block_sparse.validate import resolve
+from nsa.common.autocast import autocast_off, cast_inputs
+from nsa.common.checks import check_bool
+from nsa.common.derivatives import guard_inplace_changes, needs_grad, refuse_transforms
+from nsa.config import NSAConfig
+from nsa.inputs import NSAInputs
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    block_size: int,
+    causal: bool = True,
+    q_start: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    debug: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Attention of each token to the blocks of keys that `block_indices` names, differentiable in q, k and v.
+
+    The selected branch of NSA (arXiv 2502.11089) and the sparse attention of MiniMax-M3 as an op of its own: block b
+    holds keys b * block_size to (b + 1) * block_size - 1 of its sequence, and query head h attends to the blocks of
+    key/value head h // G. docs/block_sparse_attention.md has the exact definition.
+
+    Args:
+        q: `[B,N_q,H,D]`, packed `[T,H,D]`; fp16, bf16, fp32 or fp64.
+        k: `[B,N_k,H_kv,D]` in q's dtype, packed `[T_k,H_kv,D]`; H a multiple of H_kv.
+        v: `[B,N_k,H_kv,D_v]` in q's dtype, packed `[T_k,H_kv,D_v]`.
+        block_indices: int32 or int64 `[B,H_kv,N_q,k]`, packed `[H_kv,T,k]`: k different blocks of each token and
+            key/value head, in any order, counted from the first key of the sequence or document. -1 is no block, at the
+            end or anywhere else. Blocks that begin behind the last key, or with `causal` behind the token, have no
+            keys for it. A block that is named twice has an undefined result. Not differentiated.
+        block_size: tokens of a block; kernels take 64, 128, 192 and 256.
+        causal: of its blocks a token sees the keys up to its own. Default: True.
+        q_start: the token that the first query is, where there are more keys than queries: an integer, or int32 `[B]`
+            on q's device, one for each sequence or document. Keys behind the last query do not exist. Default: None,
+            which means N_k - N_q.
+        cu_seqlens: int32 `[B+1]`, bounds of packed documents. Rows behind the last one are 0. Default: None.
+        cu_seqlens_k: int32 `[B+1]`, bounds of their keys. Default: None, which means `cu_seqlens`.
+        softmax_scale: factor of the logits, greater than 0. Default: None, which means 1/sqrt(D).
+        debug: also check values, which waits for the device: inputs are finite, `cu_seqlens` and `q_start` consistent,
+            blocks in range and different. Default: False.
+        backend: "cute" or "reference". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first that can
+            run.
+
+    Returns:
+        `[B,N_q,H,D_v]` in q's dtype, packed `[T,H,D_v]`. Rows without keys are 0.
+
+    Raises:
+        TypeError: naming an argument of the wrong type or dtype, before anything is computed.
+        ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
+        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+
+    Example:
+        >>> import torch
+        >>> from nsa import block_sparse_attention
+        >>> q, k, v = torch.randn(1, 256, 4, 32), torch.randn(1, 256, 2, 32), torch.randn(1, 256, 2, 32)
+        >>> blocks = torch.tensor([0, -1]).expand(1, 2, 256, 2)
+        >>> block_sparse_attention(q, k, v, blocks, block_size=64).shape
+        torch.Size([1, 256, 4, 32])
+    """
+    refuse_transforms("block_sparse_attention")
+    check_bool("causal", causal)
+    check_bool("debug", debug)
+    q, k, v = cast_inputs({"q": q, "k": k, "v": v}).values()
+    inputs = NSAInputs(q, k, v, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start)
+    if torch.compiler.is_compiling():
+        if q_start is not None and not isinstance(q_start, Tensor):
+            config = NSAConfig.paper(causal=causal)
+            inputs.check(config)
+            inputs = inputs.narrow(config)
+        tensors = inputs.q, inputs.k, inputs.v, block_indices, inputs.cu_seqlens, inputs.cu_seqlens_k, inputs.q_start
+        return call_forward(*tensors, block_size, causal, softmax_scale, debug, backend)
+    call = resolve(
+        inputs,
+        block_indices,
+        block_size=block_size,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        debug=debug,
+        backend=backend,
+    )
+    with autocast_off(q.device.type):
+        if call.impl.training is None:
+            out: Tensor = call.impl.load()(*call.tensors, **call.options)[0]
+            return guard_inplace_changes(out, q, k, v)
+        if not needs_grad(*call.tensors[:3]):
+            out = call.impl.load()(*call.tensors, **call.options)[0]
+            return out
+        return run_with_backward(call)

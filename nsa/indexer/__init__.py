@@ -1,0 +1,6 @@
+"""Indexers of block-sparse attention: small heads that choose each token's blocks, and the loss that trains them."""
+
+from nsa.indexer.api import top_blocks_by_max
+from nsa.indexer.loss import indexer_kl_loss
+
+__all__ = ["indexer_kl_loss", "top_blocks_by_max"]

@@ -1,0 +1,86 @@
+"""Selection by an indexer: the public function checks its arguments, finds a backend and runs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.common.autocast import autocast_off, cast_inputs
+from nsa.common.derivatives import refuse_transforms
+from nsa.indexer.ops import call_forward
+from nsa.indexer.validate import check_index_tensors, narrow, resolve
+
+
+def top_blocks_by_max(
+    q_idx: Tensor,
+    k_idx: Tensor,
+    *,
+    block_size: int,
+    k: int,
+    local: int = 1,
+    q_start: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """For each token and indexer head the k blocks whose best key scores highest, for `block_sparse_attention`.
+
+    The selection of MiniMax-M3. The score of a block is the maximum of q_idx . k_idx over its keys up to the token
+    itself, in fp32 (fp64 for fp64 inputs). Scores that are NaN do not count. docs/block_sparse_attention.md has the
+    exact definition. Not differentiated: `indexer_kl_loss` trains an indexer.
+
+    Args:
+        q_idx: `[B,N_q,H_i,D_i]`, packed `[T,H_i,D_i]`; fp16, bf16, fp32 or fp64. MiniMax-M3 has as many indexer heads
+            as key/value heads. Cast by torch.autocast as q and k are.
+        k_idx: `[B,N_k,1,D_i]`, one head for all, or `[B,N_k,H_i,D_i]`, in q_idx's dtype; packed `[T_k,heads,D_i]`.
+        block_size: tokens of a block; kernels take 64 and 128.
+        k: blocks to select, at least 1; kernels take up to 64.
+        local: blocks, up to the token's own, that are selected whatever they score. They count inside k. Default: 1.
+        q_start: as in `block_sparse_attention`. Default: None, which means N_k - N_q.
+        cu_seqlens: int32 `[B+1]`, bounds of packed documents. Default: None.
+        cu_seqlens_k: int32 `[B+1]`, bounds of their keys. Default: None, which means `cu_seqlens`.
+        backend: "cute" or "reference". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first that can
+            run.
+
+    Returns:
+        int32 `[B,H_i,N_q,k]`, packed `[H_i,T,k]`: blocks counted from the first key of the sequence or document,
+        ascending, padded with -1 where fewer than k have a score above -inf. Of equal scores the lower block. Rows
+        behind the last document hold -1.
+
+    Raises:
+        TypeError: naming an argument of the wrong type or dtype, before anything is computed.
+        ValueError: naming an argument of the wrong shape, device or value, before anything is computed.
+        dispatch.BackendError: when no backend can run the call, with the reason of each.
+        RuntimeError: inside torch.func.grad, torch.vmap and other transforms of torch.func.
+
+    Example:
+        >>> import torch
+        >>> from nsa import top_blocks_by_max
+        >>> q_idx, k_idx = torch.randn(1, 256, 2, 32), torch.randn(1, 256, 1, 32)
+        >>> blocks = top_blocks_by_max(q_idx, k_idx, block_size=64, k=2)
+        >>> blocks.shape, blocks[0, 0, 0].tolist()
+        (torch.Size([1, 2, 256, 2]), [0, -1])
+    """
+    refuse_transforms("top_blocks_by_max")
+    q_idx, k_idx = cast_inputs({"q": q_idx, "k": k_idx}).values()
+    if torch.compiler.is_compiling():
+        if q_start is not None and not isinstance(q_start, Tensor):
+            check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None)
+            k_idx = narrow(q_idx, k_idx, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start).k
+            q_start = None
+        where = cu_seqlens, cu_seqlens_k, q_start
+        return call_forward(q_idx.detach(), k_idx.detach(), *where, block_size, k, local, backend)
+    call = resolve(
+        q_idx,
+        k_idx,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        q_start=q_start,
+        block_size=block_size,
+        k=k,
+        local=local,
+        backend=backend,
+    )
+    with torch.no_grad(), autocast_off(q_idx.device.type):
+        indices: Tensor = call.impl.load()(*call.tensors, **call.options)
+    return indices

@@ -1,0 +1,92 @@
+"""Checks of a call of an indexer, and the backend that takes it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+import dispatch
+from dispatch.registry import short_name
+from nsa.common.checks import check_dense, check_dtype, check_integer
+from nsa.common.resolve import resolve as resolve_call
+from nsa.config import NSAConfig
+from nsa.indexer import meta
+from nsa.inputs import NSAInputs
+
+LARGEST = 2**31 - 1
+TOKEN_MODE = NSAConfig.paper()
+"""What holds of documents and starts in token mode holds here."""
+
+
+class ResolvedCall(NamedTuple):
+    """Checked arguments, without an integer q_start, and the implementation that runs them."""
+
+    impl: dispatch.Impl
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+    """q_idx, k_idx, cu_seqlens, cu_seqlens_k, q_start."""
+    options: dict[str, Any]
+    """Keywords of a backend: block_size, k, local."""
+
+
+def resolve(
+    q_idx: Tensor,
+    k_idx: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    q_start: int | Tensor | None,
+    block_size: int,
+    k: int,
+    local: int,
+    backend: str | None,
+) -> ResolvedCall:
+    """Check everything and find the backend that takes the call.
+
+    Raises:
+        TypeError, ValueError: naming the argument and its value.
+        dispatch.BackendError: when no backend can run the call.
+    """
+    check_integer("block_size", block_size, 1, LARGEST)
+    check_integer("k", k, 1, LARGEST)
+    check_integer("local", local, 0, k)
+    check_index_tensors(q_idx, k_idx, packed=cu_seqlens is not None)
+    inputs = narrow(q_idx, k_idx, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_start=q_start)
+    options = {"block_size": block_size, "k": k, "local": local}
+    call = dispatch.Call("top_blocks_by_max", q_idx.device, q_idx.dtype, options={"inputs": inputs, **options})
+    impl = resolve_call(call, backend, meta=meta.FORWARD)
+    start = inputs.q_start if isinstance(inputs.q_start, Tensor) else None
+    return ResolvedCall(impl, (inputs.q, inputs.k, inputs.cu_seqlens, inputs.cu_seqlens_k, start), options)
+
+
+def narrow(q_idx: Tensor, k_idx: Tensor, **where: Any) -> NSAInputs:
+    """Documents and starts checked, and keys behind the last query cut, as NSA does."""
+    inputs = NSAInputs(q_idx, k_idx, k_idx, **where)
+    inputs.check(TOKEN_MODE)
+    return inputs.narrow(TOKEN_MODE)
+
+
+def check_index_tensors(q_idx: Tensor, k_idx: Tensor, *, packed: bool) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless the tensors are as `top_blocks_by_max` says."""
+    layout, lead = ("[T,heads,D_i]", 1) if packed else ("[B,N,heads,D_i]", 2)
+    for name, tensor in (("q_idx", q_idx), ("k_idx", k_idx)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(name, tensor)
+        check_dtype(name, tensor)
+        if tensor.dim() != lead + 2:
+            raise ValueError(f"{name} must have the layout {layout}, got shape {list(tensor.shape)}")
+    if k_idx.dtype != q_idx.dtype:
+        own = short_name(q_idx.dtype)
+        raise TypeError(f"k_idx must be {own} (q_idx is {own}), got {short_name(k_idx.dtype)}")
+    if k_idx.device != q_idx.device:
+        raise ValueError(f"k_idx must be on q_idx's device {q_idx.device}, got {k_idx.device}")
+    heads, dim = q_idx.shape[-2:]
+    if heads == 0 or dim == 0:
+        raise ValueError(f"q_idx must have at least one head and D_i >= 1, got shape {list(q_idx.shape)}")
+    if k_idx.shape[-2] not in (1, heads) or k_idx.shape[-1] != dim:
+        wanted = f"one head or H_i={heads}, and D_i={dim}"
+        raise ValueError(f"k_idx must have {wanted}, got shape {list(k_idx.shape)}")
+    if lead == 2 and (k_idx.shape[0] != q_idx.shape[0] or k_idx.shape[1] < q_idx.shape[1]):
+        wanted = f"B={q_idx.shape[0]} and at least N_q={q_idx.shape[1]} tokens"
+        raise ValueError(f"k_idx must have {wanted}, got shape {list(k_idx.shape)}")

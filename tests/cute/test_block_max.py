@@ -1,0 +1,120 @@
+"""Selection by the best score of a block's keys on NVIDIA GPUs: interpreted on a CPU, and on a GPU, against loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from nsa import top_blocks_by_max
+from tests.support import cases
+from tests.support.indexer_cases import assert_selects
+from tests.support.interpreted_gpu import GPUS, interpreted_gpu
+from tests.support.ptx import Order, Schedule
+
+
+@dataclass(frozen=True)
+class Case:
+    """Of q_idx `[batch,queries,heads,dim]` and as many keys, or more; or of documents of so many tokens."""
+
+    queries: int | tuple[int, ...]
+    keys: int | None = None
+    heads: int = 2
+    shared: bool = True
+    dim: int = 64
+    size: int = 64
+    k: int = 2
+    local: int = 1
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    behind: int = 0
+    whole: bool = False
+    """Small integers: scores are exact, and many are equal."""
+
+    def check(self, device: str = "cpu", **options: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        packed = isinstance(self.queries, tuple)
+        tokens = sum(self.queries) + self.behind if isinstance(self.queries, tuple) else self.queries
+        lead = () if packed else (self.batch,)
+        heads = (self.heads, 1 if self.shared else self.heads)
+        shapes = [(*lead, n, of, self.dim) for n, of in zip((tokens, self.keys or tokens), heads, strict=True)]
+        if self.whole:
+            made = [torch.randint(-1, 2, shape, generator=generator) for shape in shapes]
+        else:
+            made = [torch.randn(shape, generator=generator) for shape in shapes]
+        q_idx, k_idx = (x.to(device, self.dtype) for x in made)
+        options |= {"block_size": self.size, "k": self.k, "local": self.local}
+        where: dict[str, Any] = {"size": self.size, "k": self.k, "local": self.local}
+        where["error"] = 0.0 if self.whole else 2**-23 * (self.dim / 8 + 4)
+        if not isinstance(self.queries, tuple):
+            got = top_blocks_by_max(q_idx, k_idx, **options)
+            start = k_idx.shape[1] - q_idx.shape[1]
+            for b in range(self.batch):
+                assert_selects(got[b].cpu(), q_idx[b].cpu(), k_idx[b].cpu(), start=start, **where)
+            return
+        bounds = torch.tensor([0, *self.queries]).cumsum(0).int()
+        got = top_blocks_by_max(q_idx, k_idx, cu_seqlens=bounds.to(device), **options).cpu()
+        for first, stop in pairwise(bounds.tolist()):
+            assert_selects(got[:, first:stop], q_idx[first:stop].cpu(), k_idx[first:stop].cpu(), start=0, **where)
+        assert bool((got[:, bounds[-1] :] == -1).all())
+
+
+CASES = {
+    "one token": Case(1, 70, heads=1),
+    "two row tiles": Case(300, heads=4, k=3, dim=128, size=128),
+    "many blocks": Case(3, 2300, heads=3, k=4),
+    "more than a chunk of 128": Case(2, 4400, heads=1, k=3, size=128),
+    "equal scores in parts": Case(2, 6200, heads=2, k=3, whole=True),
+    "whole numbers": Case(260, heads=4, k=2, whole=True),
+    "own keys, fp16": Case(70, heads=2, shared=False, batch=2, local=2, dtype=torch.float16),
+    "long lists": Case(4, 2500, heads=2, k=37, local=0),
+    "documents": Case((70, 0, 1, 130, 5), heads=3, k=2, behind=3),
+    "documents across tiles": Case((33, 200, 40), heads=16, size=128, dim=128),
+}
+HERE = [("sm_90", "two row tiles"), ("sm_90", "documents"), ("sm_90", "many blocks"), ("sm_100", "whole numbers")]
+"""Of them the third in two parts."""
+OTHERS = [(arch, case) for arch in GPUS for case in CASES]
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("late", [True, *cases.rest(False)])
+@pytest.mark.parametrize(("arch", "case"), [*HERE, *cases.rest(*(x for x in OTHERS if x not in HERE))])
+def test_interpreted(arch: str, case: str, late: bool) -> None:
+    with interpreted_gpu(arch, Schedule(late=late)):
+        CASES[case].check(backend="cute")
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("arch", ["sm_90", *cases.rest("sm_100")])
+def test_barriers_put_shared_memory_in_order(arch: str) -> None:
+    """Six steps of keys, of two documents: stages are used twice, and lists merged within a document and at its end."""
+    with interpreted_gpu(arch, Schedule(observer=Order)):
+        Case((500, 130), heads=1, size=64).check(backend="cute")
+        Case(1, 2300, heads=1).check(backend="cute")  # in two parts
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case: str) -> None:
+    CASES[case].check("cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("change", [{}, {"size": 128, "k": 16, "dim": 128}, {"k": 64}], ids=str)
+def test_long_on_a_gpu(change: dict[str, Any]) -> None:
+    replace(Case(500, 20000, heads=4), **change).check("cuda")
+    replace(Case((1000, 1, 0, 700), heads=4, behind=9), **change).check("cuda")
+
+
+@pytest.mark.cuda
+def test_the_same_bits_each_time() -> None:
+    q_idx, k_idx = (torch.randn(1, 9000, heads, 128, device="cuda").bfloat16() for heads in (4, 1))
+    first, *others = (top_blocks_by_max(q_idx, k_idx, block_size=128, k=16) for _ in range(3))
+    assert all(torch.equal(first, other) for other in others)

@@ -1,0 +1,177 @@
+"""Block-sparse attention on NVIDIA GPUs: every kernel of a call interpreted on a CPU against fp64, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import dispatch
+from cute_kernels import support
+from cute_kernels.attend.row_dots import row_dots
+from nsa import NSAConfig
+from nsa.inputs import NSAInputs
+from tests.support import cases
+from tests.support.block_sparse_cases import Case, make
+from tests.support.interpreted_gpu import GPUS, interpreted_gpu
+from tests.support.ptx import Order, Schedule
+
+BF16 = Case(150, count=2, group=2, kv_heads=1, dim=64, dtype=torch.bfloat16, indices=torch.int32)
+
+CASES = {
+    "blocks of 64": BF16,
+    "blocks of 128, int64": replace(BF16, queries=200, size=128, dim=128, indices=torch.int64),
+    "one token continues": replace(
+        BF16, queries=1, keys=131, count=3, group=16, dim=128, size=128, batch=2, kv_heads=2
+    ),
+    "starts inside": replace(BF16, queries=20, keys=170, start=101, v_dim=128),
+    "documents": replace(BF16, queries=(70, 0, 1, 40), behind=3, group=3, dtype=torch.float16),
+    "group of 64": replace(BF16, queries=70, group=64, size=128),
+    "group of 1": replace(BF16, queries=70, group=1, kv_heads=2, count=5),
+}
+HERE = [("sm_90", True, "blocks of 128, int64"), ("sm_90", True, "documents"), ("sm_100", True, "starts inside")]
+OTHERS = [(arch, late, case) for arch in GPUS for late in (True, False) for case in CASES]
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("arch", "late", "case"), [*HERE, *cases.rest(*(x for x in OTHERS if x not in HERE))])
+def test_interpreted(arch: str, late: bool, case: str) -> None:
+    with interpreted_gpu(arch, Schedule(late=late)):
+        make(CASES[case]).check(backend="cute")
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("arch", ["sm_90", *cases.rest("sm_100")])
+def test_barriers_put_shared_memory_in_order(arch: str) -> None:
+    with interpreted_gpu(arch, Schedule(observer=Order)):
+        make(replace(BF16, queries=90, size=128)).check(backend="cute")
+
+
+# Which calls are taken
+
+
+def ask(*, case: Case = BF16, op: str = "block_sparse_attention", **options: Any) -> str | None:
+    """The reason for a refusal on Hopper."""
+    made = make(case)
+    where = {name: made.keywords.get(name) for name in ("cu_seqlens", "cu_seqlens_k", "q_start")}
+    inputs = NSAInputs(made.q, made.k, made.v, **where).narrow(NSAConfig.paper())
+    facts = {"inputs": inputs, "block_size": case.size, "causal": case.causal, "slots": case.count, "k": 16, **options}
+    check = support.check_block_sparse_attention if op == "block_sparse_attention" else support.check_top_blocks_by_max
+    return check(dispatch.Call(op, "cuda:0", made.q.dtype, options=facts))
+
+
+REFUSED = {
+    "size": (
+        {"block_size": 32},
+        {},
+        "takes block_size 64, 128, 192, 256, got 32",
+        "takes block_size 64 or 128, got 32",
+    ),
+    "group": (
+        {},
+        {"group": 129, "queries": 2},
+        "attends to given blocks with at most 64 heads a group, got 129",
+        "takes at most 128 heads that share keys, got 129",
+    ),
+    "dim": ({}, {"dim": 32}, "takes head dims 64 and 128, got D=32", "takes head dims 64 and 128, got D=32"),
+    "dtype": ({}, {"dtype": torch.float32}, "takes bfloat16 and float16, got float32", None),
+    "starts": (
+        {},
+        {"queries": 9, "keys": 150, "start": (3,)},
+        "takes q_start as an integer, not yet as a tensor",
+        "takes q_start as an integer, not yet as a tensor",
+    ),
+    "keys of documents": (
+        {},
+        {"queries": (3, 5), "keys": (70, 90), "batch": 1},
+        "does not take cu_seqlens_k and q_start of packed documents yet, only sequences of one length",
+        None,
+    ),
+    "heads": (
+        {},
+        {"group": 64, "kv_heads": 8, "queries": 2},
+        "takes tokens of q and of do that lie fewer than 2^15 elements apart, got 32768",
+        None,
+    ),
+    "not causal": ({"causal": False}, {}, "attends to given blocks with causal=True only, got causal=False", None),
+    "many blocks": ({"k": 65}, {}, None, "chooses at most 64 blocks per token, got k=65"),
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_give_reasons(case: str) -> None:
+    options, changes, attention, selection = REFUSED[case]
+    changed = replace(BF16, **changes)
+    if attention is not None:
+        assert ask(case=changed, **options) == attention
+    if selection is not None:
+        assert ask(case=changed, op="top_blocks_by_max", **options) == selection
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("case", CASES)
+def test_takes(case: str) -> None:
+    assert ask(case=CASES[case]) is None
+
+
+# On a GPU
+
+
+LARGE = replace(BF16, queries=2000, count=16, group=16, dim=128, size=128)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case: str) -> None:
+    make(CASES[case], device="cuda").check()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"size": 64}, {"size": 64, "dim": 64, "dtype": torch.float16}, {"size": 256, "count": 5}, {"group": 1}],
+    ids=str,
+)
+def test_long_on_a_gpu(changes: dict[str, Any]) -> None:
+    make(replace(LARGE, **changes), device="cuda").check(backend="cute")
+
+
+@pytest.mark.cuda
+def test_the_same_bits_each_time_and_in_a_graph() -> None:
+    made = make(LARGE, device="cuda")
+    first, second = made.gradients(), made.gradients()
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = made.run()
+    graph.replay()
+    assert torch.equal(captured, first[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", ["blocks of 64", "documents"])
+def test_operator_keeps_pytorchs_rules(case: str) -> None:
+    made = make(CASES[case], device="cuda")
+    qkv = [x.requires_grad_() for x in (made.q, made.k, made.v)]
+    where = made.keywords.get("cu_seqlens"), None, None
+    options = (made.case.size, True, None, False, "cute")
+    operator = torch.ops.nsa_kernels.block_sparse_attention.default
+    torch.library.opcheck(operator, (*qkv, made.block_indices, *where, *options))
+
+
+@pytest.mark.cuda
+def test_row_dots() -> None:
+    do, o = (torch.randn(2, 333, 5, 128, device="cuda").bfloat16() for _ in range(2))
+    expected = (do.double() * o.double()).sum(-1).transpose(1, 2)
+    # Sums of 128 terms in fp32, in any order
+    allowed = 128 * 2**-24 * (do.double() * o.double()).abs().sum(-1).amax()
+    assert (row_dots(do, o) - expected).abs().max() <= allowed
+    assert row_dots(do[:, ::2], o[:, ::2]).shape == (2, 5, 167)
+    assert row_dots(do[:, :0], o[:, :0]).shape == (2, 5, 0)

@@ -1,0 +1,184 @@
+"""Block-sparse attention's reference and its public function, against attention over all pairs in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from nsa import block_sparse_attention, reference
+from nsa.block_sparse import reference as block_sparse_reference
+from tests.support.block_sparse_cases import Case, Made, make
+from tests.support.live_memory import PeakBytes
+
+CASES = {
+    "blocks of 64": Case(150, batch=2),
+    "one token": Case(1, count=1),
+    "nothing": Case(0),
+    "no blocks": Case(70, count=0),
+    "more slots than blocks": Case(150, count=40),
+    "blocks of 7": Case(90, size=7, count=4, group=3, kv_heads=1, v_dim=5),
+    "one block": Case(20, size=128),
+    "not causal": Case(150, causal=False),
+    "continues": Case(9, 170),
+    "starts inside": Case(9, 170, start=70),
+    "starts": Case(9, 170, start=(3, 161), batch=2),
+    "documents": Case((70, 0, 1, 66), behind=3),
+    "documents that continue": Case((3, 0, 5), (130, 10, 70)),
+    "starts in documents": Case((3, 0, 5), (130, 10, 70), start=(60, 2, 0)),
+    "group of 64": Case(70, group=64, kv_heads=1, dim=4),
+    "bf16": Case(150, dtype=torch.bfloat16, indices=torch.int32),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_attention_over_all_pairs(case: str) -> None:
+    make(CASES[case]).check()
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(Case(90, size=7, count=4))
+    whole = made.gradients()
+    monkeypatch.setattr(reference, "CHUNK_BYTES", {"cpu": 1})
+    for one, other in zip(made.gradients(), whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_memory_does_not_grow_with_all_pairs() -> None:
+    """4096 tokens: fp32 logits of all pairs of two heads would take 134 MB."""
+    made = make(Case(4096, size=16, count=2, group=2, kv_heads=1, dtype=torch.float32))
+    with PeakBytes() as memory:
+        made.gradients()
+    assert memory.peak < 3 * reference.CHUNK_BYTES["cpu"]
+
+
+def test_what_is_not_seen_reaches_nothing() -> None:
+    made = make(Case(150))
+    expected = made.run()
+    k, v, seen_by = made.k.clone(), made.v.clone(), (made.block_indices == 1).any(-1)  # [1,H_kv,N]
+    k[:, 100], v[:, 100] = torch.nan, torch.inf
+    got = block_sparse_attention(made.q, k, v, made.block_indices, **made.keywords)
+    reached = (seen_by & (torch.arange(150) >= 100)).repeat_interleave(2, 1).transpose(1, 2)
+    assert bool(got[reached].isnan().all())
+    assert torch.equal(got[~reached], expected[~reached])
+
+
+def test_order_and_padding_change_nothing() -> None:
+    made = make(Case(150))
+    ordered = made.block_indices.sort(-1, descending=True).values.int()
+    got = block_sparse_attention(made.q, made.k, made.v, ordered, **made.keywords)
+    torch.testing.assert_close(got, made.run(), rtol=1e-12, atol=1e-12)
+
+
+BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "dtype": (TypeError, "block_indices must be int32 or int64, got float32", {"block_indices": torch.zeros(1)}),
+    "no tensor": (TypeError, "block_indices must be a torch.Tensor, got list", {"block_indices": [0]}),
+    "shape": (
+        ValueError,
+        r"\[B,H_kv,N_q,k\] = \[1, 2, 150, k\], got",
+        {"block_indices": torch.zeros(1, 4, 150, 3).int()},
+    ),
+    "size": (ValueError, "block_size must be at least 1, got 0", {"block_size": 0}),
+    "causal": (TypeError, "causal must be True or False, got 1", {"causal": 1}),
+    "debug": (TypeError, "debug must be True or False, got None", {"debug": None}),
+    "scale": (ValueError, "softmax_scale must be finite and greater than 0, got 0", {"softmax_scale": 0}),
+    "start": (ValueError, "q_start must be from 0 to N_k - N_q = 150 - 150 = 0, got 1", {"q_start": 1}),
+    "q": (ValueError, r"q must have the layout \[B,N,heads,D\]", {"q": torch.zeros(3, 4).double()}),
+    "not causal": (ValueError, "goes with causal=True, got causal=False", {"causal": False, "q_start": 0}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_named(case: str) -> None:
+    kind, message, changed = BAD[case]
+    made = make(Case(150))
+    given = {"q": made.q, "k": made.k, "v": made.v, "block_indices": made.block_indices, "block_size": 64}
+    with pytest.raises(kind, match=message):
+        block_sparse_attention(**{**given, **changed})
+
+
+VALUES = {
+    "behind the last": ([3], "from 0 to 2, blocks of 64 of the 150 keys, or -1 .debug=True., got 3"),
+    "below -1": ([-2], "got -2"),
+    "twice": ([1, -1, 1], "must differ .debug=True., got block 1 twice"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_debug_reads_blocks(case: str) -> None:
+    blocks, message = VALUES[case]
+    made = make(Case(150))
+    wrong = torch.tensor(blocks).expand(1, 2, 150, -1)
+    with pytest.raises(ValueError, match=message):
+        block_sparse_attention(made.q, made.k, made.v, wrong, block_size=64, debug=True)
+    right = torch.tensor([-1, 2, 0]).expand(1, 2, 150, -1)
+    block_sparse_attention(made.q, made.k, made.v, right, block_size=64, debug=True)
+
+
+def test_debug_reads_blocks_of_documents() -> None:
+    made = make(Case((70, 66)))
+    wrong = torch.tensor([[[0]] * 70 + [[2]] * 66] * 2)
+    with pytest.raises(ValueError, match="of the 66 keys of document 1, or -1"):
+        block_sparse_attention(made.q, made.k, made.v, wrong, debug=True, **made.keywords)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    q, k = torch.empty(2, 70, 4, 16, device="meta", requires_grad=True), torch.empty(2, 90, 2, 16, device="meta")
+    blocks = torch.empty(2, 2, 70, 3, dtype=torch.int32, device="meta")
+    out = block_sparse_attention(q, k, k[..., :8], blocks, block_size=64)
+    assert out.shape == (2, 70, 4, 8)
+    assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
+
+def test_autocast_casts() -> None:
+    made = make(Case(70, dtype=torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = made.run()
+    assert out.dtype == torch.bfloat16
+    low = Made(made.case, *(x.bfloat16() for x in (made.q, made.k, made.v)), made.block_indices, made.do)
+    assert torch.equal(out, low.run())
+
+
+def test_operator_keeps_pytorchs_rules() -> None:
+    made = make(Case(40, size=16))
+    qkv = [x.requires_grad_() for x in (made.q, made.k, made.v)]
+    operator = torch.ops.nsa_kernels.block_sparse_attention.default
+    torch.library.opcheck(operator, (*qkv, made.block_indices, None, None, None, 16, True, None, False, None))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
+@pytest.mark.parametrize("start", [None, 3])
+def test_compiles_whole_and_once_for_all_lengths(start: int | None) -> None:
+    def layer(made: Made, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
+        return block_sparse_attention(q * 2, k, v, blocks, block_size=16, q_start=start) + 1
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    once = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
+    for tokens in (40, 51, 64):
+        made = make(Case(tokens, tokens + 10, size=16))
+        qkv = [x.requires_grad_() for x in (made.q, made.k, made.v)]
+        got, expected = (
+            ((out := function(made, *qkv, made.block_indices)), *torch.autograd.grad(out, qkv, made.do))
+            for function in (once, layer)
+        )
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        graphs.append(counter.frame_count)
+    assert graphs == graphs[:1] * 3
+
+
+def test_second_derivatives_are_those_of_autograd() -> None:
+    """The reference is differentiable itself, as often as wanted."""
+    made = make(Case(9, size=4, count=2, group=1, kv_heads=1, dim=2))
+    q = made.q.detach().requires_grad_()
+
+    def function(q: Tensor) -> Tensor:
+        return block_sparse_attention(q, made.k, made.v, made.block_indices, block_size=4)
+
+    assert torch.autograd.gradgradcheck(function, (q,))
+    assert block_sparse_reference.check is reference.check

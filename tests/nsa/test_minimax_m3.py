@@ -1,0 +1,246 @@
+"""MiniMax-M3 of transformers with block-sparse attention: its own eager path is the oracle."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs transformers, the extra `hf`")
+
+from transformers import StaticCache
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig, MiniMaxM3VLVisionConfig
+
+from nsa.integrations import minimax_m3
+
+CACHE = (
+    "cache" if "cache" in inspect.signature(modeling.MiniMaxM3VLForCausalLM.forward).parameters else "past_key_values"
+)
+"""transformers 5.24 has given the argument, and the field of results, another name."""
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    minimax_m3.register()
+    yield
+    minimax_m3.unregister()
+
+
+def tiny(implementation: str, **changes: Any) -> Any:
+    """A dense layer, two sparse ones; in fp64, so that results differ by what transformers rounds to fp32 alone."""
+    config = MiniMaxM3VLTextConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=24,
+        dense_intermediate_size=24,
+        shared_intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rotary_dim=4,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        index_n_heads=2,
+        index_head_dim=8,
+        index_block_size=4,
+        index_topk_blocks=3,
+        index_local_blocks=1,
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "dense", "sparse"],
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+        bos_token_id=1,
+        eos_token_id=None,
+        experts_implementation="eager",
+        pad_token_id=0,
+        **changes,
+    )
+    torch.manual_seed(0)
+    model = modeling.MiniMaxM3VLForCausalLM._from_config(config, attn_implementation=implementation).double().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # so that logits, and choices of blocks, differ much
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, Any]:
+    """The same weights: eager, and ours."""
+    minimax_m3.register()
+    try:
+        return tiny("eager"), tiny("nsa-blocks")
+    finally:
+        minimax_m3.unregister()
+
+
+def text(*shape: int) -> Tensor:
+    return torch.randint(1, 50, shape, generator=torch.Generator().manual_seed(7))
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    """Norms, rotary angles and eager's probabilities are rounded to fp32, by 2^-24: times 2^8 through three layers."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=2**-16 * float(expected.abs().max()))
+
+
+def test_logits_and_gradients_are_those_of_eager(models: tuple[Any, Any]) -> None:
+    ids, results = text(2, 41), []
+    for model in models:
+        model.zero_grad()
+        output = model(ids, labels=ids)
+        output.loss.backward()
+        results.append((output.logits, {name: x.grad for name, x in model.named_parameters()}))
+    (expected, eager_gradients), (got, gradients) = results
+    close(got, expected)
+    assert gradients.keys() == eager_gradients.keys()
+    for name, gradient in gradients.items():
+        assert (gradient is None) == (eager_gradients[name] is None) == (".indexer." in name), name
+        if gradient is not None:
+            close(gradient, eager_gradients[name])
+
+
+def test_blocks_matter(models: tuple[Any, Any]) -> None:
+    """Were all keys attended to, logits would differ: the test above can fail."""
+    ids = text(1, 41)
+    ours = models[1](ids).logits
+    for layer in models[1].model.layers[1:]:
+        layer.self_attn.indexer.topk_blocks = 100
+    every = models[1](ids).logits
+    for layer in models[1].model.layers[1:]:
+        layer.self_attn.indexer.topk_blocks = 3
+    assert (ours - every).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=str)
+def test_generates_what_eager_does(models: tuple[Any, Any], how: dict[str, Any]) -> None:
+    how = {"max_new_tokens": 12, "do_sample": False, **how}
+    with torch.inference_mode():
+        eager, ours = (model.generate(text(2, 13), **how) for model in models)
+    assert torch.equal(ours, eager)
+    assert eager.shape == (2, 25)
+
+
+def test_prefill_in_parts_and_steps_are_the_whole_call(models: tuple[Any, Any]) -> None:
+    ids, ours = text(2, 30), models[1]
+    whole = ours(ids).logits
+    for cache in (None, StaticCache(config=ours.config, max_cache_len=40)):
+        output = ours(ids[:, :11], use_cache=True, **{CACHE: cache})
+        logits = [output.logits]
+        for first, stop in ((11, 20), (20, 21), (21, 30)):
+            output = ours(ids[:, first:stop], **{CACHE: output[CACHE]})
+            logits.append(output.logits)
+        close(torch.cat(logits, 1), whole)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_padding_changes_nothing(models: tuple[Any, Any], side: str) -> None:
+    eager, ours = models
+    ids, mask = torch.zeros(2, 30, dtype=torch.long), torch.zeros(2, 30, dtype=torch.long)
+    places = {"left": (slice(7, 30), slice(0, 30)), "right": (slice(0, 23), slice(0, 30)), "both": (slice(2, 25),) * 2}
+    for row, place in enumerate(places[side]):
+        length = place.stop - place.start
+        ids[row, place], mask[row, place] = text(length), 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    got = ours(ids, attention_mask=mask, position_ids=positions).logits
+    for row, place in enumerate(places[side]):
+        close(got[row, place], eager(ids[row : row + 1, place]).logits[0])
+
+
+def test_packs_are_separate_documents(models: tuple[Any, Any]) -> None:
+    eager, ours = models
+    ids, lengths = text(2, 30), ((10, 1, 19), (30,))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    got = ours(ids, position_ids=positions).logits
+    for row, own in enumerate(lengths):
+        parts = [eager(part[None]).logits[0] for part in ids[row].split(list(own))]
+        close(got[row], torch.cat(parts))
+
+
+def test_gradients_through_packs_and_padding(models: tuple[Any, Any]) -> None:
+    ours, ids = models[1], text(1, 30)
+    positions = torch.cat([torch.arange(11), torch.arange(19)])[None]
+    padded = torch.zeros(2, 19, dtype=torch.long)
+    padded[0, 8:], padded[1] = ids[0, :11], ids[0, 11:]
+    mask = (padded > 0).long()
+    at = (mask.cumsum(1) - 1).clamp(min=0)
+    found = []
+    for call in (
+        {"input_ids": ids, "position_ids": positions},
+        {"input_ids": padded, "attention_mask": mask, "position_ids": at},
+    ):
+        ours.zero_grad()
+        logits = ours(**call).logits
+        logits = logits[0] if len(logits) == 1 else torch.cat([logits[0, 8:], logits[1]])
+        logits.square().sum().backward()
+        found.append({name: x.grad for name, x in ours.named_parameters() if x.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        close(gradient, found[1][name])
+
+
+def test_gradient_checkpointing_changes_nothing(models: tuple[Any, Any]) -> None:
+    ours, ids, found = models[1], text(1, 30), []
+    ours.train()
+    for enable in (ours.gradient_checkpointing_enable, ours.gradient_checkpointing_disable):
+        enable()
+        ours.zero_grad()
+        ours(ids, labels=ids).loss.backward()
+        found.append([x.grad.clone() for x in ours.parameters() if x.grad is not None])
+    ours.eval()
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
+def test_the_vision_tower_takes_pytorchs_attention() -> None:
+    config = MiniMaxM3VLVisionConfig(hidden_size=16, num_attention_heads=2)
+    module = modeling.MiniMaxM3VLVisionAttention(config)
+    q, k, v = torch.randn(3, 1, 2, 9, 8).double()
+    got, _ = minimax_m3.attention(module, q, k, v, None, scaling=0.3, is_causal=False)
+    close(got, modeling.eager_attention_forward(module, q, k, v, None, scaling=0.3)[0])
+
+
+def test_generates_behind_left_padding_as_without(models: tuple[Any, Any]) -> None:
+    ours, short = models[1], text(1, 9)
+    ids, mask = torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long)
+    ids[0, 7:], ids[1], mask[0, 7:], mask[1] = short[0], text(16), 1, 1
+    alone = ours.generate(short, max_new_tokens=8, do_sample=False)
+    for how in ({}, {"cache_implementation": "static"}):
+        together = ours.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **how)
+        assert torch.equal(together[0, 7:], alone[0])
+
+
+def test_masks_that_are_not_padding_raise(models: tuple[Any, Any]) -> None:
+    ours, ids = models[1], text(1, 8)
+    with pytest.raises(ValueError, match="must be 2-D"):
+        ours(ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match="must pad the ends of rows only, got 7 real tokens from 0 to 7 in row 0"):
+        ours(ids, attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]]))
+
+
+def test_dropout_and_other_models_raise(models: tuple[Any, Any]) -> None:
+    attention = models[1].model.layers[1].self_attn
+    x = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match=r"has no dropout, got attention_dropout=0\.1"):
+        minimax_m3.attention(attention, x, x, x, None, dropout=0.1)
+    with pytest.raises(ValueError, match="is for MiniMax-M3, got Linear"):
+        minimax_m3.attention(torch.nn.Linear(1, 1), x, x, x, None)
+
+
+def test_unregister_takes_everything_back() -> None:
+    own = minimax_m3._REPLACED["forward"]
+    minimax_m3.register()  # again: changes nothing
+    minimax_m3.unregister()
+    assert modeling.MiniMaxM3VLIndexer.forward is own
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        assert "nsa-blocks" not in interface._global_mapping
+    minimax_m3.unregister()
+    minimax_m3.register()
+    assert modeling.MiniMaxM3VLIndexer.forward is not own
