@@ -79,16 +79,13 @@ class CachedSequences:
         """A forward of the model with new columns, in which each layer calls `attend` once.
 
         Args:
-            mask: bool `[B, columns + N_q]`, True for tokens, or None.
+            mask: bool `[B, columns + N_q]`, True for tokens, which has been checked; None: there is no padding.
 
         Raises:
             ValueError: naming what does not fit the cache.
             RuntimeError: where a sequence has overflowed.
         """
         total = self.columns + tokens
-        if mask is not None and tuple(mask.shape) != (batch, total):
-            wanted = f"[{batch},{total}], of {self.columns} cached and {tokens} new tokens"
-            raise ValueError(f"attention_mask must have the shape {wanted}, got {list(mask.shape)}")
         if self.ends_padded:
             raise ValueError("attention_mask padded the cached texts to the right, so nothing can follow: pad left")
         self._make_room(batch, total, device)

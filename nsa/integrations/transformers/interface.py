@@ -53,7 +53,8 @@ def nsa_mask(
             that was not converted.
     """
     del batch_size
-    for part in _parts(mask_function):
+    # Compiled, it is always a pack's: these models ask for no other, and documents are found by `find_documents`
+    for part in () if torch.compiler.is_compiling() else _parts(mask_function):
         if part not in CAUSAL_PARTS:
             raise ValueError(
                 f"attn_implementation='nsa' is causal attention to a text, its padding or its documents; got a mask by "
@@ -93,19 +94,23 @@ def find_documents(
     attention_mask: Tensor | Mapping[str, Tensor | None] | None,
     position_ids: Tensor | None,
     cu_seq_lens_q: Tensor | None,
-    batch: int,
+    shape: tuple[int, int],
     max_length_q: int | None = None,
 ) -> tuple[Tensor | None, Unpadding | None]:
     """The 2-D mask if there is padding, else None; and the documents, if rows are packed.
+
+    Args:
+        shape: rows of the batch and columns of keys, a cache's included.
 
     Raises:
         ValueError: for a mask that is neither padding on one side nor documents.
     """
     if isinstance(attention_mask, Mapping):  # by type of layer, as generate makes them for compileable caches
         attention_mask = attention_mask["full_attention"]
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if attention_mask is not None and tuple(attention_mask.shape) != shape:
         raise ValueError(
-            f"attention_mask must be [B,N] for attn_implementation='nsa', got shape {list(attention_mask.shape)}"
+            f"attention_mask must be [B,N_k] = {list(shape)} for attn_implementation='nsa', cached tokens included, got "
+            f"shape {list(attention_mask.shape)}"
         )
     if cu_seq_lens_q is not None:
         if attention_mask is not None and not bool(attention_mask.all()):
@@ -121,7 +126,7 @@ def find_documents(
             "position_ids may hold packed documents, which nothing can tell in torch.compile: leave them out, or give "
             "cu_seq_lens_q, too; models that were not converted always get them"
         )
-    return None, by_positions(position_ids, batch)
+    return None, by_positions(position_ids, shape[0])
 
 
 # Attention
@@ -190,11 +195,10 @@ def nsa_attention(
         config = replace(config, softmax_scale=float(scaling))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     cached = k.shape[1] != q.shape[1]
-    mask, documents = find_documents(attention_mask, position_ids, cu_seq_lens_q, len(q), max_length_q)
+    shape = (k.shape[0], k.shape[1])
+    mask, documents = find_documents(attention_mask, position_ids, cu_seq_lens_q, shape, max_length_q)
     if cached and documents is not None:
         raise ValueError(f"documents begin among new tokens, and a cache holds earlier ones: {PACK_ADVICE}")
-    if mask is not None and mask.shape[1] != k.shape[1]:
-        raise ValueError(f"attention_mask must have the {k.shape[1]} columns of keys, got {list(mask.shape)}")
     gates = q.new_tensor(check_gate_init(getattr(module.config, "nsa_gate_init", None))).expand(*q.shape[:-1], 3)
     return attend(q, k, v, gates, config, mask, documents), None
 

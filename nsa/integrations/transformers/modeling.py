@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import (
+    Cache,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -187,37 +188,36 @@ class ModelMixin(PreTrainedMixin):
         if inputs is None:
             raise ValueError("input_ids or inputs_embeds must be given, got neither")
         batch, tokens = inputs.shape[:2]
-        mask, documents = find_documents(
-            attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), batch, kwargs.get("max_length_q")
-        )
-        cache = self._cache(use_cache, documents is not None, kwargs)
+        cache = self._given_cache(use_cache, kwargs)
+        cached = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+        shape = (batch, int(cached) + tokens)
+        mask, documents = find_documents(attention_mask, position_ids, bounds, shape, longest)
+        if documents is not None and (cache is not None or use_cache):
+            raise ValueError(f"a cache holds no packed documents: {PACK_ADVICE}")
+        if cache is None and documents is None and self._may_cache():
+            cache = DynamicCache() if use_cache is not False and (use_cache or self.config.use_cache) else None
         call: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
         call |= kwargs | {"use_cache": cache is not None, CACHE_ARGUMENT: cache, "nsa_rows": (mask, documents)}
         if cache is None:
             return super().forward(**call)  # type: ignore[misc]
         sequences = take_over(cache, options_of(self.config), self.config.num_hidden_layers)
-        if mask is not None and sequences.columns == 0 and mask.shape[1] != tokens:
-            raise ValueError(f"attention_mask must have the {tokens} columns of input_ids, got {list(mask.shape)}")
         with sequences.step(batch, tokens, inputs.device, mask):
             return super().forward(**call)  # type: ignore[misc]
 
-    def _cache(self, use_cache: bool | None, packed: bool, kwargs: dict[str, Any]) -> Any:
-        """The cache of a call, given or made; None: it goes without."""
+    def _given_cache(self, use_cache: bool | None, kwargs: dict[str, Any]) -> Any:
+        """The cache that a call gives under either name, or None."""
         given = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
         cache = next((each for each in given if each is not None), None)
-        why = None
-        if packed:
-            why = f"documents are packed: {PACK_ADVICE}"
-        elif torch.is_grad_enabled():
-            why = "gradients are enabled, and a cache has none: call the model under torch.no_grad()"
-        elif torch.compiler.is_compiling():
-            why = "nsa_with_cache does not run in torch.compile"
-        if why is not None and (cache is not None or use_cache):
-            raise ValueError(f"no cache can be used where {why}; got {'a cache' if cache is not None else 'use_cache=True'}")
-        if cache is not None:
-            return cache
-        wanted = self.config.use_cache if use_cache is None else use_cache
-        return DynamicCache() if wanted and why is None else None
+        if (cache is not None or use_cache) and not self._may_cache():
+            raise ValueError(
+                "a cache has no gradients and does not run in torch.compile: call the model under torch.no_grad(), "
+                f"or without one; got {f'use_cache={use_cache}' if cache is None else type(cache).__name__}"
+            )
+        return cache
+
+    def _may_cache(self) -> bool:
+        return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 class CausalLMMixin(PreTrainedMixin):
