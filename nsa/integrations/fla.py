@@ -1,4 +1,4 @@
-"""Weights of flash-linear-attention's NSA layer (`fla.layers.NativeSparseAttention`) in NSAttention. Needs torch alone."""
+"""Weights of NSA layers of flash-linear-attention (fla.layers.NativeSparseAttention) in NSAttention."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NAMES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "
 
 
 def fla_config(block_size: int = 64, block_counts: int = 16, window_size: int | None = 512) -> NSAConfig:
-    """The options that compute what fla does: means of blocks that do not overlap, the first block and the last two of a
-    token forced, a selection per token and group.
+    """The options that compute what fla does: means of blocks that do not overlap, the first block and a token's last
+    two forced, a selection per token and group.
 
     Args:
         block_size: tokens of a block. Default: 64.

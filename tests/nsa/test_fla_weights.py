@@ -19,7 +19,12 @@ HEADS, DIM, WIDTH, BLOCK, COUNT, WINDOW, TOKENS = 16, 16, 32, 8, 4, 20, 107
 
 
 def fla_state(bias: bool = False) -> dict[str, Tensor]:
-    sizes = {"q_proj": (HEADS * DIM, WIDTH), "k_proj": (DIM, WIDTH), "v_proj": (DIM, WIDTH), "g_proj": (HEADS * 3, WIDTH)}
+    sizes = {
+        "q_proj": (HEADS * DIM, WIDTH),
+        "k_proj": (DIM, WIDTH),
+        "v_proj": (DIM, WIDTH),
+        "g_proj": (HEADS * 3, WIDTH),
+    }
     state = {f"{name}.weight": torch.randn(size) * 0.3 for name, size in sizes.items()}
     state["o_proj.weight"] = torch.randn(WIDTH, HEADS * DIM) * 0.1
     if bias:
@@ -68,7 +73,9 @@ def test_the_layer_computes_what_fla_does(bias: bool, oracle: Any) -> None:
         for name in ("q_proj", "k_proj", "v_proj")
     )
     last = torch.tensor([BLOCK] * (TOKENS // BLOCK) + [TOKENS % BLOCK])
-    pooled = (pad(y, (0, 0, 0, 0, 0, -TOKENS % BLOCK)).unflatten(1, (-1, BLOCK)).sum(2) / last[:, None, None] for y in (k, v))
+    pooled = (
+        pad(y, (0, 0, 0, 0, 0, -TOKENS % BLOCK)).unflatten(1, (-1, BLOCK)).sum(2) / last[:, None, None] for y in (k, v)
+    )
     compressed, selected = oracle(q, k, v, *pooled)
     distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
     logits = torch.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) * DIM**-0.5
@@ -89,7 +96,7 @@ def test_sizes_come_from_the_weights_and_errors_name_them() -> None:
     assert layer.config == fla_config(64, 16, 512)
     assert (layer.config.num_init_blocks, layer.config.num_local_blocks, layer.config.token_mode) == (1, 2, True)
     assert fla_config(window_size=None).window_size == 0
-    with pytest.raises(ValueError, match="three biases or none, got .*'q_proj.bias'"):
+    with pytest.raises(ValueError, match=r"three biases or none, got .*'q_proj.bias'"):
         layer_from_fla(state | {"q_proj.bias": torch.zeros(HEADS * DIM)})
     with pytest.raises(ValueError, match="three gates a head and heads of one size"):
         layer_from_fla(state | {"g_proj.weight": torch.zeros(47, WIDTH)})

@@ -1,4 +1,4 @@
-"""Converted models of transformers: the same function as NSAttention's, masks and packs, training, saving and loading."""
+"""Converted models of transformers: what they compute, masks and packs, training, saving and loading."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning"),  # renamed by transformers
 ]
 
-# Sums of the same numbers in other places of a batch, or through a cache, differ by rounding: logits of up to 10 in fp32
-# through two layers, with some 100 roundings of 6e-8 each
+# Sums of the same numbers in other places of a batch, or through a cache, differ by rounding: logits of up to 10 in
+# fp32 through two layers, with some 100 roundings of 6e-8 each
 TOLERANCE = 1e-4
 
 
@@ -168,7 +168,12 @@ def test_packs_equal_separate_documents(converted: bool) -> None:
 
 def unconverted() -> Any:
     model = dense_model(attn_implementation="nsa")
-    model.config.nsa_config = {"compress_block_size": 8, "select_block_size": 8, "num_selected_blocks": 3, "window_size": 8}
+    model.config.nsa_config = {
+        "compress_block_size": 8,
+        "select_block_size": 8,
+        "num_selected_blocks": 3,
+        "window_size": 8,
+    }
     model.config.nsa_config |= {"q_tile_size": 1}
     return model
 
@@ -251,7 +256,9 @@ def test_trainer_lowers_the_loss(tmp_path: Path) -> None:
     text = token_ids(1, 40)[0].tolist()
     examples = [{"input_ids": text, "labels": text}] * 8
     options = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1}
-    arguments = TrainingArguments(str(tmp_path), **options, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
+    arguments = TrainingArguments(
+        str(tmp_path), **options, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+    )
     trainer = Trainer(model, arguments, train_dataset=examples)
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -273,7 +280,7 @@ def test_compiles_as_a_whole() -> None:
 def test_a_cache_and_gradients_exclude_each_other() -> None:
     model, ids = converted_model(), token_ids(1, 8)
     assert getattr(model(ids), CACHE_ARGUMENT) is None
-    with pytest.raises(ValueError, match="a cache has no gradients .* got use_cache=True"):
+    with pytest.raises(ValueError, match=r"a cache has no gradients .* got use_cache=True"):
         model(ids, use_cache=True)
 
 
@@ -281,7 +288,7 @@ def test_a_cache_and_gradients_exclude_each_other() -> None:
 
 
 def test_what_cannot_be_converted_is_refused() -> None:
-    with pytest.raises(TypeError, match="model must be one of LlamaModel.*got GPT2Config"):
+    with pytest.raises(TypeError, match=r"model must be one of LlamaModel.*got GPT2Config"):
         convert(GPT2Config())
     with pytest.raises(TypeError, match="InfLLM-v2"):
         convert(type("MiniCPMConfig", (), {"sparse_config": {"kernel_size": 32}})())
@@ -300,7 +307,7 @@ def test_what_cannot_be_converted_is_refused() -> None:
         convert(LlamaConfig(), NSAConfig.paper(compress=lambda blocks: blocks.mean(-2)))
     hooked = dense_model()
     hooked.model.layers[0].forward = hooked.model.layers[0].forward
-    with pytest.raises(ValueError, match="got one at model.layers.0"):
+    with pytest.raises(ValueError, match=r"got one at model\.layers\.0"):
         convert(hooked)
     with pytest.raises(ValueError, match="attn_implementation must be 'nsa'"):
         converted_model().set_attn_implementation("sdpa")

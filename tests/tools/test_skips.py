@@ -1,4 +1,4 @@
-"""What the tests do without the packages of the extras `cuda` and `hf`: skip, and say why; where it is required, fail."""
+"""What the tests do without packages of the extras `cuda` and `hf`: skip, and say why; where required, fail."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_without_extras_what_needs_them_skips_and_says_so(tmp_path: Path) -> Non
 def test_required_it_fails(tmp_path: Path) -> None:
     done = run(tmp_path, *REQUIRED)
     assert done.returncode == 1, done.stdout
-    assert ("1 failed, 1 passed, " + ("2 errors" if sys.version_info >= (3, 11) else "1 skipped, 1 error")) in done.stdout
+    assert (
+        "1 failed, 1 passed, " + ("2 errors" if sys.version_info >= (3, 11) else "1 skipped, 1 error")
+    ) in done.stdout
 
 
 def test_make_requires_it_where_it_exists() -> None:

@@ -7,7 +7,7 @@ of the table is one forward of the model, opened there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -125,8 +125,8 @@ class CachedSequences:
             out = attend(q, k, v, gates, self.config, None if real is None else mask, None)
             self._append(cache, *(_first_rows(x, real) for x in (q, k, v)))
             return out
-        out = nsa_with_cache(*(_first_rows(x, real) for x in (q, k, v)), cache, gates=_first_rows(gates, real))
-        return _rows_back(out, real)
+        q, k, v, gates = (_first_rows(x, real) for x in (q, k, v, gates))
+        return _rows_back(nsa_with_cache(q, k, v, cache, gates=gates), real)
 
     def _append(self, cache: NSACache, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write new tokens without attending: what nsa_with_cache begins with, in PyTorch on any device."""

@@ -25,11 +25,11 @@ def convert(
     gates: Literal["hidden", "query", "learned"] = "hidden",
     gate_init: Sequence[float] | None = None,
 ) -> Any:
-    """An NSA model from a dense one: LlamaForCausalLM, LlamaModel, Qwen3ForCausalLM, Qwen3Model, or one of their configs.
+    """An NSA model from a dense one: LlamaForCausalLM, LlamaModel, Qwen3ForCausalLM, Qwen3Model, or a config of theirs.
 
     A model is changed in place: attention layers get gates and other classes, all weights stay where they are. A config
-    gives a new config, for AutoModelForCausalLM.from_config, or to load a dense checkpoint with. Both carry the options,
-    so that save_pretrained and from_pretrained need nothing else than this import.
+    gives a new config, for AutoModelForCausalLM.from_config, or to load a dense checkpoint with. Both carry the
+    options, so that save_pretrained and from_pretrained need nothing else than this import.
 
     Args:
         model: the model, on any device and in any dtype, or the config. No hooks or wrappers: convert first, then
@@ -71,8 +71,8 @@ def convert(
     hooked = [name for name, module in model.named_modules() if "forward" in vars(module)]
     if hooked:
         raise ValueError(
-            f"model must have no hooks of accelerate or wrapped forwards, got one at {hooked[0] or 'its root'}: convert "
-            "it before it is dispatched"
+            f"model must have no hooks of accelerate or wrapped forwards, got one at {hooked[0] or 'its root'}: "
+            "convert it before it is dispatched"
         )
     become_nsa(model, _config(model.config, fields))
     return model

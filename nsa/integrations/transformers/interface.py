@@ -83,7 +83,7 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
     """Names of the functions that a mask function is the intersection of."""
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     if name == "and_masks.<locals>.and_mask":
-        cells: Any = mask_function.__closure__  # type: ignore[attr-defined]
+        cells: Any = mask_function.__closure__
         for part in cells[0].cell_contents:
             yield from _parts(part)
     else:
@@ -109,8 +109,8 @@ def find_documents(
         attention_mask = attention_mask["full_attention"]
     if attention_mask is not None and tuple(attention_mask.shape) != shape:
         raise ValueError(
-            f"attention_mask must be [B,N_k] = {list(shape)} for attn_implementation='nsa', cached tokens included, got "
-            f"shape {list(attention_mask.shape)}"
+            f"attention_mask must be [B,N_k] = {list(shape)} for attn_implementation='nsa', cached tokens included, "
+            f"got shape {list(attention_mask.shape)}"
         )
     if cu_seq_lens_q is not None:
         if attention_mask is not None and not bool(attention_mask.all()):

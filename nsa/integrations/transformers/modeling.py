@@ -28,8 +28,9 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from nsa.integrations.transformers.cache import take_over
 from nsa.integrations.transformers.gates import BranchGates
-from nsa.integrations.transformers.interface import NAME, PACK_ADVICE, attend, find_documents, refuse
+from nsa.integrations.transformers.interface import NAME, attend, find_documents, refuse
 from nsa.integrations.transformers.options import check_gate_init, check_gates, options_dict, options_of
+from nsa.integrations.transformers.unpadding import PACK_ADVICE
 
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 """How models of the installed transformers call their cache: `past_key_values` until 5.23."""
@@ -40,6 +41,10 @@ CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).par
 
 class ConfigMixin:
     """The fields `nsa_config`, `nsa_gates` and `nsa_gate_init` of a model's config, checked and completed."""
+
+    nsa_config: dict[str, Any] | None
+    nsa_gates: str
+    nsa_gate_init: list[float] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -179,8 +184,8 @@ class ModelMixin(PreTrainedMixin):
         needed, in torch.compile, or for packed documents.
 
         Raises:
-            ValueError: for a mask that is neither padding on one side nor documents; for `use_cache=True` where no cache
-                can be.
+            ValueError: for a mask that is neither padding on one side nor documents; for `use_cache=True` where no
+                cache can be.
         """
         if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError("output_attentions must be False: NSA has no attention weights to return, got True")

@@ -32,7 +32,7 @@ class Unpadding:
     def pad(self, x: Tensor, batch: int) -> Tensor:
         """`[T,...]` as `[B,N,...]`: the inverse of `unpad`."""
         flat = x if self.order is None else torch.empty_like(x).index_copy(0, self.order, x)
-        return flat.unflatten(0, (batch, -1))
+        return flat.reshape(batch, -1, *flat.shape[1:])
 
 
 def by_mask(real: Tensor) -> Unpadding:
@@ -53,7 +53,8 @@ def by_positions(position_ids: Tensor, batch: int) -> Unpadding | None:
 
 def bounds(lengths: Tensor) -> Tensor:
     """cu_seqlens of documents of these lengths."""
-    return pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    cu_seqlens: Tensor = pad(lengths.cumsum(0), (1, 0))
+    return cu_seqlens.to(torch.int32)
 
 
 def check_mask(mask: Tensor, position_ids: Tensor | None) -> bool:
