@@ -6,9 +6,9 @@ import importlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 import dispatch
 import nsa
@@ -26,16 +26,22 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def with_code() -> Iterator[ParameterSet]:
+OF_TRANSFORMERS = [
+    pytest.mark.hf_extra,
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning"),  # what peft still calls
+]
+
+
+def with_code() -> Iterator[Any]:
     """Pages with code, marked by the extra that it needs."""
     for page in PAGES:
         blocks = "".join(python_blocks(page))
-        needs = [pytest.mark.hf_extra] if "transformers" in blocks else []
+        needs = OF_TRANSFORMERS if "transformers" in blocks else []
         if blocks:
             yield pytest.param(page, marks=needs, id=name_of(page))
 
 
-@pytest.mark.parametrize("page", with_code())
+@pytest.mark.parametrize("page", list(with_code()))
 def test_example_code_runs(page: Path) -> None:
     for block in python_blocks(page):
         exec(compile(block, str(page), "exec"), {})
