@@ -20,7 +20,7 @@ pytestmark = pytest.mark.hf_extra
 NEW = 10
 
 
-def generate(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+def generate(model: Any, ids: Tensor | None, **kwargs: Any) -> Tensor:
     """NEW tokens, the likeliest ones unless told otherwise."""
     torch.manual_seed(1)
     result: Tensor = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
@@ -69,6 +69,19 @@ def test_a_dynamic_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         again = model(out.sequences, use_cache=False).logits[0, 59:-1].argmax(-1)
     assert torch.equal(out.sequences[0, 60:], again)
+
+
+def test_a_second_turn_goes_on_from_the_first_ones_cache() -> None:
+    model, ids, cache = converted_model(), token_ids(2, 40), DynamicCache()
+    first = generate(model, ids, **{CACHE_ARGUMENT: cache})
+    both = torch.cat([first, ids[:, :7]], 1)
+    assert torch.equal(generate(model, both, **{CACHE_ARGUMENT: cache}), generate(model, both))
+
+
+def test_embeddings_in_place_of_tokens() -> None:
+    model, ids = converted_model(), token_ids(2, 40)
+    written = generate(model, None, inputs_embeds=model.model.embed_tokens(ids))
+    assert torch.equal(written, generate(model, ids)[:, 40:])
 
 
 def test_assisted_decoding() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
-from nsa.common.autocast import autocast_dtype, autocast_off, cast_inputs
+from nsa.common.autocast import autocast_dtype, autocast_off
 from nsa.config import NSAConfig
 from nsa.decoding.api import nsa_with_cache
 from nsa.decoding.cache import NSACache
@@ -123,17 +123,18 @@ class CachedSequences:
         cache = self._cache_of(layer, q, k, v)
         if self._step.first and self.config.token_mode and q.shape[1] > 1:
             out = attend(q, k, v, gates, self.config, None if real is None else mask, None)
-            self._append(cache, *(_first_rows(x, real) for x in (q, k, v)))
+            self._append(cache, *(_first_rows(x, real) for x in (k, v)))
             return out
         q, k, v, gates = (_first_rows(x, real) for x in (q, k, v, gates))
         return _rows_back(nsa_with_cache(q, k, v, cache, gates=gates), real)
 
-    def _append(self, cache: NSACache, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def _append(self, cache: NSACache, k: Tensor, v: Tensor) -> None:
         """Write new tokens without attending: what nsa_with_cache begins with, in PyTorch on any device."""
         step: Any = cache.table.open
-        with torch.no_grad(), autocast_off(q.device.type):
-            inputs = NSAInputs(**cast_inputs({"q": q, "k": k, "v": v}))
-            append(inputs, in_sum_dtype(inputs), self.config, cache, step)
+        with torch.no_grad(), autocast_off(k.device.type):
+            k, v = k.to(cache.dtype), v.to(cache.dtype)
+            exact = in_sum_dtype(NSAInputs(k[:, :0], k[:, :0], v[:, :0]))  # which tells the dtype of sums
+            append(NSAInputs(k[:, :0], k, v), exact, self.config, cache, step)
         step.done.add(id(cache))
 
     def _cache_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> NSACache:

@@ -94,30 +94,35 @@ def find_documents(
     attention_mask: Tensor | Mapping[str, Tensor | None] | None,
     position_ids: Tensor | None,
     cu_seq_lens_q: Tensor | None,
-    shape: tuple[int, int],
+    shape: tuple[int, int, int],
     max_length_q: int | None = None,
 ) -> tuple[Tensor | None, Unpadding | None]:
     """The 2-D mask if there is padding, else None; and the documents, if rows are packed.
 
     Args:
-        shape: rows of the batch and columns of keys, a cache's included.
+        shape: rows of the batch, columns of queries, and columns of keys, a cache's included.
 
     Raises:
         ValueError: for a mask that is neither padding on one side nor documents.
     """
     if isinstance(attention_mask, Mapping):  # by type of layer, as generate makes them for compileable caches
         attention_mask = attention_mask["full_attention"]
-    if attention_mask is not None and tuple(attention_mask.shape) != shape:
+    batch, tokens, columns = shape
+    if attention_mask is not None and tuple(attention_mask.shape) != (batch, columns):
         raise ValueError(
-            f"attention_mask must be [B,N_k] = {list(shape)} for attn_implementation='nsa', cached tokens included, "
-            f"got shape {list(attention_mask.shape)}"
+            f"attention_mask must be [B,N_k] = {[batch, columns]} for attn_implementation='nsa', cached tokens "
+            f"included, got shape {list(attention_mask.shape)}"
         )
     if cu_seq_lens_q is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q bounds the documents of one row, got a batch of {batch}")
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("cu_seq_lens_q and an attention_mask with padding say different things: give one of them")
         return None, Unpadding(cu_seq_lens_q.to(torch.int32), max_seqlen=max_length_q)
     if attention_mask is not None:
         mask = attention_mask.bool()
+        if tokens == 1 < columns and mask.device.type != "cpu":
+            return mask, None  # a step of decoding waits for no device
         return (mask if check_mask(mask, position_ids) else None), None
     if position_ids is None or position_ids.shape[-1] == 1:
         return None, None
@@ -126,7 +131,7 @@ def find_documents(
             "position_ids may hold packed documents, which nothing can tell in torch.compile: leave them out, or give "
             "cu_seq_lens_q, too; models that were not converted always get them"
         )
-    return None, by_positions(position_ids, shape[0])
+    return None, by_positions(position_ids, batch)
 
 
 # Attention
@@ -195,7 +200,7 @@ def nsa_attention(
         config = replace(config, softmax_scale=float(scaling))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     cached = k.shape[1] != q.shape[1]
-    shape = (k.shape[0], k.shape[1])
+    shape = (len(q), q.shape[1], k.shape[1])
     mask, documents = find_documents(attention_mask, position_ids, cu_seq_lens_q, shape, max_length_q)
     if cached and documents is not None:
         raise ValueError(f"documents begin among new tokens, and a cache holds earlier ones: {PACK_ADVICE}")

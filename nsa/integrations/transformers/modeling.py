@@ -26,11 +26,12 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
+from nsa.config import NSAConfig
 from nsa.integrations.transformers.cache import take_over
 from nsa.integrations.transformers.gates import BranchGates
 from nsa.integrations.transformers.interface import NAME, attend, find_documents, refuse
 from nsa.integrations.transformers.options import check_gate_init, check_gates, options_dict, options_of
-from nsa.integrations.transformers.unpadding import PACK_ADVICE
+from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding
 
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 """How models of the installed transformers call their cache: `past_key_values` until 5.23."""
@@ -104,10 +105,10 @@ class AttentionMixin:
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        nsa_rows: tuple[Any, Any] = (None, None),
+        nsa_call: tuple[NSAConfig, Tensor | None, Unpadding | None] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """NSA of one layer; `nsa_rows` are mask and documents, which the model's forward has found."""
+        """NSA of one layer; `nsa_call` are options, mask and documents, which the model's forward has found."""
         if attention_mask is not None:
             raise ValueError("attention_mask goes to the converted model's forward, not to its layers")
         dropout = self.attention_dropout if self.training else 0.0
@@ -117,7 +118,7 @@ class AttentionMixin:
         gates = self.gates(hidden_states, q)
         cache = kwargs.get(CACHE_ARGUMENT)
         if cache is None:
-            out = attend(q, k, v, gates, options_of(self.config), *nsa_rows)
+            out = attend(q, k, v, gates, *(nsa_call or (options_of(self.config), None, None)))
         else:
             out = cache.layers[self.layer_idx].attend(q, k, v, gates)
         return self.o_proj(out.flatten(-2)), None  # type: ignore[attr-defined]
@@ -196,17 +197,18 @@ class ModelMixin(PreTrainedMixin):
         cache = self._given_cache(use_cache, kwargs)
         cached = cache.get_seq_length() if isinstance(cache, Cache) else 0
         bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
-        shape = (batch, int(cached) + tokens)
+        shape = (batch, tokens, int(cached) + tokens)
         mask, documents = find_documents(attention_mask, position_ids, bounds, shape, longest)
         if documents is not None and (cache is not None or use_cache):
             raise ValueError(f"a cache holds no packed documents: {PACK_ADVICE}")
         if cache is None and documents is None and self._may_cache():
             cache = DynamicCache() if use_cache is not False and (use_cache or self.config.use_cache) else None
         call: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
-        call |= kwargs | {"use_cache": cache is not None, CACHE_ARGUMENT: cache, "nsa_rows": (mask, documents)}
+        config = options_of(self.config)
+        call |= kwargs | {"use_cache": cache is not None, CACHE_ARGUMENT: cache, "nsa_call": (config, mask, documents)}
         if cache is None:
             return super().forward(**call)  # type: ignore[misc]
-        sequences = take_over(cache, options_of(self.config), self.config.num_hidden_layers)
+        sequences = take_over(cache, config, self.config.num_hidden_layers)
         with sequences.step(batch, tokens, inputs.device, mask):
             return super().forward(**call)  # type: ignore[misc]
 
