@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DataCollatorWithFlattening,
     GPT2Config,
     LlamaConfig,
     Qwen3Config,
@@ -157,9 +159,10 @@ def test_packs_equal_separate_documents(converted: bool) -> None:
     ids = torch.cat(texts, 1)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     assert close(logits_of(model, ids, position_ids=positions, use_cache=False), expected)
-    bounds = torch.tensor([0, 30, 31, 72], dtype=torch.int32)
-    kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 41, "max_length_k": 41}
-    assert close(logits_of(model, ids, position_ids=positions, use_cache=False, **kwargs), expected)
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collate([{"input_ids": text[0].tolist()} for text in texts])
+    assert {"input_ids", "position_ids", "cu_seq_lens_q", "max_length_q"} <= batch.keys()
+    assert close(model(**batch, use_cache=False).logits, expected)
     if converted:  # rows of a batch are documents, too; a cache is left out, not given documents
         twice = ids.flip(1).repeat(2, 1)
         twice[0] = ids
@@ -282,6 +285,12 @@ def test_a_cache_and_gradients_exclude_each_other() -> None:
     assert getattr(model(ids), CACHE_ARGUMENT) is None
     with pytest.raises(ValueError, match=r"a cache has no gradients .* got use_cache=True"):
         model(ids, use_cache=True)
+
+
+def test_the_example_of_convert_runs() -> None:
+    (example,) = doctest.DocTestFinder().find(convert, "convert", globs={})
+    assert doctest.DocTestRunner().run(example).failed == 0
+    assert example.examples
 
 
 # Errors
