@@ -278,6 +278,10 @@ def test_compiles_as_a_whole() -> None:
     assert close(logits_of(compiled, ids), expected)
     padded = logits_of(model, ids, attention_mask=mask)
     assert close(logits_of(compiled, ids, attention_mask=mask)[0, 9:], padded[0, 9:])
+    with pytest.raises(Exception, match="position_ids may hold packed documents"):
+        compiled(ids, position_ids=torch.arange(40)[None])
+    with pytest.raises(Exception, match=r"runs in torch\.compile after"):
+        torch.compile(unconverted(), fullgraph=True, backend="eager")(ids, use_cache=False)
 
 
 def test_a_cache_and_gradients_exclude_each_other() -> None:

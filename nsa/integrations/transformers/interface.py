@@ -49,18 +49,20 @@ def nsa_mask(
     """The mask for `nsa_attention`: the 2-D `attention_mask`, or None where there is none.
 
     Raises:
-        ValueError: for anything but causal attention to all tokens, padded or in packs; for a static cache of a model
-            that was not converted.
+        ValueError: for anything but causal attention to all tokens, padded or in packs; for a static cache, and in
+            torch.compile, of a model that was not converted.
     """
     del batch_size
-    # Compiled, it is always a pack's: these models ask for no other, and documents are found by `find_documents`
-    for part in () if torch.compiler.is_compiling() else _parts(mask_function):
+    converted, compiling = hasattr(config, "nsa_gates"), torch.compiler.is_compiling()
+    if compiling and not converted:
+        raise ValueError("attn_implementation='nsa' runs in torch.compile after nsa.integrations.transformers.convert")
+    # Compiled, it is always a pack's: converted models ask for no other, and find documents by `find_documents`
+    for part in () if compiling else _parts(mask_function):
         if part not in CAUSAL_PARTS:
             raise ValueError(
                 f"attn_implementation='nsa' is causal attention to a text, its padding or its documents; got a mask by "
                 f"{part}"
             )
-    converted = hasattr(config, "nsa_gates")
     if not converted and (
         isinstance(q_offset, Tensor) or kv_offset != 0 or (attention_mask is None and kv_length != q_offset + q_length)
     ):
@@ -126,10 +128,12 @@ def find_documents(
         return (mask if check_mask(mask, position_ids) else None), None
     if position_ids is None or position_ids.shape[-1] == 1:
         return None, None
+    if position_ids.dim() != 2:
+        raise ValueError(f"position_ids must be [B,N] for attn_implementation='nsa', got {list(position_ids.shape)}")
     if torch.compiler.is_compiling():
         raise ValueError(
             "position_ids may hold packed documents, which nothing can tell in torch.compile: leave them out, or give "
-            "cu_seq_lens_q, too; models that were not converted always get them"
+            "cu_seq_lens_q, too"
         )
     return None, by_positions(position_ids, batch)
 
