@@ -101,7 +101,13 @@ def test_tile_mode_generates_from_prefixes() -> None:
     options = NSAConfig(compress_block_size=8, window_size=8, num_selected_blocks=2, q_tile_size=16)
     model = converted_model(options=options, num_hidden_layers=1)
     ids = token_ids(2, 40)
-    assert torch.equal(generate(model, ids), generate(model, ids, use_cache=False))
+    expected = generate(model, ids)
+    assert torch.equal(expected, generate(model, ids, use_cache=False))
+    cache = DynamicCache()
+    call_with(model, ids, cache)
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))  # with sums of the open tile's queries
+    following = call_with(model, expected[[1, 0, 1], 40:41], cache)
+    assert torch.equal(following[:, -1].argmax(-1), expected[[1, 0, 1], 41])
 
 
 def test_compilation_is_refused_by_name() -> None:

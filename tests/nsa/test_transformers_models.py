@@ -27,6 +27,7 @@ from transformers.masking_utils import create_causal_mask
 
 from nsa import NSAConfig, NSAttention, nsa
 from nsa.integrations.transformers import convert
+from nsa.integrations.transformers.interface import nsa_attention
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
 from tests.support.hf_models import KINDS, OPTIONS, converted_model, dense_model, token_ids
 
@@ -210,6 +211,37 @@ def test_other_masks_are_refused(converted: bool) -> None:
     model.config.is_causal = False
     with pytest.raises(ValueError, match="is causal attention"):
         model(ids, use_cache=False)
+
+
+BOUNDS = torch.tensor([0, 2, 6], dtype=torch.int32)
+REFUSED = {
+    "attention_dropout must be 0": {"dropout": 0.1},
+    "is_causal must be True": {"is_causal": False},
+    "softcap asks for soft-capped logits": {"softcap": 30.0},
+    "s_aux asks for attention sinks": {"s_aux": torch.zeros(4)},
+    "sliding_window asks for": {"sliding_window": 8},
+    "output_attentions must be False": {"output_attentions": True},
+    "a batch of 2": {"cu_seq_lens_q": BOUNDS},
+    r"position_ids must be \[B,N\]": {"position_ids": torch.zeros(3, 2, 6)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_the_attention_function_refuses_what_it_would_ignore(message: str) -> None:
+    module = unconverted().model.layers[0].self_attn
+    q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 6, 16)
+    with pytest.raises(ValueError, match=message):
+        nsa_attention(module, q, k, k, None, **REFUSED[message])
+
+
+def test_packs_that_contradict_a_mask_or_a_cache_are_refused() -> None:
+    module = unconverted().model.layers[0].self_attn
+    q, k, mask = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.ones(1, 6, dtype=torch.bool)
+    mask[0, 0] = False
+    with pytest.raises(ValueError, match="say different things"):
+        nsa_attention(module, q, k, k, mask, cu_seq_lens_q=BOUNDS)
+    with pytest.raises(ValueError, match="a cache holds earlier ones"):
+        nsa_attention(module, q[:, :, :4], k, k, None, position_ids=torch.tensor([[2, 3, 0, 1]]))
 
 
 def test_overlays_of_masks_are_refused() -> None:
