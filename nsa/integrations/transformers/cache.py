@@ -83,7 +83,6 @@ class CachedSequences:
 
         Raises:
             ValueError: naming what does not fit the cache.
-            RuntimeError: where a sequence has overflowed.
         """
         total = self.columns + tokens
         if self.ends_padded:
@@ -114,8 +113,9 @@ class CachedSequences:
             self._table.grow(max(total, self._table.capacity * 3 // 2))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        """Append and attend, in a layer: out `[B,N_q,H,D_v]`. Prompts of empty sequences go through `nsa` where its
-        rows are the same, in token mode.
+        """Append and attend, in a layer: out `[B,N_q,H,D_v]`.
+
+        The prompt of empty sequences goes through `nsa` in token mode, whose rows are the same.
         """
         if self._step is None:
             raise RuntimeError("a cache is advanced by the converted model's forward, not by its layers")
