@@ -11,11 +11,11 @@ bootstrap = @command -v $(PYTHON) >/dev/null || \
 
 # Compiling the CUDA kernels needs no GPU, but packages that exist for Linux only.
 ifeq ($(shell uname -sm),Linux x86_64)
-TEST_EXTRAS := dev,bench,cuda
-TEST_SCOPE := --require-cuda-extra
+TEST_EXTRAS := dev,bench,cuda,hf
+TEST_SCOPE := --require-cuda-extra --require-hf-extra
 else
-TEST_EXTRAS := dev,bench
-TEST_SCOPE := --ignore=tests/ascend/lowered
+TEST_EXTRAS := dev,bench,hf
+TEST_SCOPE := --require-hf-extra --ignore=tests/ascend/lowered
 endif
 
 .PHONY: help demo train-demo needle-demo generate-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend test-blackwell lint format docs test-gpu bench-gpu compile-all stamp clean distclean

@@ -1,4 +1,4 @@
-"""Packages of the `bench` extra: what a script says when one is absent, too old, too new or broken."""
+"""Packages of the extras `bench` and `hf`: what a script says when one is absent, too old, too new or broken."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 from dispatch.device import first_line, fits, version_of
 
-INSTALL = 'pip install "nsa-kernels[bench]"'
-NEEDS = {"rich": ">=13", "matplotlib": ">=3.8"}
-TESTED = {"rich": "15.0.0", "matplotlib": "3.11.2"}
+NEEDS = {"rich": ">=13", "matplotlib": ">=3.8", "transformers": ">=5.23"}
+TESTED = {"rich": "15.0.0", "matplotlib": "3.11.2", "transformers": "5.24.0"}
+EXTRAS = {"transformers": "hf"}
+"""Of packages that are not of `bench`."""
 
 
 @contextmanager
@@ -19,13 +20,13 @@ def needed(name: str) -> Iterator[None]:
     Raises:
         SystemExit: with the package, its version, what is wrong, and the command that mends it.
     """
-    version = version_of(name)
+    version, install = version_of(name), f'pip install "nsa-kernels[{EXTRAS.get(name, "bench")}]"'
     if version is not None and not fits(version, NEEDS[name]):
-        raise SystemExit(f"{name} {version} is too old, {name}{NEEDS[name]} is needed: {INSTALL}")
+        raise SystemExit(f"{name} {version} is too old, {name}{NEEDS[name]} is needed: {install}")
     try:
         yield
     except ModuleNotFoundError as error:
-        raise SystemExit(f"{error.name} is missing: {INSTALL}") from error
+        raise SystemExit(f"{error.name} is missing: {install}") from error
     except (Exception, SystemExit) as error:  # a broken package can raise anything
         raise SystemExit(
             f"{name} {version} is broken: {type(error).__name__}: {first_line(error)}: "

@@ -27,7 +27,7 @@ LOCAL_RESULTS = RESULTS / "local"
 def environment(device: torch.device) -> dict[str, Any]:
     """Device, versions and commit, as every results file begins."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for distribution in ("nsa-kernels", "flash-attn-4", "nvidia-cutlass-dsl", "triton", "fla-core"):
+    for distribution in ("nsa-kernels", "flash-attn-4", "nvidia-cutlass-dsl", "triton", "fla-core", "transformers"):
         try:
             versions[distribution] = metadata.version(distribution)
         except metadata.PackageNotFoundError:

@@ -582,6 +582,20 @@ def residual_training(page: Path) -> Lines:
     yield from conclusion(page, "train-residual-cpu")
 
 
+def conversion(page: Path) -> Lines:
+    content = load("convert-llama-cpu")
+    training, before, after = content["training"], content["dense_loss"], content["dense_trained_loss"]
+    cells = [["(dense)", "", f"{before:.3f}", "", f"{after:.3f}", ""]]
+    for row in content["rows"]:
+        jump, left = row["converted_loss"] - before, row["trained_loss"] - after
+        gates = ", ".join(f"{gate:.2f}" for gate in row["gates"])
+        losses = (f"{row['converted_loss']:.3f}", f"{jump:+.3f}", f"{row['trained_loss']:.3f}", f"{left:+.3f}")
+        cells.append([row["start"], gates, *(text.replace("-", MINUS) for text in losses)])
+    later = f"{training['more']} steps later"
+    yield from table(["start", "gates", "validation loss", "jump", later, "against dense"], cells)
+    yield from source(page, "convert-llama-cpu")
+
+
 def soak(page: Path) -> Lines:
     content = load("soak-h200")
     runs = f"{content['minutes']:g} minutes in {len(content['runs'])} runs"
@@ -747,6 +761,7 @@ TABLES: dict[str, Callable[[Path], Lines]] = {
     "train-paper": training("train-paper-h200", speed=False),
     "needle": needle,
     "train-residual": residual_training,
+    "convert-llama": conversion,
     "soak": soak,
     "blackwell": blackwell,
     "blackwell-kernels": blackwell_kernels,

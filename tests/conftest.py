@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -30,10 +31,14 @@ COVERING = ("nsa", "dispatch")
 """Folders of the tests that cover nsa and dispatch by themselves: others, as interpreters of kernels, run slower
 measured."""
 HARDWARE = {"cuda": torch.cuda.is_available}
-MAY_SKIP = {*HARDWARE, "ascend", "cuda_extra"}
+EXTRAS = {
+    "cuda": {package.distribution: package.module.partition(".")[0] for package in PACKAGES if package.extra == "cuda"},
+    "hf": {name: name for name in ("transformers", "accelerate", "peft")},
+}
+"""Extras that tests may need: distributions, and the modules that they bring."""
+MAY_SKIP = {*HARDWARE, "ascend", *(f"{extra}_extra" for extra in EXTRAS)}
 """`ascend`: tests/ascend/lowered/conftest.py skips these without their toolchain; `.ci/run` has it."""
 ADDRESS = re.compile(r"\bat 0x[0-9a-f]+", re.IGNORECASE)
-CUDA_EXTRA = [package for package in PACKAGES if package.extra == "cuda"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +70,12 @@ def outcomes(record_property: Callable[[str, object], None]) -> Iterator[Counter
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--require-cuda-extra",
-        action="store_true",
-        help="fail, not skip, what needs packages of the `cuda` extra that are not installed",
-    )
+    for extra in EXTRAS:
+        parser.addoption(
+            f"--require-{extra}-extra",
+            action="store_true",
+            help=f"fail, not skip, what needs packages of the `{extra}` extra that are not installed",
+        )
     parser.addoption("--full", action="store_true", help="run the tests marked `full`, too: `make test-full`")
 
 
@@ -79,12 +85,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTEST_ADDOPTS"] = f"{os.environ.get('PYTEST_ADDOPTS', '')} --full".lstrip()
 
 
-def without_cuda_extra(config: pytest.Config) -> str | None:
-    """Why tests that need the `cuda` extra may skip here, or None: they must run."""
-    absent = [package.distribution for package in CUDA_EXTRA if version_of(package.distribution) is None]
-    if config.getoption("--require-cuda-extra") or not absent:
+def without_extra(config: pytest.Config, extra: str) -> str | None:
+    """Why tests that need an extra may skip here, or None: they must run."""
+    if extra == "hf" and sys.version_info < (3, 11):
+        return "needs Python 3.11, as transformers 5.23 does"
+    absent = [distribution for distribution in EXTRAS[extra] if version_of(distribution) is None]
+    if config.getoption(f"--require-{extra}-extra") or not absent:
         return None
-    return f'needs {", ".join(absent)}, not installed here: pip install -e ".[cuda]"'
+    return f'needs {", ".join(absent)}, not installed here: pip install -e ".[{extra}]"'
 
 
 def without_addresses(report: pytest.CollectReport) -> pytest.CollectReport:
@@ -101,14 +109,15 @@ def without_addresses(report: pytest.CollectReport) -> pytest.CollectReport:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """A module of tests that cannot be imported without the `cuda` extra skips as a whole; names hold no addresses."""
+    """A module of tests that cannot be imported without an extra skips as a whole; names hold no addresses."""
     report = yield
-    reason = without_cuda_extra(collector.config) if report.failed else None
-    error = report.call.excinfo.value.__cause__ if reason else None
+    error = report.call.excinfo.value.__cause__ if report.failed else None
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
-        if missing in {package.module.partition(".")[0] for package in CUDA_EXTRA}:
-            report.outcome, report.longrepr = "skipped", (str(collector.path), None, f"Skipped: {reason}")
+        for extra, modules in EXTRAS.items():
+            reason = without_extra(collector.config, extra) if missing in modules.values() else None
+            if reason is not None:
+                report.outcome, report.longrepr = "skipped", (str(collector.path), None, f"Skipped: {reason}")
     return without_addresses(report)
 
 
@@ -120,10 +129,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.path.relative_to(config.rootpath / "tests").parts[0] not in COVERING:
                 item.add_marker("no_cover")
-    reason = without_cuda_extra(config)
+    reasons = {extra: without_extra(config, extra) for extra in EXTRAS}
     for item in items:
-        if reason is not None and item.get_closest_marker("cuda_extra"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        for extra, reason in reasons.items():
+            if reason is not None and item.get_closest_marker(f"{extra}_extra"):
+                item.add_marker(pytest.mark.skip(reason=reason))
         for marker, present in HARDWARE.items():
             if item.get_closest_marker(marker) and not present():
                 item.add_marker(pytest.mark.skip(reason=f"needs {marker} hardware, this machine has none"))

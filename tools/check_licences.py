@@ -20,11 +20,11 @@ from fnmatch import fnmatchcase
 from importlib import metadata
 
 ALLOWED = {
-    *("Apache-2.0", "Apache-2.0 WITH LLVM-exception", "Apache 2.0", "Apache Software License"),
-    *("MIT", "MIT-CMU", "MIT License", "BSL-1.0", "Zlib", "CC0-1.0", "ISC"),
+    *("Apache-2.0", "Apache-2.0 WITH LLVM-exception", "Apache 2.0", "Apache 2.0 License", "Apache Software License"),
+    *("MIT", "MIT-CMU", "MIT License", "BSL-1.0", "Zlib", "CC0-1.0", "ISC", "ISC License (ISCL)", "CNRI-Python"),
     *("0BSD", "BSD-2-Clause", "BSD-3-Clause", "BSD", "BSD License", "3-Clause BSD License"),
     *("PSF-2.0", "Python Software Foundation License"),
-    *("MPL-2.0", "Mozilla Public License 2.0 (MPL 2.0)"),
+    *("MPL-2.0", "MPL-2.0 AND MIT", "Mozilla Public License 2.0 (MPL 2.0)"),
 }
 EXCEPTIONS = {
     "nvidia-*": "NVIDIA's own licences: CuTe DSL (the `cuda` extra), CUDA's libraries (torch for GPUs)",

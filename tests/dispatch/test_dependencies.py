@@ -224,6 +224,7 @@ STUBS = {
     "torch-npu": ("torch_npu",),
     "matplotlib": ("matplotlib",),
     "rich": ("rich",),
+    "transformers": ("transformers",),
 }
 JOBS = """
 import sys

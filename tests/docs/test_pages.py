@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,22 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
+OF_TRANSFORMERS = [
+    pytest.mark.hf_extra,
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning"),  # what peft still calls
+]
+
+
+def with_code() -> Iterator[Any]:
+    """Pages with code, marked by the extra that it needs."""
+    for page in PAGES:
+        blocks = "".join(python_blocks(page))
+        needs = OF_TRANSFORMERS if "transformers" in blocks else []
+        if blocks:
+            yield pytest.param(page, marks=needs, id=name_of(page))
+
+
+@pytest.mark.parametrize("page", list(with_code()))
 def test_example_code_runs(page: Path) -> None:
     for block in python_blocks(page):
         exec(compile(block, str(page), "exec"), {})
@@ -65,9 +82,24 @@ def test_every_public_name_is_in_the_api_reference() -> None:
     assert len(shown) == len(set(shown))
     names = {name.rpartition(".")[2] for name in shown}
     assert {*nsa.__all__, *dispatch.__all__} <= names
+    check_docstrings(name for name in shown if not name.startswith(TRANSFORMERS))
+
+
+TRANSFORMERS = "nsa.integrations.transformers"
+
+
+def check_docstrings(shown: Iterable[str]) -> None:
     for name in shown:
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute).__doc__, f"{name} has no docstring"
+
+
+@pytest.mark.hf_extra
+def test_names_for_transformers_are_in_the_api_reference() -> None:
+    text = (ROOT / "docs" / "api" / "huggingface.md").read_text(encoding="utf-8")
+    shown = [name for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE) if name.startswith(TRANSFORMERS)]
+    assert {name.rpartition(".")[2] for name in shown} == set(importlib.import_module(TRANSFORMERS).__all__)
+    check_docstrings(shown)
 
 
 def test_the_site_leads_to_every_page() -> None:

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-pytest.importorskip("transformers", reason="needs transformers, the extra `hf`")
-
 from transformers import StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -25,7 +22,7 @@ CACHE = (
 )
 """transformers 5.24 has given the argument, and the field of results, another name."""
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+pytestmark = [pytest.mark.hf_extra, pytest.mark.filterwarnings("ignore")]  # transformers' own warnings
 
 
 @pytest.fixture(autouse=True)

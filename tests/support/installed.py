@@ -11,7 +11,9 @@ from packaging.utils import canonicalize_name
 def required_distributions() -> dict[str, metadata.Distribution]:
     """By name, what the extras of `make test` require, and what that requires; without what is not installed."""
     found: dict[str, metadata.Distribution] = {}
-    waiting = [(line, extra) for extra in ("bench", "cuda", "dev") for line in metadata.requires("nsa-kernels") or []]
+    waiting = [
+        (line, extra) for extra in ("bench", "cuda", "dev", "hf") for line in metadata.requires("nsa-kernels") or []
+    ]
     while waiting:
         text, extra = waiting.pop()
         wanted = Requirement(text)

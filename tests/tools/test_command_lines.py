@@ -16,7 +16,7 @@ FOLDERS = ("bench", "examples", "tools")
 FILES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 SCRIPTS = [file for file in FILES if '\nif __name__ == "__main__":\n' in (ROOT / file).read_text(encoding="utf-8")]
 COMMANDS = [*SCRIPTS, "-m dispatch"]
-ABSENT = ("cutlass", "flash_attn", "triton", "torch_npu", "quack", "fla", "liger_kernel", "matplotlib")
+ABSENT = ("cutlass", "flash_attn", "triton", "torch_npu", "quack", "fla", "liger_kernel", "matplotlib", "transformers")
 
 CHILD = """
 import contextlib, io, json, runpy, sys

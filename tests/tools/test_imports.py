@@ -111,6 +111,12 @@ def test_what_the_ops_of_nsa_share_knows_none_of_them() -> None:
             assert all(other.startswith("nsa.common") for other in others), (module, others)
 
 
+def test_nothing_of_nsa_needs_its_integrations() -> None:
+    for module, others in graph("nsa").items():
+        if not module.startswith("nsa.integrations"):
+            assert not any(other.startswith("nsa.integrations") for other in others), (module, others)
+
+
 NEVER = {"bench", "examples", "tools", "tests"}
 KNOWS = {"cute_kernels": set(), "ascend_kernels": set(), "dispatch": set(), "nsa": {"dispatch"}}
 """What modules of a package import of ours; dispatch's table names the others as strings."""

@@ -66,6 +66,7 @@ def test_base_needs_torch_only(wheel: Path) -> None:
         "bench",
         "dev",
         "docs",
+        "hf",
     }
 
 

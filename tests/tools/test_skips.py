@@ -1,4 +1,4 @@
-"""What the tests do without the packages of the `cuda` extra: skip, and say why; where it is required, fail."""
+"""What the tests do without packages of the extras `cuda` and `hf`: skip, and say why; where required, fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from importlib import metadata
 real = metadata.version
 
 def version(name):
-    if name in ("nvidia-cutlass-dsl", "flash-attn-4"):
+    if name in ("nvidia-cutlass-dsl", "flash-attn-4", "transformers", "accelerate", "peft"):
         raise metadata.PackageNotFoundError(name)
     return real(name)
 
@@ -23,7 +23,7 @@ metadata.version = version
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("cutlass", "flash_attn"):
+        if name.partition(".")[0] in ("cutlass", "flash_attn", "transformers", "peft"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hidden())
@@ -31,7 +31,9 @@ sys.meta_path.insert(0, Hidden())
 NEED_IT = {
     "at import": "tests/cute/test_forward_steps.py",
     "in a test": "tests/cute/test_window_backward.py::test_nothing_to_do",
+    "transformers": "tests/nsa/test_transformers_models.py",
 }
+REQUIRED = ("--require-cuda-extra", "--require-hf-extra")
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,28 +46,35 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_without_the_cuda_extra_what_needs_it_skips_and_says_so(tmp_path: Path) -> None:
+def test_without_extras_what_needs_them_skips_and_says_so(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout
-    assert "1 passed, 2 skipped" in done.stdout
+    assert "1 passed, 3 skipped" in done.stdout
     reason = 'needs nvidia-cutlass-dsl, flash-attn-4, not installed here: pip install -e ".[cuda]"'
-    assert done.stdout.count(reason) == len(NEED_IT)
+    assert done.stdout.count(reason) == 2
+    if sys.version_info >= (3, 11):
+        assert 'needs transformers, accelerate, peft, not installed here: pip install -e ".[hf]"' in done.stdout
+    else:
+        assert "needs Python 3.11" in done.stdout
 
 
 def test_required_it_fails(tmp_path: Path) -> None:
-    done = run(tmp_path, "--require-cuda-extra")
+    done = run(tmp_path, *REQUIRED)
     assert done.returncode == 1, done.stdout
-    assert "1 failed, 1 passed, 1 error" in done.stdout
+    assert (
+        "1 failed, 1 passed, " + ("2 errors" if sys.version_info >= (3, 11) else "1 skipped, 1 error")
+    ) in done.stdout
 
 
 def test_make_requires_it_where_it_exists() -> None:
     """And on a GPU, where tests that skip would look as if they had run."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     on_linux, elsewhere = makefile.partition("Linux x86_64)")[2].partition("endif")[0].split("\nelse\n")
-    required = "--require-cuda-extra"
-    assert "TEST_EXTRAS := dev,bench,cuda\n" in on_linux
-    assert f"TEST_SCOPE := {required}" in on_linux
+    required, of_hf = REQUIRED
+    assert "TEST_EXTRAS := dev,bench,cuda,hf\n" in on_linux
+    assert f"TEST_SCOPE := {required} {of_hf}" in on_linux
     assert required not in elsewhere
+    assert of_hf in elsewhere
     of_gpus = re.findall(r"^\t.*-m pytest .*-m cuda(?:.*\\\n)?.*$", makefile, re.MULTILINE)
     assert len(of_gpus) == 3
     assert all(required in command for command in of_gpus)

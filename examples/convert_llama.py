@@ -1,0 +1,186 @@
+"""Trains a tiny dense Llama of transformers, converts it to NSA, and says how far its loss jumps and how it recovers.
+
+The model reads bytes of the Python standard library. After its training it is converted once for each choice of gates
+to start with; the loss right after conversion is the jump. Then each model trains on, and so does the dense one, on the
+same batches: what is left of the jump is what NSA costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from bench.common import positive
+from bench.extras import needed
+from bench.report import LOCAL_RESULTS, command_line, environment, relative, write_json
+from dispatch.device import device_types
+from examples.shared.byte_models import (
+    VOCABULARY,
+    Corpus,
+    check_length,
+    console,
+    load_corpus,
+    training_starts,
+    validation_starts,
+    windows_at,
+)
+from nsa import NSAConfig
+
+with needed("rich"):
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+STARTS: dict[str, tuple[float, float, float] | None] = {
+    "near dense, the default": None,
+    "selected branch almost alone": (0.01, 0.98, 0.01),
+    "one third each": (1 / 3, 1 / 3, 1 / 3),
+    "one half each": (0.5, 0.5, 0.5),
+}
+"""Gates of compressed, selected and window branch right after conversion."""
+DEFAULTS = {"steps": 800, "more": 60, "context": 256, "width": 64, "layers": 2, "batch": 8, "windows": 32}
+WARM_UP = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one choice of gates; losses are nats per byte of validation text."""
+
+    start: str
+    gates: list[float]
+    converted_loss: float
+    trained_loss: float
+
+
+def options(context: int) -> NSAConfig:
+    """The paper's, with sizes that are sparse in a short context: a token selects an eighth of it at most."""
+    block = max(2, context // 32)
+    sizes = {"compress_block_size": block, "compress_stride": max(1, block // 2), "select_block_size": block}
+    return NSAConfig.paper(**sizes, num_selected_blocks=4, window_size=block)  # type: ignore[arg-type]
+
+
+def loss_of(model: Any, windows: Tensor) -> Tensor:
+    """Mean loss in nats per byte."""
+    loss: Tensor = model(input_ids=windows, labels=windows, use_cache=False).loss
+    return loss
+
+
+@torch.no_grad()
+def validation_loss(model: Any, corpus: Corpus, args: argparse.Namespace) -> float:
+    model.eval()
+    starts = validation_starts(corpus, args.windows, args.context).split(args.batch)
+    batches = [windows_at(corpus.validation, part, args.context).to(args.device) for part in starts]
+    return sum(float(loss_of(model, batch)) * len(batch) for batch in batches) / sum(map(len, batches))
+
+
+def train(model: Any, corpus: Corpus, args: argparse.Namespace, steps: int, seed: int, rate: float) -> None:
+    """AdamW, a short warm-up, then down to a tenth of the rate."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
+    for step, starts in enumerate(training_starts(corpus, steps, args.batch, args.context, seed)):
+        share = min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * share
+        loss_of(model, windows_at(corpus.training, starts, args.context).to(args.device)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def run(args: argparse.Namespace, corpus: Corpus) -> tuple[float, float, list[Row]]:
+    """Loss of the dense model, its loss after more steps, and a row for each choice of gates."""
+    with needed("transformers"):  # not for --help, as it takes seconds
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from nsa.integrations.transformers import convert
+    torch.manual_seed(args.seed)
+    sizes = {"hidden_size": args.width, "intermediate_size": 3 * args.width, "num_hidden_layers": args.layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=args.context, **sizes, **heads)
+    dense = LlamaForCausalLM(config).to(args.device)
+    begin = time.perf_counter()
+    train(dense, corpus, args, args.steps, args.seed, args.lr)
+    before = validation_loss(dense, corpus, args)
+    console.print(f"dense Llama: {args.steps} steps in {time.perf_counter() - begin:.0f} s, loss {before:.3f}")
+    rows = []
+    for name, gates in STARTS.items():
+        model = convert(copy.deepcopy(dense), options(args.context), gate_init=gates)
+        converted = validation_loss(model, corpus, args)
+        train(model, corpus, args, args.more, args.seed + 1, args.lr / 4)
+        after = validation_loss(model, corpus, args)
+        rows.append(Row(name, model.config.nsa_gate_init, converted, after))
+        console.print(f"{name}: {converted:.3f} right after conversion, {after:.3f} after {args.more} steps")
+    train(dense, corpus, args, args.more, args.seed + 1, args.lr / 4)
+    return before, validation_loss(dense, corpus, args), rows
+
+
+def show(before: float, after: float, rows: Sequence[Row], more: int) -> None:
+    table = Table(title="validation loss in nats per byte", box=SIMPLE_HEAD)
+    for heading in ("gates to start with", "after conversion", "jump", f"{more} steps later", "against dense"):
+        table.add_column(heading, justify="left" if heading == "gates to start with" else "right")
+    table.add_row("(dense)", f"{before:.3f}", "", f"{after:.3f}", "")
+    for row in rows:
+        jump, left = row.converted_loss - before, row.trained_loss - after
+        table.add_row(row.start, f"{row.converted_loss:.3f}", f"{jump:+.3f}", f"{row.trained_loss:.3f}", f"{left:+.3f}")
+    console.print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    corpus = load_corpus(Path(sysconfig.get_path("stdlib")))
+    check_length(corpus, args.context)
+    before, after, rows = run(args, corpus)
+    show(before, after, rows, args.more)
+    training = {name: getattr(args, name) for name in (*DEFAULTS, "lr", "seed")}
+    facts = {**environment(torch.device(args.device)), "command": command_line(argv), "training": training}
+    out = Path(args.out).with_suffix(".json")
+    losses = {"dense_loss": before, "dense_trained_loss": after, "rows": [asdict(row) for row in rows]}
+    write_json(out, {**facts, "data": corpus.facts(), **losses})
+    console.print(f"Everything: {relative(out)}")
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", choices=device_types(), default="cpu", help="default: %(default)s")
+    meanings = {
+        "steps": "updates of the dense model",
+        "more": "updates after conversion",
+        "context": "bytes of a sequence",
+        "width": "of the residual stream, a multiple of 8",
+        "layers": "transformer blocks",
+        "batch": "sequences of a step",
+        "windows": "validation sequences",
+    }
+    for name, meaning in meanings.items():
+        add(f"--{name}", type=positive, default=DEFAULTS[name], help=f"{meaning}; default: %(default)s")
+    add(
+        "--lr",
+        type=float,
+        default=4e-3,
+        help="peak learning rate, a quarter of it after conversion; default: %(default)s",
+    )
+    add("--seed", type=int, default=0, help="of weights and batches; default: %(default)s")
+    add("--out", default=str(LOCAL_RESULTS / "convert-llama"), help="results, without suffix; default: %(default)s")
+    args = parser.parse_args(argv)
+    if args.width % 8:
+        parser.error(f"--width must be a multiple of 8, got {args.width}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""attn_implementation="nsa": the attention function and the mask function that transformers calls under that name.
+
+The attention function sees rotated q, k, v of one layer, a mask and the call's keywords; it serves models that were not
+converted, too. The mask function gives None or the 2-D mask, since documents are found from `attention_mask`,
+`position_ids` or `cu_seq_lens_q`; what these cannot say is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from nsa.api import nsa
+from nsa.config import NSAConfig
+from nsa.integrations.transformers.options import check_gate_init, options_of
+from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding, by_mask, by_positions, check_mask
+
+NAME = "nsa"
+
+REFUSED = {
+    "softcap": "soft-capped logits",
+    "s_aux": "attention sinks",
+    "sliding_window": "a sliding window of the model's own",
+    "position_bias": "a bias of positions",
+    "head_mask": "a mask of heads",
+}
+"""Keywords of attention functions that change the result, and what they ask for."""
+
+
+# Masks
+
+
+def nsa_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    **_: Any,
+) -> Tensor | None:
+    """The mask for `nsa_attention`: the 2-D `attention_mask`, or None where there is none.
+
+    Raises:
+        ValueError: for anything but causal attention to all tokens, padded or in packs; for a static cache, and in
+            torch.compile, of a model that was not converted.
+    """
+    del batch_size
+    converted, compiling = hasattr(config, "nsa_gates"), torch.compiler.is_compiling()
+    if compiling and not converted:
+        raise ValueError("attn_implementation='nsa' runs in torch.compile after nsa.integrations.transformers.convert")
+    # Compiled, it is always a pack's: converted models ask for no other, and find documents by `find_documents`
+    for part in () if compiling else _parts(mask_function):
+        if part not in CAUSAL_PARTS:
+            raise ValueError(
+                f"attn_implementation='nsa' is causal attention to a text, its padding or its documents; got a mask by "
+                f"{part}"
+            )
+    if not converted and (
+        isinstance(q_offset, Tensor) or kv_offset != 0 or (attention_mask is None and kv_length != q_offset + q_length)
+    ):
+        raise ValueError(
+            f"attn_implementation='nsa' takes a cache of exactly the earlier tokens, got {kv_length} keys for "
+            f"{q_length} queries: use a dynamic cache, or nsa.integrations.transformers.convert, which has static ones"
+        )
+    return attention_mask
+
+
+CAUSAL_PARTS = {
+    "causal_mask_function",
+    "remap_positions_for_packed_sequence.<locals>.inner_mask",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+}
+"""Functions of transformers' masks that are causal, or keep packed documents apart."""
+
+
+def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """Names of the functions that a mask function is the intersection of."""
+    name = getattr(mask_function, "__qualname__", repr(mask_function))
+    if name == "and_masks.<locals>.and_mask":
+        cells: Any = mask_function.__closure__
+        for part in cells[0].cell_contents:
+            yield from _parts(part)
+    else:
+        yield name
+
+
+def find_documents(
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None,
+    position_ids: Tensor | None,
+    cu_seq_lens_q: Tensor | None,
+    shape: tuple[int, int, int],
+    max_length_q: int | None = None,
+) -> tuple[Tensor | None, Unpadding | None]:
+    """The 2-D mask if there is padding, else None; and the documents, if rows are packed.
+
+    Args:
+        shape: rows of the batch, columns of queries, and columns of keys, a cache's included.
+
+    Raises:
+        ValueError: for a mask that is neither padding on one side nor documents.
+    """
+    if isinstance(attention_mask, Mapping):  # by type of layer, as generate makes them for compileable caches
+        attention_mask = attention_mask["full_attention"]
+    batch, tokens, columns = shape
+    if attention_mask is not None and tuple(attention_mask.shape) != (batch, columns):
+        raise ValueError(
+            f"attention_mask must be [B,N_k] = {[batch, columns]} for attn_implementation='nsa', cached tokens "
+            f"included, got shape {list(attention_mask.shape)}"
+        )
+    if cu_seq_lens_q is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q bounds the documents of one row, got a batch of {batch}")
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise ValueError("cu_seq_lens_q and an attention_mask with padding say different things: give one of them")
+        return None, Unpadding(cu_seq_lens_q.to(torch.int32), max_seqlen=max_length_q)
+    if attention_mask is not None:
+        mask = attention_mask.bool()
+        if tokens == 1 < columns and mask.device.type != "cpu":
+            return mask, None  # a step of decoding waits for no device
+        return (mask if check_mask(mask, position_ids) else None), None
+    if position_ids is None or position_ids.shape[-1] == 1:
+        return None, None
+    if position_ids.dim() != 2:
+        raise ValueError(f"position_ids must be [B,N] for attn_implementation='nsa', got {list(position_ids.shape)}")
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "position_ids may hold packed documents, which nothing can tell in torch.compile: leave them out, or give "
+            "cu_seq_lens_q, too"
+        )
+    return None, by_positions(position_ids, batch)
+
+
+# Attention
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, config: NSAConfig, mask: Tensor | None, documents: Unpadding | None
+) -> Tensor:
+    """`nsa` on rows `[B,N,...]`, of which a mask leaves out padding, or which are packed; out `[B,N_q,H,D_v]`.
+
+    Args:
+        mask: bool `[B,N_k]`, True for real tokens, of which the last N_q are those of q. Rows of padding are 0.
+    """
+    batch, queries = q.shape[:2]
+    if mask is None and documents is None:
+        return nsa(q, k, v, gates=gates, config=config)
+    rows = documents or by_mask(mask[:, -queries:])  # type: ignore[index]
+    keys = rows if mask is None or queries == k.shape[1] else by_mask(mask)
+    out = nsa(
+        rows.unpad(q),
+        keys.unpad(k),
+        keys.unpad(v),
+        gates=rows.unpad(gates),
+        config=config,
+        cu_seqlens=rows.cu_seqlens,
+        cu_seqlens_k=None if keys is rows else keys.cu_seqlens,
+        max_seqlen=rows.max_seqlen,
+    )
+    return rows.pad(out, batch)
+
+
+def nsa_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """NSA of one layer of a model that was not converted: every token's gates are the config's `nsa_gate_init`.
+
+    Args:
+        module: the layer's attention; the options are `nsa_config` of its config, or `NSAConfig.paper()`.
+        query: `[B,H,N_q,D]`.
+        key: `[B,H_kv,N_k,D]`, N_k - N_q of them a cache's.
+        value: `[B,H_kv,N_k,D_v]`.
+        attention_mask: from `nsa_mask`.
+        scaling: the softmax's scale.
+        dropout: must be 0.
+        position_ids: `[B or 1,N_q]`.
+        cu_seq_lens_q: bounds of packed documents.
+        max_length_q: tokens of the longest one.
+        others: refused where they would change the result.
+
+    Returns:
+        out `[B,N_q,H,D_v]`, and None for attention weights.
+    """
+    refuse(dropout=dropout, is_causal=getattr(module, "is_causal", True), others=others)
+    config = options_of(module.config)
+    if scaling is not None:
+        config = replace(config, softmax_scale=float(scaling))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    cached = k.shape[1] != q.shape[1]
+    shape = (len(q), q.shape[1], k.shape[1])
+    mask, documents = find_documents(attention_mask, position_ids, cu_seq_lens_q, shape, max_length_q)
+    if cached and documents is not None:
+        raise ValueError(f"documents begin among new tokens, and a cache holds earlier ones: {PACK_ADVICE}")
+    gates = q.new_tensor(check_gate_init(getattr(module.config, "nsa_gate_init", None))).expand(*q.shape[:-1], 3)
+    return attend(q, k, v, gates, config, mask, documents), None
+
+
+def refuse(*, dropout: float, is_causal: bool, others: Mapping[str, Any]) -> None:
+    """Raise for arguments of an attention function that would change the result.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    if dropout:
+        raise ValueError(f"attention_dropout must be 0 with NSA, got {dropout}")
+    if not (is_causal and others.get("is_causal", True) is not False):
+        raise ValueError("is_causal must be True with attn_implementation='nsa', got False")
+    for name, meaning in REFUSED.items():
+        if others.get(name) is not None:
+            raise ValueError(f"{name} asks for {meaning}, which NSA has not: got {others[name]!r}")
+    if others.get("output_attentions"):
+        raise ValueError("output_attentions must be False: NSA has no attention weights to return, got True")

@@ -1,0 +1,291 @@
+"""Llama and Qwen3 with NSA: configs and classes with model types of their own.
+
+They are transformers' classes but for attention, which has gates and appends to a cache of pages, and for the model's
+forward, which finds the documents of a batch once and opens a cache's step around its layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import (
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    initialization,
+)
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+from nsa.config import NSAConfig
+from nsa.integrations.transformers.cache import take_over
+from nsa.integrations.transformers.gates import BranchGates
+from nsa.integrations.transformers.interface import NAME, attend, find_documents, refuse
+from nsa.integrations.transformers.options import check_gate_init, check_gates, options_dict, options_of
+from nsa.integrations.transformers.unpadding import PACK_ADVICE, Unpadding
+
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+"""How models of the installed transformers call their cache: `past_key_values` until 5.23."""
+
+
+# Configs
+
+
+class ConfigMixin:
+    """The fields `nsa_config`, `nsa_gates` and `nsa_gate_init` of a model's config, checked and completed."""
+
+    nsa_config: dict[str, Any] | None
+    nsa_gates: str
+    nsa_gate_init: list[float] | None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        self.nsa_config = options_dict(options_of(self))
+        self.nsa_gates = check_gates(self.nsa_gates)
+        self.nsa_gate_init = check_gate_init(self.nsa_gate_init)
+
+
+@strict
+class NSALlamaConfig(ConfigMixin, LlamaConfig):
+    """LlamaConfig with the options of NSA.
+
+    Args:
+        nsa_config: options of NSAConfig by name. Default: None, which means those of `NSAConfig.paper()`.
+        nsa_gates: where gates come from: "hidden", "query" or "learned". Default: "hidden".
+        nsa_gate_init: gates of the three branches to start with. Default: None, which means those of `convert`.
+    """
+
+    model_type = "nsa_llama"
+    base_model_tp_plan = None  # gates know all heads
+
+    nsa_config: dict[str, Any] | None = None
+    nsa_gates: str = "hidden"
+    nsa_gate_init: list[float] | None = None
+
+
+@strict
+class NSAQwen3Config(ConfigMixin, Qwen3Config):
+    """Qwen3Config with the options of NSA, as NSALlamaConfig has them. All layers must be "full_attention"."""
+
+    model_type = "nsa_qwen3"
+    base_model_tp_plan = None
+
+    nsa_config: dict[str, Any] | None = None
+    nsa_gates: str = "hidden"
+    nsa_gate_init: list[float] | None = None
+
+
+# Attention
+
+
+class AttentionMixin:
+    """forward of an attention layer that has q_proj, k_proj, v_proj, o_proj and, in Qwen3, q_norm and k_norm."""
+
+    config: Any
+    layer_idx: int
+    head_dim: int
+    training: bool
+    attention_dropout: float
+    rotate: Any
+    """apply_rotary_pos_emb of the model."""
+
+    gates: BranchGates
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        nsa_call: tuple[NSAConfig, Tensor | None, Unpadding | None] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """NSA of one layer; `nsa_call` are options, mask and documents, which the model's forward has found."""
+        if attention_mask is not None:
+            raise ValueError("attention_mask goes to the converted model's forward, not to its layers")
+        dropout = self.attention_dropout if self.training else 0.0
+        refuse(dropout=dropout, is_causal=True, others=kwargs)
+        q, k, v = self._heads(hidden_states)
+        q, k = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2)
+        gates = self.gates(hidden_states, q)
+        cache = kwargs.get(CACHE_ARGUMENT)
+        if cache is None:
+            out = attend(q, k, v, gates, *(nsa_call or (options_of(self.config), None, None)))
+        else:
+            out = cache.layers[self.layer_idx].attend(q, k, v, gates)
+        return self.o_proj(out.flatten(-2)), None  # type: ignore[attr-defined]
+
+    def _heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v `[B,N,heads,D]` before their rotation."""
+        me: Any = self
+        heads = [project(hidden_states).unflatten(-1, (-1, me.head_dim)) for project in (me.q_proj, me.k_proj)]
+        if hasattr(me, "q_norm"):
+            heads = [norm(x) for norm, x in zip((me.q_norm, me.k_norm), heads, strict=True)]
+        return heads[0], heads[1], me.v_proj(hidden_states).unflatten(-1, (-1, me.head_dim))
+
+
+class NSALlamaAttention(AttentionMixin, modeling_llama.LlamaAttention):
+    """LlamaAttention with NSA."""
+
+    rotate = staticmethod(modeling_llama.apply_rotary_pos_emb)
+
+
+class NSAQwen3Attention(AttentionMixin, modeling_qwen3.Qwen3Attention):
+    """Qwen3Attention with NSA."""
+
+    rotate = staticmethod(modeling_qwen3.apply_rotary_pos_emb)
+
+
+# Models
+
+
+class PreTrainedMixin:
+    """What converted models share: they are built as the dense model and become NSA's; gates have an initialisation."""
+
+    config: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        become_nsa(self, config)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
+        if attn_implementation not in (None, NAME):
+            raise ValueError(f"attn_implementation must be 'nsa' in a converted model, got {attn_implementation!r}")
+        return NAME
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, BranchGates):
+            for name, value in module.initial_values().items():
+                initialization.copy_(module.get_parameter(name), value)
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+
+class ModelMixin(PreTrainedMixin):
+    """forward of the model: documents are found once, and a cache's step is opened around the layers."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the dense model's. A cache that is fresh is taken over; without one, none is made where gradients are
+        needed, in torch.compile, or for packed documents.
+
+        Raises:
+            ValueError: for a mask that is neither padding on one side nor documents; for `use_cache=True` where no
+                cache can be.
+        """
+        if kwargs.get("output_attentions", self.config.output_attentions):
+            raise ValueError("output_attentions must be False: NSA has no attention weights to return, got True")
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs is None:
+            raise ValueError("input_ids or inputs_embeds must be given, got neither")
+        batch, tokens = inputs.shape[:2]
+        cache = self._given_cache(use_cache, kwargs)
+        cached = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+        shape = (batch, tokens, int(cached) + tokens)
+        mask, documents = find_documents(attention_mask, position_ids, bounds, shape, longest)
+        if documents is not None and (cache is not None or use_cache):
+            raise ValueError(f"a cache holds no packed documents: {PACK_ADVICE}")
+        if cache is None and documents is None and self._may_cache():
+            cache = DynamicCache() if use_cache is not False and (use_cache or self.config.use_cache) else None
+        call: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        config = options_of(self.config)
+        call |= kwargs | {"use_cache": cache is not None, CACHE_ARGUMENT: cache, "nsa_call": (config, mask, documents)}
+        if cache is None:
+            return super().forward(**call)  # type: ignore[misc]
+        sequences = take_over(cache, config, self.config.num_hidden_layers)
+        with sequences.step(batch, tokens, inputs.device, mask):
+            return super().forward(**call)  # type: ignore[misc]
+
+    def _given_cache(self, use_cache: bool | None, kwargs: dict[str, Any]) -> Any:
+        """The cache that a call gives under either name, or None."""
+        given = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
+        cache = next((each for each in given if each is not None), None)
+        if (cache is not None or use_cache) and not self._may_cache():
+            raise ValueError(
+                "a cache has no gradients and does not run in torch.compile: call the model under torch.no_grad(), "
+                f"or without one; got {f'use_cache={use_cache}' if cache is None else type(cache).__name__}"
+            )
+        return cache
+
+    def _may_cache(self) -> bool:
+        return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+
+class CausalLMMixin(PreTrainedMixin):
+    """generate() with caches of pages."""
+
+    model: Any
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        if generation_config.compile_config is not None:
+            raise ValueError("compile_config must be None: a step with NSA's cache does not run in torch.compile")
+        return False
+
+
+class NSALlamaModel(ModelMixin, LlamaModel):
+    """LlamaModel with NSA."""
+
+    config: NSALlamaConfig
+    config_class = NSALlamaConfig
+
+
+class NSALlamaForCausalLM(CausalLMMixin, LlamaForCausalLM):
+    """LlamaForCausalLM with NSA."""
+
+    config: NSALlamaConfig
+    config_class = NSALlamaConfig
+
+
+class NSAQwen3Model(ModelMixin, Qwen3Model):
+    """Qwen3Model with NSA."""
+
+    config: NSAQwen3Config
+    config_class = NSAQwen3Config
+
+
+class NSAQwen3ForCausalLM(CausalLMMixin, Qwen3ForCausalLM):
+    """Qwen3ForCausalLM with NSA."""
+
+    config: NSAQwen3Config
+    config_class = NSAQwen3Config
+
+
+CONFIGS: dict[type, type] = {LlamaConfig: NSALlamaConfig, Qwen3Config: NSAQwen3Config}
+MODELS: dict[type, type] = {
+    LlamaModel: NSALlamaModel,
+    LlamaForCausalLM: NSALlamaForCausalLM,
+    Qwen3Model: NSAQwen3Model,
+    Qwen3ForCausalLM: NSAQwen3ForCausalLM,
+}
+ATTENTIONS: dict[type, type] = {
+    modeling_llama.LlamaAttention: NSALlamaAttention,
+    modeling_qwen3.Qwen3Attention: NSAQwen3Attention,
+}
+
+
+def become_nsa(model: Any, config: Any) -> None:
+    """Give a dense model's modules NSA's classes and config, in place; weights, devices and dtypes stay."""
+    for module in list(model.modules()):
+        if type(module) in ATTENTIONS:
+            module.__class__ = ATTENTIONS[type(module)]
+            module.gates = BranchGates(config).to(module.q_proj.weight.device, model.dtype)
+        elif type(module) in MODELS:
+            module.__class__ = MODELS[type(module)]
+        if hasattr(module, "config"):
+            module.config = config

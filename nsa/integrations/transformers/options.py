@@ -1,0 +1,78 @@
+"""What a model's config says of NSA: the options, where gates come from, and the gates to start with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from nsa.config import NSAConfig
+
+BRANCHES = ("compressed", "selected", "window")
+
+GATES = ("hidden", "query", "learned")
+"""Where a converted layer's gates come from: the hidden states, the rotated queries, or a number for each head."""
+
+GATE_INIT = (0.05, 0.9, 0.05)
+"""Gates of compressed, selected and window branch to start with: near dense, as the selected branch alone is dense
+attention for texts of up to k·l' tokens."""
+
+
+LEFT_OUT = ("compress", "causal")
+"""Options that have one value in a language model."""
+
+
+def options_dict(config: NSAConfig) -> dict[str, Any]:
+    """The options as JSON holds them.
+
+    Raises:
+        ValueError: for options that a causal model's config cannot hold.
+    """
+    if not config.causal:
+        raise ValueError("causal must be True in a language model, got False")
+    if config.compress != "mean":
+        raise ValueError(f"compress must be 'mean': a config holds no functions, got {config.compress!r}")
+    return {field.name: getattr(config, field.name) for field in fields(config) if field.name not in LEFT_OUT}
+
+
+def options_of(config: Any) -> NSAConfig:
+    """The options that a model's config holds; `NSAConfig.paper()` where it holds none.
+
+    Raises:
+        TypeError, ValueError: as NSAConfig, for what `nsa_config` holds.
+    """
+    given = getattr(config, "nsa_config", None)
+    if given is None:
+        return NSAConfig.paper()
+    if isinstance(given, NSAConfig):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"nsa_config must be a dict of NSAConfig's options, got {type(given).__name__}")
+    return NSAConfig(**given)
+
+
+def check_gates(gates: Any) -> str:
+    """Raise ValueError unless gates come from where they can."""
+    if gates not in GATES:
+        raise ValueError(f"gates must be one of {', '.join(map(repr, GATES))}, got {gates!r}")
+    return str(gates)
+
+
+def check_gate_init(values: Any) -> list[float]:
+    """Gates to start with, of the three branches.
+
+    Raises:
+        TypeError, ValueError: naming them and what was expected.
+    """
+    values = GATE_INIT if values is None else values
+    if not isinstance(values, Sequence) or not all(isinstance(value, (int, float)) for value in values):
+        raise TypeError(f"gate_init must be three numbers, got {values!r}")
+    if len(values) != len(BRANCHES) or not all(0 < value < 1 for value in values):
+        raise ValueError(f"gate_init must be three numbers between 0 and 1, for {', '.join(BRANCHES)}, got {values!r}")
+    return [float(value) for value in values]
+
+
+def logit(gate: float) -> float:
+    """What sigmoid makes this gate of."""
+    return math.log(gate / (1 - gate))

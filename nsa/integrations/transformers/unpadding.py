@@ -1,0 +1,99 @@
+"""Where the documents of a batch lie: padding masks, packs by position_ids and cu_seq_lens as bounds of documents.
+
+Sizes follow from shapes alone: padding is moved behind the documents, where `nsa` computes nothing, and not cut off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+PACK_ADVICE = "pack documents by position_ids or cu_seq_lens_q, without attention_mask and cache"
+
+
+@dataclass(frozen=True)
+class Unpadding:
+    """How rows `[B,N]` of a batch become documents behind each other, and back."""
+
+    cu_seqlens: Tensor
+    """Bounds of the documents, int32."""
+    order: Tensor | None = None
+    """Rows `[B*N]`, those of documents first; None: as they lie."""
+    max_seqlen: int | None = None
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """`[B,N,...]` as `[T,...]`, T = B*N: documents, then padding."""
+        flat = x.flatten(0, 1)
+        return flat if self.order is None else flat[self.order]
+
+    def pad(self, x: Tensor, batch: int) -> Tensor:
+        """`[T,...]` as `[B,N,...]`: the inverse of `unpad`."""
+        flat = x if self.order is None else torch.empty_like(x).index_copy(0, self.order, x)
+        return flat.reshape(batch, -1, *flat.shape[1:])
+
+
+def by_mask(real: Tensor) -> Unpadding:
+    """A document of each row's real tokens, bool `[B,N]`."""
+    order = torch.argsort((~real.flatten()).to(torch.uint8), stable=True)
+    return Unpadding(bounds(real.sum(1)), order)
+
+
+def by_positions(position_ids: Tensor, batch: int) -> Unpadding | None:
+    """Documents begin where positions `[B or 1,N]` do not go on by one; None: each row is one. Read on the host."""
+    breaks = position_ids.diff(dim=-1) != 1
+    if not bool(breaks.any()):
+        return None
+    begins = pad(breaks, (1, 0), value=True).expand(batch, -1)
+    cu_seqlens = pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).to(torch.int32)
+    return Unpadding(cu_seqlens, max_seqlen=int(cu_seqlens.diff().max()))
+
+
+def bounds(lengths: Tensor) -> Tensor:
+    """cu_seqlens of documents of these lengths."""
+    cu_seqlens: Tensor = pad(lengths.cumsum(0), (1, 0))
+    return cu_seqlens.to(torch.int32)
+
+
+def check_mask(mask: Tensor, position_ids: Tensor | None) -> bool:
+    """Whether a mask `[B,N_k]` has padding, which is read on the host, unless while compiling.
+
+    Args:
+        mask: bool, True for real tokens.
+        position_ids: of the last tokens, `[B or 1,N_q]`, if they are known.
+
+    Raises:
+        ValueError: unless padding is only to the left or to the right of each row's tokens, whose positions go on by
+            one.
+    """
+    holes = (mask.to(torch.int8).diff(dim=1, prepend=mask.new_zeros(len(mask), 1, dtype=torch.int8)) > 0).sum(1) > 1
+    restarts = torch.zeros_like(holes)
+    if position_ids is not None and position_ids.shape[-1] > 1:
+        real = mask[:, mask.shape[1] - position_ids.shape[-1] :]
+        restarts = ((position_ids.diff(dim=-1) != 1) & real[:, 1:] & real[:, :-1]).any(1)
+    if torch.compiler.is_compiling():
+        torch._assert_async(~(holes | restarts).any(), "attention_mask is neither left nor right padding of one text")
+        return True
+    with_holes, with_restarts, padded = torch.stack([holes.any(), restarts.any(), ~mask.all()]).tolist()
+    if with_holes:
+        row = int(holes.nonzero()[0])
+        raise ValueError(
+            f"attention_mask must pad each row to the left or to the right, got tokens on both sides of padding in row "
+            f"{row}: {_runs(mask[row])}"
+        )
+    if with_restarts:
+        row = int(restarts.nonzero()[0])
+        raise ValueError(
+            f"position_ids must go on by one inside a row that comes with attention_mask, got another text beginning "
+            f"in row {row}: {PACK_ADVICE}"
+        )
+    return bool(padded)
+
+
+def _runs(row: Tensor) -> str:
+    """A row of a mask in words."""
+    values, counts = torch.unique_consecutive(row, return_counts=True)
+    pairs = zip(values.tolist(), counts.tolist(), strict=True)
+    return ", ".join(f"{count} {'real' if value else 'padded'}" for value, count in pairs)

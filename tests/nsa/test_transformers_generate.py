@@ -1,0 +1,210 @@
+"""generate() of converted models, with caches and without, and their caches' methods."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+from nsa import NSAConfig
+from nsa.integrations.transformers.cache import CacheLayer
+from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
+from tests.support.hf_models import converted_model, token_ids
+
+pytestmark = pytest.mark.hf_extra
+
+NEW = 10
+
+
+def generate(model: Any, ids: Tensor | None, **kwargs: Any) -> Tensor:
+    """NEW tokens, the likeliest ones unless told otherwise."""
+    torch.manual_seed(1)
+    result: Tensor = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
+    return result
+
+
+def left_padded(*lengths: int) -> tuple[Tensor, Tensor]:
+    width = max(lengths)
+    ids = token_ids(len(lengths), width)
+    mask = torch.stack([torch.arange(width) >= width - n for n in lengths]).long()
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def call_with(model: Any, ids: Tensor, cache: Any, **kwargs: Any) -> Tensor:
+    with torch.no_grad():
+        return model(ids, **{CACHE_ARGUMENT: cache}, **kwargs).logits
+
+
+WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "greedy": ("qwen3", {}, {}),
+    "static, prompt in chunks": ("llama", {"cache_implementation": "static", "prefill_chunk_size": 16}, {}),
+    "sampling": ("llama", {}, {"do_sample": True, "num_return_sequences": 2}),
+    "beams": ("llama", {}, {"num_beams": 3}),
+}
+"""What model, keywords with a cache, keywords with and without one."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_tokens_with_and_without_a_cache(way: str) -> None:
+    kind, cached, both = WAYS[way]
+    model = converted_model(kind)
+    ids, mask = left_padded(40, 33)
+    written = generate(model, ids, attention_mask=mask, **cached, **both)
+    assert torch.equal(written, generate(model, ids, attention_mask=mask, use_cache=False, **both))
+    if way == "greedy":  # a row is its text alone
+        assert torch.equal(written[1, 7:], generate(model, ids[1:, 7:])[0])
+
+
+def test_a_dynamic_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa.integrations.transformers.cache.ROOM", 1)
+    model, ids = converted_model(), token_ids(1, 60)
+    out = generate(model, ids, return_dict_in_generate=True)
+    table = getattr(out, CACHE_ARGUMENT).layers[0].sequences.table
+    table.check()
+    assert table.capacity == 128
+    with torch.no_grad():
+        again = model(out.sequences, use_cache=False).logits[0, 59:-1].argmax(-1)
+    assert torch.equal(out.sequences[0, 60:], again)
+
+
+def test_a_second_turn_goes_on_from_the_first_ones_cache() -> None:
+    model, ids, cache = converted_model(), token_ids(2, 40), DynamicCache()
+    first = generate(model, ids, **{CACHE_ARGUMENT: cache})
+    both = torch.cat([first, ids[:, :7]], 1)
+    assert torch.equal(generate(model, both, **{CACHE_ARGUMENT: cache}), generate(model, both))
+
+
+def test_embeddings_in_place_of_tokens() -> None:
+    model, ids = converted_model(), token_ids(2, 40)
+    written = generate(model, None, inputs_embeds=model.model.embed_tokens(ids))
+    assert torch.equal(written, generate(model, ids)[:, 40:])
+
+
+def test_assisted_decoding() -> None:
+    model, assistant = converted_model(), converted_model(num_hidden_layers=1)
+    assistant.load_state_dict(model.state_dict(), strict=False)  # it guesses right at times
+    ids = token_ids(1, 40)
+    assert torch.equal(generate(model, ids, assistant_model=assistant), generate(model, ids))
+    tile = converted_model(
+        options=NSAConfig(compress_block_size=8, window_size=8, num_selected_blocks=2, q_tile_size=16)
+    )
+    with pytest.raises(ValueError, match=r"requires a cache that can be cropped|queries since then are kept"):
+        generate(tile, ids, prompt_lookup_num_tokens=3)
+
+
+def test_tile_mode_generates_from_prefixes() -> None:
+    """With a cache each token is the row of the call on its prefix, as without; only the prompt's rows differ."""
+    options = NSAConfig(compress_block_size=8, window_size=8, num_selected_blocks=2, q_tile_size=16)
+    model = converted_model(options=options, num_hidden_layers=1)
+    ids = token_ids(2, 40)
+    expected = generate(model, ids)
+    assert torch.equal(expected, generate(model, ids, use_cache=False))
+    cache = DynamicCache()
+    call_with(model, ids, cache)
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))  # with sums of the open tile's queries
+    following = call_with(model, expected[[1, 0, 1], 40:41], cache)
+    assert torch.equal(following[:, -1].argmax(-1), expected[[1, 0, 1], 41])
+
+
+def test_compilation_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="compile_config must be None"):
+        generate(converted_model(), token_ids(1, 8), cache_implementation="static", compile_config=CompileConfig())
+
+
+# Caches
+
+
+@pytest.mark.parametrize("make", [DynamicCache, None], ids=["dynamic", "static"])
+def test_a_cache_is_taken_over_and_does_what_transformers_asks(make: Any) -> None:
+    model = converted_model()
+    cache = DynamicCache() if make else StaticCache(config=model.config, max_cache_len=100)
+    text = token_ids(3, 60)
+    with torch.no_grad():
+        expected = model(text, use_cache=False).logits
+
+    def advance(rows: Tensor, start: int, stop: int) -> None:
+        logits = call_with(model, text[rows][:, start:stop], cache)
+        torch.testing.assert_close(logits, expected[rows][:, start:stop], atol=1e-4, rtol=0)
+        assert cache.get_seq_length() == stop
+
+    rows = torch.arange(3)
+    advance(rows, 0, 40)
+    assert all(isinstance(layer, CacheLayer) for layer in cache.layers)
+    assert len(cache) == 2
+    assert cache.get_mask_sizes(5, 0) == (45, 0)
+    assert cache.get_max_length() == (-1 if make else 100)
+    assert (cache.batch_size, cache.is_compileable, cache.is_croppable) == (3, False, True)
+    advance(rows, 40, 45)
+    cache.crop(-7)
+    cache.crop(0)
+    advance(rows, 38, 47)
+    saved = copy.deepcopy(cache)
+    order = torch.tensor([2, 0, 2])
+    cache.reorder_cache(order)
+    advance(order, 47, 48)
+    cache.batch_select_indices(torch.tensor([0, 1]))
+    advance(order[:2], 48, 50)
+    cache.batch_repeat_interleave(2)
+    advance(torch.tensor([2, 2, 0, 0]), 50, 57)
+    cache.batch_select_indices(torch.tensor([False, True, True, False]))
+    advance(torch.tensor([2, 0]), 57, 58)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    with pytest.raises(ValueError, match="2 rows of the cache, got 3"):
+        advance(rows, 0, 20)
+    advance(torch.tensor([1, 0]), 0, 20)
+    cache = saved  # nothing of this was done to the copy
+    advance(rows, 47, 60)
+
+
+def test_padded_rows_go_on_in_a_cache() -> None:
+    model = converted_model()
+    ids, mask = left_padded(20, 3)
+    cache = DynamicCache()
+    call_with(model, ids, cache, attention_mask=mask)
+    more = token_ids(2, 9)
+    ones = torch.cat([mask, torch.ones(2, 9, dtype=torch.long)], 1)
+    logits = call_with(model, more, cache, attention_mask=ones)
+    for row, length in enumerate((20, 3)):
+        text = torch.cat([ids[row : row + 1, 20 - length :], more[row : row + 1]], 1)
+        with torch.no_grad():
+            expected = model(text, use_cache=False).logits[0, -9:]
+        torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=0)
+
+
+def test_calls_that_do_not_fit_a_cache_are_refused() -> None:
+    model, ids = converted_model(), token_ids(2, 20)
+    cache = DynamicCache()
+    call_with(model, ids, cache)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[B,N_k\] = \[2, 25\]"):
+        call_with(model, ids[:, :5], cache, attention_mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match="a cache holds no packed documents"):
+        call_with(model, ids[:, :4], cache, position_ids=torch.tensor([[20, 21, 0, 1]]))
+    with pytest.raises(ValueError, match="tokens_to_remove must be -n"):
+        cache.crop(4)
+    with pytest.raises(NotImplementedError, match="pages for NSA"):
+        cache.update(torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16), 0)
+    with pytest.raises(ValueError, match="other options of NSA"):
+        call_with(converted_model(num_hidden_layers=1), ids, cache)
+    full = StaticCache(config=model.config, max_cache_len=20)
+    call_with(model, ids, full)
+    with pytest.raises(ValueError, match="max_cache_len=20 tokens, got 21"):
+        call_with(model, ids[:, :1], full)
+    call_with(model, ids, cache)  # a refused call changes nothing
+    assert cache.get_seq_length() == 40
+    foreign = DynamicCache()
+    foreign.update(torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 5, 16), 0)
+    with pytest.raises(ValueError, match="5 tokens of another attention"):
+        call_with(model, ids, foreign)
+    with pytest.raises(ValueError, match="got an offloaded DynamicCache"):
+        call_with(model, ids, DynamicCache(config=model.config, offloading=True))
+    with pytest.raises(ValueError, match="got object"):
+        call_with(model, ids, object())
+    right = DynamicCache()
+    call_with(model, ids, right, attention_mask=torch.ones(2, 20).tril(18))
+    with pytest.raises(ValueError, match="padded the cached texts to the right"):
+        call_with(model, ids[:, :1], right)

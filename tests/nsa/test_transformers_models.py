@@ -1,0 +1,358 @@
+"""Converted models of transformers: what they compute, masks and packs, training, saving and loading."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3Config,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.masking_utils import create_causal_mask
+
+from nsa import NSAConfig, NSAttention, nsa
+from nsa.integrations.transformers import convert
+from nsa.integrations.transformers.interface import nsa_attention
+from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
+from tests.support.hf_models import KINDS, OPTIONS, converted_model, dense_model, token_ids
+
+pytestmark = [
+    pytest.mark.hf_extra,
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning"),  # renamed by transformers
+]
+
+# Sums of the same numbers in other places of a batch, or through a cache, differ by rounding: logits of up to 10 in
+# fp32 through two layers, with some 100 roundings of 6e-8 each
+TOLERANCE = 1e-4
+
+
+def logits_of(model: Any, ids: Tensor, **call: Any) -> Tensor:
+    with torch.no_grad():
+        return model(ids, **call).logits
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() < TOLERANCE)
+
+
+# Conversion
+
+
+@pytest.mark.parametrize("gates", ["hidden", "query", "learned"])
+def test_a_converted_layer_is_nsattention(gates: Any) -> None:
+    model = converted_model(gates=gates)
+    layer = model.model.layers[0].self_attn
+    x, positions = torch.randn(2, 40, 64), torch.arange(40)[None]
+    tables = model.model.rotary_emb(x, positions)
+
+    def rotate(heads: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        rotated, _ = layer.rotate(heads, heads, *tables, unsqueeze_dim=2)
+        return rotated
+
+    own = NSAttention(64, 4, 2, head_dim=16, config=OPTIONS, gate="x", rope=rotate)
+    own.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("gates.")}, strict=False)
+    with torch.no_grad():
+        own.gate_proj.bias.copy_(layer.gates.bias.flatten())
+        own.gate_proj.weight.zero_()
+        if gates == "hidden":
+            own.gate_proj.weight.copy_(layer.gates.hidden_proj.weight)
+        expected = own(x, tables)
+        if gates == "query":  # o_proj of the same branches with other gates
+            arguments = own._nsa_arguments(x, tables)
+            extra = torch.einsum("bnhd,hcd->bnhc", arguments["q"], layer.gates.query_proj)
+            arguments["gates"] = torch.sigmoid(layer.gates.bias + extra)
+            expected = own.o_proj(nsa(**arguments).flatten(-2))
+        assert close(layer(x, tables)[0], expected)
+
+
+def test_short_texts_are_dense_when_only_the_selected_branch_weighs() -> None:
+    dense = dense_model()
+    ids = token_ids(1, 32)  # k blocks of l' tokens
+    expected = logits_of(dense, ids)
+    model = convert(dense, OPTIONS, gate_init=(1e-9, 1 - 1e-9, 1e-9))
+    assert model is dense
+    assert close(logits_of(model, ids), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loaded", [False, True], ids=["from_config", "dense_checkpoint"])
+def test_configs_convert(kind: str, loaded: bool, tmp_path: Path) -> None:
+    dense = dense_model(kind)
+    config = convert(dense.config, OPTIONS, gates="query")
+    if loaded:
+        dense.save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+        ids = token_ids(1, 40)
+        assert torch.equal(logits_of(model, ids), logits_of(convert(dense, OPTIONS, gates="query"), ids))
+    else:
+        model = AutoModelForCausalLM.from_config(config)
+    gates = model.model.layers[1].self_attn.gates
+    assert torch.sigmoid(gates.bias)[3].tolist() == pytest.approx([0.05, 0.9, 0.05])
+    assert not gates.query_proj.any()
+
+
+FRESH = """
+import sys, torch
+import nsa.integrations.transformers
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map={"": "cpu"})
+    case = torch.load(folder + "/case.pt")
+    with torch.no_grad():
+        assert torch.equal(model(case["ids"]).logits, case["logits"]), folder
+"""
+
+
+def test_saved_models_load_in_a_fresh_process(tmp_path: Path) -> None:
+    folders = []
+    for kind, dtype, gates in (("llama", torch.float32, "query"), ("qwen3", torch.bfloat16, "hidden")):
+        model = converted_model(kind, gates=gates).to(dtype)
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # in fp32, as from_pretrained makes it
+        folder = tmp_path / kind
+        model.save_pretrained(folder)
+        ids = token_ids(1, 40)
+        torch.save({"ids": ids, "logits": logits_of(model, ids)}, folder / "case.pt")
+        folders.append(str(folder))
+        config = AutoConfig.from_pretrained(folder)
+        assert config.to_dict() == model.config.to_dict() | {"_name_or_path": str(folder)}
+    subprocess.run([sys.executable, "-c", FRESH, *folders], check=True, timeout=120)
+
+
+# Masks and packs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_padding_equals_unpadded_rows(kind: str, use_cache: bool) -> None:
+    model = converted_model(kind)
+    lengths, width = (33, 40, 1), 45
+    ids, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
+    texts = [token_ids(1, n) for n in lengths]
+    spans = [slice(width - 33, width), slice(0, 40), slice(7, 8)]  # to the left, to the right, both
+    for row, (text, span) in enumerate(zip(texts, spans, strict=True)):
+        ids[row, span], mask[row, span] = text, 1
+    logits = logits_of(model, ids, attention_mask=mask, use_cache=use_cache)
+    for row, (text, span) in enumerate(zip(texts, spans, strict=True)):
+        assert close(logits[row, span], logits_of(model, text)[0])
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_packs_equal_separate_documents(converted: bool) -> None:
+    model = converted_model() if converted else unconverted()
+    lengths = (30, 1, 41)
+    texts = [token_ids(1, n) for n in lengths]
+    expected = torch.cat([logits_of(model, text) for text in texts], 1)
+    ids = torch.cat(texts, 1)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    assert close(logits_of(model, ids, position_ids=positions, use_cache=False), expected)
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collate([{"input_ids": text[0].tolist()} for text in texts])
+    assert {"input_ids", "position_ids", "cu_seq_lens_q", "max_length_q"} <= batch.keys()
+    assert close(model(**batch, use_cache=False).logits, expected)
+    if converted:  # rows of a batch are documents, too; a cache is left out, not given documents
+        twice = ids.flip(1).repeat(2, 1)
+        twice[0] = ids
+        assert close(logits_of(model, twice, position_ids=positions)[:1], expected)
+
+
+def unconverted() -> Any:
+    model = dense_model(attn_implementation="nsa")
+    model.config.nsa_config = {
+        "compress_block_size": 8,
+        "select_block_size": 8,
+        "num_selected_blocks": 3,
+        "window_size": 8,
+    }
+    model.config.nsa_config |= {"q_tile_size": 1}
+    return model
+
+
+def test_the_attention_function_takes_padding_and_caches() -> None:
+    model = unconverted()
+    text = token_ids(1, 40)
+    expected = logits_of(model, text)
+    assert not close(expected, logits_of(dense_model().to(torch.float32), text))
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), text], 1)
+    mask = (padded > 0).long()
+    assert close(logits_of(model, padded, attention_mask=mask)[:, 5:], expected)
+    kwargs = {"max_new_tokens": 8, "do_sample": False}
+    with_cache = model.generate(padded, attention_mask=mask, **kwargs)
+    assert torch.equal(with_cache, model.generate(padded, attention_mask=mask, use_cache=False, **kwargs))
+    with pytest.raises(ValueError, match="use a dynamic cache"):
+        model.generate(text, cache_implementation="static", **kwargs)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_other_masks_are_refused(converted: bool) -> None:
+    model = converted_model() if converted else unconverted()
+    ids = token_ids(2, 6)
+    holes = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 0, 0, 1, 1, 0]])
+    with pytest.raises(ValueError, match="row 1: 1 real, 2 padded, 2 real, 1 padded"):
+        model(ids, attention_mask=holes)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[B,N_k\] = \[2, 6\]"):
+        model(ids, attention_mask=torch.zeros(2, 1, 6, 6), use_cache=False)
+    with pytest.raises(ValueError, match="beginning in row 0"):
+        model(ids, attention_mask=torch.ones(2, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="is causal attention"):
+        model(ids, use_cache=False)
+
+
+BOUNDS = torch.tensor([0, 2, 6], dtype=torch.int32)
+REFUSED = {
+    "attention_dropout must be 0": {"dropout": 0.1},
+    "is_causal must be True": {"is_causal": False},
+    "softcap asks for soft-capped logits": {"softcap": 30.0},
+    "s_aux asks for attention sinks": {"s_aux": torch.zeros(4)},
+    "sliding_window asks for": {"sliding_window": 8},
+    "output_attentions must be False": {"output_attentions": True},
+    "a batch of 2": {"cu_seq_lens_q": BOUNDS},
+    r"position_ids must be \[B,N\]": {"position_ids": torch.zeros(3, 2, 6)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_the_attention_function_refuses_what_it_would_ignore(message: str) -> None:
+    module = unconverted().model.layers[0].self_attn
+    q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 6, 16)
+    with pytest.raises(ValueError, match=message):
+        nsa_attention(module, q, k, k, None, **REFUSED[message])
+
+
+def test_packs_that_contradict_a_mask_or_a_cache_are_refused() -> None:
+    module = unconverted().model.layers[0].self_attn
+    q, k, mask = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.ones(1, 6, dtype=torch.bool)
+    mask[0, 0] = False
+    with pytest.raises(ValueError, match="say different things"):
+        nsa_attention(module, q, k, k, mask, cu_seq_lens_q=BOUNDS)
+    with pytest.raises(ValueError, match="a cache holds earlier ones"):
+        nsa_attention(module, q[:, :, :4], k, k, None, position_ids=torch.tensor([[2, 3, 0, 1]]))
+
+
+def test_overlays_of_masks_are_refused() -> None:
+    model = converted_model()
+    call = {"config": model.config, "inputs_embeds": torch.zeros(1, 6, 64), "attention_mask": None}
+    call |= {"position_ids": None, CACHE_ARGUMENT: None}
+    assert create_causal_mask(**call) is None
+    with pytest.raises(ValueError, match="or_mask"):
+        create_causal_mask(**call, or_mask_function=lambda b, h, q, k: k == 0)
+
+
+# Training
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    return cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
+
+
+def test_gradients_reach_every_parameter_also_through_checkpoints() -> None:
+    model = converted_model("qwen3").train()
+    ids = token_ids(1, 40)
+    loss_of(model, ids).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert all(bool(grad.any()) for grad in expected.values())
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    loss_of(model, ids).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
+def test_lora_trains_and_merges() -> None:
+    model = converted_model()
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "hidden_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, lora)
+    ids = token_ids(1, 40)
+    loss_of(adapted, ids).backward()
+    grads = {name: parameter.grad for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert grads
+    assert all("lora" in name and bool(grad.any()) for name, grad in grads.items())
+    expected = logits_of(adapted, ids)
+    assert close(logits_of(adapted.merge_and_unload(), ids), expected)
+
+
+def test_trainer_lowers_the_loss(tmp_path: Path) -> None:
+    model = converted_model()
+    text = token_ids(1, 40)[0].tolist()
+    examples = [{"input_ids": text, "labels": text}] * 8
+    options = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1}
+    arguments = TrainingArguments(
+        str(tmp_path), **options, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    trainer = Trainer(model, arguments, train_dataset=examples)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < losses[0]
+
+
+def test_compiles_as_a_whole() -> None:
+    model = converted_model()
+    ids = token_ids(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected = logits_of(model, ids)
+    assert close(logits_of(compiled, ids), expected)
+    padded = logits_of(model, ids, attention_mask=mask)
+    assert close(logits_of(compiled, ids, attention_mask=mask)[0, 9:], padded[0, 9:])
+    with pytest.raises(Exception, match="position_ids may hold packed documents"):
+        compiled(ids, position_ids=torch.arange(40)[None])
+    with pytest.raises(Exception, match=r"runs in torch\.compile after"):
+        torch.compile(unconverted(), fullgraph=True, backend="eager")(ids, use_cache=False)
+
+
+def test_a_cache_and_gradients_exclude_each_other() -> None:
+    model, ids = converted_model(), token_ids(1, 8)
+    assert getattr(model(ids), CACHE_ARGUMENT) is None
+    with pytest.raises(ValueError, match=r"a cache has no gradients .* got use_cache=True"):
+        model(ids, use_cache=True)
+
+
+def test_the_example_of_convert_runs() -> None:
+    (example,) = doctest.DocTestFinder().find(convert, "convert", globs={})
+    assert doctest.DocTestRunner().run(example).failed == 0
+    assert example.examples
+
+
+# Errors
+
+
+def test_what_cannot_be_converted_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model must be one of LlamaModel.*got GPT2Config"):
+        convert(GPT2Config())
+    with pytest.raises(TypeError, match="InfLLM-v2"):
+        convert(type("MiniCPMConfig", (), {"sparse_config": {"kernel_size": 32}})())
+    with pytest.raises(ValueError, match="attention_dropout must be 0"):
+        convert(LlamaConfig(attention_dropout=0.1))
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 2}
+    with pytest.raises(ValueError, match="layer_types must all be 'full_attention', got full_attention, sliding"):
+        convert(Qwen3Config(**sliding))
+    with pytest.raises(ValueError, match="gates must be one of"):
+        convert(LlamaConfig(), gates="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gate_init must be three numbers between 0 and 1"):
+        convert(LlamaConfig(), gate_init=(0, 1, 0))
+    with pytest.raises(ValueError, match="causal must be True"):
+        convert(LlamaConfig(), NSAConfig(causal=False))
+    with pytest.raises(ValueError, match="compress must be 'mean'"):
+        convert(LlamaConfig(), NSAConfig.paper(compress=lambda blocks: blocks.mean(-2)))
+    hooked = dense_model()
+    hooked.model.layers[0].forward = hooked.model.layers[0].forward
+    with pytest.raises(ValueError, match=r"got one at model\.layers\.0"):
+        convert(hooked)
+    with pytest.raises(ValueError, match="attn_implementation must be 'nsa'"):
+        converted_model().set_attn_implementation("sdpa")
