@@ -30,12 +30,6 @@ from nsa.validate import ResolvedCall, resolve
 PASS_BYTES = 1 << 30
 """What the gathered keys of a pass and their shares of gradients may take, if it has more than one key/value head."""
 
-ROW_CHECKED_CALLS = 1024
-"""How many kinds of call are remembered as checked."""
-
-NAMES = ("q", "gates")
-"""Tensors with a row for each query."""
-
 QUERY_HEADS = ("q", "gates", "gate_proj_weight")
 """Tensors with the heads of q; all others have those of k."""
 
@@ -277,13 +271,12 @@ class ShardedNSA(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors: list[Tensor | None] = list(ctx.saved_tensors[: len(NAMES)])
-        given = {name: x for name, x in zip(NAMES, tensors, strict=True) if x is not None}
+        kept = iter(ctx.saved_tensors)  # read once, as checkpointing asks
+        given = {name: x for name in NAMES if (x := next(kept)) is not None}
         if do is None:  # on this rank only: others may wait for its share
             q = given["q"]
             do = q.new_zeros((*q.shape[:-1], given["v"].shape[-1]))
-        rest = iter(ctx.saved_tensors[len(NAMES) :])
-        saved = [[next(rest) for _ in range(count)] for count in ctx.counts]
+        saved = [[next(kept) for _ in range(count)] for count in ctx.counts]
         with torch.no_grad(), autocast_off(do.device.type):
             by_name = attend_backward(ctx.plan, given, saved, do)
         needed = ctx.needs_input_grad[1:]

@@ -199,6 +199,9 @@ class ContextParallel:
             dim: of the tokens. Default: 1.
             cu_seqlens: as in `shard`. Default: None.
             ignore_index: label of last tokens and of rows behind the last document. Default: -100.
+
+        Returns:
+            This rank's labels, in the dtype of `input_ids`.
         """
         layout = self._layout(input_ids.shape[dim], cu_seqlens)
         labels = torch.full_like(input_ids, ignore_index)
@@ -229,11 +232,18 @@ class ContextParallel:
             reduction="sum",
         )
         count = self.sum((labels != ignore_index).sum())
-        return total / count.clamp(min=1)
+        share: Tensor = total / count.clamp(min=1)
+        return share
 
     @torch.compiler.disable
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, added up in their order; without a gradient.
+
+        Args:
+            x: of the same shape and dtype on every rank.
+
+        Returns:
+            The sum, on every rank.
 
         Raises:
             TypeError, ValueError: on all ranks, where ranks disagree, naming rank and argument.
@@ -284,7 +294,7 @@ class ContextParallel:
                 k_cmp, v_cmp = compressed_shard(self._comm, layout, inputs, config)
                 if call.needs_grad and not k_cmp.requires_grad:  # a rank without entries, beside others that learn
                     k_cmp = k_cmp.detach().requires_grad_()
-                given = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
+                given: dict[str, Any] = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
                 inputs, config = replace(inputs, **given), replace(config, compress="mean")
             tensors = {name: x for name in NAMES if (x := getattr(inputs, name)) is not None}
             plan = self._plan(layout, config, tensors, call.flags, packed=inputs.packed)
@@ -333,7 +343,7 @@ class ContextParallel:
             TypeError, ValueError, RuntimeError, dispatch.BackendError: as `nsa`.
         """
         refuse_transforms("ContextParallel.neighborhood_attention")
-        read: list[tuple[Tensor, ...]] = []
+        read: list[Mapping[str, Tensor]] = []
         dtensors = _DTensors(self.group, ("q", "k", "v"), 1)
         options: dict[str, Any] = {
             "kernel_size": kernel_size, "dilation": dilation, "softmax_scale": softmax_scale, "boundary": boundary,
@@ -346,15 +356,17 @@ class ContextParallel:
             check_choice("algorithm", algorithm, ALGORITHMS)
             check_tensors(local["q"], local["k"], local["v"])
             check_same_rows(local)
-            read.append(tuple(local.values()))
+            read.append(local)
             texts = {name: _row_text(x) for name, x in local.items()}
             return {**self._facts(), **texts, **options, "backend": _backend(backend)}, local["q"].shape[1]
 
         lengths = self._comm.agree("ContextParallel.neighborhood_attention", facts)
         layout = self._agreed_layout(lengths, None, "q")
         dtensors.check(layout)
-        with autocast_off(read[0][0].device.type):
-            return dtensors.wrap(sharded_neighborhood_attention(self._comm, layout, *read[0], options))
+        local = read[0]
+        with autocast_off(local["q"].device.type):
+            out = sharded_neighborhood_attention(self._comm, layout, local["q"], local["k"], local["v"], options)
+        return dtensors.wrap(out)
 
     # Layouts
 
@@ -367,12 +379,11 @@ class ContextParallel:
     def _agreed_layout(self, lengths: list[int], cu_seqlens: Tensor | None, name: str) -> Layout:
         """The layout of shards of these lengths. What it raises, all ranks raise."""
         layout = self._layout(sum(lengths), cu_seqlens)
-        for rank, (length, wanted) in enumerate(zip(lengths, layout.lengths, strict=True)):
-            if length != wanted:
-                raise ValueError(
-                    f"{name} must hold the {wanted} tokens that rank {rank} of {self.size} has of {layout.tokens} "
-                    f"(layout={self.layout!r}, tile={self.tile}; ContextParallel.shard gives them), got {length}"
-                )
+        if lengths != layout.lengths:
+            raise ValueError(
+                f"{name} must hold {layout.lengths} tokens on ranks 0 to {self.size - 1}, as ContextParallel.shard gives "
+                f"them of {layout.tokens} (layout={self.layout!r}, tile={self.tile}), got {lengths}"
+            )
         return layout
 
     def _bounds(self, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
@@ -408,8 +419,8 @@ class ContextParallel:
         for name, reason in REFUSED.items():
             if keywords.get(name) is not None:
                 raise ValueError(f"{name} is not taken by ContextParallel.nsa: {reason}")
-        options = {name: value for name, value in keywords.items() if name not in NSAKeywords.__annotations__}
-        options |= {name: value for name, value in keywords.items() if name in OPTION_NAMES}
+        arguments = set(NSAKeywords.__annotations__) - set(OPTION_NAMES)
+        options: dict[str, Any] = {name: value for name, value in keywords.items() if name not in arguments}
         config = keywords.get("config")
         check_options(config, options, NSAKeywords.__annotations__)
         config = config or NSAConfig(**options)
@@ -492,7 +503,7 @@ def _text(x: Tensor, sizes: Any) -> str:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     gradient = " with a gradient" if needs_grad(x) else ""
-    return f"{short_name(x.dtype)} {list(sizes)} on {x.device.type}{gradient}"
+    return f"{short_name(x.dtype)} [{', '.join(map(str, sizes))}] on {x.device.type}{gradient}"
 
 
 def _row_text(x: Tensor) -> str:
