@@ -150,7 +150,7 @@ def test_a_rank_that_is_late_ends_all() -> None:
 @pytest.mark.parametrize("make", [lambda cp: NSAttention(32, 4, context_parallel=cp), None])
 def test_layers_take_nothing_else(make: object) -> None:
     layer = make or (lambda cp: NeighborhoodAttention(32, 4, context_parallel=cp))
-    with pytest.raises(TypeError, match="context_parallel must be a .*ContextParallel or None, got str"):
+    with pytest.raises(TypeError, match=r"context_parallel must be a .*ContextParallel or None, got str"):
         layer("cp")  # type: ignore[operator]
 
 
