@@ -16,7 +16,7 @@ from bench.bench_context_parallel import Row
 from tests.support.bench_helpers import documented_fields
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--device", "cpu", "--sizes", "per_tile:300:2/1", "paper:100:2/1", "--dim", "8"]
+SMALL = ["--device", "cpu", "--sizes", "per_tile:140:2/1", "paper:40:2/1", "--dim", "4"]
 ALONE = [*SMALL, "--ranks", "2", "--seconds", "0.001"]
 
 
@@ -31,7 +31,7 @@ def test_shares_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.loads(out.with_suffix(".json").read_text())
     assert content["gate"] == "green"
     assert len(content["rows"]) == 2 * 2 * (1 + 2)
-    for preset, n in (("per_tile", 300), ("paper", 100)):
+    for preset, n in (("per_tile", 140), ("paper", 40)):
         for direction in bench.PASSES:
             own = [r for r in content["rows"] if (r["preset"], r["pass"]) == (preset, direction)]
             assert [(r["ranks"], r["rank"]) for r in own] == [(1, 0), (2, 0), (2, 1)]
@@ -77,7 +77,7 @@ def test_one_wrong_value_makes_it_red(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(bench, "attend", attend)
     monkeypatch.setattr(bench.Alone, "add_shares", add_shares)
     out = tmp_path / "alone"
-    assert bench.main([*ALONE, "--out", str(out)]) == 1
+    assert bench.main([*ALONE, "--sizes", "paper:40:2/1", "--out", str(out)]) == 1
     content = json.loads(out.with_suffix(".json").read_text())
     assert (content["gate"], content["rows"]) == ("red", [])
     assert f"{wrong} of " in content["red"][0]
