@@ -40,7 +40,7 @@ from bench.inputs import Sizes, make_problem
 from bench.pass_report import ms_text, show_bars
 from bench.report import LOCAL_RESULTS, command_line, environment, relative
 from bench.results_file import ResultRow, open_results
-from bench.timing import measure
+from bench.timing import measure, peak_memory
 from nsa import NSAConfig, nsa
 from nsa.distributed import ContextParallel
 from nsa.distributed.attention import Plan, attend, attend_backward, heads_per_pass
@@ -85,6 +85,7 @@ class Row(ResultRow):
     mode: str
     direction: str
     ms: float
+    peak_gib: float | None
     tokens: int
     command: str
 
@@ -159,7 +160,7 @@ def tile_of(config: NSAConfig, device: torch.device) -> int:
     return max(config.q_tile_size, 16 if device.type == "cpu" else 256)
 
 
-def make_tensors(case: Case, args: argparse.Namespace, device: torch.device, n: int | None = None) -> dict[str, Tensor]:
+def make_tensors(case: Case, args: argparse.Namespace, device: torch.device, n: int | None = None) -> dict[str, Any]:
     sizes = Sizes(1, n or case.n, case.heads, case.kv_heads, args.dim)
     problem = make_problem("random", sizes, device=device, dtype=DTYPES[args.dtype])
     gate = problem.gate_proj_weight
@@ -168,10 +169,12 @@ def make_tensors(case: Case, args: argparse.Namespace, device: torch.device, n: 
     return {"q": problem.q, "k": problem.k, "v": problem.v, "gate_proj_weight": gate}
 
 
-def row(case: Case, args: argparse.Namespace, rank: int, direction: str, ms: float, tokens: int) -> Row:
+def row(
+    case: Case, args: argparse.Namespace, rank: int, direction: str, ms: float, peak_gib: float | None, tokens: int
+) -> Row:
     mode = "together" if args.together else "alone"
     sizes = (case.preset, case.n, case.heads, case.kv_heads, args.dim, args.dtype)
-    return Row(*sizes, case.ranks, rank, case.layout, mode, direction, ms, tokens, args.command)
+    return Row(*sizes, case.ranks, rank, case.layout, mode, direction, ms, peak_gib, tokens, args.command)
 
 
 # Shares alone
@@ -244,7 +247,7 @@ def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> l
             share = ShareOf(case, args, whole, rank)
             call: Callable[[], Any] = share.forward if direction == "fwd" else share.both
             timing = measure(call, device, seconds=args.seconds)
-            rows.append(row(case, args, rank, direction, timing.ms_p50, layout.lengths[rank]))
+            rows.append(row(case, args, rank, direction, timing.ms_p50, timing.peak_gib, layout.lengths[rank]))
     return rows
 
 
@@ -294,7 +297,7 @@ def take(x: Tensor, ranges: Sequence[Range]) -> Tensor:
 
 def check_shares(case: Case, args: argparse.Namespace, whole: Whole) -> str:
     """What is wrong with rows or gradients of the ranks; "" if nothing."""
-    leaves = {name: x.detach().requires_grad_() for name, x in whole.tensors.items()}
+    leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in whole.tensors.items()}
     expected = nsa(**leaves, config=whole.config, backend=whole.backend)
     dq, *dkv = torch.autograd.grad(expected, [leaves[name] for name in "qkv"], whole.do)
     totals: list[Tensor] = []
@@ -411,7 +414,7 @@ def check_together(
 ) -> str:
     """What is wrong with a short sequence's rows on any rank; "" if nothing, on all ranks alike."""
     tensors = make_tensors(case, args, device, min(case.n, CHECKED))
-    own = {n: x if n == "gate_proj_weight" else cp.shard(x) for n, x in tensors.items()}
+    own: dict[str, Any] = {n: x if n == "gate_proj_weight" else cp.shard(x) for n, x in tensors.items()}
     with torch.no_grad():
         wrong = difference(
             cp.nsa(**own, config=config), cp.shard(nsa(**tensors, config=config)), exact=device.type == "cuda"
@@ -428,7 +431,9 @@ def time_together(
     layout = make_layout(case.n, None, cp.size, cp.layout, cp.tile)
     tokens = layout.lengths[cp.rank]
     tensors = make_tensors(case, args, device, max(tokens, 1))
-    own = {n: x if n == "gate_proj_weight" else x[:, :tokens].requires_grad_() for n, x in tensors.items()}
+    own: dict[str, Any] = {
+        n: x if n == "gate_proj_weight" else x[:, :tokens].requires_grad_() for n, x in tensors.items()
+    }
     do = torch.randn_like(own["q"])
 
     def forward() -> None:
@@ -441,7 +446,7 @@ def time_together(
     rows = []
     for direction in args.passes:
         call = forward if direction == "fwd" else both
-        call()
+        peak_gib = peak_memory(call, device)
         times = []
         for _ in range(args.repeats):
             cp.sum(do.new_zeros(1))
@@ -453,8 +458,8 @@ def time_together(
                 torch.cuda.synchronize(device)
             times.append((time.perf_counter() - begin) * 1e3)
         told: list[Any] = [None] * cp.size
-        dist.all_gather_object(told, (statistics.median(times), tokens))
-        rows += [row(case, args, rank, direction, ms, count) for rank, (ms, count) in enumerate(told)]
+        dist.all_gather_object(told, (statistics.median(times), peak_gib, tokens))
+        rows += [row(case, args, rank, direction, *figures) for rank, figures in enumerate(told)]
     return rows
 
 

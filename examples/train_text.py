@@ -190,7 +190,8 @@ class DividedTrainer(Trainer):
         """Of all bytes on every rank, to look at: `backward` has the loss to train with."""
         labels = self.parallel.shard(windows[:, 1:])
         own = cross_entropy(self.logits(windows).flatten(0, 1), labels.flatten(), reduction="none")
-        return self.parallel.unshard(own.view(labels.shape))
+        every: Tensor = self.parallel.unshard(own.view(labels.shape))
+        return every
 
     def backward(self, windows: Tensor) -> float:
         share = self.parallel.cross_entropy(self.logits(windows), self.parallel.shard(windows[:, 1:]))
@@ -200,7 +201,7 @@ class DividedTrainer(Trainer):
         total = self.parallel.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, part in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-        return self.parallel.sum(share).item()
+        return float(self.parallel.sum(share))
 
 
 def relate(summaries: list[Summary]) -> list[Summary]:

@@ -99,7 +99,7 @@ def test_ranks_together(tmp_path: Path) -> None:
 
 
 def test_bars() -> None:
-    row = Row("per_tile", 1 << 20, 8, 2, 128, "bf16", 1, 0, "contiguous", "alone", "fwd", 100.0, 1 << 20, "")
+    row = Row("per_tile", 1 << 20, 8, 2, 128, "bf16", 1, 0, "contiguous", "alone", "fwd", 100.0, None, 1 << 20, "")
     divided = [replace(row, ranks=2, rank=rank, layout="zigzag", ms=ms) for rank, ms in enumerate((52.0, 58.0))]
     verdicts = {bar.what: bar.verdict for bar in bench.find_bars(bench.find_shares([row, *divided]))}
     assert verdicts["per_tile 1024K, 2 ranks, fwd, slowest over mean"] == "FAIL"  # 58 over 55

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from bench.bench_context_parallel import difference
 from nsa import LinearCompression, NeighborhoodAttention, NSAConfig, NSAttention, neighborhood_attention, nsa
 from nsa.distributed import ContextParallel
 from nsa.distributed.attention import WEIGHT_NAMES
@@ -385,3 +386,32 @@ def stays_away(make: MakeCP, seconds: float) -> None:
         return
     q, k, v = map(cp.shard, make_qkv(100))
     cp.nsa(q, k, v, config=SMALL["paper"])
+
+
+# On a GPU that the ranks share
+
+
+def bits_on_gpu(make: MakeCP, config: NSAConfig, tokens: int, layout: str) -> None:
+    """bf16: out bit for bit; gradients, whose fp32 sums have another order, but for roundings."""
+    cp = make(layout=layout, kv_heads_per_pass=1)
+    tensors, do = on_gpu(tokens)
+    want = results(nsa, tensors, config, do)
+    got = divided(cp, tensors, config, do)
+    assert torch.equal(got["out"], want["out"])
+    for name in ("q", "k", "v"):
+        assert difference(got[name], want[name], exact=False) == "", name
+
+
+def repeats_on_gpu(make: MakeCP, config: NSAConfig, tokens: int) -> None:
+    cp = make(kv_heads_per_pass=1)
+    tensors, do = on_gpu(tokens)
+    one, other = (divided(cp, tensors, config, do, deterministic=True) for _ in range(2))
+    for name, x in one.items():
+        assert torch.equal(x, other[name]), name
+
+
+def on_gpu(tokens: int) -> tuple[dict[str, Tensor], Tensor]:
+    q, k, v = make_qkv(tokens, 8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(8, 3, 64, generator=torch.Generator().manual_seed(2)).to("cuda", torch.bfloat16) / 8
+    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(3)).to("cuda", torch.bfloat16)
+    return {"q": q, "k": k, "v": v, "gate_proj_weight": weight.requires_grad_()}, do
