@@ -189,13 +189,13 @@ class Alone:
         self.kept: list[Tensor] | None = None
         """Shares of dk and dv, pass after pass; None: nobody asks for them."""
 
-    def start_gather(self, rows: Tensor, held: Sequence[list[Range]]) -> Callable[[], Tensor]:
+    def start_gather(self, rows: Tensor, held: Sequence[list[Range]]) -> Callable[[], list[Tensor]]:
         """Keys and values of the next heads, laid out as a gather leaves them."""
         heads = rows.shape[-2]
         first = self.passes * self.per_pass % self.tensors["k"].shape[-2]
         self.passes += 1
         own = [self.tensors[name][..., first : first + heads, :] for name in ("k", "v")]
-        return lambda: torch.cat(own, -1).movedim(-3, 0)
+        return lambda: [torch.cat(own, -1).movedim(-3, 0)]
 
     def add_shares(self, shares: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]) -> Tensor:
         """Those of the rank's own rows."""

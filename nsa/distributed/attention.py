@@ -197,8 +197,10 @@ def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Ca
     def finish() -> dict[str, Tensor]:
         keys = {}
         for names, dims, wait in waiting:
-            for name, tensor in zip(names, wait().split(dims, -1), strict=True):
-                keys[name] = tensor.contiguous().movedim(0, -3)
+            pieces, column = wait(), 0
+            for name, dim in zip(names, dims, strict=True):
+                keys[name] = torch.cat([x.narrow(-1, column, dim) for x in pieces]).movedim(0, -3)
+                column += dim
         return keys
 
     return finish

@@ -91,8 +91,8 @@ class Comm:
 
     # Gathers
 
-    def start_gather(self, rows: Tensor, held: Sequence[list[Range]]) -> Callable[[], Tensor]:
-        """Send this rank's rows to all; the function that waits returns the rows of all, in their natural order.
+    def start_gather(self, rows: Tensor, held: Sequence[list[Range]]) -> Callable[[], list[Tensor]]:
+        """Send this rank's rows to all; the function that waits returns the rows of all, in their order in pieces.
 
         It runs beside what is computed until then, where the backend has asynchronous operations on such tensors.
 
@@ -103,7 +103,7 @@ class Comm:
         lengths = [sum(b - a for a, b in own) for own in held]
         most = max(lengths)
         if self.size == 1 or most == 0:
-            return lambda: rows
+            return lambda: [rows]
         message = rows if rows.shape[0] == most else rows.new_empty((most, *rows.shape[1:]))
         if message is not rows:
             message[: rows.shape[0]] = rows
@@ -113,7 +113,7 @@ class Comm:
         with self.named("gather"):
             work = all_gather(buffer, message, group=self.group, async_op=asynchronous)
 
-        def finish() -> Tensor:
+        def finish() -> list[Tensor]:
             if work is not None:
                 with self.named("gather"):
                     work.wait()
@@ -123,7 +123,7 @@ class Comm:
                 for a, b in own:
                     parts.append((a, buffer[at : at + b - a]))
                     at += b - a
-            return torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])])
+            return [part for _, part in sorted(parts, key=lambda part: part[0])]
 
         return finish
 

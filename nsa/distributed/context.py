@@ -381,7 +381,7 @@ class ContextParallel:
         layout = self._layout(sum(lengths), cu_seqlens)
         if lengths != layout.lengths:
             raise ValueError(
-                f"{name} must hold {layout.lengths} tokens on ranks 0 to {self.size - 1}, as ContextParallel.shard gives "
+                f"{name} must hold {layout.lengths} tokens on ranks 0 to {self.size - 1}, as `shard` gives "
                 f"them of {layout.tokens} (layout={self.layout!r}, tile={self.tile}), got {lengths}"
             )
         return layout
