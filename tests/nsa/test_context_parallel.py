@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from nsa import NeighborhoodAttention, NSAConfig, NSAttention
+from nsa.distributed import ContextParallel
 from nsa.distributed.layout import Layout, moves
 from tests.support import context_cases as cases
-from tests.support.helpers import SMALL
+from tests.support.helpers import SMALL, make_qkv
 from tests.support.ranks import Ranks
 
-SIZES = (1, 2, 3, 4)
+SIZES = (2, 3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +31,79 @@ def ranks() -> Iterator[Ranks]:
         yield processes
 
 
-# One process
+@pytest.fixture
+def alone() -> Iterator[cases.MakeCP]:
+    """ContextParallel of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield partial(ContextParallel, dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+# A group of one
+
+
+@pytest.mark.parametrize("preset", SMALL)
+def test_alone(alone: cases.MakeCP, preset: str) -> None:
+    cases.equals_whole(alone, SMALL[preset], (0, 1, 50), cases.OPTIONS, "zigzag")
+    cases.packs_equal_whole(alone, SMALL[preset], [20, 0, 33], 3, cases.OPTIONS, "contiguous")
+
+
+def test_layers_alone(alone: cases.MakeCP) -> None:
+    cases.neighborhood_equals_whole(alone, (0, 41), "zigzag")
+    cases.model_equals_whole(alone, SMALL["paper"], 70, "checkpointing")
+    cases.takes_dtensors(alone, SMALL["seed"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"layout": "striped"}, ValueError, "layout must be one of zigzag, contiguous, got 'striped'"),
+        ({"tile": 0}, ValueError, "tile must be at least 1, got 0"),
+        ({"kv_heads_per_pass": 1.5}, TypeError, "kv_heads_per_pass must be an integer, got 1.5"),
+        ({"mesh": "cp"}, TypeError, "mesh must be a DeviceMesh or a process group, got str"),
+    ],
+)
+def test_arguments(alone: cases.MakeCP, arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        ContextParallel(**{"mesh": dist.group.WORLD, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "error", "message"),
+    [
+        (torch.tensor([0, 5]), TypeError, "cu_seqlens must be an int32 tensor or None, got int64"),
+        (torch.tensor([[0]]).int(), ValueError, "cu_seqlens must have the shape [B+1], got shape [1, 1]"),
+        (torch.tensor([1, 5]).int(), ValueError, "cu_seqlens must start at 0, got 1"),
+        (torch.tensor([0, 12]).int(), ValueError, "cu_seqlens must end at most at T=9, got 12"),
+    ],
+    ids=["int64", "matrix", "start", "end"],
+)
+def test_bounds(alone: cases.MakeCP, cu_seqlens: Tensor, error: type[Exception], message: str) -> None:
+    cp = alone()
+    with pytest.raises(error, match=re.escape(message)):
+        cp.shard(torch.zeros(9), 0, cu_seqlens=cu_seqlens)
+    q, k, v = make_qkv(9, batch=None)
+    with pytest.raises(error, match=re.escape(message)):
+        cp.nsa(q, k, v, cu_seqlens=cu_seqlens)
+
+
+def test_positions_and_labels_of_documents(alone: cases.MakeCP) -> None:
+    """Of tokens 10, 11, ... in documents of 3, 0 and 2 tokens and two rows behind them."""
+    cp, cu_seqlens = alone(tile=1), torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    assert cp.positions(7, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 0, 1, 0, 1]
+    labels = cp.shard_labels(torch.arange(10, 17), 0, cu_seqlens=cu_seqlens)
+    assert labels.tolist() == [11, 12, -100, 14, -100, -100, -100]
+    assert cp.shard_labels(torch.arange(3)[None]).tolist() == [[1, 2, -100]]
+    assert cp.shard_labels(torch.zeros(1, 0, dtype=torch.int64)).shape == (1, 0)
+
+
+# Several, against one process
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("preset", ["seed", "paper"])
 def test_rows_and_gradients_of_one_process(ranks: Ranks, preset: str, layout: str) -> None:
-    """Lengths without tokens, of fewer tokens than ranks, and that end inside a tile."""
+    """Lengths of no tokens, of fewer tokens than ranks, and that end inside a tile."""
     for size in SIZES:
         ranks.run(size, cases.equals_whole, SMALL[preset], (0, 1, 3, 50, 131), ["plain"], layout)
 
@@ -147,11 +219,10 @@ def test_a_rank_that_is_late_ends_all() -> None:
     assert "no failure reported by rank 1" in outcomes[0][1]
 
 
-@pytest.mark.parametrize("make", [lambda cp: NSAttention(32, 4, context_parallel=cp), None])
-def test_layers_take_nothing_else(make: object) -> None:
-    layer = make or (lambda cp: NeighborhoodAttention(32, 4, context_parallel=cp))
+@pytest.mark.parametrize("layer", [NSAttention, NeighborhoodAttention])
+def test_layers_take_nothing_else(layer: type) -> None:
     with pytest.raises(TypeError, match=r"context_parallel must be a .*ContextParallel or None, got str"):
-        layer("cp")  # type: ignore[operator]
+        layer(32, 4, context_parallel="cp")
 
 
 # Which rank holds what

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -91,7 +92,8 @@ def _serve(pipe: Connection, store: str, rank: int, sizes: tuple[int, ...], seco
     torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/conftest.py: uninitialised memory holds NaN
     torch.utils.deterministic.fill_uninitialized_memory = True
     timeout = timedelta(seconds=seconds)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine's name means
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, max(sizes)), rank=rank, world_size=max(sizes), timeout=timeout
     )
