@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ class Part:
     """Their compressed entries."""
     documents: Mapping[str, Any]
     """q_start, and for packs cu_seqlens and cu_seqlens_k."""
+
+    def key_rows(self, name: str) -> slice:
+        """Of a gathered tensor."""
+        return self.entries if name in ENTRY_NAMES else self.keys
 
 
 @lru_cache(256)
@@ -136,26 +141,15 @@ class Plan:
         """
         own: dict[str, Any] = {}
         for name, tensor in tensors.items():
-            own_heads = self.heads_of(name, heads)
             if name in QUERY_NAMES:
-                own[name] = rows_of(tensor, part.rows, name)[head_index(name, own_heads)]
+                own[name] = tensor[..., part.rows, self.heads_of(name, heads), :]
             elif name in WEIGHT_NAMES:
-                own[name] = tensor[own_heads]
+                own[name] = tensor[self.heads_of(name, heads)]
         for name, tensor in keys.items():
-            own[name] = rows_of(tensor, part.entries if name in ENTRY_NAMES else part.keys, name)
+            own[name] = tensor[..., part.key_rows(name), :, :]
         flags = dict(self.flags)
         inputs = NSAInputs(**own, **part.documents, max_seqlen=flags.pop("max_seqlen"))
         return resolve(inputs, self.config, **flags, needs_grad=needs_grad)
-
-
-def rows_of(x: Tensor, rows: slice, name: str) -> Tensor:
-    """Some rows of a tensor `[...,rows,heads,D]`."""
-    return x[..., rows, :, :]
-
-
-def head_index(name: str, heads: slice) -> tuple[Any, ...]:
-    """Some heads of a tensor `[...,heads,D]`."""
-    return (..., heads, slice(None))
 
 
 def heads_per_pass(kv_heads: int, rows: int, row_bytes: int) -> int:
@@ -173,14 +167,11 @@ def heads_per_pass(kv_heads: int, rows: int, row_bytes: int) -> int:
 
 def gathered_keys(plan: Plan, tensors: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
     """The heads of each pass, and their keys, values and entries of all ranks; those of the next pass are under way."""
-    under_way = None
-    for heads in plan.passes:
-        started = start_gathers(plan, tensors, heads)
-        if under_way is not None:
-            yield under_way[0], under_way[1]()
-        under_way = heads, started
-    if under_way is not None:
-        yield under_way[0], under_way[1]()
+    under_way = [start_gathers(plan, tensors, plan.passes[0])]
+    for heads, following in zip_longest(plan.passes, plan.passes[1:]):
+        if following is not None:
+            under_way.append(start_gathers(plan, tensors, following))
+        yield heads, under_way.pop(0)()  # what it was received in is free then
 
 
 def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Callable[[], dict[str, Tensor]]:
@@ -190,7 +181,7 @@ def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Ca
         names = [name for name in group if name in tensors]
         if not names:
             continue
-        rows = [tensors[name][head_index(name, heads)].movedim(-3, 0) for name in names]
+        rows = [tensors[name][..., heads, :].movedim(-3, 0) for name in names]
         message = torch.cat(rows, -1)
         waiting.append((names, [x.shape[-1] for x in rows], plan.comm.start_gather(message, plan.held(names[0]))))
 
@@ -213,14 +204,17 @@ def attend(plan: Plan, tensors: Mapping[str, Tensor], *, saving: bool) -> tuple[
     saved = []
     for heads, keys in gathered_keys(plan, tensors):
         for part in plan.parts(q.device):
-            call = plan.call(tensors, keys, heads, part, needs_grad=saving)
-            if saving:
-                result, kept = autograd.forward_saving(call)
-                saved.append(kept)
-            else:
-                result = call.impl.load()(call.inputs, call.config, aux=False)[0]
-            rows_of(out, part.rows, "out")[head_index("out", plan.heads_of("q", heads))] = result
+            result, kept = _attend_part(plan.call(tensors, keys, heads, part, needs_grad=saving), saving)
+            out[..., part.rows, plan.heads_of("q", heads), :] = result
+            saved.append(kept)
+        del keys
     return out, saved
+
+
+def _attend_part(call: ResolvedCall, saving: bool) -> tuple[Tensor, list[Tensor]]:
+    if saving:
+        return autograd.forward_saving(call)
+    return call.impl.load()(call.inputs, call.config, aux=False)[0], []
 
 
 def attend_backward(
@@ -234,28 +228,38 @@ def attend_backward(
     }
     remaining = iter(saved)
     for heads, keys in gathered_keys(plan, tensors):
-        shares = {name: torch.zeros_like(x.movedim(-3, 0), dtype=wide) for name, x in keys.items()}
+        shares = {name: torch.zeros(x.shape, dtype=wide, device=x.device) for name, x in keys.items()}
         for part in plan.parts(do.device):
+            own_do = do[..., part.rows, plan.heads_of("q", heads), :]
             call = plan.call(tensors, keys, heads, part, needs_grad=True)
-            own_do = rows_of(do, part.rows, "do")[head_index("do", plan.heads_of("q", heads))]
             found = autograd.gradients(call, next(remaining), own_do, share_dtype=wide)
-            for name in tensors:
-                own_heads = plan.heads_of(name, heads)
-                if name in QUERY_NAMES:
-                    rows_of(gradients[name], part.rows, name)[head_index(name, own_heads)] = found[name]
-                elif name in WEIGHT_NAMES:
-                    gradients[name][own_heads] += found[name]
-                else:  # keys behind the last query are not in the call and have no share
-                    first = (part.entries if name in ENTRY_NAMES else part.keys).start
-                    share = found.pop(name).movedim(-3, 0)
-                    shares[name][first : first + share.shape[0]] += share
-            del found
+            del call
+            _add_gradients(plan, part, heads, found, gradients, shares)
         del keys
         for name in list(shares):
             everyone = [[(0, plan.total(name))]] * plan.comm.size
-            total = plan.comm.add_shares(shares.pop(name), plan.held(name), everyone)
-            gradients[name][head_index(name, heads)] = total.movedim(0, -3)
+            total = plan.comm.add_shares(shares.pop(name).movedim(-3, 0), plan.held(name), everyone)
+            gradients[name][..., heads, :] = total.movedim(0, -3)
     return {name: gradient.to(tensors[name].dtype) for name, gradient in gradients.items()}
+
+
+def _add_gradients(
+    plan: Plan,
+    part: Part,
+    heads: slice,
+    found: dict[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    shares: Mapping[str, Tensor],
+) -> None:
+    """Take the gradients of a part, some heads only, apart: each is freed as it is added."""
+    for name in gradients:
+        gradient = found.pop(name)
+        if name in QUERY_NAMES:
+            gradients[name][..., part.rows, plan.heads_of(name, heads), :] = gradient
+        elif name in WEIGHT_NAMES:
+            gradients[name][plan.heads_of(name, heads)] += gradient
+        else:
+            shares[name][..., part.key_rows(name), :, :] += gradient
 
 
 class ShardedNSA(torch.autograd.Function):
