@@ -59,19 +59,19 @@ class Comm:
         Args:
             op: what is called, for messages.
             facts: gives this rank's facts by the name of the argument that they are about, and its number of rows; or
-                raises TypeError or ValueError, which all ranks then raise.
+                raises, which all ranks then do.
 
         Returns:
             The rows of each rank.
         """
-        refusal: TypeError | ValueError | None = None
+        refusal: Exception | None = None
         self._calls += 1
         known: dict[str, str] = {"call": f"{op}, call {self._calls}"}
         rows = 0
         try:
             own, rows = facts()
             known |= {name: str(value) for name, value in own.items()}
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever it is, the others are told instead of waiting
             refusal = error
             known["refusal"] = f"{type(error).__name__}: {error}"
         digest = hashlib.blake2b(repr(sorted(known.items())).encode(), digest_size=8).digest()

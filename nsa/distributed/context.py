@@ -438,7 +438,8 @@ class ContextParallel:
         given = dtensors.local(given)
         q, k, v, others = cast_arguments(given.pop("q"), given.pop("k"), given.pop("v"), given)
         # Bounds of no document: those of the whole pack do not fit the shard
-        bounds = None if cu_seqlens is None else torch.zeros(2, dtype=torch.int32, device=q.device)
+        device = q.device if isinstance(q, Tensor) else None
+        bounds = None if cu_seqlens is None else torch.zeros(2, dtype=torch.int32, device=device)
         inputs = NSAInputs(q, k, v, **others, cu_seqlens=bounds, max_seqlen=keywords.get("max_seqlen"))
         inputs.check(config)
         check_same_rows({"q": q, "k": k})

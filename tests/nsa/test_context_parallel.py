@@ -172,6 +172,8 @@ def test_dtensors(ranks: Ranks) -> None:
         ("causal", "ValueError", ["causal must be True"]),
         ("q_tile_size", "ValueError", ["q_tile_size must divide tile=16", "got q_tile_size=32"]),
         ("q_start", "ValueError", ["q_start is not taken by ContextParallel.nsa"]),
+        ("NaN", "ValueError", ["v must be finite"]),
+        ("no tensor", "TypeError", ["q must be a torch.Tensor, got NoneType"]),
         ("misspelled", "TypeError", ["did you mean window_size"]),
         ("rows", "ValueError", ["q must hold [", "tokens on ranks 0 to 2", "of 99", "got [36, 31, 32]"]),
         ("backend", "ValueError", ["backend must be", "cute on rank 1 and any on rank 0"]),

@@ -320,7 +320,7 @@ def call_with(make: MakeCP, change: str, wrong: int) -> None:
     if change == "layout" and here:
         options["layout"] = "contiguous"
     cp = make(**options)
-    config = SMALL["seed"]
+    config = replace(SMALL["seed"], debug=change == "NaN")
     own: dict[str, Any] = {name: cp.shard(x) for name, x in zip("qkv", make_qkv(100), strict=True)}
     if here:
         config = replace(config, window_size=13) if change == "window_size" else config
@@ -351,11 +351,12 @@ def change_tensors(change: str, own: dict[str, Any]) -> None:
         own["q_start"] = 0
     elif change == "gates":
         own["gates"] = torch.ones(*own["q"].shape[:-1], 3, dtype=torch.float64)
+    elif change == "no tensor":
+        own["q"] = None
     elif change == "misspelled":
         own["windowsize"] = 3
     elif change == "NaN":
         own["v"][0, 0, 0, 0] = math.nan
-        own["debug"] = True
 
 
 def works(make: MakeCP) -> None:
