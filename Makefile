@@ -43,8 +43,8 @@ generate-demo: ## set up, train a tiny language model and let it write text, wit
 
 cp-demo: ## set up and train a tiny language model on whole sequences, then with each divided among two processes: equal losses (about a minute)
 	$(bootstrap) --extras bench
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) examples/train_text.py --device cpu --variants nsa --steps 60 --out bench/results/local/train-whole
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_text.py --device cpu --steps 60 \
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) examples/train_text.py --device cpu --variants nsa --steps 40 --out bench/results/local/train-whole
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_text.py --device cpu --steps 40 \
 		--context-parallel 2 --out bench/results/local/train-divided
 
 residual-demo: ## set up and train tiny language models with sums of layers' outputs and with attention, on the CPU
