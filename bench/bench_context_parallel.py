@@ -244,7 +244,7 @@ def time_shares(case: Case, args: argparse.Namespace, device: torch.device) -> l
     rows = []
     for direction in args.passes:
         for rank in range(case.ranks):
-            share = ShareOf(case, args, whole, rank)
+            share = whole if case.ranks == 1 else ShareOf(case, args, whole, rank)
             call: Callable[[], Any] = share.forward if direction == "fwd" else share.both
             timing = measure(call, device, seconds=args.seconds)
             rows.append(row(case, args, rank, direction, timing.ms_p50, timing.peak_gib, layout.lengths[rank]))
@@ -256,9 +256,19 @@ class Whole(NamedTuple):
 
     config: NSAConfig
     layout: Layout
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Any]
     do: Tensor
     backend: str | None
+
+    @torch.no_grad()
+    def forward(self) -> Tensor:
+        return nsa(**self.tensors, config=self.config, backend=self.backend)
+
+    def both(self) -> tuple[Tensor, ...]:
+        """out and the gradients of q, k, v."""
+        leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in self.tensors.items()}
+        out = nsa(**leaves, config=self.config, backend=self.backend)
+        return out.detach(), *torch.autograd.grad(out, [leaves[name] for name in "qkv"], self.do)
 
 
 class ShareOf:
@@ -297,15 +307,13 @@ def take(x: Tensor, ranges: Sequence[Range]) -> Tensor:
 
 def check_shares(case: Case, args: argparse.Namespace, whole: Whole) -> str:
     """What is wrong with rows or gradients of the ranks; "" if nothing."""
-    leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in whole.tensors.items()}
-    expected = nsa(**leaves, config=whole.config, backend=whole.backend)
-    dq, *dkv = torch.autograd.grad(expected, [leaves[name] for name in "qkv"], whole.do)
+    expected, dq, *dkv = whole.both()
     totals: list[Tensor] = []
     for rank, ranges in enumerate(whole.layout.ranges):
         shares: list[Tensor] = []
         out, gradients = ShareOf(case, args, whole, rank).both(shares)
         totals = [a + b for a, b in zip(totals, shares, strict=True)] if totals else shares
-        for name, got, want in (("out", out, expected.detach()), ("dq", gradients["q"], dq)):
+        for name, got, want in (("out", out, expected), ("dq", gradients["q"], dq)):
             if wrong := difference(got, take(want, ranges), exact=name == "out" and whole.do.is_cuda):
                 return f"{name} of rank {rank}: {wrong}"
     for i, (name, want) in enumerate(zip(("dk", "dv"), dkv, strict=True)):
