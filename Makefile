@@ -18,7 +18,7 @@ TEST_EXTRAS := dev,bench,hf
 TEST_SCOPE := --require-hf-extra --ignore=tests/ascend/lowered
 endif
 
-.PHONY: help demo train-demo needle-demo generate-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend test-blackwell lint format docs test-gpu bench-gpu compile-all stamp clean distclean
+.PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend test-blackwell lint format docs test-gpu bench-gpu compile-all stamp clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
 
@@ -40,6 +40,12 @@ needle-demo: ## set up and train tiny models to look up values by far keys, with
 generate-demo: ## set up, train a tiny language model and let it write text, with a cache and without, on the CPU (about a minute)
 	$(bootstrap) --extras bench
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) examples/generate.py --device cpu
+
+cp-demo: ## set up and train a tiny language model on whole sequences, then with each divided among two processes: equal losses (about a minute)
+	$(bootstrap) --extras bench
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) examples/train_text.py --device cpu --variants nsa --steps 40 --out bench/results/local/train-whole
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_text.py --device cpu --steps 40 \
+		--context-parallel 2 --out bench/results/local/train-divided
 
 residual-demo: ## set up and train tiny language models with sums of layers' outputs and with attention, on the CPU
 	$(bootstrap) --extras bench

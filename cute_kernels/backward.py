@@ -62,6 +62,7 @@ def nsa_backward(
     do: Tensor,
     *,
     deterministic: bool = False,
+    share_dtype: torch.dtype | None = None,
     atomic_free: bool = True,
 ) -> dict[str, Tensor]:
     """Gradients of all inputs that have one, by name, in the inputs' shapes and dtypes.
@@ -70,6 +71,7 @@ def nsa_backward(
         saved: from `nsa_saving`.
         do: gradient of out, `[B,N,H,D_v]`, packed `[T,H,D_v]`.
         deterministic: bitwise repeatable, for what support.py lets through.
+        share_dtype: fp32 for the gradients of all tensors but q and gates, in place of their own dtype.
         atomic_free: False: take FlashAttention-4's backward for every branch, for comparisons. It has no effect on
             the selected branch of `deterministic` calls.
     """
@@ -78,7 +80,7 @@ def nsa_backward(
     call = prepare(inputs, config, saved_cmp, atomic_free=atomic_free)
     packed = call.plan.documents is not None
     do = vectorizable(do.unsqueeze(0) if packed else do)
-    results = _Results(call)
+    results = _Results(call, share_dtype)
     if call.inputs.q.numel() > 0:
         for kv_heads in head_chunks(call):
             _backward_of_heads(call, kept, do, kv_heads, results, deterministic)
@@ -104,7 +106,7 @@ def head_chunks(call: Call) -> Iterator[slice]:
 class _Results:
     """Gradients of a call, filled in by chunks of heads."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, share_dtype: torch.dtype | None) -> None:
         inputs, self.documents = call.inputs, call.plan.documents
         self.gradients: dict[str, Tensor] = {}
         for name in DIFFERENTIABLE:
@@ -112,7 +114,8 @@ class _Results:
             if tensor is not None:
                 # Zeros stay where there is nothing to differentiate: no tokens, no entries
                 new = torch.zeros if tensor.dim() == 3 or inputs.q.numel() == 0 else torch.empty
-                self.gradients[name] = new(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                dtype = tensor.dtype if name in ("q", "gates") else share_dtype or tensor.dtype
+                self.gradients[name] = new(tensor.shape, dtype=dtype, device=tensor.device)
         # Not zeros_like: gradients are contiguous, as operators promise, also where k_cmp that was given is not
         self.entries = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (call.k_cmp, call.v_cmp)]
         """Gradients of the compressed keys and values, fp32."""

@@ -7,6 +7,10 @@ batches in the same order. With `--preset paper` NSA selects per token, else per
 Selection per tile looks at all queries of a tile, later ones too. What a model gains from that is measured: for sampled
 bytes the loss is computed again with the text cut off after them; `lookahead` is the loss that this adds.
 
+    torchrun --nproc-per-node=2 examples/train_text.py --context-parallel 2
+
+divides every sequence among two processes (docs/distributed.md). Losses are those of one process, but for rounding.
+
 Writes OUT.json (schema: docs/results_files.md) and OUT.png after each variant.
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import sysconfig
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +29,9 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import dispatch
 from bench.report import write_json
@@ -58,6 +66,7 @@ from examples.shared.nsa_variants import (
     recorded,
     resolve,
 )
+from nsa.distributed import ContextParallel
 
 PER_TILE: dict[str, dict[str, int]] = {
     "cpu": {
@@ -131,7 +140,12 @@ class Trainer(TextTrainer):
     """Trainer of a variant that also measures the lookahead of its selection."""
 
     def __init__(self, variant: str, args: argparse.Namespace, corpus: Corpus) -> None:
-        super().__init__(variant, make_model(variant, args, checkpointing=args.checkpointing), args, corpus)
+        model = make_model(variant, args, self.context_parallel(args), checkpointing=args.checkpointing)
+        super().__init__(variant, model, args, corpus)
+
+    def context_parallel(self, args: argparse.Namespace) -> ContextParallel | None:
+        """What divides sequences; here nothing."""
+        return None
 
     @torch.no_grad()
     def lookahead(self, cuts: list[int]) -> tuple[float, float]:
@@ -162,6 +176,34 @@ class Trainer(TextTrainer):
         return rows, Summary(self.variant, final.step, *losses, None, added, error, cost.tokens_per_s, cost.peak_gib)
 
 
+class DividedTrainer(Trainer):
+    """The same where each sequence is divided among the processes of torchrun, which all have the whole text."""
+
+    def context_parallel(self, args: argparse.Namespace) -> ContextParallel:
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("there is no process group")
+        self.parallel = ContextParallel(group, tile=args.config.q_tile_size)
+        return self.parallel
+
+    def losses(self, windows: Tensor) -> Tensor:
+        """Of all bytes on every rank, to look at: `backward` has the loss to train with."""
+        labels = self.parallel.shard(windows[:, 1:])
+        own = cross_entropy(self.logits(windows).flatten(0, 1), labels.flatten(), reduction="none")
+        every: Tensor = self.parallel.unshard(own.view(labels.shape))
+        return every
+
+    def backward(self, windows: Tensor) -> float:
+        share = self.parallel.cross_entropy(self.logits(windows), self.parallel.shard(windows[:, 1:]))
+        share.backward()
+        # Gradients of weights are shares, too: added up in one message
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        total = self.parallel.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        for gradient, part in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+        return float(self.parallel.sum(share))
+
+
 def relate(summaries: list[Summary]) -> list[Summary]:
     """The summaries with `relative_to_dense` filled in."""
     dense = next((s for s in summaries if s.variant == "dense"), None)
@@ -175,6 +217,20 @@ def relate(summaries: list[Summary]) -> list[Summary]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.context_parallel is None:
+        return run(args)
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    try:
+        console.quiet = dist.get_rank() > 0
+        return run(args, first=dist.get_rank() == 0)
+    finally:
+        dist.destroy_process_group()
+
+
+def run(args: argparse.Namespace, *, first: bool = True) -> int:
+    """Args: first: whether this is the process that shows and writes."""
     corpus = load_corpus(Path(sysconfig.get_path("stdlib")))
     check_length(corpus, args.context)
     try:
@@ -191,9 +247,12 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out)
 
     def train(variant: str, show: Show) -> None:
-        own, summary = Trainer(variant, args, corpus).run(show)
+        trainer = Trainer if args.context_parallel is None else DividedTrainer
+        own, summary = trainer(variant, args, corpus).run(show)
         rows.extend(own)
         summaries[:] = relate([*summaries, summary])
+        if not first:
+            return
         results = {
             "rows": [asdict(row) for row in rows],
             "summary": [asdict(summary) for summary in summaries],
@@ -203,7 +262,8 @@ def main(argv: list[str] | None = None) -> int:
         plot(rows, out.with_suffix(".png"), content["device"], CURVES)
 
     train_variants(args, train)
-    print_summary(summaries, out, short=is_short(args))
+    if first:
+        print_summary(summaries, out, short=is_short(args))
     return 0
 
 
@@ -211,6 +271,7 @@ def facts(args: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
     """The fields of the results file that describe the run."""
     fields = run_facts(args, corpus.facts(), count_parameters(args))
     fields["training"]["checkpointing"] = args.checkpointing
+    fields["training"]["context_parallel"] = args.context_parallel
     return {**fields, "preset": args.preset, "variants": describe(args)}
 
 
@@ -224,13 +285,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     cuts = ("cuts", "positions per validation sequence at which the lookahead is measured")
     group = add_training_options(parser, DEFAULTS["per_tile"], [cuts])
     group.add_argument("--checkpointing", action="store_true", help="keep block inputs only, and recompute in backward")
+    group.add_argument(
+        "--context-parallel",
+        type=int,
+        metavar="R",
+        help="divide each sequence among the R processes that torchrun starts; without dense attention, and nsa alone "
+        "unless --variants names others; default: one process, whole sequences",
+    )
     parser.add_argument(
         "--save-indices",
         type=Path,
         metavar="FILE",
         help="save what all layers of variant nsa select for a held-out text, for bench_token_selected.py --indices",
     )
+    every = parser.get_default("variants")
+    parser.set_defaults(variants=None)
     args = parser.parse_args(argv)
+    args.variants = args.variants or (every if args.context_parallel is None else ["nsa"])
+    if args.context_parallel is not None:
+        check_processes(parser, args)
     resolve_options(parser, args, DEFAULTS[args.preset])
     if args.save_indices is not None and "nsa" not in args.variants:
         parser.error(f"--save-indices needs variant nsa, got {args.variants}")
@@ -238,6 +311,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--cuts must be at most --context, got {args.cuts} and {args.context}")
     args.config = make_config(parser, args)
     return args
+
+
+def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program where --context-parallel does not fit the processes, or another option does not fit it."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.context_parallel != size or "RANK" not in os.environ:
+        parser.error(
+            f"--context-parallel must be the number of processes that torchrun starts, {size} here, "
+            f"got {args.context_parallel}: torchrun --nproc-per-node={args.context_parallel} examples/train_text.py ..."
+        )
+    if "dense" in args.variants:
+        parser.error(
+            "--context-parallel divides the sequences of NSA, not of dense attention, got --variants with dense"
+        )
+    for name in ("minutes", "save_indices"):
+        if getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} does not go with --context-parallel")
 
 
 # What is shown

@@ -117,7 +117,7 @@ def _run(
     return out, NSAAux(*aux) if want_aux else None
 
 
-def _cast(
+def cast_arguments(
     q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
     """The arguments, cast as autocast casts those of attention."""
@@ -255,7 +255,7 @@ def nsa(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Ten
         True
     """
     refuse_transforms("nsa")
-    q, k, v, cast_keywords = _cast(q, k, v, keywords)
+    q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
     if torch.compiler.is_compiling():
         q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
         return ops.call_saving(q, k, v, **cast_keywords)
@@ -284,7 +284,7 @@ def nsa_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]
         torch.Size([100, 4, 32])
     """
     refuse_transforms("nsa")
-    q, k, v, cast_keywords = _cast(q, k, v, keywords)
+    q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
     if torch.compiler.is_compiling():
         q, k, v, cast_keywords = _for_operator(q, k, v, cast_keywords)
         return ops.call_forward(q, k, v, **cast_keywords)
@@ -314,7 +314,7 @@ def nsa_forward_aux(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywo
         (torch.Size([1, 2, 256, 3]), [0, 2, 3])
     """
     refuse_transforms("nsa")
-    q, k, v, cast_keywords = _cast(q, k, v, keywords)
+    q, k, v, cast_keywords = cast_arguments(q, k, v, keywords)
     with torch.no_grad():
         out, aux = _run(True, q, k, v, **cast_keywords)
     return out, cast("NSAAux", aux)

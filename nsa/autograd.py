@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.common.autocast import autocast_off
 from nsa.common.derivatives import forbid_double_backward, recompute_gradients
-from nsa.inputs import TENSOR_NAMES, NSAInputs
+from nsa.inputs import QUERY_NAMES, TENSOR_NAMES, NSAInputs
 from nsa.validate import ResolvedCall
 
 
@@ -40,23 +40,27 @@ def saved_like(call: ResolvedCall) -> list[Tensor]:
     return empty
 
 
-def gradients(call: ResolvedCall, saved: list[Tensor], do: Tensor) -> dict[str, Tensor]:
+def gradients(
+    call: ResolvedCall, saved: list[Tensor], do: Tensor, share_dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """Gradients of the call's floating-point tensors, by name.
 
     Args:
         saved: from `forward_saving`.
         do: gradient of out.
+        share_dtype: of the gradients of all tensors but q and gates, which are shares where queries continue a
+            sequence: fp32, so that a sum of shares is rounded once. Default: None, which means the tensors' own.
     """
     training = call.impl.load_training()
     if training is None:
-        return _recomputed_gradients(call, do)
+        return _recomputed_gradients(call, do, share_dtype)
     by_name: dict[str, Tensor] = training.nsa_backward(
-        call.inputs, call.config, saved, do, deterministic=call.deterministic
+        call.inputs, call.config, saved, do, deterministic=call.deterministic, share_dtype=share_dtype
     )
     return by_name
 
 
-def _recomputed_gradients(call: ResolvedCall, do: Tensor) -> dict[str, Tensor]:
+def _recomputed_gradients(call: ResolvedCall, do: Tensor, share_dtype: torch.dtype | None) -> dict[str, Tensor]:
     function = call.impl.load()
     names = [name for name, tensor in call.inputs.tensors().items() if tensor.is_floating_point()]
 
@@ -66,6 +70,8 @@ def _recomputed_gradients(call: ResolvedCall, do: Tensor) -> dict[str, Tensor]:
         return out
 
     tensors = [getattr(call.inputs, name) for name in names]
+    if share_dtype is not None:  # as the reference casts them anyway
+        tensors = [x if n in QUERY_NAMES else x.to(share_dtype) for n, x in zip(names, tensors, strict=True)]
     return dict(zip(names, recompute_gradients(forward, tensors, do), strict=True))
 
 

@@ -342,11 +342,11 @@ class NSAInputs:
 
     def _check_documents(self, cu_seqlens: Tensor, config: NSAConfig) -> None:
         bounds = cu_seqlens.tolist()
-        _check_bounds("cu_seqlens", bounds, self.q.shape[0])
+        check_bounds("cu_seqlens", bounds, self.q.shape[0])
         queries = keys = [stop - start for start, stop in pairwise(bounds)]
         if self.cu_seqlens_k is not None:
             key_bounds = self.cu_seqlens_k.tolist()
-            _check_bounds("cu_seqlens_k", key_bounds, self.k.shape[0])
+            check_bounds("cu_seqlens_k", key_bounds, self.k.shape[0])
             keys = [stop - start for start, stop in pairwise(key_bounds)]
             for b, (num_q, num_k) in enumerate(zip(queries, keys, strict=True)):
                 if num_q > num_k:
@@ -376,6 +376,9 @@ class NSAInputs:
 
 TENSOR_NAMES = tuple(field.name for field in fields(NSAInputs) if field.name != "max_seqlen")
 
+QUERY_NAMES = ("q", "gates")
+"""Tensors with a row for each query."""
+
 KEY_NAMES = ("k", "v", "k_slc", "v_slc", "k_win", "v_win")
 """Tensors with a row for each key."""
 
@@ -395,7 +398,7 @@ def _dtypes(name: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return (torch.promote_types(dtype, torch.float32) if name == "q_sum" else dtype,)
 
 
-def _check_bounds(name: str, bounds: list[int], total: int) -> None:
+def check_bounds(name: str, bounds: list[int], total: int) -> None:
     if bounds[0] != 0:
         raise ValueError(f"{name} must start at 0, got {bounds[0]}")
     for i, (start, stop) in enumerate(pairwise(bounds)):

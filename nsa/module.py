@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from nsa.api import nsa, nsa_forward_aux
-from nsa.common.layers import RotaryHook, apply_rope, check_input, check_rope, head_sizes, refuse_unsupported
+from nsa.common.layers import (
+    RotaryHook,
+    apply_rope,
+    check_context_parallel,
+    check_input,
+    check_rope,
+    head_sizes,
+    refuse_unsupported,
+)
 from nsa.compression import LinearCompression
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.api import nsa_with_cache
 from nsa.decoding.cache import NSACache
 from nsa.decoding.table import PageTable
 from nsa.inputs import NSAAux
+
+if TYPE_CHECKING:
+    from nsa.distributed.context import ContextParallel
 
 
 class NSAttention(nn.Module):
@@ -42,6 +53,8 @@ class NSAttention(nn.Module):
         bias: whether q, k and v projections have one. Default: False.
         rope: rotary hook `(tensor [...,heads,D], position_embeddings) -> tensor`, applied to queries and to each
             branch's keys; it keeps shape and dtype, which under autocast is not that of the parameters. Default: None.
+        context_parallel: a nsa.distributed.ContextParallel that divides sequences: `forward` takes and gives this
+            rank's tokens, position_embeddings are those of its `positions`. Default: None.
         backend: as in `nsa`. Default: None.
         device: of the parameters, as in nn.Linear. Default: None.
         dtype: of the parameters, as in nn.Linear. Default: None.
@@ -73,6 +86,7 @@ class NSAttention(nn.Module):
         separate_kv: bool = False,
         bias: bool = False,
         rope: RotaryHook | None = None,
+        context_parallel: ContextParallel | None = None,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,6 +95,7 @@ class NSAttention(nn.Module):
         num_kv_heads, head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim, v_head_dim)
         check_options(config, {})
         check_rope(rope)
+        check_context_parallel(context_parallel, "nsa")
         if gate not in ("x", "q", None):
             raise ValueError(f"gate must be 'x', 'q' or None, got {gate!r}")
         if compress not in ("linear", None):
@@ -89,6 +104,7 @@ class NSAttention(nn.Module):
         self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
         self.config = NSAConfig() if config is None else config
         self.gate, self.rope, self.backend = gate, rope, backend
+        self.context_parallel = context_parallel
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias, **factory)
@@ -146,7 +162,7 @@ class NSAttention(nn.Module):
 
         Args:
             hidden_states: `[B,N,hidden_size]`; packed `[T,hidden_size]` with `cu_seqlens`. In the weights' dtype; under
-                autocast any dtype that it casts.
+                autocast any dtype that it casts. With `context_parallel`, this rank's tokens.
             position_embeddings: passed to the `rope` hook; with a cache, those of `cache.table.positions(N)`.
                 Default: None.
             cu_seqlens: bounds of packed documents, int32 `[B+1]`, as in `nsa`. Default: None.
@@ -172,9 +188,12 @@ class NSAttention(nn.Module):
             raise ValueError("counts goes with cache, got only counts")
         if cache is not None and (cu_seqlens is not None or max_seqlen is not None):
             raise ValueError(f"cu_seqlens and max_seqlen do not go with cache, got {cu_seqlens}, {max_seqlen}")
+        if cache is not None and self.context_parallel is not None:
+            raise ValueError("cache does not go with context_parallel: a cache holds whole sequences")
         arguments = self._nsa_arguments(hidden_states, position_embeddings)
         if cache is None:
-            out = nsa(**arguments, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            run = nsa if self.context_parallel is None else self.context_parallel.nsa
+            out = run(**arguments, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         else:
             out = nsa_with_cache(**arguments, cache=cache, counts=counts)
         projected: Tensor = self.o_proj(out.flatten(-2))
@@ -222,6 +241,8 @@ class NSAttention(nn.Module):
         Returns:
             The output of `forward`, and NSAAux.
         """
+        if self.context_parallel is not None:
+            raise ValueError("forward_aux does not go with context_parallel: call `forward`")
         self._check(hidden_states, cu_seqlens, others)
         with torch.no_grad():
             arguments = self._nsa_arguments(hidden_states, position_embeddings)

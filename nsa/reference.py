@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa.common.derivatives import needs_grad, round_straight_through
 from nsa.compression import pool_documents, whole_blocks
 from nsa.config import BlockPooling, NSAConfig
-from nsa.inputs import ENTRY_NAMES, KEY_NAMES, NSAAux, NSAInputs
+from nsa.inputs import ENTRY_NAMES, KEY_NAMES, QUERY_NAMES, NSAAux, NSAInputs
 
 CHUNK_BYTES = {"cpu": 32 << 20}
 """Rough size of a chunk's temporaries by device type; a chunk has at least one tile. On a CPU, larger allocations are
@@ -41,9 +41,6 @@ def chunk_bytes(device: torch.device) -> int:
     """Rough size of a chunk's temporaries on a device."""
     return CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES)
 
-
-QUERY_NAMES = ("q", "gates")
-"""Tensors with a row for each query."""
 
 BY_TOKEN = (*QUERY_NAMES, *KEY_NAMES)
 

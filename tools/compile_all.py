@@ -273,6 +273,7 @@ def gradient_sum_cases() -> Iterator[Case]:
         for variant, keys in {
             "two,entries": (2, entries, 1, False),
             "two,entries,packed": (2, entries, 256, True),
+            "two,entries,shares": (2, entries, 1, False, torch.float32),
             "one": (1, None, 1, False),
         }.items():
             yield Case("KeyGradients", variant, dim, None, dtype, ours(_keys, (dim, dim), dtype, *keys))

@@ -227,11 +227,20 @@ def _queries(dim: int, dtype: torch.dtype, terms: int, w_dtype: torch.dtype | No
 
 
 @compiled_once
-def _keys(dims: tuple[int, int], dtype: torch.dtype, terms: int, keys: Keys | None, tile: int, packed: bool) -> Kernel:
+def _keys(
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    terms: int,
+    keys: Keys | None,
+    tile: int,
+    packed: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Kernel:
     tensors: list[Any] = []
     for dim in dims:
         entries = None if keys is None else fake(torch.float32, None, None, None, dim)
-        tensors += [fake(dtype, None, None, None, dim), *_fake_terms(terms, TOKEN_BRANCHES, dtype, dim), entries]
+        out = fake(out_dtype or dtype, None, None, None, dim)
+        tensors += [out, *_fake_terms(terms, TOKEN_BRANCHES, dtype, dim), entries]
     rows = fake(torch.int32, None, aligned=False) if packed else None
     tables = fake_tables() if packed else (None, None)
     return compile_kernel(KeyGradients(*dims, keys or Keys(), tile), *tensors, rows, *tables)
@@ -281,8 +290,8 @@ def key_gradients(
     """Add up the terms of dk and dv, into dk and dv.
 
     Args:
-        dk, dv: `[B,N,H_kv,D]` and `[...,D_v]`, bf16 or fp16.
-        k_terms, v_terms: dk and dv of up to two branches, like dk and dv, with documents aligned rows.
+        dk, dv: `[B,N,H_kv,D]` and `[...,D_v]`, bf16, fp16 or fp32.
+        k_terms, v_terms: dk and dv of up to two branches, in bf16 or fp16, with documents aligned rows.
         entries: gradients of the compressed entries, fp32 `[B,entries,H_kv,...]`, with documents aligned entries.
         keys: l and d of the entries.
     """
@@ -292,6 +301,9 @@ def key_gradients(
         if documents is not None:
             tables = documents.rows, documents.bounds, documents.tiles
         dims = dk.shape[-1], dv.shape[-1]
-        run = _keys(dims, dk.dtype, len(k_terms), None if entries is None else keys, tile, documents is not None).run
+        dtype = k_terms[0].dtype if k_terms else dk.dtype
+        summed = None if entries is None else keys
+        out_dtype = None if dk.dtype == dtype else dk.dtype
+        run = _keys(dims, dtype, len(k_terms), summed, tile, documents is not None, out_dtype).run
         dk_cmp, dv_cmp = entries or (None, None)
         run(dk, *_pad(k_terms, TOKEN_BRANCHES), dk_cmp, dv, *_pad(v_terms, TOKEN_BRANCHES), dv_cmp, *tables)

@@ -29,6 +29,7 @@ from bench.report import LOCAL_RESULTS, command_line, environment, relative, rep
 from bench.timing import GIB
 from dispatch.device import device_types
 from nsa import LinearCompression, NSACache, NSAttention
+from nsa.distributed import ContextParallel
 
 with needed("rich"):
     from rich.box import SIMPLE_HEAD
@@ -203,7 +204,7 @@ class NgramEmbedding(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Logits of the next byte, `[B,N,256]`, for bytes `[B,N]`."""
+    """Logits of the next byte, `[B,N,256]`, for bytes `[B,N]`; with `context_parallel`, those of this rank's bytes."""
 
     def __init__(
         self,
@@ -213,8 +214,10 @@ class ByteModel(nn.Module):
         *,
         rope_base: float = ROPE_BASE,
         checkpointing: bool = False,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         super().__init__()
+        self.context_parallel = context_parallel
         self.embed = NgramEmbedding(width)
         self.blocks = nn.ModuleList(Block(attention(), width) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
@@ -223,7 +226,11 @@ class ByteModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         table = rotary_table(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
-        logits: Tensor = self.head(self.norm(self.through_blocks(self.embed(tokens), table)))
+        hidden = self.embed(tokens)
+        if self.context_parallel is not None:  # divided here: an embedding holds the bytes before, too
+            positions = self.context_parallel.positions(tokens.shape[1], device=tokens.device)
+            hidden, table = self.context_parallel.shard(hidden), (table[0][positions], table[1][positions])
+        logits: Tensor = self.head(self.norm(self.through_blocks(hidden, table)))
         return logits
 
     def continued(self, tokens: Tensor, before: Tensor, caches: Sequence[NSACache]) -> Tensor:
@@ -342,19 +349,23 @@ class ByteTrainer(ABC):
         flat = cross_entropy(self.logits(windows).flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
         return flat.view(len(windows), -1)
 
+    def backward(self, windows: Tensor) -> float:
+        """The mean loss, whose gradients the parameters have then."""
+        loss = self.losses(windows).mean()
+        loss.backward()
+        return loss.item()
+
     def step(self, step: int) -> float:
         """One update; returns the loss before it. Reading the loss waits for the device, so a step can be timed.
 
         Raises:
             FloatingPointError: when the loss is not finite.
         """
-        loss = self.losses(self.batch(step)).mean()
         self.optimizer.zero_grad()
-        loss.backward()
+        value = self.backward(self.batch(step))
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
-        value = loss.item()
         if not math.isfinite(value):
             raise FloatingPointError(f"{self.variant}: the loss is {value} at step {step}")
         return value

@@ -24,6 +24,7 @@ from bench.common import DTYPES, PRESETS, SDPA, choose_backend, choose_dense, ns
 from bench.inputs import Sizes
 from examples.shared.byte_models import MODEL_OPTIONS, ByteModel, Defaults, DenseAttention, add_numbers, rotate
 from nsa import NSAConfig, NSAttention
+from nsa.distributed import ContextParallel
 
 BRANCHES = ("compressed", "selected", "window")
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -106,8 +107,10 @@ def variant_config(variant: str, config: NSAConfig) -> NSAConfig:
     return config if "window" in VARIANTS[variant] else replace(config, window_size=0)
 
 
-def make_attention(variant: str, args: argparse.Namespace) -> NSAttention:
-    """The attention layer of a variant."""
+def make_attention(
+    variant: str, args: argparse.Namespace, context_parallel: ContextParallel | None = None
+) -> NSAttention:
+    """The attention layer of a variant. Only NSA's divide sequences."""
     sizes = (args.width, args.heads, args.kv_heads)
     if variant == "dense":
         return DenseAttention(*sizes, args.dense)
@@ -117,6 +120,7 @@ def make_attention(variant: str, args: argparse.Namespace) -> NSAttention:
         gate="x",
         compress="linear" if args.compress == "linear" else None,
         rope=rotate,
+        context_parallel=context_parallel,
         backend=args.backends[variant],
     )
     if "compressed" not in VARIANTS[variant] and attention.gate_proj is not None:
@@ -124,9 +128,15 @@ def make_attention(variant: str, args: argparse.Namespace) -> NSAttention:
     return attention
 
 
-def make_model(variant: str, args: argparse.Namespace, **options: Any) -> ByteModel:
+def make_model(
+    variant: str, args: argparse.Namespace, context_parallel: ContextParallel | None = None, **options: Any
+) -> ByteModel:
     """The model of a variant; `ByteModel.initialise` sets its weights. `options`: of ByteModel."""
-    return ByteModel(args.layers, args.width, lambda: make_attention(variant, args), **options)
+
+    def attention() -> NSAttention:
+        return make_attention(variant, args, context_parallel)
+
+    return ByteModel(args.layers, args.width, attention, context_parallel=context_parallel, **options)
 
 
 def count_parameters(args: argparse.Namespace) -> dict[str, int]:

@@ -43,6 +43,16 @@ def check_rope(rope: RotaryHook | None) -> None:
         raise TypeError(f"rope must be a callable (tensor, position_embeddings) -> tensor or None, got {rope!r}")
 
 
+def check_context_parallel(context_parallel: object, op: str) -> None:
+    """Raise TypeError unless it is None or has the op for divided sequences, as nsa.distributed.ContextParallel has.
+
+    That class is not imported here: it needs DTensor, which takes long to import.
+    """
+    if context_parallel is not None and not callable(getattr(context_parallel, op, None)):
+        got = type(context_parallel).__name__
+        raise TypeError(f"context_parallel must be a nsa.distributed.ContextParallel or None, got {got}")
+
+
 def apply_rope(rope: RotaryHook | None, tensor: Tensor, position_embeddings: Any) -> Tensor:
     """Queries or keys `[...,heads,D]`, rotated by the hook if there is one.
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from nsa.common.checks import check_choice, check_eps
-from nsa.common.layers import RotaryHook, apply_rope, check_input, check_rope, head_sizes, refuse_unsupported
+from nsa.common.layers import (
+    RotaryHook,
+    apply_rope,
+    check_context_parallel,
+    check_input,
+    check_rope,
+    head_sizes,
+    refuse_unsupported,
+)
 from nsa.neighborhood.api import neighborhood_attention
 from nsa.neighborhood.rolling import NeighborhoodCache
 from nsa.neighborhood.validate import ALGORITHMS, Window
+
+if TYPE_CHECKING:
+    from nsa.distributed.context import ContextParallel
 
 
 class NeighborhoodAttention(nn.Module):
@@ -36,6 +47,8 @@ class NeighborhoodAttention(nn.Module):
         rope: rotary hook `(tensor [B,N,heads,D], position_embeddings) -> tensor`, applied to queries and keys; it keeps
             shape and dtype, which under autocast is not that of the parameters. Default: None.
         algorithm: "auto", "flash", "band" or "dense", as in `neighborhood_attention`. Default: "auto".
+        context_parallel: a nsa.distributed.ContextParallel that divides sequences: `forward` takes and gives this
+            rank's tokens, position_embeddings are those of its `positions`. Default: None.
         backend: as in `neighborhood_attention`. Default: None.
         device: of the parameters, as in nn.Linear. Default: None.
         dtype: of the parameters, as in nn.Linear. Default: None.
@@ -68,6 +81,7 @@ class NeighborhoodAttention(nn.Module):
         dropout: float = 0.0,
         rope: RotaryHook | None = None,
         algorithm: str = "auto",
+        context_parallel: ContextParallel | None = None,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -78,11 +92,13 @@ class NeighborhoodAttention(nn.Module):
         self.window = Window(kernel_size, dilation, softmax_scale, boundary, causal)
         check_choice("algorithm", algorithm, ALGORITHMS)
         check_rope(rope)
+        check_context_parallel(context_parallel, "neighborhood_attention")
         if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
             raise TypeError(f"dropout must be a number, got {dropout!r}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be from 0 to 1, got {dropout}")
         self.rope, self.algorithm, self.backend = rope, algorithm, backend
+        self.context_parallel = context_parallel
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias, **factory)
@@ -125,10 +141,14 @@ class NeighborhoodAttention(nn.Module):
         k = self._rotate(self._heads(self.k_proj(hidden_states)), position_embeddings)
         v = self._heads(self.v_proj(hidden_states))
         if cache is not None:
+            if self.context_parallel is not None:
+                raise ValueError("cache does not go with context_parallel: a cache follows whole sequences")
             self._check_cache(cache, q)
             k, v = cache.followed_by(k, v)
+        parallel = self.context_parallel
+        run = neighborhood_attention if parallel is None else parallel.neighborhood_attention
         window = self.window  # spelled out: Dynamo of torch 2.6 and 2.7 cannot trace asdict
-        out = neighborhood_attention(
+        out = run(
             q,
             k,
             v,

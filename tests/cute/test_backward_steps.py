@@ -51,6 +51,18 @@ def check(inputs: NSAInputs, config: NSAConfig, **how: Any) -> None:
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_shares_have_their_own_dtype(arch: str) -> None:
+    """Gradients of what all queries share, for chunks to add up."""
+    inputs = replace(some_inputs(300).map(Tensor.float), w_k_compress=torch.randn(2, 4, 4))
+    aux = reference.nsa(inputs, SOME)[1]
+    saved = twins.saved(inputs, SOME, aux).to_list()
+    do = torch.randn(*inputs.q.shape[:-1], 2)
+    own, wide = (backward.nsa_backward(inputs, SOME, saved, do, share_dtype=x) for x in (None, torch.float64))
+    for name, gradient in wide.items():
+        assert gradient.dtype == (torch.float32 if name == "q" else torch.float64), name
+        torch.testing.assert_close(gradient.float(), own[name], rtol=1e-5, atol=1e-5)
+
+
 def some_inputs(tokens: int, *, group: int = 2, batch: int | None = 2) -> NSAInputs:
     return make_inputs(tokens, heads=2 * group, kv_heads=2, dim=4, v_dim=2, batch=batch, seed=tokens)
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from bench import oracles
 from cute_kernels import backward, forward
+from cute_kernels.gate.sums import key_gradients
+from cute_kernels.lists.query_to_kv import Keys
 from nsa import NSAAux, NSAConfig, reference
 from nsa.inputs import NSAInputs
 from tests.support.cases import rest
@@ -85,3 +87,19 @@ def assert_gradients(got: dict[str, Tensor], inputs: NSAInputs, config: NSAConfi
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
         assert_within_budget(gradient, expected[name], naive[name], f"gradient of {name}", slack=SLACK)
+
+
+@pytest.mark.parametrize("entries", [True, False])
+def test_shares_of_key_gradients_stay_fp32(entries: bool) -> None:
+    """Where chunks of queries add theirs up: the sum of two bf16 terms and of the entries' means, not rounded."""
+    tokens, keys = 70, Keys(16, 8)
+    terms = [torch.randn(1, tokens, 2, 64).bfloat16() for _ in range(4)]
+    pooled = tuple(torch.randn(1, 7, 2, 64) for _ in range(2)) if entries else None
+    dk, dv = (torch.empty(1, tokens, 2, 64) for _ in range(2))
+    with interpreted_gpu("sm_90"):
+        key_gradients(dk, dv, terms[:2], terms[2:], entries=pooled, keys=keys)
+    for i, got in enumerate((dk, dv)):
+        want = terms[2 * i].double() + terms[2 * i + 1].double()
+        for entry in range(7 if pooled is not None else 0):
+            want[:, entry * 8 : entry * 8 + 16] += pooled[i][:, entry : entry + 1].double() / 16  # type: ignore[index]
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=2**-20)  # four roundings of sums below 2^3

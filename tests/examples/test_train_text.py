@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
+import sys
 import sysconfig
 import zlib
 from collections.abc import Callable
@@ -391,3 +394,40 @@ def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch, corpus: examp
     monkeypatch.setattr(example, "load_corpus", lambda _: replace(corpus, validation=corpus.validation[:64]))
     with pytest.raises(SystemExit, match="--context must be less than the 64 bytes of text here, got 64"):
         example.main(TINY)
+
+
+# Sequences divided among processes
+
+
+def test_divided_sequences_have_the_losses_of_whole_ones(tmp_path: Path) -> None:
+    """As torchrun starts it. Validation and training losses agree to fp32 sums of another order, over 4 updates."""
+    options = [*TINY, "--variants=nsa", "--checkpointing", "--steps=4", "--eval-every=2", "--eval-windows=4"]
+    assert example.main([*options, "--out", str(tmp_path / "whole")]) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, example.__file__, *options, "--context-parallel=2", "--out", str(tmp_path / "divided")]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    whole, divided = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "divided"))
+    assert (whole["training"]["context_parallel"], divided["training"]["context_parallel"]) == (None, 2)
+    for one, other in zip(whole["rows"], divided["rows"], strict=True):
+        assert other["val_loss"] == pytest.approx(one["val_loss"], rel=1e-4)
+        assert other["train_loss"] == (one["train_loss"] and pytest.approx(one["train_loss"], rel=1e-4))
+    assert divided["summary"][0]["lookahead"] == pytest.approx(whole["summary"][0]["lookahead"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context-parallel=2"], "must be the number of processes that torchrun starts, 1 here, got 2"),
+        (["--context-parallel=1", "--variants=dense,nsa"], "not of dense attention"),
+        (["--context-parallel=1", "--minutes=1"], "--minutes does not go with --context-parallel"),
+    ],
+)
+def test_what_cannot_be_divided(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        example.parse([*TINY, *options])
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -12,18 +12,21 @@ import torch
 
 import dispatch
 import nsa
+import nsa.distributed
 import nsa.neighborhood
 import nsa.residual
+from nsa.distributed import ContextParallel
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (nsa, dispatch, nsa.neighborhood, nsa.residual)
+    for module in (nsa, dispatch, nsa.distributed, nsa.neighborhood, nsa.residual)
     for name in module.__all__
 }
+SHARDING = ("shard", "unshard", "positions", "shard_labels", "cross_entropy", "sum", "nsa", "neighborhood_attention")
 METHODS = {
     f"{name}.{method}": getattr(owner, method)
     for name, owner in PUBLIC.items()
-    for method in ("forward", "forward_aux", "per_tile", "paper")
+    for method in ("forward", "forward_aux", "per_tile", "paper", *(SHARDING if owner is ContextParallel else ()))
     if inspect.isclass(owner) and method in vars(owner)
 }
 NOT_CALLED = {"dispatch.BackendError"}

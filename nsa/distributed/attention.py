@@ -1,0 +1,329 @@
+"""NSA of a rank's queries and all keys: gather keys and values, attend range by range, return shares of gradients.
+
+    attend            forward, by passes of key/value heads:  gather -> NSA with q_start for each range of tokens
+    attend_backward   backward, by the same passes:           gather again -> gradients -> sum of shares over ranks
+    ShardedNSA        both as an autograd.Function
+
+While a pass is computed, the keys of the next one are on their way. Gradients of keys, values and given entries are
+fp32 (fp64 for fp64) in every range, are added up over ranges and then over ranks, and are rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import autograd
+from nsa.common.autocast import autocast_off
+from nsa.common.derivatives import forbid_double_backward
+from nsa.config import NSAConfig
+from nsa.distributed.comm import Comm
+from nsa.distributed.layout import Layout, Range
+from nsa.inputs import ENTRY_NAMES, KEY_NAMES, QUERY_NAMES, NSAInputs
+from nsa.validate import ResolvedCall, resolve
+
+PASS_BYTES = 1 << 30
+"""What the gathered keys of a pass and their shares of gradients may take, if it has more than one key/value head."""
+
+QUERY_HEADS = ("q", "gates", "gate_proj_weight")
+"""Tensors with the heads of q; all others have those of k."""
+
+WEIGHT_NAMES = ("w_k_compress", "w_v_compress", "gate_proj_weight")
+"""Tensors that every rank has whole. Their gradients are the rank's share."""
+
+CHECKED_CALLS = 1024
+"""How many kinds of call are remembered as checked."""
+
+NAMES = ("q", *KEY_NAMES, *ENTRY_NAMES, *WEIGHT_NAMES, "gates")
+"""Tensors of a call, in the order of ShardedNSA's arguments."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of a rank's tokens: one call of NSA."""
+
+    rows: slice
+    """Of the shard."""
+    keys: slice
+    """Tokens of the sequence, or of the documents that the range touches, up to the last query."""
+    entries: slice
+    """Their compressed entries."""
+    documents: Mapping[str, Any]
+    """q_start, and for packs cu_seqlens and cu_seqlens_k."""
+
+    def key_rows(self, name: str) -> slice:
+        """Of a gathered tensor."""
+        return self.entries if name in ENTRY_NAMES else self.keys
+
+
+@lru_cache(256)
+def make_parts(layout: Layout, rank: int, config: NSAConfig, packed: bool, device: torch.device) -> tuple[Part, ...]:
+    """The calls of a rank. Rows behind the last document are in none."""
+    parts = []
+    row = 0
+    before = layout.first_entries(config)
+    for start, stop in layout.ranges[rank]:
+        pieces = layout.pieces((start, stop))
+        rows = slice(row, row := row + stop - start)
+        if not pieces:
+            continue
+        first, last = pieces[0], pieces[-1]
+        keys = slice(first.first, last.first + last.stop)
+        entries = slice(before[first.document], before[last.document] + config.num_compressed(last.stop))
+        if not packed:
+            parts.append(Part(rows, keys, entries, {"q_start": first.start}))
+            continue
+        queries, bounds = [0], [0]
+        for piece in pieces:
+            queries.append(queries[-1] + piece.stop - piece.start)
+            bounds.append(bounds[-1] + piece.stop)
+        # Documents between the first and the last are there as a whole, so their keys follow each other
+        tensors = [
+            torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, bounds, [p.start for p in pieces])
+        ]
+        parts.append(
+            Part(rows, keys, entries, dict(zip(("cu_seqlens", "cu_seqlens_k", "q_start"), tensors, strict=True)))
+        )
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is run, the same on all ranks but for their parts."""
+
+    comm: Comm
+    layout: Layout
+    config: NSAConfig
+    packed: bool
+    kv_heads: int
+    group_size: int
+    per_pass: int
+    """Key/value heads."""
+    flags: tuple[tuple[str, Any], ...]
+    """deterministic, recompute, backend and max_seqlen."""
+
+    @property
+    def passes(self) -> list[slice]:
+        """Ranges of key/value heads."""
+        starts = range(0, self.kv_heads, self.per_pass)
+        return [slice(start, min(start + self.per_pass, self.kv_heads)) for start in starts]
+
+    def heads_of(self, name: str, kv_heads: slice) -> slice:
+        """The heads of a tensor that belong to some key/value heads."""
+        group = self.group_size if name in QUERY_HEADS else 1
+        return slice(kv_heads.start * group, kv_heads.stop * group)
+
+    def parts(self, device: torch.device) -> tuple[Part, ...]:
+        return make_parts(self.layout, self.comm.rank, self.config, self.packed, device)
+
+    def held(self, name: str) -> list[list[Range]]:
+        """Which rows of a gathered tensor each rank has."""
+        return self.layout.entries(self.config) if name in ENTRY_NAMES else self.layout.ranges
+
+    def total(self, name: str) -> int:
+        """Rows of a gathered tensor on all ranks."""
+        return self.layout.first_entries(self.config)[-1] if name in ENTRY_NAMES else self.layout.tokens
+
+    def call(
+        self, tensors: Mapping[str, Tensor], keys: Mapping[str, Tensor], heads: slice, part: Part, *, needs_grad: bool
+    ) -> ResolvedCall:
+        """The checked call of a part, for some heads.
+
+        Args:
+            tensors: of this rank, by name.
+            keys: gathered keys, values and entries of these heads.
+        """
+        own: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            if name in QUERY_NAMES:
+                own[name] = tensor[..., part.rows, self.heads_of(name, heads), :]
+            elif name in WEIGHT_NAMES:
+                own[name] = tensor[self.heads_of(name, heads)]
+        for name, tensor in keys.items():
+            own[name] = tensor[..., part.key_rows(name), :, :]
+        flags = dict(self.flags)
+        inputs = NSAInputs(**own, **part.documents, max_seqlen=flags.pop("max_seqlen"))
+        return resolve(inputs, self.config, **flags, needs_grad=needs_grad)
+
+
+def heads_per_pass(kv_heads: int, rows: int, row_bytes: int) -> int:
+    """Key/value heads of a pass.
+
+    Args:
+        rows: of all ranks, batch elements included.
+        row_bytes: of a row and head in gathered keys and shares.
+    """
+    return max(1, min(kv_heads, PASS_BYTES // max(1, rows * row_bytes)))
+
+
+# Passes
+
+
+def gathered_keys(plan: Plan, tensors: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+    """The heads of each pass, and their keys, values and entries of all ranks; those of the next pass are under way."""
+    under_way = [start_gathers(plan, tensors, plan.passes[0])]
+    for heads, following in zip_longest(plan.passes, plan.passes[1:]):
+        if following is not None:
+            under_way.append(start_gathers(plan, tensors, following))
+        yield heads, under_way.pop(0)()  # what it was received in is free then
+
+
+def start_gathers(plan: Plan, tensors: Mapping[str, Tensor], heads: slice) -> Callable[[], dict[str, Tensor]]:
+    """Gather some heads of keys and values in one message, and of entries in another."""
+    waiting = []
+    for group in (KEY_NAMES, ENTRY_NAMES):
+        names = [name for name in group if name in tensors]
+        if not names:
+            continue
+        rows = [tensors[name][..., heads, :].movedim(-3, 0) for name in names]
+        message = torch.cat(rows, -1)
+        waiting.append((names, [x.shape[-1] for x in rows], plan.comm.start_gather(message, plan.held(names[0]))))
+
+    def finish() -> dict[str, Tensor]:
+        keys = {}
+        for names, dims, wait in waiting:
+            pieces, column = wait(), 0
+            for name, dim in zip(names, dims, strict=True):
+                keys[name] = torch.cat([x.narrow(-1, column, dim) for x in pieces]).movedim(0, -3)
+                column += dim
+        return keys
+
+    return finish
+
+
+def attend(plan: Plan, tensors: Mapping[str, Tensor], *, saving: bool) -> tuple[Tensor, list[list[Tensor]]]:
+    """out of this rank's queries, and with `saving` what backward needs of each pass and part."""
+    q, v = tensors["q"], tensors["v"]
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    saved = []
+    for heads, keys in gathered_keys(plan, tensors):
+        for part in plan.parts(q.device):
+            result, kept = _attend_part(plan.call(tensors, keys, heads, part, needs_grad=saving), saving)
+            out[..., part.rows, plan.heads_of("q", heads), :] = result
+            saved.append(kept)
+        del keys
+    return out, saved
+
+
+def _attend_part(call: ResolvedCall, saving: bool) -> tuple[Tensor, list[Tensor]]:
+    if saving:
+        return autograd.forward_saving(call)
+    return call.impl.load()(call.inputs, call.config, aux=False)[0], []
+
+
+def attend_backward(
+    plan: Plan, tensors: Mapping[str, Tensor], saved: list[list[Tensor]], do: Tensor
+) -> dict[str, Tensor]:
+    """Gradients of this rank's tensors, by name."""
+    wide = torch.promote_types(do.dtype, torch.float32)
+    gradients = {
+        name: torch.zeros(x.shape, dtype=wide if name in WEIGHT_NAMES else x.dtype, device=x.device)
+        for name, x in tensors.items()
+    }
+    remaining = iter(saved)
+    for heads, keys in gathered_keys(plan, tensors):
+        shares = {name: torch.zeros(x.shape, dtype=wide, device=x.device) for name, x in keys.items()}
+        for part in plan.parts(do.device):
+            own_do = do[..., part.rows, plan.heads_of("q", heads), :]
+            call = plan.call(tensors, keys, heads, part, needs_grad=True)
+            found = autograd.gradients(call, next(remaining), own_do, share_dtype=wide)
+            del call
+            _add_gradients(plan, part, heads, found, gradients, shares)
+        del keys
+        for name in list(shares):
+            everyone = [[(0, plan.total(name))]] * plan.comm.size
+            total = plan.comm.add_shares(shares.pop(name).movedim(-3, 0), plan.held(name), everyone)
+            gradients[name][..., heads, :] = total.movedim(0, -3)
+    return {name: gradient.to(tensors[name].dtype) for name, gradient in gradients.items()}
+
+
+def _add_gradients(
+    plan: Plan,
+    part: Part,
+    heads: slice,
+    found: dict[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    shares: Mapping[str, Tensor],
+) -> None:
+    """Take the gradients of a part, some heads only, apart: each is freed as it is added."""
+    for name in gradients:
+        gradient = found.pop(name)
+        if name in QUERY_NAMES:
+            gradients[name][..., part.rows, plan.heads_of(name, heads), :] = gradient
+        elif name in WEIGHT_NAMES:
+            gradients[name][plan.heads_of(name, heads)] += gradient
+        else:
+            shares[name][..., part.key_rows(name), :, :] += gradient
+
+
+class ShardedNSA(torch.autograd.Function):
+    """One call. The tensors are arguments of their own, so that autograd knows them."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
+        given = {name: x for name, x in zip(NAMES, tensors, strict=True) if x is not None}
+        with autocast_off(given["q"].device.type):
+            out, saved = attend(plan, given, saving=True)
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.counts = plan, [len(kept) for kept in saved]
+        ctx.save_for_backward(*tensors, *(x for kept in saved for x in kept))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept = iter(ctx.saved_tensors)  # read once, as checkpointing asks
+        given = {name: x for name in NAMES if (x := next(kept)) is not None}
+        if do is None:  # on this rank only: others may wait for its share
+            q = given["q"]
+            do = q.new_zeros((*q.shape[:-1], given["v"].shape[-1]))
+        saved = [[next(kept) for _ in range(count)] for count in ctx.counts]
+        with torch.no_grad(), autocast_off(do.device.type):
+            by_name = attend_backward(ctx.plan, given, saved, do)
+        needed = ctx.needs_input_grad[1:]
+        results = [by_name.get(name) if needs else None for name, needs in zip(NAMES, needed, strict=True)]
+        return (None, *forbid_double_backward("ContextParallel.nsa", results, do, *given.values()))
+
+
+# Refusals before anything is sent
+
+
+def check_calls(plan: Plan, tensors: Mapping[str, Tensor], *, needs_grad: bool) -> None:
+    """Check the calls of all ranks and find their backends, so that a call is refused on every rank or on none.
+
+    Args:
+        tensors: of this rank; those of others differ in rows only.
+    """
+    facts = tuple((name, _without_rows(name, x), x.dtype, x.device) for name, x in tensors.items())
+    key = (plan.layout, plan.config, plan.packed, plan.per_pass, plan.flags, facts, needs_grad)
+    if key in plan.comm.checked:
+        return
+    for rank in range(plan.comm.size):
+        for heads in (plan.passes[0], plan.passes[-1]):  # all others have the first one's size
+            own, keys = {}, {}
+            for name, x in tensors.items():
+                if name in QUERY_NAMES:
+                    own[name] = _stand_in(x, plan.layout.lengths[rank], x.shape[-2])
+                elif name in WEIGHT_NAMES:
+                    own[name] = x
+                else:
+                    keys[name] = _stand_in(x, plan.total(name), heads.stop - heads.start)
+            for part in make_parts(plan.layout, rank, plan.config, plan.packed, tensors["q"].device):
+                plan.call(own, keys, heads, part, needs_grad=needs_grad)
+    if len(plan.comm.checked) >= CHECKED_CALLS:
+        plan.comm.checked.clear()
+    plan.comm.checked.add(key)
+
+
+def _without_rows(name: str, x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape) if name in WEIGHT_NAMES else (*x.shape[:-3], *x.shape[-2:])
+
+
+def _stand_in(x: Tensor, rows: int, heads: int) -> Tensor:
+    """Zeros like a tensor `[...,rows,heads,D]`, with other rows and heads and the memory of one value."""
+    return x.new_zeros(()).expand(*x.shape[:-3], rows, heads, x.shape[-1])

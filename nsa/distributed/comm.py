@@ -1,0 +1,254 @@
+"""The collectives of context parallelism: agreement on a call, gathers, and sums of shares in a fixed order.
+
+Ranks are those of the group, 0 ... R - 1. Tensors have their rows (tokens or entries) in the first dim; ranges of rows
+that a rank holds or wants are those of nsa/distributed/layout.py. What a collective does follows from what all ranks
+have agreed on, so none waits for a rank that has refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nsa.common.derivatives import forbid_double_backward
+from nsa.distributed.layout import Range, moves
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name in torch 2.13, and before."""
+
+REPORT_SECONDS = 1.0
+"""How long a rank whose collective failed waits for the reports of others, to tell who sent none."""
+
+
+class Comm:
+    """A process group and what is sent over it.
+
+    Args:
+        group: carries tensors.
+        timeout: of the group for checks, which is made where `group` cannot carry host memory. Default: None, which
+            means PyTorch's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        backend = dist.get_backend_config(group)
+        self.host_group = group
+        if "gloo" not in backend:
+            ranks = dist.get_process_group_ranks(group)
+            self.host_group = dist.new_group(
+                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True, group_desc="nsa checks"
+            )
+        self._nccl = "nccl" in backend
+        self._calls = 0
+        self.checked: set[Any] = set()
+        """Calls that were found to be taken by a backend (nsa/distributed/attention.py)."""
+
+    # Agreement
+
+    def agree(self, op: str, facts: Callable[[], tuple[Mapping[str, object], int]]) -> list[int]:
+        """Raise on every rank unless the facts of a call are the same on all.
+
+        Args:
+            op: what is called, for messages.
+            facts: gives this rank's facts by the name of the argument that they are about, and its number of rows; or
+                raises, which all ranks then do.
+
+        Returns:
+            The rows of each rank.
+        """
+        refusal: Exception | None = None
+        self._calls += 1
+        known: dict[str, str] = {"call": f"{op}, call {self._calls}"}
+        rows = 0
+        try:
+            own, rows = facts()
+            known |= {name: str(value) for name, value in own.items()}
+        except Exception as error:  # whatever it is, the others are told instead of waiting
+            refusal = error
+            known["refusal"] = f"{type(error).__name__}: {error}"
+        digest = hashlib.blake2b(repr(sorted(known.items())).encode(), digest_size=8).digest()
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True), rows])
+        every = torch.empty(2 * self.size, dtype=torch.int64)
+        with self.named(f"{op}: agreement on call {self._calls}"):
+            all_gather(every, mine, group=self.host_group)
+        digests, lengths = every.view(-1, 2).unbind(1)
+        if bool((digests == digests[0]).all()):
+            if refusal is not None:
+                raise refusal
+            return [int(length) for length in lengths]
+        with self.named(f"{op}: agreement on call {self._calls}"):
+            told: list[Any] = [None] * self.size
+            dist.all_gather_object(told, known, group=self.host_group)
+        raise refusal or _disagreement(op, told)
+
+    # Gathers
+
+    def start_gather(self, rows: Tensor, held: Sequence[list[Range]]) -> Callable[[], list[Tensor]]:
+        """Send this rank's rows to all; the function that waits returns the rows of all, in their order in pieces.
+
+        It runs beside what is computed until then, where the backend has asynchronous operations on such tensors.
+
+        Args:
+            rows: `[n, ...]`, contiguous.
+            held: the ranges of each rank.
+        """
+        lengths = [sum(b - a for a, b in own) for own in held]
+        most = max(lengths)
+        if self.size == 1 or most == 0:
+            return lambda: [rows]
+        message = rows if rows.shape[0] == most else rows.new_empty((most, *rows.shape[1:]))
+        if message is not rows:
+            message[: rows.shape[0]] = rows
+            message[rows.shape[0] :] = 0
+        buffer = rows.new_empty((self.size * most, *rows.shape[1:]))
+        asynchronous = self._nccl or not rows.is_cuda
+        with self.named("gather"):
+            work = all_gather(buffer, message, group=self.group, async_op=asynchronous)
+
+        def finish() -> list[Tensor]:
+            if work is not None:
+                with self.named("gather"):
+                    work.wait()
+            parts = []
+            for rank, own in enumerate(held):
+                at = rank * most
+                for a, b in own:
+                    parts.append((a, buffer[at : at + b - a]))
+                    at += b - a
+            return [part for _, part in sorted(parts, key=lambda part: part[0])]
+
+        return finish
+
+    def fetch(self, rows: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]) -> Tensor:
+        """The rows that this rank wants, from those who hold them; differentiable.
+
+        The gradients of a row that several ranks want are added up in fp32 (fp64 for fp64), in the order of ranks, and
+        rounded once.
+
+        Args:
+            rows: `[n, ...]`, those of `held[rank]`.
+            held, wanted: ranges of each rank.
+        """
+        result: Tensor = _Fetch.apply(self, rows, held, wanted)
+        return result
+
+    def _fetch(self, rows: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]) -> Tensor:
+        sent = [[rows[slice(*m.held)] for m in moves(held[self.rank], there)] for there in wanted]
+        places = [[m.wanted for m in moves(there, wanted[self.rank])] for there in held]
+        result = rows.new_zeros((sum(b - a for a, b in wanted[self.rank]), *rows.shape[1:]))
+        for (a, b), part in self._exchange(sent, places, rows):
+            result[a:b] = part
+        return result
+
+    def add_shares(self, shares: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]) -> Tensor:
+        """The sum over ranks of what each has for this rank's rows, added up in the order of ranks.
+
+        Args:
+            shares: for the rows of `wanted[rank]`, in fp32 or fp64.
+
+        Returns:
+            For the rows of `held[rank]`.
+        """
+        sent = [[shares[slice(*m.wanted)] for m in moves(there, wanted[self.rank])] for there in held]
+        places = [[m.held for m in moves(held[self.rank], there)] for there in wanted]
+        total = shares.new_zeros((sum(b - a for a, b in held[self.rank]), *shares.shape[1:]))
+        for (a, b), part in self._exchange(sent, places, shares):
+            total[a:b] += part
+        return total
+
+    def _exchange(
+        self, sent: list[list[Tensor]], places: list[list[Range]], like: Tensor
+    ) -> Iterator[tuple[Range, Tensor]]:
+        """Send rows to each rank; the rows that come, in the order of their senders, each with its place."""
+        empty = like[:0]
+        counts = [sum(part.shape[0] for part in parts) for parts in sent]
+        came = [sum(b - a for a, b in spots) for spots in places]
+        message = torch.cat([empty, *(part for parts in sent for part in parts)])
+        if self.size == 1:
+            received = message
+        else:
+            received = like.new_empty((sum(came), *like.shape[1:]))
+            with self.named("exchange"):
+                dist.all_to_all_single(received, message, came, counts, group=self.group)
+        at = 0
+        for spots in places:
+            for a, b in spots:
+                yield (a, b), received[at : at + b - a]
+                at += b - a
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over all ranks, added up in their order; not differentiable."""
+        every = x.new_empty((self.size, *x.shape))
+        with self.named("sum"):
+            all_gather(every.view(-1), x.detach().reshape(-1), group=self.group)
+        return every.sum(0)
+
+    # Errors
+
+    @contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """Errors of a collective, with what failed on which rank and which ranks have not reported a failure."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"context parallelism: {what} failed on rank {self.rank} of {self.size}, as it does where a rank has "
+                f"ended or is late{self._silent_ranks()}: {error}"
+            ) from error
+
+    def _silent_ranks(self) -> str:
+        """Which ranks have reported no failure, by the store that all ranks of the job share."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            keys = [f"nsa/failed/{self.group.group_name}/{rank}" for rank in range(self.size)]
+            store.set(keys[self.rank], "failed")
+            try:
+                store.wait(keys, timedelta(seconds=REPORT_SECONDS))
+            except RuntimeError:
+                silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+                return f" (no failure reported by rank {', '.join(silent)})" if silent else ""
+        except (RuntimeError, ValueError) as error:  # the rank that holds the store may be the one that ended
+            return f" (the store of the process group does not answer: {type(error).__name__})"
+        return ""
+
+
+def _disagreement(op: str, told: Sequence[Mapping[str, str]]) -> Exception:
+    """The error of every rank, from the facts of all."""
+    for rank, facts in enumerate(told):
+        if "refusal" in facts:
+            kind, _, message = facts["refusal"].partition(": ")
+            return (TypeError if kind == "TypeError" else ValueError)(f"{op} on rank {rank}: {message}")
+    names = dict.fromkeys(name for facts in told for name in facts)
+    for name in names:
+        values = [facts.get(name, "nothing") for facts in told]
+        usual = max(values, key=values.count)
+        for rank, value in enumerate(values):
+            if value != usual:
+                other = values.index(usual)
+                got = f"{value} on rank {rank} and {usual} on rank {other}"
+                return ValueError(f"{op}: {name} must be the same on all ranks, got {got}")
+    raise AssertionError("ranks disagree about nothing")
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, comm: Comm, rows: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]
+    ) -> Tensor:
+        ctx.comm, ctx.held, ctx.wanted = comm, held, wanted
+        return comm._fetch(rows, held, wanted)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        with torch.no_grad():
+            total = ctx.comm.add_shares(grad.to(wide), ctx.held, ctx.wanted).to(grad.dtype)
+        return None, forbid_double_backward("fetch", [total], grad)[0], None, None

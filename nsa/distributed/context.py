@@ -1,0 +1,591 @@
+"""ContextParallel: sequences that are divided among the ranks of a process group, and attention over all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
+from nsa.api import NSAKeywords, cast_arguments
+from nsa.common.autocast import autocast_off, cast_inputs
+from nsa.common.checks import check_bool, check_choice, check_integer
+from nsa.common.derivatives import needs_grad, refuse_transforms
+from nsa.config import LARGEST_OPTION, OPTION_NAMES, NSAConfig, check_options
+from nsa.distributed.attention import NAMES, WEIGHT_NAMES, Plan, ShardedNSA, attend, check_calls, heads_per_pass
+from nsa.distributed.comm import Comm
+from nsa.distributed.halo import compressed_shard, sharded_neighborhood_attention
+from nsa.distributed.layout import LAYOUTS, Layout, make_layout
+from nsa.inputs import KEY_NAMES, NSAInputs, check_bounds
+from nsa.neighborhood.validate import ALGORITHMS, Window, check_tensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+REFUSED = {
+    "k_cmp": "entries are pooled from the keys of all ranks; give `compress` or w_k_compress",
+    "v_cmp": "entries are pooled from the values of all ranks; give `compress` or w_v_compress",
+    "cu_seqlens_k": "every rank has as many queries as keys, and cu_seqlens are the bounds of the whole pack",
+    "q_start": "the layout says which tokens a rank's queries are",
+    "q_sum": "ranks begin at tiles",
+}
+"""Keywords of `nsa` that a divided sequence has no use for."""
+
+
+class ContextParallel:
+    """A sequence divided among ranks: which tokens each has, and attention of its queries to the keys of all.
+
+    Queries stay where they are and keys are gathered, for some key/value heads at a time (docs/distributed.md has the
+    volumes). All ranks of the group make the object, with equal arguments, and call its methods in the same order with
+    tensors of the same dtypes and sizes, also a rank that has no tokens; what differs is refused on all ranks by name.
+
+    Every rank's loss is its share: gradients of what all ranks have whole, such as weights, are shares that add up over
+    ranks to those of one process.
+
+    Args:
+        mesh: a DeviceMesh of one dimension, such as `mesh["cp"]`, or a process group.
+        layout: "zigzag": rank r of R holds chunks r and 2R - 1 - r of 2R, which balances the work of causal attention.
+            "contiguous": rank r holds chunk r of R. Default: "zigzag".
+        tile: chunks begin at multiples of it, in packs at multiples of it in their document. A multiple of the
+            `q_tile_size` of every config; 1 divides most evenly, in token mode. Default: 256.
+        kv_heads_per_pass: key/value heads that are gathered at a time. Default: None, which means as many as keep
+            gathered keys and shares of gradients below 1 GiB, at least one.
+        timeout: of the host's checks, where the group carries device memory only. Default: None, which means PyTorch's.
+
+    Raises:
+        TypeError: naming an argument of the wrong type.
+        ValueError: naming an argument out of range, or a mesh of several dimensions.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from nsa import NSAConfig
+        >>> from nsa.distributed import ContextParallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> cp = ContextParallel(dist.group.WORLD, tile=1)
+        >>> q, k, v = (cp.shard(torch.randn(1, 100, heads, 16)) for heads in (4, 2, 2))
+        >>> cp.unshard(cp.nsa(q, k, v, config=NSAConfig.paper())).shape
+        torch.Size([1, 100, 4, 16])
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | dist.ProcessGroup,
+        layout: str = "zigzag",
+        tile: int = 256,
+        *,
+        kv_heads_per_pass: int | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        check_choice("layout", layout, LAYOUTS)
+        check_integer("tile", tile, 1, LARGEST_OPTION)
+        if kv_heads_per_pass is not None:
+            check_integer("kv_heads_per_pass", kv_heads_per_pass, 1)
+        if isinstance(mesh, DeviceMesh):
+            if mesh.ndim != 1:
+                raise ValueError(f"mesh must have one dimension, such as mesh['cp'], got {mesh.mesh_dim_names or mesh}")
+            group = mesh.get_group()
+        elif isinstance(mesh, dist.ProcessGroup):
+            group = mesh
+        else:
+            raise TypeError(f"mesh must be a DeviceMesh or a process group, got {type(mesh).__name__}")
+        self.group, self.layout, self.tile, self.kv_heads_per_pass = group, layout, tile, kv_heads_per_pass
+        self._comm = Comm(group, timeout)
+        self._last_bounds: tuple[weakref.ref[Tensor], int, tuple[int, ...]] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of this process, in the group."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """R, ranks of the group."""
+        return self._comm.size
+
+    def __repr__(self) -> str:
+        return f"ContextParallel(rank={self.rank}, size={self.size}, layout={self.layout!r}, tile={self.tile})"
+
+    def __deepcopy__(self, _: Any) -> ContextParallel:
+        return self  # copies of a layer communicate over the same group
+
+    # Which tokens a rank has
+
+    def shard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The rows of this rank, of a tensor that every rank has whole. Nothing is sent.
+
+        Args:
+            x: any tensor with a row for each token.
+            dim: of the tokens. Default: 1.
+            cu_seqlens: bounds of packed documents, int32 `[B+1]`, on any device; read on the host. Default: None.
+
+        Returns:
+            The rows, ranks' numbers of rows may differ. Its gradient is zero in the rows of other ranks.
+        """
+        layout = self._layout(x.shape[dim], cu_seqlens)
+        parts = [x.narrow(dim, start, stop - start) for start, stop in layout.ranges[self.rank]]
+        return torch.cat([x.narrow(dim, 0, 0), *parts], dim)
+
+    @torch.compiler.disable
+    def unshard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The whole tensor on every rank, from the shards of all.
+
+        Args:
+            x: this rank's rows.
+            dim: of the tokens. Default: 1.
+            cu_seqlens: as in `shard`. Default: None.
+
+        Returns:
+            All rows in their order. Its gradient is the sum of the gradients on all ranks, in fp32, rounded once.
+
+        Raises:
+            TypeError, ValueError: on all ranks, where ranks disagree, naming rank and argument.
+        """
+
+        def facts() -> tuple[dict[str, object], int]:
+            sizes = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
+            own = {"x": _text(x, sizes), "dim": dim % x.dim(), "cu_seqlens": self._bounds_text(cu_seqlens)}
+            return {**self._facts(), **own}, x.shape[dim]
+
+        lengths = self._comm.agree("ContextParallel.unshard", facts)
+        layout = self._agreed_layout(lengths, cu_seqlens, "x")
+        everyone = [[(0, layout.tokens)]] * self.size
+        return self._comm.fetch(x.movedim(dim, 0), layout.ranges, everyone).movedim(0, dim)
+
+    def positions(
+        self, tokens: int, *, cu_seqlens: Tensor | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
+        """The position of each of this rank's tokens in its sequence or document, as rotary embeddings take it.
+
+        Args:
+            tokens: N, of the sequence or pack.
+            cu_seqlens: as in `shard`; rows behind the last document count from its end. Default: None.
+            device: of the result. Default: None, which means the CPU.
+
+        Returns:
+            int64 `[n]`.
+        """
+        check_integer("tokens", tokens, 0)
+        layout = self._layout(tokens, cu_seqlens)
+        parts = [torch.arange(0, device=device)]
+        for start, stop in layout.ranges[self.rank]:
+            pieces = layout.pieces((start, stop))
+            parts += [torch.arange(piece.start, piece.stop, device=device) for piece in pieces]
+            end = layout.bounds[-1]
+            if stop > end:
+                parts.append(torch.arange(max(start, end) - end, stop - end, device=device))
+        return torch.cat(parts)
+
+    # Labels and losses
+
+    def shard_labels(
+        self, input_ids: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None, ignore_index: int = -100
+    ) -> Tensor:
+        """For each of this rank's tokens the next one of its sequence or document.
+
+        Args:
+            input_ids: of all tokens, on every rank.
+            dim: of the tokens. Default: 1.
+            cu_seqlens: as in `shard`. Default: None.
+            ignore_index: label of last tokens and of rows behind the last document. Default: -100.
+
+        Returns:
+            This rank's labels, in the dtype of `input_ids`.
+        """
+        layout = self._layout(input_ids.shape[dim], cu_seqlens)
+        labels = torch.full_like(input_ids, ignore_index)
+        rows, ids = labels.movedim(dim, 0), input_ids.movedim(dim, 0)
+        last = [stop - 1 for start, stop in zip(layout.bounds, layout.bounds[1:], strict=False) if start < stop]
+        rows[: max(0, layout.bounds[-1] - 1)] = ids[1 : max(1, layout.bounds[-1])]
+        rows[torch.tensor(last, dtype=torch.int64, device=ids.device)] = ignore_index
+        return self.shard(labels, dim, cu_seqlens=cu_seqlens)
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+        """The share of this rank in the mean loss: its sum divided by the number of labels on all ranks.
+
+        Call backward on it on every rank; `sum` of it is the mean loss.
+
+        Args:
+            logits: `[...,classes]`.
+            labels: `[...]`, int64.
+            ignore_index: label that does not count. Default: -100.
+
+        Returns:
+            fp32 (fp64 for fp64 logits), 0-dim.
+        """
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        total = torch.nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]).to(wide),
+            labels.reshape(-1),
+            ignore_index=ignore_index,
+            reduction="sum",
+        )
+        count = self.sum((labels != ignore_index).sum())
+        share: Tensor = total / count.clamp(min=1)
+        return share
+
+    @torch.compiler.disable
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, added up in their order; without a gradient.
+
+        Args:
+            x: of the same shape and dtype on every rank.
+
+        Returns:
+            The sum, on every rank.
+
+        Raises:
+            TypeError, ValueError: on all ranks, where ranks disagree, naming rank and argument.
+        """
+        self._comm.agree("ContextParallel.sum", lambda: ({"x": _text(x, x.shape)}, 0))
+        return self._comm.sum(x)
+
+    # Attention
+
+    @torch.compiler.disable
+    def nsa(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[NSAKeywords]) -> Tensor:
+        """`nsa` of the whole sequence: out of this rank's tokens, differentiable.
+
+        Under torch.compile it is a break of the graph.
+
+        Args:
+            q: this rank's queries `[B,n,H,D]`, packed `[n,H,D]` with `cu_seqlens`, as `shard` gives them; a DTensor is
+                taken if it is sharded on tokens over this group and its even split is the layout's.
+            k: this rank's keys `[B,n,H_kv,D]`.
+            v: this rank's values `[B,n,H_kv,D_v]`.
+            keywords: as in `nsa`. `k_slc`, `v_slc`, `k_win`, `v_win` and `gates` are this rank's, weights are whole,
+                `cu_seqlens` are the bounds of the whole pack, on the host or on q's device, where they are read once.
+                `causal=False`, `k_cmp`, `v_cmp`, `cu_seqlens_k`, `q_start` and `q_sum` are refused.
+
+        Returns:
+            `[B,n,H,D_v]`, packed `[n,H,D_v]`: rows of `nsa` of the whole, in q's dtype; a DTensor if q is one.
+
+        Raises:
+            TypeError, ValueError: as `nsa`, or where ranks disagree; on all ranks, naming rank and argument.
+            dispatch.BackendError: when no backend can run the call, on all ranks.
+            RuntimeError: where a rank has ended or is late, within the group's timeout.
+        """
+        refuse_transforms("ContextParallel.nsa")
+        read: list[_NSACall] = []
+
+        def facts() -> tuple[dict[str, object], int]:
+            call = self._read_nsa(q, k, v, keywords)
+            read.append(call)
+            return {**self._facts(), **call.facts()}, call.inputs.q.shape[-3]
+
+        lengths = self._comm.agree("ContextParallel.nsa", facts)
+        call = read[0]
+        inputs, config = call.inputs, call.config
+        layout = self._agreed_layout(lengths, keywords.get("cu_seqlens"), "q")
+        call.dtensors.check(layout)
+        with autocast_off(inputs.q.device.type):
+            if config.compress != "mean":
+                k_cmp, v_cmp = compressed_shard(self._comm, layout, inputs, config)
+                if call.needs_grad and not k_cmp.requires_grad:  # a rank without entries, beside others that learn
+                    k_cmp = k_cmp.detach().requires_grad_()
+                given: dict[str, Any] = {"k_cmp": k_cmp, "v_cmp": v_cmp, "w_k_compress": None, "w_v_compress": None}
+                inputs, config = replace(inputs, **given), replace(config, compress="mean")
+            tensors = {name: x for name in NAMES if (x := getattr(inputs, name)) is not None}
+            plan = self._plan(layout, config, tensors, call.flags, packed=inputs.packed)
+            check_calls(plan, tensors, needs_grad=call.needs_grad)
+            if call.needs_grad:
+                out: Tensor = ShardedNSA.apply(plan, *(tensors.get(name) for name in NAMES))
+            else:
+                out, _ = attend(plan, tensors, saving=False)
+        return call.dtensors.wrap(out)
+
+    @torch.compiler.disable
+    def neighborhood_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        softmax_scale: float | None = None,
+        boundary: str = "truncate",
+        causal: bool = False,
+        algorithm: str = "auto",
+        backend: str | None = None,
+    ) -> Tensor:
+        """`neighborhood_attention` of the whole sequence: out of this rank's tokens, differentiable.
+
+        Only the tokens that windows reach beyond a rank's own are sent.
+
+        Args:
+            q: this rank's queries `[B,n,H,D]`, as in `nsa`.
+            k: this rank's keys `[B,n,H_kv,D]`.
+            v: as k.
+            kernel_size: as in `neighborhood_attention`, and so are all other arguments. Default: 7.
+            dilation: distance between neighbors in tokens. Default: 1.
+            softmax_scale: factor of the logits. Default: None, which means 1/sqrt(D).
+            boundary: "truncate" or "shift". Default: "truncate".
+            causal: keys up to the token itself only. Default: False.
+            algorithm: "auto", "flash", "band" or "dense". Default: "auto".
+            backend: as in `neighborhood_attention`. Default: None.
+
+        Returns:
+            `[B,n,H,D]` in q's dtype.
+
+        Raises:
+            TypeError, ValueError, RuntimeError, dispatch.BackendError: as `nsa`.
+        """
+        refuse_transforms("ContextParallel.neighborhood_attention")
+        read: list[Mapping[str, Tensor]] = []
+        dtensors = _DTensors(self.group, ("q", "k", "v"), 1)
+        options: dict[str, Any] = {
+            "kernel_size": kernel_size, "dilation": dilation, "softmax_scale": softmax_scale, "boundary": boundary,
+            "causal": causal, "algorithm": algorithm, "backend": backend,
+        }  # fmt: skip
+
+        def facts() -> tuple[dict[str, object], int]:
+            local = cast_inputs(dtensors.local({"q": q, "k": k, "v": v}))
+            Window(kernel_size, dilation, softmax_scale, boundary, causal)
+            check_choice("algorithm", algorithm, ALGORITHMS)
+            check_tensors(local["q"], local["k"], local["v"])
+            check_same_rows(local)
+            read.append(local)
+            texts = {name: _row_text(x) for name, x in local.items()}
+            return {**self._facts(), **texts, **options, "backend": _backend(backend)}, local["q"].shape[1]
+
+        lengths = self._comm.agree("ContextParallel.neighborhood_attention", facts)
+        layout = self._agreed_layout(lengths, None, "q")
+        dtensors.check(layout)
+        local = read[0]
+        with autocast_off(local["q"].device.type):
+            out = sharded_neighborhood_attention(self._comm, layout, local["q"], local["k"], local["v"], options)
+        return dtensors.wrap(out)
+
+    # Layouts
+
+    def _layout(self, tokens: int, cu_seqlens: Tensor | None) -> Layout:
+        bounds = self._bounds(cu_seqlens)
+        if bounds is not None:
+            check_bounds("cu_seqlens", list(bounds), tokens)
+        return make_layout(tokens, bounds, self.size, self.layout, self.tile)
+
+    def _agreed_layout(self, lengths: list[int], cu_seqlens: Tensor | None, name: str) -> Layout:
+        """The layout of shards of these lengths. What it raises, all ranks raise."""
+        layout = self._layout(sum(lengths), cu_seqlens)
+        if lengths != layout.lengths:
+            raise ValueError(
+                f"{name} must hold {layout.lengths} tokens on ranks 0 to {self.size - 1}, as `shard` gives "
+                f"them of {layout.tokens} (layout={self.layout!r}, tile={self.tile}), got {lengths}"
+            )
+        return layout
+
+    def _bounds(self, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
+        """The values of cu_seqlens; those of the last tensor are remembered, so that layers do not wait for them."""
+        if cu_seqlens is None:
+            return None
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+            got = short_name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {got}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+            raise ValueError(f"cu_seqlens must have the shape [B+1], got shape {list(cu_seqlens.shape)}")
+        last = self._last_bounds
+        if last is not None and last[0]() is cu_seqlens and last[1] == cu_seqlens._version:
+            return last[2]
+        bounds = tuple(cu_seqlens.tolist())
+        self._last_bounds = weakref.ref(cu_seqlens), cu_seqlens._version, bounds
+        return bounds
+
+    def _bounds_text(self, cu_seqlens: Tensor | None) -> str:
+        bounds = self._bounds(cu_seqlens)
+        if bounds is None:
+            return "None"
+        digest = hashlib.blake2b(repr(bounds).encode(), digest_size=4).hexdigest()
+        return f"{len(bounds) - 1} documents of {bounds[-1]} tokens (digest of all bounds {digest})"
+
+    # Facts of a call
+
+    def _facts(self) -> dict[str, object]:
+        return {"layout": self.layout, "tile": self.tile, "kv_heads_per_pass": self.kv_heads_per_pass}
+
+    def _read_nsa(self, q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) -> _NSACall:
+        """The checked arguments of this rank."""
+        for name, reason in REFUSED.items():
+            if keywords.get(name) is not None:
+                raise ValueError(f"{name} is not taken by ContextParallel.nsa: {reason}")
+        arguments = set(NSAKeywords.__annotations__) - set(OPTION_NAMES)
+        options: dict[str, Any] = {name: value for name, value in keywords.items() if name not in arguments}
+        config = keywords.get("config")
+        check_options(config, options, NSAKeywords.__annotations__)
+        config = config or NSAConfig(**options)
+        if not config.causal:
+            raise ValueError("causal must be True: queries of a rank continue a sequence, got causal=False")
+        if self.tile % config.q_tile_size != 0:
+            raise ValueError(
+                f"q_tile_size must divide tile={self.tile}, where ranks begin, got q_tile_size={config.q_tile_size}"
+            )
+        cu_seqlens = keywords.get("cu_seqlens")
+        self._bounds(cu_seqlens)
+        names = [name for name in NAMES[3:] if keywords.get(name) is not None]
+        given = {"q": q, "k": k, "v": v, **{name: keywords[name] for name in names}}
+        dtensors = _DTensors(self.group, [n for n in given if n not in WEIGHT_NAMES], 1 if cu_seqlens is None else 0)
+        given = dtensors.local(given)
+        q, k, v, others = cast_arguments(given.pop("q"), given.pop("k"), given.pop("v"), given)
+        # Bounds of no document: those of the whole pack do not fit the shard
+        device = q.device if isinstance(q, Tensor) else None
+        bounds = None if cu_seqlens is None else torch.zeros(2, dtype=torch.int32, device=device)
+        inputs = NSAInputs(q, k, v, **others, cu_seqlens=bounds, max_seqlen=keywords.get("max_seqlen"))
+        inputs.check(config)
+        check_same_rows({"q": q, "k": k})
+        flags = {name: keywords.get(name, False) for name in ("deterministic", "recompute")}
+        for name, flag in flags.items():
+            check_bool(name, flag)
+        flags |= {"backend": keywords.get("backend"), "max_seqlen": inputs.max_seqlen}
+        return _NSACall(inputs, config, flags, dtensors, self._bounds_text(cu_seqlens), inputs.needs_grad(config))
+
+    def _plan(
+        self,
+        layout: Layout,
+        config: NSAConfig,
+        tensors: Mapping[str, Tensor],
+        flags: Mapping[str, Any],
+        *,
+        packed: bool,
+    ) -> Plan:
+        k = tensors["k"]
+        wide = torch.promote_types(k.dtype, torch.float32)
+        dims = sum(x.shape[-1] for name, x in tensors.items() if name in KEY_NAMES)
+        row_bytes = dims * (k.dtype.itemsize + wide.itemsize)
+        batch = 1 if packed else k.shape[0]
+        heads = k.shape[-2]
+        per_pass = self.kv_heads_per_pass or heads_per_pass(heads, batch * layout.tokens, row_bytes)
+        group = tensors["q"].shape[-2] // heads
+        return Plan(self._comm, layout, config, packed, heads, group, per_pass, tuple(flags.items()))
+
+
+class _NSACall(NamedTuple):
+    """The checked arguments of `nsa` on this rank."""
+
+    inputs: NSAInputs
+    config: NSAConfig
+    flags: dict[str, Any]
+    dtensors: _DTensors
+    bounds: str
+    needs_grad: bool
+
+    def facts(self) -> dict[str, object]:
+        """What must be the same on all ranks, by the name of its argument."""
+        texts: dict[str, object] = {}
+        for name in NAMES:
+            x = getattr(self.inputs, name)
+            texts[name] = None if x is None else _text(x, x.shape) if name in WEIGHT_NAMES else _row_text(x)
+        texts |= {name: getattr(self.config, name) for name in OPTION_NAMES}
+        texts["compress"] = _compress_text(self.config.compress)
+        texts |= {**self.flags, "backend": _backend(self.flags["backend"]), "cu_seqlens": self.bounds}
+        return {**texts, "needs_grad": self.needs_grad, "DTensor": bool(self.dtensors.found)}
+
+
+def check_same_rows(tensors: Mapping[str, Tensor]) -> None:
+    """Raise unless the tensors have as many rows as q."""
+    rows = tensors["q"].shape[-3]
+    for name, x in tensors.items():
+        if x.shape[-3] != rows:
+            raise ValueError(f"{name} must have q's {rows} tokens of this rank, got shape {list(x.shape)}")
+
+
+def _text(x: Tensor, sizes: Any) -> str:
+    """A tensor's facts, for comparison and messages."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    gradient = " with a gradient" if needs_grad(x) else ""
+    return f"{short_name(x.dtype)} [{', '.join(map(str, sizes))}] on {x.device.type}{gradient}"
+
+
+def _row_text(x: Tensor) -> str:
+    """The same of a tensor `[...,n,heads,D]`, whose rows may differ."""
+    return _text(x, [*x.shape[:-3], "n", *x.shape[-2:]])
+
+
+def _compress_text(compress: Any) -> str:
+    if isinstance(compress, tuple):
+        return ", ".join(map(_compress_text, compress))
+    if isinstance(compress, torch.nn.Module):
+        sizes = [f"{name} {list(p.shape)}" for name, p in compress.named_parameters()]
+        return f"{type(compress).__name__}({', '.join(sizes)})"
+    return compress if isinstance(compress, str) else getattr(compress, "__qualname__", type(compress).__name__)
+
+
+def _backend(name: str | None) -> str:
+    return name or os.environ.get(ENVIRONMENT_VARIABLE) or "any"
+
+
+class _DTensors:
+    """Arguments that are DTensors: their local parts, and results of the same kind.
+
+    Args:
+        names: of the tensors with a row for each token; no others may be DTensors.
+        dim: of the tokens.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, names: Sequence[str], dim: int) -> None:
+        self.group, self.names, self.dim = group, names, dim
+        self.found: dict[str, Any] = {}
+
+    def local(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors with DTensors replaced by what this rank holds of them."""
+        result = {}
+        for name, x in tensors.items():
+            if type(x) is not Tensor and isinstance(x, Tensor) and isinstance(x, DTensor):
+                self._check_placements(name, x)
+                self.found[name] = x
+                x = x.to_local()
+            result[name] = x
+        if self.found and (missing := [name for name in self.names if name not in self.found]):
+            raise TypeError(f"{missing[0]} must be a DTensor as {next(iter(self.found))} is, got a plain tensor")
+        return result
+
+    def _check_placements(self, name: str, x: DTensor) -> None:
+        if name not in self.names:
+            raise TypeError(f"{name} must be a plain tensor, whole on every rank, got a DTensor")
+        own = dist.get_process_group_ranks(self.group)
+        over_group = False
+        for i, placement in enumerate(x.placements):
+            if dist.get_process_group_ranks(x.device_mesh.get_group(i)) == own:
+                over_group = placement == Shard(self.dim)
+            elif placement == Shard(self.dim) or placement.is_partial():
+                raise ValueError(f"{name} must be sharded on tokens over this group alone, got {x.placements}")
+        if not over_group:
+            raise ValueError(
+                f"{name} must be sharded on dim {self.dim}, its tokens, over this group, got {x.placements}"
+            )
+
+    def check(self, layout: Layout) -> None:
+        """Raise on all ranks unless DTensor's even split is the layout."""
+        if not self.found:
+            return
+        most = -(-layout.tokens // layout.ranks)
+        cuts = [min(rank * most, layout.tokens) for rank in range(layout.ranks + 1)]
+        even = [[(a, b)] if a < b else [] for a, b in pairwise(cuts)]
+        if even != layout.ranges:
+            raise ValueError(
+                f"{next(iter(self.found))} is a DTensor, whose even split gives ranks up to {most} of {layout.tokens} "
+                f"tokens: layout={layout.kind!r} with tile={layout.tile} has other bounds; use ContextParallel.shard"
+            )
+
+    def wrap(self, out: Tensor) -> Tensor:
+        """A result with q's rows, as a DTensor if q is one."""
+        if "q" not in self.found:
+            return out
+        q = self.found["q"]
+        shape = torch.Size((*q.shape[:-1], self.found["v"].shape[-1]))
+        stride = torch.empty(shape, device="meta").stride()
+        result: Tensor = DTensor.from_local(
+            out, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride
+        )
+        return result

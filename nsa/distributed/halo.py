@@ -1,0 +1,109 @@
+"""What needs a few tokens beside a rank's own, and no others: learned compression and neighborhood attention.
+
+A rank fetches the tokens next to its ranges, computes on both, and autograd sends the gradients of fetched tokens back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nsa.config import NSAConfig
+from nsa.distributed.comm import Comm
+from nsa.distributed.layout import Layout, Range
+from nsa.inputs import NSAInputs
+from nsa.neighborhood.api import neighborhood_attention
+from nsa.reference import compressed_entries
+
+# Learned compression
+
+
+def compressed_shard(comm: Comm, layout: Layout, inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """k_cmp and v_cmp of the entries whose last token this rank holds, by `config.compress`; differentiable.
+
+    Args:
+        inputs: this rank's tensors.
+    """
+    wanted = [_tokens_of_entries(layout, rank, config) for rank in range(comm.size)]
+    k, v = _fetch_pair(comm, inputs.k, inputs.v, layout.ranges, wanted)
+    wide = torch.promote_types(k.dtype, torch.float32)
+    weights: dict[str, Any] = {}
+    for name in ("w_k_compress", "w_v_compress"):  # cast once, so that gradients of all ranges are rounded once
+        weight = getattr(inputs, name)
+        weights[name] = None if weight is None else weight.to(wide)
+    entries = []
+    row = 0
+    for start, stop in wanted[comm.rank]:
+        rows = slice(row, row := row + stop - start)
+        own_k, own_v = (x[..., rows, :, :].reshape(-1, stop - start, *x.shape[-2:]) for x in (k, v))
+        found = compressed_entries(NSAInputs(own_k[:, :0], own_k, own_v, **weights), config)
+        entries.append([x.reshape(*k.shape[:-3], *x.shape[1:]) for x in found])
+    if not entries:
+        return k[..., :0, :, :], v[..., :0, :, :]
+    k_cmp, v_cmp = (torch.cat(parts, -3) for parts in zip(*entries, strict=True))
+    return k_cmp, v_cmp
+
+
+def _tokens_of_entries(layout: Layout, rank: int, config: NSAConfig) -> list[Range]:
+    """The tokens of a rank's entries, a range for each piece of a document; ranges overlap where entries do."""
+    result = []
+    for tokens in layout.ranges[rank]:
+        for piece in layout.pieces(tokens):
+            first, stop = config.num_compressed(piece.start), config.num_compressed(piece.stop)
+            if first < stop:
+                last = (stop - 1) * config.stride + config.compress_block_size
+                result.append((piece.first + first * config.stride, piece.first + last))
+    return result
+
+
+# Neighborhood attention
+
+
+def sharded_neighborhood_attention(
+    comm: Comm, layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """`neighborhood_attention` of this rank's queries `[B,n,H,D]`.
+
+    Each range of tokens is a call with the keys that its windows reach. Causal, queries continue these keys; otherwise
+    the tokens fetched are queries too, of zeros, whose rows are dropped.
+    """
+    before, after = window_reach(**{name: options[name] for name in ("kernel_size", "dilation", "boundary", "causal")})
+    wanted = layout.with_halo(before, after)
+    k, v = _fetch_pair(comm, k, v, layout.ranges, wanted)
+    outputs = []
+    row = key = 0
+    for (start, stop), (first, last) in zip(layout.ranges[comm.rank], wanted[comm.rank], strict=True):
+        own_q = q[:, row : (row := row + stop - start)]
+        keys = slice(key, key := key + last - first)
+        left, right = start - first, last - stop
+        if not options["causal"]:
+            own_q = pad(own_q, [0, 0, 0, 0, left, right])
+        own = neighborhood_attention(own_q, k[:, keys], v[:, keys], **options)
+        outputs.append(own if options["causal"] else own[:, left : left + stop - start])
+    # A rank without tokens has a graph, too: others send it gradients
+    return torch.cat(outputs, 1) if outputs else q + (k.sum() + v.sum())
+
+
+def window_reach(kernel_size: int, dilation: int, boundary: str, causal: bool) -> tuple[int, int]:
+    """How many tokens before and behind a query its window may reach; a shifted one reaches as far to one side."""
+    whole = (kernel_size - 1) * dilation
+    if causal:
+        return whole, 0
+    if boundary == "shift":
+        return whole, whole
+    half = kernel_size // 2 * dilation
+    return half, half
+
+
+def _fetch_pair(
+    comm: Comm, k: Tensor, v: Tensor, held: Sequence[list[Range]], wanted: Sequence[list[Range]]
+) -> tuple[Tensor, Tensor]:
+    """Rows of k and v `[...,rows,heads,D]` in one message."""
+    message = torch.cat([k, v], -1).movedim(-3, 0)
+    fetched = comm.fetch(message, held, wanted).movedim(0, -3)
+    own_k, own_v = fetched.split([k.shape[-1], v.shape[-1]], -1)
+    return own_k, own_v

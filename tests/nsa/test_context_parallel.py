@@ -1,0 +1,292 @@
+"""Context parallelism on gloo: sequences divided among processes against one process."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nsa import NeighborhoodAttention, NSAConfig, NSAttention
+from nsa.distributed import ContextParallel
+from nsa.distributed.layout import Layout, moves
+from tests.support import context_cases as cases
+from tests.support.helpers import SMALL, make_qkv
+from tests.support.ranks import Ranks
+
+SIZES = (2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(*SIZES) as processes:
+        yield processes
+
+
+@pytest.fixture
+def alone() -> Iterator[cases.MakeCP]:
+    """ContextParallel of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield partial(ContextParallel, dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+# A group of one
+
+
+@pytest.mark.parametrize("preset", SMALL)
+def test_alone(alone: cases.MakeCP, preset: str) -> None:
+    cases.equals_whole(alone, SMALL[preset], (0, 1, 50), cases.OPTIONS, "zigzag")
+    cases.packs_equal_whole(alone, SMALL[preset], [20, 0, 33], 3, cases.OPTIONS, "contiguous")
+
+
+def test_layers_alone(alone: cases.MakeCP) -> None:
+    cases.neighborhood_equals_whole(alone, (0, 41), "zigzag")
+    cases.model_equals_whole(alone, SMALL["paper"], 70, "checkpointing")
+    cases.takes_dtensors(alone, SMALL["seed"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"layout": "striped"}, ValueError, "layout must be one of zigzag, contiguous, got 'striped'"),
+        ({"tile": 0}, ValueError, "tile must be at least 1, got 0"),
+        ({"kv_heads_per_pass": 1.5}, TypeError, "kv_heads_per_pass must be an integer, got 1.5"),
+        ({"mesh": "cp"}, TypeError, "mesh must be a DeviceMesh or a process group, got str"),
+    ],
+)
+def test_arguments(alone: cases.MakeCP, arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        ContextParallel(**{"mesh": dist.group.WORLD, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "error", "message"),
+    [
+        (torch.tensor([0, 5]), TypeError, "cu_seqlens must be an int32 tensor or None, got int64"),
+        (torch.tensor([[0]]).int(), ValueError, "cu_seqlens must have the shape [B+1], got shape [1, 1]"),
+        (torch.tensor([1, 5]).int(), ValueError, "cu_seqlens must start at 0, got 1"),
+        (torch.tensor([0, 12]).int(), ValueError, "cu_seqlens must end at most at T=9, got 12"),
+    ],
+    ids=["int64", "matrix", "start", "end"],
+)
+def test_bounds(alone: cases.MakeCP, cu_seqlens: Tensor, error: type[Exception], message: str) -> None:
+    cp = alone()
+    with pytest.raises(error, match=re.escape(message)):
+        cp.shard(torch.zeros(9), 0, cu_seqlens=cu_seqlens)
+    q, k, v = make_qkv(9, batch=None)
+    with pytest.raises(error, match=re.escape(message)):
+        cp.nsa(q, k, v, cu_seqlens=cu_seqlens)
+
+
+def test_positions_and_labels_of_documents(alone: cases.MakeCP) -> None:
+    """Of tokens 10, 11, ... in documents of 3, 0 and 2 tokens and two rows behind them."""
+    cp, cu_seqlens = alone(tile=1), torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    assert cp.positions(7, cu_seqlens=cu_seqlens).tolist() == [0, 1, 2, 0, 1, 0, 1]
+    labels = cp.shard_labels(torch.arange(10, 17), 0, cu_seqlens=cu_seqlens)
+    assert labels.tolist() == [11, 12, -100, 14, -100, -100, -100]
+    assert cp.shard_labels(torch.arange(3)[None]).tolist() == [[1, 2, -100]]
+    assert cp.shard_labels(torch.zeros(1, 0, dtype=torch.int64)).shape == (1, 0)
+
+
+# Several, against one process
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("preset", ["seed", "paper"])
+def test_rows_and_gradients_of_one_process(ranks: Ranks, preset: str, layout: str) -> None:
+    """Lengths of no tokens, of fewer tokens than ranks, and that end inside a tile."""
+    for size in SIZES:
+        ranks.run(size, cases.equals_whole, SMALL[preset], (0, 1, 3, 50, 131), ["plain"], layout)
+
+
+@pytest.mark.parametrize("preset", SMALL)
+def test_every_argument(ranks: Ranks, preset: str) -> None:
+    config = replace(SMALL[preset], num_init_blocks=1, softmax_scale=0.3)
+    ranks.run(3, cases.equals_whole, config, (2, 133), cases.OPTIONS[1:], "zigzag")
+
+
+def test_token_mode_divides_anywhere(ranks: Ranks) -> None:
+    ranks.run(4, cases.equals_whole, SMALL["paper"], (7, 61), ["plain", "learned"], "zigzag", 1)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("preset", ["seed", "paper"])
+def test_packs(ranks: Ranks, preset: str, layout: str) -> None:
+    for size, lengths in ((2, [70, 0, 1, 90]), (3, [5, 0, 70, 1, 33, 16]), (4, [3]), (4, [])):
+        ranks.run(size, cases.packs_equal_whole, SMALL[preset], lengths, 3, cases.OPTIONS, layout)
+
+
+def test_eight_ranks() -> None:
+    with Ranks(8) as eight:
+        for preset in ("seed", "paper"):
+            eight.run(8, cases.equals_whole, SMALL[preset], (200,), ["plain"], "zigzag")
+
+
+@pytest.mark.parametrize("preset", ["seed", "paper"])
+def test_sums_are_rounded_once_and_alike_in_every_run(ranks: Ranks, preset: str) -> None:
+    ranks.run(3, cases.rounds_once, SMALL[preset], 300)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_neighborhood_attention(ranks: Ranks, layout: str) -> None:
+    ranks.run(3, cases.neighborhood_equals_whole, (0, 2, 41), layout)
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "compiled", "autocast"])
+def test_models(ranks: Ranks, how: str) -> None:
+    ranks.run(2, cases.model_equals_whole, SMALL["paper"], 70, how)
+
+
+def test_with_data_parallelism_and_sharded_parameters(ranks: Ranks) -> None:
+    ranks.run(4, cases.fsdp_equals_whole, SMALL["seed"], 70)
+
+
+def test_dtensors(ranks: Ranks) -> None:
+    ranks.run(3, cases.takes_dtensors, SMALL["seed"])
+
+
+# Refusals: on every rank, and the next call works
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ("dtype", "ValueError", ["q must be", "float32 [1, n, 4, 16] on cpu on rank 1", "float64", "rank 0"]),
+        ("heads", "ValueError", ["q must be", "[1, n, 2, 16]", "on rank 1"]),
+        ("gradient", "ValueError", ["k must be", "with a gradient on rank 1"]),
+        ("gates", "ValueError", ["gates must be", "on rank 1", "None on rank 0"]),
+        ("window_size", "ValueError", ["window_size must be", "13 on rank 1 and 12 on rank 0"]),
+        ("layout", "ValueError", ["layout must be", "contiguous on rank 1 and zigzag on rank 0"]),
+        ("another op", "ValueError", ["ContextParallel.sum, call", "on rank 1"]),
+        ("dtype of k", "TypeError", ["k must be float64 (q is float64), got float32"]),
+        ("rows of v", "ValueError", ["v must have k's"]),
+        ("causal", "ValueError", ["causal must be True"]),
+        ("q_tile_size", "ValueError", ["q_tile_size must divide tile=16", "got q_tile_size=32"]),
+        ("q_start", "ValueError", ["q_start is not taken by ContextParallel.nsa"]),
+        ("NaN", "ValueError", ["v must be finite"]),
+        ("no tensor", "TypeError", ["q must be a torch.Tensor, got NoneType"]),
+        ("misspelled", "TypeError", ["did you mean window_size"]),
+        ("rows", "ValueError", ["q must hold [", "tokens on ranks 0 to 2", "of 99", "got [36, 31, 32]"]),
+        ("backend", "ValueError", ["backend must be", "cute on rank 1 and any on rank 0"]),
+    ],
+)
+def test_a_rank_that_differs_is_named_on_all(ranks: Ranks, change: str, error: str, words: list[str]) -> None:
+    for rank, (kind, message) in enumerate(ranks.outcomes(3, cases.call_with, change, 1)):
+        assert kind == "raised", (rank, message)
+        assert message.startswith(error), (rank, message)
+        for word in words:
+            assert word in message, (rank, message)
+        if rank != 1 and change != "rows":
+            assert "rank 1" in message, (rank, message)
+    ranks.run(3, cases.works)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [("backend", "BackendError", ["runs on CUDA devices"]), ("causal", "ValueError", ["causal must be True"])],
+)
+def test_what_no_rank_can_run(ranks: Ranks, change: str, error: str, words: list[str]) -> None:
+    for kind, message in ranks.outcomes(2, cases.call_with, change, -1):
+        assert kind == "raised"
+        assert message.startswith(error), message
+        assert all(word in message for word in words), message
+
+
+def test_a_rank_that_ends_ends_all() -> None:
+    began = time.monotonic()
+    with Ranks(3, seconds=5) as three:
+        *others, last = three.outcomes(3, cases.ends_in_the_middle, 2)
+    assert last[0] == "ended"
+    for rank, (kind, message) in enumerate(others):
+        assert kind == "raised", message
+        assert f"gather failed on rank {rank} of 3" in message, message
+        assert "2" in message.partition("no failure reported by rank")[2], message
+    assert time.monotonic() - began < 30
+
+
+def test_a_rank_that_is_late_ends_all() -> None:
+    with Ranks(2, seconds=2) as two:
+        outcomes = two.outcomes(2, cases.stays_away, 3.0)
+    assert outcomes[0][0] == "raised"
+    assert "agreement on call 1 failed on rank 0 of 2" in outcomes[0][1]
+    assert "no failure reported by rank 1" in outcomes[0][1]
+
+
+@pytest.mark.parametrize("layer", [NSAttention, NeighborhoodAttention])
+def test_layers_take_nothing_else(layer: type) -> None:
+    with pytest.raises(TypeError, match=r"context_parallel must be a .*ContextParallel or None, got str"):
+        layer(32, 4, context_parallel="cp")
+
+
+# Which rank holds what
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    lengths = draw(st.lists(st.integers(0, 40), max_size=5))
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    kind = draw(st.sampled_from(["zigzag", "contiguous"]))
+    return Layout(
+        bounds[-1] + draw(st.integers(0, 9)), tuple(bounds), draw(st.integers(1, 6)), kind, draw(st.integers(1, 9))
+    )
+
+
+@given(layouts())
+def test_every_token_is_held_once_and_ranks_begin_at_tiles(layout: Layout) -> None:
+    held = [token for own in layout.ranges for start, stop in own for token in range(start, stop)]
+    assert sorted(held) == list(range(layout.tokens))
+    assert sum(layout.lengths) == layout.tokens
+    for own in layout.ranges:
+        for start, stop in own:
+            pieces = layout.pieces((start, stop))
+            tokens = [p.first + token for p in pieces for token in range(p.start, p.stop)]
+            assert tokens == list(range(start, min(stop, layout.bounds[-1])))
+            assert all(piece.start % layout.tile == 0 for piece in pieces)
+            assert all(layout.bounds[p.document] == p.first and p.start < p.stop for p in pieces)
+
+
+@given(layouts(), st.integers(1, 6), st.data())
+def test_every_entry_is_held_once_with_its_last_token(layout: Layout, length: int, data: st.DataObject) -> None:
+    config = NSAConfig.paper(compress_block_size=length, compress_stride=data.draw(st.integers(1, length)))
+    before = layout.first_entries(config)
+    held = []
+    for own, tokens in zip(layout.entries(config), layout.ranges, strict=True):
+        for first, last in own:
+            for entry in range(first, last):
+                held.append(entry)
+                document = max(d for d in range(len(before) - 1) if before[d] <= entry and before[d] < before[d + 1])
+                end = layout.bounds[document] + (entry - before[document]) * config.stride + length - 1
+                assert any(start <= end < stop for start, stop in tokens)
+    assert sorted(held) == list(range(before[-1]))
+
+
+@given(layouts(), layouts())
+def test_moves_bring_what_is_wanted(one: Layout, other: Layout) -> None:
+    for held in one.ranges:
+        for wanted in other.ranges:
+            rows = [token for start, stop in held for token in range(start, stop)]
+            places = [token for start, stop in wanted for token in range(start, stop)]
+            found = {}
+            for move in moves(held, wanted):
+                for row, place in zip(range(*move.held), range(*move.wanted), strict=True):
+                    assert rows[row] == places[place]
+                    found[place] = row
+            assert set(found) == {i for i, token in enumerate(places) if token in rows}
+
+
+def test_zigzag_balances_causal_work() -> None:
+    """Pairs of query and key on each rank, of 100,000 tokens on 8 ranks: within a tile of each other."""
+    layout = Layout(100_000, (0, 100_000), 8, "zigzag", 256)
+    work = [sum((b * (b + 1) - a * (a + 1)) // 2 for a, b in own) for own in layout.ranges]
+    assert max(work) - min(work) <= 2 * 256 * 100_000

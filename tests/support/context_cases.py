@@ -1,0 +1,418 @@
+"""What a rank does in tests of context parallelism; run by tests/support/ranks.py."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from bench.bench_context_parallel import difference
+from nsa import LinearCompression, NeighborhoodAttention, NSAConfig, NSAttention, neighborhood_attention, nsa
+from nsa.distributed import ContextParallel
+from nsa.distributed.attention import WEIGHT_NAMES
+from tests.support.helpers import SMALL, make_qkv
+
+MakeCP = Callable[..., ContextParallel]
+
+HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 4
+
+OPTIONS = ("plain", "gates", "own keys", "projections", "learned")
+"""What a call has beside q, k, v."""
+
+
+def make_tensors(
+    tokens: int, dtype: torch.dtype, option: str, *, batch: int | None, seed: int = 0
+) -> dict[str, Tensor]:
+    """Leaves of a call of the whole sequence, or of a pack (batch None)."""
+    generator = torch.Generator().manual_seed(seed)
+    lead = (tokens,) if batch is None else (batch, tokens)
+
+    def normal(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(kind).requires_grad_()
+
+    heads = {"q": (HEADS, DIM), "k": (KV_HEADS, DIM), "v": (KV_HEADS, V_DIM)}
+    if option == "own keys":
+        heads |= {"k_slc": (KV_HEADS, DIM), "v_slc": (KV_HEADS, V_DIM)}
+        heads |= {"k_win": (KV_HEADS, DIM), "v_win": (KV_HEADS, V_DIM)}
+    tensors = {name: normal(*lead, *sizes) for name, sizes in heads.items()}
+    if option == "gates":
+        tensors["gates"] = normal(*lead, HEADS, 3)
+    if option in ("plain", "own keys"):
+        tensors["gate_proj_weight"] = normal(HEADS, 3, DIM)
+    if option in ("projections", "learned"):
+        tensors["w_k_compress"] = normal(KV_HEADS, DIM, DIM)
+        tensors["w_v_compress"] = normal(KV_HEADS, V_DIM, V_DIM)
+    return tensors
+
+
+def learned(config: NSAConfig, dtype: torch.dtype) -> NSAConfig:
+    """The config with learned compression, the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    pools = []
+    for dim in (DIM, V_DIM):
+        pool = LinearCompression(KV_HEADS, config.compress_block_size, dim, dtype=dtype)
+        with torch.no_grad():
+            for parameter in pool.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype) / 8)
+        pools.append(pool)
+    return replace(config, compress=(pools[0], pools[1]))
+
+
+def results(
+    run: Callable[..., Tensor], tensors: Mapping[str, Tensor], config: NSAConfig, do: Tensor, **keywords: Any
+) -> dict[str, Tensor]:
+    """out and all gradients."""
+    named = dict(tensors)
+    if isinstance(config.compress, tuple):
+        for which, pool in zip("kv", config.compress, strict=True):
+            named |= {f"compress.{which}.{name}": parameter for name, parameter in pool.named_parameters()}
+    out = run(**tensors, config=config, **keywords)
+    found = torch.autograd.grad(out, list(named.values()), do, allow_unused=True)
+    zeros = (torch.zeros_like(x) if g is None else g for g, x in zip(found, named.values(), strict=True))
+    return {"out": out.detach(), **dict(zip(named, zeros, strict=True))}
+
+
+def divided(
+    cp: ContextParallel, tensors: Mapping[str, Tensor], config: NSAConfig, do: Tensor, **keywords: Any
+) -> dict[str, Tensor]:
+    """The same by all ranks: rows put together, shares of what all ranks have whole added up."""
+    cu_seqlens = keywords.get("cu_seqlens")
+    dim = 1 if cu_seqlens is None else 0
+    shard = partial(cp.shard, dim=dim, cu_seqlens=cu_seqlens)
+    own = {n: x if n in WEIGHT_NAMES else shard(x.detach()).requires_grad_() for n, x in tensors.items()}
+    found = results(cp.nsa, own, config, shard(do), **keywords)
+    whole = {}
+    for name, x in found.items():
+        if name in WEIGHT_NAMES or name.startswith("compress"):
+            whole[name] = cp.sum(x)
+        else:
+            whole[name] = cp.unshard(x, dim=dim, cu_seqlens=cu_seqlens)
+    return whole
+
+
+def equals_whole(
+    make: MakeCP, config: NSAConfig, lengths: Sequence[int], options: Sequence[str], layout: str, tile: int = 16
+) -> None:
+    """fp64: sequences of some lengths, divided, have the rows and gradients of one process."""
+    cp = make(layout=layout, tile=tile, kv_heads_per_pass=1)
+    for tokens in lengths:
+        for option in options:
+            own = learned(config, torch.float64) if option == "learned" else config
+            tensors = make_tensors(tokens, torch.float64, option, batch=2 if option == "plain" else 1)
+            do = make_do(tensors)
+            got = divided(cp, tensors, own, do)
+            if cp.rank == 0:
+                assert_same(got, results(nsa, tensors, own, do), f"{tokens} tokens, {option}")
+            with torch.no_grad():
+                own_tensors = {n: x if n in WEIGHT_NAMES else cp.shard(x) for n, x in tensors.items()}
+                out = cp.unshard(cp.nsa(**own_tensors, config=own))
+            torch.testing.assert_close(out, got["out"], rtol=1e-9, atol=1e-10)
+
+
+def packs_equal_whole(
+    make: MakeCP, config: NSAConfig, lengths: Sequence[int], behind: int, options: Sequence[str], layout: str
+) -> None:
+    """fp64: packed documents, some of which cross ranks, and rows behind the last one."""
+    cp = make(layout=layout, tile=16)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    for option in options:
+        own = learned(config, torch.float64) if option == "learned" else config
+        tensors = make_tensors(sum(lengths) + behind, torch.float64, option, batch=None)
+        do = make_do(tensors)
+        got = divided(cp, tensors, own, do, cu_seqlens=cu_seqlens)
+        if cp.rank == 0:
+            assert_same(got, results(nsa, tensors, own, do, cu_seqlens=cu_seqlens), f"{lengths}, {option}")
+
+
+def make_do(tensors: Mapping[str, Tensor]) -> Tensor:
+    q = tensors["q"]
+    do = torch.randn(*q.shape[:-1], V_DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return do.to(q.dtype)
+
+
+def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor], what: str) -> None:
+    """To 1e-10: sums of some hundred fp64 terms of order 1 differ by 1e-13, through a softmax by some more."""
+    for name, expected in want.items():
+        torch.testing.assert_close(
+            got[name], expected, rtol=1e-9, atol=1e-10, msg=lambda found, name=name: f"{what}: {name}: {found}"
+        )
+
+
+def rounds_once(make: MakeCP, config: NSAConfig, tokens: int) -> None:
+    """bf16: gradients are those of one process but for the order of sums in fp32, and the same in every run.
+
+    Sums of n fp32 terms differ by about sqrt(n) * 2^-24 of them, 2^-20 here, so one in 2^-20 / 2^-9 results, 0.05 %,
+    falls on the other side when rounded to bf16; results that nearly cancel more often. If every range were rounded by
+    itself, a third would. Weights are left out: each rank rounds its share, which the data-parallel reduction adds up.
+    """
+    cp = make(tile=16, kv_heads_per_pass=1)
+    tensors = make_tensors(tokens, torch.bfloat16, "plain", batch=1)
+    do = make_do(tensors)
+    got, again = (divided(cp, tensors, config, do) for _ in range(2))
+    if cp.rank > 0:
+        return
+    for name, want in results(nsa, tensors, config, do).items():
+        assert torch.equal(got[name], again[name]), f"{name} differs from run to run"
+        if name in WEIGHT_NAMES:
+            continue
+        low, high = torch.nextafter(want, want - 1), torch.nextafter(want, want + 1)
+        near_zero = want.float().abs() < 2**-12
+        assert (((got[name] >= low) & (got[name] <= high)) | near_zero).all(), (
+            f"{name} is off by more than one rounding"
+        )
+        assert (got[name] != want).float().mean() < 0.01, f"{name} is rounded more than once"
+
+
+# Layers and models
+
+
+def neighborhood_equals_whole(make: MakeCP, lengths: Sequence[int], layout: str) -> None:
+    cp = make(layout=layout, tile=1)
+    for tokens in lengths:
+        for kernel_size, dilation, boundary, causal in (
+            (5, 1, "truncate", False), (4, 3, "truncate", False), (5, 2, "shift", False), (4, 1, "shift", False),
+            (6, 2, "truncate", True), (200, 1, "truncate", True),
+        ):  # fmt: skip
+            options = {"kernel_size": kernel_size, "dilation": dilation, "boundary": boundary, "causal": causal}
+            whole = make_qkv(tokens, heads=HEADS, kv_heads=KV_HEADS, dim=DIM, batch=2, requires_grad=True)
+            own = [cp.shard(x.detach()).requires_grad_() for x in whole]
+            do = torch.randn_like(whole[0])
+            out = cp.neighborhood_attention(*own, **options)
+            found = [out, *torch.autograd.grad(out, own, cp.shard(do))]
+            got = dict(zip(("out", "dq", "dk", "dv"), map(cp.unshard, found), strict=True))
+            expected = neighborhood_attention(*whole, **options)
+            want = dict(zip(got, [expected, *torch.autograd.grad(expected, whole, do)], strict=True))
+            assert_same(got, want, f"{tokens} tokens, {options}")
+
+
+class Model(nn.Module):
+    """A language model of one layer of each kind, with rotary embeddings by position."""
+
+    def __init__(self, cp: ContextParallel | None, config: NSAConfig, width: int = 32, vocabulary: int = 50) -> None:
+        super().__init__()
+        shared: dict[str, Any] = {"rope": rotate, "context_parallel": cp}
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            [
+                NSAttention(width, 4, 2, config=config, compress="linear", separate_kv=True, **shared),
+                NeighborhoodAttention(width, 4, 2, kernel_size=7, causal=True, **shared),
+                NSAttention(width, 4, 2, config=config, gate="q", compress_proj=True, **shared),
+            ]
+        )
+        self.head = nn.Linear(width, vocabulary)
+        self.checkpointing = False
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            if self.checkpointing:
+                x = x + checkpoint(layer, x, positions, use_reentrant=False)
+            else:
+                x = x + layer(x, positions)
+        return self.head(x)
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embeddings of `[B,N,heads,D]`."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] / 10 ** (torch.arange(half, device=x.device) / half)
+    a, b = x.split(half, -1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def model_equals_whole(make: MakeCP, config: NSAConfig, tokens: int, how: str) -> None:
+    """Losses and gradients of a model. `how`: plain, checkpointing, compiled or autocast."""
+    cp = make(tile=16)
+    torch.manual_seed(3)
+    model = Model(cp, config).double()
+    if how == "autocast":
+        model = model.float()
+    whole = copy.deepcopy(model)
+    for layer in whole.layers:
+        layer.context_parallel = None
+    assert model.layers[0].context_parallel is cp
+    model.checkpointing = how == "checkpointing"
+    run = torch.compile(model, backend="eager") if how == "compiled" else model
+    ids = torch.randint(50, (2, tokens), generator=torch.Generator().manual_seed(4))
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        logits = run(cp.shard(ids), cp.positions(tokens))
+        share = cp.cross_entropy(logits, cp.shard_labels(ids))
+        expected = nn.functional.cross_entropy(
+            whole(ids, torch.arange(tokens))[:, :-1].flatten(0, 1).to(share.dtype), ids[:, 1:].flatten()
+        )
+    got = {"loss": cp.sum(share)}
+    share.backward()
+    expected.backward()
+    for name, parameter in model.named_parameters():
+        got[name] = cp.sum(parameter.grad)
+    want = {"loss": expected.detach(), **{name: parameter.grad for name, parameter in whole.named_parameters()}}
+    for name, x in want.items():
+        if name.endswith("compress.k.position") and how == "autocast":
+            continue  # adds the same to all compressed keys, which no softmax sees: its gradient is rounding alone
+        # Under autocast rounded products differ between shapes: each result is near, in terms of the largest
+        close = (
+            {"rtol": 0.0, "atol": 0.05 * float(x.abs().max())} if how == "autocast" else {"rtol": 1e-8, "atol": 1e-10}
+        )
+        torch.testing.assert_close(got[name], x, **close, msg=lambda found, name=name: f"{how}: {name}: {found}")
+
+
+def fsdp_equals_whole(_: MakeCP, config: NSAConfig, tokens: int) -> None:
+    """Two sequences, each on two ranks; parameters sharded over all four."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp = ContextParallel(mesh["cp"], tile=16)
+    torch.manual_seed(3)
+    model = Model(cp, config).double()
+    whole = copy.deepcopy(model)
+    for layer in whole.layers:
+        layer.context_parallel = None
+    everyone = mesh["dp", "cp"]._flatten("dp_cp")
+    for layer in model.layers:
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    ids = torch.randint(50, (2, tokens), generator=torch.Generator().manual_seed(4))
+    own = ids[mesh.get_local_rank("dp")][None]
+    logits = model(cp.shard(own), cp.positions(tokens))
+    # FSDP averages over four ranks, of which two hold one sequence
+    (cp.cross_entropy(logits, cp.shard_labels(own)) * cp.size).backward()
+    expected = nn.functional.cross_entropy(whole(ids, torch.arange(tokens))[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    expected.backward()
+    want = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    got = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    assert_same(got, want, "FSDP")
+
+
+def takes_dtensors(make: MakeCP, config: NSAConfig) -> None:
+    cp = make(layout="contiguous", tile=16)
+    mesh = DeviceMesh.from_group(cp.group, "cpu")
+    q, k, v = make_qkv(16 * 2 * cp.size)
+    placed = [distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for x in (q, k, v)]
+    out = cp.nsa(*placed, config=config)
+    assert isinstance(out, DTensor)
+    assert out.placements == (Shard(1),)
+    torch.testing.assert_close(out.full_tensor(), nsa(q, k, v, config=config), rtol=1e-9, atol=1e-10)
+    (dk,) = torch.autograd.grad(out.to_local().sum(), placed[1])
+    leaf = k.clone().requires_grad_()
+    (want,) = torch.autograd.grad(nsa(q, leaf, v, config=config).sum(), leaf)
+    torch.testing.assert_close(dk.full_tensor(), want, rtol=1e-9, atol=1e-10)
+
+
+# Refusals
+
+
+def call_with(make: MakeCP, change: str, wrong: int) -> None:
+    """A call that is wrong on one rank, or on all (-1)."""
+    options: dict[str, Any] = {"tile": 16}
+    here = wrong in (-1, dist.get_rank())
+    if change == "layout" and here:
+        options["layout"] = "contiguous"
+    cp = make(**options)
+    config = replace(SMALL["seed"], debug=change == "NaN")
+    own: dict[str, Any] = {name: cp.shard(x) for name, x in zip("qkv", make_qkv(100), strict=True)}
+    if here:
+        config = replace(config, window_size=13) if change == "window_size" else config
+        config = replace(config, causal=False) if change == "causal" else config
+        config = replace(config, q_tile_size=32) if change == "q_tile_size" else config
+        change_tensors(change, own)
+    if change == "another op" and here:
+        cp.sum(own["q"].sum())
+    cp.nsa(**own, config=config)
+
+
+def change_tensors(change: str, own: dict[str, Any]) -> None:
+    if change == "dtype":
+        own |= {name: x.float() for name, x in own.items()}
+    elif change == "dtype of k":
+        own["k"] = own["k"].float()
+    elif change == "heads":
+        own["q"] = own["q"][:, :, :2]
+    elif change == "gradient":
+        own["k"] = own["k"].requires_grad_()
+    elif change == "rows":
+        own |= {name: x[:, :-1] for name, x in own.items()}
+    elif change == "rows of v":
+        own["v"] = own["v"][:, :-1]
+    elif change == "backend":
+        own["backend"] = "cute"
+    elif change == "q_start":
+        own["q_start"] = 0
+    elif change == "gates":
+        own["gates"] = torch.ones(*own["q"].shape[:-1], 3, dtype=torch.float64)
+    elif change == "no tensor":
+        own["q"] = None
+    elif change == "misspelled":
+        own["windowsize"] = 3
+    elif change == "NaN":
+        own["v"][0, 0, 0, 0] = math.nan
+
+
+def works(make: MakeCP) -> None:
+    equals_whole(make, SMALL["paper"], (50,), ["plain"], "zigzag")
+
+
+def ends_in_the_middle(make: MakeCP, last: int) -> None:
+    """The last rank ends where it would gather keys for the second time."""
+    cp = make(tile=16, kv_heads_per_pass=1)
+    if cp.rank == last:
+        gather, gathers = cp._comm.start_gather, iter([None])
+
+        def end(*arguments: Any) -> Any:
+            if next(gathers, "end") == "end":
+                os._exit(1)
+            return gather(*arguments)
+
+        cp._comm.start_gather = end  # type: ignore[method-assign]
+    q, k, v = map(cp.shard, make_qkv(100))
+    cp.nsa(q, k, v, config=SMALL["paper"])
+
+
+def stays_away(make: MakeCP, seconds: float) -> None:
+    """The last rank does not call."""
+    cp = make(tile=16)
+    if cp.rank == cp.size - 1:
+        time.sleep(seconds)
+        return
+    q, k, v = map(cp.shard, make_qkv(100))
+    cp.nsa(q, k, v, config=SMALL["paper"])
+
+
+# On a GPU that the ranks share
+
+
+def bits_on_gpu(make: MakeCP, config: NSAConfig, tokens: int, layout: str) -> None:
+    """bf16: out bit for bit; gradients, whose fp32 sums have another order, but for roundings."""
+    cp = make(layout=layout, kv_heads_per_pass=1)
+    tensors, do = on_gpu(tokens)
+    want = results(nsa, tensors, config, do)
+    got = divided(cp, tensors, config, do)
+    assert torch.equal(got["out"], want["out"])
+    for name in ("q", "k", "v"):
+        assert difference(got[name], want[name], exact=False) == "", name
+
+
+def repeats_on_gpu(make: MakeCP, config: NSAConfig, tokens: int) -> None:
+    cp = make(kv_heads_per_pass=1)
+    tensors, do = on_gpu(tokens)
+    one, other = (divided(cp, tensors, config, do, deterministic=True) for _ in range(2))
+    for name, x in one.items():
+        assert torch.equal(x, other[name]), name
+
+
+def on_gpu(tokens: int) -> tuple[dict[str, Tensor], Tensor]:
+    q, k, v = make_qkv(tokens, 8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(8, 3, 64, generator=torch.Generator().manual_seed(2)).to("cuda", torch.bfloat16) / 8
+    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(3)).to("cuda", torch.bfloat16)
+    return {"q": q, "k": k, "v": v, "gate_proj_weight": weight.requires_grad_()}, do

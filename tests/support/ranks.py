@@ -1,0 +1,114 @@
+"""Processes that stand for the ranks of context parallelism: started once for many cases, on gloo.
+
+A case is a function `(cp_of, *arguments)` that runs on each of the first R processes at once; `cp_of(**options)` makes
+its ContextParallel. What the first one returns is the result; what any raises is raised here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nsa.distributed import ContextParallel
+
+SECONDS = 60
+"""Timeout of a collective, and twice that of a case."""
+
+
+class Ranks:
+    """Processes with ranks 0 ... count - 1.
+
+    Args:
+        sizes: of the groups that cases run on; each holds the first ranks.
+        seconds: after which a collective fails.
+    """
+
+    def __init__(self, *sizes: int, seconds: float = SECONDS) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # imports torch once for all
+        self.seconds = seconds
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(max(sizes)):
+            ours, theirs = context.Pipe()
+            store = str(Path(self.folder.name) / "store")
+            process = context.Process(target=_serve, args=(theirs, store, rank, sizes, seconds), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+    def outcomes(self, size: int, case: Callable[..., Any], *arguments: Any) -> list[tuple[str, Any]]:
+        """For each rank ("returned", result), ("raised", its error's type name and message) or ("ended", None)."""
+        for pipe in self.pipes[:size]:
+            pipe.send((size, case, arguments))
+        found: dict[int, tuple[str, Any]] = {}
+        while len(found) < size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes[:size]) if rank not in found}
+            ready = wait(list(waiting), timeout=2 * self.seconds)
+            assert ready, f"ranks {sorted(waiting.values())} neither returned nor raised"
+            for pipe in ready:
+                try:
+                    found[waiting[pipe]] = pipe.recv()  # type: ignore[index, union-attr]
+                except EOFError:
+                    found[waiting[pipe]] = "ended", None  # type: ignore[index]
+        return [found[rank] for rank in range(size)]
+
+    def run(self, size: int, case: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of rank 0, when all ranks have returned."""
+        found = self.outcomes(size, case, *arguments)
+        for rank, (kind, value) in enumerate(found):
+            assert kind == "returned", f"rank {rank} {kind}: {value}"
+        return found[0][1]
+
+
+def _serve(pipe: Connection, store: str, rank: int, sizes: tuple[int, ...], seconds: float) -> None:
+    """Run cases until the pipe is closed."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/conftest.py: uninitialised memory holds NaN
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    timeout = timedelta(seconds=seconds)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine's name means
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, max(sizes)), rank=rank, world_size=max(sizes), timeout=timeout
+    )
+    groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in sizes}
+    while True:
+        try:
+            size, case, arguments = pipe.recv()
+        except (EOFError, OSError):
+            return
+
+        def cp_of(**options: Any) -> ContextParallel:
+            return ContextParallel(groups[size], **options)  # noqa: B023
+
+        try:
+            pipe.send(("returned", case(cp_of, *arguments)))
+        except Exception as error:
+            text = "".join(traceback.format_exception(error)) if isinstance(error, AssertionError) else str(error)
+            pipe.send(("raised", f"{type(error).__name__}: {text}"))
