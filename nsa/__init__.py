@@ -37,6 +37,7 @@ from nsa.neighborhood.module import NeighborhoodAttention, NeighborhoodAttention
 from nsa.neighborhood.rolling import NeighborhoodCache  # noqa: E402
 from nsa.residual.api import attention_residual  # noqa: E402
 from nsa.residual.module import AttentionResidual  # noqa: E402
+from nsa.warm_up import warm_up  # noqa: E402
 
 __all__ = [
     "AttentionResidual",
@@ -55,4 +56,5 @@ __all__ = [
     "nsa_forward",
     "nsa_forward_aux",
     "nsa_with_cache",
+    "warm_up",
 ]
