@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.runtime import disk_cache
 from cute_kernels.runtime.compiling import COMPILING
 from cute_kernels.runtime.device import compute_capability, positional
-from cute_kernels.runtime.jit import OPTIONS, told_if_slow
 
 if TYPE_CHECKING:
     from cute_kernels.lists.query_to_kv import BlockLists
     from cute_kernels.pool.documents import Varlen
+    from cute_kernels.runtime.disk_cache import Entry
 
 NARROW = 64
 """Width of listed blocks for which sm_90's backward and sm_100's forward need other tiles than FA4 chooses."""
@@ -167,14 +166,17 @@ class _Recorder:
     def __init__(self, stage: str, cache: Any, stack: ExitStack) -> None:
         self.stage, self.cache, self.thread = stage, cache, threading.get_ident()
         self.used: list[Callable[..., None]] = []
-        self.entry: disk_cache.Entry | None = None
+        self.entry: Entry | None = None
         """Of the kernel that FA4 is about to compile."""
         self.stack = stack.enter_context(ExitStack())
         """What ends when it is compiled."""
 
     def __contains__(self, key: Any) -> bool:
         if key not in self.cache and threading.get_ident() == self.thread:
+            from cute_kernels.runtime import disk_cache, jit
+
             self.stack.close()
+            self.entry = None
             where = None if _kept_by_fa4(self.cache) else disk_cache.folder()
             if where is not None:
                 self.entry = self.stack.enter_context(disk_cache.Entry(where, _key_on_disk(self.stage, key)))
@@ -182,7 +184,7 @@ class _Recorder:
                     self.cache[key] = self.entry.found
                     self.stack.close()
                     return True
-            self.stack.enter_context(told_if_slow())
+            self.stack.enter_context(jit.told_if_slow())
         return key in self.cache
 
     def __setitem__(self, key: Any, kernel: Any) -> None:
@@ -212,6 +214,8 @@ def _key_on_disk(stage: str, key: Any) -> str:
     import cutlass.utils
     from flash_attn.cute.cache_utils import _compute_source_fingerprint
 
+    from cute_kernels.runtime import disk_cache, jit
+
     switches = sorted(
         (name, value)
         for name, value in os.environ.items()
@@ -219,7 +223,7 @@ def _key_on_disk(stage: str, key: Any) -> str:
     )  # those two change nothing but the key
     return disk_cache.key_of(
         f"{stage} {key!r}",
-        options=OPTIONS,
+        options=jit.OPTIONS,
         fa4=_compute_source_fingerprint(),
         sms=cutlass.utils.HardwareInfo().get_device_multiprocessor_count(),
         switches=switches,

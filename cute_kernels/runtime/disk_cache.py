@@ -28,6 +28,7 @@ import stat
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -159,15 +160,19 @@ def _lock(path: Path, operation: int) -> int:
 def _load(where: Path, key: str) -> Any:
     """None where no entry has the right bytes and loads; others are removed."""
     for path in sorted(where.glob(f"{key}-*.o")):
-        _check(path, stat.S_ISREG, 0o600)
-        if path.stem.partition("-")[2] == _hash(path.read_bytes()):
-            _load_runtime()
+        try:
+            _check(path, stat.S_ISREG, 0o600)
+            content = path.read_bytes()
             os.utime(path)  # `_evict` removes what was not used for longest
+        except FileNotFoundError:  # another process has
+            continue
+        if path.stem.partition("-")[2] == _hash(content):
+            _load_runtime()
             try:
                 return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), FUNCTION)
             except Exception as problem:  # CuTe DSL has no one type for what it cannot load
                 _tell_once(f"{path} does not load and is compiled anew: {type(problem).__name__}: {problem}")
-        path.unlink()
+        path.unlink(missing_ok=True)
     return None
 
 
@@ -186,7 +191,10 @@ def _evict(where: Path) -> None:
 
     Another process may do the same, or compile again what is removed here: neither does harm.
     """
-    found = [(path.lstat(), path) for path in where.glob("*.o")]
+    found = []
+    for path in where.glob("*.o"):
+        with suppress(FileNotFoundError):
+            found.append((path.lstat(), path))
     total = sum(facts.st_size for facts, _ in found)
     for facts, path in sorted(found, key=lambda one: one[0].st_mtime_ns):
         if total <= LIMIT:
