@@ -116,9 +116,20 @@ class _Results:
                 new = torch.zeros if tensor.dim() == 3 or inputs.q.numel() == 0 else torch.empty
                 dtype = tensor.dtype if name in ("q", "gates") else share_dtype or tensor.dtype
                 self.gradients[name] = new(tensor.shape, dtype=dtype, device=tensor.device)
-        # Not zeros_like: gradients are contiguous, as operators promise, also where k_cmp that was given is not
-        self.entries = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (call.k_cmp, call.v_cmp)]
+        self.shapes = call.k_cmp.shape, call.v_cmp.shape
+        self.entries: list[Tensor] = []
         """Gradients of the compressed keys and values, fp32."""
+
+    def add_entries(self, kv_heads: slice, parts: tuple[Tensor, Tensor] | None) -> None:
+        """Gradients of the entries of a chunk of heads; None: there are no entries."""
+        # Gradients are contiguous, as operators promise, also where k_cmp that was given is not
+        if parts and all(x.shape == whole and x.is_contiguous() for x, whole in zip(parts, self.shapes, strict=True)):
+            self.entries = [*parts]  # of all heads
+            return
+        device = self.gradients["q"].device
+        self.entries = self.entries or [torch.zeros(x, dtype=torch.float32, device=device) for x in self.shapes]
+        for entries, part in zip(self.entries, parts or (), strict=False):
+            entries[:, :, kv_heads] = part
 
     def finish(self) -> None:
         """Round the gradients of compressed keys and values that the caller gave."""
@@ -179,9 +190,10 @@ def _backward_of_heads(
 
     if (chunk.k_cmp.shape[1] if documents is None else documents.most_entries) > 0:
         cmp = branch_gradients(0, chunk.k_cmp, chunk.v_cmp)
-        for i, x in enumerate(backward_compressed(call.plan, cmp, cmp_indices, deterministic)):
-            results.entries[i][:, :, kv_heads] = x
+        results.add_entries(kv_heads, backward_compressed(call.plan, cmp, cmp_indices, deterministic))
         del cmp
+    else:
+        results.add_entries(kv_heads, None)
     dkv: dict[str, tuple[Tensor, Tensor]] = {}
     local = None
     if indices.numel() > 0:
@@ -270,12 +282,18 @@ def _compressed_by_phases(plan: Plan, gradients: Gradients, deterministic: bool)
     periods = (plan.first_row + whole) // period
     per_phase = entries * gradients.k.shape[2] * (gradients.k.shape[-1] + gradients.v.shape[-1]) * (2 + 4)
     most = max(1, PHASE_BYTES // max(per_phase, 1))
-    dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (gradients.k, gradients.v))
+    shapes = gradients.k.shape, gradients.v.shape
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": gradients.q.device}
+    if shapes[0] == shapes[1]:  # one launch for both
+        dk, dv = torch.zeros((2, *shapes[0]), **fp32).unbind(0)
+    else:
+        dk, dv = (torch.zeros(shape, **fp32) for shape in shapes)
 
     def accumulate(part: Gradients, b: int, seen: int, *, causal: bool) -> None:
         fa4.dense_backward(part, causal=causal, scale=plan.scale, deterministic=deterministic)
-        dk[b, :seen] += part.dk.sum(0, dtype=torch.float32)
-        dv[b, :seen] += part.dv.sum(0, dtype=torch.float32)
+        for total, phases in ((dk, part.dk), (dv, part.dv)):
+            # Not +=, which copies the sum to where it is
+            total[b, :seen].add_(phases[0] if len(phases) == 1 else phases.sum(0, dtype=torch.float32))
 
     def key_tensors(b: int, seen: int, copies: int) -> dict[str, Tensor]:
         k, v = (x[b : b + 1, :seen].expand(copies, -1, -1, -1) for x in (gradients.k, gradients.v))
@@ -289,7 +307,7 @@ def _compressed_by_phases(plan: Plan, gradients: Gradients, deterministic: bool)
     for b in range(gradients.q.shape[0]):
         rows = {name: by_phase(getattr(gradients, name), b) for name in ("q", "o", "do", "dq")}
         lse = gradients.lse[b, :, :whole].unflatten(1, (-1, period)).permute(2, 0, 1)
-        gradients.dq[b, : max(0, keys.length - 1 - plan.first_row)] = 0
+        gradients.dq[b, : max(0, keys.length - 1 - plan.first_row)].zero_()
         ranges = [(p, min(p + most, period - 1), entries - 1) for p in range(0, period - 1, most)]
         for start, stop, seen in [*ranges, (period - 1, period, entries)] if whole > 0 else []:
             first = max(0, periods - seen - plan.first_row // period)

@@ -187,13 +187,13 @@ class DividedTrainer(Trainer):
         return self.parallel
 
     def losses(self, windows: Tensor) -> Tensor:
-        """Of all bytes on every rank, to look at: `backward` has the loss to train with."""
+        """Of all bytes on every rank, to look at: `gradients` has the loss to train with."""
         labels = self.parallel.shard(windows[:, 1:])
         own = cross_entropy(self.logits(windows).flatten(0, 1), labels.flatten(), reduction="none")
         every: Tensor = self.parallel.unshard(own.view(labels.shape))
         return every
 
-    def backward(self, windows: Tensor) -> float:
+    def gradients(self, windows: Tensor) -> Tensor:
         share = self.parallel.cross_entropy(self.logits(windows), self.parallel.shard(windows[:, 1:]))
         share.backward()
         # Gradients of weights are shares, too: added up in one message
@@ -201,7 +201,7 @@ class DividedTrainer(Trainer):
         total = self.parallel.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, part in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-        return float(self.parallel.sum(share))
+        return self.parallel.sum(share.detach())
 
 
 def relate(summaries: list[Summary]) -> list[Summary]:
@@ -328,6 +328,8 @@ def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     for name in ("minutes", "save_indices"):
         if getattr(args, name) is not None:
             parser.error(f"--{name.replace('_', '-')} does not go with --context-parallel")
+    if args.cuda_graph:
+        parser.error("--cuda-graph does not go with --context-parallel, whose checks run on the host")
 
 
 # What is shown

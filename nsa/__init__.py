@@ -40,6 +40,7 @@ from nsa.neighborhood.module import NeighborhoodAttention, NeighborhoodAttention
 from nsa.neighborhood.rolling import NeighborhoodCache  # noqa: E402
 from nsa.residual.api import attention_residual  # noqa: E402
 from nsa.residual.module import AttentionResidual  # noqa: E402
+from nsa.warm_up import warm_up  # noqa: E402
 
 __all__ = [
     "AttentionResidual",
@@ -61,4 +62,5 @@ __all__ = [
     "nsa_forward_aux",
     "nsa_with_cache",
     "top_blocks_by_max",
+    "warm_up",
 ]

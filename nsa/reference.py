@@ -42,6 +42,11 @@ def chunk_bytes(device: torch.device) -> int:
     return CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES)
 
 
+NOWHERE = torch.iinfo(torch.int64).max
+"""A token that no query sees, in place of keys that do not exist."""
+FAR = 1 << 24
+"""Distances of tokens are compared as fp32 numbers, which are exact up to here."""
+
 BY_TOKEN = (*QUERY_NAMES, *KEY_NAMES)
 
 
@@ -269,7 +274,7 @@ class Keys:
     def from_tokens(k: Tensor, v: Tensor) -> Keys:
         """From `[B, entries, H_kv, D or D_v]`."""
         finite = bool(torch.isfinite(k).all()) and bool(torch.isfinite(v).all())
-        return Keys(k.transpose(1, 2), v.transpose(1, 2), finite)
+        return Keys(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), finite)
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -282,7 +287,7 @@ class Keys:
         return self.k.shape[2]
 
     def gather(self, positions: Tensor) -> Keys:
-        """Entries at positions `[B,S,n,m]`, as `[B,S,n,m,D]`; zeros where a position is outside `[0, entries)`."""
+        """Entries at positions `[B,S,n,m]`, as `[B,S,n,m,D]`; any entry where a position is outside `[0, entries)`."""
         return Keys(_gather(self.k, positions), _gather(self.v, positions), self.finite)
 
 
@@ -358,8 +363,8 @@ def tiles_per_chunk(q: Tensor, v: Tensor, num_tokens: int, tile_size: int, confi
     selected = min(config.num_selected_blocks, blocks) * _select_size(num_tokens, config)
     gathered = selected + _window_span(num_tokens, tile_size, config)
     select_heads = kv_heads if config.shares_heads else heads
-    # About three live copies of the logits (logits, mask, probabilities); scores and overlap of all blocks.
-    per_tile = 3 * heads * tile_size * (max(entries, gathered) + dim)
+    # The mask as bool and as numbers, where attention is fused; scores and overlap of all blocks.
+    per_tile = 2 * heads * tile_size * (max(entries, gathered) + dim)
     per_tile += select_heads * gathered * (dim + v_dim) + heads * (entries + 4 * blocks)
     return max(1, chunk_bytes(q.device) // max(1, batch * per_tile * q.dtype.itemsize))
 
@@ -639,24 +644,22 @@ def attend_compressed(
     num_entries = keys.k.shape[2]
     if config.num_cmp_selected_blocks is None:
         # All rows of the chunk share one list of entries: what its last row sees.
-        if config.causal and rows.numel() > 0:
+        if rows.numel() == 0:
+            num_entries = 0
+        elif config.causal:
             num_entries = min(num_entries, config.num_compressed(int(rows.max()) + 1))
-        entries = torch.arange(num_entries, device=rows.device)
-        visible = (
-            block_end(entries, config) <= rows.reshape(1, -1, 1) if config.causal else torch.ones_like(entries) > 0
-        )
+        ends = block_end(torch.arange(num_entries, device=rows.device), config)
+        mask = mask_of(ends, rows.flatten(), q.dtype, causal=config.causal)
         shared = q.flatten(2, 3)[:, :, None]  # all rows as one tile
         common = Keys(keys.k[:, :, None, :num_entries], keys.v[:, :, None, :num_entries], keys.finite)
-        o, lse = attend(shared, common, visible, scale)
+        o, lse = attend(shared, common, mask, scale)
         return o.reshape(*q.shape[:-1], keys.v.shape[-1]), lse.reshape(q.shape[:-1])
     width = _cmp_block_width(num_entries, config)
     positions = cmp_indices[..., None] * width + torch.arange(width, device=rows.device)
     exists = ((cmp_indices >= 0)[..., None] & (positions < num_entries)).flatten(-2)
     positions = positions.flatten(-2)
-    visible = exists[..., None, :]
-    if config.causal:
-        visible = visible & (block_end(positions, config)[..., None, :] <= rows[..., None])
-    return attend(q, keys.gather(positions), visible, scale)
+    ends = torch.where(exists, block_end(positions, config), NOWHERE)
+    return attend(q, keys.gather(positions), mask_of(ends, rows, q.dtype, causal=config.causal), scale)
 
 
 def attend_selected(
@@ -664,12 +667,9 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     size = _select_size(keys.count, config)
     positions = indices[..., None] * size + torch.arange(size, device=rows.device)
-    exists = ((indices >= 0)[..., None] & (positions < keys.count)).flatten(-2)
-    positions = positions.flatten(-2)  # [B,S,n,k*l']
-    visible = exists[..., None, :]
-    if config.causal:
-        visible = visible & (positions[..., None, :] <= rows[..., None])
-    return attend(q, keys.gather(positions), visible, scale)
+    exists = (indices >= 0)[..., None] & (positions < keys.count)
+    positions = torch.where(exists, positions, NOWHERE).flatten(-2)  # [B,S,n,k*l']
+    return attend(q, keys.gather(positions), mask_of(positions, rows, q.dtype, causal=config.causal), scale)
 
 
 def _reach(num_tokens: int, config: NSAConfig) -> tuple[int, int]:
@@ -690,31 +690,46 @@ def attend_window(q: Tensor, keys: KeySource, rows: Tensor, scale: float, config
     span = _window_span(num_tokens, rows.shape[-1], config)
     first = (rows[..., :1] - before).clamp(0, num_tokens - span)
     positions = first + torch.arange(span, device=rows.device)  # [n, T + w - 1]
-    distance = positions[..., None, :] - rows[..., None]
-    visible = (distance >= -before) & (distance <= after)
+    mask = mask_of(positions - after, rows, q.dtype) + mask_of(-positions - before, -rows, q.dtype)
     positions = positions.expand(*keys.lead, *positions.shape[-2:])
-    return attend(q, keys.gather(positions), visible, scale)
+    return attend(q, keys.gather(positions), mask, scale)
+
+
+def mask_of(first: Tensor, rows: Tensor, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
+    """What attention adds to logits, `[...,T,m]`: 0 for the rows that see a key, -inf for the others.
+
+    On a CPU a comparison whose result is a number takes an eighth of the time of one whose result is a bool.
+
+    Args:
+        first: the first token that sees each key, `[...,m]`.
+        rows: tokens of the queries, `[...,T]`, less than FAR apart.
+        causal: False: every token sees all keys but those that are NOWHERE.
+    """
+    origin = rows[..., :1]
+    distances = (first - origin).clamp(-FAR, FAR).to(dtype)[..., None, :]
+    own = (rows - origin).to(dtype)[..., None] if causal else distances.new_full((*rows.shape, 1), FAR - 1)
+    shape = torch.broadcast_shapes(distances.shape, own.shape)
+    seen = torch.le(distances, own, out=distances.new_empty(shape))
+    return seen.reciprocal_().neg_().add_(1)  # 1 - 1 / seen
 
 
 def _gather(entries: Tensor, positions: Tensor) -> Tensor:
-    """Rows of entries `[B,H_kv,N,D]` at positions `[B,S,n,m]`; zeros for positions outside `[0, N)`.
+    """Rows of entries `[B,H_kv,N,D]` at positions `[B,S,n,m]`; any rows for positions outside `[0, N)`.
 
     Head s of S reads key/value head s // (S / H_kv).
     """
     batch, kv_heads, num, dim = entries.shape
     select_heads = positions.shape[1]
-    padded = pad(entries, [0, 0, 0, 1])  # one more row, of zeros, for positions outside
-    base = torch.arange(batch * kv_heads, device=entries.device).reshape(batch, kv_heads) * (num + 1)
+    base = torch.arange(batch * kv_heads, device=entries.device).reshape(batch, kv_heads) * num
     base = base.repeat_interleave(select_heads // kv_heads, dim=1)[:, :, None, None]
-    rows = torch.where((positions >= 0) & (positions < num), positions, num)
-    flat = (base + rows).flatten()
-    return padded.flatten(0, 2).index_select(0, flat).reshape(*positions.shape, dim)
+    flat = (base + positions.clamp(0, num - 1)).flatten()
+    return entries.flatten(0, 2).index_select(0, flat).reshape(*positions.shape, dim)
 
 
-def attend(q: Tensor, keys: Keys, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, keys: Keys, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax attention of each tile's rows over the tile's own keys.
 
-    q `[B,H,n,T,D]`, keys `[B,S,n,m,D]` and `[B,S,n,m,D_v]`; visible broadcasts to `[B,S,n,T,m]`.
+    q `[B,H,n,T,D]`, keys `[B,S,n,m,D]` and `[B,S,n,m,D_v]`; the mask (`mask_of`) broadcasts to `[B,S,n,T,m]`.
     Returns o `[B,H,n,T,D_v]` (0 without keys) and lse `[B,H,n,T]` (-inf without keys); NaN where a visible key or
     value is not finite. NaN and inf in masked keys and values reach no result and no gradient.
     """
@@ -726,16 +741,17 @@ def attend(q: Tensor, keys: Keys, visible: Tensor, scale: float) -> tuple[Tensor
         # 0 * q and sums over nothing keep the result in the graph, with zero gradients
         o = q[..., :1] * 0 + k.sum() + v.sum()
         return o.expand(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
-    while visible.dim() < 5:
-        visible = visible[None]
+    while mask.dim() < 5:
+        mask = mask[None]
     if not keys.finite:  # 0 * NaN is NaN: replace such keys by zeros, and set NaN in the rows that see them
         finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
         k, v = (torch.where(finite[..., None], entries, 0.0) for entries in (k, v))
+        mask = torch.where((mask == 0) & ~finite[..., None, :], math.nan, mask)
+    if q.numel() > 0 and q.device.type == "cpu" and dim == v.shape[-1]:
+        return _attend_fused(q, k, v, mask, scale)
     grouped = q.reshape(batch, select_heads, group, n, tile, dim).movedim(2, 3).flatten(3, 4)
     logits = (grouped @ k.transpose(-1, -2) * scale).reshape(batch, select_heads, n, group, tile, num_keys)
-    logits = logits.masked_fill(~visible.unsqueeze(3), -math.inf)
-    if not keys.finite:
-        logits = logits.masked_fill((visible & ~finite[..., None, :]).unsqueeze(3), math.nan)
+    logits = logits + mask.unsqueeze(3)
     top = logits.detach().amax(-1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)
     weights = torch.exp(logits - top)
@@ -749,6 +765,35 @@ def attend(q: Tensor, keys: Keys, visible: Tensor, scale: float) -> tuple[Tensor
     )
     lse = (top + torch.log(total)).detach()[..., 0].movedim(3, 2).reshape(batch, heads, n, tile)
     return o, lse
+
+
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The same by PyTorch's fused attention for CPUs, which keeps no logits in memory, for D = D_v.
+
+    Tiles are its batch; sequences and select heads are its heads; the rows of a group share their keys.
+
+    Args:
+        mask: what is added to logits, `[B,S,n,T,m]`, or 1 in place of B and S, n, T.
+    """
+    batch, heads, n, tile, dim = q.shape
+    select_heads = k.shape[1]
+    group = heads // select_heads
+
+    def by_tile(x: Tensor) -> Tensor:
+        """`[B,S,G,n,T,...]` as `[n,B*S,G*T,...]`."""
+        return x.movedim(3, 0).flatten(3, 4).flatten(1, 2)
+
+    lead = (1, 1) if mask.shape[:2] == (1, 1) else (batch, select_heads)
+    mask = by_tile(mask[:, :, None].expand(*lead, group, -1, tile, -1))
+    rows = by_tile(q.reshape(batch, select_heads, group, n, tile, dim))
+    keys, values = (x.movedim(2, 0).flatten(1, 2) for x in (k, v))
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    o, lse = fused(rows, keys, values, attn_mask=mask, scale=scale)
+    lse = lse.detach()
+    if (lse == 0).any():  # as that of rows without keys, but not of them alone
+        lse = torch.where((mask == -math.inf).all(-1), -math.inf, lse)
+    shape = (n, batch, select_heads, group, tile)
+    return o.reshape(*shape, dim).movedim(0, 3).reshape(q.shape), lse.reshape(shape).movedim(0, 3).reshape(q.shape[:-1])
 
 
 # Step 6: gates

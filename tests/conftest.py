@@ -23,6 +23,8 @@ settings.register_profile(
 )
 settings.load_profile("default")
 
+os.environ.setdefault("NSA_KERNELS_JIT_CACHE", "0")  # of this process and its children: not the user's own
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker would start a thread per core; they would wait for each other in busy loops and slow compilers down.
     torch.set_num_threads(1)

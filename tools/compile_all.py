@@ -707,6 +707,7 @@ def child_environment(arch: str, dump: str) -> dict[str, str]:
         "CUTE_DSL_DUMP_DIR": dump,
         "FLASH_ATTENTION_ARCH": target.fa4,
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
+        "NSA_KERNELS_JIT_CACHE": "0",
         SMS_VARIABLE: str(target.sms),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }

@@ -15,10 +15,11 @@ another one's compilation even if FA4 already has its kernels. Beyond that it lo
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +33,7 @@ from cute_kernels.runtime.device import compute_capability, positional
 if TYPE_CHECKING:
     from cute_kernels.lists.query_to_kv import BlockLists
     from cute_kernels.pool.documents import Varlen
+    from cute_kernels.runtime.disk_cache import Entry
 
 NARROW = 64
 """Width of listed blocks for which sm_90's backward and sm_100's forward need other tiles than FA4 chooses."""
@@ -156,17 +158,42 @@ def _broadcast(x: Tensor) -> Any:
 
 
 class _Recorder:
-    """Replaces one of FA4's caches of compiled kernels during a call, and notes which kernels the call used."""
+    """Replaces one of FA4's caches of compiled kernels during a call.
 
-    def __init__(self, cache: Any) -> None:
-        self.cache, self.thread = cache, threading.get_ident()
+    Notes which kernels the call used, and keeps those that FA4 does not keep itself on disk (runtime/disk_cache.py).
+    """
+
+    def __init__(self, stage: str, cache: Any, stack: ExitStack) -> None:
+        self.stage, self.cache, self.thread = stage, cache, threading.get_ident()
         self.used: list[Callable[..., None]] = []
+        self.entry: Entry | None = None
+        """Of the kernel that FA4 is about to compile."""
+        self.stack = stack.enter_context(ExitStack())
+        """What ends when it is compiled."""
 
     def __contains__(self, key: Any) -> bool:
+        if key not in self.cache and threading.get_ident() == self.thread:
+            from cute_kernels.runtime import disk_cache, jit
+
+            self.stack.close()
+            self.entry = None
+            where = None if _kept_by_fa4(self.cache) else disk_cache.folder()
+            if where is not None:
+                self.entry = self.stack.enter_context(disk_cache.Entry(where, _key_on_disk(self.stage, key)))
+                if self.entry.found is not None:
+                    self.cache[key] = self.entry.found
+                    self.stack.close()
+                    return True
+            self.stack.enter_context(jit.told_if_slow())
         return key in self.cache
 
     def __setitem__(self, key: Any, kernel: Any) -> None:
         self.cache[key] = kernel
+        if threading.get_ident() == self.thread:
+            if self.entry is not None:
+                self.entry.keep(kernel)
+            self.entry = None
+            self.stack.close()
 
     def __getitem__(self, key: Any) -> Any:
         kernel = self.cache[key]
@@ -175,12 +202,40 @@ class _Recorder:
         return kernel
 
 
+def _kept_by_fa4(cache: Any) -> bool:
+    """Whether the cache is another than FA4's plain one: its own on disk, or that of a test."""
+    from flash_attn.cute.cache_utils import JITCache
+
+    return type(cache) is not JITCache
+
+
+def _key_on_disk(stage: str, key: Any) -> str:
+    """FA4's key tells its kernels apart on one GPU; the number of multiprocessors is compiled in besides."""
+    import cutlass.utils
+    from flash_attn.cute.cache_utils import _compute_source_fingerprint
+
+    from cute_kernels.runtime import disk_cache, jit
+
+    switches = sorted(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith("FLASH_ATTENTION_") and name not in ("FLASH_ATTENTION_ARCH", "FLASH_ATTENTION_NUM_SMS")
+    )  # those two change nothing but the key
+    return disk_cache.key_of(
+        f"{stage} {key!r}",
+        options=jit.OPTIONS,
+        fa4=_compute_source_fingerprint(),
+        sms=cutlass.utils.HardwareInfo().get_device_multiprocessor_count(),
+        switches=switches,
+    )
+
+
 @contextmanager
 def _recording(*functions: Any) -> Iterator[list[_Recorder]]:
     """Kernels that FA4's functions use inside `with`. The caller holds COMPILING: caches and warnings are global."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # FA4's own deprecations, and that there is no aux data
-        recorders = [_Recorder(function.compile_cache) for function in functions]
+        recorders = [_Recorder(function.__name__, function.compile_cache, stack) for function in functions]
         for function, recorder in zip(functions, recorders, strict=True):
             function.compile_cache = recorder
         try:

@@ -1,9 +1,11 @@
 """Compiled kernels in a folder, so that later processes need not compile them again.
 
-Off unless NSA_KERNELS_JIT_CACHE is set: to 1, for ~/.cache/nsa-kernels/jit (or under XDG_CACHE_HOME), or to a folder.
+In ~/.cache/nsa-kernels/jit (or under XDG_CACHE_HOME), or in the folder that NSA_KERNELS_JIT_CACHE names; 0 turns it
+off. Ours and FlashAttention-4's (fa4/launch.py), unless FlashAttention-4 keeps its own.
 
 An entry is an object file, KEY-CONTENT.o: KEY is a hash of everything it depends on (function and arguments, sources of
-cute_kernels, target, options, versions), CONTENT a hash of its bytes. It is loaded as native code, so before every load
+cute_kernels, target, options, versions), CONTENT a hash of its bytes. What was not used for longest is removed when all
+entries take more than LIMIT bytes. An entry is loaded as native code, so before every load
 
 - the folder must belong to this user, be no link, and be closed to everybody else (mode 0700), and so the file (0600);
 - its bytes must have the hash in its name.
@@ -11,8 +13,7 @@ cute_kernels, target, options, versions), CONTENT a hash of its bytes. It is loa
 An entry whose bytes do not match, or that does not load, is compiled again. Processes that need the same entry wait for
 each other: one compiles, the others load. They hold a POSIX lock, which is released when its process ends and which a
 forked child does not inherit; threads of a process wait for compiling.COMPILING. Any other problem with the folder is
-reported once, and kernels are compiled without it. Entries of old versions are not removed; they may be deleted at any
-time.
+reported once, and kernels are compiled without it. Entries may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import platform
 import stat
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -40,12 +41,14 @@ from cutlass.cutlass_dsl import CuTeDSL
 from cute_kernels.runtime.compiling import COMPILING
 
 VARIABLE = "NSA_KERNELS_JIT_CACHE"
+LIMIT = 1 << 30
+"""Bytes of all entries: some thousand kernels."""
 FUNCTION = "kernel"
 """Name of the function in an object file."""
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 """Prefixes of distributions that take part in compiling: CuTe DSL's own only depends on those that hold its code.
 
-FlashAttention-4 and quack are not among them: no kernel that is kept here uses them."""
+The keys of FlashAttention-4's kernels hold its sources besides."""
 PRIVATE = 0o077
 """Permissions of group and others, none of which may be set."""
 
@@ -55,9 +58,9 @@ class Untrusted(OSError):
 
 
 def folder() -> Path | None:
-    """The folder that the environment names; None: kernels are not kept."""
-    value = os.environ.get(VARIABLE, "0")
-    if value in ("", "0"):
+    """Where kernels are kept; None: they are not."""
+    value = os.environ.get(VARIABLE) or "1"
+    if value == "0":
         return None
     if value != "1":
         return Path(value).expanduser()
@@ -84,19 +87,49 @@ def load_or_make(where: Path, key: str, make: Callable[[], Any]) -> Any:
     Args:
         make: returns a compiled function of CuTe DSL, with `export_to_c`.
     """
-    made: Any = None
-    with COMPILING:
+    with COMPILING, Entry(where, key) as entry:
+        return entry.keep(make()) if entry.found is None else entry.found
+
+
+class Entry:
+    """The place of a kernel in the folder. Inside `with`, for which COMPILING is held, no other process compiles it."""
+
+    operation = fcntl.LOCK_EX
+    """Of fcntl.lockf."""
+
+    def __init__(self, where: Path, key: str) -> None:
+        self.where, self.key = where, key
+        self.found: Any = None
+        """The function that is kept there."""
+        self._lock: int | None = None
+        self._usable = False
+
+    def __enter__(self) -> Entry:
         try:
-            _open(where)
-            with _lock(where / f"{key}.lock"):
-                found = _load(where, key)
-                if found is not None:
-                    return found
-                made = make()
-                _keep(where, key, made)
+            _open(self.where)
+            self._lock = _lock(self.where / f"{self.key}.lock", self.operation)
+            self.found = _load(self.where, self.key)
+            self._usable = True
         except OSError as problem:
-            _tell_once(f"compiled kernels are not kept in {where}: {problem}")
-        return make() if made is None else made
+            self._tell(problem)
+        return self
+
+    def keep(self, compiled: Any) -> Any:
+        """Put a compiled function there, and return it."""
+        try:
+            if self._usable:
+                _keep(self.where, self.key, compiled)
+                _evict(self.where)
+        except OSError as problem:
+            self._tell(problem)
+        return compiled
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def _tell(self, problem: OSError) -> None:
+        _tell_once(f"compiled kernels are not kept in {self.where}: {problem}")
 
 
 def _open(where: Path) -> None:
@@ -110,28 +143,36 @@ def _check(path: Path, is_kind: Callable[[int], bool], mode: int) -> None:
         raise Untrusted(f"{path} must be this user's own, and of no one else: chmod {mode:o} {path}")
 
 
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """For this process. COMPILING is held, since closing any descriptor of the file releases a POSIX lock."""
+def _lock(path: Path, operation: int) -> int:
+    """Lock a file for this process, until the descriptor is closed.
+
+    COMPILING is held, since closing any descriptor of the file releases a POSIX lock.
+    """
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.lockf(held, fcntl.LOCK_EX)
-        yield
-    finally:
+        fcntl.lockf(held, operation)
+    except OSError:
         os.close(held)
+        raise
+    return held
 
 
 def _load(where: Path, key: str) -> Any:
     """None where no entry has the right bytes and loads; others are removed."""
     for path in sorted(where.glob(f"{key}-*.o")):
-        _check(path, stat.S_ISREG, 0o600)
-        if path.stem.partition("-")[2] == _hash(path.read_bytes()):
+        try:
+            _check(path, stat.S_ISREG, 0o600)
+            content = path.read_bytes()
+            os.utime(path)  # `_evict` removes what was not used for longest
+        except FileNotFoundError:  # another process has
+            continue
+        if path.stem.partition("-")[2] == _hash(content):
             _load_runtime()
             try:
                 return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), FUNCTION)
             except Exception as problem:  # CuTe DSL has no one type for what it cannot load
                 _tell_once(f"{path} does not load and is compiled anew: {type(problem).__name__}: {problem}")
-        path.unlink()
+        path.unlink(missing_ok=True)
     return None
 
 
@@ -143,6 +184,24 @@ def _keep(where: Path, key: str, compiled: Any) -> None:
         new.replace(where / f"{key}-{_hash(new.read_bytes())}.o")
     finally:
         new.unlink(missing_ok=True)
+
+
+def _evict(where: Path) -> None:
+    """Remove entries, those first that were not used for longest, until the others fit LIMIT.
+
+    Another process may do the same, or compile again what is removed here: neither does harm.
+    """
+    found = []
+    for path in where.glob("*.o"):
+        with suppress(FileNotFoundError):
+            found.append((path.lstat(), path))
+    total = sum(facts.st_size for facts, _ in found)
+    for facts, path in sorted(found, key=lambda one: one[0].st_mtime_ns):
+        if total <= LIMIT:
+            break
+        path.unlink(missing_ok=True)
+        path.with_name(f"{path.stem.partition('-')[0]}.lock").unlink(missing_ok=True)
+        total -= facts.st_size
 
 
 @cache

@@ -5,7 +5,10 @@ One compiled function serves every length. It takes torch tensors and runs on to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec
 
@@ -35,6 +38,9 @@ OPTIONS = "--enable-tvm-ffi"
 COMPILED: list[str] = []
 """Kernels that this process has compiled, in order."""
 
+SLOW = 3.0
+"""Seconds of compiling after which a message says so."""
+
 REMEMBERING: list[Any] = []
 """Functions decorated with `compiled_once`, of all imported modules."""
 
@@ -47,16 +53,37 @@ class Kernel(NamedTuple):
     """Takes torch tensors and numbers by position, without the stream."""
 
 
+_LOG = logging.getLogger("nsa_kernels")
+_spent = 0.0
+"""Seconds that this process has compiled for."""
+
+
+@contextmanager
+def told_if_slow() -> Iterator[None]:
+    """Around a compilation, with COMPILING held: logs one line when all of them have taken more than SLOW seconds."""
+    global _spent
+    where = disk_cache.folder()
+    kept = f"keeps them in {where} (0 turns that off)" if where else "is 0: they are not kept for later processes"
+    begin, before = time.monotonic(), _spent
+    try:
+        yield
+    finally:
+        _spent += time.monotonic() - begin
+        if before <= SLOW < _spent:
+            _LOG.warning("compiling CUDA kernels, up to a minute; %s %s", disk_cache.VARIABLE, kept)
+
+
 def compile_kernel(kernel: Callable[..., Any], *arguments: Any) -> Kernel:
     """Compile a `cute.jit` callable whose last parameter is the stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    compiled = cute.compile(kernel, *arguments, stream, options=OPTIONS)
+    with told_if_slow():
+        compiled = cute.compile(kernel, *arguments, stream, options=OPTIONS)
     COMPILED.append(type(kernel).__name__)
     return Kernel(compiled, positional(compiled))
 
 
 def compiled_once(build: Callable[P, Kernel]) -> Callable[P, Kernel]:
-    """Remember what a function compiles for its arguments: in this process, and on disk where disk_cache.py is on.
+    """Remember what a function compiles for its arguments: in this process, and on disk unless disk_cache.py is off.
 
     Threads that call it at once wait for one of them. `repr` of the arguments must tell them apart.
     """

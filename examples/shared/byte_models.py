@@ -13,7 +13,7 @@ import math
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -304,6 +304,37 @@ Show = Callable[[int, float, float | None], None]
 """Called after each step with its number, its loss and bytes per second."""
 
 
+class GraphedGradients:
+    """Forward and backward as a CUDA graph, for batches of one shape: the host launches it as a whole.
+
+    Args:
+        gradients: from a batch to its loss; adds gradients to those of `parameters`.
+        batch: an example.
+    """
+
+    def __init__(
+        self, gradients: Callable[[Tensor], Tensor], batch: Tensor, parameters: Iterable[nn.Parameter]
+    ) -> None:
+        self.batch = batch.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compiles kernels, which a capture cannot wait for
+            for _ in range(WARM_STEPS):
+                gradients(self.batch)
+        torch.cuda.current_stream().wait_stream(side)
+        for parameter in parameters:
+            parameter.grad = None  # so that those of the graph are written, not added to
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = gradients(self.batch)
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        """The loss of a batch. Parameters' gradients are overwritten in place: nothing may set them to None."""
+        self.batch.copy_(batch)
+        self.graph.replay()
+        return self.loss
+
+
 class ByteTrainer(ABC):
     """One variant on one device: its model, its optimiser and its validation windows.
 
@@ -325,6 +356,7 @@ class ByteTrainer(ABC):
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=self.device.type == "cuda")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate)
+        self.graph: GraphedGradients | None = None
 
     @abstractmethod
     def batch(self, step: int) -> Tensor:
@@ -349,26 +381,32 @@ class ByteTrainer(ABC):
         flat = cross_entropy(self.logits(windows).flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
         return flat.view(len(windows), -1)
 
-    def backward(self, windows: Tensor) -> float:
-        """The mean loss, whose gradients the parameters have then."""
-        loss = self.losses(windows).mean()
-        loss.backward()
-        return loss.item()
-
     def step(self, step: int) -> float:
         """One update; returns the loss before it. Reading the loss waits for the device, so a step can be timed.
 
         Raises:
             FloatingPointError: when the loss is not finite.
         """
-        self.optimizer.zero_grad()
-        value = self.backward(self.batch(step))
+        windows = self.batch(step)
+        if self.args.cuda_graph:
+            self.graph = self.graph or GraphedGradients(self.gradients, windows, self.model.parameters())
+            loss = self.graph(windows)
+        else:
+            self.optimizer.zero_grad()
+            loss = self.gradients(windows)
+        value = loss.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
         if not math.isfinite(value):
             raise FloatingPointError(f"{self.variant}: the loss is {value} at step {step}")
         return value
+
+    def gradients(self, windows: Tensor) -> Tensor:
+        """The mean loss, whose gradients are added to the parameters' own."""
+        loss = self.losses(windows).mean()
+        loss.backward()
+        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -508,6 +546,7 @@ def add_training_options(
     group.add_argument("--dtype", choices=("bf16", "fp32"), help="of autocast; default: bf16 (CPU: fp32)")
     group.add_argument("--seed", type=int, default=0, help="of weights and batches; default: %(default)s")
     group.add_argument("--compile", action="store_true", help="torch.compile the feed-forward layers")
+    group.add_argument("--cuda-graph", action="store_true", help="forward and backward of a step as one CUDA graph")
     return group
 
 
@@ -516,6 +555,8 @@ def resolve_options(parser: argparse.ArgumentParser, args: argparse.Namespace, d
     on_cpu = args.device == "cpu"
     for name, value in defaults["cpu" if on_cpu else "cuda"].items():
         setattr(args, name, getattr(args, name) or value)
+    if args.cuda_graph and on_cpu:
+        parser.error("--cuda-graph needs a CUDA device, got cpu")
     args.lr = (4e-3 if on_cpu else 1e-3) if args.lr is None else args.lr
     args.dtype = args.dtype or ("fp32" if on_cpu else "bf16")
     if args.width % args.heads or args.width // args.heads % 2:
@@ -537,7 +578,7 @@ def check_length(corpus: Corpus, context: int) -> None:
 
 def run_facts(args: argparse.Namespace, data: dict[str, Any], parameters: dict[str, int]) -> dict[str, Any]:
     """The fields of a results file that describe the run."""
-    training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "compile")
+    training = ("steps", "batch", "lr", "dtype", "seed", "minutes", "eval_windows", "compile", "cuda_graph")
     model = {name: getattr(args, name) for name in ("layers", "width", "heads", "kv_heads", "context")}
     return {
         **environment(torch.device(args.device)),

@@ -29,6 +29,7 @@ from nsa.reference import (
     branch_gates,
     chunk_bytes,
     in_sum_dtype,
+    mask_of,
     pool_functions,
     score,
     select,
@@ -171,9 +172,10 @@ def _attend(
     indices = select(scores, scored, tile, capacity, cache.heads_kv, config)
     count = config.num_cmp_selected_blocks
     if count is None:
-        visible = block_end(torch.arange(entries.count, device=q.device), config) <= rows[:, :, None, :, 0, None]
+        ends = block_end(torch.arange(entries.count, device=q.device), config)
+        mask = mask_of(ends, rows[:, :, None, :, 0], q.dtype)
         shared = Keys(entries.k[:, :, None], entries.v[:, :, None], entries.finite)
-        o_cmp = attend(q.transpose(2, 3), shared, visible, scale)[0].transpose(2, 3)
+        o_cmp = attend(q.transpose(2, 3), shared, mask, scale)[0].transpose(2, 3)
     else:
         cmp_indices = select_cmp_blocks(scores, scored, tile, count, config)
         o_cmp = attend_compressed(q, entries, rows, cmp_indices, scale, config)[0]

@@ -117,9 +117,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_nothing_is_kept_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kept_in_the_users_cache_unless_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for value, expected in ((None, None), ("0", None), ("", None), ("1", tmp_path / "nsa-kernels" / "jit")):
+    own = tmp_path / "nsa-kernels" / "jit"
+    for value, expected in ((None, own), ("", own), ("1", own), ("0", None), (f"{tmp_path}/here", tmp_path / "here")):
         if value is None:
             monkeypatch.delenv(disk_cache.VARIABLE, raising=False)
         else:
@@ -321,3 +322,119 @@ def test_arguments_tell_kernels_apart(monkeypatch: pytest.MonkeyPatch, tmp_path:
         build(*arguments, packed=False)
     assert len(set(asked)) == 2 * len(calls)
     assert not any(" at 0x" in text for text in asked)
+
+
+def test_what_was_not_used_for_longest_is_removed(
+    tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "cache"
+    monkeypatch.setattr(disk_cache, "LIMIT", 2 * len(disk_cache.FUNCTION))  # two entries
+
+    def age(key: str, seconds: int) -> None:
+        (path,) = where.glob(f"{key}-*.o")
+        os.utime(path, (time.time() - seconds,) * 2)
+
+    for key, seconds in (("a", 300), ("b", 200)):
+        keep(where, key)
+        age(key, seconds)
+    assert keep(where, "a") == "loaded"  # and used now
+    keep(where, "c")
+    assert [path.name[0] for path in entries(where)] == ["a", "c"]
+    assert sorted(path.name for path in where.glob("*.lock")) == ["a.lock", "c.lock"]
+
+
+@pytest.mark.parametrize("where", ["", "0"])
+def test_slow_compilation_is_told_of_once(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(disk_cache.VARIABLE, where)
+    monkeypatch.setattr(jit, "_spent", 0.0)
+    clock = iter([0.0, 2.0, 10.0, 12.0, 20.0, 25.0])
+    monkeypatch.setattr(jit.time, "monotonic", lambda: next(clock))
+    for told in (0, 1, 1):
+        with jit.told_if_slow():
+            pass
+        assert len(caplog.records) == told
+    kept = "is 0: they are not kept" if where else f"keeps them in {tmp_path}/nsa-kernels/jit (0 turns that off)"
+    assert f"{disk_cache.VARIABLE} {kept}" in caplog.text
+
+
+# FlashAttention-4's
+
+
+class Fa4Stage:
+    """One of FlashAttention-4's functions with a cache of compiled kernels."""
+
+    __name__ = "stage"
+
+    def __init__(self) -> None:
+        from flash_attn.cute.cache_utils import JITCache
+
+        self.compile_cache: Any = JITCache()
+
+    def __call__(self, key: Any) -> Any:
+        if key not in self.compile_cache:
+            self.compile_cache[key] = Compiled()
+        return self.compile_cache[key]
+
+
+@pytest.fixture
+def sms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Multiprocessors of the GPU."""
+    count = [132]
+
+    class HardwareInfo:
+        def get_device_multiprocessor_count(self) -> int:
+            return count[0]
+
+    monkeypatch.setattr(disk_cache.cutlass.utils, "HardwareInfo", HardwareInfo)
+    return count
+
+
+def recorded(keys: list[Any]) -> list[Any]:
+    """What a new process that calls FlashAttention-4 gets."""
+    from cute_kernels.fa4 import launch
+
+    stage = Fa4Stage()
+    with disk_cache.COMPILING, launch._recording(stage) as (recorder,):
+        got = [stage(key) for key in keys]
+    assert recorder.used == got
+    return ["loaded" if x == "loaded" else "compiled" for x in got]
+
+
+def test_kernels_of_flash_attention_are_kept(
+    tmp_path: Path, loaded: list[str], sms: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "cache"))
+    one, other = (torch.bfloat16, 64), (torch.bfloat16, 128)
+    assert recorded([one, one, other]) == ["compiled"] * 3
+    assert recorded([one, other]) == ["loaded"] * 2
+    sms[0] = 114  # FlashAttention-4 compiles the number in
+    assert recorded([one]) == ["compiled"]
+    assert len(entries(tmp_path / "cache")) == 3
+    monkeypatch.setenv("FLASH_ATTENTION_SWITCH", "1")
+    assert recorded([one]) == ["compiled"]
+    monkeypatch.setenv(disk_cache.VARIABLE, "0")
+    assert recorded([one]) == ["compiled"]
+    assert len(entries(tmp_path / "cache")) == 4
+
+
+def test_a_kernel_that_does_not_compile_leaves_no_lock(
+    tmp_path: Path, loaded: list[str], sms: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cute_kernels.fa4 import launch
+
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "cache"))
+    stage = Fa4Stage()
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def fail() -> None:
+        with disk_cache.COMPILING, launch._recording(stage):
+            assert 1 not in stage.compile_cache
+            raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        fail()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert recorded([1]) == ["compiled"]

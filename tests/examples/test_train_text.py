@@ -129,6 +129,17 @@ def test_checkpointing_changes_no_loss(corpus: example.Corpus) -> None:
     assert [kept.step(i) for i in range(3)] == pytest.approx([recomputed.step(i) for i in range(3)], rel=1e-6)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("preset", [[], ["--preset=paper", "--q-tile=1", "--k=4"]], ids=["per tile", "paper"])
+def test_a_graph_trains_as_its_calls_do(preset: list[str], corpus: example.Corpus) -> None:
+    """On other batches than the captured one, with weights that change; sums with atomics differ in their order."""
+    sizes = ["--device=cuda", "--width=256", "--context=1024", "--block-size=64", "--w=64", "--q-tile=256", *preset]
+    called, graphed = (trainer("nsa", corpus, *sizes, *options) for options in ([], ["--cuda-graph"]))
+    assert [called.step(i) for i in range(5)] == pytest.approx([graphed.step(i) for i in range(5)], rel=1e-2)
+    assert called.graph is None
+    assert graphed.graph is not None
+
+
 @pytest.mark.parametrize("variant", ["dense", "nsa"])
 def test_trains_in_mixed_precision(variant: str, corpus: example.Corpus) -> None:
     """fp32 weights and moments, bf16 in between: close to fp32, and not equal to it."""
@@ -379,6 +390,7 @@ def test_a_short_run_says_that_it_is_one(steps: str, short: bool) -> None:
         (["--lr", "nan"], "--lr must be greater than 0, got nan"),
         (["--variants=dense", "--save-indices=x"], "--save-indices needs variant nsa, got ['dense']"),
         (["--minutes", "0"], "--minutes must be greater than 0, got 0.0"),
+        (["--cuda-graph"], "--cuda-graph needs a CUDA device, got cpu"),
     ],
 )
 def test_bad_command_lines(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

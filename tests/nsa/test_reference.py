@@ -545,3 +545,32 @@ def test_inputs_changed_before_backward_are_refused(name: str, dtype: torch.dtyp
         leaves[name].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("finite", [True, False], ids=["finite", "not finite"])
+@pytest.mark.parametrize("tile", [1, 5])
+def test_fused_attention_is_the_eager_one(tile: int, finite: bool) -> None:
+    """On a CPU D = D_v is fused and D < D_v is not: V with one more column gives the same in the others."""
+    heads, n, num_keys, dim = 4, 3, 7, 8
+    shapes = (2, heads, n, tile, dim), (2, 2, n, num_keys, dim), (2, 2, n, num_keys, dim)
+    q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    rows = torch.arange(n * tile).reshape(n, tile) + 4
+    first = torch.randint(0, 30, (2, 2, n, num_keys))
+    first[:, 1, 0] = reference.NOWHERE  # rows without keys
+    first[0, 0, 1, 2] = first[1, 1, 2, 4] = 0
+    mask = reference.mask_of(first, rows, q.dtype)
+    assert torch.equal(mask == 0, first[..., None, :] <= rows[..., None])
+    assert torch.equal(mask == -math.inf, first[..., None, :] > rows[..., None])
+    if not finite:
+        with torch.no_grad():
+            k[0, 0, 1, 2, 3] = math.nan
+            v[1, 1, 2, 4, 0] = math.inf
+    results = []
+    for wide in (0, 1):
+        values = torch.nn.functional.pad(v, [0, wide])
+        o, lse = reference.attend(q, reference.Keys(k, values, finite), mask, 0.3)
+        results.append((o[..., :dim], lse, *torch.autograd.grad(o[..., :dim].square().nansum(), (q, k, v))))
+    for fused, eager in zip(*results, strict=True):
+        torch.testing.assert_close(fused, eager, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert (results[0][1] == -math.inf).any()
+    assert torch.isnan(results[0][0]).any() != finite

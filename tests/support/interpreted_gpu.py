@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import decoding, support
+from cute_kernels import support
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability, has_warpgroups, multiprocessors
 from tests.support.ptx.compiled import LATE, Artefacts, Interpreted, Schedule, compiling, interpret_kernels, kept
 
@@ -64,7 +64,7 @@ def interpreted_gpu(arch: str, schedule: Schedule = LATE) -> Iterator[None]:
 def _forget() -> None:
     """What cute_kernels remembers of a device."""
     compute_capability.cache_clear()
-    decoding.plan.cache_clear()
+    sys.modules["cute_kernels.decoding"].plan.cache_clear()
 
 
 def _answer_for_the_driver(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:

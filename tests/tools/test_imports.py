@@ -32,6 +32,7 @@ LAYERS = (
     "plan",
     "forward",
     "backward",
+    "warm_up",
 )
 """Modules and packages of cute_kernels: each imports itself and earlier ones only."""
 

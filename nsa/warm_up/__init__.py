@@ -1,0 +1,148 @@
+"""Compile the CUDA kernels of calls of NSA ahead, in several processes at once, into the cache that later calls read.
+
+`warm_up` starts worker.py and counts what it tells; `python -m nsa.warm_up` shows that as a progress bar.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from dispatch.registry import short_name
+from nsa.config import NSAConfig
+
+TARGETS = {(9, 0): ("sm_90a", "sm_90"), (10, 0): ("sm_100a", "sm_100")}
+"""By compute capability: what CuTe DSL and FlashAttention-4 call the architecture."""
+
+CACHE_VARIABLE = "NSA_KERNELS_JIT_CACHE"
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_PROCESSES = 16
+"""More are not faster: few kernels take as long as the longest."""
+
+
+def warm_up(
+    config: NSAConfig | None = None,
+    shapes: Sequence[Sequence[int]] = ((1, 8192, 8, 2, 128),),
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    gated: bool = True,
+    backward: bool = True,
+    processes: int | None = None,
+    target: tuple[tuple[int, int], int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Compile the kernels of `nsa` calls on an NVIDIA GPU, and keep them for this and later processes.
+
+    Without it the first call compiles them, one after the other. Kernels depend on options, heads, head dims and dtype,
+    and on N only where a sequence is shorter than a tile or two. Calls with `cu_seqlens`, `q_start`, keys of their own
+    for a branch, and `nsa_with_cache` have further kernels, which are compiled when they are first called.
+
+    Args:
+        config: options of the calls. Default: `NSAConfig()`. A callable `compress` has no kernels here.
+        shapes: of the calls, each (B, N, H, H_kv, D) or (B, N, H, H_kv, D, D_v).
+        dtype: of the calls: bfloat16 or float16.
+        gated: the calls have `gate_proj_weight`.
+        backward: compile training, forward and backward; False: inference.
+        processes: how many compile at once. Default: as many as the machine has cores, up to 16.
+        target: compute capability and number of multiprocessors of the GPU, such as ((9, 0), 132) for an H100 or H200,
+            where this machine has none. Default: those of the current CUDA device.
+        progress: called with the number of kernels that are on disk and the number of those known to be needed.
+
+    Returns:
+        How many kernels the calls need.
+
+    Raises:
+        ValueError: for shapes, a dtype, a number of processes or a target that the kernels do not have; where the cache
+            is turned off.
+        RuntimeError: without a GPU or target, and when a process fails, with what it wrote.
+
+    Example:
+        >>> import torch
+        >>> from nsa import NSAConfig, warm_up
+        >>> warm_up(NSAConfig.paper(), [(1, 8192, 64, 4, 128)], dtype=torch.float32)
+        Traceback (most recent call last):
+            ...
+        ValueError: dtype must be bfloat16 or float16, got float32
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be bfloat16 or float16, got {short_name(dtype)}")
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes must be at least 1, got {processes}")
+    if os.environ.get(CACHE_VARIABLE) == "0":
+        raise ValueError(f"{CACHE_VARIABLE} is 0, so kernels are not kept: unset it, or name a folder")
+    calls = [_call(shape, gated) for shape in shapes]
+    own = config or NSAConfig()
+    if own.compress != "mean":
+        for call in calls:
+            _give_entries(call, own)
+        own = replace(own, compress="mean")
+    job = {
+        "config": asdict(own),
+        "dtype": short_name(dtype),
+        "backward": backward,
+        "processes": processes or min(os.cpu_count() or 1, MAX_PROCESSES),
+        "calls": calls,
+    }
+    return _run(job, {**os.environ, **_environment(target)}, progress)
+
+
+def _call(shape: Sequence[int], gated: bool) -> dict[str, list[int]]:
+    """Shapes of the tensors of a call, by name."""
+    if len(shape) not in (5, 6) or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ValueError(f"each of shapes must be (B, N, H, H_kv, D) or (B, N, H, H_kv, D, D_v), got {tuple(shape)}")
+    batch, tokens, heads, kv_heads, dim, *rest = shape
+    if heads % kv_heads:
+        raise ValueError(f"H of each of shapes must be a multiple of H_kv, got {heads} and {kv_heads}")
+    call = {
+        "q": [batch, tokens, heads, dim],
+        "k": [batch, tokens, kv_heads, dim],
+        "v": [batch, tokens, kv_heads, rest[0] if rest else dim],
+    }
+    return {**call, "gate_proj_weight": [heads, 3, dim]} if gated else call
+
+
+def _give_entries(call: dict[str, list[int]], config: NSAConfig) -> None:
+    """k_cmp and v_cmp, as backends get them that compress by means only."""
+    for name in ("k", "v"):
+        batch, tokens, *rest = call[name]
+        call[f"{name}_cmp"] = [batch, config.num_compressed(tokens), *rest]
+
+
+def _environment(target: tuple[tuple[int, int], int] | None) -> dict[str, str]:
+    """What tells the compilers of the GPU."""
+    if target is None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("no CUDA device is available: name one by target=((9, 0), 132)")
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        target = (properties.major, properties.minor), properties.multi_processor_count
+    capability, multiprocessors = target
+    if capability not in TARGETS:
+        raise ValueError(f"there are kernels for compute capability 9.0 and 10.0, got {capability}")
+    cute, fa4 = TARGETS[capability]
+    return {"CUTE_DSL_ARCH": cute, "FLASH_ATTENTION_ARCH": fa4, "FLASH_ATTENTION_NUM_SMS": str(multiprocessors)}
+
+
+def _run(job: dict[str, object], environment: dict[str, str], progress: Callable[[int, int], None] | None) -> int:
+    asked: set[str] = set()
+    there: set[str] = set()
+    command = [sys.executable, "-m", "nsa.warm_up.worker", json.dumps(job)]
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as worker:
+            for line in worker.stdout or ():
+                event, _, key = line.strip().partition(" ")
+                (there if event == "there" else asked).add(key)
+                if progress is not None:
+                    progress(len(there), len(asked))
+        if worker.returncode != 0 or asked != there:
+            errors.seek(0)
+            raise RuntimeError(
+                f"{len(asked - there)} of {len(asked)} kernels were not compiled:\n{errors.read()[-4000:]}"
+            )
+    return len(there)

@@ -1,0 +1,163 @@
+"""Kernels compiled ahead (cute_kernels/warm_up.py, nsa/warm_up): all that a call needs, whoever is first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_kernels.runtime import disk_cache
+from cute_kernels.warm_up import compiling_only, nothing
+from nsa import NSAConfig, warm_up
+from nsa.warm_up.__main__ import main
+from tests.support.helpers import run_child
+
+pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
+
+HOPPER = {"CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_ARCH": "sm_90", "FLASH_ATTENTION_NUM_SMS": "132"}
+
+WORKER = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+import cutlass.cute as cute
+import torch
+from nsa import NSAConfig
+from nsa.warm_up import _call, worker
+
+class Compiled:
+    def export_to_c(self, *, object_file_path, function_name):
+        Path(object_file_path).write_bytes(function_name.encode())
+
+jobs = [
+    {"config": asdict(config), "dtype": "bfloat16", "backward": backward, "calls": [_call((1, 1000, 8, 2, 64), True)]}
+    for config in (NSAConfig.per_tile(), NSAConfig.paper()) for backward in (False, True)
+]
+with (
+    mock.patch.object(cute, "compile", lambda *_, **__: Compiled()),
+    mock.patch.object(cute.runtime, "load_module", lambda *_, **__: SimpleNamespace(kernel="loaded")),
+):
+    for job in jobs:
+        worker.run(job)
+
+from cute_kernels import backward, forward
+from nsa.inputs import NSAInputs
+from tests.support.compile_keys import noted_keys
+with noted_keys() as keys:
+    for job in jobs:
+        config = NSAConfig(**job["config"])
+        shapes = job["calls"][0].items()
+        inputs = NSAInputs(**{name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes})
+        if job["backward"]:
+            out, saved = forward.nsa_saving(inputs, config, recompute=False)
+            backward.nsa_backward(inputs, config, saved, out)
+        else:
+            forward.nsa(inputs, config, aux=False)
+print("keys", len(keys))
+"""
+"""Does what a process of warm_up does, but compiles nothing; then says how many kernels these calls look up."""
+
+
+def test_all_kernels_of_a_call_are_kept(tmp_path: Path) -> None:
+    where = tmp_path / "cache"
+    environment = {**os.environ, **HOPPER, disk_cache.VARIABLE: str(where)}
+    *events, last = (line.split() for line in run_child(WORKER, environment).splitlines())
+    there = Counter(key for event, key in events if event == "there")
+    assert {key for event, key in events if event == "asked"} == set(there)
+    assert len(there) == len(list(where.glob("*.o"))) == int(last[1]) > 20
+
+
+def test_kernels_of_another_process_are_left_to_it(tmp_path: Path) -> None:
+    where, told = tmp_path / "cache", []
+    ready, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with disk_cache.COMPILING, disk_cache.Entry(where, "a"):
+            os.write(write, b".")
+            signal.pause()
+    try:
+        os.read(ready, 1)
+        with compiling_only(lambda *event: told.append(event)):
+            assert disk_cache.load_or_make(where, "a", pytest.fail) is nothing
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert told == [("asked", "a")]
+    assert not list(where.glob("*.o"))
+
+
+def test_a_process_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "open"))
+    with pytest.raises(RuntimeError, match=r"(?s)1 of 1 kernels were not compiled.*must be this user's own"):
+        warm_up(processes=1, target=((9, 0), 132))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"shapes": [(1, 8192, 8, 2)]}, r"each of shapes must be \(B, N, H, H_kv, D\) or .*, got \(1, 8192, 8, 2\)"),
+        ({"shapes": [(1, 8192, 8, 3, 64)]}, "H of each of shapes must be a multiple of H_kv, got 8 and 3"),
+        ({"processes": 0}, "processes must be at least 1, got 0"),
+        ({"target": ((8, 0), 108)}, r"compute capability 9.0 and 10.0, got \(8, 0\)"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
+    with pytest.raises(ValueError, match=problem):
+        warm_up(**options)
+    monkeypatch.setenv(disk_cache.VARIABLE, "0")
+    with pytest.raises(ValueError, match=f"{disk_cache.VARIABLE} is 0, so kernels are not kept"):
+        warm_up()
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs: list[Any] = []
+
+    def run(job: Any, environment: dict[str, str], progress: Any) -> int:
+        jobs.append((json.loads(json.dumps(job)), {name: environment[name] for name in HOPPER}))
+        progress(1, 2)
+        return 2
+
+    monkeypatch.setenv(disk_cache.VARIABLE, "1")
+    monkeypatch.setattr(sys.modules["nsa.warm_up"], "_run", run)  # `nsa.warm_up` is the function
+    assert main(["--preset", "paper", "--shape", "1,64,4,2,64,128", "--processes", "3", "--target", "sm_90,132"]) == 0
+    assert "2 kernels are on disk" in capsys.readouterr().out
+    ((job, environment),) = jobs
+    assert NSAConfig(**job["config"]) == NSAConfig.paper()
+    assert job["calls"] == [
+        {"q": [1, 64, 4, 64], "k": [1, 64, 2, 64], "v": [1, 64, 2, 128], "gate_proj_weight": [4, 3, 64]}
+    ]
+    assert (job["processes"], job["backward"], environment) == (3, True, HOPPER)
+    for wrong in (["--target", "hopper"], ["--shape", "1,2"]):
+        with pytest.raises(SystemExit):
+            main([*wrong, *(["--target", "sm_90,132"] if wrong[0] == "--shape" else [])])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("preset", ["per_tile", "paper"])
+def test_a_later_process_compiles_nothing(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "cache"))
+    count = warm_up(getattr(NSAConfig, preset)(), [(1, 1000, 8, 2, 64)])
+    step = f"""
+import torch
+from cute_kernels.runtime import jit
+from cute_kernels.fa4 import launch
+from nsa import NSAConfig, nsa
+q, k, v = (torch.randn(1, 1000, h, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for h in (8, 2, 2))
+weight = torch.randn(8, 3, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+nsa(q, k, v, gate_proj_weight=weight, config=NSAConfig.{preset}()).sum().backward()
+torch.cuda.synchronize()
+assert q.grad.isfinite().all()
+print(len(jit.COMPILED), jit._spent)
+"""
+    assert run_child(step, dict(os.environ)).split()[-2:] == ["0", "0.0"]  # nor does FlashAttention-4
+    assert len(list((tmp_path / "cache").glob("*.o"))) == count
