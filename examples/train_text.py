@@ -201,7 +201,8 @@ class DividedTrainer(Trainer):
         total = self.parallel.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, part in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-        return self.parallel.sum(share.detach())
+        loss: Tensor = self.parallel.sum(share.detach())
+        return loss
 
 
 def relate(summaries: list[Summary]) -> list[Summary]:
