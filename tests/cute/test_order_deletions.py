@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support import cases
-from tests.support.deletion_cases import backward, fa4_case, forward, per_token_cases
+from tests.support.deletion_cases import backward, fa4_case, forward, paired_backward, per_token_cases
 from tests.support.ptx.clocks import END
 from tests.support.ptx.mutations import Deletion, Effects, candidates, delete_each
 
