@@ -269,7 +269,7 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(bench, "errors", lambda problem: ["o"] * (wrong and len(written) == 1) or right(problem))
     monkeypatch.setattr(results_file, "write_json", lambda _, content: written.append(dict(content)))
     if wrong:
-        with pytest.raises(SystemExit, match="80    4/2 text    o"):
+        with pytest.raises(SystemExit, match="80   4/2 text    o"):
             bench.main(options)
         assert [(content["gate"], len(content["rows"])) for content in written] == [("unfinished", 5), ("red", 0)]
         return
