@@ -82,7 +82,7 @@ def forward_and_selections(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor
 
 
 def test_record_is_of_this_table() -> None:
-    """Or of a part of it: docs/blackwell.md says how much. The whole table executes every form."""
+    """Or of a part of it, in which every form of our kernels is: docs/blackwell.md says how much."""
     record = json.loads((RESULTS / "blackwell-executed.json").read_text(encoding="utf-8"))
     names = [(row["case"], row["schedule"]) for row in record["cases"]]
     assert len({*names}) == len(names) > 0
@@ -90,7 +90,7 @@ def test_record_is_of_this_table() -> None:
     assert {*names} <= table
     page = (RESULTS.parents[1] / "docs" / "blackwell.md").read_text(encoding="utf-8")
     assert f"{len(names)} of {len(table)} rows" in page
-    assert {*names} != table or not blackwell.missing(form for row in record["cases"] for form in row["forms"])
+    assert not blackwell.missing(form for row in record["cases"] for form in row["forms"])
     assert all(row["error"] <= row["budget"] for row in record["cases"])
     assert not blackwell.unknown(found for row in record["cases"] for found in row["findings"])
 
