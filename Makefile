@@ -18,6 +18,10 @@ TEST_EXTRAS := dev,bench,hf
 TEST_SCOPE := --require-hf-extra --ignore=tests/ascend/lowered
 endif
 
+# Of pytest-xdist. Each worker has tests that follow each other, as those do that run the same kernels: two workers that
+# want one compiled wait for each other.
+WORKERS := -n auto --dist worksteal
+
 .PHONY: help demo train-demo needle-demo generate-demo cp-demo residual-demo test test-full fuzz fuzz-gpu test-oldest test-blas test-ascend test-blackwell lint format docs test-gpu bench-gpu compile-all stamp clean distclean
 # Two targets at once (make -j) would set up the same .venv twice.
 .NOTPARALLEL:
@@ -53,12 +57,12 @@ residual-demo: ## set up and train tiny language models with sums of layers' out
 
 test: ## set up and run the tests; some only: make test ARGS="-k name --no-cov"
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda and not ascend" --cov=nsa --cov=dispatch --cov-fail-under=95 \
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend" --cov=nsa --cov=dispatch --cov-fail-under=95 \
 		$(TEST_SCOPE) $(ARGS)
 
 test-full: ## the same with every case, where `make test` has one of a kind
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda and not ascend" --full $(TEST_SCOPE) $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend" --full $(TEST_SCOPE) $(ARGS)
 
 FUZZ_EXAMPLES ?= 10000
 fuzz: ## run 10,000 drawn calls of the public functions on the CPU; FUZZ_OUT=file.json records the outcome
@@ -89,16 +93,16 @@ BLAS_TESTS ?= tests/cute/test_ptx.py tests/cute/test_selected_backward_ptx.py te
 	tests/cute/test_kv_outer_ptx.py::test_forced_blocks_of_later_queries
 test-blas: ## run some tests of interpreted kernels with NumPy's BLAS as on another CPU, BLAS=Haswell; others: BLAS_TESTS=file
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OPENBLAS_CORETYPE=$(BLAS) OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m "not cuda and not ascend" $(TEST_SCOPE) $(BLAS_TESTS) $(ARGS)
+	OPENBLAS_CORETYPE=$(BLAS) OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m "not cuda and not ascend" $(TEST_SCOPE) $(BLAS_TESTS) $(ARGS)
 
 test-ascend: ## set up what proves the Ascend kernels without an NPU, in .cache without root, and run these tests
 	$(bootstrap) --extras dev,bench
 	$(VENV_PYTHON) tools/ascend_toolchain.py
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto -m ascend tests/ascend/lowered $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) -m ascend tests/ascend/lowered $(ARGS)
 
 test-blackwell: ## execute every kernel of Blackwell on the CPU: all of the table of which `make test` has a part (half an hour on two cores, the first time an hour)
 	$(bootstrap) --extras $(TEST_EXTRAS)
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n auto --full $(TEST_SCOPE) tests/cute/test_blackwell.py $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest $(WORKERS) --full $(TEST_SCOPE) tests/cute/test_blackwell.py $(ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON=python3 uses that Python as it is, without .venv
 ifeq ($(PYTHON_GIVEN),)

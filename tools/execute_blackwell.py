@@ -5,6 +5,9 @@
     deletions of tests/support/ptx/mutations.py: the instructions that order a kernel, one left out at a time. Reasons
         why a deletion changes nothing that a run cannot tell are kept from OUT, by kernel and instruction
 
+OUT is written whenever a case is done: its row takes the place of the earlier one, and holds the commit that was run.
+So an interrupted run goes on with --resume, and --match runs some cases again.
+
 The exit status is 1 if a result is beyond its budget, a case raised, a finding is not understood, or a kernel of ours
 was not executed. Needs no GPU, and the packages of the `cuda` and `dev` extras.
 """
@@ -28,6 +31,7 @@ if __package__ in (None, ""):
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.commit import commit
 from bench.report import RESULTS, command_line, environment, relative, write_json
 
 OUT = RESULTS / "blackwell-executed.json"
@@ -63,6 +67,7 @@ def run_case(index: int) -> dict[str, Any]:
         "budget": worst.budget,
         "seconds": round(execution.seconds, 2),
         "findings": execution.findings,
+        "commit": commit(),
     }
 
 
@@ -77,21 +82,54 @@ def run_deletions(group: str) -> list[dict[str, Any]]:
     for kernel, case in deletion_cases.named_cases(group).items():
         for of in delete_each(kernel, case):
             instruction = f"{of.at}: {of.instruction}"[:MOST]
-            found.append({**of._asdict(), "instruction": instruction, "by": of.by[:MOST]})
-            del found[-1]["at"]
+            row = {"group": group, **of._asdict(), "instruction": instruction, "by": of.by[:MOST], "commit": commit()}
+            del row["at"]
+            found.append(row)
     return found
 
 
-def with_reasons(deletions: Sequence[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
-    """Of deletions that nothing noticed, reasons that were written into the earlier file by hand."""
-    earlier = json.loads(out.read_text(encoding="utf-8"))["deletions"] if out.exists() else []
-    reasons = {(row["kernel"], row["instruction"]): row["reason"] for row in earlier if not row["found"]}
-    return [
-        row
-        if row["found"] or row["reason"]
-        else {**row, "reason": reasons.get((row["kernel"], row["instruction"]), "")}
-        for row in deletions
-    ]
+class Record:
+    """What OUT holds: rows by the names of tasks."""
+
+    def __init__(self, out: Path) -> None:
+        content = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"cases": [], "deletions": []}
+        self.out = out
+        self.cases = {case_task(row["case"], row["schedule"]): row for row in content["cases"]}
+        self.deletions: dict[str, list[dict[str, Any]]] = {}
+        for row in content["deletions"]:
+            self.deletions.setdefault(deletions_task(row["group"]), []).append(row)
+
+    def take(self, task: Task, result: Any) -> None:
+        """Of deletions that nothing noticed, reasons that were written by hand are kept."""
+        if task.function is run_case:
+            self.cases[task.name] = result
+            return
+        earlier = self.deletions.get(task.name, [])
+        reasons = {(row["kernel"], row["instruction"]): row["reason"] for row in earlier if not row["found"]}
+        self.deletions[task.name] = [
+            row
+            if row["found"] or row["reason"]
+            else {**row, "reason": reasons.get((row["kernel"], row["instruction"]), "")}
+            for row in result
+        ]
+
+    def rows(self, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Of these tasks, in their order: cases, and deletions."""
+        cases = [self.cases[task.name] for task in tasks if task.name in self.cases]
+        return cases, [row for task in tasks for row in self.deletions.get(task.name, [])]
+
+    def write(self, tasks: Sequence[Task], command: str) -> None:
+        cases, deletions = self.rows(tasks)
+        facts = {**environment(torch.device("cpu")), "device": "interpreted", "command": command}
+        write_json(self.out, {**facts, "cases": cases, "deletions": deletions})
+
+
+def case_task(case: str, schedule: str) -> str:
+    return f"{case}, {schedule}"
+
+
+def deletions_task(group: str) -> str:
+    return f"deletions, {group}"
 
 
 def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Any]]:
@@ -124,38 +162,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=OUT, help=f"JSON file (default: {relative(OUT)})")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     parser.add_argument("--match", default="", help="only cases whose name holds this, and no deletions")
-    parser.add_argument("--list", action="store_true", help="name the cases and run none")
+    parser.add_argument("--resume", action="store_true", help="run only what OUT does not hold")
+    parser.add_argument("--list", action="store_true", help="name what would run, and run nothing")
     args = parser.parse_args(argv)
     table = blackwell.table()
-    chosen = [i for i, (case, _, _) in enumerate(table) if args.match in case.name]
+    tasks = [Task(case_task(case.name, schedule), run_case, i) for i, (case, schedule, _) in enumerate(table)]
+    tasks += [Task(deletions_task(group), run_deletions, group) for group in deletion_cases.GROUPS]
+    chosen = [task for task in tasks if task.function is run_case and args.match in task.name] if args.match else tasks
     if not chosen:
         parser.error(f"--match {args.match!r} fits none of {len(table)} cases")
-    tasks = [Task(f"{table[i][0].name}, {table[i][1]}", run_case, i) for i in chosen]
+    record = Record(args.out)
+    if args.resume:
+        chosen = [task for task in chosen if task.name not in {*record.cases, *record.deletions}]
     if args.list:
-        print(*(task.name for task in tasks), sep="\n")
+        print(*(task.name for task in chosen), sep="\n")
         return 0
-    if not args.match:
-        tasks += [Task(f"deletions, {group}", run_deletions, group) for group in deletion_cases.GROUPS]
-    results: dict[str, Any] = {}
     problems = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns) as progress:
-        bar = progress.add_task("", total=len(tasks))
-        for task, result in run_all(tasks, args.jobs):
+        bar = progress.add_task("", total=len(chosen))
+        for task, result in run_all(chosen, args.jobs):
             if isinstance(result, BaseException):
                 problems.append(f"{task.name}: {type(result).__name__}: {result}")
             else:
-                results[task.name] = result
+                record.take(task, result)
+                record.write(tasks, command_line(argv))
             progress.update(bar, advance=1, description=task.name[:60])
-    done = [(task, results[task.name]) for task in tasks if task.name in results]
-    cases = [result for task, result in done if task.function is run_case]
-    deletions = [row for task, result in done if task.function is run_deletions for row in result]
+    cases, deletions = record.rows(tasks)
     problems += problems_of(cases, deletions)
     if not args.match:
         missing = blackwell.missing(form for row in cases for form in row["forms"])
         problems += [f"{form} was not executed" for form in missing]
-    facts = {**environment(torch.device("cpu")), "device": "interpreted", "command": command_line(argv)}
-    write_json(args.out, {**facts, "cases": cases, "deletions": with_reasons(deletions, args.out)})
     print(*(problems or [f"{len(cases)} cases, each within its budget"]), sep="\n")
     return 1 if problems else 0
 

@@ -230,7 +230,7 @@ class TileTopK:
             while pending != 0:
                 row = warp_row + lowest_bit(pending)
                 pending = pending & (pending - 1)
-                sThreshold[row] = self.merge(
+                threshold = self.merge(
                     sScore[row, None],
                     sValues[row, None],
                     sIndices[row, None],
@@ -238,6 +238,8 @@ class TileTopK:
                     sRow[row, None],
                     first_block,
                 )
+                cute.arch.sync_warp()  # all lanes have read the earlier one
+                sThreshold[row] = threshold
 
         # Epilogue
         for i in cutlass.range(ROWS_PER_WARP, unroll=1):

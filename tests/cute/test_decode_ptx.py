@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -67,15 +68,19 @@ CASES = {
 LATE, EARLY = "late", "early"
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("arch", "copies"), [("sm_90", LATE), *cases.rest(("sm_100", LATE), ("sm_90", EARLY))])
+ALIKE = ("wide D_v", "eight queries", "forced alone", "nothing forced", "whole window", "plain blocks", "large pages")
+"""Cases whose paths others take, too; each costs the compilation of four kernels."""
+HERE = [("sm_90", LATE, case) for case in CASES if case not in ALIKE]
+OTHERS = [of for of in itertools.product(GPUS, (LATE, EARLY), CASES) if of not in HERE]
+
+
+@pytest.mark.parametrize(("arch", "copies", "case"), [*HERE, *cases.rest(*OTHERS)])
 def test_step(arch: str, copies: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(late=copies == LATE)):
         check(CASES[case])
 
 
-@pytest.mark.parametrize("arch", GPUS)
-@pytest.mark.parametrize("case", ["ragged", "four queries", "row groups"])
+@pytest.mark.parametrize(("arch", "case"), cases.product(GPUS, ["ragged", "four queries", "row groups"]))
 def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):
         check(CASES[case])

@@ -74,18 +74,16 @@ def test_changed_entry_is_compiled_again(tmp_path: Path) -> None:
     look(where)
     (entry,) = entries(where)
     whole = entry.read_bytes()
-    for content in (whole[:-1], whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], b""):
-        entry.write_bytes(content)
-        assert look(where) == 1
-        assert entries(where) == [entry]
-        assert disk_cache._hash(entry.read_bytes()) in entry.name
-    assert look(where) == 0
+    entry.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    assert look(where) == 1
+    assert entries(where) == [entry]
+    assert disk_cache._hash(entry.read_bytes()) in entry.name
 
 
 def test_processes_wait_for_each_other(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(3) as pool:
-        compiled = list(pool.map(lambda _: look(tmp_path / "cache"), range(3)))
-    assert sorted(compiled) == [0, 0, 1]
+    with ThreadPoolExecutor(2) as pool:
+        compiled = list(pool.map(lambda _: look(tmp_path / "cache"), range(2)))
+    assert sorted(compiled) == [0, 1]
 
 
 # What is loaded. Entries here are not objects, and loading them is replaced.
@@ -241,6 +239,17 @@ def test_entries_that_do_not_load_are_compiled_again(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=f"{entry} does not load and is compiled anew: RuntimeError: .*object file"):
         assert isinstance(keep(where), Compiled)
     assert entries(where) == [entry]
+
+
+@pytest.mark.parametrize("content", [b"", b"kerne", b"kerNel"])
+def test_changed_entries_are_not_loaded(content: bytes, tmp_path: Path, loaded: list[str]) -> None:
+    where = tmp_path / "cache"
+    keep(where)
+    (entry,) = entries(where)
+    entry.write_bytes(content)
+    assert isinstance(keep(where), Compiled)
+    assert not loaded
+    assert entry.read_bytes() == b"kernel"
 
 
 def test_threads_compile_an_entry_once(tmp_path: Path, loaded: list[str]) -> None:

@@ -251,7 +251,7 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
         assert set(how) == {"size", "min_rows", "token_bytes", "max_bytes", "bounds"}
         yield indices
 
-    for name, value in {"SLOTS": 3, "HEADS": ((4, 2),), "CHOICES": ("random", "text"), "BAR_TOKENS": 150}.items():
+    for name, value in {"SLOTS": 3, "HEADS": ((4, 2),), "CHOICES": ("random", "text"), "BAR_TOKENS": 80}.items():
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr(bench, "BARS", {(4, 2): {"forward": 1e9, "both": 0.0}})
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
@@ -263,13 +263,13 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(bench, "environment", lambda _: {"device": "NVIDIA H200"})
     saved = bench.choose(100, 1, "local", torch.Generator())
     torch.save(saved, tmp_path / "chosen.pt")
-    options = ["--seqlens", "150", "--choices", "random", "text", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
+    options = ["--seqlens", "80", "--choices", "random", "text", "--indices", str(tmp_path / "chosen.pt"), "--bars"]
     options += ["--out", str(tmp_path / "run")]
     right, written = bench.errors, []
     monkeypatch.setattr(bench, "errors", lambda problem: ["o"] * (wrong and len(written) == 1) or right(problem))
     monkeypatch.setattr(results_file, "write_json", lambda _, content: written.append(dict(content)))
     if wrong:
-        with pytest.raises(SystemExit, match="150   4/2 text    o"):
+        with pytest.raises(SystemExit, match="80   4/2 text    o"):
             bench.main(options)
         assert [(content["gate"], len(content["rows"])) for content in written] == [("unfinished", 5), ("red", 0)]
         return
@@ -278,7 +278,7 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
     assert [content["gate"] for content in written] == ["unfinished"] * 3 + ["green"]
     rows = written[-1]["rows"]
     stages = ["lists", "forward", "tiles", "backward", "both"]
-    cases = [(150, "random"), (150, "text"), (100, "file")]
+    cases = [(80, "random"), (80, "text"), (100, "file")]
     assert [(row["n"], row["choice"], row["stage"]) for row in rows] == [(*case, of) for case in cases for of in stages]
     assert {(row["ms"], row["fla_ms"]) for row in rows} == {(2.0, None)}
     assert len(written[-1]["missing"]) == 6

@@ -28,11 +28,11 @@ from tests.support.fa4_cases import (
     ARCHS,
     CAUSAL,
     COMPRESSIONS,
-    EXECUTED,
     NOISY,
     TILES,
     TOKENS,
     assert_same_lists,
+    executed_masked,
     gpu,
     low_precision_qkv,
     on_device,
@@ -617,11 +617,10 @@ def model_natively(arch: str, gradients: Gradients, lists: Lists, *, scale: floa
 model_unmasked = partial(model_natively, causal=False)
 
 
-@EXECUTED
+@executed_masked("mask_mod", "nothing", "native causality")
 @NOISY
 @pytest.mark.cuda_extra
 @pytest.mark.parametrize("dim", [128, *cases.rest(64)])
-@pytest.mark.parametrize("masked", ["nothing", "native causality", "mask_mod"])
 @pytest.mark.parametrize("rows", [128, 256])
 @pytest.mark.parametrize("name", MALFORMED)
 def test_fa4_does_with_malformed_lists_what_the_model_predicts(

@@ -323,6 +323,8 @@ def test_a_cluster_waits_for_all_of_its_threads() -> None:
     assert run(body.format("ret;"), cluster=2).shape == (64, 1)  # who has returned has arrived
     with pytest.raises(RuntimeError, match=r"(?s)wait for each other.*CTA \(0, 0, 0\).*barrier.cluster"):
         run(body.format("@%p0 bar.sync 3, 64;"), cluster=2)
+    with pytest.raises(RuntimeError, match=r"wait at barrier.cluster where they have not arrived"):
+        run("barrier.cluster.arrive; barrier.cluster.wait; barrier.cluster.wait;", cluster=2)
 
 
 def test_shared_memory_of_others_takes_cluster_addresses() -> None:

@@ -24,12 +24,10 @@ from nsa import NSAConfig
 from nsa.inputs import NSAAux
 from tests.support import cases
 from tests.support import fa4_model as model
-from tests.support.blackwell_cases import EX2_SLACK
 from tests.support.fa4_cases import (
     ARCHS,
     CAUSAL,
     COMPRESSIONS,
-    EXECUTED,
     NOISY,
     RULES,
     TILES,
@@ -37,13 +35,14 @@ from tests.support.fa4_cases import (
     assert_same_lists,
     chunk,
     chunks_of,
+    executed_masked,
     gpu,
     low_precision_qkv,
     on_device,
     random_blocks,
 )
 from tests.support.fa4_model import Keys, Lists
-from tests.support.helpers import assert_within_budget, make_inputs, make_qkv
+from tests.support.helpers import EXP2_ERROR, assert_within_budget, make_inputs, make_qkv
 
 
 def assert_branch(got: tuple[Tensor, Tensor], aux: NSAAux, branch: str, start: int, stop: int) -> None:
@@ -427,11 +426,10 @@ def test_fa4_compresses_what_the_model_predicts(dim: int, length: int, stride: i
         assert_predicted(got, partial(model.compressed, "sm_90", q, k, v, lists, **how), f"{tokens} tokens")
 
 
-@EXECUTED
+@executed_masked("mask_mod", "nothing", "causal")
 @NOISY
 @pytest.mark.cuda_extra
 @pytest.mark.parametrize("dim", [128, *cases.rest(64)])
-@pytest.mark.parametrize("masked", ["nothing", "causal", "mask_mod"])
 @pytest.mark.parametrize("name", MALFORMED)
 def test_fa4_does_with_malformed_lists_what_the_model_predicts(name: str, masked: str, dim: int, arch: str) -> None:
     rows = RULES[arch].rows
@@ -448,7 +446,7 @@ def test_fa4_does_with_malformed_lists_what_the_model_predicts(name: str, masked
         q, k, v = low_precision_qkv(300, dim, heads=1, kv_heads=1, batch=1, device=device)
         got = door(q, k, v, on_device(lists, device), **how)
     assert_predicted(
-        got, partial(predict, arch, q, k, v, lists, **how), name, slack=EX2_SLACK if arch == "sm_100" else 0
+        got, partial(predict, arch, q, k, v, lists, **how), name, slack=EXP2_ERROR if arch == "sm_100" else 0
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from tests.support.kv_outer_cases import make
 from tests.support.ptx import interpret_kernels
 from tests.support.ptx.mutations import Case, recorded
 
+if TYPE_CHECKING:
+    from cute_kernels.fa4.launch import Gradients
+
 GROUPS = ("FlashAttention-4, sm_100a", "wgmma", "mma")
 """FlashAttention-4's forward and backward; and ours per token, by what multiplies on sm_90a."""
 
@@ -26,8 +30,13 @@ def named_cases(group: str) -> dict[str, Case]:
         return {
             "FlashAttentionForwardSm100, D 64, bf16": fa4_case(forward),
             "FlashAttentionBackwardSm100, D 128, bf16": fa4_case(backward),
+            "FlashAttentionBackwardSm100, pairs of CTAs, D 128, bf16": fa4_case(paired_backward),
         }
     return {f"{name}, {group}, sm_90a": case for name, case in per_token_cases(group == "wgmma").items()}
+
+
+DIM = 128
+"""Of the backward's cases."""
 
 
 def listed(lists: model.Lists) -> list[Tensor]:
@@ -51,24 +60,38 @@ def forward() -> Callable[[], object]:
 def backward() -> Callable[[], object]:
     """One block of keys, four tiles of rows of one of two query heads."""
     from cute_kernels.fa4 import interface as fa4
-    from cute_kernels.fa4.launch import Gradients
     from cute_kernels.lists.query_to_kv import BlockLists
 
-    rows, keys, heads, dim = 512, 128, 2, 128
-    q, do = torch.randn(2, 1, rows, heads, dim).bfloat16().unbind()
-    k, v = torch.randn(2, 1, keys, 1, dim).bfloat16().unbind()
-    scores = torch.einsum("mhd,nd->hmn", q[0].double(), k[0, :, 0].double()) * dim**-0.5
-    scores = scores.masked_fill(torch.arange(keys) > torch.arange(rows)[:, None], -math.inf)
-    o = torch.einsum("hmn,nd->mhd", scores.softmax(-1), v[0, :, 0].double()).bfloat16()[None]
-    lse = scores.logsumexp(-1).float()[None]
+    rows, keys, heads = 512, 128, 2
+    gradients = after_forward(rows, keys, heads, causal=True)
     every = torch.arange(2).int().expand(1, 1, rows // 256, 2)
     bits = model.tile_bits(every, size=64, num_keys=keys)
     sizes = {"size": 64, "width": 128, "rows": 256, "num_keys": keys, "num_rows": rows, "blocks": range(1)}
     lists = model.transposed_lists(bits, heads, model.Keys(), **sizes)
     some = BlockLists(*map(Tensor.contiguous, listed(lists)), lists.rows, lists.width, lists.bits, lists.bit_keys)
-    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
-    gradients = Gradients(q, k, v, o, do, lse, dq, dk, dv)
-    return lambda: fa4.selected_backward(gradients, some, causal=True, scale=dim**-0.5)
+    return lambda: fa4.selected_backward(gradients, some, causal=True, scale=DIM**-0.5)
+
+
+def paired_backward() -> Callable[[], object]:
+    """Two blocks of keys, one for each CTA of a pair, without lists."""
+    from cute_kernels.fa4 import interface as fa4
+
+    gradients = after_forward(384, 256, 2, causal=False)
+    return lambda: fa4.dense_backward(gradients, causal=False, scale=DIM**-0.5)
+
+
+def after_forward(rows: int, keys: int, heads: int, *, causal: bool) -> Gradients:
+    """What a backward is given of query heads of one key/value head."""
+    from cute_kernels.fa4.launch import Gradients
+
+    q, do = torch.randn(2, 1, rows, heads, DIM).bfloat16().unbind()
+    k, v = torch.randn(2, 1, keys, 1, DIM).bfloat16().unbind()
+    scores = torch.einsum("mhd,nd->hmn", q[0].double(), k[0, :, 0].double()) * DIM**-0.5
+    if causal:
+        scores = scores.masked_fill(torch.arange(keys) > torch.arange(rows)[:, None], -math.inf)
+    o = torch.einsum("hmn,nd->mhd", scores.softmax(-1), v[0, :, 0].double()).bfloat16()[None]
+    lse = scores.logsumexp(-1).float()[None]
+    return Gradients(q, k, v, o, do, lse, *(torch.full_like(x, math.nan) for x in (q, k, v)))
 
 
 def fa4_case(make_call: Callable[[], Callable[[], object]]) -> Case:

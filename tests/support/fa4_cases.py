@@ -18,15 +18,22 @@ from tests.support.interpreted_gpu import interpreted_gpu
 RULES = {"sm_90": fa4.RULES[9], "sm_100": fa4.RULES[10]}
 ARCHS = pytest.mark.parametrize("arch", RULES)
 CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-EXECUTED = pytest.mark.parametrize(
-    "arch", [pytest.param("sm_90", marks=pytest.mark.cuda), pytest.param("sm_100", marks=pytest.mark.slow)]
-)
-"""FA4 itself runs: on a GPU, or interpreted (`gpu`)."""
 NOISY = pytest.mark.filterwarnings("default")
 """FA4 and CuTe DSL warn while they are imported and while they compile."""
 TOKENS = [1, 63, 64, 65, 127, 128, 255, 256, 257, 300, 513, 1000]
 TILES = [128, 256, 512]
 COMPRESSIONS = [(32, 16), (64, 64), (20, 7), (128, 128), (4, 1), (16, 16), (8, 2)]
+
+
+def executed_masked(mask: str, *others: str) -> pytest.MarkDecorator:
+    """FA4 itself runs, on a GPU or interpreted (`gpu`): parameters `arch`, and `masked`, the name of a mask.
+
+    A mask has a kernel of its own, which takes ten seconds to compile: others are interpreted in `make test-full`.
+    """
+    on_gpu = [pytest.param("sm_90", name, marks=pytest.mark.cuda) for name in (mask, *others)]
+    here = pytest.param("sm_100", mask, marks=pytest.mark.slow)
+    rest = [pytest.param("sm_100", name, marks=[pytest.mark.slow, pytest.mark.full]) for name in others]
+    return pytest.mark.parametrize(("arch", "masked"), [*on_gpu, here, *rest])
 
 
 def random_blocks(shape: tuple[int, ...], blocks: int, count: int, seed: int) -> Tensor:

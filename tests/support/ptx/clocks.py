@@ -85,14 +85,6 @@ class Access(NamedTuple):
     """Of a product in the tensor pipe: where it adds up, and its shape; of what is no plain access: a verb."""
 
 
-class State(NamedTuple):
-    """Of cells that were accessed together."""
-
-    write: Access | None
-    reads: tuple[Access, ...]
-    """The last of each agent since."""
-
-
 Key = tuple[str, int, int]
 """A kind of finding, and between which program points."""
 
@@ -115,12 +107,19 @@ class Finding(NamedTuple):
 
 
 class Memory:
-    """One address space: the number of a state for each cell."""
+    """One address space: for each cell, numbers of the last write and of the reads since."""
 
     def __init__(self, cells: int, name: str, place: Callable[[int], str]) -> None:
-        self.states, self.name, self.place = np.zeros(cells, "i4"), name, place
-        self.threads, self.epochs = np.full((2, cells), -1, "i4"), np.zeros((2, cells), "i4")
-        """Who wrote and who read last, and in which of its warp's epochs: SEVERAL lanes may have read."""
+        self.name, self.place = name, place
+        self.writes, self.reads = np.zeros((2, cells), "i4")
+        self.lanes = {writes: np.full(cells, -1, "i8") for writes in (True, False)}
+        """Stamps: which lane wrote last, and which read last."""
+
+
+def distinct(numbers: Any) -> list[int]:
+    """In order."""
+    first = numbers[0]
+    return [int(first)] if (numbers == first).all() else sorted({*numbers.tolist()})
 
 
 def byte_of(cell: int) -> str:
@@ -133,9 +132,21 @@ def lane_of(cell: int) -> str:
 
 SEVERAL = 32
 """In place of a lane."""
-WRITE, READ = 0, 1
 PENDING = 1 << 30
 """The epoch of a copy that is not waited for."""
+LANE_BITS, WARP_BIT = 6, 40
+"""A stamp holds a warp, its epoch, and a lane, from the highest bit on."""
+
+
+def stamp_of(warp: int, epoch: int) -> int:
+    """Of lane 0."""
+    return warp << WARP_BIT | epoch << LANE_BITS
+
+
+def since(stamps: Any, warp: int, epoch: int) -> Any:
+    """Those that a warp made in an epoch or later."""
+    first = stamp_of(warp, epoch)
+    return (stamps - first).view("u8") < stamp_of(warp + 1, 0) - first
 
 
 class Unused(NamedTuple):
@@ -202,9 +213,10 @@ class Clocks:
         self.clock[:, ORDERED, :warps] = self.clock[:, CONSUMED, :warps] = np.eye(warps, dtype="i4")
         self.shared = [Memory(SHARED_CELLS, f"shared memory of CTA {cta}", byte_of) for cta in range(ctas)]
         self.tmem = [Memory(LANES * COLUMNS, f"TMEM of CTA {cta}", lane_of) for cta in range(ctas)]
-        self.states = [State(None, ())]
-        self._numbers = {self.states[0]: 0}
-        self._after: dict[tuple[int, Access], int] = {}
+        self._writes: list[Access | None] = [None]
+        self._reads: list[tuple[Access, ...]] = [()]
+        """By their numbers in memories: the last read of each agent since the write."""
+        self._numbers: dict[tuple[Access, ...], int] = {(): 0}
         self._named: dict[Hashable, Any] = {}
         """Clocks of who has arrived at barriers of threads, and of who had when all had."""
         self._met: dict[Hashable, Any] = {}
@@ -280,17 +292,27 @@ class Clocks:
         cells = np.asarray(cells).reshape(-1)
         if not cells.size:
             return
-        numbers = memory.states[cells]
-        old = numbers[:1] if (numbers == numbers[0]).all() else np.unique(numbers)
-        new = np.empty(len(old), "i4")
-        for i, number in enumerate(old.tolist()):
-            state = self.states[number]
-            for before in (*state.reads, state.write) if access.writes else (state.write,):
-                if before and (kind := self._missing(before, access, clock)):
-                    cell = int(cells[np.argmax(numbers == number)])
-                    self._found(kind, before, access, f"{memory.name}, {memory.place(cell)}")
-            new[i] = self._next(number, access)
-        memory.states[cells] = new[0] if len(old) == 1 else new[np.searchsorted(old, numbers)]
+        reads, writes = memory.reads.take(cells), memory.writes.take(cells)
+        if access.writes:
+            for number in distinct(reads):
+                for before in self._reads[number]:
+                    self._compare(before, access, clock, memory, cells, reads == number)
+        for number in distinct(writes):
+            if before := self._writes[number]:
+                self._compare(before, access, clock, memory, cells, writes == number)
+        if access.writes:
+            memory.writes[cells] = len(self._writes)
+            memory.reads[cells] = 0
+            self._writes.append(access)
+            return
+        old = distinct(reads)
+        new = [self._with_read(number, access) for number in old]
+        memory.reads[cells] = new[0] if len(new) == 1 else np.array(new, "i4")[np.searchsorted(old, reads)]
+
+    def _compare(self, before: Access, access: Access, clock: Any, memory: Memory, cells: Any, of: Any) -> None:
+        """Args: `of`, which of the cells the earlier access has had."""
+        if kind := self._missing(before, access, clock):
+            self._found(kind, before, access, f"{memory.name}, {memory.place(int(cells[np.argmax(of)]))}")
 
     def _missing(self, before: Access, access: Access, clock: Any) -> str | None:
         agent, time, is_own = before.agent, before.time, before.agent == access.agent
@@ -304,19 +326,13 @@ class Clocks:
             return PROXY if before.writes else REUSE
         return None
 
-    def _next(self, number: int, access: Access) -> int:
-        key = number, access
-        if key not in self._after:
-            state = self.states[number]
-            if access.writes:
-                state = State(access, ())
-            else:
-                state = State(state.write, (*(x for x in state.reads if x.agent != access.agent), access))
-            if state not in self._numbers:
-                self._numbers[state] = len(self.states)
-                self.states.append(state)
-            self._after[key] = self._numbers[state]
-        return self._after[key]
+    def _with_read(self, number: int, access: Access) -> int:
+        """The number of these reads and one more, which takes the place of the agent's earlier one."""
+        reads = (*(x for x in self._reads[number] if x.agent != access.agent), access)
+        if reads not in self._numbers:
+            self._numbers[reads] = len(self._reads)
+            self._reads.append(reads)
+        return self._numbers[reads]
 
     def _generic(self, warp: int, writes: bool) -> Access:
         return Access(warp, self._now(warp), self.point, writes, True)
@@ -336,23 +352,31 @@ class Clocks:
 
     def _compare_lanes(self, warp: int, memory: Memory, cells: Any, access: Access, lanes: Any) -> None:
         """Between lanes of one warp, bar.warp.sync or a barrier orders accesses."""
-        own, epoch = warp * 64 + lanes, self._epochs[warp]
-        for kind in (WRITE, READ) if access.writes else (WRITE,):
-            last, when = memory.threads[kind, cells], memory.epochs[kind, cells]
-            wrong = (last // 64 == warp) & (last != own) & (when >= epoch)
-            if wrong.any():
+        epoch = self._epochs[warp]
+        for writes in (True, False) if access.writes else (True,):
+            last = memory.lanes[writes].take(cells)
+            wrong = since(last, warp, epoch)
+            if wrong.any() and (wrong := wrong & (last % (1 << LANE_BITS) != lanes)).any():
                 place = int(np.argmax(wrong))
-                state = self.states[memory.states[cells[place]]]
-                first = state.write if kind == WRITE else next(x for x in state.reads if x.agent == warp)
-                if first is not None:
-                    where = f"{memory.name}, {memory.place(int(cells[place]))}, of lane {lanes[place]}"
-                    self._found(LANES_RACE, first, access, where)
-        kind = WRITE if access.writes else READ
-        last, when = memory.threads[kind, cells], memory.epochs[kind, cells]
-        memory.threads[kind, cells] = own
-        several = (memory.threads[kind, cells] != own) | ((when >= epoch) & (last // 64 == warp) & (last != own))
-        memory.threads[kind, cells[several]] = warp * 64 + SEVERAL
-        memory.epochs[kind, cells] = epoch if access.is_generic and access.agent == warp else PENDING
+                self._found_between_lanes(warp, memory, int(cells[place]), int(lanes[place]), access, writes)
+        stamps = memory.lanes[access.writes]
+        last = stamps.take(cells)
+        own = stamp_of(warp, epoch if access.is_generic and access.agent == warp else PENDING)
+        stamps[cells] = own + lanes
+        several = (stamps.take(cells) != own + lanes) | since(last, warp, epoch) & (last % (1 << LANE_BITS) != lanes)
+        if several.any():
+            stamps[cells[several]] = own + SEVERAL
+
+    def _found_between_lanes(
+        self, warp: int, memory: Memory, cell: int, lane: int, access: Access, writes: bool
+    ) -> None:
+        if writes:
+            first = self._writes[memory.writes[cell]]
+        else:
+            first = next((x for x in self._reads[memory.reads[cell]] if x.agent == warp), None)
+        if first is not None:
+            where = f"{memory.name}, {memory.place(cell)}, of lane {lane}"
+            self._found(LANES_RACE, first, access, where)
 
     def sync(self, warps: Iterable[int]) -> None:
         """bar.warp.sync, or a barrier of all threads of these warps."""
@@ -495,7 +519,9 @@ class Clocks:
         self._wait(groups, [warp], most)
         while groups.pending and groups.pending[0][0] <= groups.committed - most:
             _, memory, cells = groups.pending.popleft()
-            memory.epochs[WRITE, cells] = np.minimum(memory.epochs[WRITE, cells], self._epochs[warp])
+            stamps = memory.lanes[True].take(cells)
+            ended = np.where(since(stamps, warp, PENDING), stamps - (PENDING - self._epochs[warp] << LANE_BITS), stamps)
+            memory.lanes[True][cells] = ended
 
     def bulk_load(self, warp: int, key: Hashable, cells: Any, cta: int = 0, writes: bool = True) -> None:
         """cp.async.bulk into shared memory, or out of it into another CTA's: completes bytes of an mbarrier's phase."""

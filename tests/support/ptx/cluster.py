@@ -45,6 +45,8 @@ class Cluster:
         """Operations that nobody has waited for, which may end this late."""
         self.arrived = [0 for _ in self.ctas]
         """Bits of the threads of each CTA that have arrived at barrier.cluster."""
+        self.to_wait = [0 for _ in self.ctas]
+        """Bits of those that have arrived and have not waited since."""
         for cta in self.ctas:
             cta.reset(self._special(place, cta.rank), self.launch.shared_bytes, self.ahead)
         self.observer.begin(self.ctas)
@@ -130,6 +132,7 @@ class Cluster:
         if self.arrived[rank] & threads.bits:
             raise RuntimeError("threads arrive at barrier.cluster again before they have waited")
         self.arrived[rank] |= threads.bits
+        self.to_wait[rank] |= threads.bits
         self.check_arrivals()
 
     def check_arrivals(self) -> None:
@@ -142,5 +145,10 @@ class Cluster:
                     cta.unblock(waiting.at, waiting.bits)
 
     def waiting_for(self, threads: Threads) -> Threads | None:
-        """Those of the threads whose arrival others have yet to join."""
-        return threads.cta.threads(self.arrived[threads.cta.rank] & threads.bits)
+        """Those of the threads whose arrival others have yet to join; the others have waited."""
+        rank = threads.cta.rank
+        if threads.bits & ~self.to_wait[rank]:
+            raise RuntimeError("threads wait at barrier.cluster where they have not arrived")
+        early = self.arrived[rank] & threads.bits
+        self.to_wait[rank] &= ~threads.bits | early
+        return threads.cta.threads(early)
