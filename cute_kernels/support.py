@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.limits import (
@@ -44,8 +45,8 @@ def check(call: Any) -> str | None:
     rules = fa4.rules(torch.device(call.device))
     if rules is None or inputs is None or config is None:
         return None
-    reason = _refusal_of_start(inputs) or fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1])
-    reason = reason or _refusal(inputs, config, rules)
+    reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1])
+    reason = reason or _refusal(inputs, config, rules, call.backward)
     if reason is None and call.backward:
         reason = _refusal_of_backward(inputs, config, rules)
         if reason is None and call.options.get("deterministic"):
@@ -151,23 +152,12 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _refusal_of_start(inputs: Any) -> str | None:
-    """Starts that only the device knows."""
-    if inputs.cu_seqlens_k is not None or (inputs.packed and inputs.q_start is not None):
-        return "does not take cu_seqlens_k and q_start of packed documents yet, only sequences of one length"
-    if inputs.q_start is not None:
-        return "takes q_start as an integer, not yet as a tensor"
-    return None
-
-
 def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
     """FlashAttention-4 counts a head's fp32 sums of dq, dk and dv with 32 bits."""
     rows, tile = max(inputs.q.shape[-3], inputs.k.shape[-3]), tile_rows(config, rules)
-    has_rows = inputs.q.shape[-3] > 0
-    if has_rows and not inputs.packed and not config.token_mode and inputs.first_token % tile:
-        return f"takes q_start in multiples of q_tile_size={tile} in backward, got {inputs.first_token}"
-    if inputs.cu_seqlens is not None:
-        rows += (inputs.cu_seqlens.shape[0] - 1) * tile
+    if runs_as_pack(inputs, config, training=True):
+        queries, tokens, docs = pack_sizes(inputs)
+        rows = max(queries, tokens) + 2 * docs * tile
     dim = max(inputs.q.shape[-1], inputs.v.shape[-1])
     if (rows + tile) * dim >= 1 << 31:
         return f"takes fewer than 2^31 elements of one head in backward, got {rows} rows of {dim}"
@@ -177,6 +167,28 @@ def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | No
 def tile_rows(config: Any, rules: Any) -> int:
     """Query rows of a tile: those that select together, in token mode of attention. Documents begin at multiples."""
     return int(rules.rows if config.token_mode else config.q_tile_size)
+
+
+def runs_as_pack(inputs: Any, config: Any, *, training: bool) -> bool:
+    """Whether a call takes the steps of packed documents.
+
+    So do sequences of one length whose starts only the device knows, and, to be trained, those that continue a tile:
+    documents begin inside a tile, while lists of rows without documents are of tiles that begin.
+    """
+    if inputs.packed or isinstance(inputs.q_start, Tensor):
+        return inputs.packed or inputs.q.shape[0] > 0
+    return training and continues_tile(inputs, config) and inputs.q.numel() > 0
+
+
+def pack_sizes(inputs: Any) -> tuple[int, int, int]:
+    """Queries, tokens and documents of what `runs_as_pack`."""
+    docs = inputs.cu_seqlens.shape[0] - 1 if inputs.packed else inputs.q.shape[0]
+    return inputs.q.shape[:-2].numel(), inputs.k.shape[:-2].numel(), docs
+
+
+def continues_tile(inputs: Any, config: Any) -> bool:
+    """Whether the first query, which the host knows, is not the first of its tile."""
+    return not config.token_mode and inputs.first_token % config.q_tile_size != 0
 
 
 def has_atomic_free_backward(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
@@ -197,6 +209,10 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
         got = f"D={dims[0]}, D_v={dims[1]}"
     elif inputs.cu_seqlens is not None:
         got = "cu_seqlens"
+    elif isinstance(inputs.q_start, Tensor):
+        got = "q_start as a tensor"
+    elif continues_tile(inputs, config):
+        got = f"q_start={inputs.first_token}, q_tile_size={config.q_tile_size}"
     elif inputs.first_token % config.stride:
         got = f"q_start={inputs.first_token}, stride={config.stride}"
     elif config.num_cmp_selected_blocks is not None:
@@ -206,12 +222,13 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
     if got is None:
         return None
     return (
-        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens and "
-        f"num_cmp_selected_blocks, and a stride that divides compress_block_size and q_start, got {got}"
+        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens, tensors q_start and "
+        "num_cmp_selected_blocks, with a stride that divides compress_block_size and q_start, and in tile mode a "
+        f"q_tile_size that divides q_start, got {got}"
     )
 
 
-def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
+def _refusal(inputs: Any, config: Any, rules: fa4.Rules, backward: bool) -> str | None:
     sizes = {
         "q_tile_size": config.q_tile_size,
         "compress_block_size": config.compress_block_size,
@@ -239,14 +256,14 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
             f"takes at most {MAX_ENTRIES} compressed blocks over one select block, got {entries} "
             f"(compress_block_size={config.compress_block_size}, stride={config.stride}, l'={config.select_size})"
         )
-    if inputs.cu_seqlens is None:
+    if not runs_as_pack(inputs, config, training=backward):
         return None
     if not config.causal:
         return "takes cu_seqlens with causal=True only, got causal=False"
     if config.q_tile_size % config.select_size:
         return (
-            f"takes cu_seqlens with q_tile_size in multiples of select_block_size only, got {config.q_tile_size} "
-            f"and {config.select_size}"
+            "takes cu_seqlens, a tensor q_start, and backward from inside a tile, with q_tile_size in multiples of "
+            f"select_block_size only, got {config.q_tile_size} and {config.select_size}"
         )
     return _refusal_of_documents(inputs, config, tile_rows(config, rules))
 
@@ -273,15 +290,16 @@ def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
         return f"chooses at most {MAX_TOKEN_BLOCKS} blocks per token, got {config.num_selected_blocks}"
     if inputs.group_size > MAX_TOKEN_GROUP:
         return f"selects per token for at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
-    return None if inputs.cu_seqlens is None else _refusal_of_documents(inputs, config, rows)
+    packed = runs_as_pack(inputs, config, training=False)
+    return _refusal_of_documents(inputs, config, rows) if packed else None
 
 
 def _refusal_of_documents(inputs: Any, config: Any, tile: int) -> str | None:
     """Args: `tile`, documents begin at multiples of so many rows."""
-    tokens, docs = inputs.q.shape[0], inputs.cu_seqlens.shape[0] - 1
+    queries, tokens, docs = pack_sizes(inputs)
     if docs == 0:
         return "takes at least one document, got cu_seqlens of shape [1]"
-    rows = tokens + docs * tile
+    rows = max(queries, tokens) + 2 * docs * tile
     covered = tokens + (docs + 1) * MAX_LIST_WIDTH * config.stride
     if max(rows, covered) >= 1 << 31:
         return f"lays documents out in fewer than 2^31 rows, got {tokens} tokens in {docs} documents"
