@@ -1,13 +1,14 @@
 """A step of decoding on NVIDIA GPUs: append, score, choose, attend to blocks, combine (decode/), in five launches.
 
     nsa_with_cache   the function of the dispatcher's row: a cache and an open step of it
-    decode           the same from tensors: pages, block table, lengths
+    decode           attention of new tokens from tensors: pages, block table, lengths
 
 Nothing is read on the host, and grids follow from shapes alone, so a step is captured once in a CUDA graph and replayed
 while sequences grow. Temporary memory comes from PyTorch's allocator in each call: layers, which run one after the
 other, then share it, and calls on two streams do not.
 
-More than MAX_DECODE_QUERIES new tokens are steps of so many.
+Entries that are no means, and keys and values of single branches, are appended by PyTorch (NSACache.append).
+More than MAX_DECODE_QUERIES new tokens are steps of so many; from MIN_PREFILL_QUERIES on, a prefill (prefill.py).
 """
 
 from __future__ import annotations
@@ -18,39 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.decode import append, blocks, choose, combine, score
+from cute_kernels.decode import blocks, choose, combine, score
+from cute_kernels.decode.cache import Lengths, Pages
 from cute_kernels.decode.splits import MIN_TILES
-from cute_kernels.limits import MAX_DECODE_QUERIES
+from cute_kernels.limits import MAX_DECODE_QUERIES, MIN_PREFILL_QUERIES
 from cute_kernels.mma.warp import LOG2_E
+from cute_kernels.prefill import append_tokens, prefill
 from cute_kernels.runtime.device import multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES
 from cute_kernels.select.topk import Blocks
-
-
-class Pages(NamedTuple):
-    """A layer's memory, and where sequences lie in it (decode/pages.py)."""
-
-    k: Tensor
-    """`[pages,page_size,H_kv,D]`"""
-    v: Tensor
-    """`[pages,page_size,H_kv,D_v]`"""
-    k_cmp: Tensor
-    """`[pages,page_size/d,H_kv,D]`: entry j in the page of its last token e, in slot e % page_size // d."""
-    v_cmp: Tensor
-    """`[pages,page_size/d,H_kv,D_v]`"""
-    block_table: Tensor
-    """int32 `[B,pages of a sequence]`; read for tokens that exist, the new ones among them."""
-
-
-class Lengths(NamedTuple):
-    """int32 `[B]` on the device."""
-
-    cached: Tensor
-    """Tokens of a sequence in front of the new ones."""
-    new: Tensor
-    """0 to N_q: the first rows of a sequence are its new tokens."""
-    overflowed: Tensor
-    """bool `[B]`: sequences whose rows become NaN. They have no new tokens."""
 
 
 class Sizes(NamedTuple):
@@ -79,8 +56,6 @@ def sizes(
 
 def decode(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     pages: Pages,
     lengths: Lengths,
     config: Any,
@@ -88,16 +63,16 @@ def decode(
     gates: Tensor | None = None,
     gate_proj_weight: Tensor | None = None,
 ) -> Tensor:
-    """Append new tokens of each sequence, and attend: out `[B,N_q,H,D_v]` in q's dtype.
+    """Attention of new tokens of each sequence, which pages hold already: out `[B,N_q,H,D_v]` in q's dtype.
 
     Args:
-        q, k, v: `[B,N_q,H,D]`, `[B,N_q,H_kv,D]`, `[B,N_q,H_kv,D_v]`, bf16 or fp16; N_q at most MAX_DECODE_QUERIES.
-        pages: in their dtype; what support.check_decoding says of them.
+        q: `[B,N_q,H,D]`, bf16 or fp16; N_q at most MAX_DECODE_QUERIES.
+        pages: in its dtype; what support.check_with_cache says of them.
         config: an nsa.NSAConfig in token mode.
         gates, gate_proj_weight: `[B,N_q,H,3]` or `[H,3,D]`; neither: 1/3 each.
     """
     batch, queries, heads, dim = q.shape
-    kv_heads, v_dim = v.shape[2:]
+    kv_heads, v_dim = pages.v.shape[2:]
     group, page_size, capacity = heads // kv_heads, pages.k.shape[1], pages.block_table.shape[1] * pages.k.shape[1]
     select = Blocks(
         config.compress_block_size,
@@ -110,7 +85,7 @@ def decode(
     window = min(config.window_size, capacity)
     how = (dim, v_dim), q.dtype, group, queries, select
     of = sizes(*how, window, page_size)
-    q, k, v = vectorizable(q), vectorizable(k), vectorizable(v)
+    q = vectorizable(q)
     out = torch.empty((batch, queries, heads, v_dim), dtype=q.dtype, device=q.device)
     entries = max(0, (capacity - select.length) // select.stride + 1)
     items, tiles, sms = kv_heads * queries, -(-entries // of.tiles.entries), multiprocessors(q.device)
@@ -133,25 +108,22 @@ def decode(
     weights = gate_proj_weight, None if gate_proj_weight is not None else gates
     gate_dtypes = [None if x is None else x.dtype for x in weights]
 
-    appending = append.compiled(how[0], q.dtype, page_size, select.length, select.stride)
-    appending.run(k, v, *pages[:4], table, *known)
     score.compiled(*how, page_size).run(q, pages.k_cmp, pages.v_cmp, table, *known, cmp_o, cmp_lse, scores, scale, ctas)
     choose.compiled(*how, page_size).run(*known, cmp_lse, scores, values, indices, ctas, choice.blocks)
-    blocks.compiled(*how, window, page_size).run(
-        q,
-        pages.k,
-        pages.v,
-        table,
-        *known,
-        values,
-        indices,
-        block_o,
-        block_lse,
-        scale,
-        parts.selected,
-        *parts[2:],
-        choice.blocks,
-    )
+    attend_blocks = blocks.compiled(*how, window, page_size).run
+
+    def attend(k: Tensor, v: Tensor, of_branches: slice, selected: int) -> None:
+        """Args: parts of partials, the first `selected` of which are of selected blocks, the others of the window."""
+        partials = block_o[:, :, of_branches], block_lse[:, :, of_branches]
+        if partials[1].numel() == 0:
+            return
+        attend_blocks(q, k, v, table, *known, values, indices, *partials, scale, selected, *parts[2:], choice.blocks)
+
+    if pages.k_win is None:
+        attend(pages.k, pages.v, slice(None), parts.selected)
+    else:
+        attend(pages.k, pages.v, slice(parts.selected), parts.selected)
+        attend(*pages.window, slice(parts.selected, None), 0)
     combine.compiled(*how, page_size, *gate_dtypes).run(
         *known,
         lengths.overflowed.view(torch.int8),
@@ -168,21 +140,31 @@ def decode(
     return out
 
 
+def pools_means(inputs: Any, config: Any) -> bool:
+    """Whether entries are means, which a kernel pools."""
+    return config.compress == "mean" and (inputs.w_k_compress, inputs.w_v_compress) == (None, None)
+
+
 def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
     """Args: nsa.inputs.NSAInputs, nsa.NSAConfig, nsa.NSACache and its table's open step; checked. Returns out."""
-    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
-    table, memory = cache.table, cache.pages
+    q, gates, table = inputs.q, inputs.gates, cache.table
     weight = None if inputs.gate_proj_weight is None else vectorizable(inputs.gate_proj_weight)
-    pages = Pages(memory["k"], memory["v"], memory["k_cmp"], memory["v_cmp"], table.block_table)
+    names = ("k_slc", "v_slc") if cache.separate_kv else ("k", "v")
+    own = [cache.pages[name] for name in ("k_win", "v_win")] if cache.separate_kv else []
+    memory = (cache.pages[name] for name in (*names, "k_cmp", "v_cmp"))
+    pages, lengths = Pages(*memory, table.block_table, *own), Lengths(table.seqlens, step.counts, table.overflowed)
+    if pools_means(inputs, config) and not cache.separate_kv:
+        append_tokens(inputs.k, inputs.v, pages, lengths, config)
+    else:
+        cache.append(inputs, config, step)
+    if q.shape[1] >= MIN_PREFILL_QUERIES:
+        return prefill(inputs, config, pages, lengths)
     outs = []
     for first in range(0, q.shape[1], MAX_DECODE_QUERIES):
         rows = slice(first, first + MAX_DECODE_QUERIES)
-        lengths = Lengths(table.seqlens, step.counts, table.overflowed)
         if q.shape[1] > MAX_DECODE_QUERIES:
             new = (step.counts - first).clamp(0, MAX_DECODE_QUERIES)
             lengths = Lengths(table.seqlens + first, new, table.overflowed)
         given = None if gates is None else gates[:, rows]
-        outs.append(
-            decode(q[:, rows], k[:, rows], v[:, rows], pages, lengths, config, gates=given, gate_proj_weight=weight)
-        )
+        outs.append(decode(q[:, rows], pages, lengths, config, gates=given, gate_proj_weight=weight))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)

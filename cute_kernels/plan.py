@@ -162,8 +162,21 @@ def prepare(
         return Call(inputs, inputs, replace(plan, first_row=first) if first else plan, saved_cmp)
     sequences = None if inputs.packed else inputs.q.shape[0]
     inputs, attended, documents = _unpack(inputs if inputs.packed else _pack(inputs), config, rules)
-    plan = _plan(config, rules, dims, None, atomic_free, query_outer)
-    return Call(inputs, attended, replace(plan, documents=documents), saved_cmp, sequences)
+    plan = plan_pack(config, rules, dims, documents, atomic_free=atomic_free, query_outer=query_outer)
+    return Call(inputs, attended, plan, saved_cmp, sequences)
+
+
+def plan_pack(
+    config: Any,
+    rules: fa4.Rules,
+    dims: tuple[int, int],
+    documents: Documents,
+    *,
+    atomic_free: bool = True,
+    query_outer: bool | None = None,
+) -> Plan:
+    """The plan of packed documents. Args: D and D_v; where they lie; as of `prepare`."""
+    return replace(_plan(config, rules, dims, None, atomic_free, query_outer), documents=documents)
 
 
 def selects_entries(config: Any, entries: int | None) -> bool:

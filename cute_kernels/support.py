@@ -27,6 +27,7 @@ from cute_kernels.limits import (
     MAX_TOKEN_BLOCKS,
     MAX_TOKEN_ENTRIES,
     MAX_TOKEN_GROUP,
+    MIN_PREFILL_QUERIES,
     SELECT_UNIT,
     TOKEN_SELECT_SIZES,
 )
@@ -62,15 +63,16 @@ def check_with_cache(call: Any) -> str | None:
         return problem
     if not config.token_mode:
         return f"decodes in token mode only, q_tile_size=1, got q_tile_size={config.q_tile_size}"
-    if cache.separate_kv:
-        return "decodes with one k and v for all branches, got a cache with separate_kv=True"
-    if config.compress != "mean" or (inputs.w_k_compress, inputs.w_v_compress) != (None, None):
-        return "decodes with compress='mean' and without w_k_compress and w_v_compress: it pools entries itself"
-    return (
+    reason = (
         fa4.refusal(inputs.q.dtype, cache.dim, cache.dim_v)
         or _refusal_of_token_mode(inputs, config, 0)
         or _refusal_of_cache(config, cache)
     )
+    rules = fa4.rules(torch.device(call.device))
+    if reason is not None or rules is None or inputs.q.shape[1] < MIN_PREFILL_QUERIES:
+        return reason
+    batch, queries = inputs.q.shape[:2]
+    return _refusal_of_rows(batch * queries, batch * cache.table.capacity, batch, config, tile_rows(config, rules))
 
 
 def _refusal_of_cache(config: Any, cache: Any) -> str | None:
@@ -86,9 +88,9 @@ def _refusal_of_cache(config: Any, cache: Any) -> str | None:
         return f"decodes with a page_size that compress_stride divides, got {page_size} and {stride}"
     if max(cache.table.batch, cache.heads_kv * MAX_DECODE_QUERIES) > MAX_GRID:
         return f"decodes up to {MAX_GRID} sequences, got B={cache.table.batch}, H_kv={cache.heads_kv}"
-    for name in ("k", "v", "k_cmp", "v_cmp"):
-        if not vectorized(cache.pages[name]):
-            return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {cache.pages[name].stride()}"
+    for name, pages in cache.pages.items():
+        if not vectorized(pages):
+            return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {pages.stride()}"
     return None
 
 
@@ -299,6 +301,11 @@ def _refusal_of_documents(inputs: Any, config: Any, tile: int) -> str | None:
     queries, tokens, docs = pack_sizes(inputs)
     if docs == 0:
         return "takes at least one document, got cu_seqlens of shape [1]"
+    return _refusal_of_rows(queries, tokens, docs, config, tile)
+
+
+def _refusal_of_rows(queries: int, tokens: int, docs: int, config: Any, tile: int) -> str | None:
+    """Of a pack whose aligned rows 32 bits do not count. Args: as of `pack_sizes`; `_refusal_of_documents`."""
     rows = max(queries, tokens) + 2 * docs * tile
     covered = tokens + (docs + 1) * MAX_LIST_WIDTH * config.stride
     if max(rows, covered) >= 1 << 31:

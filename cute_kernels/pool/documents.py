@@ -63,6 +63,8 @@ class Packed(NamedTuple):
     """`[B+1]`, of keys; the same tensor where all documents begin with their first token."""
     start: Tensor | None = None
     """`[B]`, the token that each document's first query is; None: queries end with the keys."""
+    counts: Tensor | None = None
+    """`[B]`, how many of its queries a document has, the first ones; None: all."""
 
     @property
     def continues(self) -> bool:
@@ -131,6 +133,8 @@ class Documents:
     """Length of buffers with aligned entries."""
     most_entries: int
     """That one document, or all without gaps, can have."""
+    window: Varlen | None = None
+    """Where the window's rows and keys are, if its keys were laid out by themselves."""
 
     @property
     def num_tiles(self) -> int:
@@ -164,6 +168,8 @@ class Documents:
         Returns:
             Where attention finds the documents in aligned rows and in these keys; k and v.
         """
+        if self.window is not None:
+            return self.window, k, v
         if self.tile % size == 0:
             return self.varlen, k, v
         blocks, _ = sizes(len(self.key_rows), self.packed.count, size, self.stride)
@@ -175,7 +181,8 @@ class Documents:
         """Blocks of `size` tokens, of aligned rows and keys."""
         bounds = bounds_of(self.packed, tile=size, step=size, length=size, stride=size)
         bounds[TOKEN], bounds[ROW] = self.bounds[KEY], self.bounds[ROW]
-        return PackedBlocks(bounds, self.positions, sizes(len(self.key_rows), self.packed.count, size, 1)[0])
+        partial = self.packed.count if self.tile % size else 0  # blocks that begin in one tile and end in another
+        return PackedBlocks(bounds, self.positions, self.num_keys // size + partial)
 
     def align(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned keys `[1,num_keys,heads,D]` of k and v `[1,T_k,heads,D]`."""
@@ -256,16 +263,22 @@ class DocumentBounds:
         mCuSeqlens: cute.Tensor,
         mCuSeqlensK: cute.Tensor,
         mStart: cute.Tensor | None,
+        mCounts: cute.Tensor | None,
         mBounds: cute.Tensor,
         stream: Any,
     ):
-        self.kernel(mCuSeqlens, mCuSeqlensK, mStart, mBounds).launch(
+        self.kernel(mCuSeqlens, mCuSeqlensK, mStart, mCounts, mBounds).launch(
             grid=[1, 1, 1], block=[SCAN_THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, mCuSeqlens: cute.Tensor, mCuSeqlensK: cute.Tensor, mStart: cute.Tensor | None, mBounds: cute.Tensor
+        self,
+        mCuSeqlens: cute.Tensor,
+        mCuSeqlensK: cute.Tensor,
+        mStart: cute.Tensor | None,
+        mCounts: cute.Tensor | None,
+        mBounds: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // LANES, thread % LANES
@@ -281,6 +294,8 @@ class DocumentBounds:
             document, queries, keys, start = first + thread, Int32(0), Int32(0), Int32(0)
             if document < docs:
                 queries = mCuSeqlens[document + 1] - mCuSeqlens[document]
+                if const_expr(mCounts is not None):
+                    queries = cutlass.min(queries, mCounts[document])
                 keys = mCuSeqlensK[document + 1] - mCuSeqlensK[document]
                 start = keys - queries
                 if const_expr(mStart is not None):
@@ -492,10 +507,9 @@ def fake_rows() -> Any:
 
 
 @compiled_once
-def _bounds(tile: int, step: int, length: int, stride: int, starts: bool) -> Kernel:
-    bounds = [fake_rows() for _ in range(2)]
-    start = fake_rows() if starts else None
-    return compile_kernel(DocumentBounds(tile, step, length, stride), *bounds, start, fake_tables()[0])
+def _bounds(tile: int, step: int, length: int, stride: int, starts: bool, counted: bool) -> Kernel:
+    given = [fake_rows() if has else None for has in (True, True, starts, counted)]
+    return compile_kernel(DocumentBounds(tile, step, length, stride), *given, fake_tables()[0])
 
 
 @compiled_once
@@ -536,7 +550,7 @@ def _align_rows(
     """Those of aligned keys, values and rows whose tensors are given.
 
     Args:
-        record: also fill in `documents.tiles`, `.rows`, `.key_rows` and `.positions`; all three are given then.
+        record: also fill in `documents.tiles`, `.rows`, `.positions` and, with k, `.key_rows`; q is given then.
     """
     counts = documents.num_keys, documents.num_keys, documents.num_tiles * documents.tile
     aligned = [
@@ -546,7 +560,7 @@ def _align_rows(
     given = next(x for x in (q, k) if x is not None)
     if any(x is not None and x.numel() > 0 for x in aligned):
         tables: tuple[Tensor | None, ...] = (None,) * 4
-        apart = documents.packed.continues
+        apart = documents.packed.continues and k is not None
         if record:
             key_rows = documents.key_rows if apart else None
             tables = documents.tiles, documents.rows, key_rows, documents.positions
@@ -562,10 +576,29 @@ def bounds_of(packed: Packed, *, tile: int, step: int, length: int, stride: int)
     """Documents.bounds alone, for kernels that read tokens where they lie. Args: as of `lay_out`."""
     first = packed.cu_seqlens
     bounds = torch.empty((NUM_BOUNDS, first.shape[0]), dtype=torch.int32, device=first.device)
-    start = None if packed.start is None else packed.start.contiguous()
-    run = _bounds(tile, step, length, stride, start is not None).run
-    run(first.contiguous(), packed.cu_seqlens_k.contiguous(), start, bounds)
+    given = [None if x is None else x.contiguous() for x in packed]
+    _bounds(tile, step, length, stride, given[2] is not None, given[3] is not None).run(*given, bounds)
     return bounds
+
+
+def empty_layout(
+    packed: Packed, queries: int, tokens: int, *, tile: int, step: int, length: int, stride: int
+) -> Documents:
+    """The layout of documents before `_align_rows` has recorded it. Args: as of `lay_out`; T_q and T_k."""
+    docs, continues, device = packed.count, packed.continues, packed.cu_seqlens.device
+    num_tiles = query_tiles(queries, docs, tile, step, continues=continues)
+    key_tiles, num_entries = sizes(tokens, docs, tile, stride)
+
+    def table(*shape: int, absent: bool = False) -> Tensor:
+        if absent:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    bounds = bounds_of(packed, tile=tile, step=step, length=length, stride=stride)
+    rows = table(queries, absent=packed.counts is not None)
+    key_rows = table(tokens, absent=True) if continues else rows
+    tables = bounds, table(3, num_tiles), rows, key_rows, table(num_tiles * tile)
+    return Documents(tile, length, stride, packed, *tables, key_tiles * tile, num_entries, tokens // stride)
 
 
 def lay_out(
@@ -580,17 +613,15 @@ def lay_out(
         step: S, multiples of which tiles begin at.
         length, stride: of compressed blocks, l and d.
     """
-    queries, tokens, docs, continues = q.shape[1], k.shape[1], packed.count, packed.continues
-    num_tiles = query_tiles(queries, docs, tile, step, continues=continues)
-    key_tiles, num_entries = sizes(tokens, docs, tile, stride)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=q.device)
-
-    bounds = bounds_of(packed, tile=tile, step=step, length=length, stride=stride)
-    rows = empty(queries)
-    key_rows = torch.full((tokens,), -1, dtype=torch.int32, device=q.device) if continues else rows
-    tables = bounds, empty(3, num_tiles), rows, key_rows, empty(num_tiles * tile)
-    documents = Documents(tile, length, stride, packed, *tables, key_tiles * tile, num_entries, tokens // stride)
+    sizes = {"tile": tile, "step": step, "length": length, "stride": stride}
+    documents = empty_layout(packed, q.shape[1], k.shape[1], **sizes)
     aligned_k, aligned_v, aligned_q = _align_rows(documents, k, v, q, record=True)
     return documents, (aligned_q, aligned_k, aligned_v)
+
+
+def lay_out_queries(
+    q: Tensor, packed: Packed, tokens: int, *, tile: int, step: int, length: int, stride: int
+) -> tuple[Documents, Tensor]:
+    """`lay_out` for keys that lie elsewhere, up to `tokens` of them; `key_rows` holds nothing of use."""
+    documents = empty_layout(packed, q.shape[1], tokens, tile=tile, step=step, length=length, stride=stride)
+    return documents, _align_rows(documents, None, None, q, record=True)[0]

@@ -257,6 +257,9 @@ def ask_with_cache(
         {"compress_block_size": 4, "compress_stride": 1, "select_block_size": 64},
         {"compress_block_size": 64 * 16},
         {"num_selected_blocks": 256},
+        {"separate_kv": True},
+        {"w_k_compress": torch.zeros(2, 64, 64, dtype=torch.bfloat16)},
+        {"compress": lambda blocks: blocks[..., 0, :]},
     ],
     ids=str,
 )
@@ -268,9 +271,6 @@ def test_takes_a_cache(options: dict[str, Any]) -> None:
     ("options", "reason"),
     [
         ({"q_tile_size": 64}, "got q_tile_size=64"),
-        ({"separate_kv": True}, "separate_kv=True"),
-        ({"w_k_compress": torch.zeros(2, 64, 64, dtype=torch.bfloat16)}, "w_k_compress"),
-        ({"compress": lambda blocks: blocks[..., 0, :]}, "compress='mean'"),
         ({"dims": (32, 64)}, "32"),
         ({"page_size": 40}, "got 40 and 16"),
         ({"select_block_size": 32}, "got 32"),

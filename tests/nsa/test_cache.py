@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
+from nsa.decoding import append as appending
 from nsa.decoding import reference
-from nsa.decoding.cache import write_rows
+from nsa.decoding.append import write_rows
 from nsa.inputs import NSAInputs
 from tests.support.cache_cases import (
     append,
@@ -293,7 +294,8 @@ def test_a_write_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(written.unique()) == len(written)
         write_rows(x, rows, values, wanted)
 
-    monkeypatch.setattr(reference, "write_rows", checked)
+    for module in (reference, appending):
+        monkeypatch.setattr(module, "write_rows", checked)
     inputs, config = make_inputs(60, batch=2), SMALL["seed"]
     append(cache_for(inputs, config, 60, page_size=8), inputs, [37, 3, 20])
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.decode import choose
-from cute_kernels.decoding import Lengths, Pages, decode
+from cute_kernels.decode.cache import Lengths, Pages
+from cute_kernels.decoding import decode
+from cute_kernels.prefill import append_tokens
 from cute_kernels.runtime.jit import Kernel
 from nsa import NSAConfig
 from tests.support.helpers import assert_within_budget
@@ -122,7 +124,8 @@ class Step:
             for row, count in enumerate(self.lengths.new.tolist()):
                 to[row, :count] = x[row][len(x[row]) - count :]
         with mock.patch.object(choose, "compiled", self._noting(choose.compiled)):
-            out = decode(self.q, *new, self.pages, self.lengths, self.case.config, **self.gates)
+            append_tokens(*new, self.pages, self.lengths, self.case.config)
+            out = decode(self.q, self.pages, self.lengths, self.case.config, **self.gates)
         got = self.pages
         self.pages = Pages(*[x.clone() for x in got])
         for row, (cached, count) in enumerate(zip(self.case.cached, self.lengths.new.tolist(), strict=True)):

@@ -27,9 +27,10 @@ LAYERS = (
     "fa4",
     "support",
     "neighborhood",
-    "decoding",
     "plan",
     "forward",
+    "prefill",
+    "decoding",
     "backward",
 )
 """Modules and packages of cute_kernels: each imports itself and earlier ones only."""
