@@ -150,9 +150,10 @@ def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
     q, gates, table = inputs.q, inputs.gates, cache.table
     weight = None if inputs.gate_proj_weight is None else vectorizable(inputs.gate_proj_weight)
     names = ("k_slc", "v_slc") if cache.separate_kv else ("k", "v")
-    own = [cache.pages[name] for name in ("k_win", "v_win")] if cache.separate_kv else []
-    memory = (cache.pages[name] for name in (*names, "k_cmp", "v_cmp"))
-    pages, lengths = Pages(*memory, table.block_table, *own), Lengths(table.seqlens, step.counts, table.overflowed)
+    own = {name: cache.pages[name] for name in ("k_win", "v_win")} if cache.separate_kv else {}
+    k, v, k_cmp, v_cmp = (cache.pages[name] for name in (*names, "k_cmp", "v_cmp"))
+    pages = Pages(k, v, k_cmp, v_cmp, table.block_table, **own)
+    lengths = Lengths(table.seqlens, step.counts, table.overflowed)
     if pools_means(inputs, config) and not cache.separate_kv:
         append_tokens(inputs.k, inputs.v, pages, lengths, config)
     else:

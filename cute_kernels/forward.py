@@ -554,7 +554,8 @@ def _of_sequences(
     entries = call.plan.config.num_compressed(len(documents.key_rows) // batch)
 
     def by_row(x: Tensor, dim: int) -> Tensor:
-        return x.unflatten(dim, (batch, x.shape[dim] // batch)).movedim(dim, 0)
+        rows: Tensor = x.unflatten(dim, (batch, x.shape[dim] // batch))
+        return rows.movedim(dim, 0)
 
     def by_tile(x: Tensor) -> Tensor:
         tile, first = documents.tile, documents.bounds[TILE]

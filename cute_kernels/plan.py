@@ -106,7 +106,10 @@ class Call:
         """`out` as the caller gets it: packed `[T,H,D_v]`."""
         if self.plan.documents is None:
             return self.out
-        return self.out[0] if self.sequences is None else self.out.unflatten(1, (self.sequences, -1))[0]
+        if self.sequences is None:
+            return self.out[0]
+        rows = self.out.shape[1] // self.sequences
+        return self.out.view(self.sequences, rows, *self.out.shape[2:])
 
     @property
     def num_rows(self) -> int:
@@ -168,7 +171,7 @@ def prepare(
 
 def plan_pack(
     config: Any,
-    rules: fa4.Rules,
+    rules: Any,
     dims: tuple[int, int],
     documents: Documents,
     *,
@@ -237,7 +240,7 @@ def _align(inputs: Any) -> Any:
 
 def _pack(inputs: Any) -> Any:
     """Sequences of one length as packed documents."""
-    batch, queries, tokens = *inputs.q.shape[:2], inputs.k.shape[1]
+    (batch, queries), tokens = inputs.q.shape[:2], inputs.k.shape[1]
     changed = {
         name: tensor.flatten(0, 1) for name in (*PER_TOKEN, *ENTRIES) if (tensor := getattr(inputs, name)) is not None
     }

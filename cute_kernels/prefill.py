@@ -93,7 +93,7 @@ def _lay_out_window(
     Args:
         queries: N_q. tokens: int32 `[B+1]`, of each sequence, 0 where it has no new ones.
     """
-    bounds, batch, table = documents.bounds, documents.packed.count, pages.block_table
+    bounds, batch, table = documents.bounds, documents.packed.num_documents, pages.block_table
     capacity = table.shape[1] * pages.k.shape[1]
     size = fa4.window_tile_n(q, *pages.window)
     left, _ = window_reach(config.window_size, True, capacity)

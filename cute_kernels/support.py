@@ -177,9 +177,11 @@ def runs_as_pack(inputs: Any, config: Any, *, training: bool) -> bool:
     So do sequences of one length whose starts only the device knows, and, to be trained, those that continue a tile:
     documents begin inside a tile, while lists of rows without documents are of tiles that begin.
     """
-    if inputs.packed or isinstance(inputs.q_start, Tensor):
-        return inputs.packed or inputs.q.shape[0] > 0
-    return training and continues_tile(inputs, config) and inputs.q.numel() > 0
+    if inputs.packed:
+        return True
+    if isinstance(inputs.q_start, Tensor):
+        return bool(inputs.q.shape[0] > 0)
+    return training and continues_tile(inputs, config) and bool(inputs.q.numel() > 0)
 
 
 def pack_sizes(inputs: Any) -> tuple[int, int, int]:
@@ -190,7 +192,7 @@ def pack_sizes(inputs: Any) -> tuple[int, int, int]:
 
 def continues_tile(inputs: Any, config: Any) -> bool:
     """Whether the first query, which the host knows, is not the first of its tile."""
-    return not config.token_mode and inputs.first_token % config.q_tile_size != 0
+    return not config.token_mode and bool(inputs.first_token % config.q_tile_size != 0)
 
 
 def has_atomic_free_backward(rules: fa4.Rules, dim: int, v_dim: int) -> bool:

@@ -72,7 +72,7 @@ class Packed(NamedTuple):
         return self.start is not None or self.cu_seqlens is not self.cu_seqlens_k
 
     @property
-    def count(self) -> int:
+    def num_documents(self) -> int:
         """B."""
         return len(self.cu_seqlens) - 1
 
@@ -172,7 +172,7 @@ class Documents:
             return self.window, k, v
         if self.tile % size == 0:
             return self.varlen, k, v
-        blocks, _ = sizes(len(self.key_rows), self.packed.count, size, self.stride)
+        blocks, _ = sizes(len(self.key_rows), self.packed.num_documents, size, self.stride)
         bounds = self.blocks(size).bounds
         new_k, new_v = replace(self, tile=size, bounds=bounds, num_keys=blocks * size).align(k, v)
         return self.varlen._replace(cu_seqlens_k=bounds[KEY]), new_k, new_v
@@ -181,7 +181,7 @@ class Documents:
         """Blocks of `size` tokens, of aligned rows and keys."""
         bounds = bounds_of(self.packed, tile=size, step=size, length=size, stride=size)
         bounds[TOKEN], bounds[ROW] = self.bounds[KEY], self.bounds[ROW]
-        partial = self.packed.count if self.tile % size else 0  # blocks that begin in one tile and end in another
+        partial = self.packed.num_documents if self.tile % size else 0  # blocks that begin in one tile and end in another
         return PackedBlocks(bounds, self.positions, self.num_keys // size + partial)
 
     def align(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,7 +214,7 @@ class Documents:
         """
         places = torch.arange(self.most_entries, dtype=torch.int32, device=entries.device)
         first = self.bounds[PUBLIC_ENTRY]
-        document = torch.searchsorted(first[1:], places, right=True).clamp(max=self.packed.count - 1)
+        document = torch.searchsorted(first[1:], places, right=True).clamp(max=self.packed.num_documents - 1)
         before = places - first[document]
         return _gather(entries, self.bounds[ENTRY][document] + before, before < self.entry_counts[document])
 
@@ -222,7 +222,7 @@ class Documents:
         """Entries document after document `[at least all,...]` as aligned ones `[num_entries,...]`, zeros between."""
         places = torch.arange(self.num_entries, dtype=torch.int32, device=entries.device)
         aligned, packed = self.bounds[ENTRY], self.bounds[PUBLIC_ENTRY]
-        document = torch.searchsorted(aligned[1:], places, right=True).clamp(max=self.packed.count - 1)
+        document = torch.searchsorted(aligned[1:], places, right=True).clamp(max=self.packed.num_documents - 1)
         before = places - aligned[document]
         return _gather(entries, packed[document] + before, before < self.entry_counts[document])
 
@@ -585,7 +585,7 @@ def empty_layout(
     packed: Packed, queries: int, tokens: int, *, tile: int, step: int, length: int, stride: int
 ) -> Documents:
     """The layout of documents before `_align_rows` has recorded it. Args: as of `lay_out`; T_q and T_k."""
-    docs, continues, device = packed.count, packed.continues, packed.cu_seqlens.device
+    docs, continues, device = packed.num_documents, packed.continues, packed.cu_seqlens.device
     num_tiles = query_tiles(queries, docs, tile, step, continues=continues)
     key_tiles, num_entries = sizes(tokens, docs, tile, stride)
 

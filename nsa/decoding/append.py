@@ -25,7 +25,7 @@ def append(inputs: NSAInputs, config: NSAConfig, cache: Any, step: Step) -> None
     Args: checked ones; an nsa.NSACache inside a step.
     """
     sums = torch.promote_types(cache.dtype, torch.float32)
-    weights = {name: None if (w := getattr(inputs, name)) is None else w.to(sums) for name in WEIGHTS}
+    weights: dict[str, Any] = {name: None if (w := getattr(inputs, name)) is None else w.to(sums) for name in WEIGHTS}
     pools = pool_functions(replace(inputs, **weights), config, cache.dtype)
     rows = cache.table.rows(step.positions).flatten()
     for name, tensor in inputs.tensors().items():

@@ -258,8 +258,8 @@ def ask_with_cache(
         {"compress_block_size": 64 * 16},
         {"num_selected_blocks": 256},
         {"separate_kv": True},
-        {"w_k_compress": torch.zeros(2, 64, 64, dtype=torch.bfloat16)},
-        {"compress": lambda blocks: blocks[..., 0, :]},
+        pytest.param({"w_k_compress": torch.zeros(2, 64, 64, dtype=torch.bfloat16)}, id="w_k_compress"),
+        pytest.param({"compress": lambda blocks: blocks[..., 0, :]}, id="a callable"),
     ],
     ids=str,
 )

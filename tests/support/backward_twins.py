@@ -408,7 +408,7 @@ def block_means(
 def lay_out(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, tile: int, step: int, length: int, stride: int
 ) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
-    queries, tokens, docs = q.shape[1], k.shape[1], packed.count
+    queries, tokens, docs = q.shape[1], k.shape[1], packed.num_documents
     num_tiles = documents.query_tiles(queries, docs, tile, step, continues=packed.continues)
     key_tiles, num_entries = documents.sizes(tokens, docs, tile, stride)
     bounds = bounds_of(packed, tile=tile, step=step, length=length, stride=stride)
@@ -430,10 +430,11 @@ def lay_out(
 
 
 def bounds_of(packed: Packed, *, tile: int, step: int, length: int, stride: int) -> Tensor:
-    bounds = torch.zeros((NUM_BOUNDS, packed.count + 1), dtype=torch.int32)
+    bounds = torch.zeros((NUM_BOUNDS, packed.num_documents + 1), dtype=torch.int32)
     bounds[TOKEN], bounds[QUERY] = packed.cu_seqlens_k, packed.cu_seqlens
-    for i in range(packed.count):
+    for i in range(packed.num_documents):
         queries, keys = (int(x[i + 1] - x[i]) for x in (packed.cu_seqlens, packed.cu_seqlens_k))
+        queries = queries if packed.counts is None else min(queries, int(packed.counts[i]))
         start = keys - queries if packed.start is None else int(packed.start[i])
         count, first = start + queries, start if queries == 0 else start // step * step
         entries, public = (max(0, (n - length) // stride + 1) for n in (count, keys))

@@ -63,8 +63,7 @@ class Inputs:
     size: int
     scale: float
     packed: Any
-    """documents.PackedBlocks."""
-    """Of packed documents, where they lie."""
+    """documents.PackedBlocks of packed documents, which lie where they lie; None: sequences."""
     shift: Tensor
     """What lse is lowered by for the backward, `[B,H,N]`."""
     forced: tuple[int, int] = (0, 0)

@@ -50,9 +50,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kv_outer_backward, "_combine_dkv", lambda _, size, packed: Twin(lambda *x: combine_dkv(size, *x)))
 
 
-def add_up(how: tuple[Any, ...], first: Tensor, first_key: Tensor, start: Tensor | None, bounds: Tensor) -> None:
-    tile, step, length, stride, _ = how
-    packed = documents.Packed(first, first_key, start)
+def add_up(how: tuple[Any, ...], *packed_and_bounds: Any) -> None:
+    tile, step, length, stride = how[:4]
+    *given, bounds = packed_and_bounds
+    packed = documents.Packed(*given)
     bounds.copy_(backward_twins.bounds_of(packed, tile=tile, step=step, length=length, stride=stride))
 
 
