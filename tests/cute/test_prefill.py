@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from cute_kernels import forward
-from cute_kernels.prefill import append_tokens, prefill
 from nsa import NSACache, NSAConfig, nsa_forward, nsa_with_cache
 from nsa.inputs import NSAInputs
 from tests.support.cases import rest
@@ -44,14 +43,7 @@ HERE = ("sm_90", "ragged")
 
 def run(case: Case) -> None:
     step = Step(case, "cpu")
-    new = []
-    for x in step.kv:
-        rows = torch.full((len(case.cached), case.queries, *x[0].shape[1:]), torch.nan, dtype=x[0].dtype)
-        for row, count in enumerate(step.lengths.new.tolist()):
-            rows[row, :count] = x[row][len(x[row]) - count :]
-        new.append(rows)
-    append_tokens(*new, step.pages, step.lengths, case.config)
-    out = prefill(NSAInputs(step.q, *new, **step.gates), case.config, step.pages, step.lengths)
+    out = step.run(prefilled=True)
     for row, count in enumerate(step.lengths.new.tolist()):
         if row in case.overflowed:
             assert bool(out[row].isnan().all())

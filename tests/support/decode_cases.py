@@ -14,9 +14,10 @@ from torch import Tensor
 from cute_kernels.decode import choose
 from cute_kernels.decode.cache import Lengths, Pages
 from cute_kernels.decoding import decode
-from cute_kernels.prefill import append_tokens
+from cute_kernels.prefill import append_tokens, prefill
 from cute_kernels.runtime.jit import Kernel
 from nsa import NSAConfig
+from nsa.inputs import NSAInputs
 from tests.support.helpers import assert_within_budget
 
 SMALL_BLOCKS = NSAConfig.paper(compress_block_size=8, compress_stride=4, num_selected_blocks=4, window_size=70)
@@ -117,15 +118,23 @@ class Step:
             rows[table[at // size], at % size] = x[row][at]
             entries[table[last // size], last % size // stride] = x[row][blocks].double().mean(1).to(x[row].dtype)
 
-    def run(self) -> Tensor:
-        """out, after a check that the pages hold the new tokens and entries, and nothing else has changed."""
+    def run(self, *, prefilled: bool = False) -> Tensor:
+        """out, after a check that the pages hold the new tokens and entries, and nothing else has changed.
+
+        Args:
+            prefilled: by prefill.py; then no choice is noted.
+        """
         new = [torch.full_like(self.q[..., :1, :1], torch.nan).expand(-1, -1, *x[0].shape[1:]).clone() for x in self.kv]
         for to, x in zip(new, self.kv, strict=True):
             for row, count in enumerate(self.lengths.new.tolist()):
                 to[row, :count] = x[row][len(x[row]) - count :]
         with mock.patch.object(choose, "compiled", self._noting(choose.compiled)):
             append_tokens(*new, self.pages, self.lengths, self.case.config)
-            out = decode(self.q, self.pages, self.lengths, self.case.config, **self.gates)
+            if prefilled:
+                inputs = NSAInputs(self.q, *new, **self.gates)
+                out = prefill(inputs, self.case.config, self.pages, self.lengths)
+            else:
+                out = decode(self.q, self.pages, self.lengths, self.case.config, **self.gates)
         got = self.pages
         self.pages = Pages(*[x.clone() for x in got])
         for row, (cached, count) in enumerate(zip(self.case.cached, self.lengths.new.tolist(), strict=True)):
