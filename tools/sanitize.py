@@ -340,7 +340,7 @@ CASES: dict[str, Case | Neighborhood | Decoding] = {
     "tokens, no WGMMA, 64 heads": Case(TOKENS, warpgroups=False, **MOST),
     "decoding": Decoding(TOKENS, (0, 31, 1300)),
     "decoding, four queries": Decoding(TOKENS, (62, 700), queries=4),
-    "decoding, prefill": Decoding(TOKENS, (0, 31, 1300), queries=70),
+    "decoding, prefill": Decoding(TOKENS, (0, 31, 150), queries=70),
     "neighborhood": Neighborhood(333, {"kernel_size": 101, "dilation": 2}),
 }
 

@@ -136,7 +136,7 @@ class Step:
             else:
                 out = decode(self.q, self.pages, self.lengths, self.case.config, **self.gates)
         got = self.pages
-        self.pages = Pages(*[x.clone() for x in got])
+        self.pages = Pages(*[x.clone() for x in got[:5]])
         for row, (cached, count) in enumerate(zip(self.case.cached, self.lengths.new.tolist(), strict=True)):
             self._write(row, range(cached, cached + count))
         for name, a, b in zip(Pages._fields[:2], got, self.pages, strict=False):
