@@ -233,7 +233,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
     q, k, v = inputs.q, inputs.k, inputs.v
     heads, kv_heads, v_dim = q.shape[-2], k.shape[-2], v.shape[-1]
     tile, packed = tile_rows(config, fa4.rules(q.device)), runs_as_pack(inputs, config, training=True)
-    batch, queries = (1, q.shape[:-2].numel()) if packed else q.shape[:2]
+    batch, queries = (1, math.prod(q.shape[:-2])) if packed else q.shape[:2]
     if not packed:
         rows, tiles, entries = queries, -(-queries // tile), config.num_compressed(k.shape[1])
     else:

@@ -9,6 +9,7 @@ All return None, or the reason for the refusal in words that follow the backend'
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ def runs_as_pack(inputs: Any, config: Any, *, training: bool) -> bool:
 def pack_sizes(inputs: Any) -> tuple[int, int, int]:
     """Queries, tokens and documents of what `runs_as_pack`."""
     docs = inputs.cu_seqlens.shape[0] - 1 if inputs.packed else inputs.q.shape[0]
-    return inputs.q.shape[:-2].numel(), inputs.k.shape[:-2].numel(), docs
+    return math.prod(inputs.q.shape[:-2]), math.prod(inputs.k.shape[:-2]), docs
 
 
 def continues_tile(inputs: Any, config: Any) -> bool:
