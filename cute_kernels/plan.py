@@ -250,7 +250,7 @@ def _pack(inputs: Any) -> Any:
 
 def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:
     """Packed inputs as one sequence `[1,T,...]`; what attention reads, in aligned rows; where the documents are."""
-    packed = Packed(inputs.cu_seqlens, inputs.key_bounds, inputs.q_start)
+    packed = Packed(inputs.cu_seqlens, inputs.cu_seqlens_k, inputs.q_start)
     changed = {name: tensor[None] for name in PER_TOKEN if (tensor := getattr(inputs, name)) is not None}
     inputs = replace(inputs, **changed, cu_seqlens=None, cu_seqlens_k=None, q_start=None, max_seqlen=None)
     slc, win = branch_kv(inputs, "slc"), branch_kv(inputs, "win")

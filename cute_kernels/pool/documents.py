@@ -59,8 +59,8 @@ class Packed(NamedTuple):
 
     cu_seqlens: Tensor
     """`[B+1]`, of queries."""
-    cu_seqlens_k: Tensor
-    """`[B+1]`, of keys; the same tensor where all documents begin with their first token."""
+    cu_seqlens_k: Tensor | None = None
+    """`[B+1]`, of keys; None: those of queries."""
     start: Tensor | None = None
     """`[B]`, the token that each document's first query is; None: queries end with the keys."""
     counts: Tensor | None = None
@@ -69,7 +69,7 @@ class Packed(NamedTuple):
     @property
     def continues(self) -> bool:
         """Whether queries may begin behind the first token of their document."""
-        return self.start is not None or self.cu_seqlens is not self.cu_seqlens_k
+        return self.start is not None or self.cu_seqlens_k is not None
 
     @property
     def num_documents(self) -> int:
@@ -181,8 +181,8 @@ class Documents:
         """Blocks of `size` tokens, of aligned rows and keys."""
         bounds = bounds_of(self.packed, tile=size, step=size, length=size, stride=size)
         bounds[TOKEN], bounds[ROW] = self.bounds[KEY], self.bounds[ROW]
-        partial = self.packed.num_documents if self.tile % size else 0  # blocks that begin in one tile and end in another
-        return PackedBlocks(bounds, self.positions, self.num_keys // size + partial)
+        more = self.packed.num_documents if self.tile % size else 0  # a last block that a last tile does not hold
+        return PackedBlocks(bounds, self.positions, self.num_keys // size + more)
 
     def align(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned keys `[1,num_keys,heads,D]` of k and v `[1,T_k,heads,D]`."""
@@ -576,8 +576,9 @@ def bounds_of(packed: Packed, *, tile: int, step: int, length: int, stride: int)
     """Documents.bounds alone, for kernels that read tokens where they lie. Args: as of `lay_out`."""
     first = packed.cu_seqlens
     bounds = torch.empty((NUM_BOUNDS, first.shape[0]), dtype=torch.int32, device=first.device)
-    given = [None if x is None else x.contiguous() for x in packed]
-    _bounds(tile, step, length, stride, given[2] is not None, given[3] is not None).run(*given, bounds)
+    keys = first if packed.cu_seqlens_k is None else packed.cu_seqlens_k
+    given = [None if x is None else x.contiguous() for x in packed._replace(cu_seqlens_k=keys)]
+    _bounds(tile, step, length, stride, packed.start is not None, packed.counts is not None).run(*given, bounds)
     return bounds
 
 

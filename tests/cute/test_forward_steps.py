@@ -210,7 +210,7 @@ def test_packed_documents_list_all_blocks_of_entries_where_they_fit() -> None:
     length, stride, tile, width, count = 4, 2, 8, 2, 10
     q, k, v = (torch.zeros(1, 105, 1, 16) for _ in range(3))
     sizes = {"tile": tile, "step": tile, "length": length, "stride": stride}
-    documents, _ = twins.lay_out(q, k, v, Packed(bounds, bounds), **sizes)
+    documents, _ = twins.lay_out(q, k, v, Packed(bounds), **sizes)
     expected, scored = [], []
     for tokens in bounds.diff().tolist():
         blocks = -(-max(0, (tokens - length) // stride + 1) // width)

@@ -331,9 +331,7 @@ def test_documents_are_what_they_are_alone(group: int) -> None:
         x[:, sum(lengths) :] = torch.nan
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     length, stride = PAPER.compress_block_size, PAPER.stride
-    documents, (aligned_q, _, _) = lay_out(
-        q, k, v, Packed(cu_seqlens, cu_seqlens), tile=tile, step=1, length=length, stride=stride
-    )
+    documents, (aligned_q, _, _) = lay_out(q, k, v, Packed(cu_seqlens), tile=tile, step=1, length=length, stride=stride)
     k_cmp, _ = block_means(k, v, length, stride, BF16, documents)
     lse = torch.randn(1, heads, aligned_q.shape[1], device="cuda") + 8  # any will do
     expected = torch.full((1, 2, aligned_q.shape[1], 6), -1, dtype=torch.int32, device="cuda")

@@ -110,7 +110,7 @@ def test_interpreted_documents(choose: Callable[..., Tensor], pack: tuple[int, i
     tile = 2 * tiling.tokens
     first = torch.tensor([0, *lengths]).cumsum(0).int()
     sizes = {"length": CONFIG.compress_block_size, "stride": CONFIG.stride}
-    bounds = bounds_of(Packed(first, first), tile=tile, step=1, **sizes)
+    bounds = bounds_of(Packed(first), tile=tile, step=1, **sizes)
     tiles = torch.full((3, int(bounds[TILE, -1]) + 1), -1, dtype=torch.int32)
     q = torch.empty((1, tiles.shape[1] * tile, group, dim), dtype=torch.bfloat16)
     k_cmp, lse = q.new_empty((1, int(bounds[ENTRY, -1]), 1, dim)), torch.empty((1, group, q.shape[1]))

@@ -431,9 +431,10 @@ def lay_out(
 
 def bounds_of(packed: Packed, *, tile: int, step: int, length: int, stride: int) -> Tensor:
     bounds = torch.zeros((NUM_BOUNDS, packed.num_documents + 1), dtype=torch.int32)
-    bounds[TOKEN], bounds[QUERY] = packed.cu_seqlens_k, packed.cu_seqlens
+    of_keys = packed.cu_seqlens if packed.cu_seqlens_k is None else packed.cu_seqlens_k
+    bounds[TOKEN], bounds[QUERY] = of_keys, packed.cu_seqlens
     for i in range(packed.num_documents):
-        queries, keys = (int(x[i + 1] - x[i]) for x in (packed.cu_seqlens, packed.cu_seqlens_k))
+        queries, keys = (int(x[i + 1] - x[i]) for x in (packed.cu_seqlens, of_keys))
         queries = queries if packed.counts is None else min(queries, int(packed.counts[i]))
         start = keys - queries if packed.start is None else int(packed.start[i])
         count, first = start + queries, start if queries == 0 else start // step * step
@@ -481,7 +482,7 @@ def saved(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> forward.Saved:
     else:
         length, stride = config.compress_block_size, config.stride
         rows = (x[None] for x in (inputs.q, inputs.k, inputs.v))
-        tile, packed = config.q_tile_size, Packed(inputs.cu_seqlens, inputs.cu_seqlens)
+        tile, packed = config.q_tile_size, Packed(inputs.cu_seqlens)
         made, _ = lay_out(*rows, packed, tile=tile, step=tile, length=length, stride=stride)
         # Only attention to the window leaves out rows that are not used
         unused = (3.0, 3.0, torch.nan)

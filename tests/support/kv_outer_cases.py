@@ -239,7 +239,7 @@ def make(
         from cute_kernels.pool import documents
 
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-        pack = documents.Packed(cu_seqlens, cu_seqlens)
+        pack = documents.Packed(cu_seqlens)
         bounds = documents.bounds_of(pack, tile=size, step=size, length=size, stride=size)
         bounds[documents.ROW] = bounds[documents.TOKEN]  # queries and keys lie side by side
         positions = torch.arange(n, dtype=torch.int32, device=device)
