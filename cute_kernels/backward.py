@@ -167,13 +167,10 @@ def _backward_of_heads(
         o, weighted_do = outputs[branch], dos[branch]
         outputs[branch] = dos[branch] = q.new_empty(0)
         dq_parts.append(dq if not dq_parts and documents is None else torch.empty_like(q))
-        # FlashAttention-4's window does not write the gradients of keys that no row sees
-        new = (
-            torch.zeros_like
-            if branch == 2 and documents is not None and documents.packed.continues
-            else torch.empty_like
-        )
-        dk, dv = new(k), new(v)
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        if branch == 2 and documents is not None and documents.packed.continues:
+            for x in (dk, dv):  # FlashAttention-4's window does not write the gradients of keys that no row sees
+                x.zero_()
         return Gradients(q, k, v, o, weighted_do, gated.lse[branch], dq_parts[-1], dk, dv)
 
     if (chunk.k_cmp.shape[1] if documents is None else documents.most_entries) > 0:
