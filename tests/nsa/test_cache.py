@@ -415,7 +415,7 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     "counts": (ValueError, r"counts must be from 0 to 3, got \[1, 4\]"),
     "counts dtype": (TypeError, "counts must be int32, got int64"),
     "gradient": (RuntimeError, "nsa_with_cache has no gradient"),
-    "backend": (ValueError, "backend must be one of reference for nsa_with_cache, got 'cute'"),
+    "backend": (dispatch.BackendError, "cute: runs on CUDA devices, got cpu"),
     "cache": (TypeError, "cache must be an NSACache, got dict"),
     "pool": (ValueError, "compress must map blocks of k"),
 }
@@ -487,7 +487,8 @@ def test_other_refusals() -> None:
 
 def test_the_dispatcher_routes_it() -> None:
     call = dispatch.Call("nsa_with_cache", "cuda", torch.bfloat16)
-    (verdict,) = dispatch.explain(call)
+    cute, verdict = dispatch.explain(call)
+    assert cute.impl.backend == "cute"
     assert re.match("runs on cuda only when named", verdict.reason or "")
     assert dispatch.resolve(call, "reference").backend == "reference"
     assert dispatch.nsa_with_cache is nsa_with_cache
