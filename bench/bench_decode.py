@@ -9,7 +9,8 @@ A prompt is appended in chunks, too, beside one call of `nsa_forward` on all of 
 are "chunks" and "whole". Both must agree to a rounding.
 
 Dense decoding is PyTorch's SDPA with grouped heads over contiguous keys: of N_q tokens each sees all keys. fla's is
-parallel_nsa of the last tokens over all keys, which it pools anew. Neither has a cache to append to.
+parallel_nsa of the last tokens over all keys, which it pools anew, without its window, which is flash-attn's. Neither
+has a cache to append to.
 
 Writes OUT.json after every case (schema: docs/results_files.md), at the end OUT.csv and OUT.png. The same command goes
 on where it was stopped. With --bars also what the rows have to reach on one H200, and whether they do.
@@ -477,7 +478,7 @@ def fla_call(step: Step) -> Callable[[], Tensor]:
     gates = step.gates.reshape(1, -1, case.heads, 3).unbind(-1)
     bounds = torch.arange(case.batch + 1, dtype=torch.int64, device=q.device)
     options: dict[str, Any] = {"block_counts": config.num_selected_blocks, "block_size": config.select_size}
-    options |= {"window_size": config.window_size, "cu_seqlens": (bounds * case.n_q, bounds * case.n)}
+    options |= {"window_size": 0, "cu_seqlens": (bounds * case.n_q, bounds * case.n)}
     return lambda: parallel_nsa(q, k, v, *gates, **options)
 
 

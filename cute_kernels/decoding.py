@@ -1,7 +1,7 @@
 """A step of decoding on NVIDIA GPUs: append, score, choose, attend to blocks, combine (decode/), in five launches.
 
     nsa_with_cache   the function of the dispatcher's row: a cache and an open step of it
-    decode           attention of new tokens from tensors: pages, block table, lengths
+    decode           the same from tensors: pages, block table, lengths
 
 Nothing is read on the host, and grids follow from shapes alone, so a step is captured once in a CUDA graph and replayed
 while sequences grow. Temporary memory comes from PyTorch's allocator in each call: layers, which run one after the
@@ -13,13 +13,15 @@ More than MAX_DECODE_QUERIES new tokens are steps of so many; from MIN_PREFILL_Q
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels.decode import blocks, choose, combine, score
+from cute_kernels.decode import append, blocks, choose, combine, score
 from cute_kernels.decode.cache import Lengths, Pages
 from cute_kernels.decode.splits import MIN_TILES
 from cute_kernels.limits import MAX_DECODE_QUERIES, MIN_PREFILL_QUERIES
@@ -29,51 +31,47 @@ from cute_kernels.runtime.device import multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES
 from cute_kernels.select.topk import Blocks
 
+BRANCHES = {"k": "k_slc", "v": "v_slc", "k_win": "k_win", "v_win": "v_win"}
+"""Fields of `Pages` and the cache's names, with separate_kv."""
 
-class Sizes(NamedTuple):
-    """What shapes of temporary memory follow from."""
 
-    rows: int
-    """Query rows of a partial of the compressed branch."""
-    row_groups: int
-    """Partials' heads of a key/value head."""
-    tiles: score.ScoreTiles
-    ctas_per_sm: int
-    block_rows: int
-    """Query rows of a partial of the others."""
-    block_ctas_per_sm: int
+class Plan(NamedTuple):
+    """Kernels of a call, and what is the same in all calls of its shapes."""
+
+    append: Callable[..., None]
+    score: Callable[..., None]
+    choose: Callable[..., None]
+    blocks: Callable[..., None]
+    combine: Callable[..., None]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of temporary memory, 4 bytes each: partials of score.py and their lse, those of blocks.py, scores, values and
+    blocks of choose.py. Up to the scores all are whole vectors."""
+    sizes: tuple[int, ...]
+    """Of the shapes."""
+    scale: float
+    """softmax_scale * log2(e)"""
+    ctas: int
+    """Of score.py."""
+    parts: blocks.Parts
+    choice_blocks: int
+    """Of a part of choose.py."""
 
 
 @lru_cache
-def sizes(
-    dims: tuple[int, int], dtype: torch.dtype, group: int, queries: int, select: Blocks, window: int, page_size: int
-) -> Sizes:
-    """Of the kernels that are compiled for these."""
-    scores = score.ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, select, page_size)
-    attends = blocks.AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, select, window, page_size)
-    return Sizes(scores.rows, scores.row_groups, scores.tiles, scores.ctas_per_sm, attends.rows, attends.ctas_per_sm)
-
-
-def decode(
-    q: Tensor,
-    pages: Pages,
-    lengths: Lengths,
+def plan(
+    shape: tuple[int, ...],  # of q
+    kv_heads: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    gate_dtypes: tuple[torch.dtype | None, torch.dtype | None],  # of gate_proj_weight and gates
     config: Any,
-    *,
-    gates: Tensor | None = None,
-    gate_proj_weight: Tensor | None = None,
-) -> Tensor:
-    """Attention of new tokens of each sequence, which pages hold already: out `[B,N_q,H,D_v]` in q's dtype.
-
-    Args:
-        q: `[B,N_q,H,D]`, bf16 or fp16; N_q at most MAX_DECODE_QUERIES.
-        pages: in its dtype; what support.check_with_cache says of them.
-        config: an nsa.NSAConfig in token mode.
-        gates, gate_proj_weight: `[B,N_q,H,3]` or `[H,3,D]`; neither: 1/3 each.
-    """
-    batch, queries, heads, dim = q.shape
-    kv_heads, v_dim = pages.v.shape[2:]
-    group, page_size, capacity = heads // kv_heads, pages.k.shape[1], pages.block_table.shape[1] * pages.k.shape[1]
+    page_size: int,
+    columns: int,  # of the block table
+    device: torch.device,
+) -> Plan:
+    """Compiles what is not compiled yet."""
+    batch, queries, heads, dim = shape
+    dims, group, capacity = (dim, v_dim), heads // kv_heads, columns * page_size
     select = Blocks(
         config.compress_block_size,
         config.stride,
@@ -83,60 +81,89 @@ def decode(
         local=config.num_local_blocks,
     )
     window = min(config.window_size, capacity)
-    how = (dim, v_dim), q.dtype, group, queries, select
-    of = sizes(*how, window, page_size)
-    q = vectorizable(q)
-    out = torch.empty((batch, queries, heads, v_dim), dtype=q.dtype, device=q.device)
+    how = dims, dtype, group, queries, select
+    of_score = score.ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, select, page_size)
+    of_blocks = blocks.AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, select, window, page_size)
     entries = max(0, (capacity - select.length) // select.stride + 1)
-    items, tiles, sms = kv_heads * queries, -(-entries // of.tiles.entries), multiprocessors(q.device)
-    places = batch * kv_heads * of.row_groups
-    ctas = max(1, min(sms * of.ctas_per_sm, -(-places * tiles // MIN_TILES)))
-    parts = blocks.Parts.of(select, window, capacity, batch * items, sms * of.block_ctas_per_sm)
+    items, tiles, sms = kv_heads * queries, -(-entries // of_score.tiles.entries), multiprocessors(device)
+    places = batch * kv_heads * of_score.row_groups
+    ctas = max(1, min(sms * of_score.ctas_per_sm, -(-places * tiles // MIN_TILES)))
+    parts = blocks.Parts.of(select, window, capacity, batch * items, sms * of_blocks.ctas_per_sm)
     choice = choose.ChoiceParts.of(-(-capacity // select.size))
-
-    def fp32(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-    cmp_o, cmp_lse = fp32(ctas + places, of.rows, v_dim), fp32(ctas + places, of.rows)
-    scores = fp32(batch, kv_heads, max(1, tiles), of.tiles.slots, queries * group)
-    values = fp32(batch, items, choice.lists, select.count)
-    indices = torch.empty_like(values, dtype=torch.int32)
-    block_o = fp32(batch, items, parts.both, of.block_rows, v_dim)
-    block_lse = fp32(batch, items, parts.both, of.block_rows)
-    scale = config.scale(dim) * LOG2_E
-    table, known = pages.block_table, lengths[:2]
-    weights = gate_proj_weight, None if gate_proj_weight is not None else gates
-    gate_dtypes = [None if x is None else x.dtype for x in weights]
-
-    score.compiled(*how, page_size).run(q, pages.k_cmp, pages.v_cmp, table, *known, cmp_o, cmp_lse, scores, scale, ctas)
-    choose.compiled(*how, page_size).run(*known, cmp_lse, scores, values, indices, ctas, choice.blocks)
-    attend_blocks = blocks.compiled(*how, window, page_size).run
-
-    def attend(k: Tensor, v: Tensor, of_branches: slice, selected: int) -> None:
-        """Args: parts of partials, the first `selected` of which are of selected blocks, the others of the window."""
-        partials = block_o[:, :, of_branches], block_lse[:, :, of_branches]
-        if partials[1].numel() == 0:
-            return
-        attend_blocks(q, k, v, table, *known, values, indices, *partials, scale, selected, *parts[2:], choice.blocks)
-
-    if pages.k_win is None:
-        attend(pages.k, pages.v, slice(None), parts.selected)
-    else:
-        attend(pages.k, pages.v, slice(parts.selected), parts.selected)
-        attend(*pages.window, slice(parts.selected, None), 0)
-    combine.compiled(*how, page_size, *gate_dtypes).run(
-        *known,
-        lengths.overflowed.view(torch.int8),
-        cmp_o,
-        cmp_lse,
-        block_o,
-        block_lse,
-        None if gate_proj_weight is None else q,
-        *weights,
-        out,
-        ctas,
-        parts.selected,
+    listed, attended = (batch, items, choice.lists, select.count), (batch, items, parts.both, of_blocks.rows)
+    shapes = (
+        (ctas + places, of_score.rows, v_dim),
+        (ctas + places, of_score.rows),
+        (*attended, v_dim),
+        attended,
+        (batch, kv_heads, max(1, tiles), of_score.tiles.slots, queries * group),
+        listed,
+        listed,
     )
+    return Plan(
+        append.compiled(dims, dtype, page_size, select.length, select.stride).run,
+        score.compiled(*how, page_size).run,
+        choose.compiled(*how, page_size).run,
+        blocks.compiled(*how, window, page_size).run,
+        combine.compiled(*how, page_size, *gate_dtypes).run,
+        shapes,
+        tuple(map(math.prod, shapes)),
+        config.scale(dim) * LOG2_E,
+        ctas,
+        parts,
+        choice.blocks,
+    )
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Pages,
+    lengths: Lengths,
+    config: Any,
+    *,
+    gates: Tensor | None = None,
+    gate_proj_weight: Tensor | None = None,
+    appended: bool = False,
+) -> Tensor:
+    """Append new tokens of each sequence, and attend: out `[B,N_q,H,D_v]` in q's dtype.
+
+    Args:
+        q, k, v: `[B,N_q,H,D]`, `[B,N_q,H_kv,D]`, `[B,N_q,H_kv,D_v]`, bf16 or fp16; N_q at most MAX_DECODE_QUERIES.
+        pages: in their dtype; what support.check_with_cache says of them.
+        config: an nsa.NSAConfig in token mode.
+        gates, gate_proj_weight: `[B,N_q,H,3]` or `[H,3,D]`; neither: 1/3 each.
+        appended: pages hold the new tokens already. AppendPages then writes nothing, but the other kernels still start
+            behind it (decode/__init__.py).
+    """
+    weight, gates = gate_proj_weight, None if gate_proj_weight is not None else gates
+    gate_dtypes = None if weight is None else weight.dtype, None if gates is None else gates.dtype
+    kv_heads, v_dim = v.shape[2:]
+    layout = pages.k.shape[1], pages.block_table.shape[1]
+    of = plan(tuple(q.shape), kv_heads, v_dim, q.dtype, gate_dtypes, config, *layout, q.device)
+    q, k, v = vectorizable(q), vectorizable(k), vectorizable(v)
+    out = q.new_empty((*q.shape[:3], v_dim))
+    memory = torch.empty(sum(of.sizes), dtype=torch.float32, device=q.device).split_with_sizes(of.sizes)
+    *partials, scores, values, indices = map(Tensor.view, memory, of.shapes)
+    indices = indices.view(torch.int32)
+    table, known = pages.block_table, lengths[:2]
+    of.append(k, v, *pages[:4], table, lengths.cached, torch.zeros_like(lengths.new) if appended else lengths.new)
+    of.score(q, pages.k_cmp, pages.v_cmp, table, *known, *partials[:2], scores, of.scale, of.ctas)
+    of.choose(*known, partials[1], scores, values, indices, of.ctas, of.choice_blocks)
+    parts, listed = of.parts, (values, indices)
+    cut = parts.tiles, parts.window_tiles, of.choice_blocks
+    if pages.k_win is None:
+        of.blocks(q, pages.k, pages.v, table, *known, *listed, *partials[2:], of.scale, parts.selected, *cut)
+    else:  # as many launches as there are keys and values; of the second all parts are of the window
+        some, rest = ([x[:, :, of_parts] for x in partials[2:]] for of_parts in parts.of_branches)
+        if parts.selected > 0:
+            of.blocks(q, pages.k, pages.v, table, *known, *listed, *some, of.scale, parts.selected, *cut)
+        if parts.window > 0:
+            of.blocks(q, *pages.window, table, *known, *listed, *rest, of.scale, 0, *cut)
+    of_gates = None if weight is None else q, weight, gates
+    overflowed = lengths.overflowed.view(torch.int8)
+    of.combine(*known, overflowed, *partials, *of_gates, out, of.ctas, of.parts.selected)
     return out
 
 
@@ -147,25 +174,26 @@ def pools_means(inputs: Any, config: Any) -> bool:
 
 def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
     """Args: nsa.inputs.NSAInputs, nsa.NSAConfig, nsa.NSACache and its table's open step; checked. Returns out."""
-    q, gates, table = inputs.q, inputs.gates, cache.table
+    q, k, v, gates, table, memory = inputs.q, inputs.k, inputs.v, inputs.gates, cache.table, cache.pages
     weight = None if inputs.gate_proj_weight is None else vectorizable(inputs.gate_proj_weight)
-    names = ("k_slc", "v_slc") if cache.separate_kv else ("k", "v")
-    own = {name: cache.pages[name] for name in ("k_win", "v_win")} if cache.separate_kv else {}
-    k, v, k_cmp, v_cmp = (cache.pages[name] for name in (*names, "k_cmp", "v_cmp"))
-    pages = Pages(k, v, k_cmp, v_cmp, table.block_table, **own)
+    pages = Pages(memory["k"], memory["v"], memory["k_cmp"], memory["v_cmp"], table.block_table)
     lengths = Lengths(table.seqlens, step.counts, table.overflowed)
-    if pools_means(inputs, config) and not cache.separate_kv:
-        append_tokens(inputs.k, inputs.v, pages, lengths, config)
-    else:
+    appended = cache.separate_kv or not pools_means(inputs, config)
+    if appended:
         cache.append(inputs, config, step)
+    if cache.separate_kv:
+        pages = pages._replace(**{x: memory[y] for x, y in BRANCHES.items()})
     if q.shape[1] >= MIN_PREFILL_QUERIES:
+        if not appended:
+            append_tokens(k, v, pages, lengths, config)
         return prefill(inputs, config, pages, lengths)
+    if q.shape[1] <= MAX_DECODE_QUERIES:
+        return decode(q, k, v, pages, lengths, config, gates=gates, gate_proj_weight=weight, appended=appended)
     outs = []
     for first in range(0, q.shape[1], MAX_DECODE_QUERIES):
         rows = slice(first, first + MAX_DECODE_QUERIES)
-        if q.shape[1] > MAX_DECODE_QUERIES:
-            new = (step.counts - first).clamp(0, MAX_DECODE_QUERIES)
-            lengths = Lengths(table.seqlens + first, new, table.overflowed)
-        given = None if gates is None else gates[:, rows]
-        outs.append(decode(q[:, rows], pages, lengths, config, gates=given, gate_proj_weight=weight))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        new = (step.counts - first).clamp(0, MAX_DECODE_QUERIES)
+        lengths = Lengths(table.seqlens + first, new, table.overflowed)
+        how: dict[str, Any] = {"gates": None if gates is None else gates[:, rows], "gate_proj_weight": weight}
+        outs.append(decode(q[:, rows], k[:, rows], v[:, rows], pages, lengths, config, **how, appended=appended))
+    return torch.cat(outs, 1)

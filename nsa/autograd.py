@@ -91,10 +91,11 @@ class NSAFunction(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * (1 + len(TENSOR_NAMES))
-        tensors: dict[str, Any] = dict(zip(TENSOR_NAMES, ctx.saved_tensors, strict=False))
+        kept = ctx.saved_tensors  # once: torch.utils.checkpoint frees what it recomputed as it is read
+        tensors: dict[str, Any] = dict(zip(TENSOR_NAMES, kept, strict=False))
         inputs = NSAInputs(**tensors, max_seqlen=ctx.max_seqlen)
         with torch.no_grad(), autocast_off(do.device.type):
-            by_name = gradients(ResolvedCall(inputs, *ctx.call), ctx.saved_tensors[len(TENSOR_NAMES) :], do)
+            by_name = gradients(ResolvedCall(inputs, *ctx.call), kept[len(TENSOR_NAMES) :], do)
         _, *needed = ctx.needs_input_grad
         results = [by_name.get(name) if needs else None for name, needs in zip(TENSOR_NAMES, needed, strict=True)]
         return (None, *forbid_double_backward("nsa", results, do, *inputs.tensors().values()))

@@ -7,4 +7,10 @@
     combine.py  CombineBranches   the partials of the three branches added up and gated
 
 Five launches with fixed grids: lengths are read on the device, so one CUDA graph serves all of them.
+
+Each starts while the one before still runs (programmatic dependent launch), and every CTA waits for that one's end with
+`griddepcontrol.wait` before it ends itself, so a kernel that has waited has waited for all before it. AppendPages waits
+first and lets the others start after that: whatever came before the step is complete when they begin. Before they wait
+they may read what no kernel of the step writes: queries, lengths, the block table, and pages of tokens and entries that
+were there before. What they write before they wait must be memory that nothing of the step has read yet.
 """

@@ -54,6 +54,7 @@ class AppendPages:
             grid=[mK.shape[2] * cute.ceil_div(mK.shape[1], PART_TOKENS), 2, mK.shape[0]],
             block=[self.lanes * SLICES, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -70,6 +71,8 @@ class AppendPages:
     ):
         kv_head_and_part, second, batch = cute.arch.block_idx()
         kv_head, part = kv_head_and_part % mK.shape[2], kv_head_and_part // mK.shape[2]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         layout = cute.make_ordered_layout((VECTOR, self.lanes, SLICES), order=(0, 1, 2))
         sSum = smem.allocate_tensor(Float32, layout, 16)

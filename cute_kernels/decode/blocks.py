@@ -2,7 +2,7 @@
 
 A CTA has the G heads of a key/value head and token, and some tiles of KEYS keys of one branch: the first
 `selected_parts` CTAs those of the selected blocks, l'/KEYS each, the others the window's, from its first token on. The
-selected blocks are the best of the parts that choose.py wrote; each CTA merges them, warp 0 for all.
+selected blocks are the best of the parts that choose.py wrote; each CTA merges them.
 
 Partials of parts without tiles have lse -inf.
 
@@ -19,16 +19,17 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Boolean, Float32, Int32, range_constexpr
+from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from cute_kernels.attend.views import group_heads
+from cute_kernels.decode.choose import MAX_PARTS as CHOICE_PARTS
 from cute_kernels.decode.choose import fake_parts
 from cute_kernels.decode.pages import Lengths, Paging, fake_lengths, fake_pages, fake_table
 from cute_kernels.decode.splits import NO_END
-from cute_kernels.decode.tiles import KEYS, DecodeTiles, PagedKeys
+from cute_kernels.decode.tiles import KEYS, Buffers, DecodeTiles, PagedKeys
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.mma_sync import mask_after
-from cute_kernels.mma.warp import LANES
+from cute_kernels.mma.warp import LANES, divide
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import Blocks, TopKList
 
@@ -50,6 +51,11 @@ class Parts(NamedTuple):
     @property
     def both(self) -> int:
         return self.selected + self.window
+
+    @property
+    def of_branches(self) -> tuple[slice, slice]:
+        """The parts of selected blocks, and of the window."""
+        return slice(self.selected), slice(self.selected, None)
 
     @staticmethod
     def of(blocks: Blocks, window: int, max_tokens: int, items: int, ctas: int) -> Parts:
@@ -81,7 +87,7 @@ class AttendBlocks(DecodeTiles):
     ) -> None:
         self.keys = Keys(blocks.length, blocks.stride)
         self.topk = TopKList(blocks, self.keys, tile=1)
-        super().__init__(dim, v_dim, dtype, group, Paging(page_size), bytes=self.topk.num_slots * 8)
+        super().__init__(dim, v_dim, dtype, group, Paging(page_size), bytes=self.topk.num_slots * 4)
         self.group, self.queries, self.blocks, self.window = group, queries, blocks, window
         self.block_tiles = blocks.size // KEYS
 
@@ -119,7 +125,7 @@ class AttendBlocks(DecodeTiles):
         )
         self.kernel(
             *tensors, scale, selected_parts, selected_tiles, window_tiles, choice_blocks, self.layouts()
-        ).launch(grid=[parts, items, batches], **self.launch(stream))
+        ).launch(grid=[items, batches, parts], **self.launch(stream))
 
     @cute.kernel
     def kernel(
@@ -140,11 +146,12 @@ class AttendBlocks(DecodeTiles):
         choice_blocks: Int32,
         layouts: Any,
     ):
-        part, item, batch = cute.arch.block_idx()
+        item, batch, part = cute.arch.block_idx()
+        part = mLse.shape[2] - 1 - part  # the window's first: they need no choice
+        cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         buffers = self.allocate(smem, layouts)
-        slots = cute.make_layout(self.topk.num_slots)
-        sValues, sBlock = smem.allocate_tensor(Float32, slots, 16), smem.allocate_tensor(Int32, slots, 16)
+        sBlock = smem.allocate_tensor(Int32, cute.make_layout(self.topk.num_slots), 16)
         kv_head, query = item // self.queries, item % self.queries
         token = lengths.mCached[batch] + query
         if query < lengths.mNew[batch]:
@@ -157,44 +164,51 @@ class AttendBlocks(DecodeTiles):
             if is_window:
                 first, limit = (part - selected_parts) * window_tiles, window_tiles
                 tiles = (token - window_first + KEYS) // KEYS
+                if window_first + (first + limit) * KEYS > lengths.mCached[batch]:
+                    cute.arch.griddepcontrol_wait()  # for keys that the step appends
             else:
+                cute.arch.griddepcontrol_wait()  # for the choice
                 gParts = (x[batch, item, None, None] for x in (mValues, mIndices))
-                tiles = self._merge_parts(*gParts, sValues, sBlock, token, choice_blocks) * self.block_tiles
+                tiles = self._merge_parts(*gParts, buffers, sBlock, token, choice_blocks) * self.block_tiles
             tiles = cutlass.max(cutlass.min(tiles - first, limit), 0)
             work = Work(token, first, is_window, window_first, sBlock)
             keys = PagedKeys(mTable[batch, None], mKPages, mVPages, kv_head)
             of_warp = self.attend(keys, buffers, tiles, scale, work)
             gO, gLse = mO[batch, item, part, None, None], mLse[batch, item, part, None]
             self.store_partial(of_warp, buffers, gO, gLse, Int32(self.group))
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _merge_parts(
         self,
-        gValues: cute.Tensor,
+        gValues: cute.Tensor,  # [parts, k]
         gIndices: cute.Tensor,
-        sValues: cute.Tensor,
+        buffers: Buffers,
         sBlock: cute.Tensor,
         token: Int32,
         choice_blocks: Int32,
     ) -> Int32:
         """The best blocks of all parts, into sBlock, best first. Returns how many there are."""
-        lane = cute.arch.lane_idx()
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
-            for i in range_constexpr(self.topk.slots_per_lane):
-                slot = i * LANES + lane
-                sValues[slot], sBlock[slot] = -Float32.inf, Int32(-1)
-                if slot < self.blocks.count:
-                    sValues[slot], sBlock[slot] = gValues[0, slot], gIndices[0, slot]
-            cute.arch.sync_warp()
-            scored = self.blocks.scored(self.keys.visible(token, Int32(NO_END)))
-            others = (scored + choice_blocks - 1) // choice_blocks - 1
-            later = (cute.domain_offset((1, 0), x) for x in (gValues, gIndices))
-            self.topk.merge_lists(sValues, sBlock, *later, others)
+        thread, _, _ = cute.arch.thread_idx()
+        lane, count = cute.arch.lane_idx(), const_expr(self.blocks.count)
+        # In place of keys and values, which are not on their way yet
+        lists = cute.make_layout((CHOICE_PARTS, count), stride=(count, 1))
+        sValues = cute.make_tensor(buffers.sO.iterator, lists)
+        sIndices = cute.make_tensor(cute.recast_ptr(buffers.sO.iterator + cute.size(lists), dtype=Int32), lists)
+        scored = self.blocks.scored(self.keys.visible(token, Int32(NO_END)))
+        parts = cutlass.max((scored + choice_blocks - 1) // choice_blocks, 1)  # part 0 has what is forced
+        for item in cutlass.range(thread, parts * count, self.threads, unroll=4):
+            part, slot = divide(item, self.blocks.count)
+            sValues[part, slot], sIndices[part, slot] = gValues[part, slot], gIndices[part, slot]
+        if thread < self.topk.num_slots - count:
+            sBlock[count + thread] = Int32(-1)
         cute.arch.sync_threads()
-        count = Int32(0)
+        self.topk.merge_lists(sValues, sIndices, parts, self.threads, None, sBlock)
+        cute.arch.sync_threads()
+        selected = Int32(0)
         for i in range_constexpr(self.topk.slots_per_lane):
-            count += cute.arch.popc(cute.arch.vote_ballot_sync(sBlock[i * LANES + lane] >= 0))
-        return count
+            selected += cute.arch.popc(cute.arch.vote_ballot_sync(sBlock[i * LANES + lane] >= 0))
+        return selected
 
     @cute.jit
     def bounds(self, tile: Int32, work: Work) -> tuple[Int32, Int32]:

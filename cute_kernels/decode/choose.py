@@ -5,7 +5,7 @@
     part p       = the k best of so many blocks, best first; forced blocks head part 0
 
 A CTA has a part of the blocks of a token and key/value head; each warp keeps a list of its own (select/topk.py), and
-warp 0 merges them. blocks.py merges the parts. Parts behind the last scored block do nothing.
+all merge them. blocks.py merges the parts. Parts behind the last scored block do nothing.
 
 Near ties: beside the errors of a fp32 product (select/token.py), L is rounded, and lse is a sum in another order. The
 relative error of a score is at most
@@ -15,8 +15,8 @@ relative error of a score is at most
 so selected blocks can differ from the exact ones, and from those of the whole call, only where scores differ by less
 than twice that. Blocks with the same entries in the same proportions tie exactly.
 
-Floor: L once, 4 G bytes a block: 64K tokens, 4 x 16 heads: 0.26 MB, from L2. Latency of the merges: WARPS - 1, of lists
-that are sorted already.
+Floor: L once, 4 G bytes a block: 64K tokens, 4 x 16 heads: 0.26 MB, from L2. Latency: the partials' lse, the scores
+and one sorting network, one after the other.
 
 Limits: those of TopKList and score.py; G at most MAX_TOKEN_GROUP.
 """
@@ -32,14 +32,16 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from cute_kernels.decode.pages import Lengths, fake_lengths
 from cute_kernels.decode.score import ScoreEntries, fake_scores
-from cute_kernels.decode.splits import NO_END
+from cute_kernels.decode.splits import NO_END, Partials
 from cute_kernels.decode.tiles import FLOATS
 from cute_kernels.mma.warp import LANES, divide
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import INIT_END, LOCAL_BEGIN, LOCAL_END, Blocks, TopKList
 
-WARPS = 8
+WARPS = 16
 THREADS = WARPS * LANES
+BATCH = 4
+"""Partials' lse that a thread has in flight."""
 PART_UNIT = WARPS * LANES
 """A part has a multiple of this: each warp the same number of chunks of blocks."""
 MAX_PARTS = 16
@@ -67,6 +69,7 @@ class ChooseBlocks:
         self.blocks, self.score, self.tiles, self.group = blocks, score, score.tiles, score.group
         self.queries = score.query_rows // score.group
         self.topk = TopKList(blocks, score.keys, tile=1)
+        self.head_lanes = min(LANES, THREADS >> (score.group - 1).bit_length())  # that add up a head's lse
 
     @cute.jit
     def __call__(
@@ -83,7 +86,7 @@ class ChooseBlocks:
     ):
         batches, items, parts, _ = mIndices.shape
         self.kernel(Lengths(mCached, mNew), mLse, mScores, mValues, mIndices, ctas, part_blocks).launch(
-            grid=[parts, items, batches], block=[THREADS, 1, 1], stream=stream
+            grid=[parts, items, batches], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -99,6 +102,7 @@ class ChooseBlocks:
     ):
         thread, _, _ = cute.arch.thread_idx()
         part, item, batch = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         sRow = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
@@ -112,21 +116,27 @@ class ChooseBlocks:
         token = lengths.mCached[batch] + query
         visible = self.score.keys.visible(token, Int32(NO_END))
         scored = self.blocks.scored(visible)
+        heads = mScores.shape[1] * self.score.row_groups
+        cut = self.score.splits.cut(lengths, batch, heads, ctas)
+        cute.arch.griddepcontrol_wait()
         if (query < lengths.mNew[batch]) & ((part == 0) | (part * part_blocks < scored)):
-            # What is forced, and the heads' lse
+            # What is forced, and the heads' lse; the first scores are on their way meanwhile
             if thread == 0:
                 self.topk.init_row(sRow, token, token + 1, Int32(NO_END), False)
-            if (thread >= self.group) & (thread < padded):
-                sLse[thread] = Float32(0.0)
-            for head in cutlass.range(warp_index, self.group, WARPS, unroll=1):
-                group, row = divide(query * self.group + head, self.score.rows)
-                split_head = kv_head * self.score.row_groups + group
-                heads = mScores.shape[1] * self.score.row_groups
-                sLse[head] = self._lse(lengths, mLse, batch, row, split_head, heads, ctas)
+            gScores = cute.domain_offset((0, 0, query * self.group), mScores[batch, kv_head, None, None, None])
+            first = part * part_blocks + warp_index * (part_blocks // WARPS)
+            end = cutlass.min(scored, first + part_blocks // WARPS)
+            rOwn, rBefore = (cute.make_rmem_tensor(self.group, Float32) for _ in range(2))
+            self._load(gScores, first + lane, end, cut.tiles, rOwn, rBefore)
+            head = thread // self.head_lanes
+            group, row = divide(query * self.group + cutlass.min(head, self.group - 1), self.score.rows)
+            places = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
+            lse = self._lse(mLse[None, row], places)
+            if (thread % self.head_lanes == 0) & (head < padded):
+                sLse[head] = lse if head < self.group else Float32(0.0)
             cute.arch.sync_threads()
 
             # A list for each warp
-            gScores = cute.domain_offset((0, 0, query * self.group), mScores[batch, kv_head, None, None, None])
             sWarpValues, sWarpIndices = sValues[warp_index, None], sIndices[warp_index, None]
             if (part == 0) & (warp_index == 0):
                 self.topk.init_list(sWarpValues, sWarpIndices, sRow)
@@ -136,66 +146,74 @@ class ChooseBlocks:
                     sWarpIndices[i * LANES + lane] = Int32(-1)
             cute.arch.sync_warp()
             if sRow[INIT_END] + sRow[LOCAL_END] - sRow[LOCAL_BEGIN] < self.blocks.count:
-                first = part * part_blocks + warp_index * (part_blocks // WARPS)
-                end = cutlass.min(scored, first + part_blocks // WARPS)
-                num_tiles = self.score.splits.tiles(lengths.tokens(batch))
                 for start in cutlass.range(first, end, LANES, unroll=1):
                     block = start + lane
-                    value = -Float32.inf
-                    if (block < end) & self.topk.not_forced(sRow, block):
-                        value = self._score(gScores, sLse, block, num_tiles)
+                    value = self._sum(rOwn, sLse) + self._sum(rBefore, sLse)
+                    self._load(gScores, block + LANES, end, cut.tiles, rOwn, rBefore)
+                    value = value if (block < end) & self.topk.not_forced(sRow, block) else -Float32.inf
                     candidates = cute.arch.vote_ballot_sync(value > sWarpValues[self.blocks.count - 1])
                     if candidates != 0:
                         self.topk.merge(sWarpValues, sWarpIndices, value, block, candidates)
             cute.arch.sync_threads()
 
             # One list
-            if warp_index == 0:
-                others = (cute.domain_offset((1, 0), x) for x in (sValues, sIndices))
-                self.topk.merge_lists(sWarpValues, sWarpIndices, *others, Int32(WARPS - 1))
-                cute.arch.sync_warp()
-                for i in range_constexpr(self.topk.slots_per_lane):
-                    slot = i * LANES + lane
-                    if slot < self.blocks.count:
-                        mValues[batch, item, part, slot] = sWarpValues[slot]
-                        mIndices[batch, item, part, slot] = sWarpIndices[slot]
+            gList = (x[batch, item, part, None] for x in (mValues, mIndices))
+            self.topk.merge_lists(sValues, sIndices, Int32(WARPS), THREADS, *gList)
 
     @cute.jit
-    def _lse(
-        self, lengths: Lengths, mLse: cute.Tensor, batch: Int32, row: Int32, head: Int32, heads: Int32, ctas: Int32
-    ) -> Float32:
-        """Of a query row over all splits, in base 2, by a warp. Args: head of `heads`: as of splits.py."""
-        places = self.score.splits.partials(lengths, batch, head, heads, ctas)
-        lane = cute.arch.lane_idx()
-        gLse = cute.domain_offset((places.first,), mLse[None, row])
-        top = -Float32.inf
-        for i in cutlass.range(lane, places.count, LANES, unroll=4):
-            top = cute.arch.fmax(top, gLse[i])
-        top = cute.arch.warp_reduction_max(top)
-        base = Float32(0.0) if top == -Float32.inf else top
-        total = Float32(0.0)
-        for i in cutlass.range(lane, places.count, LANES, unroll=4):
-            total += cute.math.exp2(gLse[i] - base, fastmath=True)
-        return base + cute.math.log2(cute.arch.warp_reduction_sum(total), fastmath=True)
+    def _lse(self, gLse: cute.Tensor, places: Partials) -> Float32:
+        """Of a query row over all splits, in base 2, by `head_lanes` lanes."""
+        lanes = const_expr(self.head_lanes)
+        lane = cute.arch.lane_idx() % lanes
+        gLse = cute.domain_offset((places.first,), gLse)
+        top, total = -Float32.inf, Float32(0.0)
+        rLse = cute.make_rmem_tensor(BATCH, Float32)
+        for start in cutlass.range(lane, places.count, lanes * BATCH, unroll=1):
+            rLse.fill(-Float32.inf)
+            for i in range_constexpr(BATCH):
+                if start + i * lanes < places.count:
+                    rLse[i] = gLse[start + i * lanes]
+            before = top
+            for i in range_constexpr(BATCH):
+                top = cute.arch.fmax(top, rLse[i])
+            base = Float32(0.0) if top == -Float32.inf else top
+            total = total * cute.math.exp2(before - base, fastmath=True)
+            for i in range_constexpr(BATCH):
+                total += cute.math.exp2(rLse[i] - base, fastmath=True)
+        of_all = cute.arch.warp_reduction_max(top, threads_in_group=lanes)
+        base = Float32(0.0) if of_all == -Float32.inf else of_all
+        total = cute.arch.warp_reduction_sum(total * cute.math.exp2(top - base, fastmath=True), threads_in_group=lanes)
+        return base + cute.math.log2(total, fastmath=True)
 
     @cute.jit
-    def _score(self, gScores: cute.Tensor, sLse: cute.Tensor, block: Int32, num_tiles: Int32) -> Float32:
-        """Of a block: what the entries of its tile add to it, and those of the tile before."""
+    def _load(
+        self,
+        gScores: cute.Tensor,
+        block: Int32,
+        end: Int32,
+        num_tiles: Int32,
+        rOwn: cute.Tensor,
+        rBefore: cute.Tensor,
+    ):
+        """L of a block's heads: from its tile, if it has one, and from the tile before; -inf where there is none."""
         tile, slot = block // self.tiles.blocks, block % self.tiles.blocks
-        score = Float32(0.0)
-        if tile < num_tiles:  # else all of its visible entries begin before
-            score = self._add(score, gScores[tile, slot, None], sLse)
+        rOwn.fill(-Float32.inf)
+        rBefore.fill(-Float32.inf)
+        if (block < end) & (tile < num_tiles):  # else all of its visible entries begin before
+            self._load_heads(gScores[tile, slot, None], rOwn)
         if const_expr(self.tiles.reach > 0):
-            if (slot < self.tiles.reach) & (tile > 0):
-                score = self._add(score, gScores[tile - 1, self.tiles.blocks + slot, None], sLse)
-        return score
+            if (block < end) & (slot < self.tiles.reach) & (tile > 0):
+                self._load_heads(gScores[tile - 1, self.tiles.blocks + slot, None], rBefore)
 
     @cute.jit
-    def _add(self, score: Float32, gHeads: cute.Tensor, sLse: cute.Tensor) -> Float32:
-        rHeads = cute.make_rmem_tensor(self.group, Float32)
+    def _load_heads(self, gHeads: cute.Tensor, rHeads: cute.Tensor):
         width = const_expr(FLOATS if self.group % FLOATS == 0 else 1)
         for i in range_constexpr(self.group // width):
             cute.autovec_copy(cute.local_tile(gHeads, (width,), (i,)), cute.local_tile(rHeads, (width,), (i,)))
+
+    @cute.jit
+    def _sum(self, rHeads: cute.Tensor, sLse: cute.Tensor) -> Float32:
+        score = Float32(0.0)
         for head in range_constexpr(self.group):
             score += cute.math.exp2(rHeads[head] - sLse[head], fastmath=True)
         return score

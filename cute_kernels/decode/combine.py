@@ -3,9 +3,9 @@
     o_branch = sum_s 2^(lse_s - lse) o_s       lse = log2 sum_s 2^lse_s       s over the branch's splits or parts
     out      = g_cmp o_cmp + g_slc o_slc + g_win o_win                        fp32, rounded once
 
-A CTA has a token and head: `lanes` threads a partial, one vector of 8 numbers each, THREADS / lanes partials at a time.
-Sums of those are added up in order through shared memory: the same bits in every run. Rows behind a sequence's new
-tokens become 0, and those of a sequence that has overflowed NaN.
+A CTA has a token and head, THREADS threads for each branch: `lanes` threads a partial, one vector of 8 numbers each,
+THREADS / lanes partials at a time. Sums of those are added up in order through shared memory: the same bits in every
+run. Rows behind a sequence's new tokens become 0, and those of a sequence that has overflowed NaN.
 
 Floor: 4 D_v bytes a head and partial; latency of a few loads.
 """
@@ -28,7 +28,8 @@ from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel
 from cute_kernels.select.topk import Blocks
 
 THREADS = 128
-BATCH = 4
+"""Of a branch."""
+BATCH = 8
 """Partials whose loads a thread has in flight."""
 
 
@@ -62,7 +63,10 @@ class CombineBranches:
     ):
         tensors = mOverflowed, mCmpO, mCmpLse, mBlockO, mBlockLse, mQ, mW, mG, mOut
         self.kernel(Lengths(mCached, mNew), *tensors, ctas, selected_parts).launch(
-            grid=[mOut.shape[2], mOut.shape[1], mOut.shape[0]], block=[THREADS, 1, 1], stream=stream
+            grid=[mOut.shape[2], mOut.shape[1], mOut.shape[0]],
+            block=[BRANCHES * THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -83,7 +87,7 @@ class CombineBranches:
     ):
         thread, _, _ = cute.arch.thread_idx()
         head, query, batch = cute.arch.block_idx()
-        lane, row = thread % self.lanes, thread // self.lanes
+        branch, row, lane = thread // THREADS, thread % THREADS // self.lanes, thread % self.lanes
         in_v = lane < self.v_vectors
         smem = cutlass.memory.SmemAllocator()
         sums = cute.make_ordered_layout((self.v_dim, self.rows, BRANCHES), order=(0, 1, 2))
@@ -96,43 +100,47 @@ class CombineBranches:
         rOut.fill(0.0)
         if mOverflowed[batch] != 0:
             rOut.fill(float("nan"))
+        kv_head, head_in_group = divide(head, self.group)
+        heads = mOut.shape[2] // self.group * self.score.row_groups
+        cut = self.score.splits.cut(lengths, batch, heads, ctas)
+        rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
+        rQ.fill(0.0)
+        rW = None
+        if const_expr(mW is not None):
+            rW = cute.make_rmem_tensor((VECTOR, BRANCHES), mW.element_type)
+            rW.fill(0.0)
+            if lane < self.vectors:
+                cute.autovec_copy(cute.local_tile(mQ[batch, query, head, None], (VECTOR,), (lane,)), rQ)
+                for b in range_constexpr(BRANCHES):
+                    cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
+        gG = None if const_expr(mG is None) else mG[batch, query, head, None]
+        rG = row_gates(rQ, rW, gG, is_new, self.lanes)
+        cute.arch.griddepcontrol_wait()
         if is_new:
             # Partials, `rows` at a time
-            kv_head, head_in_group = divide(head, self.group)
-            group, cmp_row = divide(query * self.group + head_in_group, self.score.rows)
-            heads = mOut.shape[2] // self.group * self.score.row_groups
-            split_head = kv_head * self.score.row_groups + group
-            cmp = self.score.splits.partials(lengths, batch, split_head, heads, ctas)
-            gCmp = mCmpO[None, cmp_row, None], mCmpLse[None, cmp_row]
-            item = kv_head * self.queries + query
-            gBlock = mBlockO[batch, item, None, head_in_group, None], mBlockLse[batch, item, None, head_in_group]
-            selected = Partials(Int32(0), selected_parts)
-            window = Partials(selected_parts, mBlockLse.shape[2] - selected_parts)
-            self._sum(*gCmp, cmp, row, lane, 0, sO, sMax, sSum)
-            self._sum(*gBlock, selected, row, lane, 1, sO, sMax, sSum)
-            self._sum(*gBlock, window, row, lane, 2, sO, sMax, sSum)
+            if branch == 0:
+                group, row_in_group = divide(query * self.group + head_in_group, self.score.rows)
+                partials = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
+                gCmp = mCmpO[None, row_in_group, None], mCmpLse[None, row_in_group]
+                self._sum(*gCmp, partials, row, lane, branch, sO, sMax, sSum)
+            else:
+                item = kv_head * self.queries + query
+                partials = Partials(Int32(0), selected_parts)
+                if branch == 2:
+                    partials = Partials(selected_parts, mBlockLse.shape[2] - selected_parts)
+                gBlock = mBlockO[batch, item, None, head_in_group, None], mBlockLse[batch, item, None, head_in_group]
+                self._sum(*gBlock, partials, row, lane, branch, sO, sMax, sSum)
             cute.arch.sync_threads()
 
-            # Gate
-            rQ = cute.make_rmem_tensor(VECTOR, mOut.element_type)
-            rQ.fill(0.0)
-            rW = None
-            if const_expr(mW is not None):
-                rW = cute.make_rmem_tensor((VECTOR, BRANCHES), mW.element_type)
-                rW.fill(0.0)
-                if lane < self.vectors:
-                    cute.autovec_copy(cute.local_tile(mQ[batch, query, head, None], (VECTOR,), (lane,)), rQ)
+            # Branches
+            if branch == 0:
+                rO = cute.make_rmem_tensor((VECTOR, BRANCHES), Float32)
+                rO.fill(0.0)
+                if in_v:
                     for b in range_constexpr(BRANCHES):
-                        cute.autovec_copy(cute.local_tile(mW[head, b, None], (VECTOR,), (lane,)), rW[None, b])
-            gG = None if const_expr(mG is None) else mG[batch, query, head, None]
-            rG = row_gates(rQ, rW, gG, cutlass.Boolean(True), self.lanes)
-            rO = cute.make_rmem_tensor((VECTOR, BRANCHES), Float32)
-            rO.fill(0.0)
-            if in_v:
-                for b in range_constexpr(BRANCHES):
-                    self._total(b, lane, sO, sMax, sSum, rO[None, b])
-            rOut.store(weighted_sum(rO, rG).load().to(mOut.element_type))
-        if in_v & (row == 0):
+                        self._total(b, lane, sO, sMax, sSum, rO[None, b])
+                rOut.store(weighted_sum(rO, rG).load().to(mOut.element_type))
+        if in_v & (row == 0) & (branch == 0):
             cute.autovec_copy(rOut, cute.local_tile(gOut, (VECTOR,), (lane,)))
 
     @cute.jit
@@ -143,12 +151,12 @@ class CombineBranches:
         partials: Partials,
         row: Int32,
         lane: Int32,
-        branch: cutlass.Constexpr[int],
+        branch: Int32,
         sO: cute.Tensor,
         sMax: cute.Tensor,
         sSum: cute.Tensor,
     ):
-        """Every `rows`-th partial from `row` on, not normalised. Those without keys are not read."""
+        """Every `rows`-th partial from `row` on, not normalised. Those without keys add nothing, whatever they hold."""
         top, total = -Float32.inf, Float32(0.0)
         rO = cute.make_rmem_tensor(VECTOR, Float32)
         rO.fill(0.0)
@@ -159,11 +167,10 @@ class CombineBranches:
             rLse.fill(-Float32.inf)
             for i in range_constexpr(BATCH):
                 if start + i * self.rows < partials.count:
-                    rLse[i] = gLse[partials.first + start + i * self.rows]
-            for i in range_constexpr(BATCH):
-                if (rLse[i] > -Float32.inf) & (lane < self.v_vectors):
-                    gPart = gO[partials.first + start + i * self.rows, None]
-                    cute.autovec_copy(cute.local_tile(gPart, (VECTOR,), (lane,)), rPart[None, i])
+                    place = partials.first + start + i * self.rows
+                    rLse[i] = gLse[place]
+                    if lane < self.v_vectors:
+                        cute.autovec_copy(cute.local_tile(gO[place, None], (VECTOR,), (lane,)), rPart[None, i])
             new_top = top
             for i in range_constexpr(BATCH):
                 new_top = cute.arch.fmax(new_top, rLse[i])
@@ -172,9 +179,10 @@ class CombineBranches:
             total = total * rescale
             rO.store(rO.load() * rescale)
             for i in range_constexpr(BATCH):
-                weight = cute.math.exp2(rLse[i] - base, fastmath=True)
-                total += weight
-                rO.store(rO.load() + rPart[None, i].load() * weight)
+                if rLse[i] > -Float32.inf:
+                    weight = cute.math.exp2(rLse[i] - base, fastmath=True)
+                    total += weight
+                    rO.store(rO.load() + rPart[None, i].load() * weight)
             top = new_top
         if lane < self.v_vectors:
             cute.autovec_copy(rO, cute.local_tile(sO[None, row, branch], (VECTOR,), (lane,)))

@@ -129,12 +129,13 @@ class ScoreEntries(DecodeTiles):
         layouts: Any,
     ):
         cta, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
         ctas, _, _ = cute.arch.grid_dim()
         smem = cutlass.memory.SmemAllocator()
         buffers = self.allocate(smem, layouts)
         sScore = smem.allocate_tensor(Float32, cute.make_layout((self.rows, KEYS), stride=(KEYS + 1, 1)), 16)
         heads = mKEntries.shape[2] * self.row_groups
-        per_cta = self.splits.per_cta(lengths, heads, ctas)
+        per_cta = self.splits.cut(lengths, Int32(0), heads, ctas).per_cta
         tile, end = cta * per_cta, (cta + 1) * per_cta
         row = self.splits.find(lengths, tile, heads)
         while row.tiles > 0:
@@ -154,12 +155,15 @@ class ScoreEntries(DecodeTiles):
                 sScore,
                 cute.domain_offset((first_tile, 0, first_row), mScores[batch, kv_head, None, None, None]),
             )
+            if work.first_entry + num_tiles * self.tiles.entries > self.splits.entries(lengths.mCached[batch]):
+                cute.arch.griddepcontrol_wait()  # for entries that the step completes
             keys = PagedKeys(mTable[batch, None], mKEntries, mVEntries, kv_head)
             of_warp = self.attend(keys, buffers, num_tiles, scale, work)
             place = cta + batch * heads + row.head
             self.store_partial(of_warp, buffers, mO[place, None, None], mLse[place, None], num_rows)
             tile += num_tiles
             row = self.splits.find(lengths, tile if tile < end else Int32(NO_TILE), heads)
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def bounds(self, tile: Int32, work: Work) -> tuple[Int32, Int32]:

@@ -43,6 +43,19 @@ class Partials(NamedTuple):
     count: Int32
 
 
+class Cut(NamedTuple):
+    """Where the tiles of a sequence are cut."""
+
+    per_cta: Int32
+    """Tiles that each CTA takes."""
+    first: Int32
+    """The sequence's first tile, of all rows' tiles."""
+    tiles: Int32
+    """Of each of its heads."""
+    first_row: Int32
+    """The row of its head 0."""
+
+
 class Splits:
     """Args: which entries a token sees; entries of a tile."""
 
@@ -59,18 +72,16 @@ class Splits:
         return (self.entries(tokens) + self.tile - 1) // self.tile
 
     @cute.jit
-    def before(self, lengths: Lengths, batch: Int32, heads: Int32) -> Int32:
-        """Tiles of the sequences in front of `batch`, in all lanes of a warp."""
-        mine = Int32(0)
-        for i in cutlass.range(cute.arch.lane_idx(), batch, LANES, unroll=4):
-            mine += self.tiles(lengths.tokens(i))
-        return cute.arch.shuffle_sync(prefix_sum(mine), LANES - 1) * heads
-
-    @cute.jit
-    def per_cta(self, lengths: Lengths, heads: Int32, ctas: Int32) -> Int32:
-        """Tiles that each CTA takes."""
-        total = self.before(lengths, lengths.mNew.shape[0], heads)
-        return cutlass.max((total + ctas - 1) // ctas, MIN_TILES)
+    def cut(self, lengths: Lengths, batch: Int32, heads: Int32, ctas: Int32) -> Cut:
+        """By a warp."""
+        all_tiles, before = Int32(0), Int32(0)
+        for i in cutlass.range(cute.arch.lane_idx(), lengths.mNew.shape[0], LANES, unroll=4):
+            tiles = self.tiles(lengths.tokens(i))
+            all_tiles += tiles
+            before += tiles if i < batch else Int32(0)
+        total, first = (cute.arch.warp_reduction(x, lambda a, b: a + b) * heads for x in (all_tiles, before))
+        per_cta = cutlass.max((total + ctas - 1) // ctas, MIN_TILES)
+        return Cut(per_cta, first, self.tiles(lengths.tokens(batch)), batch * heads)
 
     @cute.jit
     def find(self, lengths: Lengths, tile: Int32, heads: Int32) -> Row:
@@ -95,10 +106,9 @@ class Splits:
         return row
 
     @cute.jit
-    def partials(self, lengths: Lengths, batch: Int32, head: Int32, heads: Int32, ctas: Int32) -> Partials:
-        """Of a row, by a warp."""
-        per_cta, tiles = self.per_cta(lengths, heads, ctas), self.tiles(lengths.tokens(batch))
-        first = self.before(lengths, batch, heads) + head * tiles
-        first_cta = first // per_cta
-        count = Int32(0) if tiles == 0 else (first + tiles - 1) // per_cta - first_cta + 1
-        return Partials(first_cta + batch * heads + head, count)
+    def partials(self, cut: Cut, head: Int32) -> Partials:
+        """Of the row of a sequence's head."""
+        first = cut.first + head * cut.tiles
+        first_cta = first // cut.per_cta
+        count = Int32(0) if cut.tiles == 0 else (first + cut.tiles - 1) // cut.per_cta - first_cta + 1
+        return Partials(first_cta + cut.first_row + head, count)

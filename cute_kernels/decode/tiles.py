@@ -114,6 +114,7 @@ class DecodeTiles:
             "block": [self.threads, 1, 1],
             "min_blocks_per_mp": self.ctas_per_sm,
             "preferred_smem_carveout": SMEM_CARVEOUT,
+            "use_pdl": True,
             "stream": stream,
         }
 

@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from cute_kernels.lists.query_to_kv import Keys
-from cute_kernels.mma.warp import LANES, lowest_bit
+from cute_kernels.mma.warp import LANES, divide, lowest_bit
 
 NUM_VISIBLE, INIT_END, LOCAL_BEGIN, LOCAL_END = range(4)
 """Columns of `sRow`: entries that a row sees; blocks 0 ... INIT_END-1 and LOCAL_BEGIN ... LOCAL_END-1 are forced."""
@@ -195,23 +195,36 @@ class TopKList:
     @cute.jit
     def merge_lists(
         self,
-        sValues: cute.Tensor,
+        sValues: cute.Tensor,  # fp32 [lists, num_slots]
         sIndices: cute.Tensor,
-        mValues: cute.Tensor,  # fp32 [count, slots]
+        lists: Int32,
+        threads: cutlass.Constexpr[int],
+        mValues: cute.Tensor | None,  # fp32 [count], written
         mIndices: cute.Tensor,
-        count: Int32,
     ):
-        """Merge whole lists into one. Each is of later blocks than those before it."""
-        lane = cute.arch.lane_idx()
-        for i in cutlass.range(count, unroll=1):
-            for chunk in range_constexpr(self.slots_per_lane):
-                slot = chunk * LANES + lane
-                value, block = -Float32.inf, Int32(-1)
-                if slot < self.blocks.count:
-                    value, block = mValues[i, slot], mIndices[i, slot]
-                candidates = cute.arch.vote_ballot_sync(value > sValues[self.blocks.count - 1])
-                if candidates != 0:
-                    self.merge(sValues, sIndices, value, block, candidates)
+        """Merge sorted lists into one, by all threads of a CTA. Each is of later blocks than those before it.
+
+        A block's slot is its place in its own list and the number of blocks of each other list that are better, by
+        binary search.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        bits = const_expr(self.blocks.count.bit_length())
+        for item in cutlass.range(thread, lists * self.blocks.count, threads, unroll=1):
+            own, place = divide(item, self.blocks.count)
+            value, slot = sValues[own, place], place
+            for other in cutlass.range(lists, unroll=4):
+                better = Int32(0)
+                for i in range_constexpr(bits):
+                    probe = better + (1 << bits - 1 - i)
+                    if probe <= self.blocks.count:
+                        listed = sValues[other, probe - 1]
+                        if (listed > value) | ((listed == value) & (other < own)):
+                            better = probe
+                slot += better if other != own else Int32(0)
+            if slot < self.blocks.count:
+                mIndices[slot] = sIndices[own, place]
+                if const_expr(mValues is not None):
+                    mValues[slot] = value
 
     @cute.jit
     def _merge_by_rank(

@@ -10,7 +10,7 @@ import torch
 from cute_kernels.decode.pages import Paging
 from cute_kernels.pool.compress import block_means
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward_aux, nsa_with_cache
-from tests.support.decode_cases import Case, check
+from tests.support.decode_cases import Case, check, without_near_ties
 from tests.support.decode_cases import Step as DecodeStep
 
 pytestmark = pytest.mark.cuda
@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 def test_step(dim: int, group: int, queries: int, dtype: torch.dtype) -> None:
     """The empty sequence, bounds of blocks and pages, and one 1000 times longer than another."""
     cached = (0, 1, 15, 16, 30, 31, 63, 64, 5000)
-    check(Case(cached, PAPER, queries, group=group, kv_heads=2, dim=dim, dtype=dtype), "cuda")
+    check(without_near_ties(Case(cached, PAPER, queries, group=group, kv_heads=2, dim=dim, dtype=dtype)), "cuda")
 
 
 def test_long_sequence() -> None:
@@ -42,7 +42,7 @@ def test_bits_do_not_depend_on_the_run() -> None:
 
 
 def test_entries_have_the_bits_of_the_whole_call() -> None:
-    case = Case((2000,), PAPER, queries=8, kv_heads=2, dim=128)
+    case = Case((2010,), PAPER, queries=8, kv_heads=2, dim=128)
     step = DecodeStep(case, "cuda")
     before = step.pages.k_cmp.clone(), step.pages.v_cmp.clone()
     step.run()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cute_kernels.decode.cache import Lengths, Pages
 from cute_kernels.decoding import decode
-from cute_kernels.prefill import append_tokens
 from nsa import NSAConfig
 from tests.support.far_rows import FAR, FarMemory, span
 from tools import sanitize as tool
@@ -48,8 +47,7 @@ class Decoding:
         overflowed = torch.zeros(batch, dtype=torch.bool, device=device)
         lengths = Lengths(integers(self.cached), integers([self.queries] * batch), overflowed)
         q, k, v = (normal(batch, self.queries, heads, 64) for heads in (8, 2, 2))
-        append_tokens(k, v, memory, lengths, self.config)
-        out = decode(q, memory, lengths, self.config, gates=normal(batch, self.queries, 8, 3))
+        out = decode(q, k, v, memory, lengths, self.config, gates=normal(batch, self.queries, 8, 3))
         if check and not bool(out.isfinite().all()):
             raise ArithmeticError("not finite")
         return {"out": out, "pages of k": memory.k, "pages of v": memory.v, "entries": memory.k_cmp}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from nsa import LinearCompression, NSAConfig, autograd, nsa, nsa_forward, ops
 from nsa.config import OPTION_NAMES
@@ -111,6 +112,20 @@ def test_eager_training_is_what_the_operators_do(extra: dict[str, Any]) -> None:
         (first,) = torch.autograd.grad(out, q, do.requires_grad_(need), create_graph=True)
         with pytest.raises(RuntimeError, match="nsa has no second derivative"):
             first.sum().backward()
+
+
+def test_checkpointing_recomputes_what_was_saved() -> None:
+    """Without reentry each saved tensor can be read once."""
+    q, k, v = (x.requires_grad_() for x in make_qkv(75))
+    flags = {"deterministic": False, "recompute": True, "backend": None}
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return autograd.run_with_backward(resolve(NSAInputs(q, k, v), SMALL["seed"], **flags, needs_grad=True))
+
+    do = torch.randn_like(q)
+    got = torch.autograd.grad(checkpoint(layer, q, k, v, use_reentrant=False), (q, k, v), do)
+    for x, y in zip(got, torch.autograd.grad(layer(q, k, v), (q, k, v), do), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_second_derivative_is_refused() -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import support
+from cute_kernels import decoding, support
 from cute_kernels.runtime.device import TARGET_VARIABLE, compute_capability, has_warpgroups, multiprocessors
 from tests.support.ptx.compiled import LATE, Artefacts, Interpreted, Schedule, compiling, interpret_kernels, kept
 
@@ -53,10 +53,18 @@ def interpreted_gpu(arch: str, schedule: Schedule = LATE) -> Iterator[None]:
         interpret_kernels(patch, ours, gpu.target, schedule)
         fa4 = _Fa4(gpu, schedule)
         fa4.replace_caches(patch)
-        compute_capability.cache_clear()
-        with compiling(gpu.target, fa4.compile):
-            yield
+        _forget()
+        try:
+            with compiling(gpu.target, fa4.compile):
+                yield
+        finally:
+            _forget()
+
+
+def _forget() -> None:
+    """What cute_kernels remembers of a device."""
     compute_capability.cache_clear()
+    decoding.plan.cache_clear()
 
 
 def _answer_for_the_driver(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
