@@ -49,6 +49,23 @@ def test_interpreted(arch: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("arch", rest(*GPUS))
+def test_training_from_inside_a_tile(arch: str) -> None:
+    """With a start that the host knows: rows are those of the forward alone, which takes other steps."""
+    pack = replace(PACKS["sequences, inside a tile"], documents=((200, 90, 0),))
+    (document,) = pack.each()
+    with interpreted_gpu(arch):
+        expected, aux = run(document.inputs, pack.config)
+        out, saved = forward.nsa_saving(document.inputs, pack.config, recompute=False)
+        assert torch.equal(out, expected)
+        do = torch.randn_like(out)
+        got = backward.nsa_backward(document.inputs, pack.config, saved, do)
+    assert_gradients(pack, aux, do, got)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("arch", "name"), rest(("sm_90", "token"), ("sm_100", "token"), ("sm_90", "inside a tile")))
 def test_races(arch: str, name: str) -> None:
     inputs, config = PACKS[name].inputs, PACKS[name].config
