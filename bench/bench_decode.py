@@ -5,6 +5,9 @@ a CUDA graph, and eagerly from an idle GPU; `host_us` is what Python takes to st
 part of a step (pages, lengths) is outside, as in a model of many layers. Sampled rows are held against fp64 before
 anything is timed: where one is above its budget, nothing is reported and the status is 1.
 
+A prompt is appended in chunks, too, beside one call of `nsa_forward` on all of it: rows of op "prefill", whose modes
+are "chunks" and "whole". Both must agree to a rounding.
+
 Dense decoding is PyTorch's SDPA with grouped heads over contiguous keys: of N_q tokens each sees all keys. fla's is
 parallel_nsa of the last tokens over all keys, which it pools anew, without its window, which is flash-attn's. Neither
 has a cache to append to.
@@ -42,11 +45,12 @@ from bench.report import LOCAL_RESULTS, command_line, environment, relative, rep
 from bench.results_file import ResultRow, open_results
 from bench.roofline import choose_peaks
 from bench.timing import BUSY_CYCLES, capture, measure
-from nsa import NSACache, NSAConfig, PageTable, nsa_with_cache
+from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
 
 HEADS = ("64/4", "32/8")
 SIZES = ("8K:1,16,64,128", "64K:1,16,64,128", "1M:1,8")
-CPU_HEADS, CPU_SIZES = ("4/1",), ("300:1,2",)
+PREFILL = "1M:8K"
+CPU_HEADS, CPU_SIZES, CPU_PREFILL = ("4/1",), ("300:1,2",), "300:128"
 """Of a run that only shows that the script works."""
 PAGE_SIZE = 64
 CHECKED = 8
@@ -60,6 +64,8 @@ MS_BARS = {(64 << 10, 1): 0.025, (64 << 10, 16): 0.085, (64 << 10, 64): 0.290, (
 HOST_US_BAR = 150
 FLA_BAR = 10
 """Times that fla's step takes at 64K."""
+PREFILL_BAR = 1.15
+"""Times of the whole call that its chunks may take."""
 
 
 class Case(NamedTuple):
@@ -149,6 +155,20 @@ def main(argv: list[str] | None = None) -> int:
             results.add(case.name, [row.as_json() for row in rows], missing)
             print(*map(line, rows), *missing, sep="\n", flush=True)
             del made
+        for n, chunk in args.prefill:
+            name = f"prefill N={n} in chunks of {chunk}"
+            if name in results.parts:
+                continue
+            with torch.no_grad():
+                rows = time_prefill(args, device, n, chunk)
+            error, budget = rows[0].error, rows[0].error_budget
+            if not error <= budget:
+                red = f"{name}: error {error:.2e} is above the budget {budget:.2e}"
+                results.fail([red], missing=[])
+                print("Wrong results, so no times are reported:", red, sep="\n  ")
+                return 1
+            results.add(name, [row.as_json() for row in rows], [])
+            print(*map(line, rows), sep="\n", flush=True)
         every = [Row.of_json(row) for row in results.rows]
         bars = find_bars(every) if args.bars else None
         write_csv(out.with_suffix(".csv"), results.rows)
@@ -168,6 +188,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--heads", nargs="+", help=f"query/key heads; default: {' '.join(HEADS)} (CPU: {' '.join(CPU_HEADS)})")
     add("--sizes", nargs="+", help=f"N:batches; default: {' '.join(SIZES)} (CPU: {' '.join(CPU_SIZES)})")
     add("--queries", nargs="+", type=positive, default=[1, 4], help="N_q; default: 1 4")
+    add("--prefill", nargs="*", help=f"N:tokens of a chunk; default: {PREFILL} (CPU: {CPU_PREFILL})")
     add("--dim", type=positive, default=128, help="D; default: %(default)s")
     add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
     add("--backend", help="default: the one that runs unasked; on a CPU the reference")
@@ -185,6 +206,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             for n, _, batches in (x.partition(":") for x in args.sizes or (CPU_SIZES if on_cpu else SIZES))
             for batch in batches.split(",")
         ]
+        prefills = [CPU_PREFILL if on_cpu else PREFILL] if args.prefill is None else args.prefill
+        args.prefill = [(positive(n), positive(chunk)) for n, _, chunk in (x.partition(":") for x in prefills)]
+        args.prefill_heads = heads[0]
         if any(len(pair) != 2 or pair[0] % pair[1] for pair in heads):
             raise argparse.ArgumentTypeError(f"--heads must be query/key heads that divide, got {args.heads}")
     except argparse.ArgumentTypeError as error:
@@ -371,6 +395,45 @@ def time_case(
     return rows, missing
 
 
+def time_prefill(args: argparse.Namespace, device: torch.device, n: int, chunk: int) -> list[Row]:
+    """A prompt of n tokens in chunks with a cache, and as one call without: two rows, with the largest difference."""
+    (heads, kv_heads), dim, dtype, preset = args.prefill_heads, args.dim, DTYPES[args.dtype], "paper"
+    config, generator = PRESETS[preset](), torch.Generator(device).manual_seed(0)
+    columns = -(-n // PAGE_SIZE)
+    pages = torch.randperm(columns, generator=generator, device=device).to(torch.int32)[None]
+    table = PageTable(pages, torch.zeros(1, dtype=torch.int32, device=device), page_size=PAGE_SIZE, num_pages=columns)
+    cache = NSACache(config, table, heads_kv=kv_heads, dim=dim, dtype=dtype)
+    q, k, v, gates = (
+        torch.randn((1, n, *shape), generator=generator, device=device, dtype=dtype)
+        for shape in ((heads, dim), (kv_heads, dim), (kv_heads, dim), (heads, 3))
+    )
+    backend = args.backend or ("reference" if device.type == "cpu" else "cute")
+    parts = [slice(first, min(first + chunk, n)) for first in range(0, n, chunk)]
+
+    def append(part: slice) -> Tensor:
+        table.seqlens.fill_(part.start)
+        return nsa_with_cache(q[:, part], k[:, part], v[:, part], cache, gates=gates[:, part], backend=backend)
+
+    def whole() -> Tensor:
+        return nsa_forward(q, k, v, gates=gates, config=config, backend=backend)
+
+    expected = whole()
+    error = max(float((append(part) - expected[:, part]).abs().max()) for part in parts)
+    budget = torch.finfo(dtype).eps * float(expected.abs().max())
+    del expected
+    timings = {
+        "chunks": measure(lambda: [append(part) for part in parts][-1], device, seconds=args.seconds, host=False),
+        "whole": measure(whole, device, seconds=args.seconds, host=False),
+    }
+    return [
+        Row(
+            "prefill", preset, 1, n, chunk, heads, kv_heads, dim, args.dtype, backend, mode,
+            timing.ms_p20, timing.ms_p50, timing.ms_p80, None, None, None, None, None, error, budget, args.command,
+        )
+        for mode, timing in timings.items()
+    ]  # fmt: skip
+
+
 def floor_bytes(case: Case, config: NSAConfig, dim: int) -> float:
     """Bytes of a step that no implementation can do without: entries, selected blocks and window, in 16 bits.
 
@@ -426,7 +489,8 @@ def find_bars(rows: Sequence[Row]) -> list[Bar]:
     of_bars = {
         (row.n, row.b, row.mode): row
         for row in rows
-        if (row.preset, row.h, row.h_kv, row.d, row.n_q, row.dtype) == ("paper", 64, 4, 128, 1, "bf16")
+        if (row.op, row.preset, row.h, row.h_kv, row.d, row.n_q, row.dtype)
+        == ("decode", "paper", 64, 4, 128, 1, "bf16")
     }
     bars = []
     for (n, batch), ms in MS_BARS.items():
@@ -443,6 +507,9 @@ def find_bars(rows: Sequence[Row]) -> list[Bar]:
     row = of_bars.get((64 << 10, 1, "graph"))
     ratio = None if row is None or row.fla_ms is None else row.fla_ms / row.ms_p50
     bars.append(Bar("64K, batch 1, fla takes as long", ratio, FLA_BAR, at_least=True, unit="x"))
+    prefills = {row.mode: row.ms_p50 for row in rows if (row.op, row.n, row.n_q) == ("prefill", 1 << 20, 8 << 10)}
+    slower = prefills["chunks"] / prefills["whole"] if len(prefills) > 1 else None
+    bars.append(Bar("prefill, 1M in chunks of 8K", slower, PREFILL_BAR, at_least=False, unit=" of the whole call"))
     return bars
 
 
@@ -451,6 +518,8 @@ def line(row: Row) -> str:
     share = "" if row.share_of_floor is None else f" ({row.share_of_floor:.0%} of the floor)"
     host = "" if row.host_us is None else f"  host {row.host_us:.0f} us"
     name = Case(row.preset, row.h, row.h_kv, row.n, row.b, row.n_q).name
+    if row.op == "prefill":
+        return f"prefill {name:<44}{row.mode:<6} {ms_text(row.ms_p50)} ms"
     others = f"  dense {ms_text(row.dense_ms)} ms  fla {ms_text(row.fla_ms)} ms"
     return f"{name:<44}{row.mode:<6} {ms_text(row.ms_p50)} ms{share}{host}{others}"
 
@@ -463,7 +532,7 @@ def plot(rows: Sequence[Row], path: Path, device: str) -> None:
         mpl.use("Agg")
         from matplotlib import pyplot as plt
 
-    shown = [row for row in rows if row.n_q == 1 and row.preset == "paper"]
+    shown = [row for row in rows if (row.op, row.n_q, row.preset) == ("decode", 1, "paper")]
     lengths = sorted({row.n for row in shown}) or [0]
     figure, panels = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 4.5), layout="constrained", squeeze=False)
     for axes, n in zip(panels[0], lengths, strict=True):

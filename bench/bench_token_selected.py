@@ -333,7 +333,7 @@ def stages(problem: Problem, choice: str, copy_tbs: float, tflops: float) -> lis
             "min_rows": min_rows,
             "token_bytes": token_bytes,
             "max_bytes": PARTIAL_BYTES,
-            "bounds": None,
+            "packed": None,
         }
         for _ in worklist_chunks(problem.indices, **how):  # type: ignore[arg-type]
             pass

@@ -77,25 +77,21 @@ def nsa_backward(
     """
     kept = Saved.from_list(saved)
     saved_cmp = None if kept.k_cmp is None or kept.v_cmp is None else (kept.k_cmp, kept.v_cmp)
-    call = prepare(inputs, config, saved_cmp, atomic_free=atomic_free)
-    packed = call.plan.documents is not None
-    do = vectorizable(do.unsqueeze(0) if packed else do)
+    call = prepare(inputs, config, saved_cmp, training=True, atomic_free=atomic_free)
+    do = vectorizable(do.reshape(*call.inputs.q.shape[:3], do.shape[-1]))
     results = _Results(call, share_dtype)
     if call.inputs.q.numel() > 0:
         for kv_heads in head_chunks(call):
             _backward_of_heads(call, kept, do, kv_heads, results, deterministic)
         results.finish()
-    return {
-        name: tensor.squeeze(0) if packed and tensor.dim() == 4 else tensor
-        for name, tensor in results.gradients.items()
-    }
+    return {name: tensor.view(getattr(inputs, name).shape) for name, tensor in results.gradients.items()}
 
 
 def head_chunks(call: Call) -> Iterator[slice]:
     """Ranges of key/value heads to process one after the other."""
     batch, rows, heads, dim = call.attended.q.shape
     kv_heads, v_dim = call.inputs.k.shape[2], call.inputs.v.shape[-1]
-    keys = rows + call.plan.first_row
+    keys = call.attended.k_slc.shape[1] if call.plan.documents is not None else rows + call.plan.first_row
     # Of q the gradients of three branches and an fp32 sum, of k and v those of two branches and an fp32 sum
     per_head = batch * (rows * heads // kv_heads * dim * (3 * 2 + 4) + keys * (dim + v_dim) * (2 * 2 + 4))
     count = max(1, min(kv_heads, TEMPORARY_BYTES // max(per_head, 1)))
@@ -165,7 +161,7 @@ def _backward_of_heads(
     gated = gate_gradients(do, outputs, branches.lses, q=chunk.inputs.q, gates=gates, projected=projected, rows=rows)
     indices, cmp_indices = branches.indices, branches.cmp_indices
     del branches  # `outputs` alone holds the outputs, so that each is freed with its branch
-    dos = gated.do or [do if documents is None else documents.align_one(do)] * 3
+    dos = gated.do or [do if documents is None else documents.align_queries(do)] * 3
     gradients = results.gradients
     if gated.gates is not None:
         gradients["gates"][:, :, heads] = gated.gates
@@ -186,6 +182,9 @@ def _backward_of_heads(
         outputs[branch] = dos[branch] = q.new_empty(0)
         dq_parts.append(dq if not dq_parts and documents is None else torch.empty_like(q))
         dk, dv = torch.empty_like(k), torch.empty_like(v)
+        if branch == 2 and documents is not None and documents.packed.continues:
+            for x in (dk, dv):  # FlashAttention-4's window does not write the gradients of keys that no row sees
+                x.zero_()
         return Gradients(q, k, v, o, weighted_do, gated.lse[branch], dq_parts[-1], dk, dv)
 
     if (chunk.k_cmp.shape[1] if documents is None else documents.most_entries) > 0:
@@ -354,6 +353,7 @@ def backward_selected(
         )
         return
     size, causal = plan.config.select_size, plan.config.causal
+    shifts = None if plan.documents is None else plan.documents.key_shifts
     bits = tile_bits(indices, size=size, num_keys=k.shape[1], entries=False, documents=plan.documents)
     if deterministic or plan.atomic_free:
         selected_backward(
@@ -369,6 +369,7 @@ def backward_selected(
             causal=causal,
             scale=plan.scale,
             first_token=plan.first_row,
+            shifts=shifts,
             dq=gradients.dq,
             dk=gradients.dk,
             dv=gradients.dv,
@@ -376,7 +377,7 @@ def backward_selected(
         return
     for part in list_chunks(plan, gradients, bits, size=size, width=plan.rules.backward_width(size), entries=False):
         where = {"first_row": part.first_row, "first_key": part.first_key, "first_token": plan.first_row}
-        fa4.selected_backward(part.gradients, part.lists, causal=causal, scale=plan.scale, **where)
+        fa4.selected_backward(part.gradients, part.lists, causal=causal, scale=plan.scale, shifts=shifts, **where)
 
 
 def backward_window(
@@ -469,7 +470,9 @@ def list_chunks(
     batch, num_rows, heads, _ = q.shape
     num_keys, kv_heads = k.shape[1:3]
     tiles, blocks = -(-num_rows // plan.tile), -(-num_keys // width)
-    keys, documents = (plan.entry, plan.documents) if entries else (plan.token, None)
+    keys, shifts = (plan.entry if entries else plan.token), None
+    if plan.documents is not None:
+        shifts = plan.documents.shifts if entries else plan.documents.key_shifts
 
     def lists(bits: Tensor, q_heads: int, block_range: range, first_tile: int = 0) -> BlockLists:
         return transposed_lists(
@@ -484,7 +487,7 @@ def list_chunks(
             blocks=block_range,
             first_tile=first_tile,
             first_row=plan.first_row,
-            documents=documents,
+            shifts=shifts,
         )
 
     if list_bytes(batch * heads, blocks, tiles) <= LIST_BYTES:
@@ -511,7 +514,8 @@ def list_chunks(
                 block_range = range(start, min(start + most, blocks))
                 first_key = start * width
                 # With causality rows before the first key see nothing
-                first_tile = max(0, first_key - plan.first_row) // plan.tile if keys.causal else 0
+                in_order = keys.causal and shifts is None
+                first_tile = max(0, first_key - plan.first_row) // plan.tile if in_order else 0
                 first_row = first_tile * plan.tile
                 key_slice = slice(first_key, min(block_range.stop * width, num_keys))
                 dq = torch.empty_like(head.dq[:, first_row:])

@@ -25,7 +25,7 @@ from cute_kernels.attend.kv_outer import kv_outer_forward
 from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 from cute_kernels.attend.query_outer import query_outer_forward, takes_query_outer
 from cute_kernels.attend.row_dots import row_dots
-from cute_kernels.pool.documents import bounds_of
+from cute_kernels.pool.documents import blocks_in_place
 from cute_kernels.runtime.device import vectorizable
 
 
@@ -104,4 +104,4 @@ def _options(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, size: int, scale: 
     """What the kernels of attend/ are told besides."""
     if cu_seqlens is None:
         return {"size": size, "scale": scale, "first_token": k.shape[1] - q.shape[1]}
-    return {"size": size, "scale": scale, "bounds": bounds_of(cu_seqlens, tile=size, length=size, stride=size)}
+    return {"size": size, "scale": scale, "packed": blocks_in_place(cu_seqlens, q.shape[1], size)}

@@ -7,7 +7,8 @@ Nothing is read on the host, and grids follow from shapes alone, so a step is ca
 while sequences grow. Temporary memory comes from PyTorch's allocator in each call: layers, which run one after the
 other, then share it, and calls on two streams do not.
 
-More than MAX_DECODE_QUERIES new tokens are steps of so many.
+Entries that are no means, and keys and values of single branches, are appended by PyTorch (NSACache.append).
+More than MAX_DECODE_QUERIES new tokens are steps of so many; from MIN_PREFILL_QUERIES on, a prefill (prefill.py).
 """
 
 from __future__ import annotations
@@ -21,38 +22,17 @@ import torch
 from torch import Tensor
 
 from cute_kernels.decode import append, blocks, choose, combine, score
+from cute_kernels.decode.cache import Lengths, Pages
 from cute_kernels.decode.splits import MIN_TILES
-from cute_kernels.limits import MAX_DECODE_QUERIES
+from cute_kernels.limits import MAX_DECODE_QUERIES, MIN_PREFILL_QUERIES
 from cute_kernels.mma.warp import LOG2_E
+from cute_kernels.prefill import append_tokens, prefill
 from cute_kernels.runtime.device import multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES
 from cute_kernels.select.topk import Blocks
 
-
-class Pages(NamedTuple):
-    """A layer's memory, and where sequences lie in it (decode/pages.py)."""
-
-    k: Tensor
-    """`[pages,page_size,H_kv,D]`"""
-    v: Tensor
-    """`[pages,page_size,H_kv,D_v]`"""
-    k_cmp: Tensor
-    """`[pages,page_size/d,H_kv,D]`: entry j in the page of its last token e, in slot e % page_size // d."""
-    v_cmp: Tensor
-    """`[pages,page_size/d,H_kv,D_v]`"""
-    block_table: Tensor
-    """int32 `[B,pages of a sequence]`; read for tokens that exist, the new ones among them."""
-
-
-class Lengths(NamedTuple):
-    """int32 `[B]` on the device."""
-
-    cached: Tensor
-    """Tokens of a sequence in front of the new ones."""
-    new: Tensor
-    """0 to N_q: the first rows of a sequence are its new tokens."""
-    overflowed: Tensor
-    """bool `[B]`: sequences whose rows become NaN. They have no new tokens."""
+BRANCHES = {"k": "k_slc", "v": "v_slc", "k_win": "k_win", "v_win": "v_win"}
+"""Fields of `Pages` and the cache's names, with separate_kv."""
 
 
 class Plan(NamedTuple):
@@ -145,14 +125,17 @@ def decode(
     *,
     gates: Tensor | None = None,
     gate_proj_weight: Tensor | None = None,
+    appended: bool = False,
 ) -> Tensor:
     """Append new tokens of each sequence, and attend: out `[B,N_q,H,D_v]` in q's dtype.
 
     Args:
         q, k, v: `[B,N_q,H,D]`, `[B,N_q,H_kv,D]`, `[B,N_q,H_kv,D_v]`, bf16 or fp16; N_q at most MAX_DECODE_QUERIES.
-        pages: in their dtype; what support.check_decoding says of them.
+        pages: in their dtype; what support.check_with_cache says of them.
         config: an nsa.NSAConfig in token mode.
         gates, gate_proj_weight: `[B,N_q,H,3]` or `[H,3,D]`; neither: 1/3 each.
+        appended: pages hold the new tokens already. AppendPages then writes nothing, but the other kernels still start
+            behind it (decode/__init__.py).
     """
     weight, gates = gate_proj_weight, None if gate_proj_weight is not None else gates
     gate_dtypes = None if weight is None else weight.dtype, None if gates is None else gates.dtype
@@ -165,33 +148,52 @@ def decode(
     *partials, scores, values, indices = map(Tensor.view, memory, of.shapes)
     indices = indices.view(torch.int32)
     table, known = pages.block_table, lengths[:2]
-    of.append(k, v, *pages[:4], table, *known)
+    of.append(k, v, *pages[:4], table, lengths.cached, torch.zeros_like(lengths.new) if appended else lengths.new)
     of.score(q, pages.k_cmp, pages.v_cmp, table, *known, *partials[:2], scores, of.scale, of.ctas)
     of.choose(*known, partials[1], scores, values, indices, of.ctas, of.choice_blocks)
-    cut = of.parts.selected, of.parts.tiles, of.parts.window_tiles, of.choice_blocks
-    of.blocks(q, pages.k, pages.v, table, *known, values, indices, *partials[2:], of.scale, *cut)
+    parts, listed = of.parts, (values, indices)
+    cut = parts.tiles, parts.window_tiles, of.choice_blocks
+    if pages.k_win is None:
+        of.blocks(q, pages.k, pages.v, table, *known, *listed, *partials[2:], of.scale, parts.selected, *cut)
+    else:  # as many launches as there are keys and values; of the second all parts are of the window
+        some, rest = ([x[:, :, of_parts] for x in partials[2:]] for of_parts in parts.of_branches)
+        if parts.selected > 0:
+            of.blocks(q, pages.k, pages.v, table, *known, *listed, *some, of.scale, parts.selected, *cut)
+        if parts.window > 0:
+            of.blocks(q, *pages.window, table, *known, *listed, *rest, of.scale, 0, *cut)
     of_gates = None if weight is None else q, weight, gates
     overflowed = lengths.overflowed.view(torch.int8)
     of.combine(*known, overflowed, *partials, *of_gates, out, of.ctas, of.parts.selected)
     return out
 
 
+def pools_means(inputs: Any, config: Any) -> bool:
+    """Whether entries are means, which a kernel pools."""
+    return config.compress == "mean" and (inputs.w_k_compress, inputs.w_v_compress) == (None, None)
+
+
 def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
     """Args: nsa.inputs.NSAInputs, nsa.NSAConfig, nsa.NSACache and its table's open step; checked. Returns out."""
-    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
-    table, memory = cache.table, cache.pages
+    q, k, v, gates, table, memory = inputs.q, inputs.k, inputs.v, inputs.gates, cache.table, cache.pages
     weight = None if inputs.gate_proj_weight is None else vectorizable(inputs.gate_proj_weight)
     pages = Pages(memory["k"], memory["v"], memory["k_cmp"], memory["v_cmp"], table.block_table)
+    lengths = Lengths(table.seqlens, step.counts, table.overflowed)
+    appended = cache.separate_kv or not pools_means(inputs, config)
+    if appended:
+        cache.append(inputs, config, step)
+    if cache.separate_kv:
+        pages = pages._replace(**{x: memory[y] for x, y in BRANCHES.items()})
+    if q.shape[1] >= MIN_PREFILL_QUERIES:
+        if not appended:
+            append_tokens(k, v, pages, lengths, config)
+        return prefill(inputs, config, pages, lengths)
     if q.shape[1] <= MAX_DECODE_QUERIES:
-        lengths = Lengths(table.seqlens, step.counts, table.overflowed)
-        return decode(q, k, v, pages, lengths, config, gates=gates, gate_proj_weight=weight)
+        return decode(q, k, v, pages, lengths, config, gates=gates, gate_proj_weight=weight, appended=appended)
     outs = []
     for first in range(0, q.shape[1], MAX_DECODE_QUERIES):
         rows = slice(first, first + MAX_DECODE_QUERIES)
         new = (step.counts - first).clamp(0, MAX_DECODE_QUERIES)
         lengths = Lengths(table.seqlens + first, new, table.overflowed)
-        given = None if gates is None else gates[:, rows]
-        outs.append(
-            decode(q[:, rows], k[:, rows], v[:, rows], pages, lengths, config, gates=given, gate_proj_weight=weight)
-        )
+        how: dict[str, Any] = {"gates": None if gates is None else gates[:, rows], "gate_proj_weight": weight}
+        outs.append(decode(q[:, rows], k[:, rows], v[:, rows], pages, lengths, config, **how, appended=appended))
     return torch.cat(outs, 1)

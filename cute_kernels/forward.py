@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,11 +43,11 @@ from cute_kernels.plan import (
     window_reach,
 )
 from cute_kernels.pool.compress import tile_means
-from cute_kernels.pool.documents import DOCUMENT, PUBLIC_ENTRY, Documents, sizes
+from cute_kernels.pool.documents import DOCUMENT, LENGTH, PUBLIC_ENTRY, START, TILE, Documents, query_tiles, sizes
 from cute_kernels.select.tile import tile_topk
 from cute_kernels.select.token import token_topk
 from cute_kernels.select.topk import Blocks
-from cute_kernels.support import tile_rows
+from cute_kernels.support import pack_sizes, runs_as_pack, tile_rows
 
 BRANCHES = ("cmp", "slc", "win")
 
@@ -172,7 +173,7 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
     Args:
         recompute: save the selections, but not the branches' outputs, which backward computes again.
     """
-    call = prepare(inputs, config)
+    call = prepare(inputs, config, training=True)
     saved: dict[str, Tensor | None] = {}
     if recompute and call.num_rows > 0:
         saved["indices"], saved["cmp_indices"], gates = _forward_in_chunks(call)
@@ -231,14 +232,15 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
     """Empty tensors like those that `nsa_saving` saves, without running anything (sizes may be symbols)."""
     q, k, v = inputs.q, inputs.k, inputs.v
     heads, kv_heads, v_dim = q.shape[-2], k.shape[-2], v.shape[-1]
-    tile = tile_rows(config, fa4.rules(q.device))
-    if inputs.cu_seqlens is None:
-        batch, rows = q.shape[:2]
-        tiles, entries = -(-rows // tile), config.num_compressed(k.shape[1])
+    tile, packed = tile_rows(config, fa4.rules(q.device)), runs_as_pack(inputs, config, training=True)
+    batch, queries = (1, math.prod(q.shape[:-2])) if packed else q.shape[:2]
+    if not packed:
+        rows, tiles, entries = queries, -(-queries // tile), config.num_compressed(k.shape[1])
     else:
-        tiles, entries = sizes(q.shape[0], inputs.cu_seqlens.shape[0] - 1, tile, config.stride)
-        batch, rows = 1, tiles * tile
-    if inputs.k_cmp is not None and inputs.cu_seqlens is None:
+        queries, tokens, docs = pack_sizes(inputs)
+        tiles = query_tiles(queries, docs, tile, config.q_tile_size, continues=inputs.continues)
+        rows, (_, entries) = tiles * tile, sizes(tokens, docs, tile, config.stride)
+    if inputs.k_cmp is not None and not packed:
         entries = inputs.k_cmp.shape[1]
 
     def like(*shape: Any, dtype: torch.dtype = q.dtype) -> Tensor:
@@ -249,7 +251,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
     count = config.num_cmp_selected_blocks
     gates = None
     if inputs.gate_proj_weight is not None:
-        gates = like(batch, q.shape[-3], heads, 3, dtype=torch.float32)
+        gates = like(batch, queries, heads, 3, dtype=torch.float32)
     outputs: dict[str, Tensor] = {}
     if not recompute:
         for name in BRANCHES:
@@ -261,7 +263,7 @@ def nsa_saved_like(inputs: Any, config: Any, *, recompute: bool) -> list[Tensor]
         None if given else like(batch, entries, kv_heads, v_dim),
         like(batch, select_heads, rows if config.token_mode else tiles, config.num_selected_blocks, dtype=torch.int32),
         like(batch, heads, tiles, count, dtype=torch.int32)
-        if selects_entries(config, entries if inputs.cu_seqlens is None else None)
+        if selects_entries(config, None if packed else entries)
         else None,
         gates,
     )
@@ -300,7 +302,7 @@ def attend(
     k_cmp, v_cmp = call.compressed
     indices, cmp_indices = selections
     if indices is None and not plan.config.token_mode:
-        q_sum = None if first % plan.tile == 0 else inputs.q_sum
+        q_sum = None if plan.documents is None and first % plan.tile == 0 else inputs.q_sum
         indices, cmp_indices = select(plan, q, k_cmp, first, plan.first_row + call.num_rows, q_sum)
     cmp = attend_compressed(plan, q, k_cmp, v_cmp, cmp_indices, first, lse or indices is None)
     if indices is None:  # token mode selects by the compressed branch's probabilities, for which it needs its lse
@@ -320,10 +322,12 @@ def select(
     """Tile mode: indices of each tile of q, whose first row is token `start` of `tokens`; and cmp_indices or None.
 
     Args:
-        q_sum: of the queries that q's only tile had before them, `[B,H,D]` fp32.
+        q_sum: of the queries that q's only tile, or a document's first one, had before them, `[B,H,D]` fp32.
     """
     means = tile_means(q, plan.tile, plan.documents)
-    if q_sum is not None:
+    if q_sum is not None and plan.documents is not None:
+        _add_earlier_queries(means[0], q_sum, plan.documents)
+    elif q_sum is not None:
         before, rows = start % plan.tile, q.shape[1]
         means = (means * rows + q_sum[:, None]) / (before + rows)
 
@@ -336,6 +340,18 @@ def select(
     if plan.config.shares_heads:
         means = means.unflatten(2, (k_cmp.shape[2], -1)).sum(3)
     return top(means, plan.select), cmp_indices
+
+
+def _add_earlier_queries(means: Tensor, q_sum: Tensor, documents: Documents) -> None:
+    """Add to the mean `[tiles,H,D]` of each document's first tile what its earlier queries add, sums `[B,H,D]`."""
+    if len(means) == 0:
+        return
+    start, length = documents.bounds[START, :-1], documents.bounds[LENGTH, :-1]
+    inside = start % documents.tile
+    rows = (length - start + inside).clamp(max=documents.tile)
+    share = q_sum.float() / rows[:, None, None]
+    earlier = torch.where(((inside > 0) & (length > start))[:, None, None], share, 0.0)
+    means.index_add_(0, documents.bounds[TILE, :-1].clamp(max=len(means) - 1), earlier)  # a tile has one that is not 0
 
 
 def attend_compressed(
@@ -402,7 +418,7 @@ def attend_selected(
         gating: also weigh and add the branches into its out (`fused_gating`).
     """
     stop, causal = start + q.shape[1], plan.config.causal
-    if causal and stop < k.shape[1]:
+    if causal and plan.documents is None and stop < k.shape[1]:
         k, v = k[:, :stop], v[:, :stop]
     if indices.numel() == 0:
         return _no_keys(q, v)
@@ -414,7 +430,8 @@ def attend_selected(
             options |= {"init": plan.config.num_init_blocks, "local": plan.config.num_local_blocks}
         return Branch(*kv_outer_forward(q, k, v, indices, first_token=start, gating=gating, **options))
     lists = selected_lists(plan, q, k, indices, start)
-    return Branch(*fa4.selected(q, k, v, lists, causal=causal, scale=plan.scale, lse=lse))
+    shifts = None if plan.documents is None else plan.documents.key_shifts
+    return Branch(*fa4.selected(q, k, v, lists, causal=causal, scale=plan.scale, lse=lse, shifts=shifts))
 
 
 def attend_window(plan: Plan, q: Tensor, k: Tensor, v: Tensor, start: int, lse: bool) -> Branch:
@@ -517,7 +534,7 @@ def _aux(call: Call, branches: BranchOutputs, gates: Tensor | None) -> tuple[Ten
         if cmp_indices is None and config.num_cmp_selected_blocks is not None:
             cmp_indices = _all_entry_blocks(config, q, call.k_cmp, indices.shape[2])
         return (*branches.outputs, *branches.lses, call.k_cmp, call.v_cmp, gates, indices, cmp_indices)
-    return (
+    fields = (
         *(documents.to_tokens(x[0], 0, 0.0) for x in branches.outputs),
         *(documents.to_tokens(x[0], 1, -math.inf) for x in branches.lses),
         documents.compact_entries(call.k_cmp[0]),
@@ -525,6 +542,36 @@ def _aux(call: Call, branches: BranchOutputs, gates: Tensor | None) -> tuple[Ten
         documents.fill_tail(gates[0], 0, 0.0),
         documents.to_tokens(indices[0], 1, -1) if config.token_mode else indices[0],
         None if cmp_indices is None else _complete_entry_blocks(documents, cmp_indices[0], config.n_block_size),
+    )
+    return fields if call.sequences is None else _of_sequences(fields, call, documents, call.sequences)
+
+
+def _of_sequences(
+    fields: tuple[Tensor | None, ...], call: Call, documents: Documents, batch: int
+) -> tuple[Tensor | None, ...]:
+    """The fields of NSAAux of B sequences of one length, from those of their pack."""
+    *outputs, k_cmp, v_cmp, gates, indices, cmp_indices = fields
+    entries = call.plan.config.num_compressed(len(documents.key_rows) // batch)
+
+    def by_row(x: Tensor, dim: int) -> Tensor:
+        rows: Tensor = x.unflatten(dim, (batch, x.shape[dim] // batch))
+        return rows.movedim(dim, 0)
+
+    def by_tile(x: Tensor) -> Tensor:
+        tile, first = documents.tile, documents.bounds[TILE]
+        most = (len(documents.rows) // batch + 2 * (tile - 1)) // tile
+        tiles = first[:-1, None] + torch.arange(most, dtype=torch.int32, device=x.device)
+        found = x[:, tiles.clamp(max=max(x.shape[1] - 1, 0))].transpose(0, 1)  # [B,S,most,k]
+        return torch.where((tiles < first[1:, None])[:, None, :, None], found, -1)
+
+    select = partial(by_row, dim=1) if call.plan.config.token_mode else by_tile
+    return (
+        *(by_row(x, 0) for x in outputs[:3] if x is not None),
+        *(by_row(x, 1) for x in outputs[3:] if x is not None),
+        *(x[: batch * entries].unflatten(0, (batch, entries)) for x in (k_cmp, v_cmp) if x is not None),
+        None if gates is None else by_row(gates, 0),
+        None if indices is None else select(indices),
+        None if cmp_indices is None else select(cmp_indices),
     )
 
 

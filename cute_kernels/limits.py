@@ -45,5 +45,8 @@ MAX_LIST_WIDTH = 128
 MAX_DECODE_QUERIES = 8
 """New tokens of a sequence that one step of decoding takes."""
 
+MIN_PREFILL_QUERIES = 64
+"""New tokens of a sequence from which on its pages are gathered once, and take the steps of a whole call."""
+
 DECODE_KEYS = 64
 """Keys or compressed entries of a tile of decode/tiles.py."""

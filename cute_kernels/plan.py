@@ -21,16 +21,18 @@ from torch import Tensor
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists
 from cute_kernels.pool.compress import compress_kv
-from cute_kernels.pool.documents import Documents, lay_out
+from cute_kernels.pool.documents import Documents, Packed, lay_out
 from cute_kernels.runtime.device import vectorizable
 from cute_kernels.select.topk import Blocks
-from cute_kernels.support import has_atomic_free_backward, tile_rows
+from cute_kernels.support import has_atomic_free_backward, runs_as_pack, tile_rows
 
 CHUNK_BYTES = 8 << 30
 """The outputs of the three branches of one chunk of query rows take at most this."""
 
 ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight")
 """Inputs whose rows kernels read as vectors."""
+
+ENTRIES = ("k_cmp", "v_cmp")
 
 PER_TOKEN = ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "gates")
 """Inputs `[B,N,heads,...]`, with cu_seqlens `[T,heads,...]`."""
@@ -61,9 +63,9 @@ class Plan:
     query_outer: bool | None
     """Token mode: True or False in place of the rule by which the selected branch takes attend/query_outer.py."""
     documents: Documents | None = None
-    """With cu_seqlens: where each document lies in the aligned rows."""
+    """Of a pack: where each document lies in the aligned rows."""
     first_row: int = 0
-    """The token that row 0 is, where queries continue a sequence."""
+    """The token that row 0 is, where queries continue sequences that are no pack."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Call:
     plan: Plan
     saved_cmp: tuple[Tensor, Tensor] | None = None
     """k_cmp and v_cmp that an earlier call computed."""
+    sequences: int | None = None
+    """B, where the documents of a pack are sequences of one length (`runs_as_pack`)."""
 
     @cached_property
     def compressed(self) -> tuple[Tensor, Tensor]:
@@ -100,7 +104,12 @@ class Call:
     @property
     def result(self) -> Tensor:
         """`out` as the caller gets it: packed `[T,H,D_v]`."""
-        return self.out if self.plan.documents is None else self.out[0]
+        if self.plan.documents is None:
+            return self.out
+        if self.sequences is None:
+            return self.out[0]
+        rows = self.out.shape[1] // self.sequences
+        return self.out.view(self.sequences, rows, *self.out.shape[2:])
 
     @property
     def num_rows(self) -> int:
@@ -129,7 +138,8 @@ class Call:
         inputs = narrow(self.inputs)
         attended = inputs if self.attended is self.inputs else narrow(self.attended)
         k_cmp, v_cmp = self.compressed
-        return Call(inputs, attended, self.plan, (k_cmp[:, :, kv_heads], v_cmp[:, :, kv_heads]))
+        saved_cmp = k_cmp[:, :, kv_heads], v_cmp[:, :, kv_heads]
+        return Call(inputs, attended, self.plan, saved_cmp, self.sequences)
 
 
 def prepare(
@@ -137,6 +147,7 @@ def prepare(
     config: Any,
     saved_cmp: tuple[Tensor, Tensor] | None = None,
     *,
+    training: bool = False,
     atomic_free: bool = True,
     query_outer: bool | None = None,
 ) -> Call:
@@ -144,18 +155,33 @@ def prepare(
 
     Args:
         saved_cmp: k_cmp and v_cmp that were computed before.
+        training: for a forward that saves, and for its backward (`runs_as_pack`).
         atomic_free: False: backward takes FlashAttention-4's kernels for every branch, for comparisons.
         query_outer: token mode, whether the selected branch runs query-outer; None: by shape (takes_query_outer).
     """
     inputs, rules = _align(inputs), fa4.rules(inputs.q.device)
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
-    if inputs.cu_seqlens is None:
+    if not runs_as_pack(inputs, config, training=training):
         entries, first = config.num_compressed(inputs.k.shape[1]), inputs.first_token
         plan = _plan(config, rules, dims, entries, atomic_free, query_outer)
         return Call(inputs, inputs, replace(plan, first_row=first) if first else plan, saved_cmp)
-    inputs, attended, documents = _unpack(inputs, config, rules)
-    plan = _plan(config, rules, dims, None, atomic_free, query_outer)
-    return Call(inputs, attended, replace(plan, documents=documents), saved_cmp)
+    sequences = None if inputs.packed else inputs.q.shape[0]
+    inputs, attended, documents = _unpack(inputs if inputs.packed else _pack(inputs), config, rules)
+    plan = plan_pack(config, rules, dims, documents, atomic_free=atomic_free, query_outer=query_outer)
+    return Call(inputs, attended, plan, saved_cmp, sequences)
+
+
+def plan_pack(
+    config: Any,
+    rules: Any,
+    dims: tuple[int, int],
+    documents: Documents,
+    *,
+    atomic_free: bool = True,
+    query_outer: bool | None = None,
+) -> Plan:
+    """The plan of packed documents. Args: D and D_v; where they lie; as of `prepare`."""
+    return replace(_plan(config, rules, dims, None, atomic_free, query_outer), documents=documents)
 
 
 def selects_entries(config: Any, entries: int | None) -> bool:
@@ -214,17 +240,28 @@ def _align(inputs: Any) -> Any:
     return replace(inputs, **changed) if changed else inputs
 
 
+def _pack(inputs: Any) -> Any:
+    """Sequences of one length as packed documents."""
+    (batch, queries), tokens = inputs.q.shape[:2], inputs.k.shape[1]
+    changed = {
+        name: tensor.flatten(0, 1) for name in (*PER_TOKEN, *ENTRIES) if (tensor := getattr(inputs, name)) is not None
+    }
+    numbers = torch.arange(batch + 1, dtype=torch.int32, device=inputs.q.device)
+    return replace(inputs, **changed, cu_seqlens=numbers * queries, cu_seqlens_k=numbers * tokens)
+
+
 def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:
     """Packed inputs as one sequence `[1,T,...]`; what attention reads, in aligned rows; where the documents are."""
-    cu_seqlens = inputs.cu_seqlens
+    packed = Packed(inputs.cu_seqlens, inputs.cu_seqlens_k, inputs.q_start)
     changed = {name: tensor[None] for name in PER_TOKEN if (tensor := getattr(inputs, name)) is not None}
-    inputs = replace(inputs, **changed, cu_seqlens=None, max_seqlen=None)
+    inputs = replace(inputs, **changed, cu_seqlens=None, cu_seqlens_k=None, q_start=None, max_seqlen=None)
     slc, win = branch_kv(inputs, "slc"), branch_kv(inputs, "win")
     documents, (q, *aligned_slc) = lay_out(
         inputs.q,
         *slc,
-        cu_seqlens,
+        packed,
         tile=tile_rows(config, rules),
+        step=config.q_tile_size,
         length=config.compress_block_size,
         stride=config.stride,
     )
@@ -310,5 +347,5 @@ def selected_lists(
 def token_mode_options(plan: Plan) -> dict[str, Any]:
     """Token mode: what the kernels of the selected branch are told of its blocks."""
     size, documents = plan.config.select_size, plan.documents
-    bounds = None if documents is None else documents.bounds_of_blocks(size)
-    return {"size": size, "scale": plan.scale, "bounds": bounds}
+    packed = None if documents is None else documents.blocks(size)
+    return {"size": size, "scale": plan.scale, "packed": packed}

@@ -11,9 +11,11 @@ All return None, or the reason for the refusal in words that follow the backend'
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cute_kernels.fa4 import interface as fa4
 from cute_kernels.limits import (
@@ -31,6 +33,7 @@ from cute_kernels.limits import (
     MAX_TOKEN_BLOCKS,
     MAX_TOKEN_ENTRIES,
     MAX_TOKEN_GROUP,
+    MIN_PREFILL_QUERIES,
     SELECT_UNIT,
     TOKEN_SELECT_SIZES,
 )
@@ -49,8 +52,8 @@ def check(call: Any) -> str | None:
     rules = fa4.rules(torch.device(call.device))
     if rules is None or inputs is None or config is None:
         return None
-    reason = _refusal_of_start(inputs) or fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1])
-    reason = reason or _refusal(inputs, config, rules)
+    reason = fa4.refusal(inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1])
+    reason = reason or _refusal(inputs, config, rules, call.backward)
     if reason is None and call.backward:
         reason = _refusal_of_backward(inputs, config, rules)
         if reason is None and call.options.get("deterministic"):
@@ -66,15 +69,16 @@ def check_with_cache(call: Any) -> str | None:
         return problem
     if not config.token_mode:
         return f"decodes in token mode only, q_tile_size=1, got q_tile_size={config.q_tile_size}"
-    if cache.separate_kv:
-        return "decodes with one k and v for all branches, got a cache with separate_kv=True"
-    if config.compress != "mean" or (inputs.w_k_compress, inputs.w_v_compress) != (None, None):
-        return "decodes with compress='mean' and without w_k_compress and w_v_compress: it pools entries itself"
-    return (
+    reason = (
         fa4.refusal(inputs.q.dtype, cache.dim, cache.dim_v)
         or _refusal_of_token_mode(inputs, config, 0)
         or _refusal_of_cache(config, cache)
     )
+    rules = fa4.rules(torch.device(call.device))
+    if reason is not None or rules is None or inputs.q.shape[1] < MIN_PREFILL_QUERIES:
+        return reason
+    batch, queries = inputs.q.shape[:2]
+    return _refusal_of_rows(batch * queries, batch * cache.table.capacity, batch, config, tile_rows(config, rules))
 
 
 def _refusal_of_cache(config: Any, cache: Any) -> str | None:
@@ -90,9 +94,9 @@ def _refusal_of_cache(config: Any, cache: Any) -> str | None:
         return f"decodes with a page_size that compress_stride divides, got {page_size} and {stride}"
     if max(cache.table.batch, cache.heads_kv * MAX_DECODE_QUERIES) > MAX_GRID:
         return f"decodes up to {MAX_GRID} sequences, got B={cache.table.batch}, H_kv={cache.heads_kv}"
-    for name in ("k", "v", "k_cmp", "v_cmp"):
-        if not vectorized(cache.pages[name]):
-            return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {cache.pages[name].stride()}"
+    for name, pages in cache.pages.items():
+        if not vectorized(pages):
+            return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {pages.stride()}"
     return None
 
 
@@ -118,7 +122,7 @@ def check_block_sparse_attention(call: Any) -> str | None:
     apart = max(q.stride(-3), q.shape[-2] * inputs.v.shape[-1])
     if apart >= 1 << 15:
         return f"takes tokens of q and of do that lie fewer than 2^15 elements apart, got {apart}"
-    reason = _refusal_of_start(inputs) or fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1])
+    reason = _refusal_of_continued(inputs) or fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1])
     return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
 
 
@@ -141,7 +145,7 @@ def check_top_blocks_by_max(call: Any) -> str | None:
     rows = max(inputs.k.shape[-3], q.shape[-3] * q.shape[-2])
     if rows >= 1 << 31:
         return f"takes fewer than 2^31 keys, and heads of all tokens, got {rows}"
-    reason = _refusal_of_start(inputs) or fa4.refusal(q.dtype, q.shape[-1], q.shape[-1])
+    reason = _refusal_of_continued(inputs) or fa4.refusal(q.dtype, q.shape[-1], q.shape[-1])
     return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
 
 
@@ -201,27 +205,25 @@ def _machine_problem(call: Any, *, given: bool = False) -> str | None:
     return None
 
 
+def _refusal_of_continued(inputs: Any) -> str | None:
+    """Starts that attention to given blocks does not know."""
+    if inputs.cu_seqlens_k is not None or (inputs.packed and inputs.q_start is not None):
+        return "does not take cu_seqlens_k and q_start of packed documents, only sequences of one length"
+    if inputs.q_start is not None:  # an integer has cut the keys by now
+        return "takes q_start as an integer, not as a tensor"
+    return None
+
+
 def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
-
-
-def _refusal_of_start(inputs: Any) -> str | None:
-    """Starts that only the device knows."""
-    if inputs.cu_seqlens_k is not None or (inputs.packed and inputs.q_start is not None):
-        return "does not take cu_seqlens_k and q_start of packed documents yet, only sequences of one length"
-    if inputs.q_start is not None:
-        return "takes q_start as an integer, not yet as a tensor"
-    return None
 
 
 def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
     """FlashAttention-4 counts a head's fp32 sums of dq, dk and dv with 32 bits."""
     rows, tile = max(inputs.q.shape[-3], inputs.k.shape[-3]), tile_rows(config, rules)
-    has_rows = inputs.q.shape[-3] > 0
-    if has_rows and not inputs.packed and not config.token_mode and inputs.first_token % tile:
-        return f"takes q_start in multiples of q_tile_size={tile} in backward, got {inputs.first_token}"
-    if inputs.cu_seqlens is not None:
-        rows += (inputs.cu_seqlens.shape[0] - 1) * tile
+    if runs_as_pack(inputs, config, training=True):
+        queries, tokens, docs = pack_sizes(inputs)
+        rows = max(queries, tokens) + 2 * docs * tile
     dim = max(inputs.q.shape[-1], inputs.v.shape[-1])
     if (rows + tile) * dim >= 1 << 31:
         return f"takes fewer than 2^31 elements of one head in backward, got {rows} rows of {dim}"
@@ -231,6 +233,30 @@ def _refusal_of_backward(inputs: Any, config: Any, rules: fa4.Rules) -> str | No
 def tile_rows(config: Any, rules: Any) -> int:
     """Query rows of a tile: those that select together, in token mode of attention. Documents begin at multiples."""
     return int(rules.rows if config.token_mode else config.q_tile_size)
+
+
+def runs_as_pack(inputs: Any, config: Any, *, training: bool) -> bool:
+    """Whether a call takes the steps of packed documents.
+
+    So do sequences of one length whose starts only the device knows, and, to be trained, those that continue a tile:
+    documents begin inside a tile, while lists of rows without documents are of tiles that begin.
+    """
+    if inputs.packed:
+        return True
+    if isinstance(inputs.q_start, Tensor):
+        return bool(inputs.q.shape[0] > 0)
+    return training and continues_tile(inputs, config) and bool(inputs.q.numel() > 0)
+
+
+def pack_sizes(inputs: Any) -> tuple[int, int, int]:
+    """Queries, tokens and documents of what `runs_as_pack`."""
+    docs = inputs.cu_seqlens.shape[0] - 1 if inputs.packed else inputs.q.shape[0]
+    return math.prod(inputs.q.shape[:-2]), math.prod(inputs.k.shape[:-2]), docs
+
+
+def continues_tile(inputs: Any, config: Any) -> bool:
+    """Whether the first query, which the host knows, is not the first of its tile."""
+    return not config.token_mode and bool(inputs.first_token % config.q_tile_size != 0)
 
 
 def has_atomic_free_backward(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
@@ -251,6 +277,10 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
         got = f"D={dims[0]}, D_v={dims[1]}"
     elif inputs.cu_seqlens is not None:
         got = "cu_seqlens"
+    elif isinstance(inputs.q_start, Tensor):
+        got = "q_start as a tensor"
+    elif continues_tile(inputs, config):
+        got = f"q_start={inputs.first_token}, q_tile_size={config.q_tile_size}"
     elif inputs.first_token % config.stride:
         got = f"q_start={inputs.first_token}, stride={config.stride}"
     elif config.num_cmp_selected_blocks is not None:
@@ -260,12 +290,13 @@ def _refusal_of_determinism(inputs: Any, config: Any, rules: fa4.Rules) -> str |
     if got is None:
         return None
     return (
-        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens and "
-        f"num_cmp_selected_blocks, and a stride that divides compress_block_size and q_start, got {got}"
+        "takes deterministic=True in backward only on Hopper, with D = D_v, without cu_seqlens, tensors q_start and "
+        "num_cmp_selected_blocks, with a stride that divides compress_block_size and q_start, and in tile mode a "
+        f"q_tile_size that divides q_start, got {got}"
     )
 
 
-def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
+def _refusal(inputs: Any, config: Any, rules: fa4.Rules, backward: bool) -> str | None:
     sizes = {
         "q_tile_size": config.q_tile_size,
         "compress_block_size": config.compress_block_size,
@@ -293,14 +324,14 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules) -> str | None:
             f"takes at most {MAX_ENTRIES} compressed blocks over one select block, got {entries} "
             f"(compress_block_size={config.compress_block_size}, stride={config.stride}, l'={config.select_size})"
         )
-    if inputs.cu_seqlens is None:
+    if not runs_as_pack(inputs, config, training=backward):
         return None
     if not config.causal:
         return "takes cu_seqlens with causal=True only, got causal=False"
     if config.q_tile_size % config.select_size:
         return (
-            f"takes cu_seqlens with q_tile_size in multiples of select_block_size only, got {config.q_tile_size} "
-            f"and {config.select_size}"
+            "takes cu_seqlens, a tensor q_start, and backward from inside a tile, with q_tile_size in multiples of "
+            f"select_block_size only, got {config.q_tile_size} and {config.select_size}"
         )
     return _refusal_of_documents(inputs, config.stride, tile_rows(config, rules))
 
@@ -327,15 +358,21 @@ def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
         return f"chooses at most {MAX_TOKEN_BLOCKS} blocks per token, got {config.num_selected_blocks}"
     if inputs.group_size > MAX_TOKEN_GROUP:
         return f"selects per token for at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
-    return None if inputs.cu_seqlens is None else _refusal_of_documents(inputs, config.stride, rows)
+    packed = runs_as_pack(inputs, config, training=False)
+    return _refusal_of_documents(inputs, config.stride, rows) if packed else None
 
 
 def _refusal_of_documents(inputs: Any, stride: int, tile: int) -> str | None:
     """Args: `stride`, tokens between entries; `tile`, documents begin at multiples of so many rows."""
-    tokens, docs = inputs.q.shape[0], inputs.cu_seqlens.shape[0] - 1
+    queries, tokens, docs = pack_sizes(inputs)
     if docs == 0:
         return "takes at least one document, got cu_seqlens of shape [1]"
-    rows = tokens + docs * tile
+    return _refusal_of_rows(queries, tokens, docs, stride, tile)
+
+
+def _refusal_of_rows(queries: int, tokens: int, docs: int, stride: int, tile: int) -> str | None:
+    """Of a pack whose aligned rows 32 bits do not count. Args: as of `pack_sizes`; `_refusal_of_documents`."""
+    rows = max(queries, tokens) + 2 * docs * tile
     covered = tokens + (docs + 1) * MAX_LIST_WIDTH * stride
     if max(rows, covered) >= 1 << 31:
         return f"lays documents out in fewer than 2^31 rows, got {tokens} tokens in {docs} documents"

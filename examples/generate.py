@@ -2,7 +2,8 @@
 
 The model is that of train_text.py in the paper's preset, which selects per token. With a cache a byte costs one step of
 `nsa_with_cache`; without one the whole text is computed again for each byte. The likeliest byte is taken each time, so
-both texts must be the same: they are compared, and a difference ends the program with status 1.
+both texts must be the same: they are compared, and a difference ends the program with status 1. In 16 bits the two
+ways round differently, so there a byte that is as likely as another but for rounding may be either.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 import dispatch
-from bench.common import positive
+from bench.common import DTYPES, positive
 from bench.extras import needed
 from dispatch.device import device_types
 from examples.shared.byte_models import (
@@ -116,11 +117,18 @@ def trained_model(args: argparse.Namespace, corpus: Corpus) -> ByteModel:
 # Writing
 
 
+NEAR = 2**-4
+"""Of the largest logit: how far logits lie apart, in 16 bits, that either way may take for the larger one. A logit is
+off by some units of 2^-8, once for each of the model's layers, in both ways."""
+
+
 def cached(model: ByteModel, prompt: Tensor, length: int) -> Iterator[Tensor]:
     """The likeliest bytes after a prompt `[1,N]`, one `[1,1]` after the other, each by one step with a cache."""
+    device = prompt.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     table = PageTable.empty(1, prompt.shape[1] + length, device=prompt.device)
     layers = [module for module in model.modules() if isinstance(module, NSAttention)]
-    caches = [layer.new_cache(table) for layer in layers]
+    caches = [layer.new_cache(table, dtype) for layer in layers]
     before, new = prompt[:, :0], prompt
     for _ in range(length):
         logits = model.continued(new, before, caches)
@@ -181,6 +189,14 @@ def difference(one: bytes, other: bytes) -> str | None:
     return None if at is None else f"byte {at} is {one[at : at + 1]!r} with a cache and {other[at : at + 1]!r} without"
 
 
+def is_near_tie(model: ByteModel, prompt: Tensor, one: bytes, other: bytes) -> bool:
+    """Whether two texts part at bytes whose logits, after the same text, are about the same. Args: prompt `[1,N]`."""
+    at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    text = torch.cat([prompt, torch.tensor([[*one[:at]]], dtype=prompt.dtype, device=prompt.device)], 1)
+    logits = model(text)[0, -1].float()
+    return bool((logits[one[at]] - logits[other[at]]).abs() <= NEAR * logits.abs().max())
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     corpus = load_corpus(Path(sysconfig.get_path("stdlib")))
@@ -192,11 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     for note in notes:
         console.print(note, style="yellow", markup=False)
     model = trained_model(args, corpus)
-    for layer in model.modules():
-        if isinstance(layer, NSAttention):  # the backend that has both ways
-            layer.backend = "reference"
     prompt = corpus.validation[: args.prompt].long()[None].to(args.device)
-    results = {way: write(model, prompt, args.length, way) for way in WAYS}
+    dtype = DTYPES[args.dtype]
+    in_16_bits = torch.autocast(torch.device(args.device).type, dtype, enabled=dtype != torch.float32)
+    with in_16_bits:
+        results = {way: write(model, prompt, args.length, way) for way in WAYS}
 
     text = results["cached"].text
     console.print(
@@ -212,6 +228,12 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(way, f"{result.first:.3f}", f"{result.tokens_per_s:,.1f}", speedup)
     console.print(table)
     found = difference(text, slow.text)
+    if found is not None and dtype != torch.float32:
+        with torch.no_grad(), in_16_bits:
+            near = is_near_tie(model, prompt, text, slow.text)
+        if near:
+            console.print(f"The texts part at bytes that are as likely but for rounding: {found}.", markup=False)
+            return 0
     if found is not None:
         console.print(f"The texts differ: {found}.", style="red", markup=False)
         return 1
@@ -226,7 +248,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", choices=device_types(), default=device_types()[0], help="default: %(default)s")
-    add("--backend", help="of NSA in training; default: the first that can run. Text is written by the reference")
+    add("--backend", help="of NSA; default: the first that can run")
     cpu, cuda = (DEFAULTS["paper"][device] for device in ("cpu", "cuda"))
     for name, meaning in (("prompt", "bytes of held-out text before the model's own"), ("length", "bytes to write")):
         add(f"--{name}", type=positive, help=f"{meaning}; default: {cuda[name]} (CPU: {cpu[name]})")

@@ -215,16 +215,19 @@ def list_cases() -> Iterator[Case]:
 def document_cases() -> Iterator[Case]:
     from cute_kernels.pool.documents import _align, _bounds
 
-    yield Case("DocumentBounds", "bounds", None, None, None, ours(_bounds, 256, 32, 16))
+    for starts in (False, True):
+        run = ours(_bounds, 256, 256, 32, 16, starts)
+        yield Case("DocumentBounds", "bounds,starts" if starts else "bounds", None, None, None, run)
     for dim, dtype in itertools.product(DIMS, DTYPES):
         variants = {
-            "one": (256, None, False),
-            "keys+values": (256, dim, False),
-            "keys+values,96": (96, dim, False),
-            "all": (256, dim, True),
+            "queries": (256, None, dim, (False, False)),
+            "keys+values": (256, (dim, dim), None, (False, False)),
+            "keys+values,96": (96, (dim, dim), None, (False, False)),
+            "all": (256, (dim, dim), dim, (True, False)),
+            "all,apart": (256, (dim, dim), dim, (True, True)),
         }
-        for variant, (tile, v_dim, with_q) in variants.items():
-            run = ours(_align, tile, 16, dtype, dim, v_dim, with_q)
+        for variant, (tile, dims, q_dim, records) in variants.items():
+            run = ours(_align, tile, 16, dtype, dims, q_dim, records)
             yield Case("AlignRows", variant, dim, None, dtype, run)
 
 
@@ -271,10 +274,10 @@ def gradient_sum_cases() -> Iterator[Case]:
         }.items():
             yield Case("QueryGradients", variant, dim, None, dtype, ours(_queries, dim, dtype, *arguments))
         for variant, keys in {
-            "two,entries": (2, entries, 1, False),
-            "two,entries,packed": (2, entries, 256, True),
-            "two,entries,shares": (2, entries, 1, False, torch.float32),
-            "one": (1, None, 1, False),
+            "two,entries": (2, entries, False),
+            "two,entries,packed": (2, entries, True),
+            "two,entries,shares": (2, entries, False, torch.float32),
+            "one": (1, None, False),
         }.items():
             yield Case("KeyGradients", variant, dim, None, dtype, ours(_keys, (dim, dim), dtype, *keys))
 
@@ -401,11 +404,16 @@ def hopper_cases() -> Iterator[Case]:
     yield Case("CountQueryTiles", "bits", None, None, None, ours(_count))
     yield Case("ListQueryTiles", "bits", None, None, None, ours(_list))
     for dim, dtype in itertools.product(DIMS, DTYPES):
-        selected = (("causal", True, False), ("not-causal", False, False), ("causal,last-rows", True, True))
-        for variant, causal, continues in selected:
-            yield Case("SelectedDQ", variant, dim, None, dtype, ours(_dq, dim, dtype, causal, 256, continues))
+        selected = {
+            "causal": (True, False, False),
+            "not-causal": (False, False, False),
+            "causal,last-rows": (True, True, False),
+            "causal,packed": (True, False, True),
+        }
+        for variant, (causal, *continues) in selected.items():
+            yield Case("SelectedDQ", variant, dim, None, dtype, ours(_dq, dim, dtype, causal, 256, *continues))
             for size in (64, 128):
-                run = ours(_dkv, dim, dtype, causal, size, 256, continues)
+                run = ours(_dkv, dim, dtype, causal, size, 256, *continues)
                 yield Case("SelectedDKV", f"{size}-in-64,{variant}", dim, None, dtype, run)
         for size in (64, 128):
             yield Case("CombineSelectedDKV", f"{size}-in-64", dim, None, dtype, ours(_combine, dim, dtype, size))
@@ -466,7 +474,7 @@ def fa4_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Case]:
         return lambda: call(fa4.selected, rows, chosen(rows, width), lse=lse, causal=causal)
 
     def window(lse: bool = False, packed: bool = False) -> Callable[[], None]:
-        documents = (lambda: Varlen(empty(9), empty(9), empty(8))) if packed else lambda: None
+        documents = (lambda: Varlen(empty(9), empty(9), empty(8), empty(8))) if packed else lambda: None
         return lambda: call(fa4.window, rows, lse=lse, left=511, right=0, documents=documents())
 
     narrow, wide = rules.widths[-1], rules.widths[0]
@@ -557,7 +565,7 @@ def fa4_backward_cases(dim: int, group: int, dtype: torch.dtype) -> Iterator[Cas
             left=511,
             right=0,
             scale=scale,
-            documents=Varlen(empty(9), empty(9), empty(8)) if packed else None,
+            documents=Varlen(empty(9), empty(9), empty(8), empty(8)) if packed else None,
         )
 
     variants: dict[tuple[str, str], Callable[[], None]] = {

@@ -110,6 +110,8 @@ class Case:
     """The token that the first query is."""
     documents: tuple[int, ...] = ()
     """Lengths of packed documents, instead of `tokens`; TAIL rows behind the last one belong to none."""
+    starts: tuple[int, ...] = ()
+    """The token that each document's first query is; none given: 0."""
     batch: int = 1
     heads: int = 4
     kv_heads: int = 2
@@ -132,7 +134,7 @@ class Case:
             return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
 
         keys = (sum(self.documents) + TAIL,) if self.documents else (self.batch, self.tokens)
-        rows = (*keys[:-1], keys[-1] - self.first)
+        rows = (*keys[:-1], keys[-1] - self.first - sum(self.starts))
         k, v = (self.kv_heads, self.dim), (self.kv_heads, self.v_dim)
         shapes: dict[str, tuple[int, ...]] = {
             **{f"k_{branch}": (*keys, *k) for branch in ("slc", "win")},
@@ -148,8 +150,12 @@ class Case:
         }
         qkv = [normal(*rows, self.heads, self.dim), *(normal(*keys, *of) for of in (k, v))]
         if self.documents:
-            bounds = torch.tensor([0, *accumulate(self.documents)], dtype=torch.int32)
-            return NSAInputs(*qkv, **given, cu_seqlens=bounds.to(device))
+            bounds = torch.tensor([0, *accumulate(self.documents)], dtype=torch.int32).to(device)
+            if not self.starts:
+                return NSAInputs(*qkv, **given, cu_seqlens=bounds)
+            starts = torch.tensor(self.starts, dtype=torch.int32).to(device)
+            before = torch.nn.functional.pad(starts.cumsum(0), [1, 0])
+            return NSAInputs(*qkv, **given, cu_seqlens=(bounds - before).int(), cu_seqlens_k=bounds, q_start=starts)
         return NSAInputs(*qkv, **given)
 
     def run(self, device: str, *, check: bool, place: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
@@ -233,7 +239,13 @@ class Decoding:
         batch, results = len(self.cached), {}
         caches = [
             NSACache.empty(
-                self.config, batch, max(self.cached) + 100, heads_kv=1, dim=64, dtype=torch.bfloat16, device=device
+                self.config,
+                batch,
+                max(self.cached) + 3 * self.queries,
+                heads_kv=1,
+                dim=64,
+                dtype=torch.bfloat16,
+                device=device,
             )
             for _ in range(2)
         ]
@@ -337,6 +349,7 @@ CASES: dict[str, Case | Neighborhood | Decoding | GivenBlocks] = {
     ),
     "tiles, documents": Case(TILES, documents=LENGTHS, tensors=("gate_proj_weight", "k_win", "v_win")),
     "tiles, documents, chosen entries": Case(ENTRIES, documents=LENGTHS, tensors=("gates",)),
+    "tiles, continued documents": Case(TILES, documents=LENGTHS, starts=(0, 256, 0, 0, 0), tensors=("gates",)),
     "tiles of Blackwell": Case(TILES, tokens=601, strategy="sm_100"),
     "tiles, last queries": Case(TILES, tokens=601, first=256, tensors=("gates",), deterministic=True),
     "tiles of Blackwell, last queries": Case(TILES, tokens=901, first=512, strategy="sm_100"),
@@ -360,6 +373,7 @@ CASES: dict[str, Case | Neighborhood | Decoding | GivenBlocks] = {
         tensors=("gates",),
     ),
     "tokens, documents": Case(TOKENS, documents=LENGTHS, recompute=True, **MANY),
+    "tokens, continued documents": Case(TOKENS, documents=LENGTHS, starts=(0, 311, 0, 5, 100), **MANY),
     "tokens, 64 heads": Case(TOKENS, **MOST),
     "tokens, 64 heads, documents": Case(TOKENS, documents=(130, 71), heads=64, kv_heads=1),
     "tokens, D_v": Case(TOKENS, v_dim=128, **MANY),
@@ -368,6 +382,7 @@ CASES: dict[str, Case | Neighborhood | Decoding | GivenBlocks] = {
     "tokens, no WGMMA, 64 heads": Case(TOKENS, warpgroups=False, **MOST),
     "decoding": Decoding(TOKENS, (0, 31, 1300)),
     "decoding, four queries": Decoding(TOKENS, (62, 700), queries=4),
+    "decoding, prefill": Decoding(TOKENS, (0, 31, 150), queries=70),
     "given blocks": GivenBlocks(tokens=601, size=128),
     "given blocks, no WGMMA": GivenBlocks(warpgroups=False),
     "given blocks, last queries": GivenBlocks(tokens=2300, first=2290, parts=2),

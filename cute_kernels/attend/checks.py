@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.limits import TOKEN_SELECT_SIZES
+from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import vectorized
 
 DIMS = (64, 128)
@@ -22,7 +23,7 @@ def check_token_attention(
     size: int,
     scale: float,
     first_token: int = 0,
-    bounds: Tensor | None = None,
+    packed: PackedBlocks | None = None,
 ) -> None:
     """Raise ValueError for what the kernels cannot take. Args: as of kv_outer.kv_outer_forward."""
     for name, x in (("q", q), ("k", k), ("v", v), ("indices", indices)):
@@ -33,7 +34,7 @@ def check_token_attention(
     keys = k.shape[1]
     if k.shape != (batch, keys, kv_heads, dim) or v.shape[:2] != (batch, keys):
         raise ValueError(f"k and v must be [{batch}, N, H_kv, {dim} or D_v], got {[*k.shape]}, {[*v.shape]}")
-    if first_token < 0 or keys < first_token + tokens:
+    if first_token < 0 or (packed is None and keys < first_token + tokens):
         raise ValueError(f"k and v must hold tokens 0 ... {first_token + tokens - 1} at least, got {[*k.shape]}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"H must be a multiple of H_kv, got {heads} and {kv_heads}")
@@ -48,9 +49,9 @@ def check_token_attention(
         raise ValueError(f"size must be in {TOKEN_SELECT_SIZES}, got {size}")
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be finite and greater than 0, got {scale}")
-    if bounds is not None and (batch != 1 or first_token != 0 or bounds.dim() != 2 or bounds.shape[1] < 2):
-        got = f"{list(bounds.shape)}, B = {batch}, first_token = {first_token}"
-        raise ValueError(f"bounds must be [6, documents + 1] with B = 1 and first_token = 0, got {got}")
+    if packed is not None and (batch != 1 or first_token != 0 or packed.positions.shape != (tokens,)):
+        got = f"{list(packed.positions.shape)}, B = {batch}, first_token = {first_token}"
+        raise ValueError(f"positions must be [{tokens}] with B = 1 and first_token = 0, got {got}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not vectorized(x):
             raise ValueError(f"rows of {name} must start at multiples of 16 bytes, got strides {x.stride()}")

@@ -39,12 +39,12 @@ from cutlass import Float32, Int32, const_expr
 from torch import Tensor
 
 from cute_kernels.attend.combine_rows import CombineInputs
-from cute_kernels.attend.views import block_bounds, group_heads, group_heads_first, group_lse_heads
+from cute_kernels.attend.views import group_heads, group_heads_first, group_lse_heads
 from cute_kernels.attend.warp_rows import SMEM_CARVEOUT, CtaContext, WarpRows
 from cute_kernels.gate.forward import Gating, fake_gating
-from cute_kernels.lists.worklist import Worklist, fake_bounds, fake_slots
+from cute_kernels.lists.worklist import Worklist, fake_slots
 from cute_kernels.mma.warp import LANES
-from cute_kernels.pool.documents import TILE, document_at
+from cute_kernels.pool.documents import LENGTH, ROW, START, TILE, TOKEN, PackedBlocks, document_at, fake_tables
 from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
@@ -76,6 +76,8 @@ class CtaTokens(NamedTuple):
 
     first: Int32
     """The first token, among those that the kernel is given."""
+    position: Int32
+    """The same, counted as keys are."""
     first_keys: tuple[Int32, ...]
     """The first key of each block."""
     end: Int32
@@ -101,7 +103,7 @@ class ForcedForward(WarpRows):
     def _launch(self, mQ: cute.Tensor, mK: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32) -> Any:
         blocks = cute.ceil_div(first_token % self.size + mQ.shape[1], self.size)
         if const_expr(mBounds is not None):
-            blocks = (mQ.shape[1] + (mBounds.shape[1] - 1) * (self.size - 1)) // self.size  # the most there can be
+            blocks = (mQ.shape[1] + (mBounds.shape[1] - 1) * 2 * (self.size - 1)) // self.size  # the most that can be
         return {
             "grid": [blocks * self.ctas_per_block, mK.shape[2], mK.shape[0]],
             "block": [self.warps * LANES, 1, 1],
@@ -117,7 +119,7 @@ class ForcedForward(WarpRows):
         mV: cute.Tensor,  # [B, N, H_kv, D_v]
         mO: cute.Tensor,  # [B, T, H, D_v]
         mLse: cute.Tensor,  # fp32 [B, H, T]
-        mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
+        mBounds: cute.Tensor | None,  # PackedBlocks.bounds
         first_token: Int32,
         scale: Float32,
         stream: Any,
@@ -153,7 +155,7 @@ class ForcedForward(WarpRows):
     ):
         cta = self._set_up(mma_qk, mma_pv, q_layout, k_layout, v_layout)
         tokens = self._cta_tokens(cta, mQ, mBounds, first_token)
-        self._attend_tokens(cta, tokens, mQ, mK, mV, mO, mLse, first_token, scale)
+        self._attend_tokens(cta, tokens, mQ, mK, mV, mO, mLse, scale)
 
     @cute.jit
     def _attend_tokens(
@@ -165,7 +167,6 @@ class ForcedForward(WarpRows):
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLse: cute.Tensor,
-        first_token: Int32,
         scale: Float32,
         combine: CombineInputs | None = None,
     ):
@@ -181,7 +182,7 @@ class ForcedForward(WarpRows):
             tokens.first_keys,
             tokens.end,
             tokens.num_rows,
-            first_token + tokens.first,
+            tokens.position,
             scale,
             combine,
         )
@@ -191,19 +192,22 @@ class ForcedForward(WarpRows):
         self, cta: CtaContext, mQ: cute.Tensor, mBounds: cute.Tensor | None, first_token: Int32
     ) -> CtaTokens:
         """Args: `mQ`: as of `kernel`."""
-        work_idx, part = cta.work_idx // self.ctas_per_block, cta.work_idx % self.ctas_per_block
-        block, block_in_document = work_idx, work_idx  # `block` counts over the sequence or the whole pack
-        if const_expr(mBounds is None):
-            block += first_token // self.size
-            block_in_document = block
-        else:
-            block_in_document -= mBounds[TILE, document_at(mBounds[TILE, None], block, 1, 1, 0)]
-        own, end = block_bounds(block, self.size, first_token + mQ.shape[1], mBounds)
+        block, part = cta.work_idx // self.ctas_per_block, cta.work_idx % self.ctas_per_block
+        # Of the sequence or document: its first token among keys, and among queries; its first query; its end
+        first_key, first_row, start, end = Int32(0), -first_token, first_token, first_token + mQ.shape[1]
+        if const_expr(mBounds is not None):
+            document = document_at(mBounds[TILE, None], block, 1, 1, 0)
+            block -= mBounds[TILE, document]
+            first_key, first_row = mBounds[TOKEN, document], mBounds[ROW, document]
+            start, end = mBounds[START, document], mBounds[LENGTH, document]
+        block += start // self.size
         part_tokens = const_expr(-(-self.size // self.ctas_per_block))
-        token = cutlass.max(own + part * part_tokens, first_token)
+        own = block * self.size
+        token = cutlass.max(own + part * part_tokens, start)
         end = cutlass.min(own + cutlass.min((part + 1) * part_tokens, self.size), end)
-        first_keys = self._first_keys(own - block_in_document * self.size, block_in_document)
-        return CtaTokens(token - first_token, first_keys, end, (end - token) * self.group)
+        first_keys = self._first_keys(first_key, block)
+        num_rows = (end - token) * self.group
+        return CtaTokens(first_row + token, first_key + token, first_keys, first_key + end, num_rows)
 
     def _first_keys(self, document: Int32, block: Int32) -> tuple[Int32, ...]:
         """The first key of each block. Args: first token of the document; the tokens' own block, counted in it."""
@@ -299,7 +303,7 @@ class ForcedCombineAndGate(ForcedForward):
             gWin=slice_cta(mWin, cta, tokens.first),
             gSlc=gSlc,
         )
-        self._attend_tokens(cta, tokens, mQ, mK, mV, mOut, mLse, first_token, scale, combine)
+        self._attend_tokens(cta, tokens, mQ, mK, mV, mOut, mLse, scale, combine)
 
 
 @compiled_once
@@ -318,7 +322,7 @@ def _forced(
         ForcedForward(dim, v_dim, CUTE_DTYPES[dtype], group, size, init, local, warpgroups),
         *[fake(dtype, None, None, None, columns) for columns in (dim, dim, v_dim, v_dim)],
         fake(torch.float32, None, None, None, aligned=False),
-        fake_bounds() if packed else None,
+        fake_tables()[0] if packed else None,
         Int32(0),
         Float32(0.0),
     )
@@ -366,18 +370,19 @@ def forced_forward(
     init: int,
     local: int,
     first_token: int = 0,
-    bounds: Tensor | None = None,
+    packed: PackedBlocks | None = None,
 ) -> None:
     """Attend to the first `init` blocks of a document and to `local` blocks that end with the token's own.
 
     Args:
-        q, k, v, size, scale, first_token, bounds: as of `kv_outer.kv_outer_forward`, checked.
+        q, k, v, size, scale, first_token, packed: as of `kv_outer.kv_outer_forward`, checked.
         o: `[B,T,H,D_v]` in q's dtype, where to write; rows aligned.
-        lse: fp32 `[B,H,T]`, likewise, natural log. Rows of no document are left as they are, as in o.
+        lse: fp32 `[B,H,T]`, likewise, natural log. Rows of no query are left as they are, as in o.
         init, local: for which `takes_forced`.
     """
     dims, group = (q.shape[3], v.shape[3]), q.shape[2] // k.shape[2]
-    options = size, init, local, bounds is not None, has_warpgroups(q.device)
+    options = size, init, local, packed is not None, has_warpgroups(q.device)
+    bounds = None if packed is None else packed.bounds
     _forced(dims, q.dtype, group, *options).run(q, k, v, o, lse, bounds, first_token, scale)
 
 

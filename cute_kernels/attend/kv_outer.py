@@ -50,13 +50,15 @@ from cute_kernels.lists.worklist import (
     BLOCK,
     COUNT,
     FIRST,
-    fake_bounds,
+    fake_packed,
     fake_query_rows,
     fake_tiles,
     num_work_tiles,
+    packed_tables,
     worklist_chunks,
 )
 from cute_kernels.mma.warp import LANES
+from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.runtime.streams import SideStreams
@@ -89,7 +91,8 @@ class KVOuterForward(WarpRows):
         mCumCounts: cute.Tensor,  # Worklist.cum_counts
         mOPartial: cute.Tensor,  # [B, H_kv, T n, G, D_v]
         mLsePartial: cute.Tensor,  # fp32 [B, H_kv, T n, G]
-        mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
+        mBounds: cute.Tensor | None,  # PackedBlocks.bounds and .positions
+        mPositions: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
         stream: Any,
@@ -104,6 +107,7 @@ class KVOuterForward(WarpRows):
             mOPartial,
             mLsePartial,
             mBounds,
+            mPositions,
             first_token,
             scale,
             *self._mmas_and_layouts(),
@@ -127,6 +131,7 @@ class KVOuterForward(WarpRows):
         mOPartial: cute.Tensor,
         mLsePartial: cute.Tensor,
         mBounds: cute.Tensor | None,
+        mPositions: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
         mma_qk: cute.TiledMma,
@@ -155,6 +160,7 @@ class KVOuterForward(WarpRows):
                 num_rows,
                 first_token,
                 scale,
+                mPositions=mPositions,
             )
 
 
@@ -171,7 +177,7 @@ def _compiled(
         fake_tiles(),
         fake(dtype, None, None, None, group, v_dim),
         fake(torch.float32, None, None, None, group, aligned=False),
-        fake_bounds() if packed else None,
+        *fake_packed(packed),
         Int32(0),
         Float32(0.0),
     )
@@ -191,7 +197,7 @@ def kv_outer_forward(
     size: int,
     scale: float,
     first_token: int = 0,
-    bounds: Tensor | None = None,
+    packed: PackedBlocks | None = None,
     init: int = 0,
     local: int = 0,
     gating: Gating | None = None,
@@ -205,8 +211,8 @@ def kv_outer_forward(
             behind their token have no effect.
         size: l'.
         scale: what q . k is multiplied by, > 0.
-        bounds: of packed documents, with B = 1 (documents.bounds_of, Documents.bounds_of_blocks), whose tiles are the
-            blocks: these count from each document's first token.
+        packed: of packed documents, with B = 1: their queries are the rows of q, their tokens those of k and v, and
+            blocks count from each document's first token.
         init, local: indices hold these forced blocks for every token wherever they exist: the first `init` of its
             document, and `local` that end with its own. They are attended to in one go (attend/forced.py).
         gating: of these tokens: write out too, and o only into its `o_slc`, where `takes_gating`.
@@ -218,16 +224,16 @@ def kv_outer_forward(
     Raises:
         ValueError: for what the kernels cannot take.
     """
-    check_token_attention(q, k, v, indices, size, scale, first_token, bounds)
+    check_token_attention(q, k, v, indices, size, scale, first_token, packed)
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     group, slots = heads // kv_heads, indices.shape[3]
     if gating is None:
         o = torch.empty((batch, tokens, heads, v_dim), dtype=q.dtype, device=q.device)
-    elif takes_gating((dim, v_dim), slots, bounds is not None):
+    elif takes_gating((dim, v_dim), slots, packed is not None):
         o = gating.out if gating.o_slc is None else gating.o_slc
     else:
-        got = f"D = {dim}, D_v = {v_dim}, n = {slots}, {'a pack' if bounds is not None else 'sequences'}"
+        got = f"D = {dim}, D_v = {v_dim}, n = {slots}, {'a pack' if packed is not None else 'sequences'}"
         raise ValueError(f"gating needs D = D_v, n > 0 and no packed documents, got {got}")
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if o.numel() == 0 or slots == 0:
@@ -236,10 +242,10 @@ def kv_outer_forward(
     has_forced = takes_forced(size, init, local)
     forced: dict[str, Any] = {"size": size, "scale": scale, "init": init, "local": local}
     if has_forced and gating is None:
-        if bounds is not None:
-            lse.fill_(-math.inf)  # also of tokens of no document
-        forced_forward(q, k, v, o, lse, first_token=first_token, bounds=bounds, **forced)
-    options = (dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device)
+        if packed is not None:
+            lse.fill_(-math.inf)  # also of rows of no query
+        forced_forward(q, k, v, o, lse, first_token=first_token, packed=packed, **forced)
+    options = (dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)
     attend = _compiled(*options).run
     chunks = worklist_chunks(
         indices,
@@ -248,7 +254,7 @@ def kv_outer_forward(
         token_bytes=slots * group * (v_dim * q.element_size() + 4),
         max_bytes=PARTIAL_BYTES,
         first_token=first_token,
-        bounds=bounds,
+        packed=packed,
         init=init if has_forced else 0,
         local=local if has_forced else 0,
     )
@@ -263,7 +269,7 @@ def kv_outer_forward(
             chunk_gating = None if gating is None else gating.narrow(b, t, q_heads)
             with streams.run(worklist, o_partial, lse_partial, qkv, chunk_gating):
                 tables = worklist.query_rows, worklist.work_tiles, worklist.cum_counts
-                attend(*qkv, *tables, o_partial, lse_partial, bounds, worklist.first_token, scale)
+                attend(*qkv, *tables, o_partial, lse_partial, *packed_tables(packed), worklist.first_token, scale)
                 chunk_lse = lse[b, q_heads, t]
                 lses: dict[str, Any] = {"lse_partial": lse_partial, "lse": chunk_lse}
                 if chunk_gating is None:

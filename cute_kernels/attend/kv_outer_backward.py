@@ -52,10 +52,12 @@ from cute_kernels.lists.worklist import (
     COUNT,
     FIRST,
     SPLITS,
-    fake_bounds,
+    fake_packed,
     fake_query_rows,
     fake_tiles,
     num_work_tiles,
+    packed_tables,
+    position_of,
     worklist_chunks,
 )
 from cute_kernels.mma import wgmma
@@ -77,6 +79,7 @@ from cute_kernels.mma.mma_sync import (
     transpose_view,
 )
 from cute_kernels.mma.warp import LANES, LOG2_E, probability
+from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups, vectorized
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.runtime.streams import STREAMS, SideStreams
@@ -122,6 +125,8 @@ class Rows(NamedTuple):
     gLse: cute.Tensor  # fp32 [G, N]
     gDelta: cute.Tensor
     num_rows: Int32
+    first_token: Int32  # that the first of N is, with mPositions among its rows
+    mPositions: cute.Tensor | None
 
 
 class Shared(NamedTuple):
@@ -191,7 +196,8 @@ class KVOuterBackward:
         mdV: cute.Tensor,  # fp32 [B, N, H_kv, D_v]
         mdKPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', D]
         mdVPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', D_v]
-        mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
+        mBounds: cute.Tensor | None,  # PackedBlocks.bounds and .positions
+        mPositions: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
         stream: Any,
@@ -212,6 +218,7 @@ class KVOuterBackward:
             mdKPartial,
             mdVPartial,
             mBounds,
+            mPositions,
             first_token,
             scale,
         ).launch(
@@ -240,6 +247,7 @@ class KVOuterBackward:
         mdKPartial: cute.Tensor,
         mdVPartial: cute.Tensor,
         mBounds: cute.Tensor | None,
+        mPositions: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
     ):
@@ -264,6 +272,8 @@ class KVOuterBackward:
                 cute.domain_offset((kv_head * self.group, 0), mLse[batch, None, None]),
                 cute.domain_offset((kv_head * self.group, 0), mDelta[batch, None, None]),
                 num_rows,
+                first_token,
+                mPositions,
             )
             gdQPartial = mdQPartial[batch, kv_head, None, None, None]
             dK, dV = self.make_acc_dkv(self.dim), self.make_acc_dkv(self.v_dim)
@@ -272,7 +282,7 @@ class KVOuterBackward:
             if num_rows > 0:
                 load_block(mK[batch, None, kv_head, None], shared.sK, first_key, end, thread, THREADS)
                 load_block(mV[batch, None, kv_head, None], shared.sV, first_key, end, thread, THREADS)
-                self.mainloop(rows, shared, dK, dV, gdQPartial, work, first_token, first_key, scale, tile_row, writer)
+                self.mainloop(rows, shared, dK, dV, gdQPartial, work, first_key, scale, tile_row, writer)
             self.epilogue(dK, dV, mdK, mdV, mdKPartial, mdVPartial, work, split_tiles, num_rows, first_key, end, scale)
 
     @cute.jit
@@ -284,7 +294,6 @@ class KVOuterBackward:
         dV: cute.Tensor,
         gdQPartial: cute.Tensor,  # [T n block_tiles, G, D]
         work: WorkTile,
-        first_token: Int32,
         first_key: Int32,
         scale: Float32,
         tile_row: Int32,
@@ -309,7 +318,8 @@ class KVOuterBackward:
             exists = (first_row + tile_row < num_rows) & (lse > -Float32.inf) & (lse < Float32.inf)
             if writer == 0:
                 shared.sLse[tile_row] = lse * LOG2_E if exists else Float32.inf
-                shared.sLastKey[tile_row] = first_token + self.token_of(slot_idx) - first_key
+                row = rows.first_token + self.token_of(slot_idx)
+                shared.sLastKey[tile_row] = position_of(row, rows.mPositions) - first_key
                 shared.sSlotIdx[tile_row] = next_slot_idx
             else:
                 shared.sDelta[tile_row] = delta if exists else Float32(0.0)
@@ -647,7 +657,7 @@ class CombineDKV:
         mWorkTiles: cute.Tensor,  # Worklist.work_tiles
         mPartial: cute.Tensor,  # fp32 [B, H_kv, work tiles of split blocks, l', dim]
         mX: cute.Tensor,  # fp32 [B, N, H_kv, dim]
-        mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
+        mBounds: cute.Tensor | None,  # PackedBlocks.bounds
         stream: Any,
     ):
         self.kernel(mCounts, mCumCounts, mWorkTiles, mPartial, mX, mBounds).launch(
@@ -711,7 +721,7 @@ def _compiled(
         fake(dtype, None, None, None, group, dim),
         *[fake(torch.float32, None, None, None, columns) for columns in dims],
         *[fake(torch.float32, None, None, None, size, columns) for columns in dims],
-        fake_bounds() if packed else None,
+        *fake_packed(packed),
         Int32(0),
         Float32(0.0),
     )
@@ -724,7 +734,7 @@ def _combine_dkv(dim: int, size: int, packed: bool) -> Kernel:
         *[fake_tiles() for _ in range(3)],
         fake(torch.float32, None, None, None, size, dim),
         fake(torch.float32, None, None, None, dim),
-        fake_bounds() if packed else None,
+        fake_packed(packed)[0],
     )
 
 
@@ -740,14 +750,14 @@ def kv_outer_backward(
     size: int,
     scale: float,
     first_token: int = 0,
-    bounds: Tensor | None = None,
+    packed: PackedBlocks | None = None,
     local: int = 0,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `kv_outer.kv_outer_forward`. Bitwise the same each time.
 
     Args:
-        q, k, v, indices, size, scale, first_token, bounds: as there; k and v of no token behind the last of q.
+        q, k, v, indices, size, scale, first_token, packed: as there; k and v of no token behind the last of q.
         do: `[B,T,H,D_v]`, bf16 or fp16 like q; finite.
         lse: fp32 `[B,H,T]`, natural log, last dimension contiguous. Rows whose lse is not finite have no gradients.
         delta: fp32 `[B,H,T]`, last dimension contiguous: sum(do * o), the term that is subtracted from dP. Not used
@@ -761,7 +771,7 @@ def kv_outer_backward(
     Raises:
         ValueError: for shapes, dtypes and strides that the kernels do not support.
     """
-    check_token_attention(q, k, v, indices, size, scale, first_token, bounds)
+    check_token_attention(q, k, v, indices, size, scale, first_token, packed)
     batch, tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[2:]
     if do.shape != (batch, tokens, heads, v_dim) or do.dtype != q.dtype or not vectorized(do):
@@ -778,8 +788,7 @@ def kv_outer_backward(
         for result in results:
             result.zero_()
         return results
-    packed = bounds is not None
-    run = _compiled((dim, v_dim), q.dtype, group, slots, size, packed, has_warpgroups(q.device)).run
+    run = _compiled((dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device)).run
     sums: list[list[Tensor]] = []  # fp32 dK and dV of each stream
     with SideStreams(q.device) as streams:
         for chunk, (worklist, batches, kv_slice) in enumerate(
@@ -790,7 +799,7 @@ def kv_outer_backward(
                 token_bytes=slots * block_tiles * group * dim * q.element_size(),
                 max_bytes=PARTIAL_BYTES,
                 first_token=first_token,
-                bounds=bounds,
+                packed=packed,
                 local=local,
             )
         ):
@@ -814,10 +823,20 @@ def kv_outer_backward(
             ]
             with streams.run(worklist, dq_partial, dkv_partial, inputs):
                 tables = worklist.query_rows, worklist.work_tiles, worklist.cum_counts
-                run(*inputs, *tables, dq_partial, *dkv, *dkv_partial, bounds, worklist.first_token, scale)
+                run(
+                    *inputs,
+                    *tables,
+                    dq_partial,
+                    *dkv,
+                    *dkv_partial,
+                    *packed_tables(packed),
+                    worklist.first_token,
+                    scale,
+                )
                 if split_tiles > 0:
                     for x, x_partial in zip(dkv, dkv_partial, strict=True):
-                        combine = _combine_dkv(x.shape[-1], size, packed).run
+                        combine = _combine_dkv(x.shape[-1], size, packed is not None).run
+                        bounds, _ = packed_tables(packed)
                         combine(worklist.counts, worklist.cum_counts, worklist.work_tiles, x_partial, x, bounds)
                 combine_partials(
                     worklist, dq_partial, dq[batches, tokens_slice, head_slice], partials_per_slot=block_tiles

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from cute_kernels.attend.checks import check_token_attention
 from cute_kernels.attend.views import block_bounds, group_heads
-from cute_kernels.lists.worklist import fake_bounds, fake_slots, selected_block
+from cute_kernels.lists.worklist import fake_packed, fake_slots, packed_tables, position_of, selected_block
 from cute_kernels.mma.mma_sync import (
     QUAD,
     acc_as_operand_a,
@@ -66,6 +66,7 @@ from cute_kernels.mma.wgmma import (
     transpose_view,
     warpgroup_mma,
 )
+from cute_kernels.pool.documents import PackedBlocks
 from cute_kernels.runtime.device import has_warpgroups
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 
@@ -125,7 +126,8 @@ class QueryOuterForward:
         mIndices: cute.Tensor,  # int32 [B, H_kv, T, n]
         mO: cute.Tensor,  # [B, T, H, D_v]
         mLse: cute.Tensor,  # fp32 [B, H, T]
-        mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
+        mBounds: cute.Tensor | None,  # PackedBlocks.bounds and .positions
+        mPositions: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
         stream: Any,
@@ -138,6 +140,7 @@ class QueryOuterForward:
             group_heads(mO, self.group),
             mLse,
             mBounds,
+            mPositions,
             first_token,
             scale,
             swizzled_tiles(self.dtype, self.dim, ROWS // TILE),
@@ -160,6 +163,7 @@ class QueryOuterForward:
         mO: cute.Tensor,  # [B, T, H_kv, G, D_v]
         mLse: cute.Tensor,
         mBounds: cute.Tensor | None,
+        mPositions: cute.Tensor | None,
         first_token: Int32,
         scale: Float32,
         q_layout: cute.ComposedLayout,
@@ -205,7 +209,8 @@ class QueryOuterForward:
                 token, block = slot_idx // self.slots, Int32(-1)
                 if token < num_tokens:
                     chosen = gIndices[token, slot_idx % self.slots]
-                    block = selected_block(chosen, first_token + token, end, self.size, mBounds)
+                    position = position_of(first_token + token, mPositions)
+                    block = selected_block(chosen, position, end, self.size, mBounds)
                 sSlotBlock[slot_idx] = block
         cute.arch.sync_threads()
         num_blocks = self._list_blocks(sSlotBlock, sSlotBits, sBlock, sBlockBits, thread)
@@ -223,10 +228,11 @@ class QueryOuterForward:
         if const_expr(self.warpgroups):
             rQ = load_operand_a(warpgroup_mma(self.dtype, TILE, REGISTERS, K, K), sWarpgroupQ)
 
-        rToken = cute.make_rmem_tensor(2, Int32)
+        rToken, rPosition = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
         rMax, rSum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # max in units of log 2
         for r in range_constexpr(2):
             rToken[r] = (warp_index * WARP_ROWS + r * 8 + lane // QUAD) // self.group
+            rPosition[r] = position_of(first_token + cutlass.min(rToken[r], num_tokens - 1), mPositions)
             rMax[r], rSum[r] = -Float32.inf, Float32(0.0)
         acc_o = accumulator(make_warp_mma(self.dtype, 1), (WARP_ROWS, self.v_dim))
         acc_o.fill(0.0)
@@ -248,7 +254,7 @@ class QueryOuterForward:
             first_key, _ = block_bounds(sBlock[i_block], self.size, mK.shape[1], mBounds)
             first_key += step % self.block_tiles * TILE
             S = acc_mn_view(acc)
-            self._mask(S, sBlockBits[i_block], rToken, first_token, first_key)
+            self._mask(S, sBlockBits[i_block], rToken, rPosition, first_key)
             online_softmax(S, acc_o_mn, rMax, rSum, scale * LOG2_E)
             self._mma_pv(acc_o, acc_as_operand_a(acc, self.dtype), sV, step % STAGES)
 
@@ -330,12 +336,12 @@ class QueryOuterForward:
             gemm_smem(make_warp_mma(self.dtype, 1), cute.arch.lane_idx(), acc, sWarpQ, sK[None, None, stage], 0)
 
     @cute.jit
-    def _mask(self, S: cute.Tensor, bits: Int32, rToken: cute.Tensor, first_token: Int32, first_key: Int32):
+    def _mask(self, S: cute.Tensor, bits: Int32, rToken: cute.Tensor, rPosition: cute.Tensor, first_key: Int32):
         """Scores of keys that a row does not see become -inf. Args: `bits`: of tokens that selected the block."""
         rLastKey = cute.make_rmem_tensor(2, Int32)  # that a row sees
         for r in range_constexpr(2):
             is_selected = (bits >> rToken[r] & 1) != 0
-            rLastKey[r] = first_token + rToken[r] - first_key if is_selected else Int32(-1)
+            rLastKey[r] = rPosition[r] - first_key if is_selected else Int32(-1)
         if cute.arch.vote_any_sync(cutlass.min(rLastKey[0], rLastKey[1]) < TILE - 1):
             for r in range_constexpr(2):
                 mask_after(S[None, r, 0, None], rLastKey[r])
@@ -372,7 +378,7 @@ def _compiled(
         fake_slots(),
         fake(dtype, None, None, None, v_dim),
         fake(torch.float32, None, None, None, aligned=False),
-        fake_bounds() if packed else None,
+        *fake_packed(packed),
         Int32(0),
         Float32(0.0),
     )
@@ -387,14 +393,14 @@ def query_outer_forward(
     size: int,
     scale: float,
     first_token: int = 0,
-    bounds: Tensor | None = None,
+    packed: PackedBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `kv_outer.kv_outer_forward`: the same arguments, results and errors. Besides:
 
     Raises:
         ValueError: more than ROWS heads a group, or more slots than MAX_SLOTS in a work tile.
     """
-    check_token_attention(q, k, v, indices, size, scale, first_token, bounds)
+    check_token_attention(q, k, v, indices, size, scale, first_token, packed)
     batch, tokens, heads, dim = q.shape
     group, slots, v_dim = heads // k.shape[2], indices.shape[3], v.shape[3]
     if group > ROWS:
@@ -408,6 +414,6 @@ def query_outer_forward(
         return o.zero_(), lse.fill_(-math.inf)
     if indices.stride(3) != 1:
         indices = indices.clone(memory_format=torch.contiguous_format)
-    attend = _compiled((dim, v_dim), q.dtype, group, slots, size, bounds is not None, has_warpgroups(q.device))
-    attend.run(q, k, v, indices, o, lse, bounds, first_token, scale)
+    attend = _compiled((dim, v_dim), q.dtype, group, slots, size, packed is not None, has_warpgroups(q.device))
+    attend.run(q, k, v, indices, o, lse, *packed_tables(packed), first_token, scale)
     return o, lse

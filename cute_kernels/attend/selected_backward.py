@@ -87,6 +87,7 @@ from cute_kernels.mma.wgmma import (
     tma_loads,
     tma_store,
 )
+from cute_kernels.pool.documents import fake_rows
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 
 MIN_QUERY_TILES = 32
@@ -118,6 +119,17 @@ class ListedKeyTiles(NamedTuple):
         return index
 
 
+@cute.jit
+def shifted_token(
+    row: Int32, first_token: Int32 | None, mShifts: cute.Tensor | None, tile: cutlass.Constexpr[int]
+) -> Int32:
+    """`token_of`, with a shift for each tile of `tile` rows."""
+    token = token_of(row, first_token)
+    if const_expr(mShifts is not None):
+        token += mShifts[row // tile]
+    return token
+
+
 class SelectedDQ(BackwardDQ):
     """dQ of the selected branch. Roles and pipelines: BackwardDQ.
 
@@ -144,6 +156,7 @@ class SelectedDQ(BackwardDQ):
         mdQ: cute.Tensor,  # [B, N, H, D]
         scale: Float32,
         first_token: Int32 | None,  # that row 0 is; None: 0
+        mShifts: cute.Tensor | None,  # int32 [query tiles]: added to its rows where they are compared with keys
         stream: Any,
     ):
         self.kernel(
@@ -159,6 +172,7 @@ class SelectedDQ(BackwardDQ):
             mQ.shape[2] // mK.shape[2],
             scale,
             first_token,
+            mShifts,
             *self.operands(),
         ).launch(
             grid=[cute.ceil_div(mQ.shape[1], CTA_ROWS), mQ.shape[2], mQ.shape[0]],
@@ -191,6 +205,7 @@ class SelectedDQ(BackwardDQ):
         group: Int32,
         scale: Float32,
         first_token: Int32 | None,
+        mShifts: cute.Tensor | None,
         mma_s: cute.TiledMma,
         mma_dq: cute.TiledMma,
         row_layout: cute.ComposedLayout,
@@ -232,6 +247,7 @@ class SelectedDQ(BackwardDQ):
                 num_keys,
                 scale,
                 first_token,
+                mShifts,
                 mma_s,
                 mma_dq,
                 work,
@@ -250,6 +266,7 @@ class SelectedDQ(BackwardDQ):
         num_keys: Int32,
         scale: Float32,
         first_token: Int32 | None,
+        mShifts: cute.Tensor | None,
         mma_s: cute.TiledMma,
         mma_dq: cute.TiledMma,
         work: WorkTile,
@@ -258,6 +275,7 @@ class SelectedDQ(BackwardDQ):
         """Consumer mainloop over the selected blocks. Returns dQ of the warpgroup's rows, not scaled yet."""
         keys_ready = shared.keys_ready
         first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
+        own_token = shifted_token(first_row, first_token, mShifts, self.tile)
         tScS = mma_s.get_slice(consumer.thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
         tSrK, tdPrV, tdQrK = self.partition_keys(mma_s, mma_dq, shared)
         dQ = accumulator(mma_dq, (TILE, self.dim))
@@ -285,7 +303,7 @@ class SelectedDQ(BackwardDQ):
                     row, key = tScS[(c, r, n), 0, 0]
                     seen = first_key + key < num_keys
                     if const_expr(self.causal):
-                        seen = seen & (first_key + key <= token_of(first_row, first_token) + row)
+                        seen = seen & (first_key + key <= own_token + row)
                     S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
             # P becomes dS; dQ += dS K
             warpgroup.wait_group(0)
@@ -330,6 +348,7 @@ class SelectedDKV(BackwardDKV):
         mPartials: cute.Tensor,  # fp32 [work tiles of split blocks, key tiles of a block, 2, TILE, D]: dK and dV
         scale: Float32,
         first_token: Int32 | None,  # that row 0 is; None: 0
+        mShifts: cute.Tensor | None,  # int32 [query tiles]: added to its rows where they are compared with keys
         stream: Any,
     ):
         self.kernel(
@@ -346,6 +365,7 @@ class SelectedDKV(BackwardDKV):
             mQ.shape[2] // mK.shape[2],
             scale,
             first_token,
+            mShifts,
             *self.operands(),
         ).launch(
             grid=[mWorkTiles.shape[1] * self.block_tiles, 1, 1],
@@ -381,6 +401,7 @@ class SelectedDKV(BackwardDKV):
         group: Int32,
         scale: Float32,
         first_token: Int32 | None,
+        mShifts: cute.Tensor | None,
         mma_s: cute.TiledMma,
         mma_dkv: cute.TiledMma,
         key_layout: cute.ComposedLayout,
@@ -437,6 +458,7 @@ class SelectedDKV(BackwardDKV):
                     num_keys,
                     scale,
                     first_token,
+                    mShifts,
                     mma_s,
                     mma_dkv,
                     work,
@@ -533,6 +555,7 @@ class SelectedDKV(BackwardDKV):
         num_keys: Int32,
         scale: Float32,
         first_token: Int32 | None,
+        mShifts: cute.Tensor | None,
         mma_s: cute.TiledMma,
         mma_dkv: cute.TiledMma,
         work: WorkTile,
@@ -557,14 +580,15 @@ class SelectedDKV(BackwardDKV):
             warpgroup.wait_group(1)
             scores_to_probabilities(S, scale, rLse)
             masked = (first_row + TILE > num_rows) | (first_key + TILE > num_keys)
+            own_token = shifted_token(first_row, first_token, mShifts, self.tile)
             if const_expr(self.causal):
-                masked = masked | (first_key + TILE - 1 > token_of(first_row, first_token))
+                masked = masked | (first_key + TILE - 1 > own_token)
             if masked:
                 for n, r, c in acc_coordinates(S):
                     key, row = op.tScS[(c, r, n), 0, 0]
                     seen = (first_row + row < num_rows) & (first_key + key < num_keys)
                     if const_expr(self.causal):
-                        seen = seen & (first_key + key <= token_of(first_row, first_token) + row)
+                        seen = seen & (first_key + key <= own_token + row)
                     S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
             # dV += P^T dO; P becomes dS; dK += dS^T Q
             issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
@@ -725,7 +749,7 @@ class CombineSelectedDKV:
 
 
 @compiled_once
-def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int, continues: bool) -> Kernel:
+def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int, continues: bool, packed: bool) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
@@ -736,11 +760,12 @@ def _dq(dim: int, dtype: torch.dtype, causal: bool, tile: int, continues: bool) 
         fake(dtype, None, None, None, dim),
         Float32(0.0),
         Int32(0) if continues else None,
+        fake_rows() if packed else None,
     )
 
 
 @compiled_once
-def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int, continues: bool) -> Kernel:
+def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int, continues: bool, packed: bool) -> Kernel:
     rows = [fake(dtype, None, None, None, dim) for _ in range(4)]
     stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
     return compile_kernel(
@@ -754,6 +779,7 @@ def _dkv(dim: int, dtype: torch.dtype, causal: bool, size: int, tile: int, conti
         _fake_partials(dim, size),
         Float32(0.0),
         Int32(0) if continues else None,
+        fake_rows() if packed else None,
     )
 
 
@@ -789,6 +815,7 @@ def selected_backward(
     causal: bool,
     scale: float,
     first_token: int = 0,
+    shifts: Tensor | None = None,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
@@ -804,9 +831,10 @@ def selected_backward(
         lists: from query_to_kv.chosen_lists, with `width` TILE and entries False: query tiles of T = `lists.rows` rows.
         bits: int32 `[B,S,ceil(N_k/size),words]`, the same selection as of selected_worklist. S is H_kv or H.
         size: l', keys of a block, a multiple of TILE.
-        causal: row i sees keys j <= i only (documents: of the aligned buffers).
+        causal: row i sees keys j <= i only.
         scale: softmax scale.
         first_token: the token that row 0 is, where rows continue a sequence.
+        shifts: Documents.key_shifts, where rows continue documents.
         dq, dk, dv: where to write, like q, k and v, rows aligned; None: new tensors.
 
     Returns:
@@ -824,7 +852,7 @@ def selected_backward(
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     given = q, k, v, do, lse, delta, lists
-    how: dict[str, Any] = {"causal": causal, "scale": scale, "first_token": first_token}
+    how: dict[str, Any] = {"causal": causal, "scale": scale, "first_token": first_token, "shifts": shifts}
     selected_dq(*given, **how, dq=dq)
     selected_dkv(*given, bits, size=size, **how, dk=dk, dv=dv)
     return dq, dk, dv
@@ -842,11 +870,12 @@ def selected_dq(
     causal: bool,
     scale: float,
     first_token: int = 0,
+    shifts: Tensor | None = None,
     dq: Tensor,
 ) -> None:
     """dQ of `selected_backward`, for at least one row and one key."""
-    run = _dq(q.shape[-1], q.dtype, causal, lists.rows, first_token > 0).run
-    run(q, do, k, v, lse, delta, *lists.tensors, dq, scale, first_token or None)
+    run = _dq(q.shape[-1], q.dtype, causal, lists.rows, first_token > 0, shifts is not None).run
+    run(q, do, k, v, lse, delta, *lists.tensors, dq, scale, first_token or None, shifts)
 
 
 def selected_dkv(
@@ -863,6 +892,7 @@ def selected_dkv(
     causal: bool,
     scale: float,
     first_token: int = 0,
+    shifts: Tensor | None = None,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
@@ -876,8 +906,8 @@ def selected_dkv(
     sizes = worklist_sizes(batch * heads * tiles * selected, group * tiles, blocks, 4 * math.prod(partial_shape))
     worklist = selected_worklist(bits, kv_heads=kv_heads, group=group, tiles=tiles, sizes=sizes)
     partials = torch.empty((max(sizes.split_tiles, 1), *partial_shape), dtype=torch.float32, device=q.device)
-    run = _dkv(dim, q.dtype, causal, size, tile, first_token > 0).run
-    run(q, do, k, v, lse, delta, *worklist[1:], dk, dv, partials, scale, first_token or None)
+    run = _dkv(dim, q.dtype, causal, size, tile, first_token > 0, shifts is not None).run
+    run(q, do, k, v, lse, delta, *worklist[1:], dk, dv, partials, scale, first_token or None, shifts)
     if sizes.split_tiles > 0:
         counts, cum_counts, _, work_tiles = worklist
         _combine(dim, q.dtype, size).run(counts, cum_counts, work_tiles, partials, dk, dv, scale)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.pool.documents import LENGTH, TILE, TOKEN, document_at
+from cute_kernels.pool.documents import KEY, LENGTH, TOKEN, document_at
 
 
 def group_heads(mX: cute.Tensor, group: int) -> cute.Tensor:
@@ -46,11 +46,11 @@ def block_bounds(
 
     Args:
         size: l', tokens of a block. num_keys: N; not read with mBounds.
-        mBounds: Documents.bounds, whose tiles are the blocks; the block counts over all documents.
+        mBounds: PackedBlocks.bounds; the block counts over all documents.
     """
     first, end = block * size, num_keys
     if const_expr(mBounds is not None):
-        document = document_at(mBounds[TILE, None], block, 1, 1, 0)
+        document = document_at(mBounds[KEY, None], first, 1, 1, 0)
         start = mBounds[TOKEN, document]
-        first, end = start + (block - mBounds[TILE, document]) * size, start + mBounds[LENGTH, document]
+        first, end = start + first - mBounds[KEY, document], start + mBounds[LENGTH, document]
     return first, end

@@ -38,6 +38,7 @@ from cute_kernels.attend.combine_rows import (
     load_slot_blocks,
     quad_gates,
 )
+from cute_kernels.lists.worklist import position_of
 from cute_kernels.mma.mma_sync import (
     MMA_K,
     QUAD,
@@ -186,6 +187,7 @@ class WarpRows:
         first_token: Int32,  # position of T's first token, counted as keys are
         scale: Float32,
         combine: CombineInputs | None = None,  # with gQueryRows None: write out of NSA in place of o
+        mPositions: cute.Tensor | None = None,  # PackedBlocks.positions, of rows that `first_token` counts then
     ):
         """o and lse of all rows of the CTA.
 
@@ -234,7 +236,7 @@ class WarpRows:
 
             # Softmax
             token, _ = divide(slot_idx, self.slots)
-            last_key = first_token + token - first_key  # that a row sees
+            last_key = position_of(first_token + token, mPositions) - first_key  # that a row sees
             S = acc_mn_view(acc_s)
             self._mask(S, last_key)
             lse = self._softmax(S, scale)

@@ -3,8 +3,8 @@
     page[t] = new[t - s]                                s <= t < s + new tokens, s the sequence's cached tokens
     entry j = mean of tokens j d ... j d + l - 1        of those whose last token is new; fp32, rounded once
 
-A CTA has one key/value head of a sequence, and its keys or its values. A thread adds up every SLICES-th token of a
-vector, and the SLICES sums are added in order: the bits of BlockMean (pool/compress.py).
+A CTA has PART_TOKENS new tokens of a key/value head and sequence, their keys or their values. A thread adds up every
+SLICES-th token of a vector, and the SLICES sums are added in order: the bits of BlockMean (pool/compress.py).
 
 Floor: l (D + D_v) 2 bytes read for an entry, once in d tokens: 64 KB a sequence with 4 heads of 128. Latency only.
 
@@ -23,6 +23,9 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cute_kernels.decode.pages import Lengths, Paging, fake_lengths, fake_pages, fake_table
 from cute_kernels.pool.compress import BATCH, SLICES
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
+
+PART_TOKENS = 64
+"""New tokens of a CTA; an entry belongs to the CTA of its last token."""
 
 
 class AppendPages:
@@ -48,7 +51,10 @@ class AppendPages:
         stream: Any,
     ):
         self.kernel(mK, mV, mKPages, mVPages, mKEntries, mVEntries, mTable, Lengths(mCached, mNew)).launch(
-            grid=[mK.shape[2], 2, mK.shape[0]], block=[self.lanes * SLICES, 1, 1], stream=stream, use_pdl=True
+            grid=[mK.shape[2] * cute.ceil_div(mK.shape[1], PART_TOKENS), 2, mK.shape[0]],
+            block=[self.lanes * SLICES, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -63,7 +69,8 @@ class AppendPages:
         mTable: cute.Tensor,
         lengths: Lengths,
     ):
-        kv_head, second, batch = cute.arch.block_idx()
+        kv_head_and_part, second, batch = cute.arch.block_idx()
+        kv_head, part = kv_head_and_part % mK.shape[2], kv_head_and_part // mK.shape[2]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
@@ -72,9 +79,9 @@ class AppendPages:
         gTable = mTable[batch, None]
         cached, new = lengths.mCached[batch], lengths.mNew[batch]
         if second == 0:
-            self._append(mK[batch, None, kv_head, None], mKPages, mKEntries, gTable, kv_head, cached, new, sSum)
+            self._append(mK[batch, None, kv_head, None], mKPages, mKEntries, gTable, kv_head, part, cached, new, sSum)
         else:
-            self._append(mV[batch, None, kv_head, None], mVPages, mVEntries, gTable, kv_head, cached, new, sSum)
+            self._append(mV[batch, None, kv_head, None], mVPages, mVEntries, gTable, kv_head, part, cached, new, sSum)
 
     @cute.jit
     def _append(
@@ -84,6 +91,7 @@ class AppendPages:
         mEntries: cute.Tensor,
         gTable: cute.Tensor,
         kv_head: Int32,
+        part: Int32,
         cached: Int32,
         new: Int32,
         sSum: cute.Tensor,
@@ -93,17 +101,20 @@ class AppendPages:
         lane, slice_ = thread % self.lanes, thread // self.lanes
         rX = cute.make_rmem_tensor((VECTOR, BATCH), gNew.element_type)
 
+        begin = part * PART_TOKENS  # of the new tokens
+        new = cutlass.min(new, begin + PART_TOKENS)
+
         # Tokens
         if lane < vectors:
-            for i in cutlass.range(slice_, new, SLICES, unroll=1):
+            for i in cutlass.range(begin + slice_, new, SLICES, unroll=1):
                 page, slot = self.tokens.find(gTable, cached + i)
                 cute.autovec_copy(self._vector(gNew[i, None], lane), rX[None, 0])
                 cute.autovec_copy(rX[None, 0], self._vector(mPages[page, slot, kv_head, None], lane))
 
         # Entries that end with one of them
-        first = cutlass.max(cached - self.length + self.stride, 0) // self.stride
+        first = cutlass.max(cached + begin - self.length + self.stride, 0) // self.stride
         end = Int32(0)
-        if (new > 0) & (cached + new >= self.length):
+        if (new > begin) & (cached + new >= self.length):
             end = (cached + new - self.length) // self.stride + 1
         rSum = cute.make_rmem_tensor(VECTOR, Float32)
         for entry in cutlass.range(first, end, unroll=1):

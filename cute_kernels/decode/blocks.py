@@ -52,6 +52,11 @@ class Parts(NamedTuple):
     def both(self) -> int:
         return self.selected + self.window
 
+    @property
+    def of_branches(self) -> tuple[slice, slice]:
+        """The parts of selected blocks, and of the window."""
+        return slice(self.selected), slice(self.selected, None)
+
     @staticmethod
     def of(blocks: Blocks, window: int, max_tokens: int, items: int, ctas: int) -> Parts:
         """Args: w; tokens of the longest sequence; tokens and key/value heads of a step; CTAs that run at a time."""

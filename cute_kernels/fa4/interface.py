@@ -129,9 +129,15 @@ def selected(
     causal: bool,
     scale: float,
     lse: bool = True,
+    shifts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over listed blocks of tokens: row i of M sees token j of N if listed and, causal, j <= i + N - M."""
-    return attend(q, k, v, Mask(causal=causal, lists=lists), scale=scale, lse=lse)
+    """Attention over listed blocks of tokens: row i of M sees token j of N if listed and, causal, j <= i + N - M.
+
+    Args:
+        shifts: instead of N - M one number for each tile of rows, int32 `[tiles]` (Documents.key_shifts); causal.
+    """
+    mask = Mask(causal=causal, lists=lists) if shifts is None else _ended_entries(q, lists, 1, 1, 0, shifts)
+    return attend(q, k, v, mask, scale=scale, lse=lse)
 
 
 def window(
@@ -196,18 +202,23 @@ def selected_backward(
     first_key: int = 0,
     first_token: int = 0,
     scale: float,
+    shifts: Tensor | None = None,
 ) -> None:
     """Backward of `selected`. `lists`: tiles of rows for each block of keys (lists/kv_to_query.py).
 
     Args:
         first_row, first_key: in the sequence; the first row begins a tile.
         first_token: the token that row 0 of the sequence is, where queries continue one.
+        shifts: as of `selected`, for all tiles; a range of keys has all rows then.
     """
     if lists.bits is not None:
         group = gradients.q.shape[2] // lists.bits.shape[1]
-        mask_mod = _chosen(lists.bit_keys, lists.rows, group, causal)
+        mask_mod = _chosen(lists.bit_keys, lists.rows, group, causal, shifted=shifts is not None)
         scalars: tuple[int, ...] = first_row // lists.rows, first_key, first_token + first_row - first_key
-        mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=[lists.bits])
+        tensors = [lists.bits] if shifts is None else [lists.bits, shifts]
+        mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars, tensors=tensors)
+    elif shifts is not None:
+        mask = _ended_entries(gradients.q, lists, 1, 1, 0, shifts - first_key if first_key > 0 else shifts)
     else:
         mask_mod, scalars = (_ended(1, 1), (first_token + first_row - first_key,)) if causal else (_anything(), ())
         mask = Mask(lists=lists, mask_mod=mask_mod, scalars=scalars)
@@ -226,7 +237,8 @@ def window_backward(
     """Backward of `window`. With documents, rows of the gradients that belong to none hold anything.
 
     Args:
-        documents: each begins at the same multiple of ONE_TILE in q and in k.
+        documents: each begins at a multiple of ONE_TILE in k. Keys that no row sees get zeros only where dk and dv
+            held them before.
     """
     if documents is None:
         differentiate(gradients, Mask(window=(left, right)), scale=scale, deterministic=deterministic)
@@ -297,10 +309,11 @@ def _ended_in_tile(length: int, stride: int, rows: int) -> Any:
 
 
 @once
-def _chosen(bit_keys: int, rows: int, group: int, causal: bool) -> Any:
+def _chosen(bit_keys: int, rows: int, group: int, causal: bool, *, shifted: bool) -> Any:
     """Token j is visible iff the bit of its block is set for the row's tile and, with causality, j <= i.
 
-    Scalars: the first tile, the first key, and the first row minus the first key.
+    Scalars: the first tile, the first key, and the first row minus the first key. With `shifted` a second tensor holds
+    what to add to the rows of each tile.
     """
     import cutlass
     from cutlass import cute
@@ -311,7 +324,9 @@ def _chosen(bit_keys: int, rows: int, group: int, causal: bool) -> Any:
         tile = row[0] // rows + scalars[0]
         word = tensors[0][batch[0], head[0] // group, (token[0] + scalars[1]) // bit_keys, tile // 32]
         inside = utils.scalar_to_ssa((word >> (tile % 32)) & 1, cutlass.Int32) == 1
-        if cutlass.const_expr(causal):
+        if cutlass.const_expr(shifted):
+            inside = inside & (token <= row + utils.scalar_to_ssa(tensors[1][tile] + scalars[2], cutlass.Int32))
+        elif cutlass.const_expr(causal):
             inside = inside & (token <= row + scalars[2])
         return inside
 

@@ -67,7 +67,7 @@ class Mask(NamedTuple):
         """As keywords of FA4's interface."""
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-        lists, (cu_seqlens_q, cu_seqlens_k, seqused) = self.lists, self.documents or (None, None, None)
+        lists, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) = self.lists, self.documents or (None,) * 4
         sparse = None
         if lists is not None:
             sparse = BlockSparseTensorsTorch(*lists.tensors, block_size=(lists.rows, lists.width))
@@ -80,15 +80,14 @@ class Mask(NamedTuple):
             "aux_scalars": _aux(self.scalars).scalars,
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k,
-            "seqused_q": seqused,
-            "seqused_k": seqused,
+            "seqused_q": seqused_q,
+            "seqused_k": seqused_k,
             "block_sparse_tensors": sparse,
         }
 
     def bounds(self) -> tuple[Any, ...]:
         """As the kernels take them: cu_seqlens and seqused, of queries and of keys."""
-        cu_seqlens_q, cu_seqlens_k, seqused = self.documents or (None, None, None)
-        return cu_seqlens_q, cu_seqlens_k, seqused, seqused
+        return (None,) * 4 if self.documents is None else tuple(self.documents)
 
     def aux(self) -> Any:
         return _aux(self.scalars) if self.tensors is None else _aux(self.scalars)._replace(tensors=self.tensors)
@@ -126,7 +125,7 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *more: Any) -> Any:
     """
     if q.numel() == 0 or k.numel() == 0:
         return None
-    if mask.documents is not None and len(mask.documents.seqused) > FEW_DOCUMENTS:
+    if mask.documents is not None and len(mask.documents.seqused_q) > FEW_DOCUMENTS:
         return None
     listed = None
     if mask.lists is not None:
@@ -362,7 +361,7 @@ class _Backward(NamedTuple):
 
     def __call__(self, given: Gradients, mask: Mask, scale: float) -> None:
         q, k = given.q, given.k
-        bounds = first, _, seqused, _ = mask.bounds()
+        bounds = first, first_key, seqused, seqused_k = mask.bounds()
         *batch, rows, heads, dim = q.shape
         *_, keys, kv_heads, _ = k.shape
         if first is not None:  # each document may begin a tile
@@ -379,9 +378,10 @@ class _Backward(NamedTuple):
         statistics = log2_lse, delta
         options = *bounds, *mask.window, *nothing, mask.aux(), mask.sparse(), None
         self.main(q, k, given.v, given.do, *statistics, dq, dk, dv, scale, *options)
-        rounded = ((dq, given.dq, scale), (dk, given.dk, scale), (dv, given.dv, 1.0))
-        for kernel, (sums, out, factor) in zip(self.after, rounded, strict=False):
-            kernel(sums, out, factor, first, seqused, None, None)
+        of_rows, of_keys = (first, seqused), (first_key, seqused_k)
+        rounded = (dq, given.dq, scale, of_rows), (dk, given.dk, scale, of_keys), (dv, given.dv, 1.0, of_keys)
+        for kernel, (sums, out, factor, where) in zip(self.after, rounded, strict=False):
+            kernel(sums, out, factor, *where, None, None)
 
 
 _BACKWARD: dict[Any, _Backward] = {}

@@ -5,8 +5,8 @@
 
 Every term is optional. A row (token and head) belongs to a group of lanes, each with one vector of 16 bytes.
 
-Packed documents (B = 1): gradients of the branches come in the aligned rows of pool/documents.py, those of entries in
-aligned entries; tokens behind the last document get 0.
+Packed documents (B = 1): gradients of the branches come in the aligned rows and keys of pool/documents.py, those of
+entries in aligned entries; tokens of no document get 0.
 
 Floor: every term is read once, every sum written once. 128K tokens, 8 heads of 128 for q and 2 for k and v, bf16:
 1.5 GB, 0.36 ms at 4.2 TB/s.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cute_kernels.gate.forward import BRANCHES, THREADS, lanes_per_row
 from cute_kernels.lists.query_to_kv import Keys
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
+from cute_kernels.pool.documents import ENTRY, KEY, LENGTH, Documents, document_at, fake_rows, fake_tables
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 TOKEN_BRANCHES = 2
@@ -114,11 +114,11 @@ class QueryGradients:
 class KeyGradients:
     """dk or dv of a row by a group of lanes.
 
-    Args: dims of k and v; l and d of the entries; with documents T.
+    Args: dims of k and v; l and d of the entries.
     """
 
-    def __init__(self, dim: int, v_dim: int, keys: Keys, tile: int) -> None:
-        self.vectors, self.v_vectors, self.keys, self.tile = dim // VECTOR, v_dim // VECTOR, keys, tile
+    def __init__(self, dim: int, v_dim: int, keys: Keys) -> None:
+        self.vectors, self.v_vectors, self.keys = dim // VECTOR, v_dim // VECTOR, keys
         self.lanes = lanes_per_row(self.vectors, self.v_vectors)
         self.rows = THREADS // self.lanes
 
@@ -126,20 +126,19 @@ class KeyGradients:
     def __call__(
         self,
         mDk: cute.Tensor,  # [B, N, H_kv, D]
-        mDkTerm0: cute.Tensor | None,  # [B, N, H_kv, D], with mRows aligned rows
+        mDkTerm0: cute.Tensor | None,  # [B, N, H_kv, D], with mRows aligned keys
         mDkTerm1: cute.Tensor | None,
         mDkCmp: cute.Tensor | None,  # fp32 [B, entries, H_kv, D]
         mDv: cute.Tensor,
         mDvTerm0: cute.Tensor | None,
         mDvTerm1: cute.Tensor | None,
         mDvCmp: cute.Tensor | None,
-        mRows: cute.Tensor | None,  # Documents.rows, .bounds and .tiles
+        mRows: cute.Tensor | None,  # Documents.key_rows and .bounds
         mBounds: cute.Tensor | None,
-        mTiles: cute.Tensor | None,
         stream: Any,
     ):
         tiles = mDk.shape[0] * cute.ceil_div(mDk.shape[1] * mDk.shape[2], self.rows)
-        self.kernel(mDk, mDkTerm0, mDkTerm1, mDkCmp, mDv, mDvTerm0, mDvTerm1, mDvCmp, mRows, mBounds, mTiles).launch(
+        self.kernel(mDk, mDkTerm0, mDkTerm1, mDkCmp, mDv, mDvTerm0, mDvTerm1, mDvCmp, mRows, mBounds).launch(
             grid=[tiles, 2, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -156,13 +155,12 @@ class KeyGradients:
         mDvCmp: cute.Tensor | None,
         mRows: cute.Tensor | None,
         mBounds: cute.Tensor | None,
-        mTiles: cute.Tensor | None,
     ):
         _, is_v, _ = cute.arch.block_idx()
         if is_v == 0:
-            self.sum_row(mDk, mDkTerm0, mDkTerm1, mDkCmp, mRows, mBounds, mTiles, self.vectors)
+            self.sum_row(mDk, mDkTerm0, mDkTerm1, mDkCmp, mRows, mBounds, self.vectors)
         else:
-            self.sum_row(mDv, mDvTerm0, mDvTerm1, mDvCmp, mRows, mBounds, mTiles, self.v_vectors)
+            self.sum_row(mDv, mDvTerm0, mDvTerm1, mDvCmp, mRows, mBounds, self.v_vectors)
 
     @cute.jit
     def sum_row(
@@ -173,7 +171,6 @@ class KeyGradients:
         mDxCmp: cute.Tensor | None,
         mRows: cute.Tensor | None,
         mBounds: cute.Tensor | None,
-        mTiles: cute.Tensor | None,
         vectors: cutlass.Constexpr[int],
     ):
         """dx is dk or dv."""
@@ -195,9 +192,9 @@ class KeyGradients:
                 # The means of all entries that the token is in
                 if const_expr(mDxCmp is not None):
                     position, first_entry, entries = row, Int32(0), mDxCmp.shape[1]  # of the document
-                    if const_expr(mTiles is not None):
-                        document = mTiles[DOCUMENT, row // self.tile]
-                        position = row - mBounds[ROW, document]
+                    if const_expr(mBounds is not None):
+                        document = document_at(mBounds[KEY, None], row, 1, 1, 0)
+                        position = row - mBounds[KEY, document]
                         first_entry = mBounds[ENTRY, document]
                         entries = self.keys.visible(mBounds[LENGTH, document] - 1, entries)
                     length, stride = self.keys.length, self.keys.stride
@@ -222,7 +219,7 @@ def _queries(dim: int, dtype: torch.dtype, terms: int, w_dtype: torch.dtype | No
         *_fake_terms(terms, BRANCHES, dtype, dim),
         None if w_dtype is None else fake(torch.float32, None, None, None, 3, aligned=False),
         None if w_dtype is None else fake(w_dtype, None, 3, dim),
-        fake(torch.int32, None, aligned=False) if packed else None,
+        fake_rows() if packed else None,
     )
 
 
@@ -232,7 +229,6 @@ def _keys(
     dtype: torch.dtype,
     terms: int,
     keys: Keys | None,
-    tile: int,
     packed: bool,
     out_dtype: torch.dtype | None = None,
 ) -> Kernel:
@@ -241,9 +237,8 @@ def _keys(
         entries = None if keys is None else fake(torch.float32, None, None, None, dim)
         out = fake(out_dtype or dtype, None, None, None, dim)
         tensors += [out, *_fake_terms(terms, TOKEN_BRANCHES, dtype, dim), entries]
-    rows = fake(torch.int32, None, aligned=False) if packed else None
-    tables = fake_tables() if packed else (None, None)
-    return compile_kernel(KeyGradients(*dims, keys or Keys(), tile), *tensors, rows, *tables)
+    tables = (fake_rows(), fake_tables()[0]) if packed else (None, None)
+    return compile_kernel(KeyGradients(*dims, keys or Keys()), *tensors, *tables)
 
 
 def _fake_terms(terms: int, parameters: int, dtype: torch.dtype, dim: int) -> tuple[Any, ...]:
@@ -291,19 +286,16 @@ def key_gradients(
 
     Args:
         dk, dv: `[B,N,H_kv,D]` and `[...,D_v]`, bf16, fp16 or fp32.
-        k_terms, v_terms: dk and dv of up to two branches, in bf16 or fp16, with documents aligned rows.
+        k_terms, v_terms: dk and dv of up to two branches, in bf16 or fp16, with documents aligned keys.
         entries: gradients of the compressed entries, fp32 `[B,entries,H_kv,...]`, with documents aligned entries.
         keys: l and d of the entries.
     """
     if dk.numel() > 0:
-        tile = 1 if documents is None else documents.tile
-        tables: tuple[Any, ...] = (None, None, None)
-        if documents is not None:
-            tables = documents.rows, documents.bounds, documents.tiles
+        tables = (None, None) if documents is None else (documents.key_rows, documents.bounds)
         dims = dk.shape[-1], dv.shape[-1]
         dtype = k_terms[0].dtype if k_terms else dk.dtype
         summed = None if entries is None else keys
         out_dtype = None if dk.dtype == dtype else dk.dtype
-        run = _keys(dims, dtype, len(k_terms), summed, tile, documents is not None, out_dtype).run
+        run = _keys(dims, dtype, len(k_terms), summed, documents is not None, out_dtype).run
         dk_cmp, dv_cmp = entries or (None, None)
         run(dk, *_pad(k_terms, TOKEN_BRANCHES), dk_cmp, dv, *_pad(v_terms, TOKEN_BRANCHES), dv_cmp, *tables)

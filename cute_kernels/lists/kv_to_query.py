@@ -24,7 +24,18 @@ from torch import Tensor
 
 from cute_kernels.lists.query_to_kv import THREADS, BlockLists, Keys, fake_lists, int32_tensors
 from cute_kernels.mma.warp import LANES, lowest_bit, prefix_sum
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, SHIFT, Documents, document_at, fake_tables
+from cute_kernels.pool.documents import (
+    DOCUMENT,
+    ENTRY,
+    KEY,
+    LENGTH,
+    ROW,
+    START,
+    Documents,
+    document_at,
+    fake_rows,
+    fake_tables,
+)
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 
 WORD = 32
@@ -71,7 +82,7 @@ class TileBits:
             block = mIndices[batch, head, tile, item % count]
             if block >= 0:
                 if const_expr(mTiles is not None):
-                    block += mBounds[ENTRY if self.entries else ROW, mTiles[DOCUMENT, tile]] // self.size
+                    block += mBounds[ENTRY if self.entries else KEY, mTiles[DOCUMENT, tile]] // self.size
                 word = cute.domain_offset((batch, head, block, tile // WORD), mBits)
                 cute.arch.atomic_or(word.iterator, Int32(1) << tile % WORD, sem="relaxed")
 
@@ -111,7 +122,7 @@ class TransposedLists:
         mMaskIndex: cute.Tensor,  # [B, H, blocks, K]
         mFullCount: cute.Tensor,
         mFullIndex: cute.Tensor,
-        mTiles: cute.Tensor | None,  # Documents.tiles, where keys are entries
+        mShifts: cute.Tensor | None,  # int32 [tiles], to add to the rows of a tile where they are compared with keys
         num_keys: Int32,
         num_rows: Int32,
         first_block: Int32,
@@ -124,7 +135,7 @@ class TransposedLists:
             mMaskIndex,
             mFullCount,
             mFullIndex,
-            mTiles,
+            mShifts,
             num_keys,
             num_rows,
             first_block,
@@ -139,7 +150,7 @@ class TransposedLists:
         mMaskIndex: cute.Tensor,
         mFullCount: cute.Tensor,
         mFullIndex: cute.Tensor,
-        mTiles: cute.Tensor | None,
+        mShifts: cute.Tensor | None,
         num_keys: Int32,
         num_rows: Int32,
         first_block: Int32,
@@ -163,7 +174,7 @@ class TransposedLists:
                 if index < words:
                     for i in cutlass.range(low, high):
                         chosen = chosen | mBits[batch, select_head, i, index]
-                full, mask = self._split(chosen, index, block, mTiles, num_keys, num_rows)
+                full, mask = self._split(chosen, index, block, mShifts, num_keys, num_rows)
                 tile = index * WORD - first_tile
                 masks = _append(mMaskIndex[batch, head, place, None], masks, mask, tile)
                 fulls = _append(mFullIndex[batch, head, place, None], fulls, full, tile)
@@ -177,7 +188,7 @@ class TransposedLists:
         tiles: Int32,
         index: Int32,
         block: Int32,
-        mTiles: cute.Tensor | None,
+        mShifts: cute.Tensor | None,
         num_keys: Int32,
         num_rows: Int32,
     ) -> tuple[Int32, Int32]:
@@ -191,9 +202,9 @@ class TransposedLists:
                 tile = index * WORD + bit
                 row = tile * self.rows
                 last_row = cutlass.min(row + self.rows, num_rows) - 1
-                if const_expr(mTiles is not None):
-                    row += mTiles[SHIFT, tile]
-                    last_row += mTiles[SHIFT, tile]
+                if const_expr(mShifts is not None):
+                    row += mShifts[tile]
+                    last_row += mShifts[tile]
                 end = cutlass.min((block + 1) * self.width, num_keys)
                 if block * self.width < self.keys.visible(last_row, num_keys):
                     if const_expr(self.exact) and end <= self.keys.visible(row, num_keys):
@@ -249,9 +260,10 @@ class TransposedPrefixLists:
             first_row, shift = Int32(0), Int32(0)
             if const_expr(mBounds is not None):
                 document = document_at(mBounds[ENTRY, None], block * self.width, 1, 1, 0)
-                first_row = mBounds[ROW, document]
-                shift = mBounds[ENTRY, document] * self.keys.stride - first_row
-                num_rows = first_row + mBounds[LENGTH, document]
+                row_of_first_token = mBounds[ROW, document]
+                first_row = row_of_first_token + mBounds[START, document]
+                shift = mBounds[ENTRY, document] * self.keys.stride - row_of_first_token
+                num_rows = row_of_first_token + mBounds[LENGTH, document]
             end = cutlass.min((block + 1) * self.width, num_keys)
             masks, fulls = Int32(0), Int32(0)
             for start in cutlass.range(first_row // self.rows, cute.ceil_div(num_rows, self.rows), LANES, unroll=1):
@@ -278,8 +290,8 @@ def _bits(size: int, *, entries: bool, packed: bool) -> Kernel:
 @compiled_once
 def _transposed(keys: Keys, size: int, width: int, rows: int, *, shifted: bool) -> Kernel:
     bits = fake(torch.int32, None, None, None, None, aligned=False)
-    tiles = fake_tables()[1] if shifted else None
-    return compile_kernel(TransposedLists(keys, size, width, rows), bits, *fake_lists(), tiles, *[Int32(0)] * 4)
+    shifts = fake_rows() if shifted else None
+    return compile_kernel(TransposedLists(keys, size, width, rows), bits, *fake_lists(), shifts, *[Int32(0)] * 4)
 
 
 @compiled_once
@@ -328,7 +340,7 @@ def transposed_lists(
     blocks: range,
     first_tile: int = 0,
     first_row: int = 0,
-    documents: Documents | None = None,
+    shifts: Tensor | None = None,
 ) -> BlockLists:
     """For blocks of keys, the tiles that chose them: in BlockLists's fields M counts blocks of keys, K tiles.
 
@@ -341,7 +353,7 @@ def transposed_lists(
         blocks: the listed blocks to make lists for.
         first_tile: is listed as 0; tiles before it must not see any of the blocks.
         first_row: the token that row 0 is.
-        documents: to be given where keys are entries.
+        shifts: of packed documents, Documents.shifts where keys are entries, else Documents.key_shifts.
     """
     batch, tiles = bits.shape[0], -(-num_rows // rows) - first_tile
     exact = size % width == 0
@@ -351,9 +363,8 @@ def transposed_lists(
         bits.device, (batch, heads, len(blocks)), crossing if exact else tiles, tiles if exact else 1
     )
     if mask_count.numel() > 0:
-        shifts = None if documents is None else documents.tiles
         if first_row > 0:
-            shifts = torch.full((2, tiles + first_tile), first_row, dtype=torch.int32, device=bits.device)
+            shifts = torch.full((tiles + first_tile,), first_row, dtype=torch.int32, device=bits.device)
         run = _transposed(keys, size, width, rows, shifted=shifts is not None).run
         run(bits, mask_count, mask_index, full_count, full_index, shifts, num_keys, num_rows, blocks.start, first_tile)
     return BlockLists(

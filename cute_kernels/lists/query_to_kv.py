@@ -8,7 +8,7 @@ the tile, `mask` blocks need a mask. Keys are tokens (token j is visible to row 
 (entry j is visible iff j*d + l-1 <= i); tokens are entries with l = d = 1.
 
 Packed documents (causal): rows, chosen blocks and visibility count from a document's first token, listed blocks from
-the start of the aligned buffers of pool/documents.py, where a document begins with a new tile and a new block.
+the start of the aligned buffers of pool/documents.py, where a document begins with a new tile and a new block of keys.
 
 Kernels here are one thread per tile: bytes and time are negligible (a few microseconds at any length).
 """
@@ -24,7 +24,7 @@ import torch
 from cutlass import Int32, const_expr
 from torch import Tensor
 
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, Documents, fake_tables
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, KEY, LENGTH, ROW, Documents, fake_tables
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 
 THREADS = 128
@@ -143,7 +143,7 @@ class ChosenLists:
                 document = cutlass.max(mTiles[DOCUMENT, tile], 0)  # nothing is chosen for unused tiles
                 first_row -= mBounds[ROW, document]
                 rows_to = mBounds[LENGTH, document]
-                base = mBounds[ENTRY if self.entries else ROW, document]
+                base = mBounds[ENTRY if self.entries else KEY, document]
             last_row = cutlass.min(first_row + self.rows, rows_to) - 1
             seen_by_all = self.keys.visible(first_row, num_keys)
             seen = self.keys.visible(last_row, num_keys)

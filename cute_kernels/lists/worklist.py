@@ -55,8 +55,7 @@ from torch import Tensor
 
 from cute_kernels.lists.kv_to_query import WORD
 from cute_kernels.mma.warp import LANES, prefix_sum
-from cute_kernels.pool import documents
-from cute_kernels.pool.documents import LENGTH, TILE, TOKEN, document_at
+from cute_kernels.pool.documents import KEY, LENGTH, TOKEN, PackedBlocks, document_at, fake_rows, fake_tables
 from cute_kernels.runtime.jit import Kernel, compile_kernel, compiled_once, fake
 
 THREADS = 256
@@ -138,17 +137,24 @@ def selected_block(
     """The KV block that a slot selects, counted over all documents; -1: none.
 
     Args:
-        chosen: what the slot holds. position: of its token. end: tokens of the sequence; not read with mBounds.
-        mBounds: Documents.bounds, whose tiles are the blocks.
+        chosen: what the slot holds. position: of its token, -1: none.
+        end: tokens of the sequence; not read with mBounds.
+        mBounds: PackedBlocks.bounds.
         init, local: forced blocks to leave out: the first ones of a document, and those that end with the token's own.
     """
     before = Int32(0)
     if const_expr(mBounds is not None):
         document = document_at(mBounds[TOKEN, None], position, 1, 1, 0)
         position -= mBounds[TOKEN, document]
-        before, end = mBounds[TILE, document], mBounds[LENGTH, document]
+        before, end = mBounds[KEY, document] // size, mBounds[LENGTH, document]
     is_selected = (chosen >= init) & (chosen <= position // size - local) & (position < end)
     return before + chosen if is_selected else Int32(-1)
+
+
+@cute.jit
+def position_of(row: Int32, mPositions: cute.Tensor | None) -> Int32:
+    """Where the token of a query row lies among the keys. Args: `mPositions`, of packed documents."""
+    return row if const_expr(mPositions is None) else mPositions[row]
 
 
 @cute.jit
@@ -207,11 +213,12 @@ class MarkRows:
         mIndices: cute.Tensor,  # int32 [B, H_kv, T, n]
         mSlotBlocks: cute.Tensor,  # likewise
         mBits: cute.Tensor,  # int32 [B, H_kv, blocks, words], zeros
-        mBounds: cute.Tensor | None,  # Documents.bounds, whose tiles are the blocks
+        mBounds: cute.Tensor | None,  # PackedBlocks.bounds and .positions
+        mPositions: cute.Tensor | None,
         first_token: Int32,
         stream: Any,
     ):
-        self.kernel(mIndices, mSlotBlocks, mBits, mBounds, first_token).launch(
+        self.kernel(mIndices, mSlotBlocks, mBits, mBounds, mPositions, first_token).launch(
             grid=[cute.ceil_div(mIndices.shape[2] * mIndices.shape[3], THREADS), mIndices.shape[1], mIndices.shape[0]],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -224,6 +231,7 @@ class MarkRows:
         mSlotBlocks: cute.Tensor,
         mBits: cute.Tensor,
         mBounds: cute.Tensor | None,
+        mPositions: cute.Tensor | None,
         first_token: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -233,7 +241,7 @@ class MarkRows:
         token, slot = slot_idx // slots, slot_idx % slots
         if token < tokens:
             chosen, end = mIndices[batch, head, token, slot], first_token + tokens
-            position = first_token + token
+            position = position_of(first_token + token, mPositions)
             block = selected_block(chosen, position, end, self.size, mBounds, self.init, self.local)
             if block >= 0:
                 word = cute.domain_offset((batch, head, block, token // WORD), mBits)
@@ -371,15 +379,15 @@ def fake_query_rows() -> Any:
     return fake(torch.int32, None, None, None, aligned=False)
 
 
-def fake_bounds() -> Any:
-    """Documents.bounds to compile with."""
-    return fake(torch.int32, 6, None, aligned=False)
+def fake_packed(packed: bool) -> tuple[Any, Any]:
+    """PackedBlocks.bounds and .positions to compile with, or None for both."""
+    return (fake_tables()[0], fake_rows()) if packed else (None, None)
 
 
 @compiled_once
 def _mark(size: int, packed: bool, init: int = 0, local: int = 0) -> Kernel:
     tables = [fake_slots() for _ in range(3)]
-    return compile_kernel(MarkRows(size, init, local), *tables, fake_bounds() if packed else None, Int32(0))
+    return compile_kernel(MarkRows(size, init, local), *tables, *fake_packed(packed), Int32(0))
 
 
 @compiled_once
@@ -408,7 +416,7 @@ def build_worklist(
     blocks: int,
     min_rows: int,
     first_token: int = 0,
-    bounds: Tensor | None = None,
+    packed: PackedBlocks | None = None,
     init: int = 0,
     local: int = 0,
 ) -> Worklist:
@@ -419,7 +427,7 @@ def build_worklist(
         size: l', tokens of a block.
         blocks: the most that tokens up to the last one can select.
         min_rows: the fewest query rows of a work tile of a split block.
-        bounds: Documents.bounds (documents.bounds_of) with tiles of l' tokens.
+        packed: of documents; `first_token` counts rows then.
         init, local: forced blocks to leave out: the first ones of a document, and those that end with a token's own.
     """
     batch, heads, tokens, slots = indices.shape
@@ -431,12 +439,18 @@ def build_worklist(
     bits = torch.zeros((batch, heads, blocks, -(-tokens // WORD)), dtype=torch.int32, device=indices.device)
     slot_blocks, before, counts = torch.empty_like(indices), torch.empty_like(bits), table(3, blocks)
     query_rows, work_tiles = table(sizes.rows), table(3, sizes.tiles)
-    _mark(size, bounds is not None, init, local).run(indices, slot_blocks, bits, bounds, first_token)
+    tables = packed_tables(packed)
+    _mark(size, packed is not None, init, local).run(indices, slot_blocks, bits, *tables, first_token)
     _count().run(bits, before, counts, min_rows)
     cum_counts = counts.cumsum(3, dtype=torch.int32)
     _list().run(slot_blocks, bits, before, counts, cum_counts, query_rows)
     _cut().run(counts, cum_counts, work_tiles)
     return Worklist(slot_blocks, query_rows, work_tiles, counts, cum_counts, sizes, first_token)
+
+
+def packed_tables(packed: PackedBlocks | None) -> tuple[Tensor | None, Tensor | None]:
+    """PackedBlocks.bounds and .positions, as kernels take them."""
+    return (None, None) if packed is None else (packed.bounds, packed.positions)
 
 
 def worklist_chunks(
@@ -447,14 +461,14 @@ def worklist_chunks(
     token_bytes: int,
     max_bytes: int,
     first_token: int = 0,
-    bounds: Tensor | None = None,
+    packed: PackedBlocks | None = None,
     init: int = 0,
     local: int = 0,
 ) -> Iterator[tuple[Worklist, slice, slice]]:
     """Worklists of some tokens, batches and key/value heads at a time, tokens ascending.
 
     Args:
-        indices, size, min_rows, first_token, bounds, init, local: as of `build_worklist`, of all tokens.
+        indices, size, min_rows, first_token, packed, init, local: as of `build_worklist`, of all tokens.
         token_bytes: of the partials of a token of one batch and key/value head.
         max_bytes: of a chunk's partials; exceeded only where CHUNK_ALIGNMENT tokens of one head have more.
 
@@ -464,10 +478,7 @@ def worklist_chunks(
     batch, heads, tokens, _ = indices.shape
     if indices.stride(3) != 1:
         indices = indices.clone(memory_format=torch.contiguous_format)
-    if bounds is None:
-        blocks = -(-(first_token + tokens) // size)
-    else:
-        blocks, _ = documents.sizes(tokens, bounds.shape[1] - 1, size, 1)
+    blocks = -(-(first_token + tokens) // size) if packed is None else packed.num_blocks
     per_token = 2 * blocks // 8 + 1  # bytes of bitmaps and their counts
     step = min(max_bytes // token_bytes, BITMAP_BYTES // per_token) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
     step = max(step, CHUNK_ALIGNMENT)
@@ -475,7 +486,7 @@ def worklist_chunks(
     step = -(-tokens // (chunks * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
-        begun = blocks if bounds is not None else -(-(first_token + stop) // size)
+        begun = blocks if packed is not None else -(-(first_token + stop) // size)
         max_pairs = BITMAP_BYTES // (per_token * (stop - start))
         for batches, kv_heads in _pair_chunks(slice(0, batch), slice(0, heads), max_pairs):
             worklist = build_worklist(
@@ -484,7 +495,7 @@ def worklist_chunks(
                 blocks=begun,
                 min_rows=min_rows,
                 first_token=first_token + start,
-                bounds=bounds,
+                packed=packed,
                 init=init,
                 local=local,
             )

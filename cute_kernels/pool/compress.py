@@ -25,7 +25,7 @@ import torch
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from torch import Tensor
 
-from cute_kernels.pool.documents import ENTRY, LENGTH, TILE, TOKEN, Documents, document_at, fake_tables
+from cute_kernels.pool.documents import ENTRY, LENGTH, START, TILE, TOKEN, Documents, document_at, fake_tables
 from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_once, fake
 
 LANES = 64
@@ -109,6 +109,8 @@ class BlockMean:
             mFirst = mBounds[TILE if self.ragged else ENTRY, None]
             document = document_at(mFirst, block, 1, 1, 0)
             before = (block - mFirst[document]) * self.stride  # in the document
+            if const_expr(self.ragged):
+                before += mBounds[START, document] // self.stride * self.stride  # its first tile begins there
             left = mBounds[LENGTH, document] - before
             exists = exists and left >= (1 if self.ragged else self.length)
             if const_expr(not self.ragged):
@@ -204,7 +206,7 @@ def compress_kv(inputs: Any, config: Any, documents: Documents | None = None) ->
 def tile_means(q: Tensor, tile: int, documents: Documents | None = None) -> Tensor:
     """The mean query of each tile of `tile` tokens, a ragged last one included: fp32 `[B,tiles,H,D]`.
 
-    With documents q has their aligned rows.
+    With documents q has their aligned rows, and rows in front of a document's first query count as zeros.
     """
     batch, tokens, heads, dim = q.shape
     tiles = -(-tokens // tile) if documents is None else documents.num_tiles

@@ -1,9 +1,11 @@
 """Packed documents of unknown lengths, laid out for kernels that work on whole tiles and blocks.
 
-    document i      tokens cu_seqlens[i] ... cu_seqlens[i+1]-1, n of them
-    tiles           ceil(n / T), numbered document after document
-    aligned rows    tile t holds rows t*T ... t*T+T-1; rows behind a document's last token are zero
-    entries         max(0, (n-l)//d + 1), starting at a multiple of ENTRY_ALIGNMENT; absent ones are zero
+    document i      n queries, tokens s ... s+n-1 of the s+n that exist; ordinary packs: s = 0
+    tiles           those that hold queries, counted from a multiple of S tokens: ceil((s+n - s//S*S) / T), document
+                    after document. S = T where tiles select together, 1 in token mode
+    aligned rows    tile t holds rows t*T ... t*T+T-1 of queries; rows of no query are zero
+    aligned keys    ceil((s+n) / T) tiles of each document, those of ordinary packs the same as of queries
+    entries         max(0, (s+n-l)//d + 1), starting at a multiple of ENTRY_ALIGNMENT; absent ones are zero
 
 All sizes follow from T, the number of tokens and the number of documents, so nothing waits for the device: there may
 be unused tiles and entries at the end. One CTA adds up the lengths, then q, k and v are copied. The zeros keep NaN and
@@ -35,10 +37,13 @@ from cute_kernels.runtime.jit import VECTOR, Kernel, compile_kernel, compiled_on
 ENTRY_ALIGNMENT = MAX_LIST_WIDTH
 """So that no block of entries in a list holds entries of two documents."""
 
-TOKEN, TILE, ROW, ENTRY, PUBLIC_ENTRY, LENGTH = range(6)
-"""Rows of Documents.bounds: the first of each that belongs to a document, and its number of tokens."""
+TOKEN, TILE, ROW, ENTRY, PUBLIC_ENTRY, LENGTH, KEY, QUERY, START = range(9)
+"""Rows of Documents.bounds: of each document the first token in k and v; tile; aligned row that its first token is or,
+before s, would be; aligned entry; entry without gaps; tokens, s + n; aligned key; query; and s."""
 
-DOCUMENT, SHIFT = range(2)
+NUM_BOUNDS = 9
+
+DOCUMENT, SHIFT, KEY_SHIFT = range(3)
 """Rows of Documents.tiles."""
 
 SCAN_THREADS = LANES * LANES
@@ -47,6 +52,29 @@ COPIED_ROWS = 16
 """Rows that one CTA copies."""
 BATCH = 4
 """Loads of a thread in flight together."""
+
+
+class Packed(NamedTuple):
+    """Where documents of a pack lie, as a caller gives them. int32 on the device."""
+
+    cu_seqlens: Tensor
+    """`[B+1]`, of queries."""
+    cu_seqlens_k: Tensor | None = None
+    """`[B+1]`, of keys; None: those of queries."""
+    start: Tensor | None = None
+    """`[B]`, the token that each document's first query is; None: queries end with the keys."""
+    counts: Tensor | None = None
+    """`[B]`, how many of its queries a document has, the first ones; None: all."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether queries may begin behind the first token of their document."""
+        return self.start is not None or self.cu_seqlens_k is not None
+
+    @property
+    def num_documents(self) -> int:
+        """B."""
+        return len(self.cu_seqlens) - 1
 
 
 class Varlen(NamedTuple):
@@ -59,31 +87,54 @@ class Varlen(NamedTuple):
     """First row of each document in q, and the end of all, int32 `[docs+1]`."""
     cu_seqlens_k: Tensor
     """The same of k and v; the same tensor where all tiles end with a document."""
-    seqused: Tensor
-    """Rows and keys of each document, int32 `[docs]`."""
+    seqused_q: Tensor
+    """Rows of each document, int32 `[docs]`."""
+    seqused_k: Tensor
+    """Keys of each document; the same tensor where they are as many."""
+
+
+class PackedBlocks(NamedTuple):
+    """Blocks of documents, for kernels that read rows and keys of a pack as those of one sequence."""
+
+    bounds: Tensor
+    """Documents.bounds whose tiles are blocks that hold queries, whose aligned keys count all blocks of a document from
+    its first token, and whose TOKEN and ROW say where its first token is among the keys and rows that are read."""
+    positions: Tensor
+    """int32 `[rows]`: the key that a query is, -1 in rows of none."""
+    num_blocks: int
+    """Enough for any lengths of the documents."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in aligned rows and entries, whose numbers do not depend on cu_seqlens' values."""
+    """Where documents lie in aligned rows, keys and entries, whose numbers do not depend on cu_seqlens' values."""
 
     tile: int
     """T, rows of a tile."""
+    length: int
+    """l."""
     stride: int
     """d."""
+    packed: Packed
     bounds: Tensor
-    """int32 `[6,B+1]`: first token, tile, aligned row, aligned entry and entry without gaps (in the last column the end
-    of all), and number of tokens."""
+    """int32 `[NUM_BOUNDS,B+1]`; in the last column the end of all."""
     tiles: Tensor
-    """int32 `[2,tiles]`: a tile's document (-1: unused), and aligned entry * d - aligned row of its beginning."""
+    """int32 `[3,tiles]`: a tile's document (-1: unused), aligned entry * d - aligned row of its beginning, and aligned
+    key - aligned row."""
     rows: Tensor
-    """int32 `[T]`: the aligned row of a token, -1 behind the last document."""
+    """int32 `[T_q]`: the aligned row of a query, -1 behind the last document."""
+    key_rows: Tensor
+    """int32 `[T_k]`: the aligned key of a token, -1 where no document has it; `rows` in ordinary packs."""
+    positions: Tensor
+    """int32 `[aligned rows]`: the aligned key that a query is, -1 in rows of none."""
+    num_keys: int
+    """Length of buffers with aligned keys."""
     num_entries: int
     """Length of buffers with aligned entries."""
     most_entries: int
     """That one document, or all without gaps, can have."""
-    cu_seqlens: Tensor
-    """int32 `[B+1]`, as given."""
+    window: Varlen | None = None
+    """Where the window's rows and keys are, if its keys were laid out by themselves."""
 
     @property
     def num_tiles(self) -> int:
@@ -95,43 +146,55 @@ class Documents:
         return self.tiles[SHIFT]
 
     @property
+    def key_shifts(self) -> Tensor | None:
+        """Of each tile: what to add to an aligned row where it is compared with an aligned key; None: nothing."""
+        return self.tiles[KEY_SHIFT] if self.packed.continues else None
+
+    @property
     def varlen(self) -> Varlen:
-        """Where attention finds the documents in aligned rows."""
-        return Varlen(self.bounds[ROW], self.bounds[ROW], self.bounds[LENGTH, :-1])
+        """Where attention finds the documents in aligned rows and keys."""
+        bounds = self.bounds
+        if not self.packed.continues:
+            return Varlen(bounds[ROW], bounds[ROW], bounds[LENGTH, :-1], bounds[LENGTH, :-1])
+        rows = bounds[LENGTH, :-1] - bounds[START, :-1]
+        return Varlen(bounds[ROW] + bounds[START], bounds[KEY], rows, bounds[LENGTH, :-1])
 
     def realign_kv(self, size: int, k: Tensor, v: Tensor) -> tuple[Varlen, Tensor, Tensor]:
         """Aligned keys and values again, so that blocks of `size` of them, too, hold no two documents.
 
         Args:
-            k, v: aligned rows `[1,tiles*T,heads,D]`.
+            k, v: aligned keys `[1,num_keys,heads,D]`.
 
         Returns:
             Where attention finds the documents in aligned rows and in these keys; k and v.
         """
+        if self.window is not None:
+            return self.window, k, v
         if self.tile % size == 0:
             return self.varlen, k, v
-        blocks = sizes(len(self.rows), len(self.cu_seqlens) - 1, size, self.stride)[0]
-        bounds, tiles = self.bounds_of_blocks(size), self.tiles.new_empty((2, blocks))
-        new_k, new_v = replace(self, tile=size, bounds=bounds, tiles=tiles).align(k, v)
-        return self.varlen._replace(cu_seqlens_k=bounds[ROW]), new_k, new_v
+        blocks, _ = sizes(len(self.key_rows), self.packed.num_documents, size, self.stride)
+        bounds = self.blocks(size).bounds
+        new_k, new_v = replace(self, tile=size, bounds=bounds, num_keys=blocks * size).align(k, v)
+        return self.varlen._replace(cu_seqlens_k=bounds[KEY]), new_k, new_v
 
-    def bounds_of_blocks(self, size: int) -> Tensor:
-        """`bounds` whose tiles are blocks of `size` tokens, for kernels that read aligned rows as the tokens."""
-        bounds = bounds_of(self.cu_seqlens, tile=size, length=size, stride=size)
-        bounds[TOKEN] = self.bounds[ROW]
-        return bounds
+    def blocks(self, size: int) -> PackedBlocks:
+        """Blocks of `size` tokens, of aligned rows and keys."""
+        bounds = bounds_of(self.packed, tile=size, step=size, length=size, stride=size)
+        bounds[TOKEN], bounds[ROW] = self.bounds[KEY], self.bounds[ROW]
+        more = self.packed.num_documents if self.tile % size else 0  # a last block that a last tile does not hold
+        return PackedBlocks(bounds, self.positions, self.num_keys // size + more)
 
     def align(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Aligned rows `[1,tiles*T,heads,D]` of k and v `[1,T,heads,D]`."""
-        aligned_k, aligned_v = _align_rows(self, k, v)
+        """Aligned keys `[1,num_keys,heads,D]` of k and v `[1,T_k,heads,D]`."""
+        aligned_k, aligned_v = _align_rows(self, k, v, None)
         return aligned_k, aligned_v
 
-    def align_one(self, x: Tensor) -> Tensor:
-        """Aligned rows of one tensor `[1,T,heads,D]`."""
-        return _align_rows(self, x)[0]
+    def align_queries(self, x: Tensor) -> Tensor:
+        """Aligned rows of one tensor `[1,T_q,heads,D]`."""
+        return _align_rows(self, None, None, x)[0]
 
     def to_tokens(self, aligned: Tensor, dim: int, fill: float) -> Tensor:
-        """Aligned rows, along `dim`, in the tokens' order; `fill` behind the last document."""
+        """Aligned rows, along `dim`, in the queries' order; `fill` behind the last document."""
         return self.fill_tail(aligned.index_select(dim, self.rows.clamp(min=0)), dim, fill)
 
     def fill_tail(self, packed: Tensor, dim: int, fill: float) -> Tensor:
@@ -139,21 +202,29 @@ class Documents:
         behind = (self.rows < 0).view(-1, *[1] * (packed.dim() - dim - 1))
         return packed.masked_fill(behind, fill)
 
+    @property
+    def entry_counts(self) -> Tensor:
+        """Compressed entries of each document, int32 `[B]`."""
+        return ((self.bounds[LENGTH, :-1] - self.length) // self.stride + 1).clamp(min=0)
+
     def compact_entries(self, entries: Tensor) -> Tensor:
-        """Aligned entries `[num_entries,...]` document after document, then zeros: `[most_entries,...]`."""
+        """Aligned entries `[num_entries,...]` document after document, then zeros: `[most_entries,...]`.
+
+        Those that keys behind a document's last query would have are zeros, too.
+        """
         places = torch.arange(self.most_entries, dtype=torch.int32, device=entries.device)
         first = self.bounds[PUBLIC_ENTRY]
-        document = torch.searchsorted(first[1:], places, right=True)  # B for unused places
-        used = document < self.bounds.shape[1] - 1
-        return _gather(entries, self.bounds[ENTRY][document] + places - first[document], used)
+        document = torch.searchsorted(first[1:], places, right=True).clamp(max=self.packed.num_documents - 1)
+        before = places - first[document]
+        return _gather(entries, self.bounds[ENTRY][document] + before, before < self.entry_counts[document])
 
     def align_entries(self, entries: Tensor) -> Tensor:
         """Entries document after document `[at least all,...]` as aligned ones `[num_entries,...]`, zeros between."""
         places = torch.arange(self.num_entries, dtype=torch.int32, device=entries.device)
         aligned, packed = self.bounds[ENTRY], self.bounds[PUBLIC_ENTRY]
-        document = torch.searchsorted(aligned[1:], places, right=True).clamp(max=self.bounds.shape[1] - 2)
+        document = torch.searchsorted(aligned[1:], places, right=True).clamp(max=self.packed.num_documents - 1)
         before = places - aligned[document]
-        return _gather(entries, packed[document] + before, before < packed[document + 1] - packed[document])
+        return _gather(entries, packed[document] + before, before < self.entry_counts[document])
 
 
 def _gather(entries: Tensor, places: Tensor, used: Tensor) -> Tensor:
@@ -178,20 +249,40 @@ def document_at(mFirst: cute.Tensor, index: Int32, scale: Int32, size: Int32, ga
 
 
 class DocumentBounds:
-    """Documents.bounds: prefix sums of tiles and entries over documents, by one CTA."""
+    """Documents.bounds: prefix sums of tiles, keys and entries over documents, by one CTA.
 
-    def __init__(self, tile: int, length: int, stride: int) -> None:
-        self.tile, self.length, self.stride = tile, length, stride
+    Args: T; S; l; d.
+    """
+
+    def __init__(self, tile: int, step: int, length: int, stride: int) -> None:
+        self.tile, self.step, self.length, self.stride = tile, step, length, stride
 
     @cute.jit
-    def __call__(self, mCuSeqlens: cute.Tensor, mBounds: cute.Tensor, stream: Any):
-        self.kernel(mCuSeqlens, mBounds).launch(grid=[1, 1, 1], block=[SCAN_THREADS, 1, 1], stream=stream)
+    def __call__(
+        self,
+        mCuSeqlens: cute.Tensor,
+        mCuSeqlensK: cute.Tensor,
+        mStart: cute.Tensor | None,
+        mCounts: cute.Tensor | None,
+        mBounds: cute.Tensor,
+        stream: Any,
+    ):
+        self.kernel(mCuSeqlens, mCuSeqlensK, mStart, mCounts, mBounds).launch(
+            grid=[1, 1, 1], block=[SCAN_THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, mCuSeqlens: cute.Tensor, mBounds: cute.Tensor):
+    def kernel(
+        self,
+        mCuSeqlens: cute.Tensor,
+        mCuSeqlensK: cute.Tensor,
+        mStart: cute.Tensor | None,
+        mCounts: cute.Tensor | None,
+        mBounds: cute.Tensor,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // LANES, thread % LANES
-        counted = (TILE, ENTRY, PUBLIC_ENTRY)
+        counted = (TILE, ENTRY, PUBLIC_ENTRY, KEY)
         smem = cutlass.memory.SmemAllocator()
         sTotal = smem.allocate_tensor(Int32, cute.make_layout((LANES, len(counted)), stride=(1, LANES)), 16)
         rCount = cute.make_rmem_tensor(len(counted), Int32)
@@ -199,14 +290,22 @@ class DocumentBounds:
         rBefore = cute.make_rmem_tensor(len(counted), Int32)
         rBefore.fill(0)
         docs = mCuSeqlens.shape[0] - 1
-        for start in cutlass.range(0, docs + 1, SCAN_THREADS):
-            document, tokens = start + thread, Int32(0)
+        for first in cutlass.range(0, docs + 1, SCAN_THREADS):
+            document, queries, keys, start = first + thread, Int32(0), Int32(0), Int32(0)
             if document < docs:
-                tokens = mCuSeqlens[document + 1] - mCuSeqlens[document]
-            entries = Int32(0) if tokens < self.length else (tokens - self.length) // self.stride + 1
-            rCount[0] = cute.ceil_div(tokens, self.tile)
-            rCount[1] = cute.ceil_div(entries, ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
-            rCount[2] = entries
+                queries = mCuSeqlens[document + 1] - mCuSeqlens[document]
+                if const_expr(mCounts is not None):
+                    queries = cutlass.min(queries, mCounts[document])
+                keys = mCuSeqlensK[document + 1] - mCuSeqlensK[document]
+                start = keys - queries
+                if const_expr(mStart is not None):
+                    start = cutlass.max(cutlass.min(start, mStart[document]), 0)
+            tokens = start + queries
+            base = start if queries == 0 else start // self.step * self.step  # the token that the first row is
+            rCount[0] = cute.ceil_div(tokens - base, self.tile)
+            rCount[1] = cute.ceil_div(self.num_entries(tokens), ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
+            rCount[2] = self.num_entries(keys)
+            rCount[3] = cute.ceil_div(tokens, self.tile) * self.tile
             for i in range_constexpr(len(counted)):
                 rSum[i] = prefix_sum(rCount[i])
                 if lane == LANES - 1:
@@ -221,16 +320,37 @@ class DocumentBounds:
                 if document <= docs:
                     mBounds[counted[i], document] = rSum[i]
             if document <= docs:
-                mBounds[TOKEN, document] = mCuSeqlens[document]
-                mBounds[ROW, document] = rSum[0] * self.tile
+                mBounds[TOKEN, document] = mCuSeqlensK[document]
+                mBounds[QUERY, document] = mCuSeqlens[document]
+                mBounds[ROW, document] = rSum[0] * self.tile - base
                 mBounds[LENGTH, document] = tokens
+                mBounds[START, document] = start
             cute.arch.sync_threads()
+
+    @cute.jit
+    def num_entries(self, tokens: Int32) -> Int32:
+        return Int32(0) if tokens < self.length else (tokens - self.length) // self.stride + 1
+
+
+class CopiedRows(NamedTuple):
+    """Where the COPIED_ROWS rows of a CTA come from."""
+
+    first_row: Int32
+    """Of the aligned rows, or keys."""
+    first: Int32
+    """The query, or token, that it is, also where it is none."""
+    before: Int32
+    """Rows in front of the first one that is copied."""
+    end: Int32
+    """Behind the last one."""
 
 
 class AlignRows:
-    """Copies rows to where their document begins with a tile; with q it also fills in Documents.tiles and .rows.
+    """Copies queries, keys and values to where their document begins with a tile; a CTA COPIED_ROWS rows of one tensor.
 
-    A CTA copies COPIED_ROWS rows of one tensor.
+    Given where to, it also records Documents.tiles, .rows, .key_rows and .positions.
+
+    Args: T and d of the documents.
     """
 
     def __init__(self, tile: int, stride: int) -> None:
@@ -240,34 +360,36 @@ class AlignRows:
     def __call__(
         self,
         mBounds: cute.Tensor,
-        mTiles: cute.Tensor,
-        mRows: cute.Tensor,
-        mK: cute.Tensor,  # [1, T, heads, D]
-        mAlignedK: cute.Tensor,  # [1, tiles * T, heads, D]
+        mTiles: cute.Tensor | None,  # to record, with mRows and mPositions
+        mRows: cute.Tensor | None,
+        mKeyRows: cute.Tensor | None,  # where keys lie apart from queries
+        mPositions: cute.Tensor | None,
+        mK: cute.Tensor | None,  # [1, T_k, heads, D]
+        mAlignedK: cute.Tensor | None,  # [1, aligned keys, heads, D]
         mV: cute.Tensor | None,
         mAlignedV: cute.Tensor | None,
-        mQ: cute.Tensor | None,
-        mAlignedQ: cute.Tensor | None,
+        mQ: cute.Tensor | None,  # [1, T_q, heads, D]
+        mAlignedQ: cute.Tensor | None,  # [1, tiles * T, heads, D]
         stream: Any,
     ):
-        self.kernel(mBounds, mTiles, mRows, mK, mAlignedK, mV, mAlignedV, mQ, mAlignedQ).launch(
-            grid=[
-                mAlignedK.shape[1] // COPIED_ROWS,
-                1 if const_expr(mV is None) else 2 if const_expr(mQ is None) else 3,
-                1,
-            ],
-            block=[COPY_THREADS, 1, 1],
-            stream=stream,
+        rows = Int32(0) if const_expr(mK is None) else mAlignedK.shape[1]
+        if const_expr(mQ is not None):
+            rows = cutlass.max(rows, mAlignedQ.shape[1])
+        tensors = (0 if const_expr(mK is None) else 2) + (0 if const_expr(mQ is None) else 1)
+        self.kernel(mBounds, mTiles, mRows, mKeyRows, mPositions, mK, mAlignedK, mV, mAlignedV, mQ, mAlignedQ).launch(
+            grid=[cute.ceil_div(rows, COPIED_ROWS), tensors, 1], block=[COPY_THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
         self,
         mBounds: cute.Tensor,
-        mTiles: cute.Tensor,
-        mRows: cute.Tensor,
-        mK: cute.Tensor,
-        mAlignedK: cute.Tensor,
+        mTiles: cute.Tensor | None,
+        mRows: cute.Tensor | None,
+        mKeyRows: cute.Tensor | None,
+        mPositions: cute.Tensor | None,
+        mK: cute.Tensor | None,
+        mAlignedK: cute.Tensor | None,
         mV: cute.Tensor | None,
         mAlignedV: cute.Tensor | None,
         mQ: cute.Tensor | None,
@@ -275,22 +397,55 @@ class AlignRows:
     ):
         group, which, _ = cute.arch.block_idx()
         first_row = group * COPIED_ROWS
-        document = document_at(mBounds[TILE, None], first_row // self.tile, 1, 1, 0)
-        before = first_row - mBounds[ROW, document]  # of the document
-        first_token = mBounds[TOKEN, document] + before
-        count = cutlass.min(mBounds[LENGTH, document] - before, COPIED_ROWS)  # <= 0: no rows of a document
-        if which == 0:
-            self.copy(mK, mAlignedK, first_row, first_token, count)
-        if const_expr(mV is not None):
-            if which == 1:
-                self.copy(mV, mAlignedV, first_row, first_token, count)
+        if const_expr(mK is not None):
+            if (which == 0) & (first_row < mAlignedK.shape[1]):
+                self.align_keys(mBounds, mK, mAlignedK, mKeyRows, first_row)
+            if (which == 1) & (first_row < mAlignedV.shape[1]):
+                self.align_keys(mBounds, mV, mAlignedV, None, first_row)
         if const_expr(mQ is not None):
-            if which == 2:
-                self.copy(mQ, mAlignedQ, first_row, first_token, count)
-                self.record(mBounds, mTiles, mRows, first_row, first_token, count, document)
+            if (which == (0 if const_expr(mK is None) else 2)) & (first_row < mAlignedQ.shape[1]):
+                self.align_queries(mBounds, mTiles, mRows, mPositions, mQ, mAlignedQ, first_row)
 
     @cute.jit
-    def copy(self, mX: cute.Tensor, mAligned: cute.Tensor, first_row: Int32, first_token: Int32, count: Int32):
+    def align_keys(
+        self,
+        mBounds: cute.Tensor,
+        mX: cute.Tensor,
+        mAligned: cute.Tensor,
+        mKeyRows: cute.Tensor | None,
+        first_row: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        document = document_at(mBounds[KEY, None], first_row, 1, 1, 0)
+        token = first_row - mBounds[KEY, document]  # of the document
+        first, end = mBounds[TOKEN, document] + token, cutlass.min(mBounds[LENGTH, document] - token, COPIED_ROWS)
+        self.copy(mX, mAligned, CopiedRows(first_row, first, Int32(0), end))
+        if const_expr(mKeyRows is not None):
+            if thread < end:
+                mKeyRows[first + thread] = first_row + thread
+
+    @cute.jit
+    def align_queries(
+        self,
+        mBounds: cute.Tensor,
+        mTiles: cute.Tensor | None,
+        mRows: cute.Tensor | None,
+        mPositions: cute.Tensor | None,
+        mQ: cute.Tensor,
+        mAlignedQ: cute.Tensor,
+        first_row: Int32,
+    ):
+        document = document_at(mBounds[TILE, None], first_row // self.tile, 1, 1, 0)
+        token = first_row - mBounds[ROW, document]  # of the document
+        query = token - mBounds[START, document]
+        end = cutlass.min(mBounds[LENGTH, document] - token, COPIED_ROWS)
+        rows = CopiedRows(first_row, mBounds[QUERY, document] + query, -query, end)
+        self.copy(mQ, mAlignedQ, rows)
+        if const_expr(mTiles is not None):
+            self.record(mBounds, mTiles, mRows, mPositions, rows, token, document)
+
+    @cute.jit
+    def copy(self, mX: cute.Tensor, mAligned: cute.Tensor, rows: CopiedRows):
         thread, _, _ = cute.arch.thread_idx()
         _, _, heads, dim = mX.shape
         vectors = dim // VECTOR
@@ -301,14 +456,14 @@ class AlignRows:
                 item = start + i * COPY_THREADS
                 row, head, vector = item // vectors // heads, item // vectors % heads, item % vectors
                 rX[None, i].fill(0.0)
-                if row < count:
-                    gX = cute.local_tile(mX[0, first_token + row, head, None], (VECTOR,), (vector,))
+                if (row >= rows.before) & (row < rows.end):
+                    gX = cute.local_tile(mX[0, rows.first + row, head, None], (VECTOR,), (vector,))
                     cute.autovec_copy(gX, rX[None, i])
             for i in range_constexpr(BATCH):
                 item = start + i * COPY_THREADS
                 row, head, vector = item // vectors // heads, item // vectors % heads, item % vectors
                 if row < COPIED_ROWS:
-                    gAligned = cute.local_tile(mAligned[0, first_row + row, head, None], (VECTOR,), (vector,))
+                    gAligned = cute.local_tile(mAligned[0, rows.first_row + row, head, None], (VECTOR,), (vector,))
                     cute.autovec_copy(rX[None, i], gAligned)
 
     @cute.jit
@@ -317,43 +472,64 @@ class AlignRows:
         mBounds: cute.Tensor,
         mTiles: cute.Tensor,
         mRows: cute.Tensor,
-        first_row: Int32,
-        first_token: Int32,
-        count: Int32,
+        mPositions: cute.Tensor,
+        rows: CopiedRows,
+        token: Int32,
         document: Int32,
     ):
+        """Args: `token`, of the document, which the first row is."""
         thread, _, _ = cute.arch.thread_idx()
-        end = mBounds[TOKEN, mBounds.shape[1] - 1]
-        row = first_row + thread
+        end = mBounds[QUERY, mBounds.shape[1] - 1]
+        row = rows.first_row + thread
         if thread < COPIED_ROWS:
-            if thread < count:
-                mRows[first_token + thread] = row
-            if (row >= end) & (row < mRows.shape[0]):  # there are at least as many rows as tokens
+            is_query = (thread >= rows.before) & (thread < rows.end)
+            if is_query:
+                mRows[rows.first + thread] = row
+            mPositions[row] = mBounds[KEY, document] + token + thread if is_query else Int32(-1)
+            if (row >= end) & (row < mRows.shape[0]):  # there are at least as many rows as queries
                 mRows[row] = Int32(-1)
-        if (thread == 0) & (first_row % self.tile == 0):
-            tile = first_row // self.tile
-            mTiles[DOCUMENT, tile] = document if count > 0 else Int32(-1)
+        if (thread == 0) & (rows.first_row % self.tile == 0):
+            tile = rows.first_row // self.tile
+            used = tile < mBounds[TILE, mBounds.shape[1] - 1]
+            mTiles[DOCUMENT, tile] = document if used else Int32(-1)
             mTiles[SHIFT, tile] = mBounds[ENTRY, document] * self.stride - mBounds[ROW, document]
+            mTiles[KEY_SHIFT, tile] = mBounds[KEY, document] - mBounds[ROW, document]
 
 
 def fake_tables() -> tuple[Any, Any]:
     """Documents.bounds and Documents.tiles to compile with."""
-    return fake(torch.int32, 6, None, aligned=False), fake(torch.int32, 2, None, aligned=False)
+    return fake(torch.int32, NUM_BOUNDS, None, aligned=False), fake(torch.int32, 3, None, aligned=False)
+
+
+def fake_rows() -> Any:
+    """Documents.rows, .key_rows or .positions to compile with."""
+    return fake(torch.int32, None, aligned=False)
 
 
 @compiled_once
-def _bounds(tile: int, length: int, stride: int) -> Kernel:
-    return compile_kernel(
-        DocumentBounds(tile, length, stride), fake(torch.int32, None, aligned=False), fake_tables()[0]
-    )
+def _bounds(tile: int, step: int, length: int, stride: int, starts: bool, counted: bool) -> Kernel:
+    given = [fake_rows() if has else None for has in (True, True, starts, counted)]
+    return compile_kernel(DocumentBounds(tile, step, length, stride), *given, fake_tables()[0])
 
 
 @compiled_once
-def _align(tile: int, stride: int, dtype: torch.dtype, dim: int, v_dim: int | None, with_q: bool) -> Kernel:
-    rows = fake(torch.int32, None, aligned=False)
-    pairs = [None if size is None else fake(dtype, None, None, None, size) for size in (dim, dim, v_dim, v_dim)]
-    queries = [fake(dtype, None, None, None, dim) if with_q else None for _ in range(2)]
-    return compile_kernel(AlignRows(tile, stride), *fake_tables(), rows, *pairs, *queries)
+def _align(
+    tile: int,
+    stride: int,
+    dtype: torch.dtype,
+    dims: tuple[int, int] | None,
+    q_dim: int | None,
+    records: tuple[bool, bool],
+) -> Kernel:
+    """Args: D and D_v of keys, D of queries: None where there are none; whether to record, and keys apart."""
+    record, apart = records
+    tables = (fake_tables()[1], fake_rows(), fake_rows() if apart else None, fake_rows()) if record else (None,) * 4
+    pairs = [
+        fake(dtype, None, None, None, dim) if dim else None
+        for dim in (*(dims or (None, None)), q_dim)
+        for _ in range(2)
+    ]
+    return compile_kernel(AlignRows(tile, stride), fake_tables()[0], *tables, *pairs)
 
 
 def sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
@@ -362,45 +538,100 @@ def sizes(tokens: int, docs: int, tile: int, stride: int) -> tuple[int, int]:
     return (tokens + docs * (tile - 1)) // tile, -(-entries // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
 
-def _align_rows(documents: Documents, k: Tensor, v: Tensor | None = None, q: Tensor | None = None) -> list[Tensor]:
-    """Aligned rows of k, v and q; with q, `documents.tiles` and `.rows` are filled in."""
-    tile, num_tiles = documents.tile, documents.num_tiles
-    tensors = [x for x in (k, v, q) if x is not None]
-    aligned = [torch.empty((1, num_tiles * tile, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in tensors]
-    if num_tiles > 0:
-        v_dim = None if v is None else v.shape[-1]
-        run = _align(tile, documents.stride, k.dtype, k.shape[-1], v_dim, q is not None).run
-        pairs = [x for pair in zip(tensors, aligned, strict=True) for x in pair] + [None] * 4
-        run(documents.bounds, documents.tiles, documents.rows, *pairs[:6])
-    return aligned
+def query_tiles(queries: int, docs: int, tile: int, step: int, *, continues: bool) -> int:
+    """Tiles of queries, enough for any lengths and starts of the documents. Args: `step`, S."""
+    before = tile - 1 if continues and step > 1 else 0  # rows of the first tile that are no queries
+    return (queries + docs * (tile - 1 + before)) // tile
 
 
-def bounds_of(cu_seqlens: Tensor, *, tile: int, length: int, stride: int) -> Tensor:
+def _align_rows(
+    documents: Documents, k: Tensor | None, v: Tensor | None, q: Tensor | None, *, record: bool = False
+) -> list[Tensor]:
+    """Those of aligned keys, values and rows whose tensors are given.
+
+    Args:
+        record: also fill in `documents.tiles`, `.rows`, `.positions` and, with k, `.key_rows`; q is given then.
+    """
+    counts = documents.num_keys, documents.num_keys, documents.num_tiles * documents.tile
+    aligned = [
+        None if x is None else torch.empty((1, count, *x.shape[2:]), dtype=x.dtype, device=x.device)
+        for x, count in zip((k, v, q), counts, strict=True)
+    ]
+    given = next(x for x in (q, k) if x is not None)
+    if any(x is not None and x.numel() > 0 for x in aligned):
+        tables: tuple[Tensor | None, ...] = (None,) * 4
+        apart = documents.packed.continues and k is not None
+        if record:
+            key_rows = documents.key_rows if apart else None
+            tables = documents.tiles, documents.rows, key_rows, documents.positions
+        dims = None if k is None or v is None else (k.shape[-1], v.shape[-1])
+        q_dim = None if q is None else q.shape[-1]
+        pairs = [x for pair in zip((k, v, q), aligned, strict=True) for x in pair]
+        run = _align(documents.tile, documents.stride, given.dtype, dims, q_dim, (record, record and apart)).run
+        run(documents.bounds, *tables, *pairs)
+    return [x for x in aligned if x is not None]
+
+
+def bounds_of(packed: Packed, *, tile: int, step: int, length: int, stride: int) -> Tensor:
     """Documents.bounds alone, for kernels that read tokens where they lie. Args: as of `lay_out`."""
-    bounds = torch.empty((6, cu_seqlens.shape[0]), dtype=torch.int32, device=cu_seqlens.device)
-    _bounds(tile, length, stride).run(cu_seqlens.contiguous(), bounds)
+    first = packed.cu_seqlens
+    bounds = torch.empty((NUM_BOUNDS, first.shape[0]), dtype=torch.int32, device=first.device)
+    keys = first if packed.cu_seqlens_k is None else packed.cu_seqlens_k
+    given = [None if x is None else x.contiguous() for x in packed._replace(cu_seqlens_k=keys)]
+    _bounds(tile, step, length, stride, packed.start is not None, packed.counts is not None).run(*given, bounds)
     return bounds
 
 
+def blocks_in_place(cu_seqlens: Tensor, rows: int, size: int) -> PackedBlocks:
+    """Blocks of documents with as many queries as keys, read where they lie. Args: `rows`, T of the pack; l'."""
+    bounds = bounds_of(Packed(cu_seqlens), tile=size, step=size, length=size, stride=size)
+    bounds[ROW] = bounds[TOKEN]
+    positions = torch.arange(rows, dtype=torch.int32, device=cu_seqlens.device)
+    positions = torch.where(positions < cu_seqlens[-1], positions, -1)
+    return PackedBlocks(bounds, positions, sizes(rows, len(cu_seqlens) - 1, size, 1)[0])
+
+
+def empty_layout(
+    packed: Packed, queries: int, tokens: int, *, tile: int, step: int, length: int, stride: int
+) -> Documents:
+    """The layout of documents before `_align_rows` has recorded it. Args: as of `lay_out`; T_q and T_k."""
+    docs, continues, device = packed.num_documents, packed.continues, packed.cu_seqlens.device
+    num_tiles = query_tiles(queries, docs, tile, step, continues=continues)
+    key_tiles, num_entries = sizes(tokens, docs, tile, stride)
+
+    def table(*shape: int, absent: bool = False) -> Tensor:
+        if absent:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    bounds = bounds_of(packed, tile=tile, step=step, length=length, stride=stride)
+    rows = table(queries, absent=packed.counts is not None)
+    key_rows = table(tokens, absent=True) if continues else rows
+    tables = bounds, table(3, num_tiles), rows, key_rows, table(num_tiles * tile)
+    return Documents(tile, length, stride, packed, *tables, key_tiles * tile, num_entries, tokens // stride)
+
+
 def lay_out(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, tile: int, length: int, stride: int
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, tile: int, step: int, length: int, stride: int
 ) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
-    """The layout of documents, and aligned rows `[1,tiles*T,heads,D]` of q, k and v.
+    """The layout of documents, aligned rows `[1,tiles*T,heads,D]` of q, and aligned keys of k and v.
 
     Args:
-        q, k, v: `[1,T,heads,D]`, bf16 or fp16, rows aligned (device.vectorizable).
-        cu_seqlens: int32 `[B+1]`, B >= 1.
+        q, k, v: `[1,T_q,heads,D]`, `[1,T_k,H_kv,...]`, bf16 or fp16, rows aligned (device.vectorizable).
+        packed: B >= 1 documents.
         tile: tokens of a query tile.
+        step: S, multiples of which tiles begin at.
         length, stride: of compressed blocks, l and d.
     """
-    tokens = q.shape[1]
-    num_tiles, num_entries = sizes(tokens, cu_seqlens.shape[0] - 1, tile, stride)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=q.device)
-
-    bounds = bounds_of(cu_seqlens, tile=tile, length=length, stride=stride)
-    tables = bounds, empty(2, num_tiles), empty(tokens)
-    documents = Documents(tile, stride, *tables, num_entries, tokens // stride, cu_seqlens)
-    aligned_k, aligned_v, aligned_q = _align_rows(documents, k, v, q)
+    sizes = {"tile": tile, "step": step, "length": length, "stride": stride}
+    documents = empty_layout(packed, q.shape[1], k.shape[1], **sizes)
+    aligned_k, aligned_v, aligned_q = _align_rows(documents, k, v, q, record=True)
     return documents, (aligned_q, aligned_k, aligned_v)
+
+
+def lay_out_queries(
+    q: Tensor, packed: Packed, tokens: int, *, tile: int, step: int, length: int, stride: int
+) -> tuple[Documents, Tensor]:
+    """`lay_out` for keys that lie elsewhere, up to `tokens` of them; `key_rows` holds nothing of use."""
+    documents = empty_layout(packed, q.shape[1], tokens, tile=tile, step=step, length=length, stride=stride)
+    return documents, _align_rows(documents, None, None, q, record=True)[0]

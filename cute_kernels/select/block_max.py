@@ -51,7 +51,7 @@ from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from cute_kernels.lists.query_to_kv import Keys
-from cute_kernels.lists.worklist import fake_bounds, fake_slots
+from cute_kernels.lists.worklist import fake_slots
 from cute_kernels.mma.mma_sync import (
     QUAD,
     acc_mn_view,
@@ -77,7 +77,7 @@ from cute_kernels.mma.wgmma import (
     swizzled_tiles,
     warpgroup_mma,
 )
-from cute_kernels.pool.documents import LENGTH, TOKEN, bounds_of, document_at
+from cute_kernels.pool.documents import LENGTH, TOKEN, Packed, bounds_of, document_at, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import Blocks, TopKList
@@ -554,7 +554,7 @@ def _compiled(
         BlockMaxTopK(dim, CUTE_DTYPES[dtype], group, size, count, local, warpgroups),
         *[fake(dtype, None, None, None, dim) for _ in range(2)],
         *lists,
-        fake_bounds() if packed else None,
+        fake_tables()[0] if packed else None,
         Int32(0),
     )
 
@@ -598,7 +598,9 @@ def top_blocks_by_max(
     if indices.numel() > 0:
         bounds = None
         if cu_seqlens is not None:
-            bounds = bounds_of(cu_seqlens, tile=block_size, length=block_size, stride=block_size)
+            bounds = bounds_of(
+                Packed(cu_seqlens), tile=block_size, step=block_size, length=block_size, stride=block_size
+            )
         group, hopper, first_token = heads // keys.shape[2], has_warpgroups(q.device), keys.shape[1] - tokens
         if packed:
             parts = 1

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.warp import LANES, lowest_bit
-from cute_kernels.pool.documents import ENTRY, LENGTH, TILE, Documents, document_at, fake_tables
+from cute_kernels.pool.documents import ENTRY, LENGTH, START, TILE, Documents, document_at, fake_tables
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import NUM_VISIBLE, Blocks, TopKList
 
@@ -143,7 +143,7 @@ class TileTopK:
             tiles_before = mFirst[document]
             first_row = (row_tile - tiles_before * group // TILE_M - document) * TILE_M
             num_rows = (mFirst[document + 1] - tiles_before) * group
-            num_tokens = mBounds[LENGTH, document]
+            num_tokens, first_tile = mBounds[LENGTH, document], mBounds[START, document] // self.topk.tile
             num_entries = self.keys.visible(num_tokens - 1, num_entries)
             mQ = cute.domain_offset((0, tiles_before, 0, 0), mQ)
             mK = cute.domain_offset((0, mBounds[ENTRY, document], 0, 0), mK)

@@ -57,7 +57,8 @@ def nsa_with_cache(
         gate_proj_weight: `[H,3,D]`, as in `nsa`. Default: None.
         gates: `[B,N_q,H,3]`, as in `nsa`. Default: None.
         config: the options, equal to the cache's in what says how it lies in memory. Default: None, the cache's.
-        backend: "reference". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first that can run.
+        backend: "reference" or "cute". Default: None, which reads NSA_KERNELS_BACKEND and then takes the first that
+            can run.
 
     Returns:
         `[B,N_q,H,D_v]` in q's dtype. NaN in all rows of a sequence that has no room (`cache.check()` says which);

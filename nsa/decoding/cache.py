@@ -10,7 +10,9 @@ from torch import Tensor
 from dispatch.registry import short_name
 from nsa.common.checks import DTYPES, check_bool, check_sizes
 from nsa.config import NSAConfig, check_options
-from nsa.decoding.table import PageTable, load_tensors, longer
+from nsa.decoding.append import append, write_rows
+from nsa.decoding.table import PageTable, Step, load_tensors, longer
+from nsa.inputs import NSAInputs
 
 
 class NSACache:
@@ -174,6 +176,12 @@ class NSACache:
         slots = self.pages["k_cmp"].shape[1]
         return torch.where(rows >= 0, rows // size * slots + rows % size // self.config.stride, -1)
 
+    def append(self, inputs: NSAInputs, config: NSAConfig, step: Step) -> None:
+        """Write the keys and values of a step's new tokens, and the entries that they complete, in PyTorch; for
+        backends whose kernels do not, of whatever pools or branches.
+        """
+        append(inputs, config, self, step)
+
     def check(self) -> None:
         """`PageTable.check`: raise RuntimeError where a sequence has overflowed; waits for the device."""
         self.table.check()
@@ -235,20 +243,3 @@ class NSACache:
         if self.tile_sums is not None:
             rows = min(self.config.q_tile_size, self.table.capacity)
             self.tile_sums = longer(self.tile_sums, 1, rows, 0.0)
-
-
-def write_rows(x: Tensor, rows: Tensor, values: Tensor, wanted: Tensor) -> None:
-    """x[rows[i]] = values[i] where wanted[i], for rows that differ; nothing is read on the host.
-
-    A row that is not wanted repeats the first wanted one; where none is, row 0 is written as it is.
-    """
-    if x.shape[0] == 0 or rows.shape[0] == 0:
-        return
-    wanted = wanted & (rows >= 0)
-    first = wanted.to(torch.uint8).argmax(0, keepdim=True)
-    some = wanted.any()
-    idle_row = torch.where(some, rows.index_select(0, first), 0)
-    idle_value = torch.where(some, values.index_select(0, first).to(x.dtype), x[:1])
-    shape = (-1, *[1] * (x.dim() - 1))
-    values = torch.where(wanted.reshape(shape), values.to(x.dtype), idle_value)
-    x.index_copy_(0, torch.where(wanted, rows, idle_row), values)

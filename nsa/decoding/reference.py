@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.decoding.cache import NSACache, write_rows
+from nsa.decoding.append import append, write_rows
+from nsa.decoding.cache import NSACache
 from nsa.decoding.table import Step
 from nsa.inputs import NSAInputs
 from nsa.reference import (
@@ -27,10 +28,8 @@ from nsa.reference import (
     attend_window,
     block_end,
     branch_gates,
-    chunk_bytes,
     in_sum_dtype,
     mask_of,
-    pool_functions,
     score,
     select,
     select_cmp_blocks,
@@ -48,7 +47,7 @@ def check(call: Any) -> str | None:
 def nsa_with_cache(inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: Step) -> Tensor:
     """Append, then attend, for checked inputs inside a step: out `[B,N_q,H,D_v]` in q's dtype."""
     exact, dtype = in_sum_dtype(inputs), inputs.q.dtype
-    append(inputs, exact, config, cache, step)
+    append(inputs, config, cache, step)
     means = _mean_queries(exact.q, config, cache, step)
     entries = _entries(config, cache, exact.q.dtype)
     gates = branch_gates(exact).to(exact.q.dtype)
@@ -58,34 +57,6 @@ def nsa_with_cache(inputs: NSAInputs, config: NSAConfig, cache: NSACache, step: 
     out = torch.cat(chunks, 1)
     new, overflowed = step.new[..., None, None], cache.table.overflowed[:, None, None, None]
     return torch.where(overflowed, math.nan, torch.where(new, out, 0.0)).to(dtype)
-
-
-# Append
-
-
-def append(inputs: NSAInputs, exact: NSAInputs, config: NSAConfig, cache: NSACache, step: Step) -> None:
-    """Write keys and values of the new tokens, and the compressed entries whose last token is among them."""
-    rows = cache.table.rows(step.positions).flatten()
-    for name, tensor in inputs.tensors().items():
-        if name in cache.pages:
-            write_rows(cache.pages[name].flatten(0, 1), rows, tensor.flatten(0, 1), step.new.flatten())
-    if config.compress_block_size > cache.table.capacity:
-        return  # no block is ever complete
-    length, stride = config.compress_block_size, config.stride
-    begin = step.positions[:, :1]
-    first = (-((length - 1 - begin) // stride)).clamp(min=0)  # the first entry whose last token is not before `begin`
-    entries = first + torch.arange(-(-step.num_tokens // stride), device=begin.device)
-    complete = block_end(entries, config) < begin + step.counts[:, None]
-    per_entry = len(begin) * length * cache.heads_kv * (cache.dim + cache.dim_v) * exact.q.dtype.itemsize
-    at_once = max(1, chunk_bytes(begin.device) // max(1, per_entry))
-    for part, whole in zip(entries.split(at_once, 1), complete.split(at_once, 1), strict=True):
-        tokens = part[..., None] * stride + torch.arange(length, device=begin.device)
-        rows = cache.table.rows(tokens).clamp(min=0)
-        for name, pool in zip(("k", "v"), pool_functions(exact, config, cache.dtype), strict=True):
-            blocks = cache.pages[name].flatten(0, 1)[rows].transpose(2, 3).to(exact.q.dtype)  # [B,n,H_kv,l,D]
-            pooled = pool(torch.where(whole[..., None, None, None], blocks, 0.0)).to(cache.dtype)
-            target = cache.pages[f"{name}_cmp"].flatten(0, 1)
-            write_rows(target, cache.entry_rows(part).flatten(), pooled.flatten(0, 1), whole.flatten())
 
 
 def _mean_queries(q: Tensor, config: NSAConfig, cache: NSACache, step: Step) -> Tensor:

@@ -15,7 +15,8 @@ from bench.bench_decode import Row
 from nsa import NSAConfig
 from tests.support.bench_helpers import documented_fields
 
-SMALL = ["--device", "cpu", "--sizes", "1500:1,2", "--dim", "32", "--seconds", "0.01"]
+SMALL = ["--device", "cpu", "--sizes", "1500:1,2", "--dim", "32", "--seconds", "0.01", "--prefill"]
+"""Without a prefill, unless its sizes follow."""
 
 
 def test_fields_are_documented() -> None:
@@ -64,6 +65,17 @@ def test_a_case_that_does_not_run_is_told(tmp_path: Path) -> None:
     assert len(content["missing"]) == 2
 
 
+def test_prefill(tmp_path: Path) -> None:
+    """Chunks of which the last is shorter, beside the whole call."""
+    out = tmp_path / "decode"
+    arguments = [*SMALL, "500:200", "--sizes", "100:1", "--presets", "paper", "--queries", "1", "--no-peers"]
+    assert bench.main([*arguments, "--out", str(out)]) == 0
+    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    prefills = [row for row in rows if row["op"] == "prefill"]
+    assert [(row["n"], row["n_q"], row["mode"]) for row in prefills] == [(500, 200, "chunks"), (500, 200, "whole")]
+    assert all(row["ms_p50"] > 0 and row["error"] <= row["error_budget"] for row in prefills)
+
+
 def test_chosen_are_the_definitions_blocks() -> None:
     """Against scores that are summed block by block."""
     torch.manual_seed(0)
@@ -88,9 +100,13 @@ def test_bars() -> None:
         *(None, 0.0028, 0.14, 0.043, 1.0, 0.0, 1.0, ""),
     )
     rows = [row, replace(row, mode="eager", host_us=200.0), replace(row, n=1 << 20, ms_p50=0.07)]
+    rows += [
+        replace(row, op="prefill", n=1 << 20, n_q=8 << 10, mode=m, ms_p50=t) for m, t in (("chunks", 11), ("whole", 10))
+    ]
     verdicts = {bar.what: bar.verdict for bar in bench.find_bars(rows)}
     assert verdicts["64K, batch 1, graph"] == "pass"
     assert verdicts["64K, batch 16, graph"] == "not measured"
     assert verdicts["1024K, batch 1, graph"] == "FAIL"
+    assert verdicts["prefill, 1M in chunks of 8K"] == "pass"
     assert verdicts["64K, batch 1, host"] == "FAIL"
     assert verdicts["64K, batch 1, fla takes as long"] == "pass"

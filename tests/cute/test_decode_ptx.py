@@ -68,6 +68,10 @@ CASES = {
 LATE, EARLY = "late", "early"
 
 
+def last_of_block(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks[..., -1, :]
+
+
 ALIKE = ("wide D_v", "eight queries", "forced alone", "nothing forced", "whole window", "plain blocks", "large pages")
 """Cases whose paths others take, too; each costs the compilation of four kernels."""
 HERE = [("sm_90", LATE, case) for case in CASES if case not in ALIKE]
@@ -87,14 +91,21 @@ def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
 
 
 @torch.no_grad()
-def test_steps_of_a_cache_are_the_references() -> None:
-    """As the dispatcher's row calls it; more new tokens than a launch takes are several."""
+@pytest.mark.cuda_extra
+@pytest.mark.parametrize("entries", ["means", *cases.rest("projected", "by a callable")])
+@pytest.mark.parametrize("own", [False, *cases.rest(True)], ids=["one k and v", "own keys"])
+def test_steps_of_a_cache_are_the_references(own: bool, entries: str) -> None:
+    """As the dispatcher's row calls it; more new tokens than a launch takes are several, or a prefill."""
     torch.manual_seed(0)
-    caches = [
-        NSACache.empty(SMALL_BLOCKS, 2, max_tokens=420, heads_kv=1, dim=64, dtype=torch.bfloat16) for _ in range(2)
-    ]
-    for tokens, counts in ((300, (300, 70)), (1, None), (4, (2, 4)), (10, (10, 9)), (1, None)):
-        inputs = NSAInputs(*[torch.randn(2, tokens, heads, 64).bfloat16() for heads in (4, 1, 1)])
+    config = replace(SMALL_BLOCKS, compress=last_of_block) if entries == "by a callable" else SMALL_BLOCKS
+    weights = {"w_k_compress": torch.randn(1, 64, 64).bfloat16() / 8} if entries == "projected" else {}
+    sizes = {"heads_kv": 1, "dim": 64, "dtype": torch.bfloat16, "separate_kv": own}
+    caches = [NSACache.empty(config, 2, max_tokens=520, **sizes) for _ in range(2)]
+    for tokens, counts in ((300, (300, 70)), (1, None), (4, (2, 4)), (10, (10, 9)), (70, (3, 70)), (1, None)):
+        inputs = NSAInputs(*[torch.randn(2, tokens, heads, 64).bfloat16() for heads in (4, 1, 1)], **weights)
+        if own:
+            names = ("k_slc", "v_slc", "k_win", "v_win")
+            inputs = replace(inputs, **{name: torch.randn(2, tokens, 1, 64).bfloat16() for name in names})
         new = None if counts is None else torch.tensor(counts, dtype=torch.int32)
         outs = []
         for run, cache in zip((reference.nsa_with_cache, decoding.nsa_with_cache), caches, strict=True):

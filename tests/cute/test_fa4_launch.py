@@ -178,7 +178,7 @@ class Call(NamedTuple):
             more["lists"] = BlockLists(*parts, rows, width)
         if self.documents is not None:
             first = int32(self.documents + 1)
-            more["documents"] = Varlen(first, first, int32(self.documents))
+            more["documents"] = Varlen(first, int32(self.documents + 1), *(int32(self.documents) for _ in range(2)))
         if self.tables is not None:
             more["tensors"] = [int32(*[8] * self.tables)]
         return Mask(**more, **self.seen)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.decoding import Lengths, Pages, decode
+from cute_kernels.decode.cache import Lengths, Pages
+from cute_kernels.decoding import decode
 from nsa import NSAConfig
 from tests.support.far_rows import FAR, FarMemory, span
 from tools import sanitize as tool

@@ -16,6 +16,7 @@ from cute_kernels.fa4 import interface as fa4
 from cute_kernels.fa4 import launch
 from cute_kernels.gate.forward import Gating
 from cute_kernels.pool import compress
+from cute_kernels.pool.documents import Packed
 from nsa import NSAAux, NSAConfig, reference
 from nsa.inputs import NSAInputs
 from tests.support import backward_twins as twins
@@ -208,7 +209,8 @@ def test_packed_documents_list_all_blocks_of_entries_where_they_fit() -> None:
     bounds = torch.tensor([0, 40, 43, 43, 100], dtype=torch.int32)  # 10, 0, 0 and 14 blocks of two entries
     length, stride, tile, width, count = 4, 2, 8, 2, 10
     q, k, v = (torch.zeros(1, 105, 1, 16) for _ in range(3))
-    documents, _ = twins.lay_out(q, k, v, bounds, tile=tile, length=length, stride=stride)
+    sizes = {"tile": tile, "step": tile, "length": length, "stride": stride}
+    documents, _ = twins.lay_out(q, k, v, Packed(bounds), **sizes)
     expected, scored = [], []
     for tokens in bounds.diff().tolist():
         blocks = -(-max(0, (tokens - length) // stride + 1) // width)

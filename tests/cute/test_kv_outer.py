@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cute_kernels.pool.documents import PackedBlocks
 from tests.support import cases
 from tests.support import kv_outer_twins as twins
 from tests.support.kv_outer_cases import BF16, FP16, GATES, Inputs, forward_from, make, random_indices, small_chunks
@@ -248,7 +249,7 @@ def test_benchmark_writes_as_it_goes(wrong: bool, tmp_path: Path, monkeypatch: p
     from bench import results_file
 
     def lists(indices: Tensor, **how: Any) -> Any:
-        assert set(how) == {"size", "min_rows", "token_bytes", "max_bytes", "bounds"}
+        assert set(how) == {"size", "min_rows", "token_bytes", "max_bytes", "packed"}
         yield indices
 
     for name, value in {"SLOTS": 3, "HEADS": ((4, 2),), "CHOICES": ("random", "text"), "BAR_TOKENS": 80}.items():
@@ -616,7 +617,7 @@ def test_what_cannot_be_gated_on_the_way_is_refused(inputs: Callable[[], Inputs]
         ({"v": torch.zeros((1, 20, 2, 32), dtype=BF16)}, "D and D_v must be in"),
         ({"q": torch.zeros((1, 20, 7, 64), dtype=BF16)}, "H must be a multiple"),
         ({"q": torch.zeros((1, 20, 8, 64))}, "must all be bf16"),
-        ({"bounds": torch.zeros((6, 1), dtype=torch.int32)}, "bounds must be"),
+        ({"packed": PackedBlocks(torch.zeros((9, 2)), torch.zeros(19), 1)}, r"positions must be \[20\]"),
     ],
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:

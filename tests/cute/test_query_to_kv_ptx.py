@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, LENGTH, ROW
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, KEY, LENGTH, NUM_BOUNDS, ROW
 from tests.support.ptx import interpret_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -162,14 +162,14 @@ class Pack(NamedTuple):
 
     @property
     def documents(self) -> Any:
-        bounds = torch.full((6, len(self.lengths) + 1), UNWRITTEN, dtype=torch.int32)
+        bounds = torch.full((NUM_BOUNDS, len(self.lengths) + 1), UNWRITTEN, dtype=torch.int32)
         bounds[LENGTH] = torch.tensor([*self.lengths, 0])
         entries = [-(-self.sees.entries(n) // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT for n in self.lengths]
         bounds[ENTRY] = torch.tensor([0, *entries]).cumsum(0)
         tiles = [-(-n // self.tile) for n in self.lengths]
-        bounds[ROW] = torch.tensor([0, *tiles]).cumsum(0) * self.tile
+        bounds[ROW] = bounds[KEY] = torch.tensor([0, *tiles]).cumsum(0) * self.tile
         of_tile = [i for i, n in enumerate(tiles) for _ in range(n)] + [-1]
-        table = torch.stack([torch.tensor(of_tile), torch.full((len(of_tile),), UNWRITTEN)]).int()
+        table = torch.tensor([of_tile, *[[UNWRITTEN] * len(of_tile)] * 2]).int()
         return SimpleNamespace(bounds=bounds, tiles=table, tile=self.tile)
 
     def rows(self, place: int, count: int) -> tuple[int, range]:

@@ -322,7 +322,7 @@ def test_no_entries_and_no_tokens() -> None:
 @pytest.mark.parametrize("group", [1, 4, 16, 64])
 def test_documents_are_what_they_are_alone(group: int) -> None:
     from cute_kernels.pool.compress import block_means
-    from cute_kernels.pool.documents import lay_out
+    from cute_kernels.pool.documents import Packed, lay_out
 
     lengths, unused = (0, 1, 127, 128, 0, 129, 3000, 31, 32, 256, 4113, 0), 41
     heads, tile = 2 * group, 128
@@ -331,7 +331,7 @@ def test_documents_are_what_they_are_alone(group: int) -> None:
         x[:, sum(lengths) :] = torch.nan
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     length, stride = PAPER.compress_block_size, PAPER.stride
-    documents, (aligned_q, _, _) = lay_out(q, k, v, cu_seqlens, tile=tile, length=length, stride=stride)
+    documents, (aligned_q, _, _) = lay_out(q, k, v, Packed(cu_seqlens), tile=tile, step=1, length=length, stride=stride)
     k_cmp, _ = block_means(k, v, length, stride, BF16, documents)
     lse = torch.randn(1, heads, aligned_q.shape[1], device="cuda") + 8  # any will do
     expected = torch.full((1, 2, aligned_q.shape[1], 6), -1, dtype=torch.int32, device="cuda")

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, ENTRY_ALIGNMENT, ROW, TILE
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, ROW, TILE, Packed
 from cute_kernels.select.token import MMA_THREADS, THREADS, choose_tiling
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support import cases
+from tests.support.backward_twins import bounds_of
 from tests.support.helpers import make_qkv
-from tests.support.kv_outer_twins import add_up
 from tests.support.ptx import Schedule, interpret_kernels
 from tests.support.select_cases import blocks_of, check_chosen, compressed
 
@@ -108,12 +108,10 @@ def test_interpreted_documents(choose: Callable[..., Tensor], pack: tuple[int, i
     tiling = choose_tiling(dim, group, blocks_of(CONFIG))
     assert tiling is not None
     tile = 2 * tiling.tokens
-    bounds = torch.empty((6, len(lengths) + 1), dtype=torch.int32)
-    add_up(tile, torch.tensor([0, *lengths]).cumsum(0), bounds)
-    bounds[ENTRY] = torch.tensor(
-        [0, *(-(-CONFIG.num_compressed(n) // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT for n in lengths)]
-    ).cumsum(0)
-    tiles = torch.full((2, int(bounds[TILE, -1]) + 1), -1, dtype=torch.int32)
+    first = torch.tensor([0, *lengths]).cumsum(0).int()
+    sizes = {"length": CONFIG.compress_block_size, "stride": CONFIG.stride}
+    bounds = bounds_of(Packed(first), tile=tile, step=1, **sizes)
+    tiles = torch.full((3, int(bounds[TILE, -1]) + 1), -1, dtype=torch.int32)
     q = torch.empty((1, tiles.shape[1] * tile, group, dim), dtype=torch.bfloat16)
     k_cmp, lse = q.new_empty((1, int(bounds[ENTRY, -1]), 1, dim)), torch.empty((1, group, q.shape[1]))
     alone = []

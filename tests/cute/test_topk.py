@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_kernels.lists.query_to_kv import Keys
-from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, ROW, TILE, TOKEN
+from cute_kernels.pool.documents import DOCUMENT, ENTRY, LENGTH, NUM_BOUNDS, ROW, TILE, TOKEN
 from cute_kernels.select.tile import TileTopK
 from cute_kernels.select.token import KEY_TILE, LOG2_E, THREADS, TokenTopK
 from cute_kernels.select.topk import INIT_END, LOCAL_BEGIN, LOCAL_END, NUM_VISIBLE, Blocks, TopKList
@@ -265,10 +265,10 @@ def test_the_whole_kernel_for_documents() -> None:
         ROW: (0, 128, 128, 384, 512),
         ENTRY: (0, 128, 128, 384, 512),
     }
-    bounds = np.full((6, 5), -9)
+    bounds = np.full((NUM_BOUNDS, 5), -9)
     for name, numbers in {**firsts, LENGTH: (*lengths, 0)}.items():
         bounds[name] = numbers
-    tiles = np.full((2, rows // tile), -9)
+    tiles = np.full((3, rows // tile), -9)
     tiles[DOCUMENT] = [0, 2, 2, 3, -1]
     tensors = [*(Memory(x.astype(np.float32)) for x in arrays), Memory(indices)]
     tables: list[Memory | None] = [Memory(bounds), Memory(tiles)]

@@ -78,6 +78,23 @@ def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "The texts differ: byte 0" in " ".join(capsys.readouterr().out.split())
 
 
+def test_16_bits_may_part_at_a_near_tie(corpus: byte_models.Corpus) -> None:
+    """Both ways run under autocast; a byte that is far less likely is a difference all the same."""
+    args = example.parse([*TINY, "--dtype=bf16"])
+    assert example.resolve(args) == []
+    model = example.make_model("nsa", args)
+    model.initialise(0)
+    prompt = corpus.validation[:70].long()[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        texts = [example.write(model, prompt, 8, way).text for way in example.WAYS]
+        assert len(texts[0]) == len(texts[1]) == 8
+        assert texts[0] == texts[1] or example.is_near_tie(model, prompt, *texts)
+        with torch.no_grad():
+            logits = model(prompt)[0, -1].float()
+        order = logits.argsort().tolist()
+        assert not example.is_near_tie(model, prompt, bytes([order[-1]]), bytes([order[0]]))
+
+
 @pytest.mark.parametrize("option", ["--preset=per_tile", "--q-tile=16"])
 def test_refuses_selection_per_tile(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch
 from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_with_cache
+from nsa.decoding import append as appending
 from nsa.decoding import reference
-from nsa.decoding.cache import write_rows
+from nsa.decoding.append import write_rows
 from nsa.inputs import NSAInputs
 from tests.support.cache_cases import (
     append,
@@ -293,7 +294,8 @@ def test_a_write_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(written.unique()) == len(written)
         write_rows(x, rows, values, wanted)
 
-    monkeypatch.setattr(reference, "write_rows", checked)
+    for module in (reference, appending):
+        monkeypatch.setattr(module, "write_rows", checked)
     inputs, config = make_inputs(60, batch=2), SMALL["seed"]
     append(cache_for(inputs, config, 60, page_size=8), inputs, [37, 3, 20])
 
@@ -413,7 +415,7 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     "counts": (ValueError, r"counts must be from 0 to 3, got \[1, 4\]"),
     "counts dtype": (TypeError, "counts must be int32, got int64"),
     "gradient": (RuntimeError, "nsa_with_cache has no gradient"),
-    "backend": (ValueError, "backend must be one of reference for nsa_with_cache, got 'cute'"),
+    "backend": (dispatch.BackendError, "cute: runs on CUDA devices, got cpu"),
     "cache": (TypeError, "cache must be an NSACache, got dict"),
     "pool": (ValueError, "compress must map blocks of k"),
 }
@@ -485,7 +487,8 @@ def test_other_refusals() -> None:
 
 def test_the_dispatcher_routes_it() -> None:
     call = dispatch.Call("nsa_with_cache", "cuda", torch.bfloat16)
-    (verdict,) = dispatch.explain(call)
+    cute, verdict = dispatch.explain(call)
+    assert cute.impl.backend == "cute"
     assert re.match("runs on cuda only when named", verdict.reason or "")
     assert dispatch.resolve(call, "reference").backend == "reference"
     assert dispatch.nsa_with_cache is nsa_with_cache

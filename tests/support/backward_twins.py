@@ -24,13 +24,19 @@ from cute_kernels.pool.documents import (
     DOCUMENT,
     ENTRY,
     ENTRY_ALIGNMENT,
+    KEY,
+    KEY_SHIFT,
     LENGTH,
+    NUM_BOUNDS,
     PUBLIC_ENTRY,
+    QUERY,
     ROW,
     SHIFT,
+    START,
     TILE,
     TOKEN,
     Documents,
+    Packed,
     Varlen,
 )
 from nsa import NSAConfig
@@ -91,12 +97,16 @@ def window_backward(
     deterministic: bool = False,
 ) -> None:
     if documents is not None:
-        # Other rows are neither read nor written
-        assert torch.equal(documents.cu_seqlens_q, documents.cu_seqlens_k)
-        for first, used in zip(documents.cu_seqlens_q.tolist(), documents.seqused.tolist(), strict=False):
-            there = slice(first, first + used)
-            rows = {name: x[..., there] if name == "lse" else x[:, there] for name, x in vars(gradients).items()}
-            window_backward(fa4.Gradients(**rows), left=left, right=right, scale=scale)
+        # Other rows, and keys that no row sees, are neither read nor written
+        for first, first_key, used, keys in zip(*(x.tolist() for x in documents), strict=False):
+            there, seen = slice(first, first + used), slice(first_key + max(0, keys - used - left), first_key + keys)
+            if used == 0:
+                continue
+            part = {
+                name: x[:, seen if name in ("k", "v", "dk", "dv") else there] for name, x in vars(gradients).items()
+            }
+            part["lse"] = gradients.lse[..., there]
+            window_backward(fa4.Gradients(**part), left=left, right=right, scale=scale)
         return
     row = torch.arange(gradients.q.shape[1])[:, None] + gradients.k.shape[1] - gradients.q.shape[1]
     key = torch.arange(gradients.k.shape[1])
@@ -123,7 +133,7 @@ def kv_outer_backward(
     local: int,
     into: tuple[Tensor, Tensor, Tensor],
     first_token: int = 0,
-    bounds: None = None,
+    packed: None = None,
 ) -> None:
     tokens, group = first_token + q.shape[1], q.shape[2] // k.shape[2]
     row, blocks = torch.arange(first_token, tokens)[:, None], -(-tokens // size)
@@ -172,6 +182,7 @@ def atomic_free_selected(
     causal: bool,
     scale: float,
     first_token: int,
+    shifts: Tensor | None,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -179,6 +190,8 @@ def atomic_free_selected(
     """dq by the lists, which say what needs no mask, dk and dv by the bits."""
     (batch, rows, heads, _), keys = q.shape, k.shape[1]
     token, key = first_token + torch.arange(rows)[:, None], torch.arange(keys)
+    if shifts is not None:
+        token = token + shifts.repeat_interleave(lists.rows)[:, None]
     seen = (key <= token) | (not causal)
     by_list = torch.zeros((batch, heads, rows, keys), dtype=torch.bool)
     for b, h, tile in product(range(batch), range(heads), range(-(-rows // lists.rows))):
@@ -226,17 +239,17 @@ def tile_bits(
     indices: Tensor, *, size: int, num_keys: int, entries: bool, documents: Documents | None = None
 ) -> Tensor:
     if documents is not None:
-        first = documents.bounds[ENTRY if entries else ROW, documents.tiles[DOCUMENT]] // size
+        first = documents.bounds[ENTRY if entries else KEY, documents.tiles[DOCUMENT]] // size
         indices = torch.where(indices < 0, indices, indices + first[:, None])
     return model.tile_bits(indices, size=size, num_keys=num_keys)
 
 
 def transposed_lists(
-    bits: Tensor, heads: int, keys: Keys, *, rows: int, documents: Documents | None = None, **sizes: Any
+    bits: Tensor, heads: int, keys: Keys, *, rows: int, shifts: Tensor | None = None, **sizes: Any
 ) -> model.Lists:
     positions = sizes.pop("first_row", 0) + torch.arange(sizes["num_rows"])
-    if documents is not None:
-        positions = torch.arange(sizes["num_rows"]) + documents.shifts.repeat_interleave(rows)
+    if shifts is not None:
+        positions = torch.arange(sizes["num_rows"]) + shifts.repeat_interleave(rows)
     return model.transposed_lists(bits, heads, keys_of_model(keys), rows=rows, positions=positions, **sizes)
 
 
@@ -319,6 +332,13 @@ def to_tokens(x: Tensor, documents: Documents | None) -> Tensor:
     return x if documents is None else documents.to_tokens(x, 1, 0.0)
 
 
+def to_keys(x: Tensor, documents: Documents | None) -> Tensor:
+    if documents is None:
+        return x
+    rows = documents.key_rows
+    return x.index_select(1, rows.clamp(min=0)).masked_fill((rows < 0)[:, None, None], 0.0)
+
+
 def query_gradients(
     dq: Tensor,
     terms: Sequence[Tensor],
@@ -344,7 +364,7 @@ def key_gradients(
     documents: Documents | None = None,
 ) -> None:
     for i, (target, terms) in enumerate(((dk, k_terms), (dv, v_terms))):
-        total = sum((to_tokens(term, documents) for term in terms), torch.zeros_like(target))
+        total = sum((to_keys(term, documents) for term in terms), torch.zeros_like(target))
         if entries is not None:
             start, exists = places_of_entries(entries[i].shape[1], target.shape[1], keys, documents)
             tokens = (start[exists, None] + torch.arange(keys.length)).flatten()
@@ -362,7 +382,7 @@ def places_of_entries(entries: int, tokens: int, keys: Keys, documents: Document
     first, token = documents.bounds[ENTRY, :-1].contiguous(), documents.bounds[TOKEN]
     document = torch.searchsorted(first, entry, right=True) - 1
     start = token[document] + (entry - first[document]) * keys.stride
-    return start, start + keys.length <= token[document + 1]
+    return start, start + keys.length <= (token + documents.bounds[LENGTH])[document]
 
 
 def block_means(
@@ -386,51 +406,66 @@ def block_means(
 
 
 def lay_out(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, tile: int, length: int, stride: int
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, tile: int, step: int, length: int, stride: int
 ) -> tuple[Documents, tuple[Tensor, Tensor, Tensor]]:
-    tokens, docs = q.shape[1], len(cu_seqlens) - 1
-    num_tiles, num_entries = documents.sizes(tokens, docs, tile, stride)
-    bounds = bounds_of(cu_seqlens, tile=tile, length=length, stride=stride)
-    tiles = torch.zeros((2, num_tiles), dtype=torch.int32)
+    queries, tokens, docs = q.shape[1], k.shape[1], packed.num_documents
+    num_tiles = documents.query_tiles(queries, docs, tile, step, continues=packed.continues)
+    key_tiles, num_entries = documents.sizes(tokens, docs, tile, stride)
+    bounds = bounds_of(packed, tile=tile, step=step, length=length, stride=stride)
+    tiles = torch.zeros((3, num_tiles), dtype=torch.int32)
     tiles[DOCUMENT] = -1
-    rows = torch.full((tokens,), -1, dtype=torch.int32)
+    rows, key_rows, positions = (torch.full((n,), -1, dtype=torch.int32) for n in (queries, tokens, num_tiles * tile))
     for i in range(docs):
-        count, mine = int(bounds[LENGTH, i]), slice(int(bounds[TILE, i]), int(bounds[TILE, i + 1]))
-        tiles[DOCUMENT, mine] = i
-        tiles[SHIFT, mine] = bounds[ENTRY, i] * stride - bounds[ROW, i]
-        rows[cu_seqlens[i] : cu_seqlens[i + 1]] = torch.arange(count, dtype=torch.int32) + bounds[ROW, i]
-    made = Documents(tile, stride, bounds, tiles, rows, num_entries, tokens // stride, cu_seqlens)
+        token, _, row, entry, _, count, key, query, start = bounds[:, i].tolist()
+        mine = slice(int(bounds[TILE, i]), int(bounds[TILE, i + 1]))
+        tiles[DOCUMENT, mine], tiles[SHIFT, mine], tiles[KEY_SHIFT, mine] = i, entry * stride - row, key - row
+        each = torch.arange(count, dtype=torch.int32)
+        rows[query : query + count - start] = row + each[start:]
+        key_rows[token : token + count] = key + each
+        positions[row + start : row + count] = key + each[start:]
+    sizes = key_tiles * tile, num_entries, tokens // stride
+    made = Documents(tile, length, stride, packed, bounds, tiles, rows, key_rows, positions, *sizes)
     aligned = align_rows(made, k, v, q)
     return made, (aligned[2], aligned[0], aligned[1])
 
 
-def bounds_of(cu_seqlens: Tensor, *, tile: int, length: int, stride: int) -> Tensor:
-    docs = len(cu_seqlens) - 1
-    bounds = torch.zeros((6, docs + 1), dtype=torch.int32)
-    bounds[TOKEN] = cu_seqlens
-    for i in range(docs):
-        count = int(cu_seqlens[i + 1] - cu_seqlens[i])
-        entries = 0 if count < length else (count - length) // stride + 1
-        used = -(-count // tile)
-        bounds[LENGTH, i] = count
+def bounds_of(packed: Packed, *, tile: int, step: int, length: int, stride: int) -> Tensor:
+    bounds = torch.zeros((NUM_BOUNDS, packed.num_documents + 1), dtype=torch.int32)
+    of_keys = packed.cu_seqlens if packed.cu_seqlens_k is None else packed.cu_seqlens_k
+    bounds[TOKEN], bounds[QUERY] = of_keys, packed.cu_seqlens
+    for i in range(packed.num_documents):
+        queries, keys = (int(x[i + 1] - x[i]) for x in (packed.cu_seqlens, of_keys))
+        queries = queries if packed.counts is None else min(queries, int(packed.counts[i]))
+        start = keys - queries if packed.start is None else int(packed.start[i])
+        count, first = start + queries, start if queries == 0 else start // step * step
+        entries, public = (max(0, (n - length) // stride + 1) for n in (count, keys))
+        bounds[LENGTH, i], bounds[START, i] = count, start
         for name, more in (
-            (TILE, used),
-            (ROW, used * tile),
+            (TILE, -(-(count - first) // tile)),
             (ENTRY, -(-entries // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT),
-            (PUBLIC_ENTRY, entries),
+            (PUBLIC_ENTRY, public),
+            (KEY, -(-count // tile) * tile),
         ):
             bounds[name, i + 1] = bounds[name, i] + more
+        bounds[ROW, i] = bounds[TILE, i] * tile - first
+    bounds[ROW, -1] = bounds[TILE, -1] * tile
     return bounds
 
 
-def align_rows(made: Documents, k: Tensor, v: Tensor | None = None, q: Tensor | None = None) -> list[Tensor]:
+def align_rows(
+    made: Documents, k: Tensor | None, v: Tensor | None, q: Tensor | None, *, record: bool = False
+) -> list[Tensor]:
+    assert not record
     aligned = []
-    for x in (k, v, q):
+    for x in (k, v):
         if x is not None:
-            target = x.new_zeros((1, made.num_tiles * made.tile, *x.shape[2:]))
-            for first, row, count in made.bounds[[TOKEN, ROW, LENGTH], :-1].T.tolist():
-                target[:, row : row + count] = x[:, first : first + count]
-            aligned.append(target)
+            aligned.append(x.new_zeros((1, made.num_keys, *x.shape[2:])))
+            for first, key, count in made.bounds[[TOKEN, KEY, LENGTH], :-1].T.tolist():
+                aligned[-1][:, key : key + count] = x[:, first : first + count]
+    if q is not None:
+        aligned.append(q.new_zeros((1, made.num_tiles * made.tile, *q.shape[2:])))
+        for query, row, start, count in made.bounds[[QUERY, ROW, START, LENGTH], :-1].T.tolist():
+            aligned[-1][:, row + start : row + count] = q[:, query : query + count - start]
     return aligned
 
 
@@ -447,7 +482,8 @@ def saved(inputs: NSAInputs, config: NSAConfig, aux: NSAAux) -> forward.Saved:
     else:
         length, stride = config.compress_block_size, config.stride
         rows = (x[None] for x in (inputs.q, inputs.k, inputs.v))
-        made, _ = lay_out(*rows, inputs.cu_seqlens, tile=config.q_tile_size, length=length, stride=stride)
+        tile, packed = config.q_tile_size, Packed(inputs.cu_seqlens)
+        made, _ = lay_out(*rows, packed, tile=tile, step=tile, length=length, stride=stride)
         # Only attention to the window leaves out rows that are not used
         unused = (3.0, 3.0, torch.nan)
         outputs = tuple(spread(x, made, 0, fill) for x, fill in zip(outputs, unused, strict=True))

@@ -3,7 +3,7 @@
     Attention       one branch of NSA through FlashAttention-4, forward and backward
     Whole           all of NSA, forward and backward: FlashAttention-4's kernels and ours
     Neighborhood    neighborhood attention, forward and backward
-    Decoding        a step over paged keys
+    Decoding        a step over paged keys, and a prefill
 
 Each runs forward.py, backward.py, neighborhood.py or decoding.py on CPU tensors (interpreted_gpu), from memory filled
 with NaN, with the race checker. Truth is attention over masks that are written here by definition, bench/oracles.py, or
@@ -27,6 +27,7 @@ from torch import Tensor
 from bench import oracles
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
+from tests.support import decode_cases
 from tests.support.cases import covering
 from tests.support.helpers import error_budget, lse_error
 from tests.support.interpreted_gpu import interpreted_gpu
@@ -465,21 +466,25 @@ class Decoding:
 
     @property
     def facts(self) -> dict[str, Any]:
+        case = DECODED[self.name]
         sizes = {"d": 64, "d_v": 64, "dtype": "bfloat16", "group": 4}
-        return {"form": self.name, **sizes, "rows": 4, "keys": 1104}
+        return {"form": self.name, **sizes, "rows": case.queries, "keys": case.cached[0] + case.queries}
 
     def run(self, execution: Execution) -> None:
-        from tests.support import decode_cases
-
-        case = decode_cases.Case((1100, 62), queries=4, kv_heads=1)
+        case = DECODED[self.name]
         step = decode_cases.Step(case, "cpu")
-        out = step.run()
-        step.check_choice()
+        out = step.run(prefilled=self.name == PREFILL)
+        if self.name != PREFILL:
+            step.check_choice()
         exact, low = (decode_cases.expected(step, dtype) for dtype in (torch.float64, case.dtype))
         execution.compare("out", out, exact, low.to(case.dtype))
 
 
-DECODING = "decoding, four queries"
+DECODING, PREFILL = "decoding, four queries", "prefill"
+DECODED = {
+    DECODING: decode_cases.Case((1100, 62), queries=4, kv_heads=1),
+    PREFILL: decode_cases.Case((150, 20), queries=20, kv_heads=1),
+}
 
 Case = Attention | Whole | Neighborhood | Decoding
 
@@ -514,7 +519,9 @@ def table() -> list[tuple[Case, str, bool]]:
         for name in WINDOWS
         for schedule in SCHEDULES
     ]
-    rows += [(Decoding(DECODING), schedule, schedule == "late") for schedule in SCHEDULES]
+    rows += [
+        (Decoding(name), schedule, (name, schedule) == (DECODING, "late")) for name in DECODED for schedule in SCHEDULES
+    ]
     return rows
 
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels import decoding
-from cute_kernels.decoding import Lengths, Pages
+from cute_kernels.decode.cache import Lengths, Pages
+from cute_kernels.prefill import append_tokens, prefill
 from nsa import NSAConfig
+from nsa.inputs import NSAInputs
 from tests.support.helpers import assert_within_budget
 
 SMALL_BLOCKS = NSAConfig.paper(compress_block_size=8, compress_stride=4, num_selected_blocks=4, window_size=70)
@@ -118,16 +120,25 @@ class Step:
             rows[table[at // size], at % size] = x[row][at]
             entries[table[last // size], last % size // stride] = x[row][blocks].double().mean(1).to(x[row].dtype)
 
-    def run(self) -> Tensor:
-        """out, after a check that the pages hold the new tokens and entries, and nothing else has changed."""
+    def run(self, *, prefilled: bool = False) -> Tensor:
+        """out, after a check that the pages hold the new tokens and entries, and nothing else has changed.
+
+        Args:
+            prefilled: by prefill.py; then no choice is noted.
+        """
         new = [torch.full_like(self.q[..., :1, :1], torch.nan).expand(-1, -1, *x[0].shape[1:]).clone() for x in self.kv]
         for to, x in zip(new, self.kv, strict=True):
             for row, count in enumerate(self.lengths.new.tolist()):
                 to[row, :count] = x[row][len(x[row]) - count :]
-        with mock.patch.object(decoding, "plan", self._noting(decoding.plan)):
-            out = decoding.decode(self.q, *new, self.pages, self.lengths, self.case.config, **self.gates)
+        if prefilled:
+            append_tokens(*new, self.pages, self.lengths, self.case.config)
+            inputs = NSAInputs(self.q, *new, **self.gates)
+            out = prefill(inputs, self.case.config, self.pages, self.lengths)
+        else:
+            with mock.patch.object(decoding, "plan", self._noting(decoding.plan)):
+                out = decoding.decode(self.q, *new, self.pages, self.lengths, self.case.config, **self.gates)
         got = self.pages
-        self.pages = Pages(*[x.clone() for x in got])
+        self.pages = Pages(*[x.clone() for x in got[:5]])
         for row, (cached, count) in enumerate(zip(self.case.cached, self.lengths.new.tolist(), strict=True)):
             self._write(row, range(cached, cached + count))
         for name, a, b in zip(Pages._fields[:2], got, self.pages, strict=False):

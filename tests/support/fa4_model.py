@@ -472,6 +472,7 @@ def selected_backward(
     first_key: int = 0,
     first_token: int = 0,
     scale: float,
+    shifts: Tensor | None = None,
 ) -> None:
     """What cute_kernels.fa4.interface.selected_backward does."""
     num_rows, num_keys, heads = gradients.q.shape[1], gradients.k.shape[1], gradients.q.shape[2]
@@ -479,14 +480,21 @@ def selected_backward(
     def pairs(batch: int, head: int) -> tuple[Tensor, Tensor]:
         words = None if lists.bits is None else lists.bits[batch, head // (heads // lists.bits.shape[1])]
         where = {"first_row": first_row, "first_key": first_key, "first_token": first_token}
-        chosen = _chosen(lists, words, causal=causal, **where)
+        chosen = _chosen(lists, words, causal=causal, **where, shifts=shifts)
         return backward_pairs(arch, lists, batch, head, num_rows=num_rows, num_keys=num_keys, mask_mod=chosen)
 
     attend_backward(gradients, pairs, scale)
 
 
 def _chosen(
-    lists: Lists, words: Tensor | None, *, causal: bool, first_row: int, first_key: int, first_token: int
+    lists: Lists,
+    words: Tensor | None,
+    *,
+    causal: bool,
+    first_row: int,
+    first_key: int,
+    first_token: int,
+    shifts: Tensor | None,
 ) -> MaskMod:
     """Whether the token's bit is set for the row's tile and, with causality, the token is not behind the row.
 
@@ -496,7 +504,8 @@ def _chosen(
 
     def chosen(row: Tensor, key: Tensor) -> Tensor:
         row, key = row + first_row, key + first_key
-        inside = (key <= first_token + row) | (not causal)
+        shift = first_token if shifts is None else shifts[row // lists.rows]
+        inside = (key <= row + shift) | (not causal)
         if words is not None:
             tile = row // lists.rows
             inside = inside & ((words[key // lists.bit_keys, tile // WORD] >> (tile % WORD)) & 1 == 1)

@@ -109,7 +109,7 @@ def compressed(
 
 
 def selected(
-    arch: str, q: Tensor, k: Tensor, v: Tensor, lists: model.Lists, *, lse: bool, **how: Any
+    arch: str, q: Tensor, k: Tensor, v: Tensor, lists: model.Lists, *, lse: bool, shifts: None, **how: Any
 ) -> tuple[Tensor, Tensor | None]:
     o, sums = model.selected(arch, q, k, v, lists, **how)
     return o, sums if lse else None
@@ -135,7 +135,7 @@ def token_attention(
     size: int,
     scale: float,
     first_token: int,
-    bounds: None = None,
+    packed: None = None,
     init: int = 0,
     local: int = 0,
     gating: Gating | None = None,

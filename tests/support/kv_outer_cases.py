@@ -62,8 +62,8 @@ class Inputs:
     visible: Tensor
     size: int
     scale: float
-    bounds: Tensor | None
-    """Of packed documents, where they lie."""
+    packed: Any
+    """documents.PackedBlocks of packed documents, which lie where they lie; None: sequences."""
     shift: Tensor
     """What lse is lowered by for the backward, `[B,H,N]`."""
     forced: tuple[int, int] = (0, 0)
@@ -99,7 +99,7 @@ class Inputs:
         from cute_kernels.attend.kv_outer import kv_outer_forward
         from cute_kernels.attend.query_outer import query_outer_forward
 
-        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "packed": self.packed}
         if query_outer:
             return query_outer_forward(self.q, self.k, self.v, self.indices, **how)
         how |= dict(zip(("init", "local"), self.forced, strict=True))
@@ -108,7 +108,7 @@ class Inputs:
     def backward(self, lse: Tensor | None = None, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 
-        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "bounds": self.bounds}
+        how: dict[str, Any] = {"size": self.size, "scale": self.scale, "packed": self.packed}
         if lse is None or delta is None:
             lse, delta = self.statistics()
         return kv_outer_backward(self.q, self.k, self.v, self.indices, self.do, lse, delta, **how)
@@ -163,8 +163,8 @@ class Inputs:
         o = torch.full((*q.shape[:3], self.v.shape[3]), math.nan, dtype=q.dtype, device=q.device)
         lse = torch.full_like(self.shift[:, :, rows], math.nan)
         how = {"first_token": rows.start, **dict(zip(("init", "local"), self.forced, strict=True))}
-        k, v = (x if self.bounds is not None else x[:, : rows.stop] for x in (self.k, self.v))
-        forced_forward(q, k, v, o, lse, size=self.size, scale=self.scale, bounds=self.bounds, **how)
+        k, v = (x if self.packed is not None else x[:, : rows.stop] for x in (self.k, self.v))
+        forced_forward(q, k, v, o, lse, size=self.size, scale=self.scale, packed=self.packed, **how)
         return o, lse
 
     def check_forced(self, first: int = 0, stop: int | None = None) -> None:
@@ -234,15 +234,20 @@ def make(
         keys = chosen[..., :blocks].repeat_interleave(size, 3)[..., :length]
         visible[:, :, here, here] = keys & (position <= position[:, None])
         start += length
-    bounds = None
+    blocks = None
     if packed:
         from cute_kernels.pool import documents
 
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-        bounds = documents.bounds_of(cu_seqlens, tile=size, length=size, stride=size)
+        pack = documents.Packed(cu_seqlens)
+        bounds = documents.bounds_of(pack, tile=size, step=size, length=size, stride=size)
+        bounds[documents.ROW] = bounds[documents.TOKEN]  # queries and keys lie side by side
+        positions = torch.arange(n, dtype=torch.int32, device=device)
+        positions[sum(lengths) :] = -1
+        blocks = documents.PackedBlocks(bounds, positions, documents.sizes(n, len(lengths), size, 1)[0])
     shift = 2 * torch.rand((batch, heads, n), generator=generator).to(device)
     tensors = q, k, v, do, indices.to(device), visible.to(device)
-    return Inputs(*tensors, size, dim**-0.5, bounds, shift, forced)
+    return Inputs(*tensors, size, dim**-0.5, blocks, shift, forced)
 
 
 def forward_from(inputs: Inputs, first: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,8 @@ from cute_kernels.gate import forward as gate
 from cute_kernels.lists import worklist
 from cute_kernels.lists.worklist import BLOCK, COUNT, FIRST, ROWS, SPLITS, WHOLE
 from cute_kernels.pool import documents
-from cute_kernels.pool.documents import LENGTH, ROW, TILE, TOKEN
+from cute_kernels.pool.documents import KEY, LENGTH, TOKEN
+from tests.support import backward_twins
 
 
 class Twin(NamedTuple):
@@ -33,7 +34,7 @@ class Twin(NamedTuple):
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(documents, "_bounds", lambda tile, length, stride: Twin(lambda *x: add_up(tile, *x)))
+    patch.setattr(documents, "_bounds", lambda *how: Twin(lambda *x: add_up(how, *x)))
     patch.setattr(worklist, "_mark", lambda size, _, *forced: Twin(lambda *x: mark(size, *x, *forced)))
     patch.setattr(worklist, "_count", lambda: Twin(count))
     patch.setattr(worklist, "_list", lambda: Twin(list_rows))
@@ -49,12 +50,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kv_outer_backward, "_combine_dkv", lambda _, size, packed: Twin(lambda *x: combine_dkv(size, *x)))
 
 
-def add_up(tile: int, cu_seqlens: Tensor, bounds: Tensor) -> None:
-    """The rows of Documents.bounds that are read here."""
-    lengths = cu_seqlens.diff()
-    tiles = torch.nn.functional.pad((-(-lengths // tile)).cumsum(0), [1, 0])
-    bounds[TOKEN], bounds[TILE], bounds[ROW] = cu_seqlens, tiles, tiles * tile
-    bounds[LENGTH] = torch.nn.functional.pad(lengths, [0, 1])
+def add_up(how: tuple[Any, ...], *packed_and_bounds: Any) -> None:
+    tile, step, length, stride = how[:4]
+    *given, bounds = packed_and_bounds
+    packed = documents.Packed(*given)
+    bounds.copy_(backward_twins.bounds_of(packed, tile=tile, step=step, length=length, stride=stride))
 
 
 # Worklist
@@ -66,6 +66,7 @@ def mark(
     slot_blocks: Tensor,
     bits: Tensor,
     bounds: Tensor | None,
+    positions: Tensor | None,
     first_token: int,
     init: int = 0,
     local: int = 0,
@@ -73,12 +74,14 @@ def mark(
     tokens = indices.shape[2]
     position = torch.arange(first_token, first_token + tokens)
     before, length = torch.zeros_like(position), torch.full_like(position, first_token + tokens)
-    if bounds is not None:
-        document = torch.searchsorted(bounds[TOKEN, :-1].long().contiguous(), position, right=True) - 1
+    if bounds is not None and positions is not None:
+        position = positions[position].long()
+        document = (torch.searchsorted(bounds[TOKEN, :-1].long().contiguous(), position, right=True) - 1).clamp(min=0)
         position = position - bounds[TOKEN, document]
-        before, length = bounds[TILE, document], bounds[LENGTH, document]
+        before, length = bounds[KEY, document] // size, bounds[LENGTH, document]
     position, before, length = (x[:, None] for x in (position, before, length))
-    is_selected = (indices >= init) & (indices <= position // size - local) & (position < length)
+    is_selected = (indices >= init) & (indices <= position.div(size, rounding_mode="floor") - local)
+    is_selected &= position < length
     slot_blocks.copy_(torch.where(is_selected, before + indices, -1))
     for b, h, token, slot in is_selected.nonzero().tolist():
         word = bits[b, h, slot_blocks[b, h, token, slot], token // 32 : token // 32 + 1]
@@ -144,9 +147,9 @@ class WorkTile(NamedTuple):
 def block_bounds(block: int, size: int, keys: int, bounds: Tensor | None) -> tuple[int, int]:
     first, end = block * size, keys
     if bounds is not None:
-        document = int(torch.searchsorted(bounds[TILE, :-1].contiguous(), block, right=True)) - 1
+        document = int(torch.searchsorted(bounds[KEY, :-1].contiguous(), first, right=True)) - 1
         start = int(bounds[TOKEN, document])
-        first, end = start + (block - int(bounds[TILE, document])) * size, start + int(bounds[LENGTH, document])
+        first, end = start + first - int(bounds[KEY, document]), start + int(bounds[LENGTH, document])
     return first, max(first, min(end, first + size))
 
 
@@ -157,6 +160,7 @@ def tiles_of_ctas(
     work_tiles: Tensor,
     cum_counts: Tensor,
     bounds: Tensor | None,
+    positions: Tensor | None,
     first: int,
 ) -> list[WorkTile]:
     slots, size = how[3:5]
@@ -168,7 +172,9 @@ def tiles_of_ctas(
                 start, n = int(work_tiles[b, h, FIRST, index]), int(work_tiles[b, h, COUNT, index])
                 rows = query_rows[b, h, start : start + n].long()
                 span = block_bounds(int(work_tiles[b, h, BLOCK, index]), size, keys, bounds)
-                made.append(WorkTile(b, h, index, index < splits, rows, rows // slots, first + rows // slots, *span))
+                at = first + rows // slots
+                at = at if positions is None else positions[at].long()
+                made.append(WorkTile(b, h, index, index < splits, rows, rows // slots, at, *span))
     return made
 
 
@@ -183,11 +189,12 @@ def kv_outer_forward_twin(
     o: Tensor,
     lse: Tensor,
     bounds: Tensor | None,
+    positions: Tensor | None,
     first_token: int,
     scale: float,
 ) -> None:
     group = how[2]
-    for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, first_token):
+    for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, positions, first_token):
         keys = torch.arange(x.first_key, x.end)
         rows = q[x.b, x.tokens, x.h * group : (x.h + 1) * group].double()
         logits = rows @ k[x.b, keys, x.h].double().T * scale
@@ -206,6 +213,7 @@ def query_outer_twin(
     o: Tensor,
     lse: Tensor,
     bounds: Tensor | None,
+    positions: Tensor | None,
     first_token: int,
     scale: float,
 ) -> None:
@@ -214,11 +222,12 @@ def query_outer_twin(
     blocks = torch.empty_like(indices)
     most = -(-k.shape[1] // size) + (0 if bounds is None else bounds.shape[1])
     bits = torch.zeros((batch, kv_heads, most, -(-tokens // 32)), dtype=torch.int32)
-    mark(size, indices, blocks, bits, bounds, first_token)
+    mark(size, indices, blocks, bits, bounds, positions, first_token)
     visible = torch.zeros((batch, kv_heads, tokens, k.shape[1]), dtype=torch.bool)
     for b, h, token, slot in (blocks >= 0).nonzero().tolist():
         first, end = block_bounds(int(blocks[b, h, token, slot]), size, k.shape[1], bounds)
-        visible[b, h, token, first : min(first + size, end, first_token + token + 1)] = True
+        at = first_token + token if positions is None else int(positions[token])
+        visible[b, h, token, first : min(first + size, end, at + 1)] = True
     keys, values = (x.double().repeat_interleave(group, 2) for x in (k, v))
     logits = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * scale
     logits = logits.masked_fill(~visible.repeat_interleave(group, 1), -math.inf)
@@ -376,12 +385,13 @@ def kv_outer_backward_twin(
     dk_parts: Tensor,
     dv_parts: Tensor,
     bounds: Tensor | None,
+    positions: Tensor | None,
     first_token: int,
     scale: float,
 ) -> None:
     group, size = how[2], how[4]
     key_tiles = size // 64
-    for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, first_token):
+    for x in tiles_of_ctas(how, k.shape[1], query_rows, work_tiles, cum_counts, bounds, positions, first_token):
         heads = slice(x.h * group, (x.h + 1) * group)
         sees, gives = (y[x.b, x.tokens, heads].double() for y in (q, do))
         row_lse, row_delta = (y[x.b, heads, x.tokens].T[..., None] for y in (lse, delta))

@@ -27,10 +27,11 @@ LAYERS = (
     "fa4",
     "support",
     "neighborhood",
-    "decoding",
     "block_sparse",
     "plan",
     "forward",
+    "prefill",
+    "decoding",
     "backward",
     "warm_up",
 )

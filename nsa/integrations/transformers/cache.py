@@ -21,11 +21,9 @@ from nsa.common.autocast import autocast_dtype, autocast_off
 from nsa.config import NSAConfig
 from nsa.decoding.api import nsa_with_cache
 from nsa.decoding.cache import NSACache
-from nsa.decoding.reference import append
 from nsa.decoding.table import PageTable
 from nsa.inputs import NSAInputs
 from nsa.integrations.transformers.interface import attend
-from nsa.reference import in_sum_dtype
 
 PAGE_SIZE = 64
 ROOM = 256
@@ -133,8 +131,7 @@ class CachedSequences:
         step: Any = cache.table.open
         with torch.no_grad(), autocast_off(k.device.type):
             k, v = k.to(cache.dtype), v.to(cache.dtype)
-            exact = in_sum_dtype(NSAInputs(k[:, :0], k[:, :0], v[:, :0]))  # which tells the dtype of sums
-            append(NSAInputs(k[:, :0], k, v), exact, self.config, cache, step)
+            cache.append(NSAInputs(k[:, :0], k, v), self.config, step)
         step.done.add(id(cache))
 
     def _cache_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> NSACache:

@@ -1,0 +1,109 @@
+"""A prompt's chunk on NVIDIA GPUs: append it to its pages, gather these, and take the steps of a whole call.
+
+    append_tokens    new tokens and their entries, into pages
+    prefill          attention of many new tokens of each sequence, out `[B,N_q,H,D_v]`
+
+To forward.py the sequences are packed documents that continue, whose lengths only the device knows: the pages of each
+are gathered once, as aligned keys, the cache's entries are its k_cmp and v_cmp, and the window's keys are gathered by
+themselves, since it reaches few of them. Selections and rows have the bits of the whole call.
+
+Nothing is read on the host: sizes follow from the capacity of the block table, bytes moved from lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.decode import append
+from cute_kernels.decode.cache import Lengths, Pages
+from cute_kernels.decode.gather import gather_pages
+from cute_kernels.decode.pages import Paging
+from cute_kernels.fa4 import interface as fa4
+from cute_kernels.forward import attend, gate
+from cute_kernels.plan import Call, plan_pack, window_reach
+from cute_kernels.pool.documents import ENTRY, KEY, LENGTH, ROW, START, Documents, Packed, Varlen, lay_out_queries
+from cute_kernels.runtime.device import vectorizable
+from cute_kernels.support import tile_rows
+
+
+def append_tokens(k: Tensor, v: Tensor, pages: Pages, lengths: Lengths, config: Any) -> None:
+    """Write new tokens `[B,N_q,H_kv,...]` into pages, and the means of the blocks that they complete."""
+    length, stride, page_size = config.compress_block_size, config.stride, pages.k.shape[1]
+    run = append.compiled((k.shape[-1], v.shape[-1]), k.dtype, page_size, length, stride).run
+    run(vectorizable(k), vectorizable(v), *pages[:5], *lengths[:2])
+
+
+def prefill(inputs: Any, config: Any, pages: Pages, lengths: Lengths) -> Tensor:
+    """Attention of new tokens of each sequence, which pages hold already: out `[B,N_q,H,D_v]` in q's dtype.
+
+    Args:
+        inputs: nsa.inputs.NSAInputs of the new tokens, for which support.check_with_cache has no refusal.
+        config: an nsa.NSAConfig in token mode.
+    """
+    q, v_dim = vectorizable(inputs.q), inputs.v.shape[-1]
+    (batch, queries, *_), (length, stride) = q.shape, (config.compress_block_size, config.stride)
+    page_size, table = pages.k.shape[1], pages.block_table
+    capacity, dims = table.shape[1] * page_size, (q.shape[-1], v_dim)
+
+    numbers = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    packed = Packed(numbers * queries, numbers * capacity, lengths.cached, lengths.new)
+    rules, q = fa4.rules(q.device), q.flatten(0, 1)[None]
+    sizes = {"tile": tile_rows(config, rules), "step": 1, "length": length, "stride": stride}
+    documents, aligned_q = lay_out_queries(q, packed, batch * capacity, **sizes)
+    documents = replace(documents, most_entries=config.num_compressed(capacity))
+
+    exists = documents.bounds[LENGTH] > documents.bounds[START]
+    tokens = torch.where(exists, documents.bounds[LENGTH], 0)
+    nothing = torch.zeros_like(tokens)
+    entries = torch.nn.functional.pad(documents.entry_counts, [0, 1]) * exists
+    lag = Paging.of_entries(page_size, length, stride).lag
+    keys = gather_pages(
+        pages.k, pages.v, table, torch.stack([documents.bounds[KEY], nothing, tokens]), documents.num_keys
+    )
+    compressed = gather_pages(
+        pages.k_cmp,
+        pages.v_cmp,
+        table,
+        torch.stack([documents.bounds[ENTRY], nothing, entries]),
+        documents.num_entries,
+        lag=lag,
+    )
+    window = keys
+    if config.window_size > 0:
+        documents, window = _lay_out_window(documents, q, queries, tokens, config, pages)
+    gates = inputs.gates
+    inputs = replace(inputs, q=q, k=keys[0], v=keys[1], gates=None if gates is None else gates.flatten(0, 1)[None])
+    if inputs.gate_proj_weight is not None:
+        inputs = replace(inputs, gate_proj_weight=vectorizable(inputs.gate_proj_weight))
+    attended = replace(inputs, q=aligned_q, k_slc=keys[0], v_slc=keys[1], k_win=window[0], v_win=window[1])
+    call = Call(inputs, attended, plan_pack(config, rules, dims, documents), compressed, batch)
+    gate(call, attend(call, 0, call.num_rows, lse=False), 0, call.num_rows)
+    return call.result.masked_fill(lengths.overflowed[:, None, None, None], torch.nan)
+
+
+def _lay_out_window(
+    documents: Documents, q: Tensor, queries: int, tokens: Tensor, config: Any, pages: Pages
+) -> tuple[Documents, tuple[Tensor, Tensor]]:
+    """The keys and values that windows of new tokens reach, from whole tiles of keys on; where they are.
+
+    Args:
+        queries: N_q. tokens: int32 `[B+1]`, of each sequence, 0 where it has no new ones.
+    """
+    bounds, batch, table = documents.bounds, documents.packed.num_documents, pages.block_table
+    capacity = table.shape[1] * pages.k.shape[1]
+    size = fa4.window_tile_n(q, *pages.window)
+    left, _ = window_reach(config.window_size, True, capacity)
+    source = (bounds[START] - left).clamp(min=0) // size * size
+    counts = (tokens - source).clamp(min=0)
+    tiles = -(-counts // size)
+    first = (tiles.cumsum(0, dtype=torch.int32) - tiles) * size
+    most = -(-min(capacity, queries + left + size) // size) * size
+    places = torch.stack([first, source, counts])
+    window = gather_pages(*pages.window, table, places, batch * most)
+    rows = (tokens - bounds[START]).clamp(min=0)[:-1]
+    varlen = Varlen(bounds[ROW] + bounds[START], first, rows, counts[:-1])
+    return replace(documents, window=varlen), window
