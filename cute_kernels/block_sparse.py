@@ -104,4 +104,4 @@ def _options(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, size: int, scale: 
     """What the kernels of attend/ are told besides."""
     if cu_seqlens is None:
         return {"size": size, "scale": scale, "first_token": k.shape[1] - q.shape[1]}
-    return {"size": size, "scale": scale, "packed": blocks_in_place(cu_seqlens, q.shape[1], size)}
+    return {"size": size, "scale": scale, "packed": blocks_in_place(cu_seqlens, q.shape[-3], size)}

@@ -78,7 +78,9 @@ def check_with_cache(call: Any) -> str | None:
     if reason is not None or rules is None or inputs.q.shape[1] < MIN_PREFILL_QUERIES:
         return reason
     batch, queries = inputs.q.shape[:2]
-    return _refusal_of_rows(batch * queries, batch * cache.table.capacity, batch, config, tile_rows(config, rules))
+    return _refusal_of_rows(
+        batch * queries, batch * cache.table.capacity, batch, config.stride, tile_rows(config, rules)
+    )
 
 
 def _refusal_of_cache(config: Any, cache: Any) -> str | None:
@@ -208,9 +210,9 @@ def _machine_problem(call: Any, *, given: bool = False) -> str | None:
 def _refusal_of_continued(inputs: Any) -> str | None:
     """Starts that attention to given blocks does not know."""
     if inputs.cu_seqlens_k is not None or (inputs.packed and inputs.q_start is not None):
-        return "does not take cu_seqlens_k and q_start of packed documents, only sequences of one length"
+        return "does not take cu_seqlens_k and q_start of packed documents yet, only sequences of one length"
     if inputs.q_start is not None:  # an integer has cut the keys by now
-        return "takes q_start as an integer, not as a tensor"
+        return "takes q_start as an integer, not yet as a tensor"
     return None
 
 

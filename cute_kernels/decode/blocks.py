@@ -203,7 +203,7 @@ class AttendBlocks(DecodeTiles):
         if thread < self.topk.num_slots - count:
             sBlock[count + thread] = Int32(-1)
         cute.arch.sync_threads()
-        self.topk.merge_lists(sValues, sIndices, parts, self.threads, None, sBlock)
+        self.topk.merge_lists(sValues, sIndices, parts, thread, self.threads, None, sBlock)
         cute.arch.sync_threads()
         selected = Int32(0)
         for i in range_constexpr(self.topk.slots_per_lane):

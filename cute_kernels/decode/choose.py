@@ -158,7 +158,7 @@ class ChooseBlocks:
 
             # One list
             gList = (x[batch, item, part, None] for x in (mValues, mIndices))
-            self.topk.merge_lists(sValues, sIndices, Int32(WARPS), THREADS, *gList)
+            self.topk.merge_lists(sValues, sIndices, Int32(WARPS), thread, THREADS, *gList)
 
     @cute.jit
     def _lse(self, gLse: cute.Tensor, places: Partials) -> Float32:

@@ -522,14 +522,12 @@ class MergeParts:
         smem = cutlass.memory.SmemAllocator()
         slots = const_expr(self.topk.num_slots)
         lists = cute.make_layout((WARPS, slots), stride=(slots, 1))
-        sValues = smem.allocate_tensor(Float32, lists, 16)[warp_index, None]
         sIndices = smem.allocate_tensor(Int32, lists, 16)[warp_index, None]
         if row < heads * tokens:
             head, token = row // tokens, row % tokens
-            empty_list(self.topk, sValues, sIndices)
-            cute.arch.sync_warp()
             gValues, gParts = (x[batch, head, token, None, None] for x in (mValues, mParts))
-            self.topk.merge_lists(sValues, sIndices, gValues, gParts, mValues.shape[3])
+            self.topk.merge_lists(gValues, gParts, mValues.shape[3], cute.arch.lane_idx(), LANES, None, sIndices)
+            cute.arch.sync_warp()
             self.topk.store_indices(sIndices, mIndices[batch, head, token, None])
 
 

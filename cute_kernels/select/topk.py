@@ -195,19 +195,19 @@ class TopKList:
     @cute.jit
     def merge_lists(
         self,
-        sValues: cute.Tensor,  # fp32 [lists, num_slots]
+        sValues: cute.Tensor,  # fp32 [lists, count or more]
         sIndices: cute.Tensor,
         lists: Int32,
+        thread: Int32,
         threads: cutlass.Constexpr[int],
         mValues: cute.Tensor | None,  # fp32 [count], written
         mIndices: cute.Tensor,
     ):
-        """Merge sorted lists into one, by all threads of a CTA. Each is of later blocks than those before it.
+        """Merge sorted lists into one, by so many threads. Each is of later blocks than those before it.
 
         A block's slot is its place in its own list and the number of blocks of each other list that are better, by
         binary search.
         """
-        thread, _, _ = cute.arch.thread_idx()
         bits = const_expr(self.blocks.count.bit_length())
         for item in cutlass.range(thread, lists * self.blocks.count, threads, unroll=1):
             own, place = divide(item, self.blocks.count)
