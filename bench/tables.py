@@ -418,6 +418,23 @@ def neighborhood(page: Path) -> Lines:
     yield from source(page, "neighborhood-h200")
 
 
+def decoding(page: Path) -> Lines:
+    content = load("decode-h200")
+    by_case: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in content["rows"]:
+        by_case.setdefault((row["n"], row["b"]), {})[row["mode"]] = row
+    cells = []
+    for (n, batch), modes in by_case.items():
+        graph, eager = modes["graph"], modes["eager"]
+        times = (1000 * row for row in (graph["ms_p50"], eager["ms_p50"], graph["floor_ms"]))
+        peers = (f"{1000 * graph[peer]:,.0f}" for peer in ("dense_ms", "fla_ms"))
+        cells.append([tokens(n), f"{batch}", *(f"{us:.1f}" for us in times), *peers])
+    yield from table(["tokens", "batch", "graph, us", "eager", "floor", "dense SDPA", "fla"], cells)
+    yield from source(page, "decode-h200")
+    yield ""
+    yield verdict((bar["bar"], bar["verdict"] == "pass") for bar in content["bars"])
+
+
 def residual(page: Path) -> Lines:
     cells = []
     for row in load("attnres-h200")["rows"]:
@@ -752,6 +769,7 @@ TABLES: dict[str, Callable[[Path], Lines]] = {
     "paper": paper,
     "token-selected": token_selected,
     "neighborhood": neighborhood,
+    "decoding": decoding,
     "residual": residual,
     "residual-bars": residual_bars,
     "losses": losses,
