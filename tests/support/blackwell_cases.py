@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from bench import oracles
-from nsa import NSAConfig
+from nsa import NSAConfig, top_blocks_by_max
 from nsa.inputs import NSAInputs
-from tests.support import decode_cases
+from tests.support import block_sparse_cases, decode_cases, indexer_cases
 from tests.support.cases import covering
 from tests.support.helpers import error_budget, lse_error
 from tests.support.interpreted_gpu import interpreted_gpu
@@ -486,7 +486,84 @@ DECODED = {
     PREFILL: decode_cases.Case((150, 20), queries=20, kv_heads=1),
 }
 
-Case = Attention | Whole | Neighborhood | Decoding
+
+# Blocks that are given, and an indexer's choice of blocks
+
+
+@dataclass(frozen=True)
+class GivenBlocks:
+    name: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        case = GIVEN[self.name]
+        rows = sum(num_q for num_q, _, _ in case.pieces)
+        sizes = {"d": case.dim, "d_v": case.dim, "dtype": "bfloat16", "group": case.group}
+        return {"form": self.name, **sizes, "rows": rows, "keys": sum(num_k for _, num_k, _ in case.pieces)}
+
+    def run(self, execution: Execution) -> None:
+        made = block_sparse_cases.make(GIVEN[self.name])
+        got, exact, low = made.gradients(backend="cute"), made.expected(low=False), made.expected(low=True)
+        for name, x, *expected in zip(("out", "dq", "dk", "dv"), got, exact, low, strict=True):
+            execution.compare(name, x, *expected, 0.0 if name == "out" else SLACK)
+
+
+GIVEN = {
+    "given blocks": block_sparse_cases.Case(150, count=3, dim=64, dtype=BF16, size=128),
+    "given blocks, documents": block_sparse_cases.Case((70, 0, 1, 40), count=2, dim=64, dtype=BF16, behind=3),
+}
+
+
+@dataclass(frozen=True)
+class Indexer:
+    name: str
+    heads: int = 2
+    size: int = 64
+    count: int = 3
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        queries, keys = INDEXED[self.name]
+        sizes = {"d": 64, "d_v": 0, "dtype": "bfloat16", "group": self.heads}
+        return {"form": self.name, **sizes, "rows": sum(queries), "keys": keys or sum(queries)}
+
+    def run(self, execution: Execution) -> None:
+        """Compared are the scores of the chosen blocks: another choice of equal scores is as good."""
+        queries, keys = INDEXED[self.name]
+        generator = torch.Generator().manual_seed(0)
+        q, k = (
+            torch.randn((rows, heads, 64), generator=generator).to(BF16)
+            for rows, heads in ((sum(queries), self.heads), (keys or sum(queries), 1))
+        )
+        how: dict[str, Any] = {"block_size": self.size, "k": self.count, "backend": "cute"}
+        if len(queries) > 1:
+            bounds = torch.tensor([0, *queries]).cumsum(0).int()
+            chosen = top_blocks_by_max(q, k, cu_seqlens=bounds, **how)
+        else:
+            chosen = top_blocks_by_max(q[None], k[None], **how)[0]
+        best, row = [], 0
+        for n in queries:
+            own = q[row : row + n], k[row : row + n] if len(queries) > 1 else k
+            start = own[1].shape[0] - n
+            scores = indexer_cases.block_scores(*own, size=self.size, start=start)
+            right = indexer_cases.select(scores, size=self.size, start=start, k=self.count, local=1)
+            places = chosen[:, row : row + n].long()
+            if not torch.equal(places < 0, right < 0):
+                raise ValueError("a token has more or fewer blocks")
+            best.append([scores.gather(2, x.clamp(min=0)).masked_fill(x < 0, 0.0) for x in (places, right)])
+            row += n
+        got, exact = (torch.cat([pair[i] for pair in best], 1).sum(2) for i in range(2))
+        execution.compare("sum of scores", got.float(), exact, exact.float())
+
+
+INDEXED: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "choice of blocks": ((130,), None),
+    "choice of blocks, parts": ((3,), 2300),
+    "choice of blocks, documents": ((70, 0, 1, 90), None),
+}
+"""Queries of the documents, and keys if there are more."""
+
+Case = Attention | Whole | Neighborhood | Decoding | GivenBlocks | Indexer
 
 
 # The table
@@ -522,6 +599,8 @@ def table() -> list[tuple[Case, str, bool]]:
     rows += [
         (Decoding(name), schedule, (name, schedule) == (DECODING, "late")) for name in DECODED for schedule in SCHEDULES
     ]
+    rows += [(GivenBlocks(name), schedule, False) for name in GIVEN for schedule in SCHEDULES]
+    rows += [(Indexer(name), schedule, False) for name in INDEXED for schedule in SCHEDULES]
     return rows
 
 
