@@ -789,9 +789,7 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -
     keys, values = (x.movedim(2, 0).flatten(1, 2) for x in (k, v))
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     o, lse = fused(rows, keys, values, attn_mask=mask, scale=scale)
-    lse = lse.detach()
-    if (lse == 0).any():  # as that of rows without keys, but not of them alone
-        lse = torch.where((mask == -math.inf).all(-1), -math.inf, lse)
+    lse = torch.where(mask.amax(-1) == -math.inf, -math.inf, lse.detach())  # else 0 in rows without keys
     shape = (n, batch, select_heads, group, tile)
     return o.reshape(*shape, dim).movedim(0, 3).reshape(q.shape), lse.reshape(shape).movedim(0, 3).reshape(q.shape[:-1])
 

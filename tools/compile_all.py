@@ -215,9 +215,12 @@ def list_cases() -> Iterator[Case]:
 def document_cases() -> Iterator[Case]:
     from cute_kernels.pool.documents import _align, _bounds
 
-    for starts in (False, True):
-        run = ours(_bounds, 256, 256, 32, 16, starts)
-        yield Case("DocumentBounds", "bounds,starts" if starts else "bounds", None, None, None, run)
+    for variant, given in {
+        "bounds": (False, False),
+        "bounds,starts": (True, False),
+        "bounds,starts,counts": (True, True),
+    }.items():
+        yield Case("DocumentBounds", variant, None, None, None, ours(_bounds, 256, 256, 32, 16, *given))
     for dim, dtype in itertools.product(DIMS, DTYPES):
         variants = {
             "queries": (256, None, dim, (False, False)),
@@ -376,12 +379,14 @@ def token_selected_cases() -> Iterator[Case]:
 
 
 def decode_cases() -> Iterator[Case]:
-    from cute_kernels.decode import append, blocks, choose, combine, score
+    from cute_kernels.decode import append, blocks, choose, combine, gather, score
     from cute_kernels.select.topk import Blocks
 
     paper, page = Blocks(32, 16, 64, 16, init=1, local=2), 64
     for dim, dtype in itertools.product(DIMS, DTYPES):
         yield Case("AppendPages", "paper", dim, None, dtype, ours(append.compiled, (dim, dim), dtype, page, 32, 16))
+        for variant, slots, lag in (("keys+values", page, 0), ("entries", page // 16, 1)):
+            yield Case("GatherPages", variant, dim, None, dtype, ours(gather._compiled, (dim, dim), dtype, slots, lag))
     for dim, group, dtype, queries in itertools.product(DIMS, (1, 4, 16), DTYPES, (1, 4)):
         how, variant = ((dim, dim), dtype, group, queries, paper), f"paper,N_q={queries}"
         yield Case("ScoreEntries", variant, dim, group, dtype, ours(score.compiled, *how, page))

@@ -155,9 +155,6 @@ def problems_of(cases: Sequence[dict[str, Any]], deletions: Sequence[dict[str, A
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from tests.support import blackwell_cases as blackwell
-    from tests.support import deletion_cases
-
     parser = argparse.ArgumentParser(description="Execute every kernel of Blackwell on a CPU.")
     parser.add_argument("--out", type=Path, default=OUT, help=f"JSON file (default: {relative(OUT)})")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
@@ -165,6 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="run only what OUT does not hold")
     parser.add_argument("--list", action="store_true", help="name what would run, and run nothing")
     args = parser.parse_args(argv)
+    from tests.support import blackwell_cases as blackwell  # which imports compilers
+    from tests.support import deletion_cases
+
     table = blackwell.table()
     tasks = [Task(case_task(case.name, schedule), run_case, i) for i, (case, schedule, _) in enumerate(table)]
     tasks += [Task(deletions_task(group), run_deletions, group) for group in deletion_cases.GROUPS]

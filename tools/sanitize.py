@@ -282,15 +282,16 @@ class GivenBlocks:
     size: int = 64
     heads: int = 4
     warpgroups: bool = True
+    deterministic = True
 
-    def run(self, device: str, *, check: bool) -> dict[str, Tensor]:
+    def run(self, device: str, *, check: bool, place: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
         from cute_kernels import block_sparse
         from cute_kernels.select.block_max import top_blocks_by_max
 
         generator = torch.Generator().manual_seed(0)
         lead = (sum(self.documents) + TAIL,) if self.documents else (1, self.tokens)
         given = (torch.randn((*lead, heads, 64), generator=generator) for heads in (self.heads, 2, 2, self.heads, 2, 1))
-        q, k, v, do, q_idx, k_idx = (x.to(device, torch.bfloat16) for x in given)
+        q, k, v, do, q_idx, k_idx = (place(x.to(device, torch.bfloat16)) for x in given)
         if self.first > 0:
             q, do, q_idx = (x[:, self.first :] for x in (q, do, q_idx))
         bounds = None

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from nsa.common.derivatives import needs_grad
-from nsa.reference import Keys, attend, chunk_bytes
+from nsa.reference import NOWHERE, Keys, attend, chunk_bytes, mask_of
 from nsa.reference import check as check  # the same call, the same refusals
 
 
@@ -83,7 +83,6 @@ def _sequence(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, size: int, ca
 def _rows(q: Tensor, rows: Tensor, indices: Tensor, keys: Keys, size: int, causal: bool, scale: float) -> Tensor:
     """Of tokens `rows` `[n]`: q `[B,H,n,1,D]`, indices `[B,H_kv,n,k]`, the result `[B,H,n,1,D_v]`."""
     positions = indices[..., None] * size + torch.arange(size, device=rows.device)
-    visible = (indices >= 0)[..., None] & (positions < keys.count)
-    if causal:
-        visible = visible & (positions <= rows[:, None, None])
-    return attend(q, keys.gather(positions.flatten(-2)), visible.flatten(-2)[..., None, :], scale)[0]
+    positions = torch.where((indices >= 0)[..., None] & (positions < keys.count), positions, NOWHERE).flatten(-2)
+    mask = mask_of(positions, rows[:, None], q.dtype, causal=causal)
+    return attend(q, keys.gather(positions), mask, scale)[0]

@@ -157,7 +157,7 @@ def test_public_names() -> None:
     modules = {"AttentionResidual", "LinearCompression", "NSAttention"}
     modules |= {"NeighborhoodAttention", "NeighborhoodAttentionLayer"}
     functions = {"nsa", "nsa_forward", "nsa_forward_aux", "neighborhood_attention", "attention_residual"}
-    functions |= {"nsa_with_cache", "block_sparse_attention", "top_blocks_by_max", "indexer_kl_loss"}
+    functions |= {"nsa_with_cache", "block_sparse_attention", "top_blocks_by_max", "indexer_kl_loss", "warm_up"}
     caches = {"NSACache", "NeighborhoodCache", "PageTable"}
     assert set(package.__all__) == {"NSAAux", "NSAConfig"} | modules | functions | caches
     for name in package.__all__:
