@@ -72,14 +72,7 @@ def plan(
     """Compiles what is not compiled yet."""
     batch, queries, heads, dim = shape
     dims, group, capacity = (dim, v_dim), heads // kv_heads, columns * page_size
-    select = Blocks(
-        config.compress_block_size,
-        config.stride,
-        config.select_size,
-        config.num_selected_blocks,
-        init=config.num_init_blocks,
-        local=config.num_local_blocks,
-    )
+    select = Blocks.of(config)
     window = min(config.window_size, capacity)
     how = dims, dtype, group, queries, select
     of_score = score.ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, select, page_size)

@@ -210,14 +210,7 @@ def _plan(
         rules=rules,
         scale=config.scale(dims[0]),
         tile=tile_rows(config, rules),
-        select=Blocks(
-            length,
-            stride,
-            config.select_size,
-            config.num_selected_blocks,
-            init=config.num_init_blocks,
-            local=config.num_local_blocks,
-        ),
+        select=Blocks.of(config),
         select_cmp=Blocks(1, 1, config.n_block_size, config.num_cmp_selected_blocks, newest=config.causal)
         if selects_entries(config, entries)
         else None,

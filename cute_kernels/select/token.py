@@ -874,14 +874,7 @@ def token_topk(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    blocks = Blocks(
-        config.compress_block_size,
-        config.stride,
-        config.select_size,
-        config.num_selected_blocks,
-        init=config.num_init_blocks,
-        local=config.num_local_blocks,
-    )
+    blocks = Blocks.of(config)
     _check(q, k_cmp, lse_cmp, config, blocks, documents, start)
     batch, rows, heads, dim = q.shape
     shape = (batch, k_cmp.shape[2], rows, blocks.count)

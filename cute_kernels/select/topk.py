@@ -18,6 +18,7 @@ the i-th best slot and the i-th worst candidate, for all i, are the best of both
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -55,6 +56,18 @@ class Blocks:
     init: int = 0
     local: int = 0
     newest: bool = False
+
+    @staticmethod
+    def of(config: Any) -> Blocks:
+        """What an nsa.NSAConfig selects."""
+        return Blocks(
+            config.compress_block_size,
+            config.stride,
+            config.select_size,
+            config.num_selected_blocks,
+            init=config.num_init_blocks,
+            local=config.num_local_blocks,
+        )
 
     @property
     def overlapping(self) -> int:
