@@ -522,6 +522,7 @@ def vouch_for_tensor_copies() -> None:
 
     fa4.attend = vouching(fa4.attend, lambda returned, *_, **__: returned)
     fa4.differentiate = vouching(fa4.differentiate, lambda _, given, *__, **___: (given.dq, given.dk, given.dv))
+    backward.compressed_backward = vouching(backward.compressed_backward, lambda *_, dq, **__: (dq,))
     backward.selected_backward = vouching(backward.selected_backward, lambda returned, *_, **__: returned)
     backward.window_backward = vouching(backward.window_backward, lambda *_, into, **__: into)
 

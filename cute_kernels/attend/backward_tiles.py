@@ -355,7 +355,7 @@ class BackwardDKV(_Backward):
         group: Int32,
         work: WorkTile,
     ):
-        """Producer warp 0: K and V once, then Q and dO of each head of the group, from first_tile to before stop_tile."""
+        """Producer warp 0: K and V once, then Q and dO of a range of row tiles, of each head of the group."""
         state = producer_state(STAGES)
         load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
         barrier = producer_acquire(keys_ready, producer_state(1))

@@ -137,11 +137,89 @@ def test_interpreted(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
 @pytest.mark.usefixtures("interpreted")
-def test_barriers_put_shared_memory_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A split has six tiles of rows, so stages are used again; the second one has none of the last entries."""
+def test_barriers_put_shared_memory_in_order() -> None:
+    """The first entries have five tiles of rows in two splits, of four heads, so stages are used again; the last ones
+    have one tile, so none in the second split.
+    """
+    from cute_kernels.attend.compressed_backward import num_splits
+
+    inputs = make(300, 4, 1, 64, length=4, stride=2, device="cpu")
+    assert num_splits(1, 300, inputs.k.shape[1], 1, 4) == 2
+    inputs.check()
+
+
+# On a GPU
+
+
+@CUDA
+@pytest.mark.parametrize("rows", [32, 63, 64, 65, 127, 129, 1000, 2063, 5000])
+def test_sizes(rows: int) -> None:
+    make(rows).check()
+
+
+@CUDA
+@pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, 4), (32, 32), (64, 64), (64, 16), (48, 20)])
+def test_entries(length: int, stride: int) -> None:
+    make(2100, length=length, stride=stride).check()
+
+
+@CUDA
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
+    heads = max(group, 2)
+    make(1500, heads, heads // group, dim, dtype=dtype, batch=2).check()
+
+
+@CUDA
+@pytest.mark.parametrize(("rows", "first_token"), [(1, 31), (1, 4000), (70, 333), (1000, 1), (2000, 2048)])
+def test_last_rows(rows: int, first_token: int) -> None:
+    make(rows, first_token=first_token, batch=2).check()
+
+
+@CUDA
+def test_bits_are_the_same_each_time() -> None:
+    inputs = make(9000, 8, 2)
+    first = inputs.run()
+    for _ in range(5):
+        for one, other in zip(first, inputs.run(), strict=True):
+            assert torch.equal(one, other)
+
+
+@CUDA
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 50])
+def test_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also more of them than the last entries have tiles of rows."""
     from cute_kernels.attend import compressed_backward
 
-    monkeypatch.setattr(compressed_backward, "MIN_STEPS", 6)
-    inputs = make(300, 2, 1, 64, length=4, stride=2, device="cpu")
-    assert compressed_backward.num_splits(1, 300, inputs.k.shape[1], 1, 2) == 1
-    inputs.check()
+    monkeypatch.setattr(compressed_backward, "num_splits", lambda *_: splits)
+    make(2500, 4, 2).check()
+
+
+@CUDA
+def test_strides() -> None:
+    """Heads and tokens need not follow each other."""
+    inputs = make(700)
+    apart = {
+        name: torch.cat([x, x.new_full(x.shape, math.nan)], 2)[:, :, : x.shape[2]]
+        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("do", inputs.do))
+    }
+    for one, other in zip(inputs.run(), replace(inputs, **apart).run(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_splits_fill_a_gpu_and_have_work() -> None:
+    from cute_kernels.attend.compressed_backward import MIN_CTAS, MIN_STEPS, num_splits
+
+    for rows, entries, kv_heads, group in (
+        (8192, 128, 2, 4),
+        (8192, 511, 4, 16),
+        (1 << 17, 2048, 2, 4),
+        (1, 900, 1, 1),
+    ):
+        splits = num_splits(1, rows, entries, kv_heads, group)
+        ctas, steps = splits * kv_heads * -(-entries // 128), -(-rows // 64) * group
+        assert splits == 1 or ctas <= MIN_CTAS + kv_heads * -(-entries // 128)
+        assert splits == 1 or steps // splits >= MIN_STEPS
+        assert ctas >= MIN_CTAS or steps < MIN_STEPS * (splits + 1)
