@@ -341,7 +341,7 @@ CASES: dict[str, Case | Neighborhood | Decoding | GivenBlocks] = {
         tensors=("gates",),
     ),
     "tiles, chosen entries": Case(ENTRIES, tokens=601, tensors=("w_k_compress", "w_v_compress"), recompute=True),
-    "tiles, D_v": Case(TILES, v_dim=128, tensors=("gate_proj_weight",)),
+    "tiles, D_v": Case(TILES, batch=2, v_dim=128, tensors=("gate_proj_weight",)),
     "tiles, not causal": Case(
         NSAConfig(num_selected_blocks=3, window_size=100, causal=False, share_heads_in_group=True)
     ),
