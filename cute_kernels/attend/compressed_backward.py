@@ -94,8 +94,8 @@ class Entries(NamedTuple):
         return Int32(0) if behind < 0 else cutlass.min(behind // self.stride + 1, self.num)
 
     def first_row(self, entry: Int32) -> Int32:
-        """The first row that sees an entry; may be below 0."""
-        return entry * self.stride + self.length - 1 - self.first_token
+        """The first row that sees an entry, which may be below 0; behind the last entry, that of the last one."""
+        return cutlass.min(entry, self.num - 1) * self.stride + self.length - 1 - self.first_token
 
 
 class CompressedDQ(BackwardDQ):

@@ -148,6 +148,27 @@ def test_barriers_put_shared_memory_in_order() -> None:
     inputs.check()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_causality() -> None:
+    """Entries do not move a bit of dq of rows that do not see them, nor do rows of dk and dv of unseen entries."""
+    inputs = make(331, 2, 1, 64, length=4, stride=2, device="cpu")
+    dq, dk, dv = inputs.run()
+    entry, later = 101, slice(101, None)
+    row = entry * inputs.stride + inputs.length - 1  # the first one that sees it
+    other = replace(inputs, k=inputs.k.clone(), v=inputs.v.clone())
+    other.k[:, later], other.v[:, later] = other.v[:, later], other.k[:, later].clone()
+    got = other.run()
+    assert torch.equal(got[0][:, :row], dq[:, :row])
+    assert not torch.equal(got[0][:, row], dq[:, row])
+    other = replace(inputs, q=inputs.q.clone(), do=inputs.do.clone())
+    other.q[:, :row], other.do[:, :row] = other.do[:, :row], other.q[:, :row].clone()
+    for x, y in zip(other.run()[1:], (dk, dv), strict=True):
+        assert torch.equal(x[:, later], y[:, later])
+        assert not torch.equal(x[:, entry - 1], y[:, entry - 1])
+
+
 # On a GPU
 
 
