@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.attend.compressed_backward import compressed_backward
 from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 from cute_kernels.attend.selected_backward import selected_backward
 from cute_kernels.attend.window_backward import LocalSelected, window_backward
@@ -189,7 +190,7 @@ def _backward_of_heads(
 
     if (chunk.k_cmp.shape[1] if documents is None else documents.most_entries) > 0:
         cmp = branch_gradients(0, chunk.k_cmp, chunk.v_cmp)
-        results.add_entries(kv_heads, backward_compressed(call.plan, cmp, cmp_indices, deterministic))
+        results.add_entries(kv_heads, backward_compressed(call.plan, cmp, cmp_indices, gated.delta[0], deterministic))
         del cmp
     else:
         results.add_entries(kv_heads, None)
@@ -222,12 +223,13 @@ def _backward_of_heads(
 
 
 def backward_compressed(
-    plan: Plan, gradients: Gradients, indices: Tensor | None, deterministic: bool
+    plan: Plan, gradients: Gradients, indices: Tensor | None, delta: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """Of attention to compressed entries.
 
     Args:
         indices: blocks of entries that were selected; None: all.
+        delta: do . o, fp32 `[B,H,N]`.
 
     Returns:
         dk and dv in fp32.
@@ -235,6 +237,20 @@ def backward_compressed(
     q, k = gradients.q, gradients.k
     documents, keys = plan.documents, plan.entry
     batch, num_rows = q.shape[:2]
+    if plan.split_compressed:
+        return compressed_backward(
+            q,
+            k,
+            gradients.v,
+            gradients.do,
+            gradients.lse,
+            delta,
+            length=keys.length,
+            stride=keys.stride,
+            scale=plan.scale,
+            dq=gradients.dq,
+            first_token=plan.first_row,
+        )
     has_phases = keys.length % keys.stride == 0 and plan.first_row % keys.stride == 0
     if indices is None and keys.causal and documents is None and has_phases:
         if batch == 1 or num_rows >= PHASES_FROM or deterministic:

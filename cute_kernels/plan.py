@@ -29,6 +29,10 @@ from cute_kernels.support import has_atomic_free_backward, runs_as_pack, tile_ro
 CHUNK_BYTES = 8 << 30
 """The outputs of the three branches of one chunk of query rows take at most this."""
 
+SPLIT_ENTRIES = 2048
+"""Compressed entries up to which backward takes attend/compressed_backward.py where it can: then its seven products,
+without phases, are expected to be faster than FlashAttention-4's five."""
+
 ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight")
 """Inputs whose rows kernels read as vectors."""
 
@@ -60,6 +64,9 @@ class Plan:
     atomic_free: bool
     """Whether backward takes attend/selected_backward.py and attend/window_backward.py where it can, which are faster
     than FlashAttention-4's kernels and add up in a fixed order."""
+    split_compressed: bool
+    """Whether backward takes attend/compressed_backward.py for all entries: on Hopper with D = D_v, causal, no pack, up
+    to SPLIT_ENTRIES. Everything else takes FlashAttention-4, by phases or by lists."""
     query_outer: bool | None
     """Token mode: True or False in place of the rule by which the selected branch takes attend/query_outer.py."""
     documents: Documents | None = None
@@ -205,6 +212,9 @@ def _plan(
 ) -> Plan:
     """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number."""
     length, stride = config.compress_block_size, config.stride
+    atomic_free = atomic_free and has_atomic_free_backward(rules, *dims)
+    selects = selects_entries(config, entries)
+    few = entries is not None and entries <= SPLIT_ENTRIES
     return Plan(
         config=config,
         rules=rules,
@@ -212,11 +222,12 @@ def _plan(
         tile=tile_rows(config, rules),
         select=Blocks.of(config),
         select_cmp=Blocks(1, 1, config.n_block_size, config.num_cmp_selected_blocks, newest=config.causal)
-        if selects_entries(config, entries)
+        if selects
         else None,
         entry=Keys(length, stride, config.causal),
         token=Keys(causal=config.causal),
-        atomic_free=atomic_free and has_atomic_free_backward(rules, *dims),
+        atomic_free=atomic_free,
+        split_compressed=atomic_free and config.causal and few and not selects,
         query_outer=query_outer,
     )
 
