@@ -358,7 +358,10 @@ class _Builder:
             parts = tuple(self._value(part) for part in x)
             make = partial(_make, type(x))
             return self._once((type(x), parts), make, *parts)
-        key = ("constant", type(x), id(x))
+        return self._constant(x)
+
+    def _constant(self, x: Any) -> int:
+        key = ("constant", id(x))
         if key not in self.found:
             self.found[key] = self._new(x)
         return self.found[key]
@@ -366,10 +369,8 @@ class _Builder:
     def _range(self, view: _View) -> int:
         """A view of the workspace."""
         begin = self.offsets.get(view.memory, 0)
-        typed = self._once(("workspace", view.dtype), _seen_as(view.dtype), self.found["workspace"])
-        offset = begin // view.dtype.itemsize + view.offset
-        key = (typed, view.size, view.stride, offset)
-        return self._once(key, _strided(view.size, view.stride, offset), typed)
+        typed = self._as_dtype(self.found["workspace"], view.dtype)
+        return self._strided(typed, view.size, view.stride, begin // view.dtype.itemsize + view.offset)
 
     def _view(self, view: _View) -> int:
         """A tensor that is given, computed or returned, or a view of it."""
@@ -384,8 +385,15 @@ class _Builder:
         if (view.size, view.stride, view.offset) == (tuple(base.shape), base.stride(), base.storage_offset()):
             return where
         if view.dtype != base.dtype:
-            where = self._once((where, view.dtype), _seen_as(view.dtype), where)
-        return self._once((where, *view[2:]), _strided(*view[2:]), where)
+            where = self._as_dtype(where, view.dtype)
+        return self._strided(where, view.size, view.stride, view.offset)
+
+    def _as_dtype(self, where: int, dtype: torch.dtype) -> int:
+        return self._once((where, dtype), Tensor.view, where, self._constant(dtype))
+
+    def _strided(self, where: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> int:
+        how = (self._constant(x) for x in (size, stride, offset))
+        return self._once((where, size, stride, offset), Tensor.as_strided, where, *how)
 
     # Steps
 
@@ -426,7 +434,10 @@ def _taking(arguments: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]
     """What takes these values, as a tuple."""
     if len(arguments) > 1:
         return operator.itemgetter(*arguments)
-    return lambda values: tuple(values[i] for i in arguments)
+    if not arguments:
+        return lambda values: ()
+    (only,) = arguments
+    return lambda values: (values[only],)
 
 
 def _make(kind: type, *parts: Any) -> Any:
@@ -437,17 +448,5 @@ def _make(kind: type, *parts: Any) -> Any:
 def _allocation(base: Tensor, *, zeros: bool) -> Callable[[], Tensor]:
     """What allocates a tensor like a new one of the call."""
     size, stride = tuple(base.shape), base.stride()
-    how: dict[str, Any] = {"dtype": base.dtype, "device": base.device}
-    if base.is_contiguous():
-        return partial(torch.zeros if zeros else torch.empty, size, **how)
-    if zeros:
-        return lambda: torch.empty_strided(size, stride, **how).zero_()
-    return partial(torch.empty_strided, size, stride, **how)
-
-
-def _seen_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.view(dtype)
-
-
-def _strided(size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.as_strided(size, stride, offset)
+    empty = partial(torch.empty_strided, size, stride, dtype=base.dtype, device=base.device)
+    return (lambda: empty().zero_()) if zeros else empty
