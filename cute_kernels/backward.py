@@ -122,7 +122,8 @@ class _Results:
             tensor = getattr(inputs, name)
             if tensor is not None:
                 # Zeros stay where there is nothing to differentiate: no tokens, no entries
-                new = torch.zeros if tensor.dim() == 3 or inputs.q.numel() == 0 else torch.empty
+                needs_entries = tensor.dim() == 3 and name != "gate_proj_weight"
+                new = torch.zeros if needs_entries or inputs.q.numel() == 0 else torch.empty
                 dtype = tensor.dtype if name in ("q", "gates") else share_dtype or tensor.dtype
                 self.gradients[name] = new(tensor.shape, dtype=dtype, device=tensor.device)
         self.shapes = call.k_cmp.shape, call.v_cmp.shape

@@ -132,7 +132,8 @@ def _without_aux(inputs: Any, config: Any, query_outer: bool | None) -> Tensor:
             del branches  # frees its memory before the next chunk
         return {"out": call.result}
 
-    return replay_of(run, inputs, config, query_outer)["out"]
+    out: Tensor = replay_of(run, inputs, config, query_outer)["out"]
+    return out
 
 
 # Training

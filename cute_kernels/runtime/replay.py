@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DEVICES = {"cuda"}
 """Types of devices whose calls are replayed."""
 
-LARGEST = 1 << 26
+LARGEST = 1 << 28
 """Elements of all tensors of a call that is replayed."""
 
 MOST = 256
@@ -255,7 +255,7 @@ class _Recorder(TorchDispatchMode):
         if isinstance(x, Tensor):
             if id(x) in self._memory_of:
                 memory = self._memory_of[id(x)]
-                return _View(memory, x.dtype, tuple(x.shape), x.stride(), x.storage_offset())
+                return _View(memory, x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
             self.refused = True  # from elsewhere
         elif isinstance(x, (tuple, list)):
             parts = [self._described(part) for part in x]
@@ -333,7 +333,8 @@ class _Builder:
         for memory in self.inside:
             if memory.kind == "zeros":
                 self.offsets[memory.number], zeros = zeros, zeros + _bytes(memory.base)
-        size, placed = zeros, []  # first use, last use, begin, end
+        size = zeros
+        placed: list[tuple[int, int, int, int]] = []  # first use, last use, begin, end
         for memory in sorted(self.inside, key=lambda memory: -_bytes(memory.base)):
             if memory.kind == "new" and memory.number in uses:
                 first, last = uses[memory.number][0], uses[memory.number][-1]

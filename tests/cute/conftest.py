@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from cute_kernels.runtime import replay
+
+
+@pytest.fixture(autouse=True)
+def no_recordings() -> Iterator[None]:
+    """A test patches what recordings of others would not see."""
+    replay.forget()
+    yield
+    replay.forget()
 
 
 @pytest.fixture(params=["sm_90", "sm_100"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,12 +24,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with CPU tensors are replayed too."""
     monkeypatch.setattr(replay, "DEVICES", {"cpu"})
-    replay.forget()
-    yield
-    replay.forget()
 
 
 def recordings() -> list[Recording]:
