@@ -15,14 +15,15 @@ A recording has numbers and kernels, no tensors:
 - A view is made where it is first used, once for all that use it.
 - An operator that computes (cumsum, sum, copy_) is called again.
 
-Not recorded, and run as they are each time: calls inside `refuse` (side streams, FlashAttention-4's interface), calls
-that use tensors from elsewhere, and those of more than LARGEST elements: there the GPU takes longer than the host, and
-recording holds all that the call allocates until it ends.
+Not recorded, and run as they are each time: calls during which something calls `refuse` (side streams,
+FlashAttention-4's interface), calls that read a value or use a tensor from elsewhere, and those of more than LARGEST
+elements: there the GPU takes longer than the host, and recording holds all that the call allocates until it ends.
 """
 
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
@@ -116,6 +117,7 @@ class _Seen(NamedTuple):
 
 
 _LOCK = threading.Lock()
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 _KNOWN: dict[Any, Recording | _Seen] = {}
 _THREAD = threading.local()
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bench import oracles
-from dispatch import BackendError
 from cute_kernels.runtime import replay
+from dispatch import BackendError
 from nsa import LinearCompression, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, ops, reference
 from nsa.inputs import NSAInputs
 from tests.support.cute_cases import (

@@ -1,6 +1,7 @@
 """The host's work of a training step per tile, with launches that do nothing: PyTorch operators, and time.
 
-Of calls that are replayed (runtime/replay.py), as all but the first two of a kind are, and of those first two. Operators are counted exactly, since each costs the host some microseconds, with a kernel or without. Time is a ratio to
+Of calls that are replayed (runtime/replay.py), as all but the first two of a kind are, and of calls as these two are.
+Operators are counted exactly, since each costs the host some microseconds, with a kernel or without. Time is a ratio to
 a loop of Python on the same machine: no seconds, which differ between machines.
 """
 
@@ -16,9 +17,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cute_kernels.runtime import replay
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
-from cute_kernels.runtime import replay
 from tests.support.compile_keys import noted_keys
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
