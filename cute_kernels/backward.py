@@ -34,7 +34,16 @@ from cute_kernels.gate.sums import key_gradients, query_gradients
 from cute_kernels.lists.kv_to_query import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
 from cute_kernels.lists.query_to_kv import BlockLists
 from cute_kernels.mma.wgmma import TILE
-from cute_kernels.plan import Call, Plan, branch_kv, prepare, selected_lists, token_mode_options, window_reach
+from cute_kernels.plan import (
+    Call,
+    Plan,
+    branch_kv,
+    prepare,
+    replay_of,
+    selected_lists,
+    token_mode_options,
+    window_reach,
+)
 from cute_kernels.pool.compress import block_means
 from cute_kernels.runtime.device import vectorizable
 
@@ -76,16 +85,20 @@ def nsa_backward(
         atomic_free: False: take FlashAttention-4's backward for every branch, for comparisons. It has no effect on
             the selected branch of `deterministic` calls.
     """
-    kept = Saved.from_list(saved)
-    saved_cmp = None if kept.k_cmp is None or kept.v_cmp is None else (kept.k_cmp, kept.v_cmp)
-    call = prepare(inputs, config, saved_cmp, training=True, atomic_free=atomic_free)
-    do = vectorizable(do.reshape(*call.inputs.q.shape[:3], do.shape[-1]))
-    results = _Results(call, share_dtype)
-    if call.inputs.q.numel() > 0:
-        for kv_heads in head_chunks(call):
-            _backward_of_heads(call, kept, do, kv_heads, results, deterministic)
-        results.finish()
-    return {name: tensor.view(getattr(inputs, name).shape) for name, tensor in results.gradients.items()}
+
+    def run() -> dict[str, Tensor]:
+        kept = Saved.from_list(saved)
+        saved_cmp = None if kept.k_cmp is None or kept.v_cmp is None else (kept.k_cmp, kept.v_cmp)
+        call = prepare(inputs, config, saved_cmp, training=True, atomic_free=atomic_free)
+        rows = vectorizable(do.reshape(*call.inputs.q.shape[:3], do.shape[-1]))
+        results = _Results(call, share_dtype)
+        if call.inputs.q.numel() > 0:
+            for kv_heads in head_chunks(call):
+                _backward_of_heads(call, kept, rows, kv_heads, results, deterministic)
+            results.finish()
+        return {name: tensor.view(getattr(inputs, name).shape) for name, tensor in results.gradients.items()}
+
+    return replay_of(run, inputs, config, deterministic, share_dtype, atomic_free, more=[*saved, do])
 
 
 def head_chunks(call: Call) -> Iterator[slice]:
@@ -110,7 +123,8 @@ class _Results:
             tensor = getattr(inputs, name)
             if tensor is not None:
                 # Zeros stay where there is nothing to differentiate: no tokens, no entries
-                new = torch.zeros if tensor.dim() == 3 or inputs.q.numel() == 0 else torch.empty
+                needs_entries = tensor.dim() == 3 and name != "gate_proj_weight"
+                new = torch.zeros if needs_entries or inputs.q.numel() == 0 else torch.empty
                 dtype = tensor.dtype if name in ("q", "gates") else share_dtype or tensor.dtype
                 self.gradients[name] = new(tensor.shape, dtype=dtype, device=tensor.device)
         self.shapes = call.k_cmp.shape, call.v_cmp.shape

@@ -2,6 +2,7 @@
 
     prepare     inputs and options -> Call: tensors that kernels can read, and their Plan
     chunks      ranges of query rows, so that temporary memory stays bounded
+    replay_of   a whole forward or backward, replayed where one like it was recorded (runtime/replay.py)
 
 forward.py and backward.py both start from a `Call`. Inputs and options are nsa.inputs.NSAInputs and
 nsa.config.NSAConfig; only their fields are read here, they are not imported.
@@ -10,7 +11,7 @@ nsa.config.NSAConfig; only their fields are read here, they are not imported.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,6 +24,8 @@ from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists
 from cute_kernels.pool.compress import compress_kv
 from cute_kernels.pool.documents import Documents, Packed, lay_out
 from cute_kernels.runtime.device import vectorizable
+from cute_kernels.runtime.replay import Results as Results
+from cute_kernels.runtime.replay import replayed
 from cute_kernels.select.topk import Blocks
 from cute_kernels.support import has_atomic_free_backward, runs_as_pack, tile_rows
 
@@ -199,6 +202,18 @@ def selects_entries(config: Any, entries: int | None) -> bool:
     """
     count = config.num_cmp_selected_blocks
     return count is not None and (entries is None or count * config.n_block_size < entries)
+
+
+def replay_of(
+    run: Callable[[], Results], inputs: Any, config: Any, *options: Hashable, more: Sequence[Tensor | None] = ()
+) -> Results:
+    """Results of `run`, a local function of the caller's, or of its recording.
+
+    Args:
+        inputs, config, options, more: all that it depends on; `more` are tensors.
+    """
+    rules = fa4.rules(inputs.q.device)
+    return replayed([*vars(inputs).values(), *more], (run.__qualname__, config, rules, *options), run)
 
 
 @lru_cache(256)
