@@ -32,6 +32,7 @@ from cute_kernels.decode.splits import Splits
 from cute_kernels.decode.tiles import FLOATS, KEYS, DecodeTiles, PagedKeys
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.mma_sync import MMA_K, QUAD, mask_after
+from cute_kernels.mma.warp import divide
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.token import overlap_weights
 from cute_kernels.select.topk import Blocks
@@ -193,8 +194,9 @@ class ScoreEntries(DecodeTiles):
         """L of the tile's blocks; the next tile's scores wait for the barrier in front of its products."""
         thread, _, _ = cute.arch.thread_idx()
         before = const_expr(len(self.weights) - self.tiles.ratio)  # entries that overlap a block but begin before it
-        for item in cutlass.range(thread, self.tiles.slots * work.num_rows, self.threads, unroll=1):
-            slot, row = item // work.num_rows, item % work.num_rows
+        rows = const_expr(min(self.query_rows, self.rows))
+        for item in cutlass.range(thread, self.tiles.slots * rows, self.threads, unroll=1):
+            slot, row = divide(item, rows)
             rScore = cute.make_rmem_tensor(len(self.weights), Float32)
             rScore.fill(-Float32.inf)
             top = -Float32.inf
@@ -207,7 +209,8 @@ class ScoreEntries(DecodeTiles):
             total = Float32(0.0)
             for i in range_constexpr(len(self.weights)):
                 total = cute.math.fma(cute.math.exp2(rScore[i] - base, fastmath=True), self.weights[i], total)
-            work.gScores[tile, slot, row] = base + cute.math.log2(total, fastmath=True)
+            if row < work.num_rows:
+                work.gScores[tile, slot, row] = base + cute.math.log2(total, fastmath=True)
 
 
 NO_TILE = (1 << 31) - 1

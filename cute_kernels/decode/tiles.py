@@ -249,10 +249,11 @@ class DecodeTiles:
     def _load(self, keys: PagedKeys, buffers: Buffers, tile: Int32, rPages: tuple[cute.Tensor, ...], work: Any):
         thread, _, _ = cute.arch.thread_idx()
         stage = tile % self.stages
-        first, _ = self.bounds(tile, work)
+        first, end = self.bounds(tile, work)
+        is_whole = first + KEYS <= end
         sK, sV = buffers.sK[None, None, stage], buffers.sV[None, None, stage]
-        self.paging.load_rows(keys.mK, keys.kv_head, sK, first, thread, rPages[0], self.threads)
-        self.paging.load_rows(keys.mV, keys.kv_head, sV, first, thread, rPages[-1], self.threads)
+        self.paging.load_rows(keys.mK, keys.kv_head, sK, first, thread, rPages[0], is_whole, self.threads)
+        self.paging.load_rows(keys.mV, keys.kv_head, sV, first, thread, rPages[-1], is_whole, self.threads)
 
     # Epilogue
 
