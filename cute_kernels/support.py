@@ -71,8 +71,8 @@ def check_with_cache(call: Any) -> str | None:
         return f"decodes with num_cmp_selected_blocks=None only, got {config.num_cmp_selected_blocks}"
     reason = (
         fa4.refusal(inputs.q.dtype, cache.dim, cache.dim_v)
-        or _refusal_of_token_mode(inputs, config, 0, "decodes" if not config.token_mode else SELECTS)
-        or _refusal_of_cache(config, cache)
+        or _refusal_of_token_mode(inputs, config, 0, SELECTS if config.token_mode else "decodes")
+        or _refusal_of_cache(config, cache, cache.heads_kv if config.shares_heads else inputs.q.shape[2])
     )
     rules = fa4.rules(torch.device(call.device))
     if reason is not None or rules is None or inputs.q.shape[1] < MIN_PREFILL_QUERIES or not config.token_mode:
@@ -83,8 +83,11 @@ def check_with_cache(call: Any) -> str | None:
     )
 
 
-def _refusal_of_cache(config: Any, cache: Any) -> str | None:
-    """What kernels of decode/ cannot take besides. Scores of a tile of entries reach the next tile's blocks at most."""
+def _refusal_of_cache(config: Any, cache: Any, selectors: int) -> str | None:
+    """What kernels of decode/ cannot take besides. Scores of a tile of entries reach the next tile's blocks at most.
+
+    Args: `selectors`, groups of heads that select together.
+    """
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     ratio, page_size = size // stride, cache.table.page_size
     if ratio > DECODE_KEYS or length // stride > DECODE_KEYS // ratio * ratio:
@@ -94,8 +97,12 @@ def _refusal_of_cache(config: Any, cache: Any) -> str | None:
         )
     if page_size % stride:
         return f"decodes with a page_size that compress_stride divides, got {page_size} and {stride}"
-    if max(cache.table.batch, cache.heads_kv * MAX_DECODE_QUERIES) > MAX_GRID:
-        return f"decodes up to {MAX_GRID} sequences, got B={cache.table.batch}, H_kv={cache.heads_kv}"
+    if max(cache.table.batch, selectors * MAX_DECODE_QUERIES) > MAX_GRID:
+        most = MAX_GRID // MAX_DECODE_QUERIES
+        return (
+            f"decodes up to {MAX_GRID} sequences and {most} groups of heads that select together, got "
+            f"B={cache.table.batch} and {selectors}"
+        )
     for name, pages in cache.pages.items():
         if not vectorized(pages):
             return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {pages.stride()}"

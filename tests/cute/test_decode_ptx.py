@@ -103,7 +103,7 @@ def test_step(arch: str, copies: str, case: str) -> None:
         check(CASES[case])
 
 
-@pytest.mark.parametrize(("arch", "case"), cases.product(GPUS, ["ragged", "four queries", "row groups"]))
+@pytest.mark.parametrize(("arch", "case"), cases.product(GPUS, ["ragged", "four queries", "row groups", "tile mode"]))
 def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):
         check(CASES[case])
@@ -130,7 +130,7 @@ def test_steps_of_a_cache_are_the_references(own: bool, entries: str) -> None:
         outs = []
         for run, cache in zip((reference.nsa_with_cache, decoding.nsa_with_cache), caches, strict=True):
             chosen = reference.nsa_with_cache if tokens == 300 else run
-            with cache.table.step(tokens, new) as step, interpreted_gpu("sm_90"):
+            with interpreted_gpu("sm_90"), cache.table.step(tokens, new) as step:
                 outs.append(chosen(inputs, cache.config, cache, step))
         # Both are rounded once, of sums in fp32: half a unit each, and probabilities that one of them rounds
         expected, got = (x.float() for x in outs)
