@@ -133,7 +133,7 @@ class Step(NamedTuple):
         return out
 
     def means(self, row: int, query: int, heads: slice) -> Tensor:
-        """What selects the blocks of a token: its queries, or in tile mode the means of its tile so far, `[heads,D]`."""
+        """What selects a token's blocks: its queries, or in tile mode the means of its tile so far, `[heads,D]`."""
         tile, cached = self.config.q_tile_size, self.case.n - self.case.n_q
         token = cached + query
         first = token // tile * tile

@@ -94,13 +94,13 @@ def plan(
     """Compiles what is not compiled yet."""
     batch, queries, heads, dim = shape
     dims, group, capacity = (dim, v_dim), heads // kv_heads, columns * page_size
-    select, by_tile = Blocks.of(config), not config.token_mode
+    select, terms = Blocks.of(config), 1 if config.token_mode else score.TERMS
     together = group if config.shares_heads else 1  # heads that select together
     apart = group // together
     window = min(config.window_size, capacity)
     how, kernel_how = (dims, dtype), (*dims, CUTE_DTYPES[dtype])
     of = group, queries, select
-    scoring = page_size, tuning.score_ctas_per_sm, by_tile
+    scoring = page_size, tuning.score_ctas_per_sm, terms
     attending = queries, select, window, page_size
     of_score = score.ScoreEntries(*kernel_how, *of, *scoring)
     of_blocks = blocks.AttendBlocks(*kernel_how, together, *attending, apart)
@@ -111,7 +111,7 @@ def plan(
     at_once = sms * of_blocks.ctas_per_sm
     parts = blocks.Parts.of(select, window, capacity, batch * items, at_once, tuning.part_tiles, apart)
     few = batch * queries * heads <= 2 * sms
-    combining = by_tile, together
+    combining = terms, together
     choice = choose.ChoiceParts.of(-(-capacity // select.size))
     listed = batch, items * apart, choice.lists, select.count
     attended = batch, items * apart, parts.both if apart == 1 else parts.selected, together

@@ -401,8 +401,8 @@ def decode_cases() -> Iterator[Case]:
             yield Case("CombineBranches", f"{variant},{gates}", dim, group, dtype, run)
     per_tile, window, fp32 = Blocks(64, 64, 64, 16), 512, torch.float32
     for dim, group, dtype in itertools.product(DIMS, (1, 4, 16), DTYPES):
-        how, by_head, variant = ((dim, dim), dtype, group, 1, per_tile), (True, 1), "per_tile,N_q=1"
-        scored = ours(score.compiled, *how, page, 2, True)
+        how, by_head, variant = ((dim, dim), dtype, group, 1, per_tile), (score.TERMS, 1), "per_tile,N_q=1"
+        scored = ours(score.compiled, *how, page, 2, score.TERMS)
         attended = ours(blocks.compiled, (dim, dim), dtype, 1, 1, per_tile, window, page, group)
         combined = ours(combine.compiled, *how, page, None, fp32, combine.MANY_HEADS, *by_head)
         yield Case("ScoreEntries", variant, dim, group, dtype, scored)

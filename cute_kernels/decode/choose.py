@@ -239,10 +239,10 @@ def compiled(
     queries: int,
     blocks: Blocks,
     page_size: int,
-    by_tile: bool = False,
+    terms: int = 1,  # of ScoreEntries
     heads: int | None = None,  # None: G
 ) -> Kernel:
-    score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, by_tile=by_tile)
+    score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
     return compile_kernel(
         ChooseBlocks(score, blocks, heads or group),
         *fake_lengths(),

@@ -257,11 +257,11 @@ def compiled(
     w_dtype: torch.dtype | None,
     g_dtype: torch.dtype | None,
     shape: Shape = FEW_HEADS,
-    by_tile: bool = False,
+    terms: int = 1,  # of ScoreEntries
     select_heads: int | None = None,  # None: G
 ) -> Kernel:
     dim, v_dim = dims
-    score = ScoreEntries(dim, v_dim, CUTE_DTYPES[dtype], group, queries, blocks, page_size, by_tile=by_tile)
+    score = ScoreEntries(dim, v_dim, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
     heads = select_heads or group
     return compile_kernel(
         CombineBranches(score, dim, v_dim, shape, heads),

@@ -94,7 +94,12 @@ class Work(NamedTuple):
 
 
 class ScoreEntries(DecodeTiles):
-    """Args: dims of k and v; 16-bit type; G; N_q; what to select; tokens of a page; CTAs per SM, at most; tile mode."""
+    """Args:
+    dim, v_dim, dtype: of k and v, 16-bit.
+    group, queries, blocks, page_size: G; N_q; what to select; tokens of a page.
+    ctas_per_sm: at most.
+    terms: rows of products of a query row: 1, or TERMS in tile mode.
+    """
 
     def __init__(
         self,
@@ -106,13 +111,12 @@ class ScoreEntries(DecodeTiles):
         blocks: Blocks,
         page_size: int,
         ctas_per_sm: int = 2,
-        by_tile: bool = False,
+        terms: int = 1,
     ) -> None:
         paging = Paging.of_entries(page_size, blocks.length, blocks.stride)
-        self.terms = TERMS if by_tile else 1
-        rows = group * queries * self.terms
+        rows = group * queries * terms
         super().__init__(dim, v_dim, dtype, rows, paging, row_bytes=4 * (KEYS + 1), ctas_per_sm=ctas_per_sm)
-        self.group, self.query_rows = group, group * queries
+        self.group, self.query_rows, self.terms = group, group * queries, terms
         self.cta_rows = self.rows // self.terms  # query rows of a CTA
         self.row_groups = -(-self.query_rows // self.cta_rows)
         self.keys = Keys(blocks.length, blocks.stride)
@@ -280,9 +284,9 @@ def compiled(
     blocks: Blocks,
     page_size: int,
     ctas_per_sm: int = 2,
-    by_tile: bool = False,
+    terms: int = 1,
 ) -> Kernel:
-    kernel = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, ctas_per_sm, by_tile)
+    kernel = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, ctas_per_sm, terms)
     slots = page_size // blocks.stride
     return compile_kernel(
         kernel,
