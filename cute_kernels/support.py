@@ -67,15 +67,15 @@ def check_with_cache(call: Any) -> str | None:
     problem = _machine_problem(call, given=inputs is not None and inputs.q.is_cuda)
     if problem or inputs is None or config is None or cache is None:
         return problem
-    if not config.token_mode:
-        return f"decodes in token mode only, q_tile_size=1, got q_tile_size={config.q_tile_size}"
+    if config.num_cmp_selected_blocks is not None:
+        return f"decodes with num_cmp_selected_blocks=None only, got {config.num_cmp_selected_blocks}"
     reason = (
         fa4.refusal(inputs.q.dtype, cache.dim, cache.dim_v)
-        or _refusal_of_token_mode(inputs, config, 0)
-        or _refusal_of_cache(config, cache)
+        or _refusal_of_token_mode(inputs, config, 0, SELECTS if config.token_mode else "decodes")
+        or _refusal_of_cache(config, cache, cache.heads_kv if config.shares_heads else inputs.q.shape[2])
     )
     rules = fa4.rules(torch.device(call.device))
-    if reason is not None or rules is None or inputs.q.shape[1] < MIN_PREFILL_QUERIES:
+    if reason is not None or rules is None or inputs.q.shape[1] < MIN_PREFILL_QUERIES or not config.token_mode:
         return reason
     batch, queries = inputs.q.shape[:2]
     return _refusal_of_rows(
@@ -83,8 +83,11 @@ def check_with_cache(call: Any) -> str | None:
     )
 
 
-def _refusal_of_cache(config: Any, cache: Any) -> str | None:
-    """What kernels of decode/ cannot take besides. Scores of a tile of entries reach the next tile's blocks at most."""
+def _refusal_of_cache(config: Any, cache: Any, selectors: int) -> str | None:
+    """What kernels of decode/ cannot take besides. Scores of a tile of entries reach the next tile's blocks at most.
+
+    Args: `selectors`, groups of heads that select together.
+    """
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     ratio, page_size = size // stride, cache.table.page_size
     if ratio > DECODE_KEYS or length // stride > DECODE_KEYS // ratio * ratio:
@@ -94,8 +97,12 @@ def _refusal_of_cache(config: Any, cache: Any) -> str | None:
         )
     if page_size % stride:
         return f"decodes with a page_size that compress_stride divides, got {page_size} and {stride}"
-    if max(cache.table.batch, cache.heads_kv * MAX_DECODE_QUERIES) > MAX_GRID:
-        return f"decodes up to {MAX_GRID} sequences, got B={cache.table.batch}, H_kv={cache.heads_kv}"
+    if max(cache.table.batch, selectors * MAX_DECODE_QUERIES) > MAX_GRID:
+        most = MAX_GRID // MAX_DECODE_QUERIES
+        return (
+            f"decodes up to {MAX_GRID} sequences and {most} groups of heads that select together, got "
+            f"B={cache.table.batch} and {selectors}"
+        )
     for name, pages in cache.pages.items():
         if not vectorized(pages):
             return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {pages.stride()}"
@@ -332,17 +339,23 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules, backward: bool) -> str 
     return _refusal_of_documents(inputs, config.stride, tile_rows(config, rules))
 
 
-def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
-    """What select/token.py and the kernels of attend/ cannot take. Args: `rows`, of an attention tile."""
+SELECTS = "selects per token (q_tile_size=1)"
+
+
+def _refusal_of_token_mode(inputs: Any, config: Any, rows: int, does: str = SELECTS) -> str | None:
+    """What select/token.py and the kernels of attend/ cannot take, and those of decode/ in tile mode.
+
+    Args: `rows`, of an attention tile; `does`, what the call does.
+    """
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     if not config.causal:
-        return "selects per token (q_tile_size=1) with causal=True only, got causal=False"
+        return f"{does} with causal=True only, got causal=False"
     if size not in TOKEN_SELECT_SIZES:
         wanted = ", ".join(map(str, TOKEN_SELECT_SIZES))
-        return f"selects per token (q_tile_size=1) with select_block_size {wanted}, got {size}"
+        return f"{does} with select_block_size {wanted}, got {size}"
     if length % stride or size % stride:
         return (
-            "selects per token (q_tile_size=1) with a compress_stride that divides compress_block_size and "
+            f"{does} with a compress_stride that divides compress_block_size and "
             f"select_block_size, got {stride}, {length} and {size}"
         )
     if size // stride + length // stride - 1 > MAX_TOKEN_ENTRIES:
@@ -353,7 +366,7 @@ def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
     if config.num_selected_blocks > MAX_TOKEN_BLOCKS:
         return f"chooses at most {MAX_TOKEN_BLOCKS} blocks per token, got {config.num_selected_blocks}"
     if inputs.group_size > MAX_TOKEN_GROUP:
-        return f"selects per token for at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
+        return f"{does} for at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
     packed = runs_as_pack(inputs, config, training=False)
     return _refusal_of_documents(inputs, config.stride, rows) if packed else None
 
