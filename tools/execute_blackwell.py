@@ -6,7 +6,7 @@
         why a deletion changes nothing that a run cannot tell are kept from OUT, by kernel and instruction
 
 OUT is written whenever a case is done: its row takes the place of the earlier one, and holds the commit that was run.
-So an interrupted run goes on with --resume, and --match runs some cases again.
+So an interrupted run goes on with --resume, and --match runs some again: "deletions" all of those, and no case.
 
 The exit status is 1 if a result is beyond its budget, a case raised, a finding is not understood, or a kernel of ours
 was not executed. Needs no GPU, and the packages of the `cuda` and `dev` extras.
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Execute every kernel of Blackwell on a CPU.")
     parser.add_argument("--out", type=Path, default=OUT, help=f"JSON file (default: {relative(OUT)})")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
-    parser.add_argument("--match", default="", help="only cases whose name holds this, and no deletions")
+    parser.add_argument("--match", default="", help="only cases and deletions whose name holds this")
     parser.add_argument("--resume", action="store_true", help="run only what OUT does not hold")
     parser.add_argument("--list", action="store_true", help="name what would run, and run nothing")
     args = parser.parse_args(argv)
@@ -168,9 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = blackwell.table()
     tasks = [Task(case_task(case.name, schedule), run_case, i) for i, (case, schedule, _) in enumerate(table)]
     tasks += [Task(deletions_task(group), run_deletions, group) for group in deletion_cases.GROUPS]
-    chosen = [task for task in tasks if task.function is run_case and args.match in task.name] if args.match else tasks
+    chosen = [task for task in tasks if args.match in task.name]
     if not chosen:
-        parser.error(f"--match {args.match!r} fits none of {len(table)} cases")
+        parser.error(f"--match {args.match!r} fits none of {len(table)} cases, nor deletions")
     record = Record(args.out)
     if args.resume:
         chosen = [task for task in chosen if task.name not in {*record.cases, *record.deletions}]

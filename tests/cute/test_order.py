@@ -12,6 +12,7 @@ import torch
 
 from tests.support.ptx import assembly, clocks
 from tests.support.ptx.clocks import (
+    ELECTED,
     END,
     INIT,
     LANES_RACE,
@@ -772,3 +773,26 @@ def test_programs(name: str, left_out: str, late: bool) -> None:
         re.escape(kind) + r" \[\d+: [^\[]*" + re.escape(first) + r".*\] where .* and \[\d+: .*" + re.escape(second)
     )
     assert re.match(message, str(raised.value))
+
+
+@pytest.mark.parametrize("by_all", [True, False], ids=["all lanes", "one lane"])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
+@pytest.mark.parametrize("stores", [1, 32])
+def test_one_lane_that_arrives_hands_on_what_all_had_done_together(by_all: bool, together: bool, stores: int) -> None:
+    """Advice where other lanes have written since."""
+    body = f"""
+        @%p2 mbarrier.init.shared.b64 [%r3+2048], {32 if by_all else 1};
+        bar.sync 0;
+        @{"%p1" if stores > 1 else "%p2"} st.shared.b32 [%r4], %r1;
+        {"bar.warp.sync -1;" if together else ""}
+        @{"%p1" if by_all else "%p2"} mbarrier.arrive.shared.b64 %rd2, [%r3+2048], 1;
+        @%p1 ret;
+        $AGAIN: mbarrier.try_wait.parity.shared.b64 %p6, [%r3+2048], 0;
+        @!%p6 bra $AGAIN;
+        ld.shared.b32 %r9, [%r3];
+        """
+    order = Order()
+    assembly.run(BEGIN + body, torch.arange(256, dtype=torch.int32), threads=64, observer=order)
+    wrong = stores > 1 and not by_all and not together
+    assert ELECTED in clocks.ADVICE
+    assert [found.kind for found in order.advice] == [ELECTED] * wrong

@@ -12,6 +12,7 @@ import pytest
 from bench.report import RESULTS
 from tests.support import blackwell_cases as blackwell
 from tests.support.bench_helpers import DOCS, documented_fields
+from tests.support.deletion_cases import GROUPS
 from tools import execute_blackwell as tool
 
 CASE: dict[str, Any] = {
@@ -90,6 +91,9 @@ def test_kernels_that_were_not_executed_fail(
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["--list", "--match", "paper"]) == 0
     assert capsys.readouterr().out.splitlines() == ["paper preset, late", "paper preset, early"]
+    assert tool.main(["--list", "--match", "deletions"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"deletions, {group}" for group in GROUPS]
     with pytest.raises(SystemExit):
         tool.main(["--match", "nothing like it"])
-    assert f"--match 'nothing like it' fits none of {len(blackwell.table())} cases" in capsys.readouterr().err
+    wrong = f"--match 'nothing like it' fits none of {len(blackwell.table())} cases, nor deletions"
+    assert wrong in capsys.readouterr().err

@@ -35,9 +35,12 @@ Advice, apart from findings, is what the ISA's text does not promise, and kernel
                  ("Register dependencies, same thread": use waits for the value, and promises nothing about memory)
     pipeline     products into different accumulators, in order in one warp's pipe
     reuse        a copy overwrites what threads have read, with a barrier but without a proxy fence between
+    lanes        one lane arrives at an mbarrier, or starts a copy or product, for what others of its warp did to shared
+                 memory since the last bar.warp.sync or barrier of threads ("elect.sync" and what is .sync.aligned wait
+                 for the lanes, and promise nothing about memory)
 
-Clocks are of warps: that an elected lane hands on what other lanes did is not looked at. Nor are races in global memory
-found, or what ptxas makes of the instructions.
+Of lanes no more is looked at: not whether the one that arrives is the one that accessed alone, nor which one waits.
+Races in global memory are not found, nor what ptxas makes of the instructions.
 """
 
 from __future__ import annotations
@@ -55,9 +58,10 @@ LANES, COLUMNS = 128, 512
 """Of TMEM; a cell is lane * COLUMNS + column."""
 AGENTS = 512
 """Most of them in one launch of a cluster."""
-ORDERED, FENCED, CONSUMED = range(3)
-"""Rows of a clock: what is before; of that, what threads wrote and made known to the async proxy; and what is before if
-registers of tcgen05.ld, once used, tell that it has read."""
+ORDERED, FENCED, CONSUMED, TOGETHER = ROWS = range(4)
+"""Rows of a clock: what is before; of that, what threads wrote and made known to the async proxy; what is before if
+registers of tcgen05.ld, once used, tell that it has read; and what is before if one lane hands on only what its warp
+had done when its lanes last were together."""
 
 RACE = "nothing orders"
 PROXY = "no proxy fence between"
@@ -69,7 +73,8 @@ REGISTER_FENCE = "no wgmma.fence between"
 REGISTERS = "registers alone order"
 PIPELINE = "the tensor pipe alone orders"
 REUSE = "no proxy fence, but a barrier, between"
-ADVICE = {REGISTERS, PIPELINE, REUSE}
+ELECTED = "one lane alone hands on between"
+ADVICE = {REGISTERS, PIPELINE, REUSE, ELECTED}
 ATOMIC = "adds atomically"
 
 
@@ -83,6 +88,8 @@ class Access(NamedTuple):
     """By threads, not by the async proxy; of TMEM: never."""
     detail: Hashable = None
     """Of a product in the tensor pipe: where it adds up, and its shape; of what is no plain access: a verb."""
+    of_lanes: bool = False
+    """By more than one lane of a warp."""
 
 
 Key = tuple[str, int, int]
@@ -176,7 +183,7 @@ class Mbarrier:
         self.is_fenced = self.is_relaxed = False
         self.phase = phase
         """How many are complete."""
-        self.arriving, self.completed = np.zeros((2, 3, AGENTS), "i4")
+        self.arriving, self.completed = np.zeros((2, len(ROWS), AGENTS), "i4")
         """Clocks: of arrivals in this phase, and at the end of the one before."""
         self.commits: deque[Any] = deque()
         """Clocks of tcgen05.commit that have not arrived, and program points."""
@@ -209,7 +216,7 @@ class Clocks:
         self._of_tmem = np.zeros(AGENTS, np.bool_)
         for warp in range(warps):
             self._agent("warp", warp)
-        self.clock = np.zeros((warps, 3, AGENTS), "i4")
+        self.clock = np.zeros((warps, len(ROWS), AGENTS), "i4")
         self.clock[:, ORDERED, :warps] = self.clock[:, CONSUMED, :warps] = np.eye(warps, dtype="i4")
         self.shared = [Memory(SHARED_CELLS, f"shared memory of CTA {cta}", byte_of) for cta in range(ctas)]
         self.tmem = [Memory(LANES * COLUMNS, f"TMEM of CTA {cta}", lane_of) for cta in range(ctas)]
@@ -227,7 +234,7 @@ class Clocks:
         """How often the lanes of a warp have been put in order."""
         self._touched: dict[int, dict[str, int] | None] = {}
         """By a warp since its last wgmma.fence, None: there was none; registers, and where."""
-        self._published, self._awaited = np.zeros((2, warps, 3, AGENTS), "i4")
+        self._published, self._awaited = np.zeros((2, warps, len(ROWS), AGENTS), "i4")
         """Of TMEM: by tcgen05.fence::before_thread_sync, and what ::after_thread_sync will take."""
 
     # Findings
@@ -282,8 +289,11 @@ class Clocks:
         for row in rows:
             self.clock[warp, row, agent] = max(time, self.clock[warp, row, agent])
 
-    def _hand_on(self, warp: int, to: Any) -> None:
+    def _hand_on(self, warp: int, to: Any, by_all: bool = False) -> None:
+        """Args: whether each lane of the warp does."""
         np.maximum(to, self.clock[warp], out=to)
+        if by_all:
+            to[TOGETHER, warp] = self._now(warp)
         self._tick(warp)
 
     # Accesses
@@ -324,6 +334,8 @@ class Clocks:
             return REGISTERS if clock[CONSUMED, agent] >= time else RACE
         if before.is_generic and not access.is_generic and clock[FENCED, agent] < time:
             return PROXY if before.writes else REUSE
+        if before.of_lanes and not is_own and clock[TOGETHER, agent] < time:
+            return ELECTED
         return None
 
     def _with_read(self, number: int, access: Access) -> int:
@@ -347,6 +359,7 @@ class Clocks:
     def _access_by_threads(self, warp: int, cells: Any, cta: int, lanes: Any, writes: bool) -> None:
         access = self._generic(warp, writes)
         if lanes is not None:
+            access = access._replace(of_lanes=bool(lanes[0] != lanes[-1]))
             self._compare_lanes(warp, self.shared[cta], cells, access, lanes)
         self._access(self.shared[cta], cells, access, self.clock[warp])
 
@@ -382,6 +395,8 @@ class Clocks:
         """bar.warp.sync, or a barrier of all threads of these warps."""
         for warp in warps:
             self._epochs[warp] += 1
+            self.clock[warp, TOGETHER, warp] = self._now(warp)
+            self._tick(warp)
 
     def adds(self, warp: int, cells: Any, cta: int = 0) -> None:
         """atom, red: in any order with each other."""
@@ -406,9 +421,9 @@ class Clocks:
 
     def arrive(self, barrier: Hashable, warps: Iterable[int]) -> None:
         """Args: a name of the barrier, unique in the cluster."""
-        to = self._named.setdefault(barrier, np.zeros((3, AGENTS), "i4"))
+        to = self._named.setdefault(barrier, np.zeros((len(ROWS), AGENTS), "i4"))
         for warp in warps:
-            self._hand_on(warp, to)
+            self._hand_on(warp, to, True)
 
     def release(self, barrier: Hashable, warps: Iterable[int]) -> None:
         """All have arrived: these have waited."""
@@ -440,14 +455,15 @@ class Clocks:
             self._found(INIT, init, use, f"mbarrier {key}")
         return barrier
 
-    def arrive_at(self, warp: int, key: Hashable, relaxed: bool = False) -> None:
+    def arrive_at(self, warp: int, key: Hashable, relaxed: bool = False, by_all: bool = True) -> None:
+        """Args: whether each lane of the warp arrives."""
         barrier = self._mbarrier(warp, key)
         if relaxed:
             barrier.is_relaxed = True
             np.maximum(barrier.arriving, self._published[warp], out=barrier.arriving)
         else:
             self._reach(key, self._generic(warp, True)._replace(detail="arrives"), warp)
-            self._hand_on(warp, barrier.arriving)
+            self._hand_on(warp, barrier.arriving, by_all)
 
     def _of_cta(self, key: Hashable) -> slice:
         """The warps of an mbarrier's CTA."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tests.support.ptx.registers import Threads
 
 WARPS_OF_GROUP = 4
+LANES_OF_WARP = 32
 QUARTER = LANES // 4
 """Of the lanes of TMEM, that a warp reaches."""
 TEXT = 120
@@ -223,8 +224,9 @@ class Order(Observer):
             self.clocks.init(warp, self._key(barrier))
 
     def arrives(self, threads: Threads, barrier: tuple[Cta, int], phase: int) -> None:
-        for warp in self._warps(threads):
-            self.clocks.arrive_at(warp, self._key(barrier), self._is_relaxed(threads))
+        for warp, own in zip(self._warps(threads), threads.warps, strict=True):
+            by_all = bool((threads.warp_of == own).sum() == LANES_OF_WARP)
+            self.clocks.arrive_at(warp, self._key(barrier), self._is_relaxed(threads), by_all)
 
     def committed(self, barrier: tuple[Cta, int], phase: int, operations: list[Operation]) -> None:
         self.clocks.arrive_committed(self._key(barrier))
