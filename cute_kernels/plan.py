@@ -235,12 +235,11 @@ def _align(inputs: Any) -> Any:
 
 def _pack(inputs: Any) -> Any:
     """Sequences of one length as packed documents."""
-    (batch, queries), tokens = inputs.q.shape[:2], inputs.k.shape[1]
     changed = {
         name: tensor.flatten(0, 1) for name in (*PER_TOKEN, *ENTRIES) if (tensor := getattr(inputs, name)) is not None
     }
-    numbers = torch.arange(batch + 1, dtype=torch.int32, device=inputs.q.device)
-    return replace(inputs, **changed, cu_seqlens=numbers * queries, cu_seqlens_k=numbers * tokens)
+    packed = Packed.of_sequences(inputs.q, inputs.k.shape[1])
+    return replace(inputs, **changed, cu_seqlens=packed.cu_seqlens, cu_seqlens_k=packed.cu_seqlens_k)
 
 
 def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:

@@ -116,23 +116,23 @@ def check_block_sparse_attention(call: Any) -> str | None:
     if problem or inputs is None:
         return problem
     q, size, slots = inputs.q, call.options["block_size"], call.options["slots"]
-    if not call.options["causal"]:
-        return "attends to given blocks with causal=True only, got causal=False"
     if size not in TOKEN_SELECT_SIZES:
         return f"takes block_size {', '.join(map(str, TOKEN_SELECT_SIZES))}, got {size}"
     if inputs.group_size > MAX_TOKEN_GROUP:
         return f"attends to given blocks with at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
-    sequences = 1 if inputs.packed else q.shape[0]
+    as_pack = is_pack(inputs) or (len(q) > 0 and not call.options["causal"])
+    sequences = 1 if as_pack else q.shape[0]
     if max(sequences, q.shape[-2]) > MAX_GRID:
         return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, H={q.shape[-2]}"
-    rows = max(inputs.k.shape[-3], q.shape[-3] * max(slots, q.shape[-2]))
+    queries, tokens, _ = pack_sizes(inputs) if as_pack else (q.shape[1], inputs.k.shape[1], 0)
+    rows = max(tokens, queries * max(slots, q.shape[-2]))
     if rows >= 1 << 31:
         return f"takes fewer than 2^31 keys, and blocks and heads of all tokens, got {rows}"
     apart = max(q.stride(-3), q.shape[-2] * inputs.v.shape[-1])
     if apart >= 1 << 15:
         return f"takes tokens of q and of do that lie fewer than 2^15 elements apart, got {apart}"
-    reason = _refusal_of_continued(inputs) or fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1])
-    return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
+    reason = fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1])
+    return reason if reason or not as_pack else _refusal_of_documents(inputs, size, size)
 
 
 def check_top_blocks_by_max(call: Any) -> str | None:
@@ -148,14 +148,16 @@ def check_top_blocks_by_max(call: Any) -> str | None:
         return f"chooses at most {MAX_INDEXER_BLOCKS} blocks per token, got k={count}"
     if inputs.group_size > MAX_INDEXER_GROUP:
         return f"takes at most {MAX_INDEXER_GROUP} heads that share keys, got {inputs.group_size}"
-    sequences = 1 if inputs.packed else q.shape[0]
+    as_pack = is_pack(inputs)
+    sequences = 1 if as_pack else q.shape[0]
     if max(sequences, inputs.k.shape[-2]) > MAX_GRID:
         return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, {inputs.k.shape[-2]} heads of k_idx"
-    rows = max(inputs.k.shape[-3], q.shape[-3] * q.shape[-2])
+    queries, tokens, _ = pack_sizes(inputs) if as_pack else (q.shape[1], inputs.k.shape[1], 0)
+    rows = max(tokens, queries * q.shape[-2])
     if rows >= 1 << 31:
         return f"takes fewer than 2^31 keys, and heads of all tokens, got {rows}"
-    reason = _refusal_of_continued(inputs) or fa4.refusal(q.dtype, q.shape[-1], q.shape[-1])
-    return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
+    reason = fa4.refusal(q.dtype, q.shape[-1], q.shape[-1])
+    return reason if reason or not as_pack else _refusal_of_documents(inputs, size, size)
 
 
 def check_neighborhood_attention(call: Any) -> str | None:
@@ -214,15 +216,6 @@ def _machine_problem(call: Any, *, given: bool = False) -> str | None:
     return None
 
 
-def _refusal_of_continued(inputs: Any) -> str | None:
-    """Starts that attention to given blocks does not know."""
-    if inputs.cu_seqlens_k is not None or (inputs.packed and inputs.q_start is not None):
-        return "does not take cu_seqlens_k and q_start of packed documents yet, only sequences of one length"
-    if inputs.q_start is not None:  # an integer has cut the keys by now
-        return "takes q_start as an integer, not yet as a tensor"
-    return None
-
-
 def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
@@ -245,20 +238,21 @@ def tile_rows(config: Any, rules: Any) -> int:
 
 
 def runs_as_pack(inputs: Any, config: Any, *, training: bool) -> bool:
-    """Whether a call takes the steps of packed documents.
+    """Whether a call of NSA takes the steps of packed documents.
 
-    So do sequences of one length whose starts only the device knows, and, to be trained, those that continue a tile:
-    documents begin inside a tile, while lists of rows without documents are of tiles that begin.
+    So do, beside what `is_pack`, sequences that continue a tile, to be trained: documents begin inside a tile, while
+    lists of rows without documents are of tiles that begin.
     """
-    if inputs.packed:
-        return True
-    if isinstance(inputs.q_start, Tensor):
-        return bool(inputs.q.shape[0] > 0)
-    return training and continues_tile(inputs, config) and bool(inputs.q.numel() > 0)
+    return is_pack(inputs) or (training and bool(inputs.q.numel() > 0) and continues_tile(inputs, config))
+
+
+def is_pack(inputs: Any) -> bool:
+    """Whether a call has packed documents, or sequences of one length whose starts only the device knows."""
+    return bool(inputs.packed or (isinstance(inputs.q_start, Tensor) and inputs.q.shape[0] > 0))
 
 
 def pack_sizes(inputs: Any) -> tuple[int, int, int]:
-    """Queries, tokens and documents of what `runs_as_pack`."""
+    """Queries, tokens and documents of what runs as a pack."""
     docs = inputs.cu_seqlens.shape[0] - 1 if inputs.packed else inputs.q.shape[0]
     return math.prod(inputs.q.shape[:-2]), math.prod(inputs.k.shape[:-2]), docs
 
