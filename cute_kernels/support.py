@@ -263,7 +263,7 @@ def continues_tile(inputs: Any, config: Any) -> bool:
 
 
 def has_atomic_free_backward(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
-    """Whether kernels without atomics exist for backward: attend/selected_backward.py, attend/window_backward.py."""
+    """Whether kernels without atomics exist for backward: attend/selected_, window_ and compressed_backward.py."""
     return SELECT_UNIT in rules.backward_widths and dim == v_dim
 
 

@@ -51,7 +51,7 @@ DIMS = (64, 128)
 GROUPS = (1, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
-HOPPER_MODULES = ("selected_backward", "selected_worklist", "window_backward")
+HOPPER_MODULES = ("compressed_backward", "selected_backward", "selected_worklist", "window_backward")
 """Of cute_kernels: what only sm_90a can run."""
 
 
@@ -416,13 +416,15 @@ def decode_cases() -> Iterator[Case]:
 
 
 def hopper_cases() -> Iterator[Case]:
-    from cute_kernels.attend import window_backward
+    from cute_kernels.attend import compressed_backward, window_backward
     from cute_kernels.attend.selected_backward import _combine, _dkv, _dq
     from cute_kernels.lists.selected_worklist import _count, _list
 
     yield Case("CountQueryTiles", "bits", None, None, None, ours(_count))
     yield Case("ListQueryTiles", "bits", None, None, None, ours(_list))
     for dim, dtype in itertools.product(DIMS, DTYPES):
+        yield Case("CompressedDQ", "entries", dim, None, dtype, ours(compressed_backward._dq, dim, dtype))
+        yield Case("CompressedDKV", "entries", dim, None, dtype, ours(compressed_backward._dkv, dim, dtype))
         selected = {
             "causal": (True, False, False),
             "not-causal": (False, False, False),

@@ -177,7 +177,9 @@ class Attention:
         given = Gradients(q, k, v, branch.o, do, branch.lse, *(torch.empty_like(x) for x in (q, k, v)))
         got = {"dq": given.dq, "dk": given.dk, "dv": given.dv}
         if form.branch == "compressed":
-            got["dk"], got["dv"] = (x.to(self.dtype) for x in backward.backward_compressed(plan, given, indices, False))
+            got["dk"], got["dv"] = (
+                x.to(self.dtype) for x in backward.backward_compressed(plan, given, indices, torch.empty(0), False)
+            )
         elif form.branch == "selected":
             backward.backward_selected(plan, given, indices, torch.empty(0), False)
         else:
