@@ -98,12 +98,10 @@ def plan(
     together = group if config.shares_heads else 1  # heads that select together
     apart = group // together
     window = min(config.window_size, capacity)
-    how, kernel_how = (dims, dtype), (*dims, CUTE_DTYPES[dtype])
-    of = group, queries, select
-    scoring = page_size, tuning.score_ctas_per_sm, terms
-    attending = queries, select, window, page_size
-    of_score = score.ScoreEntries(*kernel_how, *of, *scoring)
-    of_blocks = blocks.AttendBlocks(*kernel_how, together, *attending, apart)
+    how, attending = (dims, dtype, group, queries, select), (queries, select, window, page_size)
+    element, per_sm = CUTE_DTYPES[dtype], tuning.score_ctas_per_sm
+    of_score = score.ScoreEntries(*dims, element, group, queries, select, page_size, per_sm, terms)
+    of_blocks = blocks.AttendBlocks(*dims, element, together, queries, select, window, page_size, apart)
     entries = max(0, (capacity - select.length) // select.stride + 1)
     items, tiles, sms = kv_heads * queries, -(-entries // of_score.tiles.entries), multiprocessors(device)
     places = batch * kv_heads * of_score.row_groups
@@ -111,7 +109,6 @@ def plan(
     at_once = sms * of_blocks.ctas_per_sm
     parts = blocks.Parts.of(select, window, capacity, batch * items, at_once, tuning.part_tiles, apart)
     few = batch * queries * heads <= 2 * sms
-    combining = terms, together
     choice = choose.ChoiceParts.of(-(-capacity // select.size))
     listed = batch, items * apart, choice.lists, select.count
     attended = batch, items * apart, parts.both if apart == 1 else parts.selected, together
@@ -127,11 +124,11 @@ def plan(
     shape_of_combine = tuning.combine or (combine.FEW_HEADS if few else combine.MANY_HEADS)
     return Plan(
         append.compiled(dims, dtype, page_size, select.length, select.stride).run,
-        score.compiled(*how, *of, *scoring).run,
-        choose.compiled(*how, *of, page_size, *combining).run,
-        blocks.compiled(*how, together, *attending, apart).run,
-        blocks.compiled(*how, group, *attending).run if apart > 1 else None,
-        combine.compiled(*how, *of, page_size, *gate_dtypes, shape_of_combine, *combining).run,
+        score.compiled(*how, page_size, per_sm, terms).run,
+        choose.compiled(*how, page_size, terms, together).run,
+        blocks.compiled(dims, dtype, together, *attending, apart).run,
+        blocks.compiled(dims, dtype, group, *attending).run if apart > 1 else None,
+        combine.compiled(*how, page_size, *gate_dtypes, shape_of_combine, terms, together).run,
         shapes,
         tuple(map(math.prod, shapes)),
         (batch, items, parts.window, group) if apart > 1 else None,
@@ -191,7 +188,8 @@ def decode(
     if pages.k_win is None and of.window is None:
         of.blocks(q, pages.k, pages.v, table, *known, *listed, *attended, of.scale, parts.selected, *cut)
     else:  # as many launches as there are keys and values, or heads of a part; of the second all are of the window
-        some, rest = attended, apart
+        some: tuple[Any, ...] = attended
+        rest: tuple[Any, ...] = apart
         if of.window is None:
             some, rest = (tuple(x[:, :, of_parts] for x in attended) for of_parts in parts.of_branches)
         if parts.selected > 0:

@@ -78,7 +78,7 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
 
 def _facts(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> Hashable:
     """All that `_check_shapes` and the dispatcher look at; None for arguments of a wrong type."""
-    tensors = []
+    tensors: list[Hashable] = []
     for x in TENSORS(inputs):
         if isinstance(x, Tensor) and not x.is_nested:
             tensors.append((x.shape, x.dtype, x.device, x.layout))
