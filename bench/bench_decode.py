@@ -122,12 +122,25 @@ class Step(NamedTuple):
     backend: str
 
     def call(self) -> Tensor:
-        """Each call writes the same tokens again."""
+        """Each call writes the same tokens again, and in tile mode the sums of their queries, as a step's end does."""
         step = self.cache.table.open
         if step is None:
             raise RuntimeError("no step of the table is open")
         step.done.clear()
-        return nsa_with_cache(self.q, self.k, self.v, self.cache, gates=self.gates, backend=self.backend)
+        out = nsa_with_cache(self.q, self.k, self.v, self.cache, gates=self.gates, backend=self.backend)
+        while step.commits:
+            step.commits.pop()()
+        return out
+
+    def means(self, row: int, query: int, heads: slice) -> Tensor:
+        """What selects a token's blocks: its queries, or in tile mode the means of its tile so far, `[heads,D]`."""
+        tile, cached = self.config.q_tile_size, self.case.n - self.case.n_q
+        token = cached + query
+        first = token // tile * tile
+        total = self.q[row, max(0, first - cached) : query + 1, heads].double().sum(0)
+        if self.cache.tile_sums is not None and first < cached:
+            total += self.cache.tile_sums[row, (cached - 1) % tile, heads].double()
+        return total / (token - first + 1)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -256,8 +269,6 @@ def make_step(case: Case, args: argparse.Namespace, device: torch.device) -> Ste
         return f"{case.name} did not run: {str(refusal).splitlines()[0]}"
     except torch.OutOfMemoryError:
         return f"{case.name} did not run: out of memory"
-    if not config.token_mode:
-        return f"{case.name} did not run: its results have no check here, which is of token mode"
     return step
 
 
@@ -270,14 +281,15 @@ def check(step: Step) -> tuple[float, float]:
     case, config = step.case, step.config
     out, got, exact, rough = step.call(), [], [], []
     group = case.heads // case.kv_heads
+    together = group if config.shares_heads else 1  # heads that select together
     picked = torch.randperm(case.batch * case.kv_heads, generator=torch.Generator().manual_seed(1))[:CHECKED].tolist()
     for at in picked:
         row, kv_head = divmod(at, case.kv_heads)
-        heads = slice(kv_head * group, (kv_head + 1) * group)
+        first_head = kv_head * group + at % (group // together) * together
+        heads, keys = slice(first_head, first_head + together), gather(step, row, kv_head)
         for query in {0, case.n_q - 1}:
             token = case.n - case.n_q + query
-            keys = gather(step, row, kv_head)
-            blocks = chosen(step.q[row, query, heads], keys[2], token, config)
+            blocks = chosen(step.means(row, query, heads), keys[2], token, config)
             if blocks is None:
                 continue
             gates = step.gates[row, query, heads].double()
@@ -310,25 +322,33 @@ def gather(step: Step, row: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def chosen(q: Tensor, k_cmp: Tensor, token: int, config: NSAConfig) -> Tensor | None:
-    """The blocks of a token by the definition (docs/semantics.md, 3 and 4), or None for a near tie. Args: q `[G,D]`."""
+    """The blocks of a token by the definition (docs/semantics.md, 3 and 4), or None for a near tie.
+
+    Args:
+        q: of the heads that select together `[heads,D]`, in tile mode the means.
+    """
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     last, visible = token // size, config.num_compressed(token + 1)
     blocks = torch.arange(last + 1, device=q.device)
-    p = torch.softmax(config.scale(q.shape[1]) * q.double() @ k_cmp[:visible].double().T, -1).sum(0)
+    logits = config.scale(q.shape[1]) * q.double() @ k_cmp[:visible].double().T
+    p = (torch.softmax(logits, -1) if config.token_mode else logits).sum(0)
     begin = torch.arange(visible, device=q.device) * stride
-    score = torch.zeros(last + 1, dtype=torch.float64, device=q.device)
+    score, covered = (torch.zeros(last + 1, dtype=torch.float64, device=q.device) for _ in range(2))
     for i in range(-(-(length + size) // size)):  # the blocks that an entry overlaps
         block = begin // size + i
         overlap = (begin + length).minimum((block + 1) * size) - begin.maximum(block * size)
         known = (block <= last) & (overlap > 0)
         score.index_add_(0, block[known], (p * overlap / length)[known])
+        covered.index_add_(0, block[known], (overlap.double() / length)[known])
+    if not config.token_mode:
+        score = torch.where(covered > 0, score / covered, -math.inf)
     forced = (blocks < config.num_init_blocks) | (blocks > last - config.num_local_blocks)
     room = config.num_selected_blocks - int(forced.sum())
     others = blocks[~forced]
     order = score[others].argsort(descending=True, stable=True)
     if 0 < room < len(others):
         taken, left = (score[others[order[i]]] for i in (room - 1, room))
-        if taken - left <= NEAR_TIE * taken:
+        if taken - left <= NEAR_TIE * abs(taken):
             return None
     return torch.cat([blocks[forced], others[order[: max(room, 0)]]])
 

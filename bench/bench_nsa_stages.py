@@ -300,6 +300,9 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         for _ in backward.list_chunks(plan, chunk.slc, bits(chunk), size=size, width=width, entries=False):
             pass
 
+    def compressed(chunk: HeadChunk) -> None:
+        backward.backward_compressed(plan, chunk.cmp, chunk.branches.cmp_indices, chunk.gated.delta[0], False)
+
     def selected(chunk: HeadChunk, plan: Plan = plan) -> None:
         local = backward.local_selected(chunk.call, chunk.gated)
         backward.backward_selected(plan, chunk.slc, chunk.branches.indices, chunk.gated.delta[1], False, local=local)
@@ -324,7 +327,7 @@ def backward_stages(sizes: Sizes, config: NSAConfig, copy_tbs: float, tflops: fl
         ("gate gradients", every(lambda chunk: differentiate_gates(chunk.call, chunk.branches, chunk.do, chunk.gates))),
         (
             "compressed",
-            every(lambda chunk: backward.backward_compressed(plan, chunk.cmp, chunk.branches.cmp_indices, False)),
+            every(compressed),
         ),
     ]
     if config.token_mode:

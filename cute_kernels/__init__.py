@@ -11,7 +11,7 @@
     lists               block lists and worklists
     pool                pooled keys and values, packed documents
     mma                 MMA of warps and warpgroups
-    runtime             compiling, streams, device
+    runtime             compiling, replay of calls, streams, device
     limits              constants that support checks and kernels rely on
 
 Each imports only those below it (tests/tools/test_imports.py).

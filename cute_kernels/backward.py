@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.attend.compressed_backward import compressed_backward
 from cute_kernels.attend.kv_outer_backward import kv_outer_backward
 from cute_kernels.attend.selected_backward import selected_backward
 from cute_kernels.attend.window_backward import LocalSelected, window_backward
@@ -33,7 +34,16 @@ from cute_kernels.gate.sums import key_gradients, query_gradients
 from cute_kernels.lists.kv_to_query import list_bytes, tile_bits, transposed_lists, transposed_prefix_lists
 from cute_kernels.lists.query_to_kv import BlockLists
 from cute_kernels.mma.wgmma import TILE
-from cute_kernels.plan import Call, Plan, branch_kv, prepare, selected_lists, token_mode_options, window_reach
+from cute_kernels.plan import (
+    Call,
+    Plan,
+    branch_kv,
+    prepare,
+    replay_of,
+    selected_lists,
+    token_mode_options,
+    window_reach,
+)
 from cute_kernels.pool.compress import block_means
 from cute_kernels.runtime.device import vectorizable
 
@@ -75,16 +85,20 @@ def nsa_backward(
         atomic_free: False: take FlashAttention-4's backward for every branch, for comparisons. It has no effect on
             the selected branch of `deterministic` calls.
     """
-    kept = Saved.from_list(saved)
-    saved_cmp = None if kept.k_cmp is None or kept.v_cmp is None else (kept.k_cmp, kept.v_cmp)
-    call = prepare(inputs, config, saved_cmp, training=True, atomic_free=atomic_free)
-    do = vectorizable(do.reshape(*call.inputs.q.shape[:3], do.shape[-1]))
-    results = _Results(call, share_dtype)
-    if call.inputs.q.numel() > 0:
-        for kv_heads in head_chunks(call):
-            _backward_of_heads(call, kept, do, kv_heads, results, deterministic)
-        results.finish()
-    return {name: tensor.view(getattr(inputs, name).shape) for name, tensor in results.gradients.items()}
+
+    def run() -> dict[str, Tensor]:
+        kept = Saved.from_list(saved)
+        saved_cmp = None if kept.k_cmp is None or kept.v_cmp is None else (kept.k_cmp, kept.v_cmp)
+        call = prepare(inputs, config, saved_cmp, training=True, atomic_free=atomic_free)
+        rows = vectorizable(do.reshape(*call.inputs.q.shape[:3], do.shape[-1]))
+        results = _Results(call, share_dtype)
+        if call.inputs.q.numel() > 0:
+            for kv_heads in head_chunks(call):
+                _backward_of_heads(call, kept, rows, kv_heads, results, deterministic)
+            results.finish()
+        return {name: tensor.view(getattr(inputs, name).shape) for name, tensor in results.gradients.items()}
+
+    return replay_of(run, inputs, config, deterministic, share_dtype, atomic_free, more=[*saved, do])
 
 
 def head_chunks(call: Call) -> Iterator[slice]:
@@ -109,7 +123,8 @@ class _Results:
             tensor = getattr(inputs, name)
             if tensor is not None:
                 # Zeros stay where there is nothing to differentiate: no tokens, no entries
-                new = torch.zeros if tensor.dim() == 3 or inputs.q.numel() == 0 else torch.empty
+                needs_entries = tensor.dim() == 3 and name != "gate_proj_weight"
+                new = torch.zeros if needs_entries or inputs.q.numel() == 0 else torch.empty
                 dtype = tensor.dtype if name in ("q", "gates") else share_dtype or tensor.dtype
                 self.gradients[name] = new(tensor.shape, dtype=dtype, device=tensor.device)
         self.shapes = call.k_cmp.shape, call.v_cmp.shape
@@ -189,7 +204,7 @@ def _backward_of_heads(
 
     if (chunk.k_cmp.shape[1] if documents is None else documents.most_entries) > 0:
         cmp = branch_gradients(0, chunk.k_cmp, chunk.v_cmp)
-        results.add_entries(kv_heads, backward_compressed(call.plan, cmp, cmp_indices, deterministic))
+        results.add_entries(kv_heads, backward_compressed(call.plan, cmp, cmp_indices, gated.delta[0], deterministic))
         del cmp
     else:
         results.add_entries(kv_heads, None)
@@ -222,12 +237,13 @@ def _backward_of_heads(
 
 
 def backward_compressed(
-    plan: Plan, gradients: Gradients, indices: Tensor | None, deterministic: bool
+    plan: Plan, gradients: Gradients, indices: Tensor | None, delta: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """Of attention to compressed entries.
 
     Args:
         indices: blocks of entries that were selected; None: all.
+        delta: do . o, fp32 `[B,H,N]`.
 
     Returns:
         dk and dv in fp32.
@@ -235,6 +251,20 @@ def backward_compressed(
     q, k = gradients.q, gradients.k
     documents, keys = plan.documents, plan.entry
     batch, num_rows = q.shape[:2]
+    if plan.split_compressed:
+        return compressed_backward(
+            q,
+            k,
+            gradients.v,
+            gradients.do,
+            gradients.lse,
+            delta,
+            length=keys.length,
+            stride=keys.stride,
+            scale=plan.scale,
+            dq=gradients.dq,
+            first_token=plan.first_row,
+        )
     has_phases = keys.length % keys.stride == 0 and plan.first_row % keys.stride == 0
     if indices is None and keys.causal and documents is None and has_phases:
         if batch == 1 or num_rows >= PHASES_FROM or deterministic:

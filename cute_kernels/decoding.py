@@ -8,14 +8,16 @@ while sequences grow. Temporary memory comes from PyTorch's allocator in each ca
 other, then share it, and calls on two streams do not.
 
 Entries that are no means, and keys and values of single branches, are appended by PyTorch (NSACache.append).
-More than MAX_DECODE_QUERIES new tokens are steps of so many; from MIN_PREFILL_QUERIES on, a prefill (prefill.py).
+More than MAX_DECODE_QUERIES new tokens are steps of so many; in token mode from MIN_PREFILL_QUERIES on, a prefill
+(prefill.py). In tile mode tile_sums.py runs before them, and where heads select by themselves the window's parts are a
+launch of their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from cute_kernels.decode import append, blocks, choose, combine, score
 from cute_kernels.decode.cache import Lengths, Pages
-from cute_kernels.decode.splits import MIN_TILES
+from cute_kernels.decode.tile_sums import keep_sums, sum_queries
 from cute_kernels.limits import MAX_DECODE_QUERIES, MIN_PREFILL_QUERIES
 from cute_kernels.mma.warp import LOG2_E
 from cute_kernels.prefill import append_tokens, prefill
@@ -35,6 +37,21 @@ BRANCHES = {"k": "k_slc", "v": "v_slc", "k_win": "k_win", "v_win": "v_win"}
 """Fields of `Pages` and the cache's names, with separate_kv."""
 
 
+class Tuning(NamedTuple):
+    """What changes the speed of a step and not its result."""
+
+    score_ctas_per_sm: int = 2
+    score_tiles: int = 1
+    """Tiles of a CTA of score.py, at least, in sequences as long as the capacity."""
+    part_tiles: int | None = None
+    """Of blocks.py; None: Parts.of decides."""
+    combine: combine.Shape | None = None
+    """None: by the number of heads."""
+
+
+DEFAULT = Tuning()
+
+
 class Plan(NamedTuple):
     """Kernels of a call, and what is the same in all calls of its shapes."""
 
@@ -42,12 +59,16 @@ class Plan(NamedTuple):
     score: Callable[..., None]
     choose: Callable[..., None]
     blocks: Callable[..., None]
+    window: Callable[..., None] | None
+    """Of the window's parts, where heads select by themselves: those of a group read the same window."""
     combine: Callable[..., None]
     shapes: tuple[tuple[int, ...], ...]
-    """Of temporary memory, 4 bytes each: partials of score.py and their lse, those of blocks.py, scores, values and
+    """Of temporary memory, 4 bytes each: partials of score.py and blocks.py, scores, lse of both partials, values and
     blocks of choose.py. Up to the scores all are whole vectors."""
     sizes: tuple[int, ...]
     """Of the shapes."""
+    window_shape: tuple[int, ...] | None
+    """Of the lse of its partials."""
     scale: float
     """softmax_scale * log2(e)"""
     ctas: int
@@ -68,39 +89,52 @@ def plan(
     page_size: int,
     columns: int,  # of the block table
     device: torch.device,
+    tuning: Tuning = DEFAULT,
 ) -> Plan:
     """Compiles what is not compiled yet."""
     batch, queries, heads, dim = shape
     dims, group, capacity = (dim, v_dim), heads // kv_heads, columns * page_size
-    select = Blocks.of(config)
+    select, terms = Blocks.of(config), 1 if config.token_mode else score.TERMS
+    together = group if config.shares_heads else 1  # heads that select together
+    apart = group // together
     window = min(config.window_size, capacity)
-    how = dims, dtype, group, queries, select
-    of_score = score.ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, select, page_size)
-    of_blocks = blocks.AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, select, window, page_size)
+    how, kernel_how = (dims, dtype), (*dims, CUTE_DTYPES[dtype])
+    of = group, queries, select
+    scoring = page_size, tuning.score_ctas_per_sm, terms
+    attending = queries, select, window, page_size
+    of_score = score.ScoreEntries(*kernel_how, *of, *scoring)
+    of_blocks = blocks.AttendBlocks(*kernel_how, together, *attending, apart)
     entries = max(0, (capacity - select.length) // select.stride + 1)
     items, tiles, sms = kv_heads * queries, -(-entries // of_score.tiles.entries), multiprocessors(device)
     places = batch * kv_heads * of_score.row_groups
-    ctas = max(1, min(sms * of_score.ctas_per_sm, -(-places * tiles // MIN_TILES)))
-    parts = blocks.Parts.of(select, window, capacity, batch * items, sms * of_blocks.ctas_per_sm)
+    ctas = max(1, min(sms * of_score.ctas_per_sm, -(-places * tiles // tuning.score_tiles)))
+    at_once = sms * of_blocks.ctas_per_sm
+    parts = blocks.Parts.of(select, window, capacity, batch * items, at_once, tuning.part_tiles, apart)
+    few = batch * queries * heads <= 2 * sms
+    combining = terms, together
     choice = choose.ChoiceParts.of(-(-capacity // select.size))
-    listed, attended = (batch, items, choice.lists, select.count), (batch, items, parts.both, of_blocks.rows)
+    listed = batch, items * apart, choice.lists, select.count
+    attended = batch, items * apart, parts.both if apart == 1 else parts.selected, together
     shapes = (
-        (ctas + places, of_score.rows, v_dim),
-        (ctas + places, of_score.rows),
+        (ctas + places, of_score.cta_rows, v_dim),
         (*attended, v_dim),
-        attended,
         (batch, kv_heads, max(1, tiles), of_score.tiles.slots, queries * group),
+        (ctas + places, of_score.cta_rows),
+        attended,
         listed,
         listed,
     )
+    shape_of_combine = tuning.combine or (combine.FEW_HEADS if few else combine.MANY_HEADS)
     return Plan(
         append.compiled(dims, dtype, page_size, select.length, select.stride).run,
-        score.compiled(*how, page_size).run,
-        choose.compiled(*how, page_size).run,
-        blocks.compiled(*how, window, page_size).run,
-        combine.compiled(*how, page_size, *gate_dtypes).run,
+        score.compiled(*how, *of, *scoring).run,
+        choose.compiled(*how, *of, page_size, *combining).run,
+        blocks.compiled(*how, together, *attending, apart).run,
+        blocks.compiled(*how, group, *attending).run if apart > 1 else None,
+        combine.compiled(*how, *of, page_size, *gate_dtypes, shape_of_combine, *combining).run,
         shapes,
         tuple(map(math.prod, shapes)),
+        (batch, items, parts.window, group) if apart > 1 else None,
         config.scale(dim) * LOG2_E,
         ctas,
         parts,
@@ -116,47 +150,57 @@ def decode(
     lengths: Lengths,
     config: Any,
     *,
+    rows: Tensor | None = None,
     gates: Tensor | None = None,
     gate_proj_weight: Tensor | None = None,
     appended: bool = False,
+    tuning: Tuning = DEFAULT,
 ) -> Tensor:
     """Append new tokens of each sequence, and attend: out `[B,N_q,H,D_v]` in q's dtype.
 
     Args:
         q, k, v: `[B,N_q,H,D]`, `[B,N_q,H_kv,D]`, `[B,N_q,H_kv,D_v]`, bf16 or fp16; N_q at most MAX_DECODE_QUERIES.
         pages: in their dtype; what support.check_with_cache says of them.
-        config: an nsa.NSAConfig in token mode.
+        config: an nsa.NSAConfig.
+        rows: in tile mode those of `sum_queries`.
         gates, gate_proj_weight: `[B,N_q,H,3]` or `[H,3,D]`; neither: 1/3 each.
         appended: pages hold the new tokens already. AppendPages then writes nothing, but the other kernels still start
             behind it (decode/__init__.py).
+        tuning: of speed alone.
     """
     weight, gates = gate_proj_weight, None if gate_proj_weight is not None else gates
     gate_dtypes = None if weight is None else weight.dtype, None if gates is None else gates.dtype
     kv_heads, v_dim = v.shape[2:]
     layout = pages.k.shape[1], pages.block_table.shape[1]
-    of = plan(tuple(q.shape), kv_heads, v_dim, q.dtype, gate_dtypes, config, *layout, q.device)
+    of = plan(tuple(q.shape), kv_heads, v_dim, q.dtype, gate_dtypes, config, *layout, q.device, tuning)
     q, k, v = vectorizable(q), vectorizable(k), vectorizable(v)
     out = q.new_empty((*q.shape[:3], v_dim))
     memory = torch.empty(sum(of.sizes), dtype=torch.float32, device=q.device).split_with_sizes(of.sizes)
-    *partials, scores, values, indices = map(Tensor.view, memory, of.shapes)
+    cmp_o, block_o, scores, cmp_lse, block_lse, values, indices = map(Tensor.view, memory, of.shapes)
     indices = indices.view(torch.int32)
+    compressed, attended = (cmp_o, cmp_lse), (block_o, block_lse)
     table, known = pages.block_table, lengths[:2]
     of.append(k, v, *pages[:4], table, lengths.cached, torch.zeros_like(lengths.new) if appended else lengths.new)
-    of.score(q, pages.k_cmp, pages.v_cmp, table, *known, *partials[:2], scores, of.scale, of.ctas)
-    of.choose(*known, partials[1], scores, values, indices, of.ctas, of.choice_blocks)
+    of.score(q if rows is None else rows, *pages[2:4], table, *known, *compressed, scores, of.scale, of.ctas)
+    of.choose(*known, cmp_lse, scores, values, indices, of.ctas, of.choice_blocks)
     parts, listed = of.parts, (values, indices)
     cut = parts.tiles, parts.window_tiles, of.choice_blocks
-    if pages.k_win is None:
-        of.blocks(q, pages.k, pages.v, table, *known, *listed, *partials[2:], of.scale, parts.selected, *cut)
-    else:  # as many launches as there are keys and values; of the second all parts are of the window
-        some, rest = ([x[:, :, of_parts] for x in partials[2:]] for of_parts in parts.of_branches)
+    apart: tuple[Tensor | None, ...] = (None, None)
+    if of.window_shape is not None:
+        apart = block_o.new_empty((*of.window_shape, v_dim)), block_lse.new_empty(of.window_shape)
+    if pages.k_win is None and of.window is None:
+        of.blocks(q, pages.k, pages.v, table, *known, *listed, *attended, of.scale, parts.selected, *cut)
+    else:  # as many launches as there are keys and values, or heads of a part; of the second all are of the window
+        some, rest = attended, apart
+        if of.window is None:
+            some, rest = (tuple(x[:, :, of_parts] for x in attended) for of_parts in parts.of_branches)
         if parts.selected > 0:
             of.blocks(q, pages.k, pages.v, table, *known, *listed, *some, of.scale, parts.selected, *cut)
         if parts.window > 0:
-            of.blocks(q, *pages.window, table, *known, *listed, *rest, of.scale, 0, *cut)
+            (of.window or of.blocks)(q, *pages.window, table, *known, *listed, *rest, of.scale, 0, *cut)
     of_gates = None if weight is None else q, weight, gates
     overflowed = lengths.overflowed.view(torch.int8)
-    of.combine(*known, overflowed, *partials, *of_gates, out, of.ctas, of.parts.selected)
+    of.combine(*known, overflowed, *compressed, *attended, *apart, *of_gates, out, of.ctas, of.parts.selected)
     return out
 
 
@@ -176,17 +220,24 @@ def nsa_with_cache(inputs: Any, config: Any, cache: Any, step: Any) -> Tensor:
         cache.append(inputs, config, step)
     if cache.separate_kv:
         pages = pages._replace(**{x: memory[y] for x, y in BRANCHES.items()})
-    if q.shape[1] >= MIN_PREFILL_QUERIES:
+    if config.token_mode and q.shape[1] >= MIN_PREFILL_QUERIES:
         if not appended:
             append_tokens(k, v, pages, lengths, config)
         return prefill(inputs, config, pages, lengths)
+    rows = None
+    if not config.token_mode:
+        tile = config.q_tile_size
+        rows, sums = sum_queries(q, cache.tile_sums, lengths, tile)
+        step.commits.append(partial(keep_sums, sums, cache.tile_sums, lengths, tile))
     if q.shape[1] <= MAX_DECODE_QUERIES:
-        return decode(q, k, v, pages, lengths, config, gates=gates, gate_proj_weight=weight, appended=appended)
+        how = {"rows": rows, "gates": gates, "gate_proj_weight": weight, "appended": appended}
+        return decode(q, k, v, pages, lengths, config, **how)
     outs = []
     for first in range(0, q.shape[1], MAX_DECODE_QUERIES):
-        rows = slice(first, first + MAX_DECODE_QUERIES)
+        of = slice(first, first + MAX_DECODE_QUERIES)
         new = (step.counts - first).clamp(0, MAX_DECODE_QUERIES)
         lengths = Lengths(table.seqlens + first, new, table.overflowed)
-        how: dict[str, Any] = {"gates": None if gates is None else gates[:, rows], "gate_proj_weight": weight}
-        outs.append(decode(q[:, rows], k[:, rows], v[:, rows], pages, lengths, config, **how, appended=appended))
+        parts = {"rows": None if rows is None else rows[:, of], "gates": None if gates is None else gates[:, of]}
+        how = {**parts, "gate_proj_weight": weight, "appended": appended}
+        outs.append(decode(q[:, of], k[:, of], v[:, of], pages, lengths, config, **how))
     return torch.cat(outs, 1)

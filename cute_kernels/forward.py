@@ -33,9 +33,11 @@ from cute_kernels.lists.query_to_kv import BlockLists, chosen_lists, prefix_list
 from cute_kernels.plan import (
     Call,
     Plan,
+    Results,
     branch_kv,
     chunks,
     prepare,
+    replay_of,
     selected_lists,
     selects_entries,
     token_mode_options,
@@ -106,23 +108,32 @@ def nsa(
     Returns:
         out `[B,N,H,D_v]`, packed `[T,H,D_v]`, and the fields of NSAAux or None.
     """
+    if not aux:
+        return _without_aux(inputs, config, query_outer), None
     call = prepare(inputs, config, query_outer=query_outer)
-    if aux:
-        parts, first_tile = [], 0
-        for start, stop in whole_tiles(call):
-            tiles = slice(first_tile, first_tile := first_tile + _num_tiles(call, start, stop))
-            selections = _tiles_of(indices, tiles), _tiles_of(cmp_indices, tiles)
-            branches = attend(
-                call, start, stop, lse=True, selections=selections, holds_forced=indices is None, fuse_gate=True
-            )
-            parts.append((branches, gate(call, branches, start, stop)))
-        branches, gates = parts[0] if len(parts) == 1 else _concatenate_parts(parts)
-        return call.result, _aux(call, branches, gates)
-    for start, stop in chunks(call):
-        branches = attend(call, start, stop, lse=False, fuse_gate=True)
-        gate(call, branches, start, stop)
-        del branches  # frees its memory before the next chunk
-    return call.result, None
+    parts, first_tile = [], 0
+    for start, stop in whole_tiles(call):
+        tiles = slice(first_tile, first_tile := first_tile + _num_tiles(call, start, stop))
+        selections = _tiles_of(indices, tiles), _tiles_of(cmp_indices, tiles)
+        branches = attend(
+            call, start, stop, lse=True, selections=selections, holds_forced=indices is None, fuse_gate=True
+        )
+        parts.append((branches, gate(call, branches, start, stop)))
+    branches, gates = parts[0] if len(parts) == 1 else _concatenate_parts(parts)
+    return call.result, _aux(call, branches, gates)
+
+
+def _without_aux(inputs: Any, config: Any, query_outer: bool | None) -> Tensor:
+    def run() -> Results:
+        call = prepare(inputs, config, query_outer=query_outer)
+        for start, stop in chunks(call):
+            branches = attend(call, start, stop, lse=False, fuse_gate=True)
+            gate(call, branches, start, stop)
+            del branches  # frees its memory before the next chunk
+        return {"out": call.result}
+
+    out: Tensor = replay_of(run, inputs, config, query_outer)["out"]
+    return out
 
 
 # Training
@@ -173,19 +184,24 @@ def nsa_saving(inputs: Any, config: Any, *, recompute: bool) -> tuple[Tensor, li
     Args:
         recompute: save the selections, but not the branches' outputs, which backward computes again.
     """
-    call = prepare(inputs, config, training=True)
-    saved: dict[str, Tensor | None] = {}
-    if recompute and call.num_rows > 0:
-        saved["indices"], saved["cmp_indices"], gates = _forward_in_chunks(call)
-    else:
-        branches = attend(call, 0, call.num_rows, lse=True, fuse_gate=True)
-        gates = gate(call, branches, 0, call.num_rows)
-        saved["indices"], saved["cmp_indices"] = branches.indices, branches.cmp_indices
-        for name in () if recompute else BRANCHES:
-            saved[f"o_{name}"], saved[f"lse_{name}"] = getattr(branches, name)
-    saved["k_cmp"], saved["v_cmp"] = (None, None) if inputs.k_cmp is not None else call.compressed
-    saved["gates"] = None if inputs.gate_proj_weight is None else gates
-    return call.result, Saved(**saved).to_list()  # type: ignore[arg-type]
+
+    def run() -> Results:
+        call = prepare(inputs, config, training=True)
+        saved: dict[str, Tensor | None] = {}
+        if recompute and call.num_rows > 0:
+            saved["indices"], saved["cmp_indices"], gates = _forward_in_chunks(call)
+        else:
+            branches = attend(call, 0, call.num_rows, lse=True, fuse_gate=True)
+            gates = gate(call, branches, 0, call.num_rows)
+            saved["indices"], saved["cmp_indices"] = branches.indices, branches.cmp_indices
+            for name in () if recompute else BRANCHES:
+                saved[f"o_{name}"], saved[f"lse_{name}"] = getattr(branches, name)
+        saved["k_cmp"], saved["v_cmp"] = (None, None) if inputs.k_cmp is not None else call.compressed
+        saved["gates"] = None if inputs.gate_proj_weight is None else gates
+        return {"out": call.result, **saved}
+
+    saved = replay_of(run, inputs, config, recompute)
+    return saved.pop("out"), Saved(**saved).to_list()
 
 
 def _forward_in_chunks(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -2,6 +2,7 @@
 
     prepare     inputs and options -> Call: tensors that kernels can read, and their Plan
     chunks      ranges of query rows, so that temporary memory stays bounded
+    replay_of   a whole forward or backward, replayed where one like it was recorded (runtime/replay.py)
 
 forward.py and backward.py both start from a `Call`. Inputs and options are nsa.inputs.NSAInputs and
 nsa.config.NSAConfig; only their fields are read here, they are not imported.
@@ -10,7 +11,7 @@ nsa.config.NSAConfig; only their fields are read here, they are not imported.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,11 +24,17 @@ from cute_kernels.lists.query_to_kv import BlockLists, Keys, chosen_lists
 from cute_kernels.pool.compress import compress_kv
 from cute_kernels.pool.documents import Documents, Packed, lay_out
 from cute_kernels.runtime.device import vectorizable
+from cute_kernels.runtime.replay import Results as Results
+from cute_kernels.runtime.replay import replayed
 from cute_kernels.select.topk import Blocks
 from cute_kernels.support import has_atomic_free_backward, runs_as_pack, tile_rows
 
 CHUNK_BYTES = 8 << 30
 """The outputs of the three branches of one chunk of query rows take at most this."""
+
+SPLIT_ENTRIES = 2048
+"""Compressed entries up to which backward takes attend/compressed_backward.py where it can: then its seven products,
+without phases, are expected to be faster than FlashAttention-4's five."""
 
 ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight")
 """Inputs whose rows kernels read as vectors."""
@@ -60,6 +67,9 @@ class Plan:
     atomic_free: bool
     """Whether backward takes attend/selected_backward.py and attend/window_backward.py where it can, which are faster
     than FlashAttention-4's kernels and add up in a fixed order."""
+    split_compressed: bool
+    """Whether backward takes attend/compressed_backward.py for all entries: on Hopper with D = D_v, causal, no pack, up
+    to SPLIT_ENTRIES. Everything else takes FlashAttention-4, by phases or by lists."""
     query_outer: bool | None
     """Token mode: True or False in place of the rule by which the selected branch takes attend/query_outer.py."""
     documents: Documents | None = None
@@ -194,6 +204,18 @@ def selects_entries(config: Any, entries: int | None) -> bool:
     return count is not None and (entries is None or count * config.n_block_size < entries)
 
 
+def replay_of(
+    run: Callable[[], Results], inputs: Any, config: Any, *options: Hashable, more: Sequence[Tensor | None] = ()
+) -> Results:
+    """Results of `run`, a local function of the caller's, or of its recording.
+
+    Args:
+        inputs, config, options, more: all that it depends on; `more` are tensors.
+    """
+    rules = fa4.rules(inputs.q.device)
+    return replayed([*vars(inputs).values(), *more], (run.__qualname__, config, rules, *options), run)
+
+
 @lru_cache(256)
 def _plan(
     config: Any,
@@ -205,6 +227,9 @@ def _plan(
 ) -> Plan:
     """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number."""
     length, stride = config.compress_block_size, config.stride
+    atomic_free = atomic_free and has_atomic_free_backward(rules, *dims)
+    selects = selects_entries(config, entries)
+    few = entries is not None and entries <= SPLIT_ENTRIES
     return Plan(
         config=config,
         rules=rules,
@@ -212,11 +237,12 @@ def _plan(
         tile=tile_rows(config, rules),
         select=Blocks.of(config),
         select_cmp=Blocks(1, 1, config.n_block_size, config.num_cmp_selected_blocks, newest=config.causal)
-        if selects_entries(config, entries)
+        if selects
         else None,
         entry=Keys(length, stride, config.causal),
         token=Keys(causal=config.causal),
-        atomic_free=atomic_free and has_atomic_free_backward(rules, *dims),
+        atomic_free=atomic_free,
+        split_compressed=atomic_free and config.causal and few and not selects,
         query_outer=query_outer,
     )
 
@@ -235,12 +261,11 @@ def _align(inputs: Any) -> Any:
 
 def _pack(inputs: Any) -> Any:
     """Sequences of one length as packed documents."""
-    (batch, queries), tokens = inputs.q.shape[:2], inputs.k.shape[1]
     changed = {
         name: tensor.flatten(0, 1) for name in (*PER_TOKEN, *ENTRIES) if (tensor := getattr(inputs, name)) is not None
     }
-    numbers = torch.arange(batch + 1, dtype=torch.int32, device=inputs.q.device)
-    return replace(inputs, **changed, cu_seqlens=numbers * queries, cu_seqlens_k=numbers * tokens)
+    packed = Packed.of_sequences(inputs.q, inputs.k.shape[1])
+    return replace(inputs, **changed, cu_seqlens=packed.cu_seqlens, cu_seqlens_k=packed.cu_seqlens_k)
 
 
 def _unpack(inputs: Any, config: Any, rules: Any) -> tuple[Any, Any, Documents]:

@@ -49,8 +49,7 @@ def prefill(inputs: Any, config: Any, pages: Pages, lengths: Lengths) -> Tensor:
     page_size, table = pages.k.shape[1], pages.block_table
     capacity, dims = table.shape[1] * page_size, (q.shape[-1], v_dim)
 
-    numbers = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-    packed = Packed(numbers * queries, numbers * capacity, lengths.cached, lengths.new)
+    packed = Packed.of_sequences(q, capacity, lengths.cached, lengths.new)
     rules, q = fa4.rules(q.device), q.flatten(0, 1)[None]
     sizes = {"tile": tile_rows(config, rules), "step": 1, "length": length, "stride": stride}
     documents, aligned_q = lay_out_queries(q, packed, batch * capacity, **sizes)

@@ -67,15 +67,15 @@ def check_with_cache(call: Any) -> str | None:
     problem = _machine_problem(call, given=inputs is not None and inputs.q.is_cuda)
     if problem or inputs is None or config is None or cache is None:
         return problem
-    if not config.token_mode:
-        return f"decodes in token mode only, q_tile_size=1, got q_tile_size={config.q_tile_size}"
+    if config.num_cmp_selected_blocks is not None:
+        return f"decodes with num_cmp_selected_blocks=None only, got {config.num_cmp_selected_blocks}"
     reason = (
         fa4.refusal(inputs.q.dtype, cache.dim, cache.dim_v)
-        or _refusal_of_token_mode(inputs, config, 0)
-        or _refusal_of_cache(config, cache)
+        or _refusal_of_token_mode(inputs, config, 0, SELECTS if config.token_mode else "decodes")
+        or _refusal_of_cache(config, cache, cache.heads_kv if config.shares_heads else inputs.q.shape[2])
     )
     rules = fa4.rules(torch.device(call.device))
-    if reason is not None or rules is None or inputs.q.shape[1] < MIN_PREFILL_QUERIES:
+    if reason is not None or rules is None or inputs.q.shape[1] < MIN_PREFILL_QUERIES or not config.token_mode:
         return reason
     batch, queries = inputs.q.shape[:2]
     return _refusal_of_rows(
@@ -83,8 +83,11 @@ def check_with_cache(call: Any) -> str | None:
     )
 
 
-def _refusal_of_cache(config: Any, cache: Any) -> str | None:
-    """What kernels of decode/ cannot take besides. Scores of a tile of entries reach the next tile's blocks at most."""
+def _refusal_of_cache(config: Any, cache: Any, selectors: int) -> str | None:
+    """What kernels of decode/ cannot take besides. Scores of a tile of entries reach the next tile's blocks at most.
+
+    Args: `selectors`, groups of heads that select together.
+    """
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     ratio, page_size = size // stride, cache.table.page_size
     if ratio > DECODE_KEYS or length // stride > DECODE_KEYS // ratio * ratio:
@@ -94,8 +97,12 @@ def _refusal_of_cache(config: Any, cache: Any) -> str | None:
         )
     if page_size % stride:
         return f"decodes with a page_size that compress_stride divides, got {page_size} and {stride}"
-    if max(cache.table.batch, cache.heads_kv * MAX_DECODE_QUERIES) > MAX_GRID:
-        return f"decodes up to {MAX_GRID} sequences, got B={cache.table.batch}, H_kv={cache.heads_kv}"
+    if max(cache.table.batch, selectors * MAX_DECODE_QUERIES) > MAX_GRID:
+        most = MAX_GRID // MAX_DECODE_QUERIES
+        return (
+            f"decodes up to {MAX_GRID} sequences and {most} groups of heads that select together, got "
+            f"B={cache.table.batch} and {selectors}"
+        )
     for name, pages in cache.pages.items():
         if not vectorized(pages):
             return f"needs rows of pages {name!r} at multiples of 16 bytes, got strides {pages.stride()}"
@@ -109,23 +116,23 @@ def check_block_sparse_attention(call: Any) -> str | None:
     if problem or inputs is None:
         return problem
     q, size, slots = inputs.q, call.options["block_size"], call.options["slots"]
-    if not call.options["causal"]:
-        return "attends to given blocks with causal=True only, got causal=False"
     if size not in TOKEN_SELECT_SIZES:
         return f"takes block_size {', '.join(map(str, TOKEN_SELECT_SIZES))}, got {size}"
     if inputs.group_size > MAX_TOKEN_GROUP:
         return f"attends to given blocks with at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
-    sequences = 1 if inputs.packed else q.shape[0]
+    as_pack = is_pack(inputs) or (len(q) > 0 and not call.options["causal"])
+    sequences = 1 if as_pack else q.shape[0]
     if max(sequences, q.shape[-2]) > MAX_GRID:
         return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, H={q.shape[-2]}"
-    rows = max(inputs.k.shape[-3], q.shape[-3] * max(slots, q.shape[-2]))
+    queries, tokens, _ = pack_sizes(inputs) if as_pack else (q.shape[1], inputs.k.shape[1], 0)
+    rows = max(tokens, queries * max(slots, q.shape[-2]))
     if rows >= 1 << 31:
         return f"takes fewer than 2^31 keys, and blocks and heads of all tokens, got {rows}"
     apart = max(q.stride(-3), q.shape[-2] * inputs.v.shape[-1])
     if apart >= 1 << 15:
         return f"takes tokens of q and of do that lie fewer than 2^15 elements apart, got {apart}"
-    reason = _refusal_of_continued(inputs) or fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1])
-    return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
+    reason = fa4.refusal(q.dtype, q.shape[-1], inputs.v.shape[-1])
+    return reason if reason or not as_pack else _refusal_of_documents(inputs, size, size)
 
 
 def check_top_blocks_by_max(call: Any) -> str | None:
@@ -141,14 +148,16 @@ def check_top_blocks_by_max(call: Any) -> str | None:
         return f"chooses at most {MAX_INDEXER_BLOCKS} blocks per token, got k={count}"
     if inputs.group_size > MAX_INDEXER_GROUP:
         return f"takes at most {MAX_INDEXER_GROUP} heads that share keys, got {inputs.group_size}"
-    sequences = 1 if inputs.packed else q.shape[0]
+    as_pack = is_pack(inputs)
+    sequences = 1 if as_pack else q.shape[0]
     if max(sequences, inputs.k.shape[-2]) > MAX_GRID:
         return f"takes up to {MAX_GRID} sequences and heads, got B={sequences}, {inputs.k.shape[-2]} heads of k_idx"
-    rows = max(inputs.k.shape[-3], q.shape[-3] * q.shape[-2])
+    queries, tokens, _ = pack_sizes(inputs) if as_pack else (q.shape[1], inputs.k.shape[1], 0)
+    rows = max(tokens, queries * q.shape[-2])
     if rows >= 1 << 31:
         return f"takes fewer than 2^31 keys, and heads of all tokens, got {rows}"
-    reason = _refusal_of_continued(inputs) or fa4.refusal(q.dtype, q.shape[-1], q.shape[-1])
-    return reason if reason or not inputs.packed else _refusal_of_documents(inputs, size, size)
+    reason = fa4.refusal(q.dtype, q.shape[-1], q.shape[-1])
+    return reason if reason or not as_pack else _refusal_of_documents(inputs, size, size)
 
 
 def check_neighborhood_attention(call: Any) -> str | None:
@@ -207,15 +216,6 @@ def _machine_problem(call: Any, *, given: bool = False) -> str | None:
     return None
 
 
-def _refusal_of_continued(inputs: Any) -> str | None:
-    """Starts that attention to given blocks does not know."""
-    if inputs.cu_seqlens_k is not None or (inputs.packed and inputs.q_start is not None):
-        return "does not take cu_seqlens_k and q_start of packed documents yet, only sequences of one length"
-    if inputs.q_start is not None:  # an integer has cut the keys by now
-        return "takes q_start as an integer, not yet as a tensor"
-    return None
-
-
 def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
@@ -238,20 +238,21 @@ def tile_rows(config: Any, rules: Any) -> int:
 
 
 def runs_as_pack(inputs: Any, config: Any, *, training: bool) -> bool:
-    """Whether a call takes the steps of packed documents.
+    """Whether a call of NSA takes the steps of packed documents.
 
-    So do sequences of one length whose starts only the device knows, and, to be trained, those that continue a tile:
-    documents begin inside a tile, while lists of rows without documents are of tiles that begin.
+    So do, beside what `is_pack`, sequences that continue a tile, to be trained: documents begin inside a tile, while
+    lists of rows without documents are of tiles that begin.
     """
-    if inputs.packed:
-        return True
-    if isinstance(inputs.q_start, Tensor):
-        return bool(inputs.q.shape[0] > 0)
-    return training and continues_tile(inputs, config) and bool(inputs.q.numel() > 0)
+    return is_pack(inputs) or (training and bool(inputs.q.numel() > 0) and continues_tile(inputs, config))
+
+
+def is_pack(inputs: Any) -> bool:
+    """Whether a call has packed documents, or sequences of one length whose starts only the device knows."""
+    return bool(inputs.packed or (isinstance(inputs.q_start, Tensor) and inputs.q.shape[0] > 0))
 
 
 def pack_sizes(inputs: Any) -> tuple[int, int, int]:
-    """Queries, tokens and documents of what `runs_as_pack`."""
+    """Queries, tokens and documents of what runs as a pack."""
     docs = inputs.cu_seqlens.shape[0] - 1 if inputs.packed else inputs.q.shape[0]
     return math.prod(inputs.q.shape[:-2]), math.prod(inputs.k.shape[:-2]), docs
 
@@ -262,7 +263,7 @@ def continues_tile(inputs: Any, config: Any) -> bool:
 
 
 def has_atomic_free_backward(rules: fa4.Rules, dim: int, v_dim: int) -> bool:
-    """Whether kernels without atomics exist for backward: attend/selected_backward.py, attend/window_backward.py."""
+    """Whether kernels without atomics exist for backward: attend/selected_, window_ and compressed_backward.py."""
     return SELECT_UNIT in rules.backward_widths and dim == v_dim
 
 
@@ -338,17 +339,23 @@ def _refusal(inputs: Any, config: Any, rules: fa4.Rules, backward: bool) -> str 
     return _refusal_of_documents(inputs, config.stride, tile_rows(config, rules))
 
 
-def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
-    """What select/token.py and the kernels of attend/ cannot take. Args: `rows`, of an attention tile."""
+SELECTS = "selects per token (q_tile_size=1)"
+
+
+def _refusal_of_token_mode(inputs: Any, config: Any, rows: int, does: str = SELECTS) -> str | None:
+    """What select/token.py and the kernels of attend/ cannot take, and those of decode/ in tile mode.
+
+    Args: `rows`, of an attention tile; `does`, what the call does.
+    """
     length, stride, size = config.compress_block_size, config.stride, config.select_size
     if not config.causal:
-        return "selects per token (q_tile_size=1) with causal=True only, got causal=False"
+        return f"{does} with causal=True only, got causal=False"
     if size not in TOKEN_SELECT_SIZES:
         wanted = ", ".join(map(str, TOKEN_SELECT_SIZES))
-        return f"selects per token (q_tile_size=1) with select_block_size {wanted}, got {size}"
+        return f"{does} with select_block_size {wanted}, got {size}"
     if length % stride or size % stride:
         return (
-            "selects per token (q_tile_size=1) with a compress_stride that divides compress_block_size and "
+            f"{does} with a compress_stride that divides compress_block_size and "
             f"select_block_size, got {stride}, {length} and {size}"
         )
     if size // stride + length // stride - 1 > MAX_TOKEN_ENTRIES:
@@ -359,7 +366,7 @@ def _refusal_of_token_mode(inputs: Any, config: Any, rows: int) -> str | None:
     if config.num_selected_blocks > MAX_TOKEN_BLOCKS:
         return f"chooses at most {MAX_TOKEN_BLOCKS} blocks per token, got {config.num_selected_blocks}"
     if inputs.group_size > MAX_TOKEN_GROUP:
-        return f"selects per token for at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
+        return f"{does} for at most {MAX_TOKEN_GROUP} heads a group, got {inputs.group_size}"
     packed = runs_as_pack(inputs, config, training=False)
     return _refusal_of_documents(inputs, config.stride, rows) if packed else None
 

@@ -745,7 +745,8 @@ def attend(q: Tensor, keys: Keys, mask: Tensor, scale: float) -> tuple[Tensor, T
         mask = mask[None]
     if not keys.finite:  # 0 * NaN is NaN: replace such keys by zeros, and set NaN in the rows that see them
         finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
-        k, v = (torch.where(finite[..., None], entries, 0.0) for entries in (k, v))
+        used = finite & (mask != -math.inf).any(-2)  # what nobody wrote may be finite, and logits of it inf
+        k, v = (torch.where(used[..., None], entries, 0.0) for entries in (k, v))
         mask = torch.where((mask == 0) & ~finite[..., None, :], math.nan, mask)
     if q.numel() > 0 and q.device.type == "cpu" and dim == v.shape[-1]:
         return _attend_fused(q, k, v, mask, scale)

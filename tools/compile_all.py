@@ -51,7 +51,7 @@ DIMS = (64, 128)
 GROUPS = (1, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 SMS_VARIABLE = "FLASH_ATTENTION_NUM_SMS"
-HOPPER_MODULES = ("selected_backward", "selected_worklist", "window_backward")
+HOPPER_MODULES = ("compressed_backward", "selected_backward", "selected_worklist", "window_backward")
 """Of cute_kernels: what only sm_90a can run."""
 
 
@@ -379,7 +379,7 @@ def token_selected_cases() -> Iterator[Case]:
 
 
 def decode_cases() -> Iterator[Case]:
-    from cute_kernels.decode import append, blocks, choose, combine, gather, score
+    from cute_kernels.decode import append, blocks, choose, combine, gather, score, tile_sums
     from cute_kernels.select.topk import Blocks
 
     paper, page = Blocks(32, 16, 64, 16, init=1, local=2), 64
@@ -399,16 +399,32 @@ def decode_cases() -> Iterator[Case]:
         }.items():
             run = ours(combine.compiled, *how, page, *given)
             yield Case("CombineBranches", f"{variant},{gates}", dim, group, dtype, run)
+    per_tile, window, fp32 = Blocks(64, 64, 64, 16), 512, torch.float32
+    for dim, group, dtype in itertools.product(DIMS, (1, 4, 16), DTYPES):
+        how, by_head, variant = ((dim, dim), dtype, group, 1, per_tile), (score.TERMS, 1), "per_tile,N_q=1"
+        scored = ours(score.compiled, *how, page, 2, score.TERMS)
+        attended = ours(blocks.compiled, (dim, dim), dtype, 1, 1, per_tile, window, page, group)
+        combined = ours(combine.compiled, *how, page, None, fp32, combine.MANY_HEADS, *by_head)
+        yield Case("ScoreEntries", variant, dim, group, dtype, scored)
+        yield Case("ChooseBlocks", variant, dim, group, dtype, ours(choose.compiled, *how, page, *by_head))
+        yield Case("AttendBlocks", variant, dim, group, dtype, attended)
+        yield Case("CombineBranches", f"{variant},given", dim, group, dtype, combined)
+    for dim, dtype in itertools.product(DIMS, DTYPES):
+        yield Case("SumQueries", "T=256", dim, None, dtype, ours(tile_sums.sum_kernel, dim, dtype, 256))
+    for dim in DIMS:
+        yield Case("KeepSums", "T=256", dim, None, None, ours(tile_sums.keep_kernel, dim, 256))
 
 
 def hopper_cases() -> Iterator[Case]:
-    from cute_kernels.attend import window_backward
+    from cute_kernels.attend import compressed_backward, window_backward
     from cute_kernels.attend.selected_backward import _combine, _dkv, _dq
     from cute_kernels.lists.selected_worklist import _count, _list
 
     yield Case("CountQueryTiles", "bits", None, None, None, ours(_count))
     yield Case("ListQueryTiles", "bits", None, None, None, ours(_list))
     for dim, dtype in itertools.product(DIMS, DTYPES):
+        yield Case("CompressedDQ", "entries", dim, None, dtype, ours(compressed_backward._dq, dim, dtype))
+        yield Case("CompressedDKV", "entries", dim, None, dtype, ours(compressed_backward._dkv, dim, dtype))
         selected = {
             "causal": (True, False, False),
             "not-causal": (False, False, False),

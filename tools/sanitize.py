@@ -341,7 +341,7 @@ CASES: dict[str, Case | Neighborhood | Decoding | GivenBlocks] = {
         tensors=("gates",),
     ),
     "tiles, chosen entries": Case(ENTRIES, tokens=601, tensors=("w_k_compress", "w_v_compress"), recompute=True),
-    "tiles, D_v": Case(TILES, v_dim=128, tensors=("gate_proj_weight",)),
+    "tiles, D_v": Case(TILES, batch=2, v_dim=128, tensors=("gate_proj_weight",)),
     "tiles, not causal": Case(
         NSAConfig(num_selected_blocks=3, window_size=100, causal=False, share_heads_in_group=True)
     ),
@@ -522,6 +522,7 @@ def vouch_for_tensor_copies() -> None:
 
     fa4.attend = vouching(fa4.attend, lambda returned, *_, **__: returned)
     fa4.differentiate = vouching(fa4.differentiate, lambda _, given, *__, **___: (given.dq, given.dk, given.dv))
+    backward.compressed_backward = vouching(backward.compressed_backward, lambda *_, dq, **__: (dq,))
     backward.selected_backward = vouching(backward.selected_backward, lambda returned, *_, **__: returned)
     backward.window_backward = vouching(backward.window_backward, lambda *_, into, **__: into)
 

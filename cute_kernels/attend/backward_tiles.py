@@ -1,4 +1,4 @@
-"""Backward of attention on Hopper, split by output: what selected_backward.py and window_backward.py share.
+"""Backward of attention on Hopper, split by output: what selected_, window_ and compressed_backward.py share.
 
     S = scale Q K^T      P = exp(S - lse)      dP = dO V^T      dS = P (dP - delta)
     dQ = scale dS K      dK = scale dS^T Q     dV = P^T dO
@@ -146,6 +146,19 @@ class KeyTiles(Protocol):
 
     def tile(self, i: Int32) -> Int32:
         """Coordinate of the i-th one."""
+
+
+class KeyTileRange(NamedTuple):
+    """Key tiles that follow one another."""
+
+    first: Int32
+    num: Int32
+
+    def num_tiles(self) -> Int32:
+        return self.num
+
+    def tile(self, i: Int32) -> Int32:
+        return self.first + i
 
 
 class SharedDQ(NamedTuple):
@@ -329,6 +342,61 @@ class BackwardDKV(_Backward):
         keys_ready = tma_pipeline(1, CONSUMERS * WARPGROUP_WARPS, keys_bytes, defer_sync=True)
         rows_ready = tma_pipeline(STAGES, self.key_tiles * WARPGROUP_WARPS, rows_bytes, writers=TILE)
         return keys_ready, rows_ready
+
+    @cute.jit
+    def load_group(
+        self,
+        rows: tuple[TmaTile, TmaTile],  # Q and dO
+        keys: tuple[TmaTile, TmaTile],  # K and V
+        keys_ready: Any,
+        rows_ready: Any,
+        first_tile: Int32,
+        stop_tile: Int32,
+        group: Int32,
+        work: WorkTile,
+    ):
+        """Producer warp 0: K and V once, then Q and dO of a range of row tiles, of each head of the group."""
+        state = producer_state(STAGES)
+        load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
+        barrier = producer_acquire(keys_ready, producer_state(1))
+        for i in range_constexpr(self.key_tiles):
+            load_keys((work.tile * self.key_tiles + i, work.head, work.batch), i, barrier)
+        for head in cutlass.range(work.head * group, (work.head + 1) * group, unroll=1):
+            for tile in cutlass.range(first_tile, stop_tile, unroll=1):
+                load_rows((tile, head, work.batch), state.index, producer_acquire(rows_ready, state))
+                state.advance()
+
+    @cute.jit
+    def load_group_stats(
+        self,
+        branches: tuple[Stats, ...],
+        shared: SharedDKV,
+        rows_ready: Any,
+        first_tile: Int32,
+        stop_tile: Int32,
+        group: Int32,
+        num_rows: Int32,
+        work: WorkTile,
+    ):
+        """Producer warps 1 and 2: lse and delta of the same rows, for each branch."""
+        thread, _, _ = cute.arch.thread_idx()
+        sLse, sDelta = shared.sLse, shared.sDelta
+        state = producer_state(STAGES)
+        row = thread - LANES  # of a row tile
+        rLse, rDelta = cute.make_rmem_tensor(BRANCHES, Float32), cute.make_rmem_tensor(BRANCHES, Float32)
+        for head in cutlass.range(work.head * group, (work.head + 1) * group, unroll=1):
+            for tile in cutlass.range(first_tile, stop_tile, unroll=1):
+                for b in range_constexpr(len(branches)):
+                    lse, delta = branches[b]
+                    rLse[b], rDelta[b] = load_row_stats(
+                        lse[work.batch, head, None], delta[work.batch, head, None], tile * TILE + row, num_rows
+                    )
+                stage = state.index
+                rows_ready.sync_object_empty.wait(stage, state.phase)
+                for b in range_constexpr(len(branches)):
+                    sLse[row, b, stage], sDelta[row, b, stage] = rLse[b], rDelta[b]
+                cute.arch.mbarrier_arrive(rows_ready.producer_get_barrier(state))
+                state.advance()
 
     def partition(
         self, mma_s: cute.TiledMma, mma_dkv: cute.TiledMma, shared: SharedDKV, key_tile: Any, consumer: Consumer

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
@@ -49,6 +49,7 @@ from cute_kernels.attend.backward_tiles import (
     BackwardDKV,
     BackwardDQ,
     Consumer,
+    KeyTileRange,
     SharedDKV,
     SharedDQ,
     Stats,
@@ -56,11 +57,10 @@ from cute_kernels.attend.backward_tiles import (
     WorkTile,
     consumer_of,
     consumer_state,
-    producer_state,
     token_of,
 )
 from cute_kernels.mma.mma_sync import accumulator
-from cute_kernels.mma.warp import LANES, probability
+from cute_kernels.mma.warp import probability
 from cute_kernels.mma.wgmma import (
     TILE,
     acc_as_operand_a,
@@ -68,12 +68,9 @@ from cute_kernels.mma.wgmma import (
     broadcast_over_columns,
     broadcast_over_rows,
     issue_mma,
-    load_row_stats,
-    producer_acquire,
     score_gradients,
     scores_to_probabilities,
     store_acc_for_tma,
-    tma_loads,
     tma_store,
 )
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
@@ -104,19 +101,6 @@ def _both_branches(score: Float32, dp: Float32, scale: Float32, lse: Any, delta:
     """P and dS of a pair that the window and the selected branch see. Args: lse in base 2 and delta, of each."""
     window, selected = probability(score, scale, lse[0]), probability(score, scale, lse[1])
     return window + selected, cute.math.fma(window, dp - delta[0], selected * (dp - delta[1]))
-
-
-class WindowKeyTiles(NamedTuple):
-    """Key tiles that some row of a CTA sees."""
-
-    first: Int32
-    num: Int32
-
-    def num_tiles(self) -> Int32:
-        return self.num
-
-    def tile(self, i: Int32) -> Int32:
-        return self.first + i
 
 
 class WindowDQ(BackwardDQ):
@@ -204,7 +188,7 @@ class WindowDQ(BackwardDQ):
         first_tile = cutlass.max(token_of(work.tile * CTA_ROWS, first_token) - left, 0) // TILE
         stop_row = cutlass.min(work.tile * CTA_ROWS + CTA_ROWS, num_rows + TILE - 1)
         tiles = token_of(stop_row, first_token) // TILE - first_tile
-        key_tiles = WindowKeyTiles(first_tile, tiles)
+        key_tiles = KeyTileRange(first_tile, tiles)
         shared = self.allocate(row_layout, key_layout)
 
         if warp_index < WARPGROUP_WARPS:  # producer
@@ -233,7 +217,7 @@ class WindowDQ(BackwardDQ):
         self,
         shared: SharedDQ,
         branches: tuple[Stats, ...],
-        key_tiles: WindowKeyTiles,
+        key_tiles: KeyTileRange,
         window: Window,
         num_rows: Int32,
         scale: Float32,
@@ -392,7 +376,7 @@ class WindowDKV(BackwardDKV):
         if warp_index < WARPGROUP_WARPS:  # producer
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
-                self.load(
+                self.load_group(
                     ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
                     ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
                     keys_ready,
@@ -404,7 +388,7 @@ class WindowDKV(BackwardDKV):
                 )
             elif warp_index <= STATS_WARPS:
                 branches = ((mLse, mDelta), (mLocalLse, mLocalDelta))[: 1 + self.has_local]
-                self.load_stats(branches, shared, rows_ready, first_tile, stop_tile, group, num_rows, work)
+                self.load_group_stats(branches, shared, rows_ready, first_tile, stop_tile, group, num_rows, work)
         else:  # consumers
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = consumer_of(thread, warp_index)
@@ -425,61 +409,6 @@ class WindowDKV(BackwardDKV):
                 consumer,
             )
             self.epilogue(dK, dV, (tma_dk, shared.sK, mdK), (tma_dv, shared.sV, mdV), scale, mma_dkv, work, consumer)
-
-    @cute.jit
-    def load(
-        self,
-        rows: tuple[TmaTile, TmaTile],  # Q and dO
-        keys: tuple[TmaTile, TmaTile],  # K and V
-        keys_ready: Any,
-        rows_ready: Any,
-        first_tile: Int32,
-        stop_tile: Int32,
-        group: Int32,
-        work: WorkTile,
-    ):
-        """Producer warp 0: K and V once, then Q and dO of every row tile of every head of the group."""
-        state = producer_state(STAGES)
-        load_rows, load_keys = tma_loads(*rows), tma_loads(*keys)
-        barrier = producer_acquire(keys_ready, producer_state(1))
-        for i in range_constexpr(CONSUMERS):
-            load_keys((work.tile * CONSUMERS + i, work.head, work.batch), i, barrier)
-        for head in cutlass.range(work.head * group, (work.head + 1) * group, unroll=1):
-            for tile in cutlass.range(first_tile, stop_tile, unroll=1):
-                load_rows((tile, head, work.batch), state.index, producer_acquire(rows_ready, state))
-                state.advance()
-
-    @cute.jit
-    def load_stats(
-        self,
-        branches: tuple[Stats, ...],
-        shared: SharedDKV,
-        rows_ready: Any,
-        first_tile: Int32,
-        stop_tile: Int32,
-        group: Int32,
-        num_rows: Int32,
-        work: WorkTile,
-    ):
-        """Producer warps 1 and 2: lse and delta of every row, for each branch."""
-        thread, _, _ = cute.arch.thread_idx()
-        sLse, sDelta = shared.sLse, shared.sDelta
-        state = producer_state(STAGES)
-        row = thread - LANES  # of a row tile
-        rLse, rDelta = cute.make_rmem_tensor(BRANCHES, Float32), cute.make_rmem_tensor(BRANCHES, Float32)
-        for head in cutlass.range(work.head * group, (work.head + 1) * group, unroll=1):
-            for tile in cutlass.range(first_tile, stop_tile, unroll=1):
-                for b in range_constexpr(len(branches)):
-                    lse, delta = branches[b]
-                    rLse[b], rDelta[b] = load_row_stats(
-                        lse[work.batch, head, None], delta[work.batch, head, None], tile * TILE + row, num_rows
-                    )
-                stage = state.index
-                rows_ready.sync_object_empty.wait(stage, state.phase)
-                for b in range_constexpr(len(branches)):
-                    sLse[row, b, stage], sDelta[row, b, stage] = rLse[b], rDelta[b]
-                cute.arch.mbarrier_arrive(rows_ready.producer_get_barrier(state))
-                state.advance()
 
     @cute.jit
     def mma(

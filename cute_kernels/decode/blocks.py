@@ -1,8 +1,9 @@
 """Attention of each token of a step to its selected blocks and to its window, in parts (tiles.py).
 
-A CTA has the G heads of a key/value head and token, and some tiles of KEYS keys of one branch: the first
-`selected_parts` CTAs those of the selected blocks, l'/KEYS each, the others the window's, from its first token on. The
-selected blocks are the best of the parts that choose.py wrote; each CTA merges them.
+A CTA has the heads of a token that select together, the G of a key/value head or one (tile mode), and some tiles of
+KEYS keys of one branch: the first `selected_parts` CTAs those of the selected blocks, l'/KEYS each, the others the
+window's, from its first token on. The selected blocks are the best of the parts that choose.py wrote; each CTA merges
+them.
 
 Partials of parts without tiles have lse -inf.
 
@@ -35,8 +36,10 @@ from cute_kernels.select.topk import Blocks, TopKList
 
 MAX_PARTS = 64
 """Of a branch."""
-FEW_TILES = 4
-"""Tiles of a CTA, where there are more than CTAs: a partial is a quarter of a tile's bytes."""
+MOST_TILES = 8
+"""Of a part."""
+START_TILES = 2
+"""Tiles that a CTA could have taken in the time until its first one has come: it merges lists and waits for memory."""
 
 
 class Parts(NamedTuple):
@@ -58,12 +61,37 @@ class Parts(NamedTuple):
         return slice(self.selected), slice(self.selected, None)
 
     @staticmethod
-    def of(blocks: Blocks, window: int, max_tokens: int, items: int, ctas: int) -> Parts:
-        """Args: w; tokens of the longest sequence; tokens and key/value heads of a step; CTAs that run at a time."""
+    def of(
+        blocks: Blocks,
+        window: int,
+        max_tokens: int,
+        items: int,
+        ctas: int,
+        part_tiles: int | None = None,
+        per_kv_head: int = 1,
+    ) -> Parts:
+        """Args:
+        blocks, window, max_tokens: what is selected; w; tokens of the longest sequence.
+        items, ctas: tokens and key/value heads of a step; CTAs that run at a time.
+        part_tiles: tiles of a part. None: so many that all parts take the fewest rounds of tiles.
+        per_kv_head: groups of heads that select by themselves; the window's parts are another launch then.
+        """
         selected, rest = blocks.count * (blocks.size // KEYS), -(-min(window, max_tokens) // KEYS)
-        tiles = min(FEW_TILES, max(1, (selected + rest) * items // ctas))
-        per_part = [max(tiles, -(-x // MAX_PARTS)) for x in (selected, rest)]
-        return Parts(-(-selected // per_part[0]), -(-rest // per_part[1]), *per_part)
+
+        def cut(selected: int, rest: int, items: int) -> Parts:
+            def cut_by(tiles: int) -> Parts:
+                per_part = [max(tiles, -(-x // MAX_PARTS)) for x in (selected, rest)]
+                return Parts(-(-selected // per_part[0]), -(-rest // per_part[1]), *per_part)
+
+            def rounds(tiles: int) -> int:
+                return -(-cut_by(tiles).both * items // ctas) * (tiles + START_TILES)
+
+            return cut_by(part_tiles or min(range(1, MOST_TILES + 1), key=rounds))
+
+        if per_kv_head == 1:
+            return cut(selected, rest, items)
+        own, shared = cut(selected, 0, items * per_kv_head), cut(0, rest, items)
+        return Parts(own.selected, shared.window, own.tiles, shared.window_tiles)
 
 
 class Work(NamedTuple):
@@ -80,15 +108,29 @@ class Work(NamedTuple):
 
 
 class AttendBlocks(DecodeTiles):
-    """Args: dims of k and v; 16-bit type; G; N_q; what was selected; w; tokens of a page."""
+    """Args:
+    dim, v_dim, dtype: of k and v, 16-bit.
+    group, per_kv_head: heads that select together, and how many such groups a key/value head has.
+    queries, blocks, window, page_size: N_q; what was selected; w; tokens of a page.
+    """
 
     def __init__(
-        self, dim: int, v_dim: int, dtype: Any, group: int, queries: int, blocks: Blocks, window: int, page_size: int
+        self,
+        dim: int,
+        v_dim: int,
+        dtype: Any,
+        group: int,
+        queries: int,
+        blocks: Blocks,
+        window: int,
+        page_size: int,
+        per_kv_head: int = 1,
     ) -> None:
         self.keys = Keys(blocks.length, blocks.stride)
         self.topk = TopKList(blocks, self.keys, tile=1)
         super().__init__(dim, v_dim, dtype, group, Paging(page_size), bytes=self.topk.num_slots * 4)
         self.group, self.queries, self.blocks, self.window = group, queries, blocks, window
+        self.per_kv_head = per_kv_head
         self.block_tiles = blocks.size // KEYS
 
     @cute.jit
@@ -102,8 +144,8 @@ class AttendBlocks(DecodeTiles):
         mNew: cute.Tensor,
         mValues: cute.Tensor,  # as of ChooseBlocks
         mIndices: cute.Tensor,
-        mO: cute.Tensor,  # fp32 [B, H_kv N_q, parts, rows, D_v], written
-        mLse: cute.Tensor,  # fp32 [B, H_kv N_q, parts, rows], in base 2
+        mO: cute.Tensor,  # fp32 [B, items, parts, heads, D_v], written; items: (group of heads, token)
+        mLse: cute.Tensor,  # fp32 [B, items, parts, heads], in base 2
         scale: Float32,  # softmax_scale * log2(e)
         selected_parts: Int32,
         selected_tiles: Int32,  # of a part
@@ -130,7 +172,7 @@ class AttendBlocks(DecodeTiles):
     @cute.kernel
     def kernel(
         self,
-        mQ: cute.Tensor,  # [B, N_q, H_kv, G, D]
+        mQ: cute.Tensor,  # [B, N_q, groups, heads, D]
         mKPages: cute.Tensor,
         mVPages: cute.Tensor,
         mTable: cute.Tensor,
@@ -152,11 +194,11 @@ class AttendBlocks(DecodeTiles):
         smem = cutlass.memory.SmemAllocator()
         buffers = self.allocate(smem, layouts)
         sBlock = smem.allocate_tensor(Int32, cute.make_layout(self.topk.num_slots), 16)
-        kv_head, query = item // self.queries, item % self.queries
+        selector, query = item // self.queries, item % self.queries
         token = lengths.mCached[batch] + query
         if query < lengths.mNew[batch]:
             self.load_queries(
-                mQ[batch, None, kv_head, None, None], buffers.sQ, query * self.group, (query + 1) * self.group
+                mQ[batch, None, selector, None, None], buffers.sQ, query * self.group, (query + 1) * self.group
             )
             window_first = cutlass.max(token - self.window + 1, 0)
             is_window = part >= selected_parts
@@ -172,7 +214,7 @@ class AttendBlocks(DecodeTiles):
                 tiles = self._merge_parts(*gParts, buffers, sBlock, token, choice_blocks) * self.block_tiles
             tiles = cutlass.max(cutlass.min(tiles - first, limit), 0)
             work = Work(token, first, is_window, window_first, sBlock)
-            keys = PagedKeys(mTable[batch, None], mKPages, mVPages, kv_head)
+            keys = PagedKeys(mTable[batch, None], mKPages, mVPages, selector // self.per_kv_head)
             of_warp = self.attend(keys, buffers, tiles, scale, work)
             gO, gLse = mO[batch, item, part, None, None], mLse[batch, item, part, None]
             self.store_partial(of_warp, buffers, gO, gLse, Int32(self.group))
@@ -238,8 +280,9 @@ def compiled(
     blocks: Blocks,
     window: int,
     page_size: int,
+    per_kv_head: int = 1,
 ) -> Kernel:
-    kernel = AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, blocks, window, page_size)
+    kernel = AttendBlocks(*dims, CUTE_DTYPES[dtype], group, queries, blocks, window, page_size, per_kv_head)
     return compile_kernel(
         kernel,
         fake(dtype, None, None, None, dims[0]),
@@ -247,8 +290,8 @@ def compiled(
         fake_table(),
         *fake_lengths(),
         *fake_parts(blocks),
-        fake(torch.float32, None, None, None, kernel.rows, dims[1]),
-        fake(torch.float32, None, None, None, kernel.rows, aligned=False),
+        fake(torch.float32, None, None, None, group, dims[1]),
+        fake(torch.float32, None, None, None, group, aligned=False),
         Float32(0.0),
         *[Int32(0)] * 4,
     )

@@ -4,8 +4,10 @@
     score[b]     = sum_h 2^(L[h, b] - lse_h)           h over the heads of a group, in order; both tiles' L of a block
     part p       = the k best of so many blocks, best first; forced blocks head part 0
 
-A CTA has a part of the blocks of a token and key/value head; each warp keeps a list of its own (select/topk.py), and
-all merge them. blocks.py merges the parts. Parts behind the last scored block do nothing.
+In tile mode the heads' L are added up as they are, and `heads` is 1, or G with share_heads_in_group.
+
+A CTA has a part of the blocks of a token and the heads that select together; each warp keeps a list of its own
+(select/topk.py), and all merge them. blocks.py merges the parts. Parts behind the last scored block do nothing.
 
 Near ties: beside the errors of a fp32 product (select/token.py), L is rounded, and lse is a sum in another order. The
 relative error of a score is at most
@@ -18,11 +20,12 @@ than twice that. Blocks with the same entries in the same proportions tie exactl
 Floor: L once, 4 G bytes a block: 64K tokens, 4 x 16 heads: 0.26 MB, from L2. Latency: the partials' lse, the scores
 and one sorting network, one after the other.
 
-Limits: those of TopKList and score.py; G at most MAX_TOKEN_GROUP.
+Limits: those of TopKList and score.py; `heads` at most MAX_TOKEN_GROUP.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -63,13 +66,15 @@ class ChoiceParts(NamedTuple):
 
 
 class ChooseBlocks:
-    """Args: the kernel that wrote the scores, and what to select."""
+    """Args: the kernel that wrote the scores, what to select, and how many heads select together, 1 or G."""
 
-    def __init__(self, score: ScoreEntries, blocks: Blocks) -> None:
-        self.blocks, self.score, self.tiles, self.group = blocks, score, score.tiles, score.group
+    def __init__(self, score: ScoreEntries, blocks: Blocks, heads: int) -> None:
+        self.blocks, self.score, self.tiles, self.heads = blocks, score, score.tiles, heads
+        self.by_tile, self.per_kv_head = score.terms > 1, score.group // heads
+        self.missing = 0.0 if self.by_tile else -math.inf  # L where a tile has no entries of a block
         self.queries = score.query_rows // score.group
         self.topk = TopKList(blocks, score.keys, tile=1)
-        self.head_lanes = min(LANES, THREADS >> (score.group - 1).bit_length())  # that add up a head's lse
+        self.head_lanes = min(LANES, THREADS >> (heads - 1).bit_length())  # that add up a head's lse
 
     @cute.jit
     def __call__(
@@ -78,7 +83,7 @@ class ChooseBlocks:
         mNew: cute.Tensor,
         mLse: cute.Tensor,  # as of ScoreEntries
         mScores: cute.Tensor,  # likewise
-        mValues: cute.Tensor,  # fp32 [B, H_kv N_q, parts, k], written
+        mValues: cute.Tensor,  # fp32 [B, H N_q / heads, parts, k], written
         mIndices: cute.Tensor,  # int32 likewise; -1: no block
         ctas: Int32,  # of ScoreEntries
         part_blocks: Int32,
@@ -109,10 +114,11 @@ class ChooseBlocks:
         lists = cute.make_layout((WARPS, self.topk.num_slots), stride=(self.topk.num_slots, 1))
         sValues = smem.allocate_tensor(Float32, lists, 16)
         sIndices = smem.allocate_tensor(Int32, lists, 16)
-        padded = const_expr(-(-self.group // FLOATS) * FLOATS)  # the compiler reads whole vectors
+        padded = const_expr(-(-self.heads // FLOATS) * FLOATS)  # the compiler reads whole vectors
         sLse = smem.allocate_tensor(Float32, cute.make_layout(padded), 16)
 
-        kv_head, query = item // self.queries, item % self.queries
+        selector, query = item // self.queries, item % self.queries
+        kv_head, first_head = selector // self.per_kv_head, selector % self.per_kv_head * self.heads
         token = lengths.mCached[batch] + query
         visible = self.score.keys.visible(token, Int32(NO_END))
         scored = self.blocks.scored(visible)
@@ -123,17 +129,20 @@ class ChooseBlocks:
             # What is forced, and the heads' lse; the first scores are on their way meanwhile
             if thread == 0:
                 self.topk.init_row(sRow, token, token + 1, Int32(NO_END), False)
-            gScores = cute.domain_offset((0, 0, query * self.group), mScores[batch, kv_head, None, None, None])
+            gScores = cute.domain_offset(
+                (0, 0, query * self.score.group + first_head), mScores[batch, kv_head, None, None, None]
+            )
             first = part * part_blocks + warp_index * (part_blocks // WARPS)
             end = cutlass.min(scored, first + part_blocks // WARPS)
-            rOwn, rBefore = (cute.make_rmem_tensor(self.group, Float32) for _ in range(2))
+            rOwn, rBefore = (cute.make_rmem_tensor(self.heads, Float32) for _ in range(2))
             self._load(gScores, first + lane, end, cut.tiles, rOwn, rBefore)
-            head = thread // self.head_lanes
-            group, row = divide(query * self.group + cutlass.min(head, self.group - 1), self.score.rows)
-            places = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
-            lse = self._lse(mLse[None, row], places)
-            if (thread % self.head_lanes == 0) & (head < padded):
-                sLse[head] = lse if head < self.group else Float32(0.0)
+            if const_expr(not self.by_tile):
+                head = thread // self.head_lanes
+                group, row = divide(query * self.heads + cutlass.min(head, self.heads - 1), self.score.cta_rows)
+                places = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
+                lse = self._lse(mLse[None, row], places)
+                if (thread % self.head_lanes == 0) & (head < padded):
+                    sLse[head] = lse if head < self.heads else Float32(0.0)
             cute.arch.sync_threads()
 
             # A list for each warp
@@ -195,10 +204,10 @@ class ChooseBlocks:
         rOwn: cute.Tensor,
         rBefore: cute.Tensor,
     ):
-        """L of a block's heads: from its tile, if it has one, and from the tile before; -inf where there is none."""
+        """L of a block's heads: from its tile, if it has one, and from the tile before, else `missing`."""
         tile, slot = block // self.tiles.blocks, block % self.tiles.blocks
-        rOwn.fill(-Float32.inf)
-        rBefore.fill(-Float32.inf)
+        rOwn.fill(self.missing)
+        rBefore.fill(self.missing)
         if (block < end) & (tile < num_tiles):  # else all of its visible entries begin before
             self._load_heads(gScores[tile, slot, None], rOwn)
         if const_expr(self.tiles.reach > 0):
@@ -207,27 +216,37 @@ class ChooseBlocks:
 
     @cute.jit
     def _load_heads(self, gHeads: cute.Tensor, rHeads: cute.Tensor):
-        width = const_expr(FLOATS if self.group % FLOATS == 0 else 1)
-        for i in range_constexpr(self.group // width):
+        width = const_expr(FLOATS if self.heads % FLOATS == 0 else 1)
+        for i in range_constexpr(self.heads // width):
             cute.autovec_copy(cute.local_tile(gHeads, (width,), (i,)), cute.local_tile(rHeads, (width,), (i,)))
 
     @cute.jit
     def _sum(self, rHeads: cute.Tensor, sLse: cute.Tensor) -> Float32:
         score = Float32(0.0)
-        for head in range_constexpr(self.group):
-            score += cute.math.exp2(rHeads[head] - sLse[head], fastmath=True)
+        for head in range_constexpr(self.heads):
+            if const_expr(self.by_tile):
+                score += rHeads[head]
+            else:
+                score += cute.math.exp2(rHeads[head] - sLse[head], fastmath=True)
         return score
 
 
 @compiled_once
 def compiled(
-    dims: tuple[int, int], dtype: torch.dtype, group: int, queries: int, blocks: Blocks, page_size: int
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    group: int,
+    queries: int,
+    blocks: Blocks,
+    page_size: int,
+    terms: int = 1,  # of ScoreEntries
+    heads: int | None = None,  # None: G
 ) -> Kernel:
-    score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size)
+    score = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
     return compile_kernel(
-        ChooseBlocks(score, blocks),
+        ChooseBlocks(score, blocks, heads or group),
         *fake_lengths(),
-        fake(torch.float32, None, score.rows, aligned=False),
+        fake(torch.float32, None, score.cta_rows, aligned=False),
         fake_scores(group, queries, score.tiles),
         *fake_parts(blocks),
         *[Int32(0)] * 2,
@@ -235,7 +254,7 @@ def compiled(
 
 
 def fake_parts(blocks: Blocks) -> tuple[Any, Any]:
-    """[B, H_kv N_q, parts, k], values and blocks."""
+    """[B, H N_q / heads, parts, k], values and blocks."""
     values, indices = (
         fake(dtype, None, None, None, blocks.count, aligned=False) for dtype in (torch.float32, torch.int32)
     )

@@ -3,16 +3,17 @@
     o_branch = sum_s 2^(lse_s - lse) o_s       lse = log2 sum_s 2^lse_s       s over the branch's splits or parts
     out      = g_cmp o_cmp + g_slc o_slc + g_win o_win                        fp32, rounded once
 
-A CTA has a token and head, THREADS threads for each branch: `lanes` threads a partial, one vector of 8 numbers each,
-THREADS / lanes partials at a time. Sums of those are added up in order through shared memory: the same bits in every
-run. Rows behind a sequence's new tokens become 0, and those of a sequence that has overflowed NaN.
+A CTA has a token and head, so many threads for each branch: `lanes` threads a partial, one vector of 8 numbers each,
+threads / lanes partials at a time, and `ahead` of these in flight. Sums of those are added up in order through shared
+memory: the same bits in every run. Rows behind a sequence's new tokens become 0, and those of a sequence that has
+overflowed NaN.
 
 Floor: 4 D_v bytes a head and partial; latency of a few loads.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -27,20 +28,35 @@ from cute_kernels.mma.warp import divide
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import Blocks
 
-THREADS = 128
-"""Of a branch."""
-BATCH = 8
-"""Partials whose loads a thread has in flight."""
+
+class Shape(NamedTuple):
+    """Of a CTA."""
+
+    threads: int
+    """Of a branch, a multiple of `lanes`."""
+    ahead: int
+    """Partials whose loads a thread has in flight."""
+
+
+FEW_HEADS, MANY_HEADS = Shape(128, 8), Shape(64, 4)
+"""All partials at once, in 80 registers a thread and 2 CTAs per SM; or 54 registers and 6 CTAs per SM, for batches."""
 
 
 class CombineBranches:
-    """Args: the kernel of the compressed branch's partials; dims of q and out."""
+    """Args:
+    score: the kernel of the compressed branch's partials.
+    dim, v_dim: of q and out.
+    shape: of a CTA.
+    heads: that select together.
+    """
 
-    def __init__(self, score: ScoreEntries, dim: int, v_dim: int) -> None:
+    def __init__(self, score: ScoreEntries, dim: int, v_dim: int, shape: Shape, heads: int) -> None:
+        self.heads = heads
+        self.threads, self.ahead = shape
         self.score, self.group, self.queries = score, score.group, score.query_rows // score.group
         self.vectors, self.v_vectors = dim // VECTOR, v_dim // VECTOR
         self.lanes = lanes_per_row(self.vectors, self.v_vectors)
-        self.rows = THREADS // self.lanes
+        self.rows = self.threads // self.lanes
         self.v_dim = v_dim
 
     @cute.jit
@@ -51,8 +67,10 @@ class CombineBranches:
         mOverflowed: cute.Tensor,  # int8 [B]
         mCmpO: cute.Tensor,  # fp32 [places, rows, D_v], as of ScoreEntries
         mCmpLse: cute.Tensor,
-        mBlockO: cute.Tensor,  # fp32 [B, H_kv N_q, parts, rows, D_v], as of AttendBlocks
+        mBlockO: cute.Tensor,  # fp32 [B, items, parts, heads, D_v], as of AttendBlocks
         mBlockLse: cute.Tensor,
+        mWinO: cute.Tensor | None,  # likewise with G heads, if the window's are by themselves
+        mWinLse: cute.Tensor | None,
         mQ: cute.Tensor | None,  # [B, N_q, H, D], with mW
         mW: cute.Tensor | None,  # [H, 3, D]
         mG: cute.Tensor | None,  # [B, N_q, H, 3], without mW
@@ -61,10 +79,10 @@ class CombineBranches:
         selected_parts: Int32,  # of AttendBlocks
         stream: Any,
     ):
-        tensors = mOverflowed, mCmpO, mCmpLse, mBlockO, mBlockLse, mQ, mW, mG, mOut
+        tensors = mOverflowed, mCmpO, mCmpLse, mBlockO, mBlockLse, mWinO, mWinLse, mQ, mW, mG, mOut
         self.kernel(Lengths(mCached, mNew), *tensors, ctas, selected_parts).launch(
             grid=[mOut.shape[2], mOut.shape[1], mOut.shape[0]],
-            block=[BRANCHES * THREADS, 1, 1],
+            block=[BRANCHES * self.threads, 1, 1],
             stream=stream,
             use_pdl=True,
         )
@@ -78,6 +96,8 @@ class CombineBranches:
         mCmpLse: cute.Tensor,
         mBlockO: cute.Tensor,
         mBlockLse: cute.Tensor,
+        mWinO: cute.Tensor | None,
+        mWinLse: cute.Tensor | None,
         mQ: cute.Tensor | None,
         mW: cute.Tensor | None,
         mG: cute.Tensor | None,
@@ -87,7 +107,7 @@ class CombineBranches:
     ):
         thread, _, _ = cute.arch.thread_idx()
         head, query, batch = cute.arch.block_idx()
-        branch, row, lane = thread // THREADS, thread % THREADS // self.lanes, thread % self.lanes
+        branch, row, lane = thread // self.threads, thread % self.threads // self.lanes, thread % self.lanes
         in_v = lane < self.v_vectors
         smem = cutlass.memory.SmemAllocator()
         sums = cute.make_ordered_layout((self.v_dim, self.rows, BRANCHES), order=(0, 1, 2))
@@ -119,17 +139,19 @@ class CombineBranches:
         if is_new:
             # Partials, `rows` at a time
             if branch == 0:
-                group, row_in_group = divide(query * self.group + head_in_group, self.score.rows)
+                group, row_in_group = divide(query * self.group + head_in_group, self.score.cta_rows)
                 partials = self.score.splits.partials(cut, kv_head * self.score.row_groups + group)
                 gCmp = mCmpO[None, row_in_group, None], mCmpLse[None, row_in_group]
                 self._sum(*gCmp, partials, row, lane, branch, sO, sMax, sSum)
-            else:
-                item = kv_head * self.queries + query
+            elif branch == 1:
                 partials = Partials(Int32(0), selected_parts)
-                if branch == 2:
-                    partials = Partials(selected_parts, mBlockLse.shape[2] - selected_parts)
-                gBlock = mBlockO[batch, item, None, head_in_group, None], mBlockLse[batch, item, None, head_in_group]
-                self._sum(*gBlock, partials, row, lane, branch, sO, sMax, sSum)
+                self._sum(*self._of_head(mBlockO, mBlockLse, self.heads), partials, row, lane, branch, sO, sMax, sSum)
+            elif const_expr(mWinO is None):
+                partials = Partials(selected_parts, mBlockLse.shape[2] - selected_parts)
+                self._sum(*self._of_head(mBlockO, mBlockLse, self.heads), partials, row, lane, branch, sO, sMax, sSum)
+            else:
+                partials = Partials(Int32(0), mWinLse.shape[2])
+                self._sum(*self._of_head(mWinO, mWinLse, self.group), partials, row, lane, branch, sO, sMax, sSum)
             cute.arch.sync_threads()
 
             # Branches
@@ -142,6 +164,14 @@ class CombineBranches:
                 rOut.store(weighted_sum(rO, rG).load().to(mOut.element_type))
         if in_v & (row == 0) & (branch == 0):
             cute.autovec_copy(rOut, cute.local_tile(gOut, (VECTOR,), (lane,)))
+
+    @cute.jit
+    def _of_head(self, mO: cute.Tensor, mLse: cute.Tensor, heads: cutlass.Constexpr[int]) -> tuple[Any, Any]:
+        """AttendBlocks' partials of the CTA's token and head. Args: `heads`: that they have together."""
+        head, query, batch = cute.arch.block_idx()
+        selector, head_in_group = divide(head, heads)
+        item = selector * self.queries + query
+        return mO[batch, item, None, head_in_group, None], mLse[batch, item, None, head_in_group]
 
     @cute.jit
     def _sum(
@@ -160,25 +190,25 @@ class CombineBranches:
         top, total = -Float32.inf, Float32(0.0)
         rO = cute.make_rmem_tensor(VECTOR, Float32)
         rO.fill(0.0)
-        rPart = cute.make_rmem_tensor((VECTOR, BATCH), Float32)
-        rLse = cute.make_rmem_tensor(BATCH, Float32)
-        for start in cutlass.range(row, partials.count, self.rows * BATCH, unroll=1):
+        rPart = cute.make_rmem_tensor((VECTOR, self.ahead), Float32)
+        rLse = cute.make_rmem_tensor(self.ahead, Float32)
+        for start in cutlass.range(row, partials.count, self.rows * self.ahead, unroll=1):
             rPart.fill(0.0)
             rLse.fill(-Float32.inf)
-            for i in range_constexpr(BATCH):
+            for i in range_constexpr(self.ahead):
                 if start + i * self.rows < partials.count:
                     place = partials.first + start + i * self.rows
                     rLse[i] = gLse[place]
                     if lane < self.v_vectors:
                         cute.autovec_copy(cute.local_tile(gO[place, None], (VECTOR,), (lane,)), rPart[None, i])
             new_top = top
-            for i in range_constexpr(BATCH):
+            for i in range_constexpr(self.ahead):
                 new_top = cute.arch.fmax(new_top, rLse[i])
             base = Float32(0.0) if new_top == -Float32.inf else new_top
             rescale = cute.math.exp2(top - base, fastmath=True)
             total = total * rescale
             rO.store(rO.load() * rescale)
-            for i in range_constexpr(BATCH):
+            for i in range_constexpr(self.ahead):
                 if rLse[i] > -Float32.inf:
                     weight = cute.math.exp2(rLse[i] - base, fastmath=True)
                     total += weight
@@ -226,20 +256,32 @@ def compiled(
     page_size: int,
     w_dtype: torch.dtype | None,
     g_dtype: torch.dtype | None,
+    shape: Shape = FEW_HEADS,
+    terms: int = 1,  # of ScoreEntries
+    select_heads: int | None = None,  # None: G
 ) -> Kernel:
     dim, v_dim = dims
-    score = ScoreEntries(dim, v_dim, CUTE_DTYPES[dtype], group, queries, blocks, page_size)
+    score = ScoreEntries(dim, v_dim, CUTE_DTYPES[dtype], group, queries, blocks, page_size, terms=terms)
+    heads = select_heads or group
     return compile_kernel(
-        CombineBranches(score, dim, v_dim),
+        CombineBranches(score, dim, v_dim, shape, heads),
         *fake_lengths(),
         fake(torch.int8, None, aligned=False),
-        fake(torch.float32, None, score.rows, v_dim),
-        fake(torch.float32, None, score.rows, aligned=False),
-        fake(torch.float32, None, None, None, None, v_dim),
-        fake(torch.float32, None, None, None, None, aligned=False),
+        fake(torch.float32, None, score.cta_rows, v_dim),
+        fake(torch.float32, None, score.cta_rows, aligned=False),
+        *fake_block_partials(heads, v_dim),
+        *((None, None) if heads == group else fake_block_partials(group, v_dim)),
         None if w_dtype is None else fake(dtype, None, None, None, dim),
         None if w_dtype is None else fake(w_dtype, None, BRANCHES, dim),
         None if g_dtype is None else fake(g_dtype, None, None, None, BRANCHES, aligned=False),
         fake(dtype, None, None, None, v_dim),
         *[Int32(0)] * 2,
+    )
+
+
+def fake_block_partials(heads: int, v_dim: int) -> tuple[Any, Any]:
+    """[B, items, parts, heads, D_v] and their lse."""
+    return (
+        fake(torch.float32, None, None, None, heads, v_dim),
+        fake(torch.float32, None, None, None, heads, aligned=False),
     )

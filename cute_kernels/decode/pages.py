@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, range_constexpr
+from cutlass import Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.mma.warp import divide
@@ -66,23 +66,47 @@ class Paging(NamedTuple):
         first: Int32,
         thread: Int32,
         rPage: cute.Tensor,
+        is_whole: cutlass.Boolean,  # all rows have a page: the CTA's copies need no branches then
         threads: cutlass.Constexpr[int],
     ):
         """Start copying rows `first` ... into shared memory, with zeros where there is no page: 0 * NaN is NaN."""
+        if is_whole:
+            self._load_rows(mX, kv_head, sX, first, thread, rPage, True, threads)
+        else:
+            self._load_rows(mX, kv_head, sX, first, thread, rPage, False, threads)
+
+    @cute.jit
+    def _load_rows(
+        self,
+        mX: cute.Tensor,
+        kv_head: Int32,
+        sX: cute.Tensor,
+        first: Int32,
+        thread: Int32,
+        rPage: cute.Tensor,
+        is_whole: cutlass.Constexpr[bool],
+        threads: cutlass.Constexpr[int],
+    ):
         vectors = cute.size(sX, mode=[1]) // VECTOR
         mode = cpasync.LoadCacheMode.GLOBAL
         copy = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=mode), sX.element_type, num_bits_per_copy=128)
         rZero = cute.make_rmem_tensor(VECTOR, sX.element_type)
         rZero.fill(0.0)
+        apart = const_expr(threads // vectors)  # rows between those of a thread
+        vector = thread % vectors
+        _, slot = divide(first + thread // vectors + self.lag, self.slots)
         for i in range_constexpr(cute.size(rPage)):
-            item = thread + i * threads
-            row, vector = item // vectors, item % vectors
-            to = cute.local_tile(sX[row, None], (VECTOR,), (vector,))
-            if rPage[i] >= 0:
+            row = thread // vectors + i * apart
+            if const_expr(apart % self.slots != 0):
                 _, slot = divide(first + row + self.lag, self.slots)
+            to = cute.local_tile(sX[row, None], (VECTOR,), (vector,))
+            if const_expr(is_whole):
                 cute.copy(copy, cute.local_tile(mX[rPage[i], slot, kv_head, None], (VECTOR,), (vector,)), to)
             else:
-                cute.autovec_copy(rZero, to)
+                if rPage[i] >= 0:
+                    cute.copy(copy, cute.local_tile(mX[rPage[i], slot, kv_head, None], (VECTOR,), (vector,)), to)
+                else:
+                    cute.autovec_copy(rZero, to)
 
 
 class Lengths(NamedTuple):

@@ -8,6 +8,13 @@ What choice needs of a row and block is one number, though the rows' lse are kno
 2^(L - lse) is what the tile's entries add to the block's score. A tile holds the entries that begin in whole blocks,
 and reaches `reach` blocks further, whose L come from two tiles then.
 
+Tile mode (docs/semantics.md) scores with the mean query m_h of the row's tile so far, and adds up logits:
+
+    L[h, b, t]  = sum_{j in tile t} overlap(j, b) s[h, j] / sum_j overlap(j, b)        s of m_h; 0 without such entries
+
+A query row is then TERMS rows of products, of the query and of three 16-bit numbers that add up to its fp32 mean
+(tile_sums.py); softmax and values of the means are computed and thrown away.
+
 Splits: splits.py; rows of a sequence are its key/value heads, and groups of `rows` query rows where there are more.
 CTAs walk over their tiles, of one row after the other.
 
@@ -32,9 +39,14 @@ from cute_kernels.decode.splits import Splits
 from cute_kernels.decode.tiles import FLOATS, KEYS, DecodeTiles, PagedKeys
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.mma_sync import MMA_K, QUAD, mask_after
+from cute_kernels.mma.warp import divide
 from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+from cute_kernels.select.tile import QUERY_TERMS
 from cute_kernels.select.token import overlap_weights
 from cute_kernels.select.topk import Blocks
+
+TERMS = 1 + QUERY_TERMS
+"""Rows of products of a query row in tile mode: the query, and what adds up to the mean query."""
 
 
 class ScoreTiles(NamedTuple):
@@ -82,15 +94,31 @@ class Work(NamedTuple):
 
 
 class ScoreEntries(DecodeTiles):
-    """Args: dims of k and v; 16-bit type; G; N_q; what to select; tokens of a page."""
+    """Args:
+    dim, v_dim, dtype: of k and v, 16-bit.
+    group, queries, blocks, page_size: G; N_q; what to select; tokens of a page.
+    ctas_per_sm: at most.
+    terms: rows of products of a query row: 1, or TERMS in tile mode.
+    """
 
     def __init__(
-        self, dim: int, v_dim: int, dtype: Any, group: int, queries: int, blocks: Blocks, page_size: int
+        self,
+        dim: int,
+        v_dim: int,
+        dtype: Any,
+        group: int,
+        queries: int,
+        blocks: Blocks,
+        page_size: int,
+        ctas_per_sm: int = 2,
+        terms: int = 1,
     ) -> None:
         paging = Paging.of_entries(page_size, blocks.length, blocks.stride)
-        super().__init__(dim, v_dim, dtype, group * queries, paging, row_bytes=4 * (KEYS + 1))
-        self.group, self.query_rows = group, group * queries
-        self.row_groups = -(-self.query_rows // self.rows)
+        rows = group * queries * terms
+        super().__init__(dim, v_dim, dtype, rows, paging, row_bytes=4 * (KEYS + 1), ctas_per_sm=ctas_per_sm)
+        self.group, self.query_rows, self.terms = group, group * queries, terms
+        self.cta_rows = self.rows // self.terms  # query rows of a CTA
+        self.row_groups = -(-self.query_rows // self.cta_rows)
         self.keys = Keys(blocks.length, blocks.stride)
         self.tiles, self.weights = ScoreTiles.of(blocks), overlap_weights(blocks)
         self.splits = Splits(self.keys, self.tiles.entries)
@@ -98,26 +126,27 @@ class ScoreEntries(DecodeTiles):
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # [B, N_q, H, D]
+        mQ: cute.Tensor,  # [B, N_q, H terms, D]
         mKEntries: cute.Tensor,
         mVEntries: cute.Tensor,
         mTable: cute.Tensor,
         mCached: cute.Tensor,  # int32 [B]: Lengths
         mNew: cute.Tensor,
-        mO: cute.Tensor,  # fp32 [partials, rows, D_v]
-        mLse: cute.Tensor,  # fp32 [partials, rows], in base 2
+        mO: cute.Tensor,  # fp32 [partials, cta_rows, D_v]
+        mLse: cute.Tensor,  # fp32 [partials, cta_rows], in base 2
         mScores: cute.Tensor,  # fp32 [B, H_kv, tiles, slots, N_q G]
         scale: Float32,  # softmax_scale * log2(e)
         ctas: Int32,
         stream: Any,
     ):
-        tensors = group_heads(mQ, self.group), mKEntries, mVEntries, mTable, Lengths(mCached, mNew), mO, mLse, mScores
+        queries = group_heads(mQ, self.group * self.terms)
+        tensors = queries, mKEntries, mVEntries, mTable, Lengths(mCached, mNew), mO, mLse, mScores
         self.kernel(*tensors, scale, self.layouts()).launch(grid=[ctas, 1, 1], **self.launch(stream))
 
     @cute.kernel
     def kernel(
         self,
-        mQ: cute.Tensor,  # [B, N_q, H_kv, G, D]
+        mQ: cute.Tensor,  # [B, N_q, H_kv, G terms, D]
         mKEntries: cute.Tensor,
         mVEntries: cute.Tensor,
         mTable: cute.Tensor,
@@ -140,9 +169,10 @@ class ScoreEntries(DecodeTiles):
         row = self.splits.find(lengths, tile, heads)
         while row.tiles > 0:
             batch, kv_head = row.batch, row.head // self.row_groups
-            first_row = row.head % self.row_groups * self.rows
-            num_rows = cutlass.min(lengths.mNew[batch] * self.group - first_row, self.rows)
-            self.load_queries(mQ[batch, None, kv_head, None, None], buffers.sQ, first_row, first_row + num_rows)
+            first_row = row.head % self.row_groups * self.cta_rows
+            num_rows = cutlass.min(lengths.mNew[batch] * self.group - first_row, self.cta_rows)
+            gQ, end_row = mQ[batch, None, kv_head, None, None], first_row + num_rows
+            self.load_queries(gQ, buffers.sQ, first_row * self.terms, end_row * self.terms)
             first_tile = tile - row.first
             num_tiles = cutlass.min(end, row.first + row.tiles) - tile
             work = Work(
@@ -160,7 +190,7 @@ class ScoreEntries(DecodeTiles):
             keys = PagedKeys(mTable[batch, None], mKEntries, mVEntries, kv_head)
             of_warp = self.attend(keys, buffers, num_tiles, scale, work)
             place = cta + batch * heads + row.head
-            self.store_partial(of_warp, buffers, mO[place, None, None], mLse[place, None], num_rows)
+            self.store_partial(of_warp, buffers, mO[place, None, None], mLse[place, None], num_rows, self.terms)
             tile += num_tiles
             row = self.splits.find(lengths, tile if tile < end else Int32(NO_TILE), heads)
         cute.arch.griddepcontrol_wait()
@@ -179,22 +209,26 @@ class ScoreEntries(DecodeTiles):
         column = key_warp * self.warp_keys
         for r in range_constexpr(2):
             row = row_warp * MMA_K + r * 8 + lane // QUAD
-            token = work.token + (work.first_row + row) // self.group
+            token = work.token + (work.first_row + row // self.terms) // self.group
             mask_after(S[None, r, 0, None], self.keys.visible(token, end) - 1 - first - column)
             for n in range_constexpr(self.warp_keys // 8):
                 for c in range_constexpr(2):
                     at = column + n * 8 + lane % QUAD * 2 + c
                     work.sScore[row, at] = S[c, r, 0, n] * work.scale
         cute.arch.sync_threads()
-        self._store_scores(tile, work)
+        if const_expr(self.terms == 1):
+            self._store_scores(tile, work)
+        else:
+            self._store_sums(tile, work)
 
     @cute.jit
     def _store_scores(self, tile: Int32, work: Work):
         """L of the tile's blocks; the next tile's scores wait for the barrier in front of its products."""
         thread, _, _ = cute.arch.thread_idx()
         before = const_expr(len(self.weights) - self.tiles.ratio)  # entries that overlap a block but begin before it
-        for item in cutlass.range(thread, self.tiles.slots * work.num_rows, self.threads, unroll=1):
-            slot, row = item // work.num_rows, item % work.num_rows
+        rows = const_expr(min(self.query_rows, self.cta_rows))
+        for item in cutlass.range(thread, self.tiles.slots * rows, self.threads, unroll=1):
+            slot, row = divide(item, rows)
             rScore = cute.make_rmem_tensor(len(self.weights), Float32)
             rScore.fill(-Float32.inf)
             top = -Float32.inf
@@ -207,7 +241,35 @@ class ScoreEntries(DecodeTiles):
             total = Float32(0.0)
             for i in range_constexpr(len(self.weights)):
                 total = cute.math.fma(cute.math.exp2(rScore[i] - base, fastmath=True), self.weights[i], total)
-            work.gScores[tile, slot, row] = base + cute.math.log2(total, fastmath=True)
+            if row < work.num_rows:
+                work.gScores[tile, slot, row] = base + cute.math.log2(total, fastmath=True)
+
+    @cute.jit
+    def _store_sums(self, tile: Int32, work: Work):
+        """L of the tile's blocks in tile mode. Proportions are divided first, so that blocks with equal ones tie."""
+        thread, _, _ = cute.arch.thread_idx()
+        rows, length = const_expr(min(self.query_rows, self.cta_rows)), self.keys.length
+        before = const_expr(len(self.weights) - self.tiles.ratio)
+        first, _ = self.bounds(tile, work)
+        for item in cutlass.range(thread, self.tiles.slots * rows, self.threads, unroll=1):
+            slot, row = divide(item, rows)
+            visible = self.keys.visible(work.token + (work.first_row + row) // self.group, work.entries)
+            own = slot * self.tiles.ratio  # of the tile's entries, the first that begins in the block
+            overlap = Float32(0.0)
+            for i in range_constexpr(len(self.weights)):
+                entry = first + own + (i - before)
+                if (entry >= 0) & (entry < visible):
+                    overlap += round(self.weights[i] * length)
+            total = Float32(0.0)
+            for i in range_constexpr(len(self.weights)):
+                entry = own + (i - before)
+                if (entry >= 0) & (entry < self.tiles.entries) & (first + entry < visible):
+                    score = Float32(0.0)
+                    for term in range_constexpr(TERMS - 1, 0, -1):  # the smallest first
+                        score += work.sScore[row * TERMS + term, cutlass.max(entry, 0)]
+                    total += score * (Float32(round(self.weights[i] * length)) / overlap)
+            if row < work.num_rows:
+                work.gScores[tile, slot, row] = total
 
 
 NO_TILE = (1 << 31) - 1
@@ -215,9 +277,16 @@ NO_TILE = (1 << 31) - 1
 
 @compiled_once
 def compiled(
-    dims: tuple[int, int], dtype: torch.dtype, group: int, queries: int, blocks: Blocks, page_size: int
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    group: int,
+    queries: int,
+    blocks: Blocks,
+    page_size: int,
+    ctas_per_sm: int = 2,
+    terms: int = 1,
 ) -> Kernel:
-    kernel = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size)
+    kernel = ScoreEntries(*dims, CUTE_DTYPES[dtype], group, queries, blocks, page_size, ctas_per_sm, terms)
     slots = page_size // blocks.stride
     return compile_kernel(
         kernel,
@@ -225,8 +294,8 @@ def compiled(
         *[fake_pages(dtype, slots, dim) for dim in dims],
         fake_table(),
         *fake_lengths(),
-        fake(torch.float32, None, kernel.rows, dims[1]),
-        fake(torch.float32, None, kernel.rows, aligned=False),
+        fake(torch.float32, None, kernel.cta_rows, dims[1]),
+        fake(torch.float32, None, kernel.cta_rows, aligned=False),
         fake_scores(group, queries, kernel.tiles),
         Float32(0.0),
         Int32(0),

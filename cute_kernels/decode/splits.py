@@ -20,9 +20,6 @@ from cute_kernels.decode.pages import Lengths
 from cute_kernels.lists.query_to_kv import Keys
 from cute_kernels.mma.warp import LANES, lowest_bit, prefix_sum
 
-MIN_TILES = 2
-"""Tiles that a CTA takes at least: a partial is written and read again."""
-
 NO_END = (1 << 31) - 1
 
 
@@ -80,7 +77,7 @@ class Splits:
             all_tiles += tiles
             before += tiles if i < batch else Int32(0)
         total, first = (cute.arch.warp_reduction(x, lambda a, b: a + b) * heads for x in (all_tiles, before))
-        per_cta = cutlass.max((total + ctas - 1) // ctas, MIN_TILES)
+        per_cta = cutlass.max((total + ctas - 1) // ctas, 1)
         return Cut(per_cta, first, self.tiles(lengths.tokens(batch)), batch * heads)
 
     @cute.jit

@@ -47,8 +47,8 @@ KEYS = DECODE_KEYS
 """Of a tile."""
 MIN_WARPS = 4
 MAX_ROWS = 128
-SM_BYTES, CTA_BYTES, RESERVED_BYTES = 228 << 10, 227 << 10, 1 << 10
-"""Shared memory of an SM and of a CTA, on Hopper and Blackwell, and what each CTA takes besides."""
+SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
+"""Shared memory of an SM, on Hopper and Blackwell, and what each CTA takes besides its own."""
 FEW_STAGES, MOST_STAGES = 3, 6
 FLOATS = 4
 """fp32 numbers of one memory access."""
@@ -86,10 +86,20 @@ class DecodeTiles:
     rows: query rows of a CTA, at most.
     paging: where keys lie.
     row_bytes, bytes: of further shared memory, for each row and in all.
+    ctas_per_sm: at most; 3 are given two stages.
     """
 
     def __init__(
-        self, dim: int, v_dim: int, dtype: Any, rows: int, paging: Paging, *, row_bytes: int = 0, bytes: int = 0
+        self,
+        dim: int,
+        v_dim: int,
+        dtype: Any,
+        rows: int,
+        paging: Paging,
+        *,
+        row_bytes: int = 0,
+        bytes: int = 0,
+        ctas_per_sm: int = 2,
     ) -> None:
         self.dim, self.v_dim, self.dtype, self.paging = dim, v_dim, dtype, paging
         row_warps = 1
@@ -103,10 +113,15 @@ class DecodeTiles:
         self.sums = self.warps * MMA_K * (v_dim + VECTOR)  # numbers of sO; rows are padded against bank conflicts
         stage = KEYS * (dim + v_dim) * 2
         fixed = self.rows * (2 * dim + row_bytes) + self.warps * MMA_K * 8 + bytes + 1024  # alignment
-        fits = range(max(FEW_STAGES, -(-self.sums * 4 // stage)), MOST_STAGES + 1)
-        pair = [n for n in fits if 2 * (fixed + n * stage + RESERVED_BYTES) <= SM_BYTES]
-        alone = [n for n in fits if fixed + n * stage <= CTA_BYTES]
-        self.stages, self.ctas_per_sm = (min(pair), 2) if pair else (max(alone), 1)
+        self.stages, self.ctas_per_sm = 0, ctas_per_sm
+        while self.stages == 0:  # the fewest that hide latency; a CTA alone takes all that fit
+            least = max(FEW_STAGES if self.ctas_per_sm < 3 else 2, -(-self.sums * 4 // stage))
+            room = SM_BYTES // self.ctas_per_sm - RESERVED_BYTES - fixed
+            most = min(MOST_STAGES, room // stage)
+            if most >= least:
+                self.stages = most if self.ctas_per_sm == 1 else least
+            else:
+                self.ctas_per_sm -= 1
 
     def launch(self, stream: Any) -> dict[str, Any]:
         """How the kernel is launched, but for its grid."""
@@ -249,10 +264,11 @@ class DecodeTiles:
     def _load(self, keys: PagedKeys, buffers: Buffers, tile: Int32, rPages: tuple[cute.Tensor, ...], work: Any):
         thread, _, _ = cute.arch.thread_idx()
         stage = tile % self.stages
-        first, _ = self.bounds(tile, work)
+        first, end = self.bounds(tile, work)
+        is_whole = first + KEYS <= end
         sK, sV = buffers.sK[None, None, stage], buffers.sV[None, None, stage]
-        self.paging.load_rows(keys.mK, keys.kv_head, sK, first, thread, rPages[0], self.threads)
-        self.paging.load_rows(keys.mV, keys.kv_head, sV, first, thread, rPages[-1], self.threads)
+        self.paging.load_rows(keys.mK, keys.kv_head, sK, first, thread, rPages[0], is_whole, self.threads)
+        self.paging.load_rows(keys.mV, keys.kv_head, sV, first, thread, rPages[-1], is_whole, self.threads)
 
     # Epilogue
 
@@ -264,8 +280,9 @@ class DecodeTiles:
         gO: cute.Tensor,  # fp32 [rows, D_v]
         gLse: cute.Tensor,  # fp32 [rows], in base 2
         num_rows: Int32,
+        apart: cutlass.Constexpr[int] = 1,
     ):
-        """Add up the key warps, and write the rows that are queries."""
+        """Add up the key warps, and write the rows that are queries: every `apart`-th of the CTA's."""
         acc_o, rMax, rSum = of_warp
         thread, _, _ = cute.arch.thread_idx()
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -282,7 +299,7 @@ class DecodeTiles:
         pieces = const_expr(self.v_dim // FLOATS)
         for item in cutlass.range(thread, num_rows * pieces, self.threads, unroll=1):
             row, piece = item // pieces, item % pieces
-            row_warp, row_in_warp = row // MMA_K, row % MMA_K
+            row_warp, row_in_warp = row * apart // MMA_K, row * apart % MMA_K
             top = -Float32.inf
             for k in range_constexpr(self.key_warps):
                 top = cute.arch.fmax(top, buffers.sMax[row_in_warp, k * self.row_warps + row_warp])

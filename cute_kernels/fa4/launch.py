@@ -29,6 +29,7 @@ from torch import Tensor
 
 from cute_kernels.runtime.compiling import COMPILING
 from cute_kernels.runtime.device import compute_capability, positional
+from cute_kernels.runtime.replay import launch, refuse
 
 if TYPE_CHECKING:
     from cute_kernels.lists.query_to_kv import BlockLists
@@ -232,6 +233,7 @@ def _key_on_disk(stage: str, key: Any) -> str:
 @contextmanager
 def _recording(*functions: Any) -> Iterator[list[_Recorder]]:
     """Kernels that FA4's functions use inside `with`. The caller holds COMPILING: caches and warnings are global."""
+    refuse()
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # FA4's own deprecations, and that there is no aux data
         recorders = [_Recorder(function.__name__, function.compile_cache, stack) for function in functions]
@@ -284,7 +286,7 @@ def attend(
         sums = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device) if lse else None
     else:
         o, sums = into
-    run(q, k, v, o, sums, scale, *mask.bounds(), None, *mask.window, None, *options)
+    launch(run, q, k, v, o, sums, scale, *mask.bounds(), None, *mask.window, None, *options)
     return o, sums
 
 
@@ -374,14 +376,15 @@ class _Backward(NamedTuple):
         if len(self.after) > 1:
             dk, dv = torch.zeros((2, *batch, kv_heads, keys * dim), **fp32).unbind(0)
         nothing = (None, None, None)
-        self.before(given.o, given.do, delta, given.lse, log2_lse, dq, first, seqused, *nothing, 1.0, None, None)
+        of_o = given.o, given.do, delta, given.lse, log2_lse, dq, first, seqused
+        launch(self.before, *of_o, *nothing, 1.0, None, None)
         statistics = log2_lse, delta
         options = *bounds, *mask.window, *nothing, mask.aux(), mask.sparse(), None
-        self.main(q, k, given.v, given.do, *statistics, dq, dk, dv, scale, *options)
+        launch(self.main, q, k, given.v, given.do, *statistics, dq, dk, dv, scale, *options)
         of_rows, of_keys = (first, seqused), (first_key, seqused_k)
         rounded = (dq, given.dq, scale, of_rows), (dk, given.dk, scale, of_keys), (dv, given.dv, 1.0, of_keys)
         for kernel, (sums, out, factor, where) in zip(self.after, rounded, strict=False):
-            kernel(sums, out, factor, *where, None, None)
+            launch(kernel, sums, out, factor, *where, None, None)
 
 
 _BACKWARD: dict[Any, _Backward] = {}

@@ -66,6 +66,12 @@ class Packed(NamedTuple):
     counts: Tensor | None = None
     """`[B]`, how many of its queries a document has, the first ones; None: all."""
 
+    @classmethod
+    def of_sequences(cls, q: Tensor, tokens: int, start: Tensor | None = None, counts: Tensor | None = None) -> Packed:
+        """Sequences of one length, q `[B,N_q,...]` and `tokens` keys each, one behind the other."""
+        numbers = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+        return cls(numbers * q.shape[1], numbers * tokens, start, counts)
+
     @property
     def continues(self) -> bool:
         """Whether queries may begin behind the first token of their document."""
@@ -100,7 +106,7 @@ class PackedBlocks(NamedTuple):
     """Documents.bounds whose tiles are blocks that hold queries, whose aligned keys count all blocks of a document from
     its first token, and whose TOKEN and ROW say where its first token is among the keys and rows that are read."""
     positions: Tensor
-    """int32 `[rows]`: the key that a query is, -1 in rows of none."""
+    """int32 `[rows]`: the key that a query is, the last one that it sees; -1 in rows of none."""
     num_blocks: int
     """Enough for any lengths of the documents."""
 
@@ -582,13 +588,24 @@ def bounds_of(packed: Packed, *, tile: int, step: int, length: int, stride: int)
     return bounds
 
 
-def blocks_in_place(cu_seqlens: Tensor, rows: int, size: int) -> PackedBlocks:
-    """Blocks of documents with as many queries as keys, read where they lie. Args: `rows`, T of the pack; l'."""
-    bounds = bounds_of(Packed(cu_seqlens), tile=size, step=size, length=size, stride=size)
-    bounds[ROW] = bounds[TOKEN]
-    positions = torch.arange(rows, dtype=torch.int32, device=cu_seqlens.device)
-    positions = torch.where(positions < cu_seqlens[-1], positions, -1)
-    return PackedBlocks(bounds, positions, sizes(rows, len(cu_seqlens) - 1, size, 1)[0])
+def blocks_in_place(packed: Packed, queries: int, tokens: int, size: int, *, causal: bool = True) -> PackedBlocks:
+    """Blocks of documents whose queries, keys and values are read where they lie.
+
+    Args:
+        queries, tokens: T_q and T_k of the pack.
+        size: l'.
+        causal: False: every query sees all keys of its document.
+    """
+    bounds = bounds_of(packed, tile=size, step=size, length=size, stride=size)
+    bounds[ROW] = bounds[QUERY] - bounds[START]
+    rows = torch.arange(queries, dtype=torch.int32, device=bounds.device)
+    document = torch.searchsorted(bounds[QUERY, 1:], rows, right=True)
+    if causal:
+        positions = (bounds[TOKEN] - bounds[ROW])[document] + rows
+    else:
+        positions = (bounds[TOKEN] + bounds[LENGTH])[document] - 1
+    positions = torch.where(document < packed.num_documents, positions, -1)
+    return PackedBlocks(bounds, positions, sizes(tokens, packed.num_documents, size, 1)[0])
 
 
 def empty_layout(

@@ -19,6 +19,7 @@ import torch
 from cute_kernels.runtime import disk_cache
 from cute_kernels.runtime.compiling import once
 from cute_kernels.runtime.device import VECTOR_BYTES, positional
+from cute_kernels.runtime.replay import launch
 
 P = ParamSpec("P")
 
@@ -49,8 +50,12 @@ class Kernel(NamedTuple):
     """A compiled kernel."""
 
     compiled: Any
-    run: Callable[..., None]
-    """Takes torch tensors and numbers by position, without the stream."""
+    start: Callable[..., None]
+    """As `run`, of which a recording knows nothing (replay.py)."""
+
+    def run(self, *arguments: Any) -> None:
+        """Launch with torch tensors and numbers, without the stream."""
+        launch(self.start, *arguments)
 
 
 _LOG = logging.getLogger("nsa_kernels")

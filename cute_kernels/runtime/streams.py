@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from cute_kernels.runtime import replay
+
 STREAMS = 2
 """So many chunks run, and hold their memory, at a time."""
 
@@ -42,6 +44,7 @@ class SideStreams:
         self._ends: deque[tuple[torch.cuda.Event, Any]] = deque()
 
     def __enter__(self) -> SideStreams:
+        replay.refuse()
         self._guard.__enter__()
         if self._device.type == "cuda":
             self._current = torch.cuda.current_stream(self._device)

@@ -26,7 +26,8 @@ With one row tile, and in the first step of a turn, the second and the third are
 Where work tiles are too few for all multiprocessors, as in a step of decoding, CTAs share the keys of a tile: each
 leaves the lists of its part in memory, which MergeParts merges, in the order of the keys.
 
-Packed documents are read where they lie. A work tile passes over the keys of each document that it has tokens of.
+Packed documents are read where they lie, and so are sequences whose starts only the device knows, as such. A work tile
+passes over the keys of each document that it has tokens of.
 
 Scores are fp32 sums of exact products, bitwise the same each time; their error is at most 2^-23 (D/8 + 4) |q| |k|, so
 selected blocks can differ from exact ones only where scores differ by less than twice that.
@@ -77,7 +78,7 @@ from cute_kernels.mma.wgmma import (
     swizzled_tiles,
     warpgroup_mma,
 )
-from cute_kernels.pool.documents import LENGTH, TOKEN, Packed, bounds_of, document_at, fake_tables
+from cute_kernels.pool.documents import LENGTH, QUERY, START, TOKEN, Packed, bounds_of, document_at, fake_tables
 from cute_kernels.runtime.device import has_warpgroups, multiprocessors, vectorizable
 from cute_kernels.runtime.jit import CUTE_DTYPES, VECTOR, Kernel, compile_kernel, compiled_once, fake
 from cute_kernels.select.topk import Blocks, TopKList
@@ -152,7 +153,7 @@ class BlockMaxTopK:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...
+        mQ: cute.Tensor,  # [B, T, H, D], of the tokens first_token ...; of documents with first_token 0
         mK: cute.Tensor,  # [B, N, H / group, D]
         mIndices: cute.Tensor,  # int32 [B, H, T, k]; in parts [B, H, T, parts, k]
         mValues: cute.Tensor | None,  # fp32 [B, H, T, parts, k]
@@ -203,7 +204,7 @@ class BlockMaxTopK:
         shared = self.allocate(q_layout, k_layout)
         gQ = cute.domain_offset((first, kv_head * self.group, 0), mQ[batch, None, None, None])
         gK = mK[batch, None, kv_head, None]
-        position = first_token + first  # of the first token, counted as keys are
+        position = first_token + first  # of the first token, counted as keys are, or as a pack's queries
 
         self.init_rows(shared, position, num_tokens, mBounds, part)
         rQ = self.load_queries(gQ, shared, num_tokens)
@@ -213,22 +214,28 @@ class BlockMaxTopK:
                 span = self.part_of(span, part, parts)
             self.mainloop(gK, rQ, shared, span, position)
         else:
-            document = document_at(mBounds[TOKEN, None], position, 1, 1, 0)
+            document = document_at(mBounds[QUERY, None], first, 1, 1, 0)
             searching = document < mBounds.shape[1] - 1
             while searching:
-                start = mBounds[TOKEN, document]
-                span = self.keyspan(start, start + mBounds[LENGTH, document], position, num_tokens)
-                self.mainloop(gK, rQ, shared, span, position)
+                if mBounds[START, document] < mBounds[LENGTH, document]:  # it has queries
+                    start, position = mBounds[TOKEN, document], self.key_of(first, document, mBounds)
+                    span = self.keyspan(start, start + mBounds[LENGTH, document], position, num_tokens)
+                    self.mainloop(gK, rQ, shared, span, position)
                 document += 1
                 searching = document < mBounds.shape[1] - 1
                 if searching:
-                    searching = mBounds[TOKEN, document] < position + num_tokens
+                    searching = mBounds[QUERY, document] < first + num_tokens
         start = (kv_head * self.group, first, 0)
         if const_expr(mValues is None):
             self.store_rows(shared, cute.domain_offset(start, mIndices[batch, None, None, None]), num_tokens)
         else:
             gParts = [cute.domain_offset(start, x[batch, None, None, part, None]) for x in (mValues, mIndices)]
             self.store_parts(shared, *gParts, num_tokens)
+
+    @cute.jit
+    def key_of(self, query: Int32, document: Int32, mBounds: cute.Tensor) -> Int32:
+        """The key that a query of the pack is, or would be, were its document this one."""
+        return mBounds[TOKEN, document] + mBounds[START, document] + query - mBounds[QUERY, document]
 
     @cute.jit
     def keyspan(self, first: Int32, end: Int32, position: Int32, num_tokens: Int32) -> Keyspan:
@@ -278,15 +285,15 @@ class BlockMaxTopK:
             if lane < WARP_ROWS:
                 row = first_row + lane
                 token = row // self.group
-                first_key, end = Int32(0), position + num_tokens
+                key, first_key, end = position + token, Int32(0), position + num_tokens
                 if const_expr(mBounds is not None):
-                    document = document_at(mBounds[TOKEN, None], position + token, 1, 1, 0)
-                    first_key = mBounds[TOKEN, document]
+                    document = document_at(mBounds[QUERY, None], position + token, 1, 1, 0)
+                    key, first_key = self.key_of(position + token, document, mBounds), mBounds[TOKEN, document]
                     end = first_key + mBounds[LENGTH, document]
-                in_sequence = position + token - first_key
+                in_sequence = key - first_key
                 self.topk.init_row(shared.sRow[row, None], in_sequence, end - first_key, end - first_key, False)
                 shared.sFirstKey[row] = first_key
-                if (token >= num_tokens) | (position + token >= end):
+                if (token >= num_tokens) | (key >= end):
                     shared.sFirstKey[row] = Int32(-1)
                     shared.sRow[row, None].fill(0)
             cute.arch.sync_warp()
@@ -584,28 +591,29 @@ def top_blocks_by_max(
     """Selected blocks, int32 `[B,H_i,N_q,k]`, packed `[H_i,T,k]`, for checked arguments.
 
     Args:
-        q_idx, k_idx, cu_seqlens, block_size, k, local: as of nsa.top_blocks_by_max; queries are the last tokens.
-        cu_seqlens_k, q_start: None, all that support.py lets through.
-        parts: of the keys, of one sequence length; None: by sizes and the device (num_parts).
+        q_idx, k_idx, cu_seqlens, cu_seqlens_k, block_size, k, local: as of nsa.top_blocks_by_max.
+        q_start: int32 `[B]`; None: queries are the last tokens.
+        parts: of the keys, of sequences without it; None: by sizes and the device (num_parts).
     """
-    del cu_seqlens_k, q_start
-    packed = cu_seqlens is not None
-    q, keys = (vectorizable(x[None] if packed else x) for x in (q_idx, k_idx))
-    batch, tokens, heads, dim = q.shape
-    indices = torch.empty((batch, heads, tokens, k), dtype=torch.int32, device=q.device)
+    tokens, heads, dim = q_idx.shape[-3:]
+    q, keys, packed = vectorizable(q_idx), vectorizable(k_idx), None
+    if cu_seqlens is not None:
+        packed = Packed(cu_seqlens, cu_seqlens_k, q_start)
+        q, keys = q[None], keys[None]
+    elif q_start is not None and len(q) > 0:
+        packed = Packed.of_sequences(q, keys.shape[1], q_start)
+        q, keys = q.flatten(0, 1)[None], keys.flatten(0, 1)[None]
+    indices = torch.empty((q.shape[0], heads, q.shape[1], k), dtype=torch.int32, device=q.device)
     if indices.numel() > 0:
-        bounds = None
-        if cu_seqlens is not None:
-            bounds = bounds_of(
-                Packed(cu_seqlens), tile=block_size, step=block_size, length=block_size, stride=block_size
-            )
-        group, hopper, first_token = heads // keys.shape[2], has_warpgroups(q.device), keys.shape[1] - tokens
-        if packed:
-            parts = 1
+        group, hopper = heads // keys.shape[2], has_warpgroups(q.device)
+        bounds, first_token = None, keys.shape[1] - q.shape[1]
+        if packed is not None:
+            sizes = dict.fromkeys(("tile", "step", "length", "stride"), block_size)
+            bounds, first_token, parts = bounds_of(packed, **sizes), 0, 1
         elif parts is None:
-            ctas = batch * keys.shape[2] * -(-tokens // (num_row_tiles(k, hopper) * ROWS // group))
+            ctas = len(q) * keys.shape[2] * -(-tokens // (num_row_tiles(k, hopper) * ROWS // group))
             parts = num_parts(ctas, keys.shape[1], block_size, multiprocessors(q.device))
-        how = dim, q.dtype, group, block_size, k, local, packed, parts > 1, hopper
+        how = dim, q.dtype, group, block_size, k, local, packed is not None, parts > 1, hopper
         if parts > 1:
             values, lists = (
                 torch.empty((*indices.shape[:3], parts, k), dtype=dtype, device=q.device)
@@ -614,5 +622,7 @@ def top_blocks_by_max(
             _compiled(*how).run(q, keys, lists, values, None, first_token)
             _merge(block_size, k, local).run(values, lists, indices)
         else:
-            _compiled(*how).run(q, keys, indices, None, bounds, 0 if packed else first_token)
-    return indices[0] if packed else indices
+            _compiled(*how).run(q, keys, indices, None, bounds, first_token)
+    if cu_seqlens is not None:
+        return indices[0]
+    return indices if packed is None else indices[0].unflatten(1, (-1, tokens)).transpose(0, 1).contiguous()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +107,8 @@ class NSACache:
             sums = torch.promote_types(dtype, torch.float32)
             tile = min(config.q_tile_size, table.capacity)
             self.tile_sums = torch.empty(table.batch, tile, heads, dim, dtype=sums, device=table.device)
+        self.taken: dict[Hashable, Any] = {}
+        """Backends that took a call, by what their checks depend on (validate.py)."""
         table.add_layer(self)
 
     def _check_pages(self, name: str, pages: Tensor, shape: tuple[int, ...]) -> None:

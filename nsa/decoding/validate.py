@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Hashable
+from operator import attrgetter
+
 import torch
 from torch import Tensor, nn
 
 import dispatch
-from dispatch.registry import short_name
+from dispatch.registry import ENVIRONMENT_VARIABLE, short_name
 from nsa.config import NSAConfig, check_options
 from nsa.decoding.cache import NSACache
 from nsa.inputs import NSAInputs
+
+TENSORS = attrgetter(
+    "q", "k", "v", "w_k_compress", "w_v_compress", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight", "gates"
+)
+"""Those of a call."""
 
 LAYOUT_OPTIONS = ("compress_block_size", "stride", "q_tile_size", "causal")
 """Options that say what a cache holds; the others may change from call to call."""
@@ -44,11 +53,44 @@ def _has_gradients(inputs: NSAInputs, config: NSAConfig) -> bool:
 def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> dispatch.Impl:
     """Check the tensors against options and cache, and find the backend that takes the call.
 
+    What depends on shapes, dtypes and options alone is checked once for each: a model makes the same call in each step.
+
     Raises:
         TypeError, ValueError: naming the argument, its value and what was expected.
         RuntimeError: where a gradient is needed.
         dispatch.BackendError: when no backend can run the call.
     """
+    facts = None if config.debug else _facts(inputs, cache, config, backend)  # debug: values are checked
+    impl = cache.taken.get(facts)
+    if impl is None:
+        _check_shapes(inputs, cache, config)
+    if torch.is_grad_enabled() and _has_gradients(inputs, config):
+        raise RuntimeError("nsa_with_cache has no gradient, and one is needed: call it under torch.no_grad()")
+    _check_step(inputs.q, cache)
+    if impl is None:
+        options = {"inputs": inputs, "config": config, "cache": cache}
+        call = dispatch.Call("nsa_with_cache", inputs.q.device, inputs.q.dtype, options=options)
+        impl = dispatch.resolve(call, backend)
+        if facts is not None:
+            cache.taken[facts] = impl
+    return impl
+
+
+def _facts(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str | None) -> Hashable:
+    """All that `_check_shapes` and the dispatcher look at; None for arguments of a wrong type."""
+    tensors = []
+    for x in TENSORS(inputs):
+        if isinstance(x, Tensor) and not x.is_nested:
+            tensors.append((x.shape, x.dtype, x.device, x.layout))
+        elif x is None:
+            tensors.append(None)
+        else:
+            return None
+    named = backend or os.environ.get(ENVIRONMENT_VARIABLE)
+    return config, named, cache.table.capacity, cache.table.num_pages, *tensors
+
+
+def _check_shapes(inputs: NSAInputs, cache: NSACache, config: NSAConfig) -> None:
     q, k, v = inputs.q, inputs.k, inputs.v
     if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)) and q.shape[1] != k.shape[1]:  # else: more keys
         raise ValueError(f"k must have q's N_q={q.shape[1]} new tokens, got shape {list(k.shape)}")
@@ -71,8 +113,10 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
             raise ValueError(
                 f"{name} goes with separate_kv=True of the cache: {given}, separate_kv={cache.separate_kv}"
             )
-    if torch.is_grad_enabled() and _has_gradients(inputs, config):
-        raise RuntimeError("nsa_with_cache has no gradient, and one is needed: call it under torch.no_grad()")
+
+
+def _check_step(q: Tensor, cache: NSACache) -> None:
+    """That the call is in its place of the table's step."""
     table = cache.table
     if table.open is None and table.num_layers > 1:
         raise RuntimeError(
@@ -84,7 +128,3 @@ def resolve(inputs: NSAInputs, cache: NSACache, config: NSAConfig, backend: str 
             raise ValueError(f"q must have the step's N_q={table.open.num_tokens} tokens, got shape {list(q.shape)}")
         if id(cache) in table.open.done:
             raise RuntimeError("this cache has its tokens of the open step already: a step has one call for each layer")
-    call = dispatch.Call(
-        "nsa_with_cache", q.device, q.dtype, options={"inputs": inputs, "config": config, "cache": cache}
-    )
-    return dispatch.resolve(call, backend)

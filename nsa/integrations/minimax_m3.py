@@ -203,12 +203,15 @@ def _by_run(
 def _packed(
     attend: Callable[..., Tensor], runs: list[Run], queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
 ) -> Tensor:
-    """The same in one call, of runs whose keys are those of their queries' tokens: documents one behind the other."""
+    """The same in one call, of runs whose keys are those of their queries' tokens: documents one behind the other.
+
+    A static cache's keys go on behind them.
+    """
     device, (batch, tokens) = queries[0].device, queries[0].shape[:2]
     spans = [(run.rows.start * tokens + run.keys.start, run.keys.stop - run.keys.start) for run in runs]
     places = torch.cat([torch.arange(first, first + length) for first, length in spans]).to(device)
     cu_seqlens = torch.tensor([0, *accumulate(length for _, length in spans)], dtype=torch.int32).to(device)
-    packed = attend(*(x.flatten(0, 1)[places] for x in (*queries, *keys)), cu_seqlens=cu_seqlens)
+    packed = attend(*(x[:, :tokens].flatten(0, 1)[places] for x in (*queries, *keys)), cu_seqlens=cu_seqlens)
     out = packed.new_zeros((batch * tokens, *packed.shape[1:])).index_copy(0, places, packed)
     return out.view(batch, tokens, *packed.shape[1:])
 

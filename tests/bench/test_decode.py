@@ -23,9 +23,13 @@ def test_fields_are_documented() -> None:
     assert {field.name for field in fields(Row)} == documented_fields("bench_decode.py")
 
 
-def test_rows(tmp_path: Path) -> None:
+# Entries, and keys of selected blocks and window: 16 blocks of 64, of each query head in tile mode, and 512
+@pytest.mark.parametrize(
+    ("preset", "read"), [("paper", (1500 - 32) // 16 + 1 + 1024 + 512), ("per_tile", 1500 // 64 + 1500 + 512)]
+)
+def test_rows(preset: str, read: int, tmp_path: Path) -> None:
     out = tmp_path / "decode"
-    assert bench.main([*SMALL, "--presets", "paper", "--queries", "1", "--peak-tbs", "1", "--out", str(out)]) == 0
+    assert bench.main([*SMALL, "--presets", preset, "--queries", "1", "--peak-tbs", "1", "--out", str(out)]) == 0
     content = json.loads(out.with_suffix(".json").read_text())
     assert content["gate"] == "green"
     assert [(row["b"], row["n"], row["mode"]) for row in content["rows"]] == [(1, 1500, "eager"), (2, 1500, "eager")]
@@ -33,14 +37,14 @@ def test_rows(tmp_path: Path) -> None:
         assert 0 < row["error"] <= row["error_budget"]
         assert row["dense_ms"] > 0
         assert row["fla_ms"] is None
-        # entries, 16 blocks of 64 and a window of 512, of 32 numbers of 16 bits, as keys and as values
-        moved = row["b"] * ((1500 - 32) // 16 + 1 + 1024 + 512) * 2 * 32 * 2
+        moved = row["b"] * read * 2 * 32 * 2  # 32 numbers of 16 bits, as keys and as values
         assert row["floor_ms"] == pytest.approx(moved / 1e9)
     assert len(content["missing"]) == 2, "fla"
     assert out.with_suffix(".png").stat().st_size > 0
 
 
-def test_one_wrong_element_makes_it_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preset", ["paper", "per_tile"])
+def test_one_wrong_element_makes_it_red(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = bench.nsa_with_cache
 
     def wrong(*arguments: Tensor, **options: object) -> Tensor:
@@ -50,7 +54,7 @@ def test_one_wrong_element_makes_it_red(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(bench, "nsa_with_cache", wrong)
     out = tmp_path / "decode"
-    assert bench.main([*SMALL, "--presets", "paper", "--queries", "4", "--out", str(out)]) == 1
+    assert bench.main([*SMALL, "--presets", preset, "--queries", "4", "--out", str(out)]) == 1
     content = json.loads(out.with_suffix(".json").read_text())
     assert content["gate"] == "red"
     assert content["rows"] == []
@@ -58,7 +62,7 @@ def test_one_wrong_element_makes_it_red(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_case_that_does_not_run_is_told(tmp_path: Path) -> None:
     out = tmp_path / "decode"
-    assert bench.main([*SMALL, "--presets", "per_tile", "--queries", "1", "--out", str(out)]) == 0
+    assert bench.main([*SMALL, "--presets", "paper", "--queries", "1", "--backend", "cute", "--out", str(out)]) == 0
     content = json.loads(out.with_suffix(".json").read_text())
     assert content["rows"] == []
     assert all("did not run" in reason for reason in content["missing"])

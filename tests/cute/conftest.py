@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
+
+from cute_kernels.runtime import replay
+
+
+@pytest.fixture(autouse=True)
+def _memory_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that test on one GPU share its memory; what each one's allocator keeps adds up."""
+    yield
+    if request.node.get_closest_marker("cuda") and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def no_recordings() -> Iterator[None]:
+    """A test patches what recordings of others would not see."""
+    replay.forget()
+    yield
+    replay.forget()
 
 
 @pytest.fixture(params=["sm_90", "sm_100"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bench import oracles
+from cute_kernels.runtime import replay
 from dispatch import BackendError
-from nsa import LinearCompression, NSAConfig, nsa, nsa_forward, nsa_forward_aux, ops, reference
+from nsa import LinearCompression, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, ops, reference
 from nsa.inputs import NSAInputs
 from tests.support.cute_cases import (
     BF16,
@@ -201,6 +203,7 @@ def test_phases_and_lists_agree(monkeypatch: pytest.MonkeyPatch, strategy: str) 
     from cute_kernels import backward
 
     monkeypatch.setattr(backward, "PHASES_FROM", 0)
+    monkeypatch.setattr(backward, "nsa_backward", partial(backward.nsa_backward, atomic_free=False))
     for tokens, stride in ((2000, None), (2000, 16), (1999, 32), (64, None), (127, None)):
         config = replace(SOME, compress_stride=stride)
         check_gradients(NSAInputs(*on_gpu(tokens, batch=2)), config)
@@ -407,6 +410,50 @@ def test_training_step_as_a_cuda_graph() -> None:
         graph.replay()
         for got, expected in zip(results, step(), strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=float(expected.abs().max()) * 2**-6)
+
+
+def test_layer_as_graphed_callables() -> None:
+    """torch.cuda.make_graphed_callables captures forward and backward of a layer: outputs and gradients of plain calls.
+
+    Bit for bit: two heads share keys, and all compressed entries are one block of keys, so that a sum of
+    FlashAttention-4's atomics has two terms at most, whose order does not matter.
+    """
+    torch.manual_seed(5)
+    layer = NSAttention(256, 4, 2, head_dim=64, config=SOME, device="cuda", dtype=BF16)
+    sample = like(1, 1000, 256).requires_grad_()
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(layer), (sample,))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, do = (torch.randn_like(sample).requires_grad_() for _ in range(2))
+        results = []
+        for call in (layer, graphed):
+            out = call(x)
+            results.append((out, *torch.autograd.grad(out, (x, *call.parameters()), do)))
+            results[-1] = tuple(result.clone() for result in results[-1])  # a graph writes its own anew
+        for got, expected in zip(*results, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_replayed_steps() -> None:
+    """From the third call on a step is replayed (runtime/replay.py): the bits of calls that are not, on any stream."""
+
+    def step(seed: int) -> tuple[Tensor, ...]:
+        q, k, v = (x.requires_grad_() for x in on_gpu(1000, 4, 2, 64, seed=seed))
+        weight = gate_weight(heads=4, dim=64).requires_grad_()
+        out = nsa(q, k, v, gate_proj_weight=weight, config=SOME)
+        do = on_gpu(1000, 4, 2, 64, seed=seed + 50)[0]
+        return (out, *torch.autograd.grad(out, (q, k, v, weight), do))
+
+    replayed = [step(seed) for seed in range(6)]
+    assert any(isinstance(known, replay.Recording) for known in replay._KNOWN.values())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        replayed.append(step(5))
+        torch.cuda.current_stream().synchronize()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "DEVICES", set())
+        plain = [step(seed) for seed in (*range(6), 5)]
+    for got, expected in zip(replayed, plain, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
 def test_checkpointing_and_autocast() -> None:

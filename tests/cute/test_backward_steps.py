@@ -298,6 +298,39 @@ def test_kernels_without_atomics(
     check(inputs, replace(SOME, **changes), deterministic=deterministic)
 
 
+@pytest.mark.parametrize("first", [0, 300])
+@pytest.mark.parametrize("changes", [{"compress_stride": 5}, {"compress_block_size": 512}, {"window_size": 0}], ids=str)
+def test_compressed_branch_without_atomics(
+    changes: dict[str, Any], first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any length, stride and first query, without phases."""
+    twins.install(monkeypatch, "sm_90", RULES["sm_90"])
+    inputs = last_queries(make_inputs(540, heads=4, kv_heads=2, dim=4, v_dim=4, batch=2, seed=1), first)
+    check(inputs, replace(PAPER, **changes))
+
+
+@pytest.mark.parametrize(
+    ("split", "entries", "arch", "v_dim", "changes"),
+    [
+        (True, 2048, "sm_90", 4, {}),
+        (False, 2049, "sm_90", 4, {}),
+        (False, None, "sm_90", 4, {}),
+        (False, 2048, "sm_100", 4, {}),
+        (False, 2048, "sm_90", 2, {}),
+        (False, 2048, "sm_90", 4, {"causal": False}),
+        (False, 2048, "sm_90", 4, {"num_cmp_selected_blocks": 3}),
+        (True, 2048, "sm_90", 4, {"num_cmp_selected_blocks": 16}),
+    ],
+)
+def test_rule_of_the_compressed_branch(
+    split: bool, entries: int | None, arch: str, v_dim: int, changes: dict[str, Any]
+) -> None:
+    """Without atomics or phases: on Hopper with D = D_v, for few entries, of which a row attends to all it sees."""
+    made = plan._plan(replace(SOME, **changes), RULES[arch], (4, v_dim), entries, True, None)
+    assert made.split_compressed == split
+    assert not plan._plan(replace(SOME, **changes), RULES[arch], (4, v_dim), entries, False, None).split_compressed
+
+
 @pytest.mark.parametrize("config", [SOME, PAPER], ids=["tile", "token"])
 def test_no_queries(config: NSAConfig, arch: str) -> None:
     check(last_queries(some_inputs(512), 512), config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,10 +17,15 @@ from tests.support.ptx import Order, Schedule
 
 @dataclass(frozen=True)
 class Case:
-    """Of q_idx `[batch,queries,heads,dim]` and as many keys, or more; or of documents of so many tokens."""
+    """Of q_idx `[batch,queries,heads,dim]` and as many keys, or more; or of documents of so many tokens, and keys.
+
+    Args:
+        starts: q_start as a tensor. behind: rows behind the last document.
+    """
 
     queries: int | tuple[int, ...]
-    keys: int | None = None
+    keys: int | tuple[int, ...] | None = None
+    starts: tuple[int, ...] | None = None
     heads: int = 2
     shared: bool = True
     dim: int = 64
@@ -36,30 +40,37 @@ class Case:
 
     def check(self, device: str = "cpu", **options: Any) -> None:
         generator = torch.Generator().manual_seed(0)
-        packed = isinstance(self.queries, tuple)
-        tokens = sum(self.queries) + self.behind if isinstance(self.queries, tuple) else self.queries
+        queries, keys = (torch.tensor(x) for x in (self.queries, self.queries if self.keys is None else self.keys))
+        packed, heads = queries.dim() == 1, (self.heads, 1 if self.shared else self.heads)
         lead = () if packed else (self.batch,)
-        heads = (self.heads, 1 if self.shared else self.heads)
-        shapes = [(*lead, n, of, self.dim) for n, of in zip((tokens, self.keys or tokens), heads, strict=True)]
+        shapes = [
+            (*lead, int(n.sum()) + self.behind, of, self.dim) for n, of in zip((queries, keys), heads, strict=True)
+        ]
         if self.whole:
             made = [torch.randint(-1, 2, shape, generator=generator) for shape in shapes]
         else:
             made = [torch.randn(shape, generator=generator) for shape in shapes]
         q_idx, k_idx = (x.to(device, self.dtype) for x in made)
         options |= {"block_size": self.size, "k": self.k, "local": self.local}
+        if self.starts is not None:
+            options["q_start"] = torch.tensor(self.starts, dtype=torch.int32, device=device)
+        if packed:
+            bounds = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (queries, keys)]
+            options["cu_seqlens"] = bounds[0].to(device)
+            if self.keys is not None:
+                options["cu_seqlens_k"] = bounds[1].to(device)
+        got, q_idx, k_idx = top_blocks_by_max(q_idx, k_idx, **options).cpu(), q_idx.cpu(), k_idx.cpu()
         where: dict[str, Any] = {"size": self.size, "k": self.k, "local": self.local}
         where["error"] = 0.0 if self.whole else 2**-23 * (self.dim / 8 + 4)
-        if not isinstance(self.queries, tuple):
-            got = top_blocks_by_max(q_idx, k_idx, **options)
-            start = k_idx.shape[1] - q_idx.shape[1]
-            for b in range(self.batch):
-                assert_selects(got[b].cpu(), q_idx[b].cpu(), k_idx[b].cpu(), start=start, **where)
-            return
-        bounds = torch.tensor([0, *self.queries]).cumsum(0).int()
-        got = top_blocks_by_max(q_idx, k_idx, cu_seqlens=bounds.to(device), **options).cpu()
-        for first, stop in pairwise(bounds.tolist()):
-            assert_selects(got[:, first:stop], q_idx[first:stop].cpu(), k_idx[first:stop].cpu(), start=0, **where)
-        assert bool((got[:, bounds[-1] :] == -1).all())
+        if packed:
+            rows, of_keys = [*queries.tolist(), self.behind], [*keys.tolist(), self.behind]
+            *parts, (behind, _, _) = zip(got.split(rows, 1), q_idx.split(rows), k_idx.split(of_keys), strict=True)
+            assert bool((behind == -1).all())
+        else:
+            parts = list(zip(got, q_idx, k_idx, strict=True))
+        for i, (own, q, k) in enumerate(parts):
+            start = len(k) - len(q) if self.starts is None else self.starts[i]
+            assert_selects(own, q, k[: start + len(q)], start=start, **where)
 
 
 CASES = {
@@ -73,9 +84,18 @@ CASES = {
     "long lists": Case(4, 2500, heads=2, k=37, local=0),
     "documents": Case((70, 0, 1, 130, 5), heads=3, k=2, behind=3),
     "documents across tiles": Case((33, 200, 40), heads=16, size=128, dim=128),
+    "documents that continue": Case((70, 0, 2, 130), (200, 90, 2, 131), heads=3, behind=3),
+    "starts in documents": Case((2, 30), (200, 150), (170, 0), heads=16, size=128, dim=128),
+    "starts": Case(3, 300, (0, 290), batch=2, k=3, dtype=torch.float16),
 }
-HERE = [("sm_90", "two row tiles"), ("sm_90", "documents"), ("sm_90", "many blocks"), ("sm_100", "whole numbers")]
-"""Of them the third in two parts."""
+HERE = [
+    ("sm_90", "two row tiles"),
+    ("sm_90", "documents that continue"),
+    ("sm_90", "starts"),
+    ("sm_90", "many blocks"),
+    ("sm_100", "whole numbers"),
+]
+"""Of them "many blocks" in two parts."""
 OTHERS = [(arch, case) for arch in GPUS for case in CASES]
 
 

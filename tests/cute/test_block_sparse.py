@@ -28,10 +28,17 @@ CASES = {
     ),
     "starts inside": replace(BF16, queries=20, keys=170, start=101, v_dim=128),
     "documents": replace(BF16, queries=(70, 0, 1, 40), behind=3, group=3, dtype=torch.float16),
+    "documents that continue": replace(BF16, queries=(70, 0, 3, 1), keys=(150, 30, 3, 131), behind=3),
+    "starts in documents": replace(BF16, queries=(40, 2), keys=(170, 90), start=(101, 0), behind=2, size=128),
+    "starts": replace(BF16, queries=9, keys=170, start=(3, 161), batch=2, kv_heads=2, dtype=torch.float16),
+    "not causal": replace(BF16, causal=False, batch=2, kv_heads=2),
+    "documents, not causal": replace(BF16, queries=(70, 0, 1, 130), behind=3, causal=False),
+    "starts, group of 64": replace(BF16, queries=5, keys=140, start=(100, 0), batch=2, group=64),
     "group of 64": replace(BF16, queries=70, group=64, size=128),
     "group of 1": replace(BF16, queries=70, group=1, kv_heads=2, count=5),
 }
 HERE = [("sm_90", True, "blocks of 128, int64"), ("sm_90", True, "documents"), ("sm_100", True, "starts inside")]
+HERE += [("sm_90", True, "documents that continue"), ("sm_90", True, "starts"), ("sm_90", True, "not causal")]
 OTHERS = [(arch, late, case) for arch in GPUS for late in (True, False) for case in CASES]
 
 
@@ -42,6 +49,19 @@ OTHERS = [(arch, late, case) for arch in GPUS for late in (True, False) for case
 def test_interpreted(arch: str, late: bool, case: str) -> None:
     with interpreted_gpu(arch, Schedule(late=late)):
         make(CASES[case]).check(backend="cute")
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_extra
+@pytest.mark.filterwarnings("default")
+def test_keys_behind_the_last_query_are_not_read() -> None:
+    made = make(replace(BF16, queries=2, keys=70, start=(3, 60), batch=2))
+    with interpreted_gpu("sm_90"):
+        expected = made.gradients(backend="cute")
+        for x in (made.k, made.v):
+            x[0, 5:], x[1, 62:] = torch.nan, torch.inf
+        for one, other in zip(made.gradients(backend="cute"), expected, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.slow
@@ -81,25 +101,12 @@ REFUSED = {
     ),
     "dim": ({}, {"dim": 32}, "takes head dims 64 and 128, got D=32", "takes head dims 64 and 128, got D=32"),
     "dtype": ({}, {"dtype": torch.float32}, "takes bfloat16 and float16, got float32", None),
-    "starts": (
-        {},
-        {"queries": 9, "keys": 150, "start": (3,)},
-        "takes q_start as an integer, not yet as a tensor",
-        "takes q_start as an integer, not yet as a tensor",
-    ),
-    "keys of documents": (
-        {},
-        {"queries": (3, 5), "keys": (70, 90), "batch": 1},
-        "does not take cu_seqlens_k and q_start of packed documents yet, only sequences of one length",
-        None,
-    ),
     "heads": (
         {},
         {"group": 64, "kv_heads": 8, "queries": 2},
         "takes tokens of q and of do that lie fewer than 2^15 elements apart, got 32768",
         None,
     ),
-    "not causal": ({"causal": False}, {}, "attends to given blocks with causal=True only, got causal=False", None),
     "many blocks": ({"k": 65}, {}, None, "chooses at most 64 blocks per token, got k=65"),
 }
 

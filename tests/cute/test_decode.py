@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.decode.pages import Paging
 from cute_kernels.pool.compress import block_means
-from nsa import NSACache, NSAConfig, PageTable, nsa_forward_aux, nsa_with_cache
+from nsa import NSACache, NSAConfig, PageTable, nsa_forward, nsa_forward_aux, nsa_with_cache
 from tests.support.decode_cases import Case, check, without_near_ties
 from tests.support.decode_cases import Step as DecodeStep
 
@@ -27,6 +27,27 @@ def test_step(dim: int, group: int, queries: int, dtype: torch.dtype) -> None:
     """The empty sequence, bounds of blocks and pages, and one 1000 times longer than another."""
     cached = (0, 1, 15, 16, 30, 31, 63, 64, 5000)
     check(without_near_ties(Case(cached, PAPER, queries, group=group, kv_heads=2, dim=dim, dtype=dtype)), "cuda")
+
+
+TILES = NSAConfig(num_selected_blocks=4, window_size=100)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize(
+    "config",
+    [
+        TILES,
+        replace(TILES, q_tile_size=3, compress_block_size=32, compress_stride=16, select_block_size=64),
+        replace(TILES, share_heads_in_group=True, num_local_blocks=1, q_tile_size=5),
+    ],
+    ids=["default", "overlapping, small tiles", "shared"],
+)
+def test_step_in_tile_mode(config: NSAConfig, dim: int, group: int, queries: int) -> None:
+    """Steps that begin, cross and end at bounds of tiles, blocks and pages."""
+    cached = (0, 1, 63, 64, 250, 255, 256, 3000)
+    check(without_near_ties(Case(cached, config, queries, group=group, kv_heads=2, dim=dim)), "cuda")
 
 
 def test_long_sequence() -> None:
@@ -56,7 +77,7 @@ def test_entries_have_the_bits_of_the_whole_call() -> None:
 
 
 def make_cache(batch: int, tokens: int, config: NSAConfig = PAPER) -> NSACache:
-    return NSACache.empty(config, batch, tokens, heads_kv=2, dim=128, dtype=BF16, device="cuda")
+    return NSACache.empty(config, batch, tokens, heads=32, heads_kv=2, dim=128, dtype=BF16, device="cuda")
 
 
 def new(batch: int, tokens: int) -> tuple[torch.Tensor, ...]:
@@ -85,15 +106,37 @@ def test_token_by_token_is_the_whole_call() -> None:
 
 
 @torch.no_grad()
-def test_graph_over_growing_lengths() -> None:
+def test_token_by_token_in_tile_mode_is_the_call_on_each_prefix() -> None:
+    """Single steps over a tile's bound, and the selection of `nsa` with q_sum. Near ties may differ."""
+    torch.manual_seed(0)
+    config = replace(TILES, q_tile_size=256)
+    tokens, first = 1400, 1200
+    q, k, v = new(1, tokens)
+    cache = make_cache(1, tokens, config)
+    for part in (slice(1024), slice(1024, first)):  # a step for each token, whatever the chunk
+        nsa_with_cache(q[:, part], k[:, part], v[:, part], cache, backend="cute")
+    differ = 0
+    for i in range(first, tokens):
+        of = slice(i, i + 1)
+        out = nsa_with_cache(q[:, of], k[:, of], v[:, of], cache, backend="cute")
+        q_sum = q[:, i // 256 * 256 : i].float().sum(1)
+        keys = (x[:, : i + 1] for x in (k, v))
+        expected = nsa_forward(q[:, of], *keys, q_start=i, q_sum=q_sum, config=config, backend="cute")
+        differ += bool((out - expected).abs().max() > 2**-7 * expected.abs().max())
+    assert differ <= 2, f"{differ} of {tokens - first} steps differ"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [PAPER, TILES], ids=["token", "tile"])
+def test_graph_over_growing_lengths(config: NSAConfig) -> None:
     """One graph of the step, its table included, against eager calls of a second cache; lengths differ 1000 times."""
     torch.manual_seed(0)
-    caches = [make_cache(2, 3000) for _ in range(2)]
+    caches = [make_cache(2, 3000, config) for _ in range(2)]
     prompt, counts = new(2, 2600), torch.tensor([2600, 2], dtype=torch.int32, device="cuda")
     for cache in caches:
         nsa_with_cache(*prompt, cache, counts=counts, backend="cute")
     given = new(2, 1)
-    warm = make_cache(2, 3000)
+    warm = make_cache(2, 3000, config)
     nsa_with_cache(*given, warm, backend="cute")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels import decoding
+from cute_kernels.decode.combine import MANY_HEADS
 from nsa import NSACache, NSAConfig
 from nsa.decoding import reference
 from nsa.inputs import NSAInputs
@@ -30,6 +31,8 @@ TIES = replace(
     window_size=0,
 )
 """The first entry covers blocks 0 to 2 alone, the first two blocks 1 and 2."""
+
+TILES = NSAConfig(compress_block_size=32, select_block_size=64, num_selected_blocks=3, window_size=70, q_tile_size=3)
 
 CASES = {
     # The empty sequence, one token, block bounds (l - 1, l), page bounds, and one 1000 times longer than another
@@ -63,7 +66,23 @@ CASES = {
     "parts of the choice": Case(
         (34000, 300), replace(SMALL_BLOCKS, compress_block_size=64, compress_stride=64), group=1, kv_heads=1
     ),
+    "tuned for batches": Case(
+        (2100, 30),
+        PAPER,
+        group=16,
+        kv_heads=1,
+        dim=128,
+        tuning=decoding.Tuning(score_ctas_per_sm=3, score_tiles=2, part_tiles=3, combine=MANY_HEADS),
+    ),
     "many blocks": Case((3000,), replace(SMALL_BLOCKS, num_selected_blocks=40), group=1, kv_heads=1),
+}
+CASES |= {
+    # Selection per head; tokens at bounds of tiles and blocks, and steps that cross them
+    "tile mode": Case((0, 5, 63, 250, 1015, 60), TILES, queries=4, new=(4, 3, 2, 4, 1, 4), group=2, kv_heads=1),
+    "tile mode, overlapping": Case((510, 0, 45), replace(TILES, compress_stride=16), queries=8, gating="projected"),
+    "tile mode, shared": Case((510, 31), replace(TILES, share_heads_in_group=True, num_local_blocks=1), dim=128),
+    "tile mode, default": Case((2100, 30), NSAConfig(num_selected_blocks=4), group=16, kv_heads=1, dim=128),
+    "tile mode, row groups": Case((700,), replace(TILES, window_size=0), queries=3, group=12, kv_heads=1),
 }
 LATE, EARLY = "late", "early"
 
@@ -73,6 +92,7 @@ def last_of_block(blocks: torch.Tensor) -> torch.Tensor:
 
 
 DIFFERENT = ("ragged", "fewer new", "D_v, fp16", "ties", "many choices", "parts of the choice")
+DIFFERENT += ("tuned for batches", "tile mode", "tile mode, shared")
 """Cases that take every path between them; each costs the compilation of four kernels."""
 HERE = [("sm_90", LATE, case) for case in DIFFERENT]
 OTHERS = [of for of in itertools.product(GPUS, (LATE, EARLY), CASES) if of not in HERE]
@@ -84,7 +104,7 @@ def test_step(arch: str, copies: str, case: str) -> None:
         check(CASES[case])
 
 
-RACES = [*itertools.product(["sm_100", "sm_90"], ("ragged", "four queries", "row groups"))]
+RACES = [*itertools.product(["sm_100", "sm_90"], ("ragged", "four queries", "row groups", "tile mode"))]
 
 
 @pytest.mark.parametrize(("arch", "case"), [RACES[0], *cases.rest(*RACES[1:])])
@@ -95,15 +115,16 @@ def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.cuda_extra
-@pytest.mark.parametrize("entries", ["means", *cases.rest("projected", "by a callable")])
+@pytest.mark.parametrize("entries", ["means", "tile mode", *cases.rest("projected", "by a callable")])
 @pytest.mark.parametrize("own", [False, *cases.rest(True)], ids=["one k and v", "own keys"])
 @pytest.mark.parametrize("prefill", [False, *cases.rest(True)], ids=["steps", "steps and a prefill"])
 def test_steps_of_a_cache_are_the_references(prefill: bool, own: bool, entries: str) -> None:
     """As the dispatcher's row calls it; more new tokens than a launch takes are several, or a prefill."""
     torch.manual_seed(0)
-    config = replace(SMALL_BLOCKS, compress=last_of_block) if entries == "by a callable" else SMALL_BLOCKS
+    changed = {"by a callable": replace(SMALL_BLOCKS, compress=last_of_block), "tile mode": TILES}
+    config = changed.get(entries, SMALL_BLOCKS)
     weights = {"w_k_compress": torch.randn(1, 64, 64).bfloat16() / 8} if entries == "projected" else {}
-    sizes = {"heads_kv": 1, "dim": 64, "dtype": torch.bfloat16, "separate_kv": own}
+    sizes = {"heads": 4, "heads_kv": 1, "dim": 64, "dtype": torch.bfloat16, "separate_kv": own}
     caches = [NSACache.empty(config, 2, max_tokens=520, **sizes) for _ in range(2)]
     steps = [(300, (300, 70)), (1, None), (4, (2, 4)), (10, (10, 9)), (1, None)]
     if prefill:
@@ -117,8 +138,11 @@ def test_steps_of_a_cache_are_the_references(prefill: bool, own: bool, entries: 
         outs = []
         for run, cache in zip((reference.nsa_with_cache, decoding.nsa_with_cache), caches, strict=True):
             chosen = reference.nsa_with_cache if tokens == 300 else run
-            with cache.table.step(tokens, new) as step, interpreted_gpu("sm_90"):
+            with interpreted_gpu("sm_90"), cache.table.step(tokens, new) as step:
                 outs.append(chosen(inputs, cache.config, cache, step))
         # Both are rounded once, of sums in fp32: half a unit each, and probabilities that one of them rounds
         expected, got = (x.float() for x in outs)
         assert (got - expected).abs().max() <= 2**-6 * expected.abs().max()
+    if entries == "tile mode":
+        kept, wanted = (cache.tile_sums for cache in reversed(caches))
+        torch.testing.assert_close(kept, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)

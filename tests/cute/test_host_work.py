@@ -1,5 +1,6 @@
 """The host's work of a training step per tile, with launches that do nothing: PyTorch operators, and time.
 
+Of calls that are replayed (runtime/replay.py), as all but the first two of a kind are, and of calls as these two are.
 Operators are counted exactly, since each costs the host some microseconds, with a kernel or without. Time is a ratio to
 a loop of Python on the same machine: no seconds, which differ between machines.
 """
@@ -16,14 +17,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cute_kernels.runtime import replay
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
 from tests.support.compile_keys import noted_keys
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported
 
-WITHOUT_KERNEL = ("alias", "as_strided", "empty", "expand", "new_empty", "permute", "select", "slice", "transpose",
-                  "unbind", "view")  # fmt: skip
+WITHOUT_KERNEL = ("alias", "as_strided", "detach", "empty", "empty_strided", "expand", "new_empty", "permute", "select",
+                  "slice", "transpose", "unbind", "view")  # fmt: skip
 """Views, and new tensors that are not written."""
 
 
@@ -59,7 +61,14 @@ def steps() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     )
 
 
-def test_operators_beside_our_kernels() -> None:
+@pytest.fixture(params=["plain", "replayed"])
+def replays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether calls are replayed from the third on."""
+    monkeypatch.setattr(replay, "DEVICES", {"meta"} if request.param == "replayed" else set())
+    return bool(request.param == "replayed")
+
+
+def test_operators_beside_our_kernels(replays: bool) -> None:
     with noted_keys(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         forward, backward = steps()
@@ -69,8 +78,9 @@ def test_operators_beside_our_kernels() -> None:
             saved = forward()
         with Operators() as back:
             backward(saved)
-    assert (ahead.kernels, sum(ahead.counts.values())) == (0, 23), ahead.counts
-    assert (back.kernels, sum(back.counts.values())) == (17, 129), back.counts
+    expected = ((0, 26), (5, 45)) if replays else ((0, 23), (5, 60))
+    assert (ahead.kernels, sum(ahead.counts.values())) == expected[0], ahead.counts
+    assert (back.kernels, sum(back.counts.values())) == expected[1], back.counts
 
 
 def reference_loop() -> None:
@@ -91,11 +101,11 @@ def fastest(function: Callable[[], object], repeats: int = 20) -> float:
     return min(times)
 
 
-def test_a_forward_takes_no_longer_than_a_loop_of_views() -> None:
+def test_a_forward_takes_no_longer_than_a_loop_of_views(replays: bool) -> None:
     with noted_keys(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         forward, _ = steps()
         for _ in range(2):
             forward()
         ratio = fastest(forward) / fastest(reference_loop)
-    assert ratio < 0.8, ratio  # 0.39 when this was written
+    assert ratio < (0.3 if replays else 0.8), ratio  # 0.17 and 0.44 when this was written

@@ -254,6 +254,17 @@ def test_accesses_outside(text: str, message: str) -> None:
         run(text)
 
 
+def test_addresses_of_32_bits_wrap() -> None:
+    body = """
+        mov.b32 %r4, 7;
+        st.shared.b32 [%r2], %r4;
+        sub.s32 %r5, %r2, 1024;
+        ld.shared.b32 %r9, [%r5+1024];
+        st.global.b32 [%rd2], %r9;
+    """
+    assert run(body).flatten().tolist() == [7] * 32
+
+
 def test_memory_that_nobody_wrote() -> None:
     x = torch.full((1,), math.nan)
     with pytest.raises(MemoryError, match="nobody wrote"):

@@ -166,7 +166,7 @@ def test_determinism(inputs: NSAInputs | str | None, options: dict[str, Any], go
 def test_largest_group_per_token() -> None:
     assert ask(NSAInputs(*make_qkv(70, 64, 1, 64, dtype=torch.bfloat16)), q_tile_size=1) is None
     reason = ask(NSAInputs(*make_qkv(70, 65, 1, 64, dtype=torch.bfloat16)), q_tile_size=1)
-    assert reason == "selects per token for at most 64 heads a group, got 65"
+    assert reason == "selects per token (q_tile_size=1) for at most 64 heads a group, got 65"
 
 
 def test_longest_backward() -> None:
@@ -267,6 +267,7 @@ def ask_with_cache(
         {"compress_block_size": 4, "compress_stride": 1, "select_block_size": 64},
         {"compress_block_size": 64 * 16},
         {"num_selected_blocks": 256},
+        {"q_tile_size": 64, "share_heads_in_group": False},
         {"separate_kv": True},
         pytest.param({"w_k_compress": torch.zeros(2, 64, 64, dtype=torch.bfloat16)}, id="w_k_compress"),
         pytest.param({"compress": lambda blocks: blocks[..., 0, :]}, id="a callable"),
@@ -280,7 +281,8 @@ def test_takes_a_cache(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"q_tile_size": 64}, "got q_tile_size=64"),
+        ({"q_tile_size": 64, "num_cmp_selected_blocks": 4}, "num_cmp_selected_blocks=None only, got 4"),
+        ({"q_tile_size": 64, "select_block_size": 32}, "decodes with select_block_size 64, 128, 192, 256, got 32"),
         ({"dims": (32, 64)}, "32"),
         ({"page_size": 40}, "got 40 and 16"),
         ({"select_block_size": 32}, "got 32"),

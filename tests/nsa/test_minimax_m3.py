@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,14 +12,10 @@ from transformers import StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
-from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig, MiniMaxM3VLVisionConfig
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLVisionConfig
 
 from nsa.integrations import minimax_m3
-
-CACHE = (
-    "cache" if "cache" in inspect.signature(modeling.MiniMaxM3VLForCausalLM.forward).parameters else "past_key_values"
-)
-"""transformers 5.24 has given the argument, and the field of results, another name."""
+from tests.support.minimax_models import CACHE_ARGUMENT, minimax_model, text
 
 pytestmark = [pytest.mark.hf_extra, pytest.mark.filterwarnings("ignore")]  # transformers' own warnings
 
@@ -32,55 +27,14 @@ def _registered() -> Iterator[None]:
     minimax_m3.unregister()
 
 
-def tiny(implementation: str, **changes: Any) -> Any:
-    """A dense layer, two sparse ones; in fp64, so that results differ by what transformers rounds to fp32 alone."""
-    config = MiniMaxM3VLTextConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=24,
-        dense_intermediate_size=24,
-        shared_intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rotary_dim=4,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        index_n_heads=2,
-        index_head_dim=8,
-        index_block_size=4,
-        index_topk_blocks=3,
-        index_local_blocks=1,
-        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-        mlp_layer_types=["dense", "dense", "sparse"],
-        rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
-        bos_token_id=1,
-        eos_token_id=None,
-        experts_implementation="eager",
-        pad_token_id=0,
-        **changes,
-    )
-    torch.manual_seed(0)
-    model = modeling.MiniMaxM3VLForCausalLM._from_config(config, attn_implementation=implementation).double().eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():  # so that logits, and choices of blocks, differ much
-            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
-    return model
-
-
 @pytest.fixture(scope="module")
 def models() -> tuple[Any, Any]:
     """The same weights: eager, and ours."""
     minimax_m3.register()
     try:
-        return tiny("eager"), tiny("nsa-blocks")
+        return minimax_model("eager"), minimax_model("nsa-blocks")
     finally:
         minimax_m3.unregister()
-
-
-def text(*shape: int) -> Tensor:
-    return torch.randint(1, 50, shape, generator=torch.Generator().manual_seed(7))
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -129,10 +83,10 @@ def test_prefill_in_parts_and_steps_are_the_whole_call(models: tuple[Any, Any]) 
     ids, ours = text(2, 30), models[1]
     whole = ours(ids).logits
     for cache in (None, StaticCache(config=ours.config, max_cache_len=40)):
-        output = ours(ids[:, :11], use_cache=True, **{CACHE: cache})
+        output = ours(ids[:, :11], use_cache=True, **{CACHE_ARGUMENT: cache})
         logits = [output.logits]
         for first, stop in ((11, 20), (20, 21), (21, 30)):
-            output = ours(ids[:, first:stop], **{CACHE: output[CACHE]})
+            output = ours(ids[:, first:stop], **{CACHE_ARGUMENT: output[CACHE_ARGUMENT]})
             logits.append(output.logits)
         close(torch.cat(logits, 1), whole)
 
@@ -205,13 +159,15 @@ def test_the_vision_tower_takes_pytorchs_attention() -> None:
 
 
 def test_generates_behind_left_padding_as_without(models: tuple[Any, Any]) -> None:
-    ours, short = models[1], text(1, 9)
+    ours, short, long = models[1], text(1, 9), text(1, 16).flip(1)
     ids, mask = torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long)
-    ids[0, 7:], ids[1], mask[0, 7:], mask[1] = short[0], text(16), 1, 1
-    alone = ours.generate(short, max_new_tokens=8, do_sample=False)
-    for how in ({}, {"cache_implementation": "static"}):
-        together = ours.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **how)
+    ids[0, 7:], ids[1], mask[0, 7:], mask[1] = short[0], long[0], 1, 1
+    how = {"max_new_tokens": 8, "do_sample": False}
+    alone = [ours.generate(one, **how)[0] for one in (short, long)]
+    for cache in ({}, {"cache_implementation": "static"}):
+        together = ours.generate(ids, attention_mask=mask, **how, **cache)
         assert torch.equal(together[0, 7:], alone[0])
+        assert torch.equal(together[1], alone[1])
 
 
 def test_masks_that_are_not_padding_raise(models: tuple[Any, Any]) -> None:

@@ -64,6 +64,7 @@ def install(patch: pytest.MonkeyPatch, arch: str, rules: fa4.Rules) -> None:
     ):
         patch.setattr(backward, name, globals()[name])
     patch.setattr(backward, "kv_outer_backward", kv_outer_backward)
+    patch.setattr(backward, "compressed_backward", atomic_free_compressed)
     patch.setattr(backward, "window_backward", atomic_free_window)
     patch.setattr(backward, "selected_backward", atomic_free_selected)
     patch.setattr(backward, "block_means", block_means)
@@ -141,6 +142,26 @@ def kv_outer_backward(
     chosen = torch.zeros((*indices.shape[:3], blocks + 1), dtype=torch.bool).scatter_(3, kept, True)[..., :blocks]
     pairs = chosen.repeat_interleave(size, 3)[..., :tokens] & (torch.arange(tokens) <= row)
     add_pairs(q, k, v, do, [(pairs.repeat_interleave(group, 1), lse, delta)], scale, into)
+
+
+def atomic_free_compressed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    length: int,
+    stride: int,
+    scale: float,
+    dq: Tensor,
+    first_token: int,
+) -> tuple[Tensor, Tensor]:
+    token, entry = first_token + torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    add_pairs(q, k, v, do, [(entry * stride + length - 1 <= token, lse, delta)], scale, (dq, dk, dv))
+    return dk.float(), dv.float()
 
 
 def atomic_free_window(

@@ -177,7 +177,9 @@ class Attention:
         given = Gradients(q, k, v, branch.o, do, branch.lse, *(torch.empty_like(x) for x in (q, k, v)))
         got = {"dq": given.dq, "dk": given.dk, "dv": given.dv}
         if form.branch == "compressed":
-            got["dk"], got["dv"] = (x.to(self.dtype) for x in backward.backward_compressed(plan, given, indices, False))
+            got["dk"], got["dv"] = (
+                x.to(self.dtype) for x in backward.backward_compressed(plan, given, indices, torch.empty(0), False)
+            )
         elif form.branch == "selected":
             backward.backward_selected(plan, given, indices, torch.empty(0), False)
         else:
@@ -482,6 +484,9 @@ class Decoding:
 
 DECODING, PREFILL = "decoding, four queries", "prefill"
 DECODED = {
+    "decoding, tile mode": decode_cases.Case(
+        (700, 62), NSAConfig(num_selected_blocks=3, window_size=70, q_tile_size=3), queries=3, group=4, kv_heads=1
+    ),
     DECODING: decode_cases.Case((1100, 62), queries=4, kv_heads=1),
     PREFILL: decode_cases.Case((150, 20), queries=20, kv_heads=1),
 }

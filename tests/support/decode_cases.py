@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from cute_kernels import decoding
 from cute_kernels.decode.cache import Lengths, Pages
+from cute_kernels.decode.tile_sums import keep_sums, sum_queries
+from cute_kernels.mma.warp import LOG2_E
 from cute_kernels.prefill import append_tokens, prefill
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
@@ -50,6 +53,7 @@ class Case:
     capacity: int | None = None
     """Tokens that a row of the block table has room for; None: just enough."""
     seed: int = 0
+    tuning: decoding.Tuning = decoding.DEFAULT
 
 
 @dataclass
@@ -65,6 +69,8 @@ class Step:
     pages: Pages = field(init=False)
     lengths: Lengths = field(init=False)
     gates: dict[str, Tensor] = field(init=False)
+    tile_sums: Tensor | None = field(init=False)
+    """As of NSACache: NaN but for the sum that each sequence goes on from."""
     choice: tuple[Tensor, Tensor, int] = field(init=False)
     """Of `_noting`."""
 
@@ -108,6 +114,14 @@ class Step:
             "thirds": {},
         }
         self.gates = given[case.gating]
+        self.tile_sums, tile = None, case.config.q_tile_size
+        if tile > 1:
+            slots = min(tile, per_sequence * case.page_size)
+            self.tile_sums = torch.full((batch, slots, heads, case.dim), torch.nan, device=self.device)
+            for row, cached in enumerate(case.cached):
+                if cached % tile > 0:
+                    own = normal(heads, case.dim, dtype=torch.float32) * (cached % tile) ** 0.5
+                    self.tile_sums[row, cached % tile - 1] = own
 
     def _write(self, row: int, tokens: range) -> None:
         """These tokens, and the entries that they complete, into the pages."""
@@ -136,7 +150,12 @@ class Step:
             out = prefill(inputs, self.case.config, self.pages, self.lengths)
         else:
             with mock.patch.object(decoding, "plan", self._noting(decoding.plan)):
-                out = decoding.decode(self.q, *new, self.pages, self.lengths, self.case.config, **self.gates)
+                how = {**self.gates, "tuning": self.case.tuning}
+                if self.tile_sums is not None:
+                    tile = self.case.config.q_tile_size
+                    how["rows"], sums = sum_queries(self.q, self.tile_sums, self.lengths, tile)
+                    self._check_sums(sums)
+                out = decoding.decode(self.q, *new, self.pages, self.lengths, self.case.config, **how)
         got = self.pages
         self.pages = Pages(*[x.clone() for x in got[:5]])
         for row, (cached, count) in enumerate(zip(self.case.cached, self.lengths.new.tolist(), strict=True)):
@@ -149,6 +168,29 @@ class Step:
             assert bool((error <= torch.finfo(a.dtype).eps * b.double().nan_to_num().abs()).all()), name
         self.pages = got
         return out
+
+    def mean(self, row: int, query: int, heads: slice) -> Tensor:
+        """The mean query of a token's tile up to it in tile mode, in token mode the query: fp64 `[heads,D]`."""
+        tile, cached = self.case.config.q_tile_size, self.case.cached[row]
+        token = cached + query
+        first = max(0, token // tile * tile - cached)  # of the step's tokens, that are in the tile
+        total = self.q[row, first : query + 1, heads].double().sum(0)
+        if self.tile_sums is not None and cached > token // tile * tile:
+            total += self.tile_sums[row, cached % tile - 1, heads].double()
+        return total / (token % tile + 1)
+
+    def _check_sums(self, sums: Tensor) -> None:
+        """keep_sums writes those of the new tokens into the cache, of one tile at most, and nothing else."""
+        assert self.tile_sums is not None
+        tile, heads, kept = self.case.config.q_tile_size, slice(None), self.tile_sums.clone()
+        keep_sums(sums, kept, self.lengths, tile)
+        wanted = self.tile_sums.clone()
+        for row, (cached, new) in enumerate(zip(self.case.cached, self.lengths.new.tolist(), strict=True)):
+            for query in range(new):
+                inside = (cached + query) % tile
+                wanted[row, inside] = self.mean(row, query, heads) * (inside + 1)
+        # fp32 sums of up to N_q numbers and one that was kept
+        torch.testing.assert_close(kept, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
 
     def _noting(self, plan: Any) -> Any:
         """Plans of which the results of ChooseBlocks are kept: scores and blocks `[B,H_kv*N_q,parts,k]`, and blocks of
@@ -172,12 +214,11 @@ class Step:
         values, indices, size = self.choice
         for row, (cached, new) in enumerate(zip(self.case.cached, self.lengths.new.tolist(), strict=True)):
             k_cmp, _ = self.entries(row)
-            for query, kv_head in itertools.product(range(new), range(self.case.kv_heads)):
-                heads = slice(kv_head * self.case.group, (kv_head + 1) * self.case.group)
-                q, token = self.q[row, query, heads], cached + query
-                blocks, scores, bound = selected(self, row, token, q, k_cmp[:, kv_head])
+            for query, selector in itertools.product(range(new), range(self.selectors)):
+                token = cached + query
+                blocks, scores, bound = self.selected(row, query, selector, k_cmp)
                 parts = max(1, -(-(max(scores, default=0) + 1) // size))
-                item = kv_head * self.case.queries + query
+                item = selector * self.case.queries + query
                 found = [
                     (value, block)
                     for value, block in zip(
@@ -188,10 +229,24 @@ class Step:
                     if block >= 0
                 ]
                 best = sorted(found, key=lambda one: (-one[0], one[1]))[:count]
-                assert {block for _, block in best} == {*blocks}, f"sequence {row}, token {token}, kv head {kv_head}"
+                assert {block for _, block in best} == {*blocks}, f"sequence {row}, token {token}, group {selector}"
                 for value, block in best:
                     if value < math.inf:
-                        assert abs(value - scores[block]) <= bound * scores[block], f"score of block {block}"
+                        assert abs(value - scores[block]) <= bound(scores[block]), f"score of block {block}"
+
+    @property
+    def selectors(self) -> int:
+        """Groups of heads that select together."""
+        return self.case.kv_heads * (1 if self.case.config.shares_heads else self.case.group)
+
+    def selected(
+        self, row: int, query: int, selector: int, entries: Tensor
+    ) -> tuple[list[int], dict[int, float], Callable[[float], float]]:
+        """Of a group of heads that select together, as `selected`. Args: entries `[n,H_kv,D]`."""
+        heads = self.case.group * self.case.kv_heads // self.selectors
+        q = self.mean(row, query, slice(selector * heads, (selector + 1) * heads))
+        keys = entries[:, selector * heads // self.case.group]
+        return selected(self, row, self.case.cached[row] + query, q, keys)
 
     @property
     def kv(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -223,10 +278,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype)
     return p @ v.double()
 
 
-def selected(step: Step, row: int, token: int, q: Tensor, keys: Tensor) -> tuple[list[int], dict[int, float], float]:
-    """The blocks of a token by the definition, all scores, and the bound of decode/choose.py for their relative errors.
+def selected(
+    step: Step, row: int, token: int, q: Tensor, keys: Tensor
+) -> tuple[list[int], dict[int, float], Callable[[float], float]]:
+    """The blocks of a token by the definition, all scores, and the bound of decode/choose.py for a score's error.
 
-    Args: q `[G,D]`; keys `[entries,D]`.
+    Args: q, in tile mode mean queries, `[heads,D]`; keys `[entries,D]`.
 
     No block that is left out may score within the kernels' error of one that is taken, unless both tie exactly: the
     same entries in the same proportions.
@@ -241,26 +298,31 @@ def selected(step: Step, row: int, token: int, q: Tensor, keys: Tensor) -> tuple
     forced = {*sorted(forced)[: config.num_selected_blocks]}
     visible = config.num_compressed(token + 1)
     logits = config.scale(q.shape[1]) * keys[:visible].double() @ q.double().T  # [entries,G]
-    p = torch.softmax(logits, 0).sum(1).tolist()
+    p = (torch.softmax(logits, 0) if config.token_mode else logits * LOG2_E).sum(1).tolist()
     scores = {}
     for block in range(last + 1 + length // size + 1):
         near = range(max(0, (block * size - length) // stride), min(visible, (block + 1) * size // stride + 1))
         overlaps = [(j, min(j * stride + length, (block + 1) * size) - max(j * stride, block * size)) for j in near]
         overlaps = [(j, n) for j, n in overlaps if n > 0]
         if overlaps and block not in forced:
-            scores[block] = sum(p[j] * n for j, n in overlaps) / length
-    best = sorted(scores, key=lambda block: (-scores[block], block))
-    room = config.num_selected_blocks - len(forced)
-    if 0 < room < len(best):
-        taken, left = scores[best[room - 1]], scores[best[room]]
-        if taken != left and taken - left <= 1e-4 * taken:
-            raise NearTieError(f"a near tie of sequence {row}, token {token}: take another seed")
+            covered = length if config.token_mode else sum(n for _, n in overlaps)
+            scores[block] = sum(p[j] * n for j, n in overlaps) / covered
     largest = lse = 0.0
     if visible:
         norms = config.scale(q.shape[1]) * q.double().norm(dim=1).max() * keys[:visible].double().norm(dim=1).max()
         largest, lse = float(norms), float(logits.logsumexp(0).abs().max())
     ulps = (q.shape[1] / 8 + 8) * largest + 8 * lse + len(q) + size / stride + length / stride + 16
-    return sorted(forced) + best[:room], scores, 2**-23 * ulps
+
+    def bound(score: float) -> float:
+        return 2**-23 * (ulps * score if config.token_mode else len(q) * LOG2_E * ulps)
+
+    best = sorted(scores, key=lambda block: (-scores[block], block))
+    room = config.num_selected_blocks - len(forced)
+    if 0 < room < len(best):
+        taken, left = scores[best[room - 1]], scores[best[room]]
+        if taken != left and taken - left <= max(1e-4 * abs(taken), 2 * bound(taken)):
+            raise NearTieError(f"a near tie of sequence {row}, token {token}: take another seed")
+    return sorted(forced) + best[:room], scores, bound
 
 
 def without_near_ties(case: Case) -> Case:
@@ -273,10 +335,9 @@ def _near_tie(case: Case) -> bool:
     for row, (cached, new) in enumerate(zip(case.cached, step.lengths.new.tolist(), strict=True)):
         step._write(row, range(cached, cached + new))
         keys, _ = step.entries(row)
-        for query, head in itertools.product(range(new), range(case.kv_heads)):
-            heads = slice(head * case.group, (head + 1) * case.group)
+        for query, selector in itertools.product(range(new), range(step.selectors)):
             try:
-                selected(step, row, cached + query, step.q[row, query, heads], keys[:, head])
+                step.selected(row, query, selector, keys)
             except NearTieError:
                 return True
     return False
@@ -298,15 +359,17 @@ def expected(step: Step, dtype: torch.dtype) -> Tensor:
             window = slice(max(0, token + 1 - config.window_size), token + 1)
             for kv_head in range(case.kv_heads):
                 heads = slice(kv_head * case.group, (kv_head + 1) * case.group)
-                blocks, _, _ = selected(step, row, token, step.q[row, query, heads], k_cmp[:, kv_head])
-                keys = [t for b in blocks for t in range(b * config.select_size, (b + 1) * config.select_size)]
-                keys = [t for t in keys if t <= token]
-                parts = (
-                    (k_cmp[:visible, kv_head], v_cmp[:visible, kv_head]),
-                    (k[keys, kv_head], v[keys, kv_head]),
-                    (k[window, kv_head], v[window, kv_head]),
-                )
+                together = case.group * case.kv_heads // step.selectors
                 for head in range(heads.start, heads.stop):
+                    if head % together == 0:
+                        blocks, _, _ = step.selected(row, query, head // together, k_cmp)
+                    keys = [t for b in blocks for t in range(b * config.select_size, (b + 1) * config.select_size)]
+                    keys = [t for t in keys if t <= token]
+                    parts = (
+                        (k_cmp[:visible, kv_head], v_cmp[:visible, kv_head]),
+                        (k[keys, kv_head], v[keys, kv_head]),
+                        (k[window, kv_head], v[window, kv_head]),
+                    )
                     q, gates = step.q[row, query, head], step.gates_of(row, query, head)
                     out[row, query, head] = sum(
                         g * attention(q, *kv, scale, dtype) for g, kv in zip(gates, parts, strict=True)

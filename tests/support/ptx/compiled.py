@@ -84,16 +84,6 @@ class Interpreted(NamedTuple):
             launched(Launched(launch.kernel, asked, watching))
 
 
-class Kernel(NamedTuple):
-    """In place of jit.Kernel."""
-
-    compiled: Interpreted
-
-    @property
-    def run(self) -> Interpreted:
-        return self.compiled
-
-
 @lru_cache(256)
 def program(ptx: str) -> Program:
     return Program(ptx)
@@ -126,7 +116,11 @@ def interpret_kernels(
     from cute_kernels.runtime import jit
 
     def interpreted(compiled: Any) -> Any:
-        return cache(lambda *how, **named: Kernel(interpret(compiled, *how, arch=arch, schedule=schedule, **named)))
+        def get(*how: Any, **named: Any) -> jit.Kernel:
+            kernel = interpret(compiled, *how, arch=arch, schedule=schedule, **named)
+            return jit.Kernel(kernel, kernel)
+
+        return cache(get)
 
     for module in modules:
         for name, value in [*vars(module).items()]:

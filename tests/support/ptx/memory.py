@@ -45,8 +45,10 @@ class Address(NamedTuple):
     offset: int
 
     def of(self, threads: Threads) -> Any:
-        """Of each thread, as int64; not to be written to."""
+        """Of each thread, as int64; not to be written to. A sum with a register of 32 bits wraps, as on a GPU."""
         address = threads.take(self.key)
+        if address.dtype == "u4":
+            return (address + np.uint32(self.offset & 0xFFFFFFFF)).astype("i8")
         return address.astype("i8") + self.offset if address.dtype != "i8" or self.offset else address
 
 

@@ -1,0 +1,514 @@
+"""Backward of attention to compressed entries on Hopper, in two kernels and a sum: no atomics, no fp32 dQ.
+
+    S_ij = scale q_i . k_j            P_ij = exp(S_ij - lse_i) where entry j has ended: j d + l - 1 <= i, else 0
+    dP_ij = dO_i . v_j                dS_ij = P_ij (dP_ij - delta_i)
+    dQ_i = scale sum_j dS_ij k_j      dK_j = scale sum_i dS_ij q_i      dV_j = sum_i P_ij dO_i
+
+lse and delta are those of selected_backward.py: lse may be shifted by a gate, P = 0 where it is not finite.
+
+CompressedDQ     a CTA owns 128 query rows of a head and walks over the entries that they see, 64 at a time.
+CompressedDKV    a CTA owns 128 entries of a key/value head and a split of the rows that see them: of all heads of the
+                 group, 64 at a time. It leaves an fp32 partial of dK and dV; these are added up in order.
+
+Both are built on backward_tiles.py: roles of warps, shared memory, loads.
+
+The mask is a step: a row sees the first entries, an entry is seen by the last rows. So no lists say what a CTA walks
+over, and a thread compares what it has in a tile with two numbers that it computes once. Early entries and late rows
+have the most work and come first. `num_splits` divides the rows of each 128 entries so that there are CTAs for every
+multiprocessor also where there are few entries.
+
+Floor: 3 products in CompressedDQ and 4 in CompressedDKV of H N n / 2 2 D FLOPs each for n entries, twice that where all
+rows follow all entries. 128K tokens, 8 heads of 128, d = 64: 1.92 TFLOP, 3.2 ms at 600 TFLOP/s. Bytes: q, dO, k and v
+are read from HBM twice, dQ is written once, 1.3 GB, 0.3 ms at 4.2 TB/s; up to about 300 partials of 128 KiB.
+
+Limits: sm_90a (WGMMA); D = D_v 64 or 128; causal; dO finite in all rows; TMA: rows start at multiples of 16 bytes;
+64-bit offsets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+from torch import Tensor
+
+from cute_kernels.attend.backward_tiles import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    CTA_ROWS,
+    PRODUCER_REGISTERS,
+    STAGES,
+    STATS_WARPS,
+    THREADS,
+    WARPGROUP_WARPS,
+    BackwardDKV,
+    BackwardDQ,
+    Consumer,
+    KeyTileRange,
+    SharedDKV,
+    SharedDQ,
+    WorkTile,
+    consumer_of,
+    consumer_state,
+)
+from cute_kernels.mma.mma_sync import accumulator
+from cute_kernels.mma.wgmma import (
+    TILE,
+    acc_as_operand_a,
+    acc_coordinates,
+    broadcast_over_columns,
+    broadcast_over_rows,
+    issue_mma,
+    score_gradients,
+    scores_to_probabilities,
+)
+from cute_kernels.runtime.jit import CUTE_DTYPES, Kernel, compile_kernel, compiled_once, fake
+
+MIN_CTAS = 264
+"""Of CompressedDKV, if there is work for as many: two for each of 132 multiprocessors, a long one and a short one. The
+same number on every GPU, so that bits are."""
+
+MIN_STEPS = 8
+"""Row tiles, of all heads of a group, for which a CTA of CompressedDKV is worth its loads and its partial."""
+
+
+class Entries(NamedTuple):
+    """Which entries rows see."""
+
+    length: Int32
+    """l, tokens of an entry."""
+    stride: Int32
+    """d, tokens from one entry to the next."""
+    num: Int32
+    first_token: Int32
+    """That row 0 is."""
+
+    @cute.jit
+    def seen(self, row: Int32) -> Int32:
+        """How many entries, the first ones, a row sees."""
+        behind = row + self.first_token + 1 - self.length
+        return Int32(0) if behind < 0 else cutlass.min(behind // self.stride + 1, self.num)
+
+    def first_row(self, entry: Int32) -> Int32:
+        """The first row that sees an entry, which may be below 0; behind the last entry, that of the last one."""
+        return cutlass.min(entry, self.num - 1) * self.stride + self.length - 1 - self.first_token
+
+
+class CompressedDQ(BackwardDQ):
+    """dQ of the compressed branch. Roles and pipelines: BackwardDQ."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, N, H, D]
+        mdO: cute.Tensor,
+        mK: cute.Tensor,  # [B, entries, H_kv, D]
+        mV: cute.Tensor,
+        mLse: cute.Tensor,  # fp32 [B, H, N]
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,  # [B, N, H, D]
+        length: Int32,
+        stride: Int32,
+        first_token: Int32,  # that row 0 is
+        scale: Float32,
+        stream: Any,
+    ):
+        batches, rows, heads, _ = mQ.shape
+        self.kernel(
+            *self.tma_copies((mQ, mdO, mK, mV), (mdQ,)),
+            mLse,
+            mDelta,
+            rows,
+            mK.shape[1],
+            heads,
+            batches,
+            heads // mK.shape[2],
+            length,
+            stride,
+            first_token,
+            scale,
+            *self.operands(),
+        ).launch(
+            grid=[cute.ceil_div(rows, CTA_ROWS) * batches * heads, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,  # (N, D, H, B), coordinates for TMA
+        tma_do: cute.CopyAtom,
+        mdO: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_dq: cute.CopyAtom,
+        mdQ: cute.Tensor,
+        mLse: cute.Tensor,
+        mDelta: cute.Tensor,
+        num_rows: Int32,
+        num_entries: Int32,
+        heads: Int32,
+        batches: Int32,
+        group: Int32,
+        length: Int32,
+        stride: Int32,
+        first_token: Int32,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_dq: cute.TiledMma,
+        row_layout: cute.ComposedLayout,
+        key_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        work_index, _, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tile = cute.ceil_div(num_rows, CTA_ROWS) - 1 - work_index // (heads * batches)  # those that see most go first
+        work = WorkTile(tile, work_index % heads, work_index // heads % batches)
+        entries = Entries(length, stride, num_entries, first_token)
+        last_row = cutlass.min(tile * CTA_ROWS + CTA_ROWS, num_rows) - 1
+        key_tiles = KeyTileRange(Int32(0), cute.ceil_div(entries.seen(last_row), TILE))
+        shared = self.allocate(row_layout, key_layout)
+
+        if warp_index < WARPGROUP_WARPS:  # producer
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == 0:
+                self.load(
+                    ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
+                    ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
+                    shared,
+                    work,
+                    group,
+                    key_tiles,
+                )
+        else:  # consumers
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = consumer_of(thread, warp_index)
+            dQ = self.mma(shared, mLse, mDelta, key_tiles, entries, num_rows, scale, mma_s, mma_dq, work, consumer)
+            self.epilogue(mma_dq, dQ, tma_dq, mdQ, shared.sQ, scale, work, consumer)
+
+    @cute.jit
+    def mma(
+        self,
+        shared: SharedDQ,
+        mLse: cute.Tensor,
+        mDelta: cute.Tensor,
+        key_tiles: KeyTileRange,
+        entries: Entries,
+        num_rows: Int32,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_dq: cute.TiledMma,
+        work: WorkTile,
+        consumer: Consumer,
+    ) -> cute.Tensor:
+        """Consumer mainloop over the entries. Returns dQ of the warpgroup's rows, not scaled yet."""
+        keys_ready = shared.keys_ready
+        first_row = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
+        tScS = mma_s.get_slice(consumer.thread).partition_C(cute.make_identity_tensor((TILE, TILE)))
+        seen_by_all = entries.seen(first_row)
+        rSeen = cute.make_rmem_tensor(2, Int32)
+        for r in range_constexpr(2):
+            rSeen[r] = entries.seen(first_row + tScS[(0, r, 0), 0, 0][0])
+        tSrK, tdPrV, tdQrK = self.partition_keys(mma_s, mma_dq, shared)
+        dQ = accumulator(mma_dq, (TILE, self.dim))
+        dQ.fill(0.0)
+        rLse, rDelta = self.load_stats(((mLse, mDelta),), tScS, first_row, num_rows, work)
+        tSrQ, tdPrdO = self.load_rows(mma_s, shared, consumer)
+
+        state = consumer_state(STAGES)
+        for i in cutlass.range(key_tiles.num_tiles(), unroll=1):
+            S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
+            first_entry, stage = i * TILE, state.index
+            keys_ready.consumer_wait(state)
+            # S = Q K^T, dP = dO V^T
+            issue_mma(mma_s, S, tSrQ, tSrK[None, None, None, stage], False)
+            issue_mma(mma_s, dP, tdPrdO, tdPrV[None, None, None, stage], False)
+            # S becomes P while dP is computed
+            warpgroup.wait_group(1)
+            scores_to_probabilities(S, scale, broadcast_over_columns(rLse[None, 0]))
+            if first_entry + TILE > seen_by_all:
+                for n, r, c in acc_coordinates(S):
+                    seen = first_entry + tScS[(c, r, n), 0, 0][1] < rSeen[r]
+                    S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
+            # P becomes dS; dQ += dS K
+            warpgroup.wait_group(0)
+            score_gradients(S, S, dP, broadcast_over_columns(rDelta[None, 0]))
+            issue_mma(mma_dq, dQ, acc_as_operand_a(mma_dq, S), tdQrK[None, None, None, stage], True)
+            warpgroup.wait_group(0)
+            keys_ready.consumer_release(state)
+            state.advance()
+        return dQ
+
+
+class CompressedDKV(BackwardDKV):
+    """Partials of dK and dV of the compressed branch. Roles and pipelines: BackwardDKV; both consumers read a stage.
+
+    Args: head dim, 16-bit type.
+    """
+
+    def __init__(self, dim: int, dtype: Any) -> None:
+        super().__init__(dim, dtype, key_tiles=CONSUMERS, branches=1)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, N, H, D]
+        mdO: cute.Tensor,
+        mK: cute.Tensor,  # [B, entries, H_kv, D]
+        mV: cute.Tensor,
+        mLse: cute.Tensor,  # fp32 [B, H, N]
+        mDelta: cute.Tensor,
+        mPartials: cute.Tensor,  # fp32 [splits, 2, B, entries, H_kv, D]: of dK and dV
+        length: Int32,
+        stride: Int32,
+        first_token: Int32,  # that row 0 is
+        scale: Float32,
+        stream: Any,
+    ):
+        splits, _, batches, num_entries, kv_heads, _ = mPartials.shape
+        self.kernel(
+            *self.tma_copies((mQ, mdO, mK, mV), ()),
+            mLse,
+            mDelta,
+            mPartials,
+            mQ.shape[1],
+            mQ.shape[2] // kv_heads,
+            length,
+            stride,
+            first_token,
+            scale,
+            *self.operands(),
+        ).launch(
+            grid=[cute.ceil_div(num_entries, CTA_ROWS) * splits * batches * kv_heads, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,  # (N, D, H, B), coordinates for TMA
+        tma_do: cute.CopyAtom,
+        mdO: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        mLse: cute.Tensor,
+        mDelta: cute.Tensor,
+        mPartials: cute.Tensor,
+        num_rows: Int32,
+        group: Int32,
+        length: Int32,
+        stride: Int32,
+        first_token: Int32,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_dkv: cute.TiledMma,
+        key_layout: cute.ComposedLayout,
+        row_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        work_index, _, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        splits, _, batches, num_entries, kv_heads, _ = mPartials.shape
+        tile_and_split = work_index // (kv_heads * batches)
+        tile, split = tile_and_split // splits, tile_and_split % splits  # entries that most rows see go first
+        work = WorkTile(tile, work_index % kv_heads, work_index // kv_heads % batches)
+        entries = Entries(length, stride, num_entries, first_token)
+        first_tile, stop_tile = self.row_tiles(entries, num_rows, tile, split, splits)
+        shared = self.allocate(cutlass.memory.SmemAllocator(), key_layout, row_layout)
+        keys_ready, rows_ready = self.pipelines()
+
+        if warp_index < WARPGROUP_WARPS:  # producer
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == 0:
+                self.load_group(
+                    ((tma_q, shared.sQ, mQ), (tma_do, shared.sdO, mdO)),
+                    ((tma_k, shared.sK, mK), (tma_v, shared.sV, mV)),
+                    keys_ready,
+                    rows_ready,
+                    first_tile,
+                    stop_tile,
+                    group,
+                    work,
+                )
+            elif warp_index <= STATS_WARPS:
+                self.load_group_stats(
+                    ((mLse, mDelta),), shared, rows_ready, first_tile, stop_tile, group, num_rows, work
+                )
+        else:  # consumers
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = consumer_of(thread, warp_index)
+            dK, dV = self.mma(
+                shared,
+                keys_ready,
+                rows_ready,
+                first_tile,
+                stop_tile,
+                group,
+                entries,
+                scale,
+                mma_s,
+                mma_dkv,
+                work,
+                consumer,
+            )
+            dK.store(dK.load() * scale)
+            for i in range_constexpr(2):
+                self.store(mma_dkv, (dK, dV)[i], mPartials[split, i, work.batch, None, work.head, None], work, consumer)
+
+    @cute.jit
+    def row_tiles(
+        self, entries: Entries, num_rows: Int32, tile: Int32, split: Int32, splits: Int32
+    ) -> tuple[Int32, Int32]:
+        """The first row tile of a split of those that see some entry of the CTA, and the end."""
+        first = cutlass.max(entries.first_row(tile * CTA_ROWS), 0) // TILE
+        num = cutlass.max(cute.ceil_div(num_rows, TILE) - first, 0)
+        each, more = num // splits, num % splits
+        start = first + split * each + cutlass.min(split, more)
+        return start, start + each + (Int32(1) if split < more else Int32(0))
+
+    @cute.jit
+    def mma(
+        self,
+        shared: SharedDKV,
+        keys_ready: Any,
+        rows_ready: Any,
+        first_tile: Int32,
+        stop_tile: Int32,
+        group: Int32,
+        entries: Entries,
+        scale: Float32,
+        mma_s: cute.TiledMma,
+        mma_dkv: cute.TiledMma,
+        work: WorkTile,
+        consumer: Consumer,
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Consumer mainloop over the row tiles. Returns dK of the warpgroup's entries, not scaled yet, and dV."""
+        first_entry = (work.tile * CONSUMERS + consumer.warpgroup) * TILE
+        op = self.partition(mma_s, mma_dkv, shared, consumer.warpgroup, consumer)
+        dK, dV = self.accumulators(mma_dkv)
+        rFirst = cute.make_rmem_tensor(2, Int32)
+        for r in range_constexpr(2):
+            rFirst[r] = entries.first_row(first_entry + op.tScS[(0, r, 0), 0, 0][0])
+        seeing_some, seeing_all = entries.first_row(first_entry), entries.first_row(first_entry + TILE - 1)
+        keys_ready.consumer_wait(consumer_state(1))
+        state = consumer_state(STAGES)
+        for _ in cutlass.range(group, unroll=1):
+            for tile in cutlass.range(first_tile, stop_tile, unroll=1):
+                S, dP = accumulator(mma_s, (TILE, TILE)), accumulator(mma_s, (TILE, TILE))
+                first_row, stage = tile * TILE, state.index
+                rows_ready.consumer_wait(state)
+                if first_row + TILE > seeing_some:
+                    # S^T = K Q^T, dP^T = V dO^T
+                    issue_mma(mma_s, S, op.tSrK, op.tSrQ[None, None, None, stage], False)
+                    issue_mma(mma_s, dP, op.tdPrV, op.tdPrdO[None, None, None, stage], False)
+                    # S becomes P while dP is computed
+                    rLse = broadcast_over_rows(op.tSsLse[0][(None, 0, None), 0, 0, stage])
+                    warpgroup.wait_group(1)
+                    scores_to_probabilities(S, scale, rLse)
+                    if first_row < seeing_all:
+                        for n, r, c in acc_coordinates(S):
+                            seen = first_row + op.tScS[(c, r, n), 0, 0][1] >= rFirst[r]
+                            S[(c, r, n), 0, 0] = S[(c, r, n), 0, 0] if seen else Float32(0.0)
+                    # dV += P^T dO; P becomes dS; dK += dS^T Q
+                    issue_mma(mma_dkv, dV, acc_as_operand_a(mma_dkv, S), op.tdVrdO[None, None, None, stage], True)
+                    rDelta = broadcast_over_rows(op.tSsDelta[0][(None, 0, None), 0, 0, stage])
+                    warpgroup.wait_group(1)
+                    score_gradients(S, S, dP, rDelta)
+                    issue_mma(mma_dkv, dK, acc_as_operand_a(mma_dkv, S), op.tdKrQ[None, None, None, stage], True)
+                    warpgroup.wait_group(0)
+                rows_ready.consumer_release(state)
+                state.advance()
+        return dK, dV
+
+    @cute.jit
+    def store(self, mma_dkv: cute.TiledMma, acc: cute.Tensor, gX: cute.Tensor, work: WorkTile, consumer: Consumer):
+        """Epilogue: fp32 sums of the warpgroup's entries, of those that exist, to global memory [entries, D]."""
+        entry_tile = work.tile * CONSUMERS + consumer.warpgroup
+        one = mma_dkv.get_slice(consumer.thread)
+        coordinates = one.partition_C(cute.make_identity_tensor((TILE, self.dim)))
+        tile = one.partition_C(cute.local_tile(gX, (TILE, self.dim), (entry_tile, 0)))
+        for r in range_constexpr(2):
+            if entry_tile * TILE + coordinates[(0, r, 0), 0, 0][0] < gX.shape[0]:
+                cute.autovec_copy(acc[(None, r, None), 0, 0], tile[(None, r, None), 0, 0])
+
+
+@compiled_once
+def _dq(dim: int, dtype: torch.dtype) -> Kernel:
+    rows = fake(dtype, None, None, None, dim)
+    return compile_kernel(CompressedDQ(dim, CUTE_DTYPES[dtype]), *_fake_inputs(dim, dtype), rows, *_fake_sizes())
+
+
+@compiled_once
+def _dkv(dim: int, dtype: torch.dtype) -> Kernel:
+    partials = fake(torch.float32, None, 2, None, None, None, dim)
+    return compile_kernel(CompressedDKV(dim, CUTE_DTYPES[dtype]), *_fake_inputs(dim, dtype), partials, *_fake_sizes())
+
+
+def _fake_inputs(dim: int, dtype: torch.dtype) -> list[Any]:
+    stats = [fake(torch.float32, None, None, None, aligned=False) for _ in range(2)]
+    return [*[fake(dtype, None, None, None, dim) for _ in range(4)], *stats]
+
+
+def _fake_sizes() -> list[Any]:
+    return [*[Int32(0)] * 3, Float32(0.0)]
+
+
+def num_splits(batch: int, rows: int, entries: int, kv_heads: int, group: int) -> int:
+    """Splits of the rows of each 128 entries: for MIN_CTAS, unless a split had less than MIN_STEPS row tiles."""
+    ctas = batch * kv_heads * -(-entries // CTA_ROWS)
+    return max(1, min(-(-MIN_CTAS // ctas), -(-rows // TILE) * group // MIN_STEPS))
+
+
+def compressed_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    length: int,
+    stride: int,
+    scale: float,
+    dq: Tensor,
+    first_token: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of attention of each token to the compressed entries that have ended. Bitwise the same each time.
+
+    Args:
+        q, do: `[B,N,H,D]`, bf16 or fp16, rows aligned (device.vectorizable), N > 0; all of `do` must be finite.
+        k, v: `[B,entries,H_kv,D]`, likewise, at least one entry.
+        lse: fp32 `[B,H,N]`, natural log, last dimension contiguous. Shifted by -log(g) where a gate g weighs the row.
+            Not finite: the row contributes nothing.
+        delta: fp32 `[B,H,N]`, likewise: sum(do * o), of o without a gate. Not read where lse is not finite.
+        length, stride: l and d, tokens of an entry and between entries.
+        scale: softmax scale.
+        dq: like q, to write.
+        first_token: the token that row 0 is, where rows continue a sequence.
+
+    Returns:
+        dk and dv, fp32, contiguous.
+    """
+    batch, rows, heads, dim = q.shape
+    _, entries, kv_heads, _ = k.shape
+    sizes = length, stride, first_token, scale
+    splits = num_splits(batch, rows, entries, kv_heads, heads // kv_heads)
+    partials = torch.empty((splits, 2, *k.shape), dtype=torch.float32, device=q.device)
+    _dkv(dim, q.dtype).run(q, do, k, v, lse, delta, partials, *sizes)
+    _dq(dim, q.dtype).run(q, do, k, v, lse, delta, dq, *sizes)
+    dk, dv = (partials[0] if splits == 1 else partials.sum(0)).unbind(0)
+    return dk, dv

@@ -1,0 +1,246 @@
+"""The split backward of the compressed branch (attend/compressed_backward.py) against fp64, on GPUs and interpreted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import cases
+from tests.support.attention_gradients import Branch, check_gradients
+from tests.support.ptx import Observer, Order, Schedule, interpret_kernels
+
+pytestmark = pytest.mark.filterwarnings("default")  # CuTe DSL warns while it is imported and while it compiles
+CUDA = pytest.mark.cuda
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the backward takes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    branch: Branch
+    length: int
+    stride: int
+    first_token: int
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    def run(self) -> list[Tensor]:
+        """Into memory that holds NaN."""
+        from cute_kernels.attend.compressed_backward import compressed_backward
+
+        dq = torch.full_like(self.q, math.nan)
+        dk, dv = compressed_backward(
+            self.q,
+            self.k,
+            self.v,
+            self.do,
+            self.branch.lse,
+            self.branch.delta,
+            length=self.length,
+            stride=self.stride,
+            scale=self.scale,
+            dq=dq,
+            first_token=self.first_token,
+        )
+        return [dq, dk, dv]
+
+    def check(self) -> list[Tensor]:
+        got = self.run()
+        assert [x.dtype for x in got] == [self.q.dtype, torch.float32, torch.float32]
+        check_gradients(got, self.q, self.k, self.v, self.do, [self.branch], self.scale)
+        assert not got[0].transpose(1, 2)[~self.branch.lse.isfinite()].any()
+        return got
+
+
+def make(
+    rows: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 128,
+    *,
+    length: int = 32,
+    stride: int = 16,
+    first_token: int = 0,
+    batch: int = 1,
+    dtype: torch.dtype = BF16,
+    device: str = "cuda",
+) -> Inputs:
+    """Normal inputs; lse is shifted as by the logarithm of a gate, delta is as of an unshifted one."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    entries = (first_token + rows - length) // stride + 1
+    q, do = (normal(batch, rows, heads, dim).to(dtype) for _ in range(2))
+    k, v = (normal(batch, entries, kv_heads, dim).to(dtype) for _ in range(2))
+    token = first_token + torch.arange(rows, device=device)[:, None]
+    visible = torch.arange(entries, device=device) * stride + length - 1 <= token
+    logits, dp = (
+        torch.einsum("bihd,bjhd->bhij", x.float(), y.float().repeat_interleave(heads // kv_heads, 2))
+        for x, y in ((q * dim**-0.5, k), (do, v))
+    )
+    logits = logits.masked_fill(~visible, -math.inf)
+    lse = logits.logsumexp(-1)
+    delta = ((logits - lse[..., None]).exp() * dp).sum(-1)  # NaN for rows without entries
+    lse = lse - 2 * torch.rand(lse.shape, generator=generator, device=device)
+    return Inputs(q, k, v, do, Branch(visible, lse, delta), length, stride, first_token)
+
+
+# Interpreted
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run as the compiler's PTX, on a CPU. Parameter: when copies arrive, and whether races are looked for."""
+    from cute_kernels.attend import compressed_backward
+
+    copies, *races = request.param.split(", ")
+    schedule = Schedule(late=copies == "late", observer=Order if races else Observer)
+    interpret_kernels(monkeypatch, (compressed_backward,), schedule=schedule)
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one entry": (70, {"length": 64, "stride": 64, "heads": 1, "kv_heads": 1}),
+    "overlapping, D 64": (150, {"length": 32, "stride": 16, "dim": 64, "kv_heads": 1}),
+    "two tiles of entries": (331, {"length": 4, "stride": 2, "dim": 64, "heads": 2, "kv_heads": 1}),
+    "no phases, batch": (100, {"length": 7, "stride": 5, "dim": 64, "heads": 2, "batch": 2}),
+    "last rows": (70, {"length": 32, "stride": 16, "dim": 64, "heads": 2, "first_token": 333}),
+    "one row": (1, {"length": 8, "stride": 8, "heads": 8, "kv_heads": 1, "first_token": 1030, "dtype": FP16}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("interpreted", "case"),
+    [*cases.product(["late"], CASES), ("early", "two tiles of entries")],
+    indirect=["interpreted"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted(case: str) -> None:
+    rows, options = CASES[case]
+    make(rows, device="cpu", **options).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreted", ["late, races"], indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_barriers_put_shared_memory_in_order() -> None:
+    """The first entries have five tiles of rows in two splits, of four heads, so stages are used again; the last ones
+    have one tile, so none in the second split.
+    """
+    from cute_kernels.attend.compressed_backward import num_splits
+
+    inputs = make(300, 4, 1, 64, length=4, stride=2, device="cpu")
+    assert num_splits(1, 300, inputs.k.shape[1], 1, 4) == 2
+    inputs.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreted", ["late"], indirect=True)
+@pytest.mark.usefixtures("interpreted")
+def test_causality() -> None:
+    """Entries do not move a bit of dq of rows that do not see them, nor do rows of dk and dv of unseen entries."""
+    inputs = make(331, 2, 1, 64, length=4, stride=2, device="cpu")
+    dq, dk, dv = inputs.run()
+    entry, later = 101, slice(101, None)
+    row = entry * inputs.stride + inputs.length - 1  # the first one that sees it
+    other = replace(inputs, k=inputs.k.clone(), v=inputs.v.clone())
+    other.k[:, later], other.v[:, later] = other.v[:, later], other.k[:, later].clone()
+    got = other.run()
+    assert torch.equal(got[0][:, :row], dq[:, :row])
+    assert not torch.equal(got[0][:, row], dq[:, row])
+    other = replace(inputs, q=inputs.q.clone(), do=inputs.do.clone())
+    other.q[:, :row], other.do[:, :row] = other.do[:, :row], other.q[:, :row].clone()
+    for x, y in zip(other.run()[1:], (dk, dv), strict=True):
+        assert torch.equal(x[:, later], y[:, later])
+        assert not torch.equal(x[:, entry - 1], y[:, entry - 1])
+
+
+# On a GPU
+
+
+@CUDA
+@pytest.mark.parametrize("rows", [32, 63, 64, 65, 127, 129, 1000, 2063, 5000])
+def test_sizes(rows: int) -> None:
+    make(rows).check()
+
+
+@CUDA
+@pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, 4), (32, 32), (64, 64), (64, 16), (48, 20)])
+def test_entries(length: int, stride: int) -> None:
+    make(2100, length=length, stride=stride).check()
+
+
+@CUDA
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+def test_groups(group: int, dim: int, dtype: torch.dtype) -> None:
+    heads = max(group, 2)
+    make(1500, heads, heads // group, dim, dtype=dtype, batch=2).check()
+
+
+@CUDA
+@pytest.mark.parametrize(("rows", "first_token"), [(1, 31), (1, 4000), (70, 333), (1000, 1), (2000, 2048)])
+def test_last_rows(rows: int, first_token: int) -> None:
+    make(rows, first_token=first_token, batch=2).check()
+
+
+@CUDA
+def test_bits_are_the_same_each_time() -> None:
+    inputs = make(9000, 8, 2)
+    first = inputs.run()
+    for _ in range(5):
+        for one, other in zip(first, inputs.run(), strict=True):
+            assert torch.equal(one, other)
+
+
+@CUDA
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 50])
+def test_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also more of them than the last entries have tiles of rows."""
+    from cute_kernels.attend import compressed_backward
+
+    monkeypatch.setattr(compressed_backward, "num_splits", lambda *_: splits)
+    make(2500, 4, 2).check()
+
+
+@CUDA
+def test_strides() -> None:
+    """Heads and tokens need not follow each other."""
+    inputs = make(700)
+    apart = {
+        name: torch.cat([x, x.new_full(x.shape, math.nan)], 2)[:, :, : x.shape[2]]
+        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("do", inputs.do))
+    }
+    for one, other in zip(inputs.run(), replace(inputs, **apart).run(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_splits_fill_a_gpu_and_have_work() -> None:
+    from cute_kernels.attend.compressed_backward import MIN_CTAS, MIN_STEPS, num_splits
+
+    for rows, entries, kv_heads, group in (
+        (8192, 128, 2, 4),
+        (8192, 511, 4, 16),
+        (1 << 17, 2048, 2, 4),
+        (1, 900, 1, 1),
+    ):
+        splits = num_splits(1, rows, entries, kv_heads, group)
+        ctas, steps = splits * kv_heads * -(-entries // 128), -(-rows // 64) * group
+        assert splits == 1 or ctas <= MIN_CTAS + kv_heads * -(-entries // 128)
+        assert splits == 1 or steps // splits >= MIN_STEPS
+        assert ctas >= MIN_CTAS or steps < MIN_STEPS * (splits + 1)
