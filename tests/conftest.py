@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -52,6 +53,13 @@ def _seeded_and_poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _without_what_stays() -> None:
+    """Modules and tests, a million objects, stay until the end: the collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU with everything installed, as far as dispatch's checks can tell."""
@@ -79,6 +87,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             help=f"fail, not skip, what needs packages of the `{extra}` extra that are not installed",
         )
     parser.addoption("--full", action="store_true", help="run the tests marked `full`, too: `make test-full`")
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or nanobind takes what stays for leaks
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -78,19 +78,19 @@ def test_lengths(tokens: int, arch: str) -> None:
     check(some_inputs(tokens), SOME)
 
 
-@pytest.mark.parametrize("batch", [1, 2], ids=["phases", "lists"])
+COMPRESSED: list[dict[str, Any]] = [
+    {"compress_stride": 8},
+    {"compress_stride": 5},
+    {"compress_block_size": 64},
+    {"causal": False},
+    {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
+    {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "causal": False},
+    {"softmax_scale": 0.3},
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"compress_stride": 8},
-        {"compress_stride": 5},
-        {"compress_block_size": 64},
-        {"causal": False},
-        {"num_cmp_selected_blocks": 3, "compress_block_size": 1},
-        {"num_cmp_selected_blocks": 3, "compress_block_size": 1, "causal": False},
-        {"softmax_scale": 0.3},
-    ],
-    ids=str,
+    ("arch", "changes", "batch"), cases.product(RULES, COMPRESSED, [1, 2], cover=2), indirect=["arch"], ids=str
 )
 def test_options_of_the_compressed_branch(changes: dict[str, Any], batch: int, arch: str) -> None:
     check(some_inputs(520, batch=batch), replace(SOME, **changes))
@@ -266,21 +266,27 @@ def test_lists_of_last_queries_in_chunks(
     check(last_queries(some_inputs(1100), 512), replace(SOME, **changes))
 
 
-@pytest.mark.parametrize("v_dim", [2, 4])
-@pytest.mark.parametrize("batch", [1, 2], ids=["phases", "lists"])
+STARTS = [(1, 2), (63, 200), (64, 65), (300, 540), (299, 540), (304, 540), (304, 310), (448, 700)]
+
+
 @pytest.mark.parametrize(
-    ("first", "tokens"), [(1, 2), (63, 200), (64, 65), (300, 540), (299, 540), (304, 540), (304, 310), (448, 700)]
+    ("arch", "at", "batch", "v_dim"), cases.product(RULES, STARTS, [1, 2], [2, 4]), indirect=["arch"]
 )
-def test_last_queries_of_token_mode(first: int, tokens: int, batch: int, v_dim: int, arch: str) -> None:
+def test_last_queries_of_token_mode(at: tuple[int, int], batch: int, v_dim: int, arch: str) -> None:
     """Any start; phases from multiples of the stride, the window with local blocks from multiples of its tiles."""
+    first, tokens = at
     inputs = make_inputs(tokens, heads=4, kv_heads=2, dim=4, v_dim=v_dim, batch=batch, seed=tokens)
     check(last_queries(inputs, first), PAPER)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("first", [0, 256, 512])
 @pytest.mark.parametrize(
-    "changes", [{}, {"select_block_size": 128}, {"share_heads_in_group": True, "window_size": 300}], ids=str
+    ("changes", "first", "deterministic"),
+    cases.product(
+        [{}, {"select_block_size": 128}, {"share_heads_in_group": True, "window_size": 300}],
+        [0, 256, 512],
+        [False, True],
+    ),
+    ids=str,
 )
 def test_kernels_without_atomics(
     changes: dict[str, Any], first: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,6 @@
 """Every kernel that a Blackwell GPU runs, executed on a CPU: tests/support/blackwell_cases.py says what and how.
 
-A part of the table here, in which every two values of its axes meet, all of it in `make test-blackwell`.
+Some forms of the table here, all of it in `make test-blackwell`.
 bench/results/blackwell-executed.json holds what tools/execute_blackwell.py recorded of it.
 """
 
@@ -17,6 +17,7 @@ from bench.report import RESULTS
 from nsa import NSAConfig, nsa
 from nsa.inputs import NSAInputs
 from tests.support import blackwell_cases as blackwell
+from tests.support import cases
 from tests.support.blackwell_cases import Case, Execution
 from tests.support.helpers import EXP2_ERROR, make_qkv
 from tests.support.interpreted_gpu import interpreted_gpu
@@ -47,7 +48,7 @@ PRESETS = {"paper": (NSAConfig.paper(), 300), "per tile": (NSAConfig.per_tile(),
 """With N, which is smaller than in use, as the number of heads is."""
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["per tile", *cases.rest("paper")])
 def test_nsa_through_dispatch(preset: str) -> None:
     """The public function with autograd, whose backend runs on what it takes for a B200."""
     config, tokens = PRESETS[preset]

@@ -91,9 +91,10 @@ def last_of_block(blocks: torch.Tensor) -> torch.Tensor:
     return blocks[..., -1, :]
 
 
-ALIKE = ("wide D_v", "eight queries", "forced alone", "nothing forced", "whole window", "plain blocks", "large pages")
-"""Cases whose paths others take, too; each costs the compilation of four kernels."""
-HERE = [("sm_90", LATE, case) for case in CASES if case not in ALIKE]
+DIFFERENT = ("ragged", "fewer new", "D_v, fp16", "ties", "many choices", "parts of the choice")
+DIFFERENT += ("tuned for batches", "tile mode", "tile mode, shared")
+"""Cases that take every path between them; each costs the compilation of four kernels."""
+HERE = [("sm_90", LATE, case) for case in DIFFERENT]
 OTHERS = [of for of in itertools.product(GPUS, (LATE, EARLY), CASES) if of not in HERE]
 
 
@@ -103,7 +104,10 @@ def test_step(arch: str, copies: str, case: str) -> None:
         check(CASES[case])
 
 
-@pytest.mark.parametrize(("arch", "case"), cases.product(GPUS, ["ragged", "four queries", "row groups", "tile mode"]))
+RACES = [*itertools.product(["sm_100", "sm_90"], ("ragged", "four queries", "row groups", "tile mode"))]
+
+
+@pytest.mark.parametrize(("arch", "case"), [RACES[0], *cases.rest(*RACES[1:])])
 def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(observer=Order)):
         check(CASES[case])
@@ -113,7 +117,8 @@ def test_barriers_put_shared_memory_in_order(arch: str, case: str) -> None:
 @pytest.mark.cuda_extra
 @pytest.mark.parametrize("entries", ["means", "tile mode", *cases.rest("projected", "by a callable")])
 @pytest.mark.parametrize("own", [False, *cases.rest(True)], ids=["one k and v", "own keys"])
-def test_steps_of_a_cache_are_the_references(own: bool, entries: str) -> None:
+@pytest.mark.parametrize("prefill", [False, *cases.rest(True)], ids=["steps", "steps and a prefill"])
+def test_steps_of_a_cache_are_the_references(prefill: bool, own: bool, entries: str) -> None:
     """As the dispatcher's row calls it; more new tokens than a launch takes are several, or a prefill."""
     torch.manual_seed(0)
     changed = {"by a callable": replace(SMALL_BLOCKS, compress=last_of_block), "tile mode": TILES}
@@ -121,7 +126,10 @@ def test_steps_of_a_cache_are_the_references(own: bool, entries: str) -> None:
     weights = {"w_k_compress": torch.randn(1, 64, 64).bfloat16() / 8} if entries == "projected" else {}
     sizes = {"heads": 4, "heads_kv": 1, "dim": 64, "dtype": torch.bfloat16, "separate_kv": own}
     caches = [NSACache.empty(config, 2, max_tokens=520, **sizes) for _ in range(2)]
-    for tokens, counts in ((300, (300, 70)), (1, None), (4, (2, 4)), (10, (10, 9)), (70, (3, 70)), (1, None)):
+    steps = [(300, (300, 70)), (1, None), (4, (2, 4)), (10, (10, 9)), (1, None)]
+    if prefill:
+        steps.insert(-1, (70, (3, 70)))
+    for tokens, counts in steps:
         inputs = NSAInputs(*[torch.randn(2, tokens, heads, 64).bfloat16() for heads in (4, 1, 1)], **weights)
         if own:
             names = ("k_slc", "v_slc", "k_win", "v_win")

@@ -16,6 +16,7 @@ from nsa import LinearCompression, NSAConfig, autograd, nsa, nsa_forward, ops
 from nsa.config import OPTION_NAMES
 from nsa.inputs import TENSOR_NAMES, NSAInputs
 from nsa.validate import resolve
+from tests.support.cases import product
 from tests.support.helpers import SMALL, make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
@@ -177,8 +178,7 @@ def largest(blocks: Tensor) -> Tensor:
     return blocks.amax(-2)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("preset", ["seed", "paper"])
+@pytest.mark.parametrize(("preset", "packed"), product(["seed", "paper"], [False, True]))
 def test_a_callable_compress_compiles_once_for_all_lengths(preset: str, packed: bool) -> None:
     """Outside the operator, so with gradients of what it holds."""
     length = SMALL[preset].compress_block_size

@@ -43,6 +43,12 @@ def covering(sizes: Sequence[int], cover: int) -> set[tuple[int, ...]]:
     return few
 
 
+def some(here: Iterable[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
+    """These combinations, and marked `full` all others of one value of each axis."""
+    here = [*here]
+    return [*here, *rest(*(case for case in itertools.product(*axes) if case not in here))]
+
+
 def rest(*cases: Any) -> list[Any]:
     """Cases that are left to `make test-full`. Args: each a value, or a tuple of values."""
     return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.full) for x in cases]

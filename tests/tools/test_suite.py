@@ -27,6 +27,13 @@ def test_few_combinations_cover_all_values(cover: int, most: int) -> None:
         assert seen == set(itertools.product(*(AXES[axis] for axis in axes)))
 
 
+def test_chosen_combinations_leave_the_others_to_full() -> None:
+    every = cases.some([("b", 3), ("a", 1)], AXES[0], AXES[1])
+    assert every[:2] == [("b", 3), ("a", 1)]
+    others = [case.values for case in every[2:]]
+    assert sorted([*every[:2], *others]) == [*itertools.product(*AXES[:2])]
+
+
 @pytest.mark.full
 def test_full_cases_run_only_where_asked_for(request: pytest.FixtureRequest) -> None:
     assert request.config.getoption("--full")

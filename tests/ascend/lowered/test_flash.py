@@ -13,7 +13,7 @@ from dispatch import neighborhood_attention
 from tests.ascend.lowered import proof
 from tests.ascend.lowered.neighborhood_gates import DTYPES, executing
 from tests.ascend.lowered.neighborhood_launches import FLASH, widest
-from tests.support import neighborhood_cases
+from tests.support import cases, neighborhood_cases
 from tests.support.helpers import make_qkv
 
 KERNELS = ["forward_kernel", "dq_kernel", "dkdv_kernel"]
@@ -44,7 +44,7 @@ def test_cases(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.ascend
 @pytest.mark.parametrize("window", neighborhood_cases.WINDOWS)
-@pytest.mark.parametrize("kernel_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("kernel_size", [1, 2, 7, *cases.rest(3, 4)])
 def test_every_short_length(kernel_size: int, window: str) -> None:
     """N = 1 ... 70 with every such window, dtypes and dilations in turn; few builds, for sizes are run-time values."""
     boundary = neighborhood_cases.WINDOWS[window]
