@@ -41,7 +41,7 @@ class Tuning(NamedTuple):
     """What changes the speed of a step and not its result."""
 
     score_ctas_per_sm: int = 2
-    score_tiles: int = 1
+    score_tiles: int = 2
     """Tiles of a CTA of score.py, at least, in sequences as long as the capacity."""
     part_tiles: int | None = None
     """Of blocks.py; None: Parts.of decides."""

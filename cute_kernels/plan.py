@@ -32,9 +32,9 @@ from cute_kernels.support import has_atomic_free_backward, runs_as_pack, tile_ro
 CHUNK_BYTES = 8 << 30
 """The outputs of the three branches of one chunk of query rows take at most this."""
 
-SPLIT_ENTRIES = 2048
-"""Compressed entries up to which backward takes attend/compressed_backward.py where it can: then its seven products,
-without phases, are expected to be faster than FlashAttention-4's five."""
+SPLIT_PAIRS = 1 << 31
+"""Pairs of a query row of a head and a compressed entry up to which backward takes attend/compressed_backward.py where
+it can: its seven products, without phases, are then faster than FlashAttention-4's five."""
 
 ALIGNED = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate_proj_weight")
 """Inputs whose rows kernels read as vectors."""
@@ -69,7 +69,7 @@ class Plan:
     than FlashAttention-4's kernels and add up in a fixed order."""
     split_compressed: bool
     """Whether backward takes attend/compressed_backward.py for all entries: on Hopper with D = D_v, causal, no pack, up
-    to SPLIT_ENTRIES. Everything else takes FlashAttention-4, by phases or by lists."""
+    to SPLIT_PAIRS. Everything else takes FlashAttention-4, by phases or by lists."""
     query_outer: bool | None
     """Token mode: True or False in place of the rule by which the selected branch takes attend/query_outer.py."""
     documents: Documents | None = None
@@ -173,7 +173,8 @@ def prepare(
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     if not runs_as_pack(inputs, config, training=training):
         entries, first = config.num_compressed(inputs.k.shape[1]), inputs.first_token
-        plan = _plan(config, rules, dims, entries, atomic_free, query_outer)
+        few = inputs.q.shape[:3].numel() * entries <= SPLIT_PAIRS
+        plan = _plan(config, rules, dims, entries, few, atomic_free, query_outer)
         return Call(inputs, inputs, replace(plan, first_row=first) if first else plan, saved_cmp)
     sequences = None if inputs.packed else inputs.q.shape[0]
     inputs, attended, documents = _unpack(inputs if inputs.packed else _pack(inputs), config, rules)
@@ -191,7 +192,7 @@ def plan_pack(
     query_outer: bool | None = None,
 ) -> Plan:
     """The plan of packed documents. Args: D and D_v; where they lie; as of `prepare`."""
-    return replace(_plan(config, rules, dims, None, atomic_free, query_outer), documents=documents)
+    return replace(_plan(config, rules, dims, None, False, atomic_free, query_outer), documents=documents)
 
 
 def selects_entries(config: Any, entries: int | None) -> bool:
@@ -222,14 +223,15 @@ def _plan(
     rules: fa4.Rules,
     dims: tuple[int, int],
     entries: int | None,
+    few_pairs: bool,
     atomic_free: bool,
     query_outer: bool | None,
 ) -> Plan:
-    """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number."""
+    """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number; `few_pairs`, at
+    most SPLIT_PAIRS of them with queries."""
     length, stride = config.compress_block_size, config.stride
     atomic_free = atomic_free and has_atomic_free_backward(rules, *dims)
     selects = selects_entries(config, entries)
-    few = entries is not None and entries <= SPLIT_ENTRIES
     return Plan(
         config=config,
         rules=rules,
@@ -242,7 +244,7 @@ def _plan(
         entry=Keys(length, stride, config.causal),
         token=Keys(causal=config.causal),
         atomic_free=atomic_free,
-        split_compressed=atomic_free and config.causal and few and not selects,
+        split_compressed=atomic_free and config.causal and few_pairs and not selects,
         query_outer=query_outer,
     )
 

@@ -310,25 +310,31 @@ def test_compressed_branch_without_atomics(
 
 
 @pytest.mark.parametrize(
-    ("split", "entries", "arch", "v_dim", "changes"),
+    ("split", "rows", "arch", "v_dim", "changes"),
     [
-        (True, 2048, "sm_90", 4, {}),
-        (False, 2049, "sm_90", 4, {}),
-        (False, None, "sm_90", 4, {}),
-        (False, 2048, "sm_100", 4, {}),
-        (False, 2048, "sm_90", 2, {}),
-        (False, 2048, "sm_90", 4, {"causal": False}),
-        (False, 2048, "sm_90", 4, {"num_cmp_selected_blocks": 3}),
-        (True, 2048, "sm_90", 4, {"num_cmp_selected_blocks": 16}),
+        (True, 131_072, "sm_90", 4, {}),
+        (False, 131_073, "sm_90", 4, {}),
+        (False, 131_072, "sm_100", 4, {}),
+        (False, 131_072, "sm_90", 2, {}),
+        (False, 131_072, "sm_90", 4, {"causal": False}),
+        (False, 131_072, "sm_90", 4, {"num_cmp_selected_blocks": 3}),
+        (True, 131_072, "sm_90", 4, {"num_cmp_selected_blocks": 2048}),
     ],
 )
 def test_rule_of_the_compressed_branch(
-    split: bool, entries: int | None, arch: str, v_dim: int, changes: dict[str, Any]
+    split: bool, rows: int, arch: str, v_dim: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without atomics or phases: on Hopper with D = D_v, for few entries, of which a row attends to all it sees."""
-    made = plan._plan(replace(SOME, **changes), RULES[arch], (4, v_dim), entries, True, None)
-    assert made.split_compressed == split
-    assert not plan._plan(replace(SOME, **changes), RULES[arch], (4, v_dim), entries, False, None).split_compressed
+    """Without atomics or phases: on Hopper with D = D_v, for few pairs, where a row attends to all entries it sees."""
+    monkeypatch.setattr(plan.fa4, "rules", lambda device: RULES[arch])
+    config = replace(SOME, **changes)
+    entries = config.num_compressed(rows)
+    monkeypatch.setattr(plan, "SPLIT_PAIRS", 4 * 131_072 * entries)
+    q, k, v = (
+        torch.empty((1, rows, heads, dim), dtype=torch.bfloat16, device="meta")
+        for heads, dim in ((4, 4), (2, 4), (2, v_dim))
+    )
+    made = [plan.prepare(NSAInputs(q, k, v), config, atomic_free=free).plan for free in (True, False)]
+    assert [x.split_compressed for x in made] == [split, False]
 
 
 @pytest.mark.parametrize("config", [SOME, PAPER], ids=["tile", "token"])
