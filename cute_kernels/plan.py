@@ -228,7 +228,8 @@ def _plan(
     query_outer: bool | None,
 ) -> Plan:
     """Args: `dims`, D and D_v; `entries`, compressed entries, None: each document has its own number; `few_pairs`, at
-    most SPLIT_PAIRS of them with queries."""
+    most SPLIT_PAIRS of them with queries.
+    """
     length, stride = config.compress_block_size, config.stride
     atomic_free = atomic_free and has_atomic_free_backward(rules, *dims)
     selects = selects_entries(config, entries)
