@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cute_kernels.decode.cache import Lengths, Pages
 from cute_kernels.decode.gather import gather_pages
+from cute_kernels.decode.tile_sums import keep_sums, sum_queries
 from cute_kernels.decoding import decode
 from nsa import NSAConfig
 from tests.support.far_rows import FAR, FarMemory, span
@@ -48,10 +49,17 @@ class Decoding:
         overflowed = torch.zeros(batch, dtype=torch.bool, device=device)
         lengths = Lengths(integers(self.cached), integers([self.queries] * batch), overflowed)
         q, k, v = (normal(batch, self.queries, heads, 64) for heads in (8, 2, 2))
-        out = decode(q, k, v, memory, lengths, self.config, gates=normal(batch, self.queries, 8, 3))
+        results = {"pages of k": memory.k, "pages of v": memory.v, "entries": memory.k_cmp}
+        rows, tile = None, self.config.q_tile_size
+        if not self.config.token_mode:
+            kept = results["sums"] = place(torch.zeros((batch, tile, 8, 64), device=device))
+            rows, sums = sum_queries(q, kept, lengths, tile)
+        out = decode(q, k, v, memory, lengths, self.config, rows=rows, gates=normal(batch, self.queries, 8, 3))
+        if rows is not None:
+            keep_sums(sums, kept, lengths, tile)
         if check and not bool(out.isfinite().all()):
             raise ArithmeticError("not finite")
-        return {"out": out, "pages of k": memory.k, "pages of v": memory.v, "entries": memory.k_cmp}
+        return {"out": out, **results}
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,7 @@ CASES: dict[str, tool.Case | tool.GivenBlocks | Decoding | Gathering] = {
     **{name: case for name, case in tool.CASES.items() if isinstance(case, (tool.Case, tool.GivenBlocks))},
     "gathering": Gathering(),
     "decoding": Decoding(NSAConfig.paper(num_selected_blocks=6, window_size=200), (0, 31, 1300), queries=2),
+    "decoding, tiles": Decoding(tool.TILES, (0, 31, 1300), queries=2),
 }
 MOST_BYTES = 24 << 30
 
