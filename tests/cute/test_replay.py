@@ -243,7 +243,7 @@ def test_nsa_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         weight = torch.randn(2, 3, 64) * 0.1
-        inputs = NSAInputs(*make_qkv(150, 2, 1, 64, dtype=torch.bfloat16), gate_proj_weight=weight.bfloat16())
+        inputs = NSAInputs(*make_qkv(70, 2, 1, 64, dtype=torch.bfloat16), gate_proj_weight=weight.bfloat16())
         do = torch.randn_like(inputs.q)
         out, saved = forward.nsa_saving(inputs, config, recompute=False)
         gradients = backward.nsa_backward(inputs, config, saved, do)

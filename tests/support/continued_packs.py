@@ -184,7 +184,8 @@ TOKEN = NSAConfig.paper(compress_block_size=16, compress_stride=8, num_selected_
 TILE = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50)
 PACKS = {
     # Starts anywhere, documents without queries or tokens, one query, keys behind the last query
-    "token": Pack(((70, 40, 0), (0, 30, 0), (130, 1, 5), (0, 0, 0), (64, 0, 0), (100, 33, 0)), TOKEN),
+    "token": Pack(((70, 20, 0), (130, 1, 5), (0, 0, 0)), TOKEN),
+    "token, many": Pack(((70, 40, 0), (0, 30, 0), (130, 1, 5), (0, 0, 0), (64, 0, 0), (100, 33, 0)), TOKEN),
     "token, bottom right": Pack(((70, 40, 0), (0, 9, 0)), TOKEN, heads=4, kv_heads=2),
     "tile": Pack(((256, 44, 0), (0, 30, 3), (512, 1, 0), (60, 0, 0)), TILE),
     "inside a tile": Pack(((300, 44, 0), (0, 30, 3), (70, 20, 0)), TILE),
