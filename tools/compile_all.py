@@ -265,9 +265,11 @@ def gate_gradient_cases() -> Iterator[Case]:
 
 
 def gradient_sum_cases() -> Iterator[Case]:
+    from cute_kernels.gate.partials import _compiled
     from cute_kernels.gate.sums import _keys, _queries
     from cute_kernels.lists.query_to_kv import Keys
 
+    yield Case("AddPartials", "fp32", None, None, None, ours(_compiled))
     entries = Keys(32, 16)
     for dim, dtype in itertools.product(DIMS, DTYPES):
         for variant, arguments in {

@@ -55,6 +55,7 @@ from cute_kernels.attend.backward_tiles import (
     consumer_of,
     consumer_state,
 )
+from cute_kernels.gate.partials import add_partials
 from cute_kernels.mma.mma_sync import accumulator
 from cute_kernels.mma.wgmma import (
     TILE,
@@ -510,5 +511,5 @@ def compressed_backward(
     partials = torch.empty((splits, 2, *k.shape), dtype=torch.float32, device=q.device)
     _dkv(dim, q.dtype).run(q, do, k, v, lse, delta, partials, *sizes)
     _dq(dim, q.dtype).run(q, do, k, v, lse, delta, dq, *sizes)
-    dk, dv = (partials[0] if splits == 1 else partials.sum(0)).unbind(0)
+    dk, dv = add_partials(partials).unbind(0)
     return dk, dv
