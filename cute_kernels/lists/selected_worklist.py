@@ -188,9 +188,9 @@ def selected_worklist(bits: Tensor, *, kv_heads: int, group: int, tiles: int, si
     def table(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=bits.device)
 
-    counts = table(3, bits.shape[0] * kv_heads * bits.shape[2])
+    counts, cum_counts = (table(3, bits.shape[0] * kv_heads * bits.shape[2]) for _ in range(2))
     query_tiles, work_tiles = table(sizes.rows), table(3, sizes.tiles)
     _count().run(bits, counts, kv_heads, group, sizes.min_rows)
-    cum_counts = counts.cumsum(1, dtype=torch.int32)
+    torch.cumsum(counts, 1, out=cum_counts)
     _list().run(bits, counts, cum_counts, query_tiles, work_tiles, kv_heads, group, tiles)
     return SelectedWorklist(counts, cum_counts, query_tiles, work_tiles)

@@ -14,6 +14,7 @@ A recording has numbers and kernels, no tensors:
 - New tensors of zeros lie at the workspace's beginning, and one fill writes all of them.
 - A view is made where it is first used, once for all that use it.
 - An operator that computes (cumsum, sum, copy_) is called again.
+- Launches that come again at the same addresses become a CUDA graph (graphs.py), unless an operator allocates.
 
 Not recorded, and run as they are each time: calls during which something calls `refuse` (side streams,
 FlashAttention-4's interface), calls that read a value or use a tensor from elsewhere, and those of more than LARGEST
@@ -33,6 +34,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cute_kernels.runtime import graphs
+from cute_kernels.runtime.cuda_runtime import Launches
+
 DEVICES = {"cuda"}
 """Types of devices whose calls are replayed."""
 
@@ -48,6 +52,8 @@ ALIGNMENT = 512
 NEW = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 ZEROS = {"zeros", "zeros_like", "new_zeros"}
 """Operators by name: their results are new, and not computed."""
+INTO_GIVEN = {"add_", "copy_", "cumsum", "fill_", "zero_"}
+"""Operators by name that allocate nothing where they are given what they write: cumsum of several rows, along them."""
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -175,6 +181,7 @@ class _Event(NamedTuple):
     function: Callable[..., Any]
     arguments: Any
     """Each tensor as a _View."""
+    allocates: bool
     result: int | None = None
     """Memory of an operator's new tensor."""
 
@@ -213,7 +220,7 @@ class _Recorder(TorchDispatchMode):
         if name in NEW or name in ZEROS:
             self._add(result, "new" if name in NEW else "zeros")
         elif function._schema.is_mutable:
-            self.note(self._with_keywords(function, kwargs), args)
+            self._note_operator(function, args, kwargs, allocates=name not in INTO_GIVEN)
         elif isinstance(result, (list, tuple)):
             self._note_result(function, args, kwargs, *result)
         else:
@@ -228,24 +235,26 @@ class _Recorder(TorchDispatchMode):
                 self._kept.append(x)
                 self._memory_of.setdefault(id(x), self._memory_of[id(source)])
             elif source is None and isinstance(x, Tensor) and len(results) == 1:
-                self.note(self._with_keywords(function, kwargs), args, result=len(self.memories))
+                self._note_operator(function, args, kwargs, allocates=True, result=len(self.memories))
                 self._add(x, "computed")
             else:  # a value was read, or several were computed
                 self.refused = True
 
-    def _with_keywords(self, function: Any, kwargs: Any) -> Callable[..., Any]:
-        if any(True for _ in _views(self._described(tuple(kwargs.values())))):
-            self.refused = True
-        return partial(function, **kwargs) if kwargs else function
+    def _note_operator(self, function: Any, args: Any, kwargs: Any, **event: Any) -> None:
+        if kwargs:
+            function, args = partial(_call_with_keywords, function, tuple(kwargs)), (*args, *kwargs.values())
+        self.note(function, args, **event)
 
     def launch(self, run: Callable[..., None], arguments: Sequence[Any]) -> None:
-        self.note(run, arguments)
+        self.note(run, arguments, allocates=False)
         self._launching = True
         run(*arguments)
         self._launching = False
 
-    def note(self, function: Callable[..., Any], arguments: Sequence[Any], *, result: int | None = None) -> None:
-        self.events.append(_Event(function, self._described(tuple(arguments)), result))
+    def note(
+        self, function: Callable[..., Any], arguments: Sequence[Any], *, allocates: bool, result: int | None = None
+    ) -> None:
+        self.events.append(_Event(function, self._described(tuple(arguments)), allocates, result))
 
     def _add(self, x: Tensor, kind: str) -> None:
         self._kept.append(x)
@@ -270,7 +279,7 @@ class _Recorder(TorchDispatchMode):
         """The recording of a call that has ended; None: it is not to be replayed."""
         returned = {name: self._described(x) for name, x in results.items()}
         devices = {memory.base.device for memory in self.memories}
-        return None if self.refused or len(devices) > 1 else _Builder(self.memories, self.events, returned).build()
+        return None if self.refused or len(devices) > 1 else Recording(_Builder(self.memories, self.events, returned))
 
 
 # From a recording's events to its steps
@@ -279,26 +288,44 @@ class _Recorder(TorchDispatchMode):
 class Recording:
     """A call's steps. It is called with the tensors of `replayed`."""
 
-    def __init__(self, constants: list[Any], num_tensors: int, steps: list[Step], results: dict[str, int]) -> None:
-        self._constants, self._num_tensors, self._steps, self._results = constants, num_tensors, steps, results
+    def __init__(self, built: _Builder) -> None:
+        self._constants, self._num_tensors, self._device = built.values, built.num_tensors, built.device
+        self._first, self._steps, self._results = built.first, built.steps, built.results
+        self._ignored, self._addressed = built.ignored, built.addressed
 
     def __call__(self, tensors: list[Tensor]) -> Results:
         values = self._constants.copy()
         values[: self._num_tensors] = tensors
-        for function, arguments, result in self._steps:
+        for function, arguments, result in self._first:
             values[result] = function(*arguments(values))
+        launches = partial(self._launches, values)
+        if self._addressed is not None and self._device.type in graphs.DEVICES:
+            graphs.launch((self, *[values[i].data_ptr() for i in self._addressed]), self._device, launches)
+        else:
+            for launch, given in launches():
+                launch(*given)
         return {name: values[i] for name, i in self._results.items()}
+
+    def _launches(self, values: list[Any]) -> Launches:
+        """Steps whose results nobody takes, with their arguments. The others are run meanwhile."""
+        for function, arguments, result in self._steps:
+            if result == self._ignored:
+                yield function, arguments(values)
+            else:
+                values[result] = function(*arguments(values))
 
 
 class _Builder:
     """Lays out the workspace, and makes steps of events."""
 
     def __init__(self, memories: list[_Memory], events: list[_Event], returned: dict[str, _View | None]) -> None:
-        self.memories, self.events, self.returned = memories, events, returned
+        self.memories, self.events = memories, events
         self.device = memories[0].base.device
         self.num_tensors = sum(memory.kind == "given" for memory in memories)
         self.values: list[Any] = [None] * self.num_tensors
         self.ignored = self._new()
+        self.first: list[Step] = []
+        """Allocations, and views of them that are returned."""
         self.steps: list[Step] = []
         self.found: dict[Any, int] = {}
         """Where a value is, by what it is."""
@@ -306,22 +333,35 @@ class _Builder:
         self.inside = [m for m in memories if m.kind in ("new", "zeros") and m.number not in escaping]
         self.offsets: dict[int, int] = {}
         """Bytes from the workspace's beginning, by memory."""
+        self.addressed: list[int] | None = None
+        """Where tensors are whose addresses launches depend on; None: these never become a graph."""
+        self._build(returned)
 
-    def build(self) -> Recording:
+    def _build(self, returned: dict[str, _View | None]) -> None:
         zeros, size = self._lay_out()
         if size > 0:
-            self.found["workspace"] = self._step(partial(torch.empty, size, dtype=torch.uint8, device=self.device))
+            self.found["workspace"] = self._step(_allocation((size,), (1,), torch.uint8, self.device))
+        computed = {memory.number for memory in self.memories if memory.kind == "computed"}
+        views = {name: None if view is None or view.memory in computed else view for name, view in returned.items()}
+        self.results = {name: self._value(view) for name, view in views.items()}
+        self.first, self.steps = self.steps, []
+        fills = [memory.number for memory in self.memories if memory.kind == "zeros" and memory.number in self.found]
         if zeros > 0:
             fill = _View(-1, torch.float32, (zeros // torch.float32.itemsize,), (1,), 0)
             self._step(Tensor.zero_, self._range(fill), result=self.ignored)
+        for number in fills:
+            self._step(Tensor.zero_, self.found[number], result=self.ignored)
         for event in self.events:
             arguments = [self._value(x) for x in event.arguments]
             if event.result is None:
                 self._step(event.function, *arguments, result=self.ignored)
             else:
                 self.found[event.result] = self._step(event.function, *arguments)
-        results = {name: self._value(view) for name, view in self.returned.items()}
-        return Recording(self.values, self.num_tensors, self.steps, results)
+        self.results |= {name: self._value(view) for name, view in returned.items() if views[name] is not view}
+        if len(self.events) >= graphs.FEWEST and not any(event.allocates for event in self.events):
+            used = {view.memory for event in self.events for view in _views(event.arguments)}
+            bases = [self.found[x] for x in used if x in self.found]
+            self.addressed = sorted({*bases, *([self.found["workspace"]] if size > 0 else [])})
 
     # Workspace
 
@@ -383,7 +423,9 @@ class _Builder:
             if memory.kind == "given":
                 self.found[view.memory] = view.memory
             else:
-                self.found[view.memory] = self._step(_allocation(base, zeros=memory.kind == "zeros"))
+                self.found[view.memory] = self._step(
+                    _allocation(tuple(base.shape), base.stride(), base.dtype, base.device)
+                )
         where = self.found[view.memory]
         if (view.size, view.stride, view.offset) == (tuple(base.shape), base.stride(), base.storage_offset()):
             return where
@@ -443,13 +485,19 @@ def _taking(arguments: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]
     return lambda values: (values[only],)
 
 
+def _call_with_keywords(function: Callable[..., Any], names: tuple[str, ...], *arguments: Any) -> Any:
+    """Args: names: of the last arguments."""
+    first = len(arguments) - len(names)
+    return function(*arguments[:first], **dict(zip(names, arguments[first:], strict=True)))
+
+
 def _make(kind: type, *parts: Any) -> Any:
     """A tuple, a named tuple or a list."""
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
-def _allocation(base: Tensor, *, zeros: bool) -> Callable[[], Tensor]:
-    """What allocates a tensor like a new one of the call."""
-    size, stride = tuple(base.shape), base.stride()
-    empty = partial(torch.empty_strided, size, stride, dtype=base.dtype, device=base.device)
-    return (lambda: empty().zero_()) if zeros else empty
+def _allocation(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], Tensor]:
+    """What allocates a tensor."""
+    return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)

@@ -3,8 +3,8 @@
 At the end of a launch only its longest CTAs run: the KV-outer forward of a chunk lost 22 % of its time this
 way. And MMA leaves memory idle, while combining partials leaves tensor cores idle.
 
-The streams are created by CUDA itself, not torch.cuda.Stream: torch has 32 streams that it hands out in turn to the
-whole program, so ours could be one on which another thread captures, or its current one.
+The streams are created by CUDA itself: one of PyTorch's could be one on which another thread captures, or its current
+one.
 
 - Calls that are not captured share STREAMS streams of their device, whichever thread and stream they come from. One may
   wait for what another has launched; results are the same.
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from cute_kernels.runtime import replay
+from cute_kernels.runtime.cuda_runtime import is_captured, new_streams
 
 STREAMS = 2
 """So many chunks run, and hold their memory, at a time."""
@@ -116,7 +117,7 @@ def _streams(device: torch.device, current: torch.cuda.Stream) -> list[torch.cud
     found = _SHARED.get(device)
     if found is None:
         with _LENDING:
-            found = _SHARED.get(device) or _SHARED.setdefault(device, _new_streams(device))
+            found = _SHARED.get(device) or _SHARED.setdefault(device, new_streams(device, STREAMS))
     return found
 
 
@@ -125,11 +126,11 @@ def _streams_of_capture(device: torch.device, current: torch.cuda.Stream) -> lis
         known = _LENT.setdefault(device, [])
         free = []
         for lent in known:
-            if not any(map(_is_captured, lent.streams)):
+            if not any(map(is_captured, lent.streams)):
                 free.append(lent)
             elif lent.to == current:  # one capture: no stream leaves a capture before it ends
                 return lent.streams
-        lent = free[0] if free else _Lent(_new_streams(device), current)
+        lent = free[0] if free else _Lent(new_streams(device, STREAMS), current)
         if not free:
             known.append(lent)
         lent.to = current
@@ -137,40 +138,3 @@ def _streams_of_capture(device: torch.device, current: torch.cuda.Stream) -> lis
             stream.wait_stream(current)
             current.wait_stream(stream)
         return lent.streams
-
-
-# CUDA
-
-
-def _new_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Of the current device, for as long as the process lives."""
-    from cuda.bindings import runtime
-
-    def new() -> torch.cuda.Stream:
-        stream = _result(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking))
-        return torch.cuda.ExternalStream(int(stream), device=device)
-
-    _result(runtime.cudaSetDevice(device.index))  # these bindings may have a runtime of their own
-    # Whatever captures forbid meanwhile, the call's own and other threads'
-    before = _result(
-        runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
-    )
-    try:
-        return [new() for _ in range(STREAMS)]
-    finally:
-        _result(runtime.cudaThreadExchangeStreamCaptureMode(before))
-
-
-def _is_captured(stream: torch.cuda.Stream) -> bool:
-    from cuda.bindings import runtime
-
-    status = _result(runtime.cudaStreamIsCapturing(stream.cuda_stream))
-    return bool(status != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone)
-
-
-def _result(answer: tuple[Any, ...]) -> Any:
-    """What a CUDA function returned beside its error."""
-    error, *values = answer
-    if error != 0:
-        raise RuntimeError(f"CUDA refuses side streams: {error.name}")
-    return values[0] if values else None

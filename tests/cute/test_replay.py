@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels import backward, forward
-from cute_kernels.runtime import replay
+from cute_kernels.runtime import graphs, replay
 from cute_kernels.runtime.replay import Recording, launch, refuse, replayed
 from cute_kernels.runtime.streams import SideStreams
 from nsa import NSAConfig
 from nsa.inputs import NSAInputs
+from tests.support.fake_graphs import FakeGraph
 from tests.support.helpers import make_qkv
 from tests.support.interpreted_gpu import interpreted_gpu
 
@@ -116,9 +118,8 @@ def test_temporaries_share_memory_and_none_is_kept() -> None:
         got = replayed([x], "chain", lambda: chain(x))
         assert torch.equal(got["out"], x * 1024)
     (recording,) = recordings()
-    sizes = [f.args[0] for f, _, _ in recording._steps if getattr(f, "func", None) is torch.empty]
-    assert sum(1 for size in sizes if isinstance(size, int)) == 1  # one workspace
-    assert max(size for size in sizes if isinstance(size, int)) == 2 * 32 * replay.ALIGNMENT  # 16000 bytes, twice
+    sizes = [allocate.args[0] for allocate, _, _ in recording._first if isinstance(allocate, functools.partial)]
+    assert sizes == [(2 * 32 * replay.ALIGNMENT,), (1000, 4)]  # one workspace, of 16000 bytes twice; out
     assert not [x for x in recording._constants if isinstance(x, Tensor)]
 
 
@@ -236,8 +237,18 @@ def test_threads() -> None:
 
 @pytest.mark.slow
 @pytest.mark.cuda_extra
-def test_nsa_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("as_graphs", [False, True])
+def test_nsa_interpreted(as_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits of a replayed forward and backward, with kernels interpreted, are those of calls that run as they are."""
+    launched = []
+
+    def launch_as_graph(key: Any, device: torch.device, launches: Callable[[], Any]) -> None:
+        launched.append(key)
+        FakeGraph(device, launches()).launch()
+
+    if as_graphs:
+        monkeypatch.setattr(graphs, "DEVICES", {"cpu"})
+        monkeypatch.setattr(graphs, "launch", launch_as_graph)
     config = NSAConfig(compress_block_size=16, select_block_size=64, num_selected_blocks=2, window_size=50)
 
     def step(seed: int) -> list[Tensor]:
@@ -257,3 +268,4 @@ def test_nsa_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(replay, "DEVICES", set())
         expected = step(2)
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    assert len(launched) == (3 if as_graphs else 0)

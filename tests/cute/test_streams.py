@@ -31,8 +31,8 @@ class Streams:
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "set_stream", self.set_stream)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current.capture is not None)
-        patch.setattr(side_streams, "_new_streams", lambda device: [self.new() for _ in range(STREAMS)])
-        patch.setattr(side_streams, "_is_captured", lambda stream: stream.capture is not None)
+        patch.setattr(side_streams, "new_streams", lambda device, _: [self.new() for _ in range(STREAMS)])
+        patch.setattr(side_streams, "is_captured", lambda stream: stream.capture is not None)
         patch.setattr(side_streams, "_SHARED", {})
         patch.setattr(side_streams, "_LENT", {})
 
@@ -155,7 +155,7 @@ def test_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("device", "current_stream", "set_stream", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, refuse)
-    monkeypatch.setattr(side_streams, "_new_streams", refuse)
+    monkeypatch.setattr(side_streams, "new_streams", refuse)
     ran = []
     with SideStreams(torch.device("cpu")) as side:
         side.begin()
@@ -238,10 +238,10 @@ def test_a_capture_s_are_taken_before_its_first_pass(streams: Streams) -> None:
 
 
 def test_the_device_is_restored_where_there_are_none(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: torch.device) -> None:
+    def refuse(*_: Any) -> None:
         raise RuntimeError("no more streams")
 
-    monkeypatch.setattr(side_streams, "_new_streams", refuse)
+    monkeypatch.setattr(side_streams, "new_streams", refuse)
     with pytest.raises(RuntimeError, match="no more streams"), SideStreams(DEVICE):
         pass
     assert streams.device == 0

@@ -1,0 +1,70 @@
+"""Launches that come again at the same addresses, as CUDA graphs: one launch in place of twenty.
+
+A program's steps allocate alike, so from the third one on PyTorch gives them the addresses of the step before. Of a
+recorded call (runtime/replay.py), `launch` takes
+
+    the first time at some addresses    its launches, one by one
+    the second                          a graph, in which it captures them
+    later ones                          that graph
+
+A graph holds addresses and no tensors, and is launched only by callers that have tensors at all of them, on their
+stream. So nothing differs from the launches one by one but the host's time. What was not launched for longest is
+forgotten, addresses and graphs alike: more of them than MOST in turn never become graphs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+
+from cute_kernels.runtime.cuda_runtime import Graph, Launches
+
+VARIABLE = "NSA_KERNELS_GRAPHS"
+"""Environment variable: 0 launches one by one, as profilers show best. Read when cute_kernels is imported."""
+
+DEVICES = set() if os.environ.get(VARIABLE) == "0" else {"cuda"}
+"""Types of devices that graphs are for."""
+
+MOST = 512
+"""Calls at some addresses that are remembered."""
+
+FEWEST = 3
+"""Launches that are worth a graph."""
+
+_LOCK = threading.Lock()
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+_KNOWN: OrderedDict[Hashable, Graph | None] = OrderedDict()
+
+
+def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]) -> None:
+    """Launch on the device's current stream.
+
+    Args:
+        key: of the launches and all addresses in their arguments.
+    """
+    graph = None
+    if not torch.cuda.is_current_stream_capturing():  # a caller's graph gets them one by one
+        with _LOCK:
+            known = key in _KNOWN
+            graph = _KNOWN[key] = _KNOWN.pop(key, None)
+            if len(_KNOWN) > MOST:
+                _KNOWN.popitem(last=False)
+        if known and graph is None:
+            graph = Graph(device, launches())
+            with _LOCK:
+                _KNOWN[key] = graph
+    if graph is not None:
+        graph.launch()
+        return
+    for function, arguments in launches():
+        function(*arguments)
+
+
+def forget() -> None:
+    """All graphs, for tests."""
+    with _LOCK:
+        _KNOWN.clear()
