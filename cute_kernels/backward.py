@@ -196,7 +196,10 @@ def _backward_of_heads(
         o, weighted_do = outputs[branch], dos[branch]
         outputs[branch] = dos[branch] = q.new_empty(0)
         dq_parts.append(dq if not dq_parts and documents is None else torch.empty_like(q))
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        if branch == 0 and call.plan.split_compressed:  # its dk and dv are fp32, and its own
+            dk = dv = q.new_empty(0)
+        else:
+            dk, dv = torch.empty_like(k), torch.empty_like(v)
         if branch == 2 and documents is not None and documents.packed.continues:
             for x in (dk, dv):  # FlashAttention-4's window does not write the gradients of keys that no row sees
                 x.zero_()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import dispatch
-from nsa import NeighborhoodAttention, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux
+from nsa import NeighborhoodAttention, NSAConfig, NSAttention, nsa, nsa_forward, nsa_forward_aux, validate
+from nsa.inputs import NSAInputs
 
 B, N, H, H_KV, D, D_V = 2, 32, 4, 2, 8, 6
 DOUBLE = torch.float64
@@ -198,6 +200,46 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
 }
 
 
+@pytest.fixture(params=["each call is checked", "good ones are remembered"])
+def remembered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether good calls on the CPU were accepted before, as on a GPU, so that their like is not checked again."""
+    if request.param == "good ones are remembered":
+        monkeypatch.setattr(validate, "DEVICES", {"cpu"})
+        for more in (
+            {},
+            {"gates": ones(B, N, H, 3)},
+            {"gate_proj_weight": ones(H, 3, D)},
+            {"w_v_compress": ones(H_KV, D_V, D_V)},
+            {"k_cmp": ones(B, 4, H_KV, D), "v_cmp": ones(B, 4, H_KV, D_V)},
+        ):
+            nsa(**good(), **more)
+        nsa(**packed())
+    yield bool(validate._ACCEPTED)
+    validate.forget()
+
+
+def test_good_calls_are_checked_once(remembered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    monkeypatch.setattr(NSAInputs, "check", lambda *_: checked.append("call"))
+    nsa(**good())
+    nsa(**good(), deterministic=True)
+    nsa(**good() | {"q": torch.rand(B, N, H, D)})
+    assert len(checked) == (1 if remembered else 3), "of other options"
+    checked.clear()
+    for more in (packed(), {"debug": True}, {"q_start": 0}, {"q": ones(B, N, H, D).as_subclass(OwnTensor)}):
+        for _ in range(2):
+            nsa(**good() | more)
+    assert len(checked) == 8, "each time"
+
+
+def test_remembered_calls_are_bounded(remembered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "MOST", 3)
+    for window in range(1, 9):
+        nsa(**good(), window_size=window)
+        assert len(validate._ACCEPTED) <= (3 if remembered else 0)
+
+
+@pytest.mark.usefixtures("remembered")
 @pytest.mark.parametrize("function", [nsa, nsa_forward, nsa_forward_aux], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case: str, function: Any) -> None:
@@ -209,6 +251,7 @@ def test_bad_input(case: str, function: Any) -> None:
         assert piece in str(caught.value)
 
 
+@pytest.mark.usefixtures("remembered")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors_are_named(layout: torch.layout) -> None:
@@ -226,6 +269,7 @@ def test_the_good_input_is_good() -> None:
     assert nsa(**packed(max_seqlen=22)).shape == (N, H, D_V)
 
 
+@pytest.mark.usefixtures("remembered")
 def test_environment_names_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_KERNELS_BACKEND", "cudnn")
     with pytest.raises(ValueError, match="NSA_KERNELS_BACKEND must be one of cute, reference for nsa, got 'cudnn'"):
