@@ -57,7 +57,8 @@ class Graph:
             with torch.cuda.device(self._device):
                 self.launch()
             return
-        _result(self._launch(self._executable, torch.cuda.current_stream().cuda_stream))
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)  # current_stream() takes 8 us of an H200's host
+        _result(self._launch(self._executable, stream))
 
 
 def new_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
