@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+DEFAULTS = NSAConfig()
+
 
 class NSAKeywords(NSAOptions, total=False):
     """All keywords of a call, for type checkers (a test compares it with `_run`)."""
@@ -82,7 +84,7 @@ def _run(
 ) -> tuple[Tensor, NSAAux | None]:
     """Resolve the options, check everything, and hand the call to the backend that takes it."""
     check_options(config, options, NSAKeywords.__annotations__)
-    config = config or NSAConfig(**options)
+    config = config or (NSAConfig(**options) if options else DEFAULTS)
     inputs = NSAInputs(
         q,
         k,

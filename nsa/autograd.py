@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.common.autocast import autocast_off
 from nsa.common.derivatives import forbid_double_backward, recompute_gradients
-from nsa.inputs import QUERY_NAMES, TENSOR_NAMES, NSAInputs
+from nsa.inputs import QUERY_NAMES, NSAInputs
 from nsa.validate import ResolvedCall
 
 
@@ -77,31 +77,37 @@ def _recomputed_gradients(call: ResolvedCall, do: Tensor, share_dtype: torch.dty
 
 def run_with_backward(call: ResolvedCall) -> Tensor:
     """Differentiable out of a backend with a training module."""
-    out: Tensor = NSAFunction.apply(call, *(getattr(call.inputs, name) for name in TENSOR_NAMES))
+    given = call.inputs.tensors()
+    out: Tensor = NSAFunction.apply(call, tuple(given), *given.values())
     return out
 
 
 class NSAFunction(torch.autograd.Function):
-    """One eager call. The tensors are arguments of their own, so that autograd knows them."""
+    """One eager call. The tensors are arguments of their own, so that autograd knows them; `names` tell which they are.
+
+    Those that are not given are left out: each argument costs the host some time in apply and in backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: ResolvedCall, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: ResolvedCall, names: tuple[str, ...], *tensors: Tensor) -> Tensor:
         out, saved = forward_saving(call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
         # Without the inputs: ctx must not keep tensors that autograd frees after backward
-        ctx.max_seqlen, (_, *ctx.call) = call.inputs.max_seqlen, call
+        ctx.names, ctx.max_seqlen, (_, *ctx.call) = names, call.inputs.max_seqlen, call
         return out
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
+        names = ctx.names
         if do is None:
-            return (None,) * (1 + len(TENSOR_NAMES))
+            return (None,) * (2 + len(names))
         kept = ctx.saved_tensors  # once: torch.utils.checkpoint frees what it recomputed as it is read
-        tensors: dict[str, Any] = dict(zip(TENSOR_NAMES, kept, strict=False))
-        inputs = NSAInputs(**tensors, max_seqlen=ctx.max_seqlen)
+        tensors, saved = kept[: len(names)], kept[len(names) :]
+        given: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        inputs = NSAInputs(**given, max_seqlen=ctx.max_seqlen)
         with torch.no_grad(), autocast_off(do.device.type):
-            by_name = gradients(ResolvedCall(inputs, *ctx.call), kept[len(TENSOR_NAMES) :], do)
-        _, *needed = ctx.needs_input_grad
-        results = [by_name.get(name) if needs else None for name, needs in zip(TENSOR_NAMES, needed, strict=True)]
-        return (None, *forbid_double_backward("nsa", results, do, *inputs.tensors().values()))
+            by_name = gradients(ResolvedCall(inputs, *ctx.call), saved, do)
+        needed = ctx.needs_input_grad[2:]
+        results = [by_name.get(name) if needs else None for name, needs in zip(names, needed, strict=True)]
+        return (None, None, *forbid_double_backward("nsa", results, do, *tensors))

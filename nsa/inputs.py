@@ -142,7 +142,7 @@ class NSAInputs:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are given, by name."""
-        return {name: value for name in TENSOR_NAMES if isinstance(value := getattr(self, name), Tensor)}
+        return {name: x for name, x in vars(self).items() if x is not None and isinstance(x, Tensor)}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> NSAInputs:
         """These inputs with `change` applied to every floating-point tensor."""

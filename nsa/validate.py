@@ -96,14 +96,12 @@ def _facts(inputs: NSAInputs, config: NSAConfig, *flags: object) -> Any:
     backend, q = flags[2], inputs.q
     if not (backend is None or isinstance(backend, str)) or config.debug or config.compress != "mean":
         return None
-    of_tensors: list[Any] = []
-    for name, x in vars(inputs).items():
-        if x is None:
-            of_tensors.append(None)
-        elif type(x) not in PLAIN or name in READ or x.is_nested or x.layout is not torch.strided:
-            return None
-        else:
-            of_tensors.append((x.shape, x.dtype, x.device))
-    if q is None or q.device.type not in DEVICES:
+    if type(q) not in PLAIN or q.device.type not in DEVICES:
         return None
-    return (config, flags, os.environ.get(ENVIRONMENT_VARIABLE), *of_tensors)
+    facts = [config, flags, os.environ.get(ENVIRONMENT_VARIABLE)]
+    for name, x in vars(inputs).items():
+        if x is not None:
+            if type(x) not in PLAIN or name in READ or x.is_nested or x.layout is not torch.strided:
+                return None
+            facts += (name, x.shape, x.dtype, x.device)
+    return tuple(facts)

@@ -74,8 +74,14 @@ def replayed(values: Sequence[Any], options: Hashable, body: Callable[[], Result
     device = values[0].device
     if device.type not in DEVICES or _recorder() is not None:
         return body()
-    tensors = [x for x in values if isinstance(x, Tensor)]
-    key = (device, options, _shared(tensors), *[_facts(x) if isinstance(x, Tensor) else x for x in values])
+    tensors, facts = [], []
+    for x in values:
+        if x is not None and isinstance(x, Tensor):
+            tensors.append(x)
+            facts.append(_facts(x))
+        else:
+            facts.append(x)
+    key = (device, options, _shared(tensors), *facts)
     known = _KNOWN.get(key)
     if isinstance(known, Recording):
         return known(tensors)
