@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from bench.bench_context_parallel import difference
+from bench.context_shares import difference
 from dispatch.registry import ENVIRONMENT_VARIABLE
 from nsa import LinearCompression, NeighborhoodAttention, NSAConfig, NSAttention, neighborhood_attention, nsa
 from nsa.distributed import ContextParallel
