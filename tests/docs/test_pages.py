@@ -103,6 +103,23 @@ def test_names_for_transformers_are_in_the_api_reference() -> None:
     check_docstrings(shown)
 
 
+def glossary() -> set[str]:
+    """The terms of docs/glossary.md: a cell may have several, and a word after them in brackets that tells which."""
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    cells = set(re.findall(r"^\| ([^|]+?) \|", page, re.MULTILINE)) - {"term", "---"}
+    terms = [re.split(r"[`,]* " if cell.startswith("`") else ", ", re.sub(r" \(.*?\)", "", cell)) for cell in cells]
+    return {term.strip("`,").lower() for several in terms for term in several}
+
+
+def test_every_term_of_the_glossary_is_used() -> None:
+    folders = ("nsa", "dispatch", "cute_kernels", "ascend_kernels", "bench", "tests", "docs")
+    files = {path for folder in folders for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)}
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files - {ROOT / "docs" / "glossary.md"}).lower()
+    text += re.sub(r"[\s_]+", " ", text)
+    assert len(glossary()) > 150
+    assert {term for term in glossary() if not re.search(rf"(?<![a-z]){re.escape(term)}", text)} == set()
+
+
 def test_the_site_leads_to_every_page() -> None:
     places = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     own = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
