@@ -29,10 +29,11 @@ class Graph:
     """
 
     def __init__(self, device: torch.device, launches: Launches) -> None:
+        """Args: device: the current one."""
         from cuda.bindings import runtime
 
         self._device = device
-        with _CAPTURING, torch.cuda.device(device), _relaxed():
+        with _CAPTURING, _relaxed():
             if device not in _CAPTURES:
                 _CAPTURES[device] = _new_stream(device)
             stream = _CAPTURES[device]
@@ -52,11 +53,7 @@ class Graph:
         weakref.finalize(self, runtime.cudaGraphExecDestroy, self._executable).atexit = False
 
     def launch(self) -> None:
-        """On the current stream of its device."""
-        if torch.cuda.current_device() != self._device.index:  # PyTorch's stream 0 is that of the current device
-            with torch.cuda.device(self._device):
-                self.launch()
-            return
+        """On the current stream of its device, which is the current one."""
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)  # current_stream() takes 8 us of an H200's host
         _result(self._launch(self._executable, stream))
 

@@ -46,6 +46,10 @@ def launch(key: Hashable, device: torch.device, launches: Callable[[], Launches]
     Args:
         key: of the launches and all addresses in their arguments.
     """
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            launch(key, device, launches)
+        return
     graph = None
     if not torch.cuda.is_current_stream_capturing():  # a caller's graph gets them one by one
         with _LOCK:

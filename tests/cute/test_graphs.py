@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -91,6 +92,28 @@ def test_an_error_reaches_the_caller_each_time() -> None:
     for _ in range(3):
         with pytest.raises(RuntimeError, match="no"):
             call("a", fails=True)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_tensors_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose current stream may be captured, and gets the graph."""
+    current = [0]
+
+    @contextmanager
+    def made_current(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    seen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen.append(current[-1]))
+    monkeypatch.setattr(FakeGraph, "launch", lambda _: seen.append(current[-1]))
+    for _ in range(3):
+        graphs.launch("a", torch.device("cuda", 1), lambda: iter(()))
+    assert seen == [1] * 5, "three calls, two graphs"
+    assert current == [0]
 
 
 # Recorded calls
