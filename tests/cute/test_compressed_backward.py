@@ -93,10 +93,11 @@ def make(
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run as the compiler's PTX, on a CPU. Parameter: when copies arrive, and whether races are looked for."""
     from cute_kernels.attend import compressed_backward
+    from cute_kernels.gate import partials
 
     copies, *races = request.param.split(", ")
     schedule = Schedule(late=copies == "late", observer=Order if races else Observer)
-    interpret_kernels(monkeypatch, (compressed_backward,), schedule=schedule)
+    interpret_kernels(monkeypatch, (compressed_backward, partials), schedule=schedule)
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
