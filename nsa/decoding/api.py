@@ -93,7 +93,8 @@ def nsa_with_cache(
     if table.open is not None and counts is not None:
         raise ValueError("counts are the step's: give them to table.step, got counts inside a step")
     own_step = table.step(inputs.q.shape[1], counts) if table.open is None else nullcontext(table.open)
-    with torch.no_grad(), autocast_off(inputs.q.device.type), own_step as step:
+    without_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    with without_grad, autocast_off(inputs.q.device.type), own_step as step:
         if config.debug:
             table.check()
         out: Tensor = impl.load()(inputs, config, cache, step)

@@ -6,7 +6,7 @@ Everything a step needs is on the device, and nothing of it is read on the host:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -478,6 +478,8 @@ class Step:
     """ids of the caches that have their tokens."""
     commits: list[Callable[[], None]] = field(default_factory=list)
     """Writes over what a step that fails must find again; done when the step ends."""
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+    """What a backend keeps from one layer to the next: temporary memory."""
 
 
 def longer(x: Tensor, dim: int, length: int, fill: float) -> Tensor:
