@@ -146,7 +146,7 @@ def plan(
     at_once = sms * of_blocks.ctas_per_sm
     parts = Parts.of(select, window, capacity, batch * items, at_once, tuning.part_tiles, apart)
     few = batch * queries * heads <= 2 * sms
-    choice = choose.ChoiceParts.of(-(-capacity // select.size))
+    choice = choose.ChoiceParts.of(-(-capacity // select.size), select.count, batch * items * apart, sms)
     listed = batch, items * apart, choice.lists, select.count
     attended = batch, items * apart, parts.both if apart == 1 else parts.selected, together
     shapes = (
