@@ -583,6 +583,7 @@ def test_a_real_probe_forward(tmp_path: Path) -> None:
     assert probe.start_trial(fails, command, roomy.timeout).fits
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_real_probe_forward_and_backward(tmp_path: Path) -> None:
     _, state = run_probe(
