@@ -24,11 +24,12 @@ def run(inputs: NSAInputs, config: NSAConfig) -> tuple[Tensor, NSAAux]:
 
 
 HERE = (("sm_90", "token"),)
-"""What `make test` runs."""
+"""What CI runs."""
 OTHERS = [(arch, name) for name in PACKS for arch in GPUS if (arch, name) not in HERE]
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.cuda_extra
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("arch", "name"), [*HERE, *rest(*OTHERS)])
