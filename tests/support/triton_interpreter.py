@@ -34,4 +34,3 @@ def patch_once(function: Any) -> Any:
 
 
 interpreter._patch_lang = patch_once
-interpreter._get_np_dtype = cache(interpreter._get_np_dtype)
