@@ -91,16 +91,14 @@ def last_of_block(blocks: torch.Tensor) -> torch.Tensor:
     return blocks[..., -1, :]
 
 
-DIFFERENT = ("ragged", "fewer new", "ties", "parts of the choice", "tile mode")
-IN_CI = ("D_v, fp16", "many choices", "tuned for batches", "tile mode, shared")
-"""Cases that take every path between them; each costs the compilation of four kernels."""
-HERE = [("sm_90", LATE, case) for case in DIFFERENT]
+HERE = [("sm_90", LATE, case) for case in ("ragged", "parts of the choice", "tile mode")]
+IN_CI = ("fewer new", "D_v, fp16", "ties", "many choices", "tuned for batches", "tile mode, shared")
 MORE = [("sm_90", LATE, case) for case in IN_CI]
+"""With those, cases that take every path between them; each costs the compilation of four kernels."""
 OTHERS = [of for of in itertools.product(GPUS, (LATE, EARLY), CASES) if of not in HERE + MORE]
-STEPS = [*HERE, *[pytest.param(*of, marks=pytest.mark.interpreted) for of in MORE], *cases.rest(*OTHERS)]
 
 
-@pytest.mark.parametrize(("arch", "copies", "case"), STEPS)
+@pytest.mark.parametrize(("arch", "copies", "case"), [*HERE, *cases.interpreted(*MORE), *cases.rest(*OTHERS)])
 def test_step(arch: str, copies: str, case: str) -> None:
     with interpreted_gpu(arch, Schedule(late=copies == LATE)):
         check(CASES[case])
