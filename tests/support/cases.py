@@ -43,10 +43,11 @@ def covering(sizes: Sequence[int], cover: int) -> set[tuple[int, ...]]:
     return few
 
 
-def some(here: Iterable[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
-    """These combinations, and marked `full` all others of one value of each axis."""
-    here = [*here]
-    return [*here, *rest(*(case for case in itertools.product(*axes) if case not in here))]
+def some(here: Iterable[tuple[Any, ...]], *axes: Iterable[Any], in_ci: Iterable[tuple[Any, ...]] = ()) -> list[Any]:
+    """These combinations, those that CI has besides, and marked `full` all others of one value of each axis."""
+    here, in_ci = [*here], [*in_ci]
+    others = [case for case in itertools.product(*axes) if case not in here + in_ci]
+    return [*here, *interpreted(*in_ci), *rest(*others)]
 
 
 def rest(*cases: Any) -> list[Any]:
