@@ -192,9 +192,10 @@ def test_gated_in_chunks(gates: str, forced: tuple[int, int], monkeypatch: pytes
     replace(inputs, forced=forced).check_gated(gates)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("interpreted", ["warpgroups, early"], indirect=True)
-@pytest.mark.parametrize(("gates", "forced"), [("projected", (1, 2)), ("given fp32", (0, 0))])
+@pytest.mark.parametrize(
+    ("gates", "forced"), [*cases.interpreted(("projected", (1, 2))), *cases.rest(("given fp32", (0, 0)))]
+)
 @pytest.mark.usefixtures("interpreted")
 def test_gated_in_chunks_that_begin_inside_of_blocks(
     gates: str, forced: tuple[int, int], monkeypatch: pytest.MonkeyPatch
