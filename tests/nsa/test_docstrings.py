@@ -81,6 +81,28 @@ def run_examples(name: str, documented: Any, **names: Any) -> None:
     assert outcome.failed == 0, "".join(shown)
 
 
+def test_one_option_has_one_default() -> None:
+    """Signatures are written out, for `help` and editors, so the same options stand at several functions."""
+    own = inspect.signature(nsa.neighborhood_attention).parameters
+    for other in (
+        nsa.neighborhood.neighborhood_attention_forward,
+        nsa.NeighborhoodAttention,
+        ContextParallel.neighborhood_attention,
+    ):
+        shared = {name: p for name, p in inspect.signature(other).parameters.items() if name in own}
+        assert shared.keys() >= {
+            "kernel_size",
+            "dilation",
+            "softmax_scale",
+            "boundary",
+            "causal",
+            "algorithm",
+            "backend",
+        }
+        for name, parameter in shared.items():
+            assert (parameter.default, parameter.annotation) == (own[name].default, own[name].annotation), name
+
+
 def test_functions_of_nsa_explain_every_option() -> None:
     """`help` of one function alone: options are documented once, at NSAConfig, and shown at each function."""
     options = described(sections(nsa.NSAConfig)["Args"])

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo import lookup_backend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from nsa import NSAConfig
 from nsa.integrations.transformers.cache import CacheLayer
 from nsa.integrations.transformers.modeling import CACHE_ARGUMENT
-from tests.support.hf_models import converted_model, token_ids
+from tests.support.hf_models import converted_model, dense_model, token_ids
 
 pytestmark = pytest.mark.hf_extra
 
@@ -71,6 +73,62 @@ def test_a_dynamic_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         again = model(out.sequences, use_cache=False).logits[0, 59:-1].argmax(-1)
     assert torch.equal(out.sequences[0, 60:], again)
+
+
+@pytest.mark.parametrize("steps", [300, pytest.param(4096, marks=pytest.mark.full)])
+def test_long_texts_are_those_without_a_cache(steps: int) -> None:
+    """Row i of a call on the whole text is what generate sees at step i without a cache; near ties may fall otherwise.
+
+    The cache grows on the way, and windows, blocks and entries come and go.
+    """
+    model, ids = converted_model(num_hidden_layers=1), token_ids(1, 50)
+    written = generate(model, ids, max_new_tokens=steps)
+    with torch.no_grad():
+        logits = model(written, use_cache=False).logits[0, 49:-1]
+    chosen = logits.gather(1, written[0, 50:, None])[:, 0]
+    assert (logits.amax(1) - chosen).max() < 1e-4
+    assert len(written[0, 50:].unique()) > 20, "steps that differ"
+
+
+class LargeOperations(TorchDispatchMode):
+    """Keeps operators that read or make tensors of more than `limit` elements, but rows of them and views."""
+
+    ROWS = ("index", "gather", "embedding")
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        places = {x.untyped_storage().data_ptr() for x in inputs}
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in places]
+        read = [] if func.overloadpacket.__name__.startswith(self.ROWS) else inputs
+        is_view = not made
+        if any(x.numel() > self.limit for x in (made if is_view else [*made, *read])):
+            self.seen.append(str(func))
+        return out
+
+
+def test_a_step_reads_and_writes_rows_alone() -> None:
+    """No operator of a step makes or reads as much as one number a token, but for rows that it picks: pages lie where
+    they lie, nothing of the past is copied or pooled again. The reference's shapes follow from the cache's capacity.
+    """
+    options = NSAConfig.paper(compress_block_size=64, compress_stride=64, num_selected_blocks=4, window_size=8)
+    model, capacity = converted_model(options=options, num_hidden_layers=1), 1 << 15
+    cache, ids = StaticCache(config=model.config, max_cache_len=capacity), token_ids(1, 100)
+    call_with(model, ids, cache)
+    with LargeOperations(capacity) as large:
+        call_with(model, ids[:, :1], cache)
+    assert large.seen == []
+    dense = dense_model(num_hidden_layers=1)
+    past = DynamicCache()
+    call_with(dense, token_ids(1, 4096), past)
+    with LargeOperations(4096) as large:  # it sees what a cache does that is concatenated
+        call_with(dense, ids[:, :1], past)
+    assert any("cat" in name for name in large.seen)
 
 
 def test_a_second_turn_goes_on_from_the_first_ones_cache() -> None:
